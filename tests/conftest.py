@@ -1,0 +1,151 @@
+"""Every async test on two event loops, and nothing left behind by any test."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+import hypothesis
+import pytest
+import pytest_asyncio
+from blockbuster import BlockBuster
+
+import aiockpt
+from leakcheck import KINDS, ErrorLog, Footprint, allowed_leaks
+
+HERE = Path(__file__).parent
+HAS_TORCH = find_spec("torch") is not None
+HAS_UVLOOP = find_spec("uvloop") is not None
+
+TORCH_FREE = (
+    "wire/",
+    "test_errors.py",
+    "test_exports.py",
+    "test_rwlock.py",
+    "test_bridge.py",
+)
+"""Rooms whose tests need no torch; other modules say so by a ``torch_free`` mark."""
+
+# A shared machine is slow now and then; a slow example is no failure.
+hypothesis.settings.register_profile("aiockpt", deadline=None)
+hypothesis.settings.load_profile("aiockpt")
+
+
+def pytest_report_header() -> list[str]:
+    """Say which package is tested, and how much of it."""
+    lines = [f"aiockpt: {Path(aiockpt.__file__).parent}"]
+    if not HAS_TORCH:
+        lines.append("torch is not installed: only the torch-free rooms are tested")
+    return lines
+
+
+def pytest_configure() -> None:
+    """Refuse to test the source tree where the wheel was asked for."""
+    if (
+        os.environ.get("AIOCKPT_TEST_INSTALLED")
+        and HERE.parent in Path(aiockpt.__file__).parents[:2]
+    ):
+        raise pytest.UsageError(f"testing {aiockpt.__file__}, not the installed wheel")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out what cannot be imported without torch."""
+    if HAS_TORCH or not collection_path.name.startswith("test_"):
+        return None
+    inside = collection_path.relative_to(HERE).as_posix()
+    if inside.startswith(TORCH_FREE) or "torch_free" in collection_path.read_text():
+        return None
+    return True
+
+
+def pytest_collection_finish() -> None:
+    """Make what stays for good now, and keep it out of the collections later."""
+    for factory in pytest_asyncio_loop_factories().values():
+        factory().close()  # libuv keeps the signal pipe of its first loop
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_asyncio_loop_factories() -> Mapping[
+    str, Callable[[], asyncio.AbstractEventLoop]
+]:
+    """Run every async test on asyncio's loop and on uvloop's."""
+    factories = {"asyncio": asyncio.new_event_loop}
+    if HAS_UVLOOP:
+        import uvloop
+
+        factories["uvloop"] = uvloop.new_event_loop
+    return factories
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Put the check for tasks around every async test and all its fixtures."""
+    if not pytest_asyncio.is_async_test(item):
+        return
+    names = item.fixturenames
+    if "no_task_left" not in names:  # the list is shared by the cases of one function
+        # Inside of what outlives the loop, outside of what the test asked for.
+        names.insert(names.index("error_log") + 1, "no_task_left")
+
+
+@pytest_asyncio.fixture
+async def no_task_left(request: pytest.FixtureRequest) -> AsyncIterator[None]:
+    """Fail an async test that leaves a task on its loop."""
+    before = asyncio.all_tasks()
+    yield
+    for _ in range(50):  # what was cancelled or closed ends within a few rounds
+        if not (left := asyncio.all_tasks() - before - {asyncio.current_task()}):
+            return
+        await asyncio.sleep(0)
+    if "tasks" not in allowed_leaks(request.node):
+        pytest.fail(f"tasks left: {sorted(map(repr, left))}", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a thread, descriptor, shared memory or child behind."""
+    before = Footprint(set(KINDS) - allowed_leaks(request.node))
+    yield
+    if grown := before.grown():
+        pytest.fail(f"left behind: {grown}", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def error_log(request: pytest.FixtureRequest, nothing_left: None) -> Iterator[ErrorLog]:
+    """Fail a test in which an ERROR was logged unexpectedly."""
+    log = ErrorLog()
+    log.allowed = request.node.get_closest_marker("allow_error_logs") is not None
+    logging.getLogger().addHandler(log)
+    yield log
+    gc.collect()  # an exception that no task's owner took is logged when it goes
+    logging.getLogger().removeHandler(log)
+    if log.records and not log.allowed:
+        pytest.fail(f"logged: {log.messages()}", pytrace=False)
+
+
+@pytest.fixture
+def allow_error_logs(error_log: ErrorLog) -> list[logging.LogRecord]:
+    """Let the test log errors; return the list in which they arrive."""
+    error_log.allowed = True
+    return error_log.records
+
+
+@pytest.fixture
+def no_blocking() -> Iterator[BlockBuster]:
+    """Raise ``BlockingError`` where the package blocks an event loop.
+
+    Only calls that the package makes, directly or through a library, count: a test may
+    read a file. ``tests/http`` uses it for every test.
+    """
+    guard = BlockBuster("aiockpt")
+    # The first torch operation of a kind imports modules, which reads files.
+    for function in guard.functions.values():
+        function.can_block_in("<frozen importlib._bootstrap>", "_find_and_load")
+    guard.activate()
+    yield guard
+    guard.deactivate()

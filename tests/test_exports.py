@@ -1,0 +1,103 @@
+"""The public face: its names, where they live, and what importing it costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import aiockpt
+from aiockpt import errors
+
+NEEDS_TORCH = {"HTTPTransport", "register_leaf"}
+HEAVY = ("torch", "aiohttp", "anyio", "numpy")
+
+
+def declared_to_type_checkers() -> dict[str, str]:
+    """Return name -> module of the imports under ``if TYPE_CHECKING``."""
+    tree = ast.parse(Path(aiockpt.__file__).read_text())
+    blocks = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    imports = [
+        node
+        for block in blocks
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and node.module
+    ]
+    return {
+        alias.asname or alias.name: node.module or ""
+        for node in imports
+        for alias in node.names
+    }
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Return which heavy libraries a fresh interpreter loads for a statement."""
+    report = f"import sys; print(*(n for n in {HEAVY!r} if n in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{statement}\n{report}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(done.stdout.split())
+
+
+def test_all_is_sorted_and_holds_every_public_name_once() -> None:
+    """``__all__`` is the lazy names, the errors and the version, and nothing else."""
+    names = [*aiockpt._HOMES, *errors.__all__, "__version__"]
+    assert sorted(aiockpt.__all__) == sorted(names)
+    assert aiockpt.__all__ == sorted(aiockpt.__all__)
+
+
+def test_type_checkers_and_the_lazy_table_see_the_same_names() -> None:
+    """A name cannot be added to one of the two only."""
+    assert declared_to_type_checkers() == aiockpt._HOMES
+
+
+@pytest.mark.parametrize("name", sorted(aiockpt.__all__))
+def test_public_name_is_there(name: str) -> None:
+    """Each public name loads, is public at home too, and is then kept."""
+    if name in NEEDS_TORCH and find_spec("torch") is None:
+        pytest.skip("needs torch")
+    value = getattr(aiockpt, name)
+    assert vars(aiockpt)[name] is value
+    if home := aiockpt._HOMES.get(name):
+        assert name in import_module(home).__all__
+
+
+def test_dir_lists_names_that_are_not_loaded_yet() -> None:
+    """Completion at a prompt shows the whole face."""
+    assert set(aiockpt.__all__) <= set(dir(aiockpt))
+
+
+def test_unknown_name_is_an_attribute_error_that_names_it() -> None:
+    """The lazy lookup fails as a plain module does."""
+    with pytest.raises(AttributeError, match=r"'aiockpt'.*'HTTPTransprot'"):
+        _ = aiockpt.HTTPTransprot  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("module", ["aiockpt", "aiockpt.errors", "aiockpt.cli"])
+def test_importing_loads_neither_torch_nor_aiohttp(module: str) -> None:
+    """``import aiockpt`` and ``aiockpt --help`` are quick."""
+    assert loaded_by(f"import {module}") == set()
+
+
+@pytest.mark.parametrize("name", ["CheckpointTransport", "Limits", "Progress"])
+def test_light_name_loads_nothing_heavy(name: str) -> None:
+    """What needs neither torch nor aiohttp does not bring them in."""
+    assert loaded_by(f"import aiockpt; aiockpt.{name}") == set()
+
+
+@pytest.mark.parametrize("name", ["aiockpt.wire", "aiockpt.observe"])
+def test_lower_rooms_load_nothing_heavy(name: str) -> None:
+    """The wire format can be read by a program that has no torch."""
+    assert loaded_by(f"import {name}") == set()
