@@ -1,0 +1,186 @@
+"""Copies between a state dict's own memory and the data segment, either way.
+
+Both directions walk the same two lists: where entries lie in the segment, and where
+the state dict has them. Host memory moves as raw bytes; a device's bytes go through
+its :class:`~aiockpt._device.Port`; a *dense* backing is copied element by element.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from aiockpt._device import Event, PortFor
+from aiockpt.flatten import Backing
+from aiockpt.memory import Arena, view_of_address
+
+__all__ = ["CopyPlan"]
+
+# Releasing the interpreter lock costs more than copying a few pages.
+_SMALL = 256 << 10
+_move_large = ctypes.memmove
+_move_small = ctypes.PyDLL(None).memmove
+_move_small.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_move_small.restype = ctypes.c_void_p
+
+
+def _move(destination: int, backing: int, nbytes: int) -> None:
+    move = _move_small if nbytes < _SMALL else _move_large
+    move(destination, backing, nbytes)
+
+
+def _physical(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor without its lazy conjugation and negation, same memory."""
+    tensor = tensor.detach()
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor  # noqa: SLF001
+
+
+class CopyPlan:
+    """The copies between ``backings`` and an arena that holds the data segment.
+
+    Args:
+        backings: The state dict's memory, one per entry.
+        offsets: Where each entry starts in the segment, ascending.
+        sizes: Bytes of each entry; a backing may be a few bytes shorter.
+        arena: The segment; it and the backings must outlive every copy.
+        port_for: Finds the port of a backing's device.
+    """
+
+    def __init__(
+        self,
+        backings: Sequence[Backing],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        arena: Arena,
+        port_for: PortFor,
+    ) -> None:
+        self._backings = backings
+        self._offsets = offsets
+        self._sizes = sizes
+        self._arena = arena
+        self._whole: torch.Tensor | None = None
+        devices = {backing.tensor.device for backing in backings}
+        found = {device: port_for(device) for device in devices}
+        self.ports = {device: port for device, port in found.items() if port}
+        self._addresses = [self._address(backing) for backing in backings]
+
+    def _address(self, backing: Backing) -> int:
+        """Where a backing's raw bytes lie in host memory; 0 for any other backing."""
+        if backing.dense or backing.tensor.device in self.ports or not backing.nbytes:
+            return 0
+        return backing.tensor.untyped_storage().data_ptr() + backing.start
+
+    def fences(self) -> dict[torch.device, Event]:
+        """Mark on every device what the calling thread's producer has enqueued."""
+        return {device: port.fence() for device, port in self.ports.items()}
+
+    def stage_host(self, start: int, stop: int) -> None:
+        """Copy the host bytes of ``[start, stop)`` into the arena, and its padding."""
+        for entry, low, high in self._pieces(start, stop):
+            address, base = self._addresses[entry], self._offsets[entry]
+            backing = self._backings[entry]
+            held = min(high, base + backing.nbytes)
+            if address and low < held:
+                _move(self._arena.address + low, address + low - base, held - low)
+            if not backing.dense and held < high:
+                ctypes.memset(self._arena.address + held, 0, high - held)
+
+    def load_host(self, start: int, stop: int) -> None:
+        """Copy the host bytes of ``[start, stop)`` from the arena into the state."""
+        for entry, low, high in self._pieces(start, stop):
+            address, base = self._addresses[entry], self._offsets[entry]
+            held = min(high, base + self._backings[entry].nbytes)
+            if address and low < held:
+                _move(address + low - base, self._arena.address + low, held - low)
+
+    def stage_device(
+        self, device: torch.device, start: int, stop: int, *, after: Event
+    ) -> Event:
+        """Enqueue the copies of a device's bytes in ``[start, stop)`` to the arena."""
+        pairs = self._device_pairs(device, start, stop)
+        return self.ports[device].copy(pairs, after=after)
+
+    def load_device(
+        self, device: torch.device, start: int, stop: int, *, after: Event
+    ) -> Event:
+        """Enqueue the copies of ``[start, stop)`` from the arena to a device."""
+        pairs = ((b, a) for a, b in self._device_pairs(device, start, stop))
+        return self.ports[device].copy(pairs, after=after)
+
+    def stage_dense(self, after: dict[torch.device, Event]) -> list[Event]:
+        """Copy the backings that are staged element by element, all at once."""
+        return self._dense(after, staging=True)
+
+    def load_dense(self, after: dict[torch.device, Event]) -> list[Event]:
+        """Copy them back, all at once."""
+        return self._dense(after, staging=False)
+
+    def _dense(
+        self, after: dict[torch.device, Event], *, staging: bool
+    ) -> list[Event]:
+        events = []
+        for entry, backing in enumerate(self._backings):
+            if not backing.dense:
+                continue
+            tensor = _physical(backing.tensor)
+            host = self._host(self._offsets[entry], self._sizes[entry])
+            typed = host.view(tensor.dtype).view(tensor.shape)
+            pair = (typed, tensor) if staging else (tensor, typed)
+            port = self.ports.get(tensor.device)
+            if port is None:
+                pair[0].copy_(pair[1])
+            else:
+                events.append(port.copy([pair], after=after[tensor.device]))
+        return events
+
+    def in_place(self) -> list[memoryview]:
+        """Return the segment as memory to receive into: the state's own where it can.
+
+        What is staged element by element, lies on a device, or is padding, is the
+        arena's; ``load_device`` and ``load_dense`` bring it home.
+        """
+        views = []
+        for backing, address, offset, size in zip(
+            self._backings, self._addresses, self._offsets, self._sizes, strict=True
+        ):
+            held = backing.nbytes if address else 0
+            if held:
+                views.append(view_of_address(address, held, backing.tensor))
+            views += self._arena.buffers(offset + held, offset + size)
+        return views
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield entry, first and last byte of each entry's part of a range."""
+        entry = bisect_right(self._offsets, start) - 1
+        count = len(self._offsets)
+        while entry < count and self._offsets[entry] < stop:
+            base = self._offsets[entry]
+            low, high = max(start, base), min(stop, base + self._sizes[entry])
+            if low < high:
+                yield entry, low, high
+            entry += 1
+
+    def _device_pairs(
+        self, device: torch.device, start: int, stop: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for entry, low, high in self._pieces(start, stop):
+            backing, base = self._backings[entry], self._offsets[entry]
+            held = min(high, base + backing.nbytes)
+            if backing.dense or backing.tensor.device != device or low >= held:
+                continue
+            raw = torch.empty(0, dtype=torch.uint8, device=device).set_(
+                backing.tensor.untyped_storage(), backing.start + low - base,
+                (held - low,), (1,),
+            )
+            yield self._host(low, held - low), raw
+
+    def _host(self, start: int, nbytes: int) -> torch.Tensor:
+        if self._whole is None:
+            self._whole = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
+        return self._whole[start : start + nbytes]

@@ -1,0 +1,118 @@
+"""The port to the accelerator: the only module that names one.
+
+Everything here returns at once, except :func:`completed`, which is awaited. A copy
+runs on a *side stream* that first waits for the producer's event, so staging reads
+what training has already enqueued and training goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeAlias
+
+import torch
+
+from aiockpt.memory import Arena
+
+__all__ = ["Accelerator", "Event", "Port", "PortFor", "completed", "port_for"]
+
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+_FIRST_POLL = 50e-6
+_LAST_POLL = 2e-3
+
+
+class Event(Protocol):
+    """A mark in a stream."""
+
+    def query(self) -> bool:
+        """Say whether everything before the mark has run."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until then."""
+
+
+class Port(Protocol):
+    """What staging and loading need of one device."""
+
+    def fence(self) -> Event:
+        """Mark what the calling thread's current stream has enqueued so far."""
+
+    def copy(self, pairs: Iterable[Pair], *, after: Event) -> Event:
+        """Enqueue ``destination, source`` copies behind ``after``; return their end.
+
+        Both tensors must live until the returned event has completed.
+        """
+
+    def follow(self, event: Event) -> None:
+        """Make the calling thread's current stream wait for ``event``."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the side stream is idle."""
+
+    def pin(self, arena: Arena) -> Callable[[], None]:
+        """Page-lock an arena where the device gains from it; return the undoing."""
+
+
+PortFor: TypeAlias = Callable[[torch.device], Port | None]
+
+
+class Accelerator:
+    """A device that ``torch.accelerator`` knows: CUDA, ROCm, XPU and others."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module = torch.get_device_module(device)
+        self._side = self._module.Stream(device)
+
+    def __repr__(self) -> str:
+        return f"<Accelerator {self.device}>"
+
+    def fence(self) -> torch.Event:
+        return torch.accelerator.current_stream(self.device).record_event()
+
+    def copy(self, pairs: Iterable[Pair], *, after: torch.Event) -> torch.Event:
+        self._side.wait_event(after)
+        with self._module.device(self.device), self._module.stream(self._side):
+            for destination, source in pairs:
+                destination.copy_(source, non_blocking=True)
+        return self._side.record_event()
+
+    def follow(self, event: torch.Event) -> None:
+        torch.accelerator.current_stream(self.device).wait_event(event)
+
+    def synchronize(self) -> None:
+        self._side.synchronize()
+
+    def pin(self, arena: Arena) -> Callable[[], None]:
+        if self.device.type != "cuda":
+            return lambda: None
+        runtime = torch.cuda.cudart()
+        # Registering what is mapped keeps huge pages and lets the arena be shared.
+        failed = int(runtime.cudaHostRegister(arena.address, arena.nbytes, 0))
+        if failed:
+            return lambda: None
+        return lambda: runtime.cudaHostUnregister(arena.address)
+
+
+_ports: dict[torch.device, Accelerator] = {}
+
+
+def port_for(device: torch.device) -> Port | None:
+    """Return the port of a device; None for host memory, which needs none."""
+    if device.type == "cpu":
+        return None
+    return _ports.setdefault(device, Accelerator(device))
+
+
+async def completed(event: Event) -> None:
+    """Wait until an event has completed, without blocking the loop or a core.
+
+    Polling with a growing pause: a CUDA event's ``synchronize`` spins a core by
+    default and cannot be cancelled. If cancelled, the copies go on.
+    """
+    pause = _FIRST_POLL
+    while not event.query():
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, _LAST_POLL)

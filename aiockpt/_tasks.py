@@ -1,0 +1,36 @@
+"""Tasks inside one call: all of them end before it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+
+import anyio
+
+__all__ = ["together"]
+
+
+async def together(jobs: Iterable[Callable[[], Awaitable[object]]]) -> None:
+    """Run coroutine functions at once; the first failure cancels the others.
+
+    It is raised alone, the others as its notes: no ``ExceptionGroup`` comes out. If
+    cancelled, every job is cancelled and has ended.
+    """
+    try:
+        async with anyio.create_task_group() as group:
+            for job in jobs:
+                group.start_soon(job)
+    except BaseExceptionGroup as failures:
+        first, *others = _leaves(failures)
+        for other in others:
+            first.add_note(f"also failed: {other}")
+        raise first from failures
+
+
+def _leaves(failures: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    found = []
+    for failure in failures.exceptions:
+        if isinstance(failure, BaseExceptionGroup):
+            found += _leaves(failure)
+        else:
+            found.append(failure)
+    return found

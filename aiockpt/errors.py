@@ -1,0 +1,328 @@
+"""Every exception of the package.
+
+The parent class answers *what should I do*; each class also inherits the builtin
+that a caller would guess::
+
+    AiockptError
+    ├── TransportError                    try again, it may help
+    │   ├── PeerUnreachableError              refused, reset, unresolved
+    │   ├── TransferInterruptedError          closed before the last byte
+    │   ├── TransferStalledError              no progress for the stall timeout
+    │   ├── TransferTimeoutError              the deadline passed (TimeoutError)
+    │   └── ProcessGroupError                 the process group is broken
+    ├── UnavailableError                  the peer is well and does not have it
+    │   ├── StepNotFoundError                 not published, superseded (LookupError)
+    │   └── CheckpointChangedError            replaced while it was being fetched
+    ├── ProtocolError                     bytes against the wire format
+    │   ├── LocalProtocolError                ours: a bug or misuse
+    │   ├── RemoteProtocolError               the peer's, or an unknown version
+    │   ├── LimitExceededError                larger than the receiver allows
+    │   └── IntegrityError                    a whole chunk with the wrong digest
+    ├── AuthenticationError               wrong or no credentials (PermissionError)
+    ├── StateDictError                    what the caller passed (ValueError)
+    │   ├── UnsupportedLeafError              and where (TypeError)
+    │   └── TemplateMismatchError             ``into`` does not fit
+    ├── StagingError                      the copy off the device failed
+    ├── StorageError                      not written, or no checkpoint (OSError)
+    ├── WorkerError                       the checkpoint process died or raised
+    └── ClosedError                       used after close (RuntimeError)
+
+An exception carries its facts as attributes and composes its sentence from them,
+so a program matches on attributes and a person reads the text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "AiockptError",
+    "AuthenticationError",
+    "CheckpointChangedError",
+    "ClosedError",
+    "IntegrityError",
+    "LimitExceededError",
+    "LocalProtocolError",
+    "PeerUnreachableError",
+    "ProcessGroupError",
+    "ProtocolError",
+    "RemoteProtocolError",
+    "StagingError",
+    "StateDictError",
+    "StepNotFoundError",
+    "StorageError",
+    "TemplateMismatchError",
+    "TransferInterruptedError",
+    "TransferStalledError",
+    "TransferTimeoutError",
+    "TransportError",
+    "UnavailableError",
+    "UnsupportedLeafError",
+    "WorkerError",
+]
+
+
+def _revive(cls: type[AiockptError], facts: dict[str, Any]) -> AiockptError:
+    error = cls.__new__(cls)
+    error.__dict__.update(facts)
+    return error
+
+
+class AiockptError(Exception):
+    """Root of everything that the package raises on purpose."""
+
+    def __init__(self, detail: str = "") -> None:
+        super().__init__(detail)
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return self.detail
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Facts cross process boundaries whole, whatever __init__ requires.
+        return (_revive, (type(self), self.__dict__.copy()))
+
+
+class TransportError(AiockptError):
+    """The transfer failed on its way; trying again may help."""
+
+
+class PeerUnreachableError(TransportError, ConnectionError):
+    """The peer refused, reset or could not be resolved."""
+
+    def __init__(self, url: str, detail: str = "") -> None:
+        super().__init__(detail)
+        self.url = url
+
+    def __str__(self) -> str:
+        why = f": {self.detail}" if self.detail else ""
+        return f"cannot reach {self.url}{why}; is the sender running there?"
+
+
+class TransferInterruptedError(TransportError, ConnectionError):
+    """The connection closed before the last byte of a chunk (or of the manifest)."""
+
+    def __init__(
+        self, url: str, *, received: int, expected: int, chunk: int | None = None
+    ) -> None:
+        super().__init__()
+        self.url = url
+        self.chunk = chunk
+        self.received = received
+        self.expected = expected
+
+    def __str__(self) -> str:
+        what = "the manifest" if self.chunk is None else f"chunk {self.chunk}"
+        return (
+            f"{self.url} closed the connection after {self.received} of "
+            f"{self.expected} bytes of {what}"
+        )
+
+
+class TransferStalledError(TransportError):
+    """The peer is connected and sent nothing for the stall timeout."""
+
+    def __init__(self, url: str, *, idle: float, chunk: int | None = None) -> None:
+        super().__init__()
+        self.url = url
+        self.chunk = chunk
+        self.idle = idle
+
+    def __str__(self) -> str:
+        what = "" if self.chunk is None else f" in chunk {self.chunk}"
+        return f"{self.url} sent nothing for {self.idle:.3g} s{what}"
+
+
+class TransferTimeoutError(TransportError, TimeoutError):
+    """The deadline of the whole call passed; ``stop`` is where it caught the call."""
+
+    def __init__(self, stop: str, timeout: float, *, last_error: str = "") -> None:
+        super().__init__()
+        self.stop = stop
+        self.timeout = timeout
+        self.last_error = last_error
+
+    def __str__(self) -> str:
+        last = f"; last error: {self.last_error}" if self.last_error else ""
+        return f"timed out after {self.timeout:.3g} s in {self.stop}{last}"
+
+
+class ProcessGroupError(TransportError):
+    """A process-group operation failed; the group cannot be used any more."""
+
+    def __init__(self, detail: str, *, rank: int | None = None) -> None:
+        super().__init__(detail)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        whom = "" if self.rank is None else f" with rank {self.rank}"
+        return f"process group operation{whom} failed: {self.detail}; make a new group"
+
+
+class UnavailableError(AiockptError):
+    """The peer is well and does not have what was asked for."""
+
+
+class StepNotFoundError(UnavailableError, LookupError):
+    """The step is not published yet, or a newer one has taken its place."""
+
+    def __init__(
+        self, step: int | None, *, serving: int | None = None, url: str = ""
+    ) -> None:
+        super().__init__()
+        self.step = step
+        self.serving = serving
+        self.url = url
+
+    def __str__(self) -> str:
+        where = f" at {self.url}" if self.url else ""
+        now = "nothing" if self.serving is None else f"step {self.serving}"
+        what = "no checkpoint" if self.step is None else f"step {self.step} is not"
+        return f"{what} published{where}, which is serving {now}"
+
+
+class CheckpointChangedError(UnavailableError):
+    """The checkpoint was replaced or retracted while it was being fetched."""
+
+    def __init__(
+        self, *, expected: str, actual: str | None = None, url: str = ""
+    ) -> None:
+        super().__init__()
+        self.expected = expected
+        self.actual = actual
+        self.url = url
+
+    def __str__(self) -> str:
+        where = f" at {self.url}" if self.url else ""
+        now = "is gone" if self.actual is None else f"is now {self.actual}"
+        return f"snapshot {self.expected}{where} {now}; receive again"
+
+
+class ProtocolError(AiockptError):
+    """Bytes that contradict the wire format."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This side broke the format: a bug, or an argument that cannot travel."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer broke the format, is no aiockpt server, or speaks another version."""
+
+
+class LimitExceededError(ProtocolError):
+    """The peer offers more than the receiver's limits allow."""
+
+    def __init__(self, what: str, *, limit: int, actual: int) -> None:
+        super().__init__()
+        self.what = what
+        self.limit = limit
+        self.actual = actual
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} is {self.actual}, more than the limit of {self.limit}; "
+            "raise it in Limits if the peer is trusted"
+        )
+
+
+class IntegrityError(ProtocolError):
+    """A whole chunk (or the header, ``chunk=None``) arrived with the wrong digest."""
+
+    def __init__(
+        self, *, expected: str, actual: str, chunk: int | None = None, url: str = ""
+    ) -> None:
+        super().__init__()
+        self.chunk = chunk
+        self.expected = expected
+        self.actual = actual
+        self.url = url
+
+    def __str__(self) -> str:
+        what = "the header" if self.chunk is None else f"chunk {self.chunk}"
+        where = f" from {self.url}" if self.url else ""
+        return f"{what}{where} has digest {self.actual}, expected {self.expected}"
+
+
+class AuthenticationError(AiockptError, PermissionError):
+    """The peer wants credentials that were not given, or refuses those given."""
+
+    def __init__(self, url: str, detail: str = "") -> None:
+        super().__init__(detail)
+        self.url = url
+
+    def __str__(self) -> str:
+        why = f": {self.detail}" if self.detail else ""
+        return (
+            f"{self.url} refused the credentials{why}; pass the sender's metadata() "
+            "whole, or the same token on both sides"
+        )
+
+
+class StateDictError(AiockptError, ValueError):
+    """The state dict that the caller passed cannot be used."""
+
+
+class UnsupportedLeafError(StateDictError, TypeError):
+    """A leaf of a type that has no encoding; ``path`` says where it is."""
+
+    def __init__(self, path: str, type_name: str, detail: str = "") -> None:
+        super().__init__(detail)
+        self.path = path
+        self.type_name = type_name
+
+    def __str__(self) -> str:
+        remedy = self.detail or (
+            "convert it, or call aiockpt.register_leaf for its type on both ends"
+        )
+        return f"{self.path or 'the state dict'} is a {self.type_name}: {remedy}"
+
+
+class TemplateMismatchError(StateDictError):
+    """A tensor of ``into`` differs from the checkpoint's; nothing was received."""
+
+    def __init__(self, path: str, *, expected: str, actual: str) -> None:
+        super().__init__()
+        self.path = path
+        self.expected = expected
+        self.actual = actual
+
+    def __str__(self) -> str:
+        return (
+            f"template {self.path}: the checkpoint has {self.expected}, "
+            f"the template has {self.actual}"
+        )
+
+
+class StagingError(AiockptError):
+    """The copy from the device into the arena failed."""
+
+
+class StorageError(AiockptError, OSError):
+    """A checkpoint file was not written, or is not a checkpoint."""
+
+    def __init__(self, path: str, detail: str) -> None:
+        super().__init__(detail)
+        self.path = path
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.detail}"
+
+
+class WorkerError(AiockptError):
+    """The checkpoint process died, or raised ``remote_traceback``."""
+
+    def __init__(
+        self, detail: str, *, exitcode: int | None = None, remote_traceback: str = ""
+    ) -> None:
+        super().__init__(detail)
+        self.exitcode = exitcode
+        self.remote_traceback = remote_traceback
+
+
+class ClosedError(AiockptError, RuntimeError):
+    """The object was used after it was closed."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} is closed; make a new one")
+        self.what = what

@@ -1,0 +1,70 @@
+"""Mount a transport in an aiohttp application that is there already."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from aiohttp import web
+
+from aiockpt.http import embed
+from aiockpt.http.transport import HTTPTransport
+
+__all__ = ["APP_KEY", "create_app", "get_transport", "routes", "setup"]
+
+APP_KEY: web.AppKey[HTTPTransport[Any]] = web.AppKey("aiockpt", HTTPTransport)
+"""Where :func:`setup` keeps the transport, unless it is told another key."""
+
+
+def setup(
+    app: web.Application,
+    transport: HTTPTransport[Any],
+    prefix: str = "/checkpoint",
+    *,
+    app_key: web.AppKey[HTTPTransport[Any]] = APP_KEY,
+) -> None:
+    """Serve ``transport`` below ``prefix`` of ``app``, for as long as the app runs.
+
+    Call it before the app starts. The app's end shuts the transport down. The routes
+    check credentials themselves and rely on none of the app's middlewares. Tell the
+    transport its public URL by ``advertise="https://host/checkpoint/"``. For a second
+    transport in the same app, give another prefix and another key.
+
+    Raises:
+        RuntimeError: the app has started already.
+    """
+    app[app_key] = transport
+    app.add_routes(routes(transport, prefix))
+    app.cleanup_ctx.append(_lifetime(transport))
+
+
+def create_app(transport: HTTPTransport[Any]) -> web.Application:
+    """Return an application for ``add_subapp``, with the transport's lifetime."""
+    app = web.Application()
+    setup(app, transport, prefix="")
+    return app
+
+
+def routes(
+    transport: HTTPTransport[Any], prefix: str = "/checkpoint"
+) -> list[web.RouteDef]:
+    """Return the plain routes; starting and ending the transport is up to you."""
+    return embed.routes(transport.mount(prefix), prefix)
+
+
+def get_transport(
+    source: web.Application | web.Request,
+    app_key: web.AppKey[HTTPTransport[Any]] = APP_KEY,
+) -> HTTPTransport[Any]:
+    """Return the transport that :func:`setup` put into an app or a request's app."""
+    if isinstance(source, web.Application):
+        return source[app_key]
+    return source.config_dict[app_key]
+
+
+def _lifetime(transport: HTTPTransport[Any]) -> Any:
+    async def context(_: web.Application) -> AsyncIterator[None]:
+        yield
+        await transport.shutdown()
+
+    return context

@@ -1,0 +1,145 @@
+"""Host memory: reusable arenas, and maps from the data segment to where it lies.
+
+Page faults, not copies, dominate a receive into fresh memory, so an arena asks for
+huge pages and is reused where its owner can. Every view of memory here is a
+``memoryview`` that keeps its owner alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import accumulate
+from pathlib import Path
+
+__all__ = ["Arena", "ArenaPool", "Scatter", "available_memory", "view_of_address"]
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class Arena:
+    """One allocation of host memory, page-aligned and zeroed when new.
+
+    Args:
+        nbytes: Its size. Pages cost nothing until they are touched.
+        shared: Back it by an anonymous file, so that its descriptor can be handed
+            to another process; else it is private and asks for huge pages.
+    """
+
+    def __init__(self, nbytes: int, *, shared: bool = False) -> None:
+        self.nbytes = nbytes
+        self.fd = -1
+        size = max(nbytes, mmap.PAGESIZE)
+        if shared:
+            self.fd = os.memfd_create("aiockpt", os.MFD_CLOEXEC)
+            os.ftruncate(self.fd, size)
+        # A duplicate belongs to the mapping, so the arena may close its own.
+        self._map = mmap.mmap(self.fd, size)
+        if not shared and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def __repr__(self) -> str:
+        kind = "shared" if self.fd >= 0 else "private"
+        return f"<Arena bytes={self.nbytes} {kind}>"
+
+    @property
+    def buffer(self) -> mmap.mmap:
+        """The mapping, for those who take a buffer (``torch.frombuffer``)."""
+        return self._map
+
+    def buffers(self, start: int, stop: int) -> list[memoryview]:
+        """Return the writable bytes of ``[start, stop)`` as one view."""
+        return [memoryview(self._map)[start:stop]] if stop > start else []
+
+    def close(self) -> None:
+        """Unmap; views that still live keep their pages until they go. Idempotent."""
+        with suppress(BufferError):
+            self._map.close()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class ArenaPool:
+    """Keeps at most one free arena warm for the next user of about the same size."""
+
+    def __init__(self, *, shared: bool) -> None:
+        self._shared = shared
+        self._free: Arena | None = None
+
+    def take(self, nbytes: int) -> Arena:
+        """Return an arena of at least ``nbytes``, reused if one is free and fits."""
+        arena, self._free = self._free, None
+        if arena is not None:
+            if nbytes <= arena.nbytes <= 2 * nbytes:
+                return arena
+            arena.close()
+        return Arena(nbytes, shared=self._shared)
+
+    def give_back(self, arena: Arena) -> None:
+        """Take an arena back; an older free one returns to the system."""
+        old, self._free = self._free, arena
+        if old is not None:
+            old.close()
+
+    def trim(self) -> None:
+        """Return the free arena to the system."""
+        arena, self._free = self._free, None
+        if arena is not None:
+            arena.close()
+
+
+class Scatter:
+    """A data segment whose bytes lie in several places, in order and without gaps."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = [view for view in views if view.nbytes]
+        sizes = [view.nbytes for view in self._views]
+        self._starts = list(accumulate(sizes, initial=0))
+        self.nbytes = self._starts[-1]
+
+    def buffers(self, start: int, stop: int) -> list[memoryview]:
+        """Return the views that hold ``[start, stop)``, cut to it, in order."""
+        first = bisect_right(self._starts, start) - 1
+        found = []
+        while start < stop:
+            base = self._starts[first]
+            view = self._views[first][start - base : stop - base]
+            found.append(view)
+            start += view.nbytes
+            first += 1
+        return found
+
+
+def view_of_address(address: int, nbytes: int, owner: object) -> memoryview:
+    """Return the writable bytes at ``address``; the view keeps ``owner`` alive."""
+    array = (ctypes.c_char * nbytes).from_address(address)
+    array.owner = owner  # type: ignore[attr-defined]  # ctypes arrays take attributes
+    return memoryview(array).cast("B")
+
+
+def available_memory() -> int:
+    """Return the bytes that this process could still take, by the kernel and cgroup."""
+    known = [_meminfo_available(), _cgroup_available()]
+    return min((n for n in known if n is not None), default=1 << 62)
+
+
+def _meminfo_available() -> int | None:
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_available() -> int | None:
+    with suppress(OSError, ValueError):
+        limit = int((_CGROUP / "memory.max").read_text())
+        return max(limit - int((_CGROUP / "memory.current").read_text()), 0)
+    return None

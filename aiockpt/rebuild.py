@@ -1,0 +1,102 @@
+"""Manifest and memory → state dict: tensors over the segment, then the tree."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from mmap import mmap
+
+import torch
+
+from aiockpt._leaves import DTYPES, registry
+from aiockpt.errors import RemoteProtocolError
+from aiockpt.wire.dtypes import CODES
+from aiockpt.wire.layout import Entry
+from aiockpt.wire.limits import Limits
+from aiockpt.wire.manifest import CONJ, NEG, PARAMETER, REQUIRES_GRAD
+from aiockpt.wire.manifest import Manifest, TensorSpec
+from aiockpt.wire.tree import decode_tree
+
+__all__ = ["assemble", "entry_tensors", "tensors_over"]
+
+_CODE_DTYPES = {code: DTYPES[name] for code, name in CODES.items()}
+
+
+def tensors_over(
+    manifest: Manifest, buffer: mmap | memoryview, *, base: int = 0
+) -> list[torch.Tensor]:
+    """Return the tensors by number, over the segment that starts at ``base``.
+
+    Every entry becomes a storage of its own, which keeps ``buffer`` alive; views of
+    an entry share its storage.
+
+    Raises:
+        RemoteProtocolError: a tensor's flags do not fit its dtype.
+    """
+    tensors = entry_tensors(manifest.entries, buffer, base=base)
+    bases = tensors.copy()
+    for number, spec in enumerate(manifest.views, len(tensors)):
+        try:
+            tensors.append(_view(bases[spec.storage], spec))
+        except RuntimeError as error:
+            raise RemoteProtocolError(f"tensor {number} of the manifest: {error}") from error
+    return tensors
+
+
+def entry_tensors(
+    entries: Sequence[Entry], buffer: mmap | memoryview, *, base: int = 0
+) -> list[torch.Tensor]:
+    """Return the dense tensor of every entry."""
+    return [_dense(entry, buffer, base) for entry in entries]
+
+
+def _dense(entry: Entry, buffer: mmap | memoryview, base: int) -> torch.Tensor:
+    dtype = _CODE_DTYPES[entry.dtype]
+    start, stop = entry.data_offsets
+    if start == stop:
+        return torch.empty(entry.shape, dtype=dtype)
+    count = (stop - start) // dtype.itemsize
+    flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=base + start)
+    return flat if len(entry.shape) == 1 else flat.view(entry.shape)
+
+
+def _view(base: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    dtype = DTYPES[spec.dtype]
+    tensor = torch.empty(0, dtype=dtype).set_(
+        base.untyped_storage(), spec.offset, spec.shape, spec.stride
+    )
+    if spec.flags & CONJ:
+        tensor = tensor.conj()
+    if spec.flags & NEG:
+        tensor = torch._neg_view(tensor)  # noqa: SLF001 - torch has no public way
+    if spec.flags & PARAMETER:
+        return torch.nn.Parameter(tensor, bool(spec.flags & REQUIRES_GRAD))
+    return tensor.requires_grad_() if spec.flags & REQUIRES_GRAD else tensor
+
+
+def assemble(
+    manifest: Manifest,
+    tensors: Sequence[torch.Tensor],
+    *,
+    limits: Limits,
+    allow_pickle: bool = False,
+) -> object:
+    """Return the state dict of a manifest with its tensors put in.
+
+    Raises:
+        RemoteProtocolError: the tree is malformed, or has a leaf type that this
+            process has not registered.
+    """
+    return decode_tree(
+        manifest.tree,
+        registry=registry(allow_pickle=allow_pickle),
+        tensors=tensors,
+        blob=lambda number: _bytes(tensors[number]),
+        limits=limits,
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    if tensor.dtype is not torch.uint8 or not tensor.is_contiguous():
+        raise RemoteProtocolError(f"bytes cannot come from a {tensor.dtype} tensor")
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel())

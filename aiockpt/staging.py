@@ -1,0 +1,223 @@
+"""Staging: a live state dict becomes an immutable snapshot in host memory.
+
+``describe`` → ``stage`` → ``seal``: the copies run chunk by chunk, in threads for host
+memory and on a side stream for a device, and each chunk's digest is computed while
+the chunk is still warm in the cache. The loop only waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from aiockpt._bridge import Bridge
+from aiockpt._copy import CopyPlan
+from aiockpt._device import Event, PortFor, completed, port_for
+from aiockpt._tasks import together
+from aiockpt.errors import AiockptError, StagingError
+from aiockpt.flatten import Description, describe
+from aiockpt.memory import Arena, ArenaPool, Scatter
+from aiockpt.wire.chunks import ChunkGrid, digest
+from aiockpt.wire.limits import Limits
+from aiockpt.wire.manifest import Manifest, build_manifest
+
+__all__ = ["Snapshot", "Stager"]
+
+
+class Snapshot:
+    """One staged checkpoint: bytes that never change, counted while they are read.
+
+    It starts with one reference, its maker's. ``live`` says that the bytes are the
+    state dict's own memory (``zero_copy``), which a writer may change once the
+    reader-writer lock says so.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        memory: Arena | Scatter,
+        *,
+        live: bool,
+        on_free: Callable[[], None],
+    ) -> None:
+        self.manifest = manifest
+        self.live = live
+        self._memory = memory
+        self._references = 1
+        self._on_free = on_free
+
+    def __repr__(self) -> str:
+        manifest = self.manifest
+        return (
+            f"<Snapshot step={manifest.step} bytes={manifest.segment_bytes} "
+            f"references={self._references}>"
+        )
+
+    def views(self, start: int, stop: int) -> list[memoryview]:
+        """Return the bytes ``[start, stop)`` of the data segment, in order."""
+        return [view.toreadonly() for view in self._memory.buffers(start, stop)]
+
+    def acquire(self) -> None:
+        """Count one more reader of the memory."""
+        assert self._references > 0, "the memory has another user already"
+        self._references += 1
+
+    def release(self) -> None:
+        """Give one reference back; the last one frees the memory."""
+        self._references -= 1
+        if not self._references:
+            self._on_free()
+
+
+@dataclass(slots=True)
+class _Job:
+    """One staging in progress."""
+
+    description: Description
+    grid: ChunkGrid
+    arena: Arena
+    plan: CopyPlan
+    memory: Arena | Scatter
+    live: bool
+
+
+class Stager:
+    """Makes snapshots; keeps one arena warm for the next one.
+
+    Args:
+        bridge: Where copies and digests run.
+        threads: How many chunks are copied and sealed at once.
+        chunk_bytes: The chunk grid of what it stages.
+        zero_copy: Serve contiguous host tensors from their own memory.
+        allow_pickle: Carry leaves that nothing else can as pickles.
+        limits: Nesting and counts that are accepted.
+        ports: Finds the port of a device; tests give a fake one.
+    """
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        *,
+        threads: int,
+        chunk_bytes: int,
+        zero_copy: bool,
+        allow_pickle: bool,
+        limits: Limits,
+        ports: PortFor = port_for,
+    ) -> None:
+        self._bridge = bridge
+        self._threads = threads
+        self._chunk_bytes = chunk_bytes
+        self._zero_copy = zero_copy
+        self._allow_pickle = allow_pickle
+        self._limits = limits
+        self._ports = ports
+        self._pool = ArenaPool(shared=False)
+
+    async def stage(self, state_dict: object, *, step: int) -> Snapshot:
+        """Return a sealed snapshot; the state dict may be mutated from then on.
+
+        Raises:
+            UnsupportedLeafError: a leaf cannot travel; nothing was copied.
+            StagingError: a copy failed.
+
+        If cancelled, waits for the copy of the current chunk and keeps nothing.
+        """
+        job = await self._bridge.run(self._prepare, state_dict)
+        try:
+            digests = await self._copy(job)
+            manifest = await self._bridge.run(_seal, job, step, digests)
+        except BaseException as error:
+            await self._bridge.run(_drain, job.plan)
+            self._pool.give_back(job.arena)
+            if isinstance(error, Exception) and not isinstance(error, AiockptError):
+                raise StagingError(f"staging step {step} failed: {error}") from error
+            raise
+        return Snapshot(
+            manifest,
+            job.memory,
+            live=job.live,
+            on_free=lambda: self._pool.give_back(job.arena),
+        )
+
+    def trim(self) -> None:
+        """Return the memory that no snapshot uses to the system."""
+        self._pool.trim()
+
+    def _prepare(self, state_dict: object) -> _Job:
+        description = describe(
+            state_dict, limits=self._limits, allow_pickle=self._allow_pickle
+        )
+        arena = self._pool.take(description.segment_bytes)
+        plan = CopyPlan(
+            description.backings,
+            description.offsets,
+            [storage.nbytes for storage in description.storages],
+            arena=arena,
+            port_for=self._ports,
+        )
+        memory = Scatter(plan.in_place()) if self._zero_copy else arena
+        grid = ChunkGrid(description.segment_bytes, self._chunk_bytes)
+        return _Job(description, grid, arena, plan, memory, self._zero_copy)
+
+    async def _copy(self, job: _Job) -> list[str]:
+        """Copy and digest every chunk, ``threads`` at a time; return the digests."""
+        fences = job.plan.fences()
+        dense = await self._bridge.run(job.plan.stage_dense, fences)
+        digests = [""] * len(job.grid)
+        remaining = iter(range(len(job.grid)))
+
+        async def worker() -> None:
+            for chunk in remaining:
+                digests[chunk] = await self._copy_chunk(job, chunk, fences, dense)
+
+        await together([worker] * self._threads)
+        return digests
+
+    async def _copy_chunk(
+        self,
+        job: _Job,
+        chunk: int,
+        fences: dict[torch.device, Event],
+        dense: Iterable[Event],
+    ) -> str:
+        start, stop = job.grid.range(chunk)
+        if fences:
+            copies = await self._bridge.run(_enqueue, job.plan, start, stop, fences)
+            for event in (*dense, *copies):
+                await completed(event)
+        return await self._bridge.run(_copy_and_digest, job, start, stop)
+
+
+def _enqueue(
+    plan: CopyPlan, start: int, stop: int, fences: dict[torch.device, Event]
+) -> list[Event]:
+    return [
+        plan.stage_device(device, start, stop, after=fence)
+        for device, fence in fences.items()
+    ]
+
+
+def _copy_and_digest(job: _Job, start: int, stop: int) -> str:
+    if not job.live:
+        job.plan.stage_host(start, stop)
+    return digest(job.memory.buffers(start, stop))
+
+
+def _seal(job: _Job, step: int, digests: Sequence[str]) -> Manifest:
+    return build_manifest(
+        step=step,
+        chunk_bytes=job.grid.chunk_bytes,
+        storages=job.description.storages,
+        views=job.description.views,
+        tree=job.description.tree,
+        digests=digests,
+    )
+
+
+def _drain(plan: CopyPlan) -> None:
+    """Wait for what a failed staging left in flight before its arena is reused."""
+    for port in plan.ports.values():
+        port.synchronize()

@@ -1,0 +1,134 @@
+"""``into=``: find the memory of a template that a manifest's bytes belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from aiockpt.errors import TemplateMismatchError
+from aiockpt.flatten import Description, Backing, describe
+from aiockpt.wire.limits import Limits
+from aiockpt.wire.manifest import COMPACTED, PARAMETER, REQUIRES_GRAD
+from aiockpt.wire.manifest import Manifest, TensorSpec
+from aiockpt.wire.tree import tensor_leaves
+
+__all__ = ["Match", "Template"]
+
+_LOCAL_FLAGS = PARAMETER | REQUIRES_GRAD
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A template that fits.
+
+    Attributes:
+        backings: The template's memory, one per entry of the manifest; nothing (zero
+            bytes) for an entry that carries no tensor of the template.
+        tensors: The template's tensors by the manifest's tensor number.
+    """
+
+    backings: Sequence[Backing]
+    tensors: Mapping[int, torch.Tensor]
+
+
+class Template:
+    """A state dict to receive into.
+
+    Raises:
+        UnsupportedLeafError: it has a leaf that no checkpoint can hold.
+    """
+
+    def __init__(self, state_dict: object, *, limits: Limits) -> None:
+        self._own = describe(state_dict, limits=limits)
+        self._numbers = dict(tensor_leaves(self._own.tree))
+
+    def __repr__(self) -> str:
+        return f"<Template tensors={len(self._numbers)}>"
+
+    def match(self, manifest: Manifest) -> Match:
+        """Return where the checkpoint goes, tensor by tensor, matched by path.
+
+        Values that are no tensors may differ; flags such as ``requires_grad`` too.
+
+        Raises:
+            TemplateMismatchError: a tensor is missing or left over, or differs in
+                dtype, shape, stride, or in what shares its memory.
+        """
+        theirs = list(tensor_leaves(manifest.tree))
+        _same_paths(dict(theirs), self._numbers)
+        pairing = _Pairing(manifest, self._own)
+        for path, number in theirs:
+            pairing.add(path, number, self._numbers[path])
+        return pairing.match()
+
+
+def _same_paths(theirs: Mapping[str, int], own: Mapping[str, int]) -> None:
+    for path in theirs.keys() - own.keys():
+        raise TemplateMismatchError(path, expected="a tensor", actual="nothing")
+    for path in own.keys() - theirs.keys():
+        raise TemplateMismatchError(path, expected="nothing", actual="a tensor")
+
+
+class _Pairing:
+    """Pairs their tensors and entries with ours, one to one."""
+
+    def __init__(self, manifest: Manifest, own: Description) -> None:
+        self._manifest = manifest
+        self._own = own
+        self._tensors = _Bijection()
+        self._entries = _Bijection()
+
+    def add(self, path: str, number: int, own_number: int) -> None:
+        theirs, own = self._manifest.tensor(number), self._own.spec(own_number)
+        if _comparable(theirs) != _comparable(own):
+            raise TemplateMismatchError(
+                path, expected=_words(theirs), actual=_words(own)
+            )
+        self._tensors.add(path, number, own_number)
+        self._entries.add(path, theirs.storage, own.storage)
+
+    def match(self) -> Match:
+        own, nothing = self._own, Backing(torch.empty(0), 0, 0)
+        entries, numbers = self._entries.there, self._tensors.there
+        return Match(
+            [
+                own.backings[entries[entry]] if entry in entries else nothing
+                for entry in range(len(self._manifest.entries))
+            ],
+            {number: own.tensors[mine] for number, mine in numbers.items()},
+        )
+
+
+class _Bijection:
+    """A mapping that must also hold backwards: what is shared there is shared here."""
+
+    def __init__(self) -> None:
+        self.there: dict[int, int] = {}
+        self._back: dict[int, int] = {}
+
+    def add(self, path: str, theirs: int, own: int) -> None:
+        if self.there.setdefault(theirs, own) != own:
+            raise TemplateMismatchError(
+                path, expected="memory shared with another tensor", actual="its own"
+            )
+        if self._back.setdefault(own, theirs) != theirs:
+            raise TemplateMismatchError(
+                path, expected="memory of its own", actual="memory that is shared"
+            )
+
+
+def _comparable(spec: TensorSpec) -> tuple[object, ...]:
+    """What must be equal; strides of dimensions of one element mean nothing."""
+    flags = spec.flags & ~_LOCAL_FLAGS
+    stride: tuple[int, ...] = ()
+    if 0 not in spec.shape and not flags & COMPACTED:
+        stride = tuple(
+            step for size, step in zip(spec.shape, spec.stride, strict=True) if size > 1
+        )
+    return spec.dtype, spec.shape, stride, spec.offset, flags
+
+
+def _words(spec: TensorSpec) -> str:
+    return f"{spec.dtype} {list(spec.shape)} stride {list(spec.stride)}"

@@ -1,0 +1,75 @@
+"""The interface that every transport shares, in torchft's words and awaited."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import Generic, TypeAlias, TypeVar
+
+__all__ = ["CheckpointTransport", "Timeout", "seconds"]
+
+T = TypeVar("T")
+
+Timeout: TypeAlias = float | timedelta
+"""Seconds, or a ``timedelta``; one deadline for the whole call."""
+
+
+def seconds(timeout: Timeout) -> float:
+    """Return a timeout in seconds.
+
+    Raises:
+        ValueError: it is negative or not a number.
+    """
+    value = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not value >= 0:
+        raise ValueError(f"timeout must not be negative, got {timeout!r}")
+    return float(value)
+
+
+class CheckpointTransport(ABC, Generic[T]):
+    """Moves a live checkpoint of type ``T`` between processes.
+
+    The names, the argument names and their order are torchft's
+    ``CheckpointTransport``; what blocked there is awaited here. Every ``timeout`` is
+    one deadline for the whole call.
+    """
+
+    @abstractmethod
+    def metadata(self) -> str:
+        """Return what a peer's :meth:`recv_checkpoint` needs to find this transport.
+
+        Cheap, never blocks, and valid until :meth:`shutdown`. It may carry a
+        capability: whoever holds it can read, so keep it out of logs.
+        """
+
+    @abstractmethod
+    async def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: T, timeout: Timeout
+    ) -> None:
+        """Make ``state_dict`` available to ``dst_ranks`` as checkpoint ``step``.
+
+        When it returns, the state dict may be mutated. A later call replaces what an
+        earlier one offered. If cancelled, what was offered before stays offered.
+        """
+
+    @abstractmethod
+    async def disallow_checkpoint(self) -> None:
+        """Stop offering; once this returns no byte of the state dict is read.
+
+        Idempotent, and cheap when nothing is offered. Readers get a grace, then they
+        are evicted. If cancelled, nothing new is offered and a later call finishes.
+        """
+
+    @abstractmethod
+    async def recv_checkpoint(
+        self, src_rank: int, metadata: str, step: int, timeout: Timeout
+    ) -> T:
+        """Return checkpoint ``step`` of the transport that ``metadata`` names.
+
+        May be called before the peer's :meth:`send_checkpoint`: it waits. If
+        cancelled, nothing is kept of what was received.
+        """
+
+    @abstractmethod
+    async def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
+        """Close everything. With ``wait=False`` readers get no grace. Idempotent."""
