@@ -1,0 +1,179 @@
+"""What stands in a header: its JSON field by field, and the manifest made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from aiockpt.wire.chunks import ChunkGrid
+from aiockpt.wire.dtypes import torch_name
+from aiockpt.wire.paths import Node
+
+__all__ = [
+    "COMPACTED",
+    "CONJ",
+    "INT64_MAX",
+    "NEG",
+    "PARAMETER",
+    "REQUIRES_GRAD",
+    "VERSION",
+    "Count",
+    "Entry",
+    "ForeignHeader",
+    "Manifest",
+    "ManifestDocument",
+    "Shape",
+    "TensorSpec",
+    "dense_stride",
+]
+
+VERSION: Final = 1
+INT64_MAX: Final = 2**63 - 1
+
+REQUIRES_GRAD: Final = 1
+PARAMETER: Final = 2
+CONJ: Final = 4
+NEG: Final = 8
+COMPACTED: Final = 16
+"""The sender's view was sparse in its storage, and was staged as a dense copy."""
+
+Count = Annotated[int, Meta(ge=0, le=INT64_MAX)]
+Shape = Annotated[tuple[Count, ...], Meta(max_length=64)]
+
+
+class Entry(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """One storage as safetensors sees it: a code, a shape, ``[start, stop)``."""
+
+    dtype: str
+    shape: Shape
+    data_offsets: tuple[Count, Count]
+
+
+class TensorSpec(
+    msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fields=True
+):
+    """A tensor inside a storage: torch's dtype name; stride and offset in elements."""
+
+    storage: Count
+    dtype: str
+    shape: Shape
+    stride: Shape
+    offset: Count
+    flags: Count
+
+
+class ManifestDocument(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+):
+    """The manifest as it travels; ``digests`` are joined, ``tree`` is undecoded."""
+
+    version: int
+    step: Count
+    chunk_bytes: Count
+    algorithm: str
+    digests: str
+    entries: Count
+    views: tuple[TensorSpec, ...] = ()
+    tree: msgspec.Raw
+
+
+def dense_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a contiguous tensor (as torch counts)."""
+    reversed_sizes = (max(size, 1) for size in reversed(shape))
+    return tuple(accumulate(reversed_sizes, mul, initial=1))[-2::-1]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Manifest:
+    """A validated manifest.
+
+    Tensor ``i < len(entries)`` is what entry i describes by itself: dense, of its
+    dtype and shape, without flags. Tensor ``len(entries) + j`` is ``views[j]``.
+    ``header`` is what is served and stored: the 8 length bytes, JSON and padding.
+    """
+
+    step: int
+    snapshot_id: str
+    chunk_bytes: int
+    algorithm: str
+    digests: tuple[str, ...]
+    names: tuple[str, ...]
+    entries: tuple[Entry, ...]
+    views: tuple[TensorSpec, ...]
+    tree: Node
+    header: bytes
+
+    def __repr__(self) -> str:
+        return (
+            f"<Manifest step={self.step} tensors={self.tensor_count} "
+            f"bytes={self.segment_bytes}>"
+        )
+
+    @property
+    def segment_bytes(self) -> int:
+        """The length of the data segment."""
+        return _segment_bytes(self.entries)
+
+    @property
+    def header_bytes(self) -> int:
+        """The length of the header: the data segment's offset in the file."""
+        return len(self.header)
+
+    @property
+    def total_bytes(self) -> int:
+        """The length of the file."""
+        return self.header_bytes + self.segment_bytes
+
+    @property
+    def tensor_count(self) -> int:
+        """How many tensors the tree may refer to."""
+        return len(self.entries) + len(self.views)
+
+    @property
+    def grid(self) -> ChunkGrid:
+        """The chunks of the data segment."""
+        return ChunkGrid(self.segment_bytes, self.chunk_bytes)
+
+    def tensor(self, index: int) -> TensorSpec:
+        """Return what tensor ``index`` is, or raise IndexError."""
+        if not 0 <= index < self.tensor_count:
+            raise IndexError(f"tensor {index} of {self.tensor_count}")
+        if index >= len(self.entries):
+            return self.views[index - len(self.entries)]
+        entry = self.entries[index]
+        stride = dense_stride(entry.shape)
+        return TensorSpec(index, torch_name(entry.dtype), entry.shape, stride, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignHeader:
+    """The validated header of a safetensors file that aiockpt did not write."""
+
+    names: tuple[str, ...]
+    entries: tuple[Entry, ...] = field(repr=False)
+    metadata: dict[str, str]
+    header: bytes = field(repr=False)
+
+    @property
+    def segment_bytes(self) -> int:
+        """The length of the data segment."""
+        return _segment_bytes(self.entries)
+
+    @property
+    def header_bytes(self) -> int:
+        """The length of the header: the data segment's offset in the file."""
+        return len(self.header)
+
+
+def _segment_bytes(entries: Sequence[Entry]) -> int:
+    return entries[-1].data_offsets[1] if entries else 0

@@ -1,0 +1,233 @@
+"""What the two ends say over HTTP: routes, header names, conditions, the metadata.
+
+Parsers of what a peer sent raise `RemoteProtocolError`; parsers of what the caller
+passed raise `LocalProtocolError`.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass, field
+from urllib.parse import SplitResult, urlsplit
+
+from aiockpt.errors import LocalProtocolError, RemoteProtocolError
+from aiockpt.wire.chunks import ALGORITHM, DIGEST_DIGITS
+from aiockpt.wire.problems import (
+    HostNotAllowed,
+    PeerBusy,
+    Problem,
+    from_problem,
+    parse_retry_after,
+    to_problem,
+)
+
+__all__ = [
+    "DIGEST_HEADER",
+    "LATEST",
+    "STEP_HEADER",
+    "HostNotAllowed",
+    "PeerBusy",
+    "Problem",
+    "Resource",
+    "ResourceKind",
+    "Source",
+    "format_digest",
+    "format_etag",
+    "format_metadata",
+    "format_prefer_wait",
+    "format_resource",
+    "from_problem",
+    "if_match",
+    "if_none_match",
+    "if_range",
+    "parse_digest",
+    "parse_etag",
+    "parse_metadata",
+    "parse_prefer_wait",
+    "parse_resource",
+    "parse_retry_after",
+    "to_problem",
+]
+
+DIGEST_HEADER = "Aiockpt-Digest"
+STEP_HEADER = "Aiockpt-Step"
+LATEST = "latest"
+
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # RFC 6750 section 2.1, b64token
+_UNPRINTABLE = re.compile(r"[^\x21-\x7e]")
+_WAIT = re.compile(
+    r'wait\s*=\s*"?([0-9]{1,9}(?:\.[0-9]{1,9})?)"?\s*(?:;.*)?', re.IGNORECASE
+)
+_ETAG = re.compile(r'(W/)?"([\x21\x23-\x7e\x80-\xff]*)"')
+_ETAGS = re.compile(rf"[ \t,]*(?:{_ETAG.pattern}[ \t]*(?:,[ \t,]*|$))*")
+_DIGEST = re.compile(rf"{ALGORITHM}=([0-9a-f]{{{DIGEST_DIGITS}}})")
+
+
+class ResourceKind(enum.Enum):
+    """What lies under ``{step}/``."""
+
+    METADATA = "metadata"
+    FULL = "full"
+    CHUNK = "chunk"
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """One thing that a server offers for a step; ``chunk`` is set for chunks only."""
+
+    kind: ResourceKind
+    step: int
+    chunk: int | None = None
+
+
+def parse_resource(step_text: str, what_text: str) -> Resource:
+    """Return the resource of ``{step}/{what}``.
+
+    Raises:
+        RemoteProtocolError: no canonical decimal number, or an unknown resource.
+    """
+    step = _number(step_text)
+    if what_text in (ResourceKind.METADATA.value, ResourceKind.FULL.value):
+        return Resource(ResourceKind(what_text), step)
+    return Resource(ResourceKind.CHUNK, step, _number(what_text))
+
+
+def _number(text: str) -> int:
+    if _NUMBER.fullmatch(text) is None:
+        raise RemoteProtocolError(
+            f"no such resource: {text[:40]!r} is neither a number nor a known name"
+        )
+    return int(text)
+
+
+def format_resource(resource: Resource) -> str:
+    """Return the URL path below the prefix, such as ``"100/full"``."""
+    what = resource.kind.value if resource.chunk is None else resource.chunk
+    return f"{resource.step}/{what}"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where to fetch; the token is a secret that the repr does not show."""
+
+    base_url: str
+    token: str | None = field(default=None, repr=False)
+
+
+def parse_metadata(text: str) -> Source:
+    """Return the source that a transport's ``metadata()`` names.
+
+    Raises:
+        LocalProtocolError: not an http(s) URL of the form that ``metadata()`` has.
+    """
+    if _UNPRINTABLE.search(text):
+        raise _bad_metadata("it contains blanks or control characters")
+    try:
+        parts = urlsplit(text)
+        fault = _fault_of(parts)
+    except ValueError as error:
+        raise _bad_metadata(str(error)) from None
+    if fault is not None:
+        raise _bad_metadata(fault)
+    path = parts.path if parts.path.endswith("/") else f"{parts.path}/"
+    return Source(f"{parts.scheme}://{parts.netloc}{path}", parts.fragment or None)
+
+
+def _fault_of(parts: SplitResult) -> str | None:
+    if parts.scheme not in ("http", "https"):
+        return f"its scheme is {parts.scheme[:20]!r}"
+    if not parts.hostname or parts.port == 0:
+        return "it names no host and port"
+    if "@" in parts.netloc:
+        return "it contains user information"
+    if parts.query:
+        return "it contains a query"
+    if parts.fragment and _TOKEN.fullmatch(parts.fragment) is None:
+        return "its token contains forbidden characters"
+    return None
+
+
+def _bad_metadata(why: str) -> LocalProtocolError:
+    # The text itself may hold the token, so the message does not show it.
+    return LocalProtocolError(
+        f"bad metadata: {why}; pass the string that the sender's metadata() returned, "
+        "such as http://host:port/checkpoint/"
+    )
+
+
+def format_metadata(base_url: str, token: str | None) -> str:
+    """Return the metadata string; `parse_metadata` is its inverse."""
+    source = parse_metadata(base_url if token is None else f"{base_url}#{token}")
+    return source.base_url if token is None else f"{source.base_url}#{token}"
+
+
+def parse_prefer_wait(value: str | None) -> float | None:
+    """Return the seconds of ``Prefer: wait=N`` (RFC 7240 section 4.3), or None."""
+    for preference in (value or "").split(","):
+        if match := _WAIT.fullmatch(preference.strip()):
+            return float(match[1])
+    return None
+
+
+def format_prefer_wait(seconds: float) -> str:
+    """Return a ``Prefer`` value; whole seconds, or milliseconds where it matters."""
+    wait = min(max(seconds, 0.0), 999_999_999.0)
+    return f"wait={wait:.0f}" if wait >= 10 else f"wait={wait:.3f}"
+
+
+def format_digest(digest: str) -> str:
+    """Return the value of `DIGEST_HEADER`."""
+    return f"{ALGORITHM}={digest}"
+
+
+def parse_digest(value: str | None) -> str | None:
+    """Return the hex digest in `DIGEST_HEADER`; None if absent or of another kind."""
+    match = _DIGEST.fullmatch(value or "")
+    return match and match[1]
+
+
+def format_etag(snapshot_id: str) -> str:
+    """Return the strong ``ETag`` of a snapshot."""
+    return f'"{snapshot_id}"'
+
+
+def parse_etag(value: str | None) -> str | None:
+    """Return the snapshot id in a strong ``ETag``; None if absent, weak or odd."""
+    match = _ETAG.fullmatch(value or "")
+    return None if match is None or match[1] else match[2]
+
+
+def if_match(header: str | None, snapshot_id: str) -> bool:
+    """Whether ``If-Match`` lets the request proceed; if not, answer 412.
+
+    Strong comparison (RFC 9110 section 13.1.1). A malformed list matches nothing.
+    """
+    if header is None or header.strip() == "*":
+        return True
+    return ("", snapshot_id) in _entity_tags(header)
+
+
+def if_none_match(header: str | None, snapshot_id: str) -> bool:
+    """Whether ``If-None-Match`` lets the request proceed; if not, answer 304.
+
+    Weak comparison (RFC 9110 section 13.1.2). A malformed list matches nothing.
+    """
+    if header is None:
+        return True
+    if header.strip() == "*":
+        return False
+    return all(tag != snapshot_id for _, tag in _entity_tags(header))
+
+
+def if_range(header: str | None, snapshot_id: str) -> bool:
+    """Whether ``Range`` counts; if not, ignore it and send everything.
+
+    Strong comparison (RFC 9110 section 13.1.5); a date never matches.
+    """
+    return header is None or header.strip() == format_etag(snapshot_id)
+
+
+def _entity_tags(header: str) -> list[tuple[str, str]]:
+    return _ETAG.findall(header) if _ETAGS.fullmatch(header) else []

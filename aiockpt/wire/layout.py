@@ -1,0 +1,122 @@
+"""The order and offsets of the data segment, and the bytes of a header.
+
+A file is 8 bytes (little endian: the header's length), the header (JSON, padded with
+spaces so that the segment starts at a multiple of 64), and the data segment. The
+header starts with a fixed prefix, and the 32 digits after it are the snapshot id: the
+digest of the whole padded header in which these digits are zeros. So a flipped bit
+anywhere in the header is noticed, and equal checkpoints have equal ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
+
+import msgspec
+
+from aiockpt.errors import LocalProtocolError
+from aiockpt.wire.chunks import digest
+from aiockpt.wire.document import Entry, ManifestDocument, dense_stride
+
+__all__ = [
+    "ALIGNMENT",
+    "ID_SLICE",
+    "LENGTH_BYTES",
+    "PREFIX",
+    "Entry",
+    "Storage",
+    "dense_stride",
+    "encode_header",
+    "make_entries",
+    "plan_segment",
+    "snapshot_id_of",
+]
+
+ALIGNMENT: Final = 64
+LENGTH_BYTES: Final = 8
+PREFIX: Final = b'{"__metadata__":{"aiockpt.snapshot":"'
+ID_SLICE: Final = slice(len(PREFIX), len(PREFIX) + 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A storage that wants a place in the segment.
+
+    ``align`` is the element size of the widest tensor in it; ``nbytes`` must be a
+    multiple of it, or whatever follows would not be aligned.
+    """
+
+    name: str
+    dtype_code: str
+    shape: tuple[int, ...]
+    nbytes: int
+    align: int
+
+
+def plan_segment(
+    storages: Sequence[Storage],
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Place storages without holes so that each is aligned: widest elements first.
+
+    Returns:
+        ``(order, offsets, segment_bytes)``: ``order[k]`` is the index of the storage
+        that comes k-th, and ``offsets[k]`` is where *that one* starts.
+    """
+    for storage in storages:
+        if storage.nbytes % storage.align:
+            raise LocalProtocolError(
+                f"storage {storage.name!r}: {storage.nbytes} bytes are no multiple of "
+                f"its alignment of {storage.align}"
+            )
+    order = sorted(range(len(storages)), key=lambda i: -storages[i].align)
+    *offsets, segment_bytes = accumulate((storages[i].nbytes for i in order), initial=0)
+    return tuple(order), tuple(offsets), segment_bytes
+
+
+def make_entries(storages: Sequence[Storage]) -> dict[str, Entry]:
+    """Return the entries of storages that are in segment order, by name.
+
+    Raises:
+        LocalProtocolError: two have the same name.
+    """
+    entries, start = {}, 0
+    for storage in storages:
+        stop = start + storage.nbytes
+        entries[storage.name] = Entry(storage.dtype_code, storage.shape, (start, stop))
+        start = stop
+    if len(entries) != len(storages):
+        raise LocalProtocolError("two storages have the same name")
+    return entries
+
+
+def encode_header(entries: Mapping[str, Entry], manifest: ManifestDocument) -> bytes:
+    """Return the length, the JSON and the padding, with the snapshot id filled in.
+
+    Raises:
+        LocalProtocolError: a name that JSON or safetensors cannot hold.
+    """
+    if "__metadata__" in entries:
+        raise LocalProtocolError("'__metadata__' cannot name a tensor")
+    try:
+        text = msgspec.json.encode(manifest).decode()
+        document: dict[str, object] = {"__metadata__": metadata_of("0" * 32, text)}
+        header = msgspec.json.encode(document | dict(entries))
+    except UnicodeEncodeError as error:
+        raise LocalProtocolError(f"a name is no valid Unicode: {error}") from None
+    header += b" " * (-(LENGTH_BYTES + len(header)) % ALIGNMENT)
+    found = snapshot_id_of(header).encode()
+    length = len(header).to_bytes(LENGTH_BYTES, "little")
+    return b"".join((length, PREFIX, found, header[ID_SLICE.stop :]))
+
+
+def metadata_of(snapshot_id: str, manifest: str) -> dict[str, str]:
+    """Return safetensors' ``__metadata__``; the order of its keys is normative."""
+    return {"aiockpt.snapshot": snapshot_id, "format": "pt", "aiockpt": manifest}
+
+
+def snapshot_id_of(header: bytes | memoryview) -> str:
+    """Return the snapshot id that belongs to a header (without its 8 length bytes)."""
+    view = memoryview(header)
+    return digest((view[: ID_SLICE.start], b"0" * 32, view[ID_SLICE.stop :]))

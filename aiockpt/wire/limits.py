@@ -1,0 +1,47 @@
+"""What a receiver is willing to accept, checked before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aiockpt.errors import LimitExceededError
+
+__all__ = ["DEFAULT_LIMITS", "Limits", "enforce"]
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Upper bounds of a received checkpoint.
+
+    A peer that offers more is refused with `LimitExceededError` before memory is
+    allocated for it. ``max_bytes`` bounds the data segment; None leaves that to the
+    receiver, which knows its memory.
+    """
+
+    max_header_bytes: int = 256 * MIB
+    max_depth: int = 64
+    max_nodes: int = 5_000_000
+    max_tensors: int = 1_000_000
+    max_bytes: int | None = None
+
+
+DEFAULT_LIMITS = Limits()
+
+
+def enforce(what: str, actual: int, limit: int | None) -> None:
+    """Raise `LimitExceededError` if ``actual`` is above ``limit`` (None: no limit)."""
+    if limit is not None and actual > limit:
+        raise LimitExceededError(what, limit=limit, actual=actual)
+
+
+def enforce_values(what: str, text: bytes | memoryview, limit: int) -> None:
+    """Refuse JSON that may hold more than ``limit`` values, without decoding it.
+
+    Counts what separates or opens values, also inside of strings: an upper bound.
+    """
+    if len(text) // 2 < limit:  # a value takes two bytes: itself and a separator
+        return
+    raw = bytes(text)
+    enforce(what, 1 + len(raw) - len(raw.translate(None, b",[{")), limit)

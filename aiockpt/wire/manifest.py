@@ -1,0 +1,239 @@
+"""Build a checkpoint's manifest; decode and validate the header that holds one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import msgspec
+
+from aiockpt.errors import IntegrityError, LocalProtocolError, RemoteProtocolError
+from aiockpt.wire.chunks import ALGORITHM, DIGEST_DIGITS
+from aiockpt.wire.document import (
+    COMPACTED,
+    CONJ,
+    NEG,
+    PARAMETER,
+    REQUIRES_GRAD,
+    VERSION,
+    Entry,
+    ForeignHeader,
+    Manifest,
+    ManifestDocument,
+    TensorSpec,
+)
+from aiockpt.wire.layout import (
+    ID_SLICE,
+    LENGTH_BYTES,
+    PREFIX,
+    Storage,
+    encode_header,
+    make_entries,
+    snapshot_id_of,
+)
+from aiockpt.wire.limits import Limits, enforce, enforce_values
+from aiockpt.wire.paths import Node
+from aiockpt.wire.validate import fault_of, tiling_fault
+
+__all__ = [
+    "COMPACTED",
+    "CONJ",
+    "NEG",
+    "PARAMETER",
+    "REQUIRES_GRAD",
+    "VERSION",
+    "ForeignHeader",
+    "Manifest",
+    "ManifestDocument",
+    "TensorSpec",
+    "build_manifest",
+    "decode_header",
+    "header_length",
+]
+
+# No header is a terabyte, but the first bytes of a text, read as a number, are more.
+_ABSURD: Final = 1 << 40
+_VALUES_PER_TENSOR: Final = 24
+
+
+def build_manifest(
+    *,
+    step: int,
+    chunk_bytes: int,
+    storages: Sequence[Storage],
+    views: Sequence[TensorSpec] = (),
+    tree: Node,
+    digests: Sequence[str],
+) -> Manifest:
+    """Return the manifest of a staged checkpoint, its header encoded.
+
+    ``storages`` are in segment order (`layout.plan_segment`); ``digests`` are the
+    chunks' hex digests.
+
+    Raises:
+        LocalProtocolError: a receiver would refuse it.
+    """
+    entries = make_entries(storages)
+    document = ManifestDocument(
+        version=VERSION,
+        step=step,
+        chunk_bytes=chunk_bytes,
+        algorithm=ALGORITHM,
+        digests="".join(digests),
+        entries=len(entries),
+        views=tuple(views),
+        tree=msgspec.Raw(msgspec.json.encode(tree)),
+    )
+    if fault := fault_of(document, entries):
+        raise LocalProtocolError(f"cannot describe step {step}: {fault}")
+    return _manifest(document, entries, tree, encode_header(entries, document))
+
+
+def _manifest(
+    document: ManifestDocument, entries: Mapping[str, Entry], tree: Node, header: bytes
+) -> Manifest:
+    digits = document.digests
+    starts = range(0, len(digits), DIGEST_DIGITS)
+    return Manifest(
+        step=document.step,
+        snapshot_id=header[LENGTH_BYTES:][ID_SLICE].decode(),
+        chunk_bytes=document.chunk_bytes,
+        algorithm=document.algorithm,
+        digests=tuple(digits[start : start + DIGEST_DIGITS] for start in starts),
+        names=tuple(entries),
+        entries=tuple(entries.values()),
+        views=document.views,
+        tree=tree,
+        header=header,
+    )
+
+
+def header_length(first8: bytes | memoryview, *, limits: Limits) -> int:
+    """Return how many bytes the header has, these 8 included.
+
+    Raises:
+        RemoteProtocolError: this cannot be the start of a safetensors file.
+        LimitExceededError: longer than ``limits.max_header_bytes``.
+    """
+    length = int.from_bytes(first8, "little")
+    if len(first8) != LENGTH_BYTES or not 2 <= length < _ABSURD:
+        raise RemoteProtocolError("this is no safetensors header")
+    enforce("the header's length", length, limits.max_header_bytes)
+    return LENGTH_BYTES + length
+
+
+def decode_header(
+    data: bytes | bytearray | memoryview, *, limits: Limits
+) -> Manifest | ForeignHeader:
+    """Return what a complete header (its 8 length bytes included) says.
+
+    Everything but the tree is validated: a Manifest that this returns can be
+    allocated, fetched and viewed without further checks. `decode_tree` validates
+    the tree.
+
+    Raises:
+        IntegrityError: the snapshot id is not the header's digest.
+        RemoteProtocolError: malformed, contradictory, or of another version.
+        LimitExceededError: larger than ``limits`` allow.
+    """
+    raw = bytes(data)
+    total = header_length(raw[:LENGTH_BYTES], limits=limits)
+    if len(raw) != total:
+        raise RemoteProtocolError(f"a header of {len(raw)} instead of {total} bytes")
+    enforce_values(
+        "the number of values in the header",
+        raw,
+        limits.max_nodes + _VALUES_PER_TENSOR * limits.max_tensors,
+    )
+    decode = _decode_own if raw.startswith(PREFIX, LENGTH_BYTES) else _decode_foreign
+    return decode(raw, memoryview(raw)[LENGTH_BYTES:], limits)
+
+
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"malformed {what}: {error}") from error
+
+
+class _Head(msgspec.Struct):
+    metadata: dict[str, str] = msgspec.field(name="__metadata__")
+
+
+class _Versioned(msgspec.Struct):
+    version: int
+
+
+_HEAD: Final = msgspec.json.Decoder(_Head)
+_VERSIONED: Final = msgspec.json.Decoder(_Versioned)
+_DOCUMENT: Final = msgspec.json.Decoder(ManifestDocument)
+_ENTRIES: Final = msgspec.json.Decoder(dict[str, Entry])
+_ENTRY: Final = msgspec.json.Decoder(Entry)
+_MEMBERS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_STRINGS: Final = msgspec.json.Decoder(dict[str, str])
+
+
+def _decode_own(raw: bytes, header: memoryview, limits: Limits) -> Manifest:
+    claimed = bytes(header[ID_SLICE]).decode("ascii", "replace")
+    if (actual := snapshot_id_of(header)) != claimed:
+        raise IntegrityError(expected=claimed, actual=actual)
+    with _reading("header"):
+        metadata = _HEAD.decode(header).metadata
+    document = _decode_document(metadata.get("aiockpt", ""))
+    with _reading("entries"):
+        entries = _ENTRIES.decode(_without(metadata, header))
+    tensors = len(entries) + len(document.views)
+    enforce("the number of tensors", tensors, limits.max_tensors)
+    if fault := fault_of(document, entries):
+        raise RemoteProtocolError(f"the header contradicts itself: {fault}")
+    # One checkpoint has one header: no duplicate keys, no second spelling.
+    if encode_header(entries, document) != raw:
+        raise RemoteProtocolError("the header is not in canonical form")
+    text = bytes(document.tree)
+    enforce_values("the number of nodes in the tree", text, limits.max_nodes)
+    with _reading("tree"):
+        tree = msgspec.json.decode(text)
+    manifest = _manifest(document, entries, tree, raw)
+    enforce("the data segment", manifest.segment_bytes, limits.max_bytes)
+    return manifest
+
+
+def _decode_document(text: str) -> ManifestDocument:
+    with _reading("manifest"):
+        try:
+            return _DOCUMENT.decode(text)
+        except msgspec.ValidationError:
+            version = _VERSIONED.decode(text).version
+            if version == VERSION:
+                raise
+    raise RemoteProtocolError(
+        f"format version {version}; this side knows version {VERSION}"
+    )
+
+
+def _without(metadata: dict[str, str], header: memoryview) -> bytes:
+    # The metadata is the first member, so all others follow its canonical form.
+    length = len(msgspec.json.encode({"__metadata__": metadata})) - 1
+    return b"{" + bytes(header[length:]).removeprefix(b",")
+
+
+def _decode_foreign(raw: bytes, header: memoryview, limits: Limits) -> ForeignHeader:
+    with _reading("header"):
+        members = _MEMBERS.decode(header)
+        metadata = _STRINGS.decode(members.pop("__metadata__", b"{}"))
+        unsorted = {name: _ENTRY.decode(member) for name, member in members.items()}
+    if not metadata.keys().isdisjoint(("aiockpt", "aiockpt.snapshot")):
+        raise RemoteProtocolError(
+            "the header is damaged, or another tool rewrote an aiockpt file and kept "
+            "its metadata; without __metadata__ it is a plain safetensors file"
+        )
+    enforce("the number of tensors", len(unsorted), limits.max_tensors)
+    names = sorted(unsorted, key=lambda name: unsorted[name].data_offsets)
+    entries = tuple(unsorted[name] for name in names)
+    if fault := tiling_fault(names, entries):
+        raise RemoteProtocolError(f"the header contradicts itself: {fault}")
+    found = ForeignHeader(tuple(names), entries, metadata, raw)
+    enforce("the data segment", found.segment_bytes, limits.max_bytes)
+    return found

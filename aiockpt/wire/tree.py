@@ -1,0 +1,250 @@
+"""The structure of a state dict as tagged JSON.
+
+None, bool, str, finite float and int below 2**53 are themselves; everything else is
+an array ``[tag, ...]``. Types are exact: a subclass is refused unless it is
+registered, since what it adds would be lost on the way. The normative table is in
+the wire format's reference; ``_ENCODERS`` here and ``_DECODERS`` in `untree` follow it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from binascii import b2a_base64
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from aiockpt.errors import LimitExceededError, UnsupportedLeafError
+from aiockpt.wire.limits import Limits
+from aiockpt.wire.paths import (
+    Node,
+    Path,
+    format_path,
+    is_unicode,
+    renumber,
+    tensor_leaves,
+    tensor_paths,
+)
+from aiockpt.wire.registry import REGISTRY, Registry, register_leaf
+from aiockpt.wire.untree import FACTORIES, decode_tree
+
+__all__ = [
+    "BLOB_BYTES",
+    "REGISTRY",
+    "LeafEncoder",
+    "Node",
+    "Path",
+    "Registry",
+    "decode_tree",
+    "encode_tree",
+    "format_path",
+    "register_leaf",
+    "renumber",
+    "tensor_leaves",
+    "tensor_paths",
+]
+
+LeafEncoder: TypeAlias = Callable[[object, Path], Node]
+"""Turns a leaf into a node such as ``["tensor", 3]``; None: it cannot."""
+
+BLOB_BYTES: Final = 4096
+"""Longer bytes are offered to the leaf encoder, which may carry them as a blob."""
+
+_FACTORY_NAMES: Final[dict[type, str]] = {
+    factory: name for name, factory in FACTORIES.items()
+}
+_EXACT: Final = 2**53
+
+
+def encode_tree(
+    value: object, *, registry: Registry, leaf: LeafEncoder, limits: Limits
+) -> Node:
+    """Return the node of ``value``.
+
+    ``leaf`` is asked for each value of a type that is neither built in nor
+    registered, and for bytes longer than `BLOB_BYTES`.
+
+    Raises:
+        UnsupportedLeafError: nothing encodes a value; names its path.
+        LimitExceededError: too deep (or containing itself), or too many nodes.
+    """
+    return _Encoder(registry, leaf, limits).encode(value, ())
+
+
+class _Encoder:
+    __slots__ = ("depth", "leaf", "limits", "nodes", "registry")
+
+    def __init__(self, registry: Registry, leaf: LeafEncoder, limits: Limits) -> None:
+        self.registry = registry
+        self.leaf = leaf
+        self.limits = limits
+        self.depth = 0
+        self.nodes = 1
+
+    def encode(self, value: object, path: Path) -> Node:
+        encode = _ENCODERS.get(type(value))
+        return self.other(value, path) if encode is None else encode(self, value, path)
+
+    def other(self, value: object, path: Path) -> Node:
+        codec = self.registry.by_type(type(value))
+        if codec is not None:
+            self.descend(path)
+            node = self.encode(codec.encode(value), path)
+            self.ascend(1)
+            return ["ext", codec.tag, node]
+        node = self.leaf(value, path)
+        if node is None:
+            raise UnsupportedLeafError(format_path(path), _type_name(value))
+        return node
+
+    def children(
+        self, items: Iterable[tuple[object, object]], path: Path
+    ) -> list[Node]:
+        self.descend(path)
+        encode = self.encode
+        nodes = [encode(value, (*path, key)) for key, value in items]
+        self.ascend(len(nodes))
+        return nodes
+
+    def descend(self, path: Path) -> None:
+        self.depth += 1
+        limit = self.limits.max_depth
+        if self.depth > limit:
+            what = f"the nesting of {format_path(path)[:200]}"
+            raise LimitExceededError(what, limit=limit, actual=self.depth)
+
+    def ascend(self, nodes: int) -> None:
+        self.depth -= 1
+        self.nodes += nodes
+        if self.nodes > self.limits.max_nodes:
+            limit = self.limits.max_nodes
+            raise LimitExceededError("the tree", limit=limit, actual=self.nodes)
+
+
+def _type_name(value: object) -> str:
+    kind = type(value)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"{module}{kind.__qualname__}"
+
+
+def _itself(_: _Encoder, value: Any, __: Path) -> Node:
+    return value  # type: ignore[no-any-return]
+
+
+def _int(_: _Encoder, value: int, __: Path) -> Node:
+    # Readers other than Python keep JSON numbers as doubles.
+    return value if -_EXACT < value < _EXACT else ["int", f"{value:x}"]
+
+
+def _float(_: _Encoder, value: float, __: Path) -> Node:
+    if math.isfinite(value):
+        return value
+    if math.isinf(value):
+        return ["float", str(value)]
+    return ["float", f"nan:{struct.pack('>d', value).hex()}"]
+
+
+def _complex(encoder: _Encoder, value: complex, path: Path) -> Node:
+    real, imag = _float(encoder, value.real, path), _float(encoder, value.imag, path)
+    return ["complex", real, imag]
+
+
+def _str(_: _Encoder, value: str, __: Path) -> Node:
+    if is_unicode(value):
+        return value
+    return ["str", _base64(value.encode("utf-8", "surrogatepass"))]
+
+
+def _bytes(encoder: _Encoder, value: bytes, path: Path) -> Node:
+    blob = encoder.leaf(value, path) if len(value) > BLOB_BYTES else None
+    return ["bytes", _base64(value)] if blob is None else blob
+
+
+def _base64(data: bytes) -> str:
+    return b2a_base64(data, newline=False).decode()
+
+
+def _list(encoder: _Encoder, value: list[object], path: Path) -> Node:
+    return ["list", encoder.children(enumerate(value), path)]
+
+
+def _tuple(encoder: _Encoder, value: tuple[object, ...], path: Path) -> Node:
+    return ["tuple", encoder.children(enumerate(value), path)]
+
+
+def _deque(encoder: _Encoder, value: deque[object], path: Path) -> Node:
+    return ["deque", value.maxlen, encoder.children(enumerate(value), path)]
+
+
+def _set(encoder: _Encoder, value: set[object] | frozenset[object], path: Path) -> Node:
+    # Equal sets encode alike, in whatever order they happen to iterate.
+    nodes = encoder.children(enumerate(value), path)
+    return [type(value).__name__, sorted(nodes, key=msgspec.json.encode)]
+
+
+def _dict(encoder: _Encoder, value: dict[object, object], path: Path) -> Node:
+    keys, values = _items(encoder, value, path)
+    if keys and _are_tensors(keys, values):
+        return ["tensors", keys, [node[1] for node in values]]  # type: ignore[index]
+    return ["dict", keys, values]
+
+
+def _are_tensors(keys: list[Node], values: list[Node]) -> bool:
+    return all(type(n) is list and n[0] == "tensor" for n in values) and all(
+        type(key) is str for key in keys
+    )
+
+
+def _items(
+    encoder: _Encoder, value: dict[object, object], path: Path
+) -> tuple[list[Node], list[Node]]:
+    if set(map(type, value)) == {str} and is_unicode("".join(value)):  # type: ignore[arg-type]
+        keys: list[Node] = list(value)  # type: ignore[arg-type]
+        encoder.nodes += len(keys)
+    else:
+        keys = encoder.children(((key, key) for key in value), path)
+    return keys, encoder.children(value.items(), path)
+
+
+def _odict(encoder: _Encoder, value: OrderedDict[object, object], path: Path) -> Node:
+    keys, values = _items(encoder, value, path)
+    attributes: dict[object, object] = dict(vars(value).items())
+    if not attributes:
+        return ["odict", keys, values]
+    if any(hasattr(OrderedDict, str(name)) for name in attributes):
+        remedy = "one of its attributes shadows a method; delete it"
+        raise UnsupportedLeafError(format_path(path), _type_name(value), remedy)
+    return ["odict", keys, values, _dict(encoder, attributes, path)]
+
+
+def _defaultdict(
+    encoder: _Encoder, value: defaultdict[object, object], path: Path
+) -> Node:
+    factory: Any = value.default_factory
+    name = _FACTORY_NAMES.get(factory)
+    if name is None and factory is not None:
+        remedy = f"its default_factory is none of {', '.join(FACTORIES)}; use a dict"
+        raise UnsupportedLeafError(format_path(path), _type_name(value), remedy)
+    return ["defaultdict", name, *_items(encoder, value, path)]
+
+
+_ENCODERS: Final[dict[type, Callable[[_Encoder, Any, Path], Node]]] = {
+    type(None): _itself,
+    bool: _itself,
+    int: _int,
+    float: _float,
+    complex: _complex,
+    str: _str,
+    bytes: _bytes,
+    list: _list,
+    tuple: _tuple,
+    deque: _deque,
+    set: _set,
+    frozenset: _set,
+    dict: _dict,
+    OrderedDict: _odict,
+    defaultdict: _defaultdict,
+}
