@@ -1,0 +1,29 @@
+"""How Sphinx builds the documentation."""
+
+from __future__ import annotations
+
+import aiockpt
+
+project = "aiockpt"
+author = "The aiockpt authors"
+project_copyright = "The aiockpt authors"
+release = version = aiockpt.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"aiockpt {release}"
+nitpicky = True
+# References to these packages would need their inventories, and so the network.
+nitpick_ignore_regex = [
+    (
+        r"py:.*",
+        r"(aiohttp|asyncio|collections|datetime|logging|ssl|torch|typing)(\..*)?",
+    ),
+    (r"py:(class|obj)", r"(aiockpt\.transport\.)?T"),
+]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3

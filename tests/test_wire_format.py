@@ -1,0 +1,73 @@
+"""The published example of the wire format is what the package writes and reads."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from aiockpt.wire.chunks import digest
+from aiockpt.wire.document import TensorSpec
+from aiockpt.wire.layout import Storage
+from aiockpt.wire.limits import Limits
+from aiockpt.wire.manifest import Manifest, build_manifest, decode_header
+
+PAGE = (Path(__file__).parents[1] / "docs/reference/wire-format.md").read_text()
+SEGMENT = struct.pack("<4f", 1, 2, 3, 4)
+
+pytestmark = pytest.mark.torch_free
+
+
+def published_file() -> bytes:
+    """Return the bytes of the page's hexdump."""
+    lines = re.findall(r"^[0-9a-f]{8}  ([0-9a-f ]+)  \|", PAGE, re.MULTILINE)
+    return bytes.fromhex("".join(lines))
+
+
+def published_reader() -> dict[str, object]:
+    """Return the names that the page's program defines."""
+    (source,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    names: dict[str, object] = {}
+    exec(source, names)
+    return names
+
+
+def test_package_writes_the_published_bytes() -> None:
+    """The format of version 1 does not change by accident."""
+    manifest = build_manifest(
+        step=7,
+        chunk_bytes=1 << 22,
+        storages=[Storage("w", "F32", (2, 2), len(SEGMENT), 4)],
+        views=[TensorSpec(0, "float32", (2, 2), (1, 2), 0, 0)],
+        tree=["dict", ["w", "t", "lr"], [["tensor", 0], ["tensor", 1], 0.1]],
+        digests=[digest([SEGMENT])],
+    )
+    assert manifest.header + SEGMENT == published_file()
+
+
+def test_package_reads_the_published_bytes() -> None:
+    """A checkpoint of version 1 stays readable."""
+    header = published_file()[: -len(SEGMENT)]
+    manifest = decode_header(header, limits=Limits())
+    assert isinstance(manifest, Manifest)
+    assert (manifest.step, manifest.names, manifest.tensor_count) == (7, ("w",), 2)
+
+
+def test_published_reader_reads_the_published_bytes() -> None:
+    """The page is enough to write a reader."""
+    read = published_reader()["read"]
+    manifest, segment = read(published_file())  # type: ignore[operator]
+    assert manifest["tree"][1] == ["w", "t", "lr"]
+    assert segment == SEGMENT
+
+
+@pytest.mark.parametrize("position", [0, 8, 50, 100, 400, 447, 448, 463])
+def test_published_reader_notices_a_flipped_bit(position: int) -> None:
+    """Header, padding and data are all covered."""
+    read = published_reader()["read"]
+    broken = bytearray(published_file())
+    broken[position] ^= 1
+    with pytest.raises((AssertionError, ValueError)):
+        read(bytes(broken))  # type: ignore[operator]
