@@ -29,8 +29,10 @@ from aiockpt.wire.layout import Storage, dense_stride, plan_segment
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import COMPACTED, CONJ, NEG, PARAMETER, REQUIRES_GRAD
 from aiockpt.wire.manifest import TensorSpec
-from aiockpt.wire.tree import REGISTRY, Node, Path, encode_tree, format_path
-from aiockpt.wire.tree import register_leaf, renumber
+from aiockpt.wire.paths import Node, Path, format_path
+from aiockpt.wire.references import renumber
+from aiockpt.wire.registry import REGISTRY, register_leaf
+from aiockpt.wire.tree import encode_tree
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs

@@ -15,7 +15,7 @@ from aiockpt.wire.layout import Entry
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import CONJ, NEG, PARAMETER, REQUIRES_GRAD
 from aiockpt.wire.manifest import Manifest, TensorSpec
-from aiockpt.wire.tree import decode_tree
+from aiockpt.wire.untree import decode_tree
 
 __all__ = ["assemble", "entry_tensors", "tensors_over"]
 

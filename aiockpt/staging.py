@@ -20,6 +20,7 @@ from aiockpt.errors import AiockptError, StagingError
 from aiockpt.flatten import Description, describe
 from aiockpt.memory import Arena, ArenaPool, Scatter
 from aiockpt.wire.chunks import ChunkGrid, digest
+from aiockpt.wire.layout import Entry, Storage
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import Manifest, build_manifest
 
@@ -58,6 +59,13 @@ class Snapshot:
     def views(self, start: int, stop: int) -> list[memoryview]:
         """Return the bytes ``[start, stop)`` of the data segment, in order."""
         return [view.toreadonly() for view in self._memory.buffers(start, stop)]
+
+    def relabelled(self, manifest: Manifest) -> Snapshot:
+        """Return a snapshot of the same memory with another manifest."""
+        self.acquire()
+        return Snapshot(
+            manifest, self._memory, live=self.live, on_free=self.release
+        )
 
     def acquire(self) -> None:
         """Count one more reader of the memory."""
@@ -142,6 +150,14 @@ class Stager:
             on_free=lambda: self._pool.give_back(job.arena),
         )
 
+    async def relabel(self, snapshot: Snapshot, *, step: int) -> Snapshot:
+        """Return a snapshot of the same memory under another step.
+
+        If cancelled, ``snapshot`` is as before.
+        """
+        manifest = await self._bridge.run(_with_step, snapshot.manifest, step)
+        return snapshot.relabelled(manifest)
+
     def trim(self) -> None:
         """Return the memory that no snapshot uses to the system."""
         self._pool.trim()
@@ -221,3 +237,22 @@ def _drain(plan: CopyPlan) -> None:
     """Wait for what a failed staging left in flight before its arena is reused."""
     for port in plan.ports.values():
         port.synchronize()
+
+
+def _with_step(manifest: Manifest, step: int) -> Manifest:
+    return build_manifest(
+        step=step,
+        chunk_bytes=manifest.chunk_bytes,
+        storages=[
+            Storage(name, entry.dtype, entry.shape, _length(entry), align=1)
+            for name, entry in zip(manifest.names, manifest.entries, strict=True)
+        ],
+        views=manifest.views,
+        tree=manifest.tree,
+        digests=manifest.digests,
+    )
+
+
+def _length(entry: Entry) -> int:
+    start, stop = entry.data_offsets
+    return stop - start

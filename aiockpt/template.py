@@ -10,9 +10,10 @@ import torch
 from aiockpt.errors import TemplateMismatchError
 from aiockpt.flatten import Description, Backing, describe
 from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import COMPACTED, PARAMETER, REQUIRES_GRAD
+from aiockpt.wire.manifest import COMPACTED, CONJ, NEG, PARAMETER, REQUIRES_GRAD
 from aiockpt.wire.manifest import Manifest, TensorSpec
-from aiockpt.wire.tree import tensor_leaves
+from aiockpt.wire.paths import Path, format_path
+from aiockpt.wire.references import tensor_leaves
 
 __all__ = ["Match", "Template"]
 
@@ -64,11 +65,17 @@ class Template:
         return pairing.match()
 
 
-def _same_paths(theirs: Mapping[str, int], own: Mapping[str, int]) -> None:
-    for path in theirs.keys() - own.keys():
-        raise TemplateMismatchError(path, expected="a tensor", actual="nothing")
-    for path in own.keys() - theirs.keys():
-        raise TemplateMismatchError(path, expected="nothing", actual="a tensor")
+def _same_paths(theirs: Mapping[Path, int], own: Mapping[Path, int]) -> None:
+    for path in theirs:
+        if path not in own:
+            raise _mismatch(path, expected="a tensor", actual="nothing")
+    for path in own:
+        if path not in theirs:
+            raise _mismatch(path, expected="nothing", actual="a tensor")
+
+
+def _mismatch(path: Path, *, expected: str, actual: str) -> TemplateMismatchError:
+    return TemplateMismatchError(format_path(path), expected=expected, actual=actual)
 
 
 class _Pairing:
@@ -80,10 +87,10 @@ class _Pairing:
         self._tensors = _Bijection()
         self._entries = _Bijection()
 
-    def add(self, path: str, number: int, own_number: int) -> None:
+    def add(self, path: Path, number: int, own_number: int) -> None:
         theirs, own = self._manifest.tensor(number), self._own.spec(own_number)
         if _comparable(theirs) != _comparable(own):
-            raise TemplateMismatchError(
+            raise _mismatch(
                 path, expected=_words(theirs), actual=_words(own)
             )
         self._tensors.add(path, number, own_number)
@@ -108,13 +115,13 @@ class _Bijection:
         self.there: dict[int, int] = {}
         self._back: dict[int, int] = {}
 
-    def add(self, path: str, theirs: int, own: int) -> None:
+    def add(self, path: Path, theirs: int, own: int) -> None:
         if self.there.setdefault(theirs, own) != own:
-            raise TemplateMismatchError(
+            raise _mismatch(
                 path, expected="memory shared with another tensor", actual="its own"
             )
         if self._back.setdefault(own, theirs) != theirs:
-            raise TemplateMismatchError(
+            raise _mismatch(
                 path, expected="memory of its own", actual="memory that is shared"
             )
 
@@ -131,4 +138,5 @@ def _comparable(spec: TensorSpec) -> tuple[object, ...]:
 
 
 def _words(spec: TensorSpec) -> str:
-    return f"{spec.dtype} {list(spec.shape)} stride {list(spec.stride)}"
+    lazy = " conjugated" * bool(spec.flags & CONJ) + " negated" * bool(spec.flags & NEG)
+    return f"{spec.dtype} {list(spec.shape)} stride {list(spec.stride)}{lazy}"

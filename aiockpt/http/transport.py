@@ -9,7 +9,8 @@ import ssl
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
+from urllib.parse import urlsplit
 
 import aiohttp
 import anyio
@@ -22,6 +23,7 @@ from aiockpt.errors import StepNotFoundError
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
 from aiockpt.http.listen import advertised_address, open_sockets, url_host
+from aiockpt.http.handlers import CheckpointService
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.http.server import CheckpointServer, ServerConfig
 from aiockpt.http.shelf import Shelf
@@ -36,6 +38,8 @@ __all__ = ["HTTPTransport"]
 T = TypeVar("T")
 
 _THREADS = 2
+_PREFIX = "/checkpoint"
+_DEFAULT_WAIT = 5.0
 
 
 class HTTPTransport(CheckpointTransport[T]):
@@ -104,6 +108,7 @@ class HTTPTransport(CheckpointTransport[T]):
         fast_path: bool = True,
     ) -> None:
         self._timeout = seconds(timeout)
+        self._insecure = insecure
         self._credentials = find_credentials(token, insecure=insecure, env=os.environ)
         self._bind = (host, port)
         self._advertise, self._interface = advertise, interface
@@ -185,10 +190,8 @@ class HTTPTransport(CheckpointTransport[T]):
         """
         self._listen()
         if self._server is None and not self._mounted:
-            self._server = CheckpointServer(
-                self._shelf, self.server_config(), ssl_context=self._ssl_context
-            )
-            await self._server.start(self._sockets)
+            self._server = CheckpointServer(self._shelf, self._server_config())
+            await self._server.start(self._sockets, ssl_context=self._ssl_context)
 
     async def send_checkpoint(
         self,
@@ -225,11 +228,10 @@ class HTTPTransport(CheckpointTransport[T]):
         """
         async with self._sending:
             offered = self._shelf.latest
-            if offered is None:
+            if offered is None or self._staged is None:
                 raise StepNotFoundError(step)
             if offered.step != step:
-                snapshot = await self._stager.relabel(self._staged, step=step)
-                await self._publish(snapshot)
+                await self._publish(await self._stager.relabel(self._staged, step=step))
 
     async def disallow_checkpoint(self) -> None:
         """Stop offering; readers get the grace, then their connections are cut."""
@@ -319,3 +321,56 @@ class HTTPTransport(CheckpointTransport[T]):
         await self._client.aclose()
         self._stager.trim()
         self._bridge.close(wait=wait)
+
+    def mount(self, prefix: str) -> CheckpointService:
+        """Return the handlers for an application that serves them below ``prefix``.
+
+        From then on no socket of our own is opened; see :func:`aiockpt.http.setup`.
+        """
+        self._mounted = True
+        return CheckpointService(self._shelf, self._server_config(prefix))
+
+    def _server_config(self, prefix: str = _PREFIX) -> ServerConfig:
+        host = urlsplit(self._advertise or "").hostname or self._advertise
+        return ServerConfig(
+            token=self._credentials.token,
+            insecure=self._insecure,
+            stall_timeout=self._stall_timeout,
+            default_wait=min(self._timeout, _DEFAULT_WAIT),
+            max_wait=max(self._timeout, _DEFAULT_WAIT),
+            max_readers=self._max_readers,
+            hosts=frozenset({host} if host else ()),
+            prefix=prefix,
+        )
+
+    def _listen(self) -> None:
+        if self._closed:
+            raise ClosedError("the transport")
+        if not self._sockets and not self._mounted:
+            self._sockets = open_sockets(*self._bind)
+
+    def _base_url(self) -> str:
+        if self._advertise and "://" in self._advertise:
+            return self._advertise.rstrip("/") + "/"
+        if self._mounted:
+            raise LocalProtocolError(
+                "mounted in an application, the transport does not know its address: "
+                'pass advertise="https://host/prefix/"'
+            )
+        self._listen()
+        host = advertised_address(
+            advertise=self._advertise,
+            interface=self._interface,
+            host=self._bind[0],
+            env=os.environ,
+        )
+        port = self._sockets[0].getsockname()[1]
+        return f"{self._scheme}://{url_host(host)}:{port}{_PREFIX}/"
+
+    async def _publish(self, snapshot: Snapshot) -> None:
+        """Offer a snapshot; from now on the shelf holds it, and we know which it is."""
+        self._staged = snapshot
+        try:
+            await self._shelf.publish(snapshot, grace=self._grace)
+        finally:
+            snapshot.release()
