@@ -11,6 +11,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
+from aiockpt.errors import RemoteProtocolError
 from aiockpt.wire.chunks import ChunkGrid
 from aiockpt.wire.dtypes import torch_name
 from aiockpt.wire.paths import Node
@@ -145,9 +146,13 @@ class Manifest:
         return ChunkGrid(self.segment_bytes, self.chunk_bytes)
 
     def tensor(self, index: int) -> TensorSpec:
-        """Return what tensor ``index`` is, or raise IndexError."""
+        """Return what tensor ``index`` is.
+
+        Raises:
+            RemoteProtocolError: there is none; indices come from the peer's tree.
+        """
         if not 0 <= index < self.tensor_count:
-            raise IndexError(f"tensor {index} of {self.tensor_count}")
+            raise RemoteProtocolError(f"no tensor {index} of {self.tensor_count}")
         if index >= len(self.entries):
             return self.views[index - len(self.entries)]
         entry = self.entries[index]

@@ -30,11 +30,12 @@ from aiockpt.wire.layout import (
     Storage,
     encode_header,
     make_entries,
+    render_header,
     snapshot_id_of,
 )
 from aiockpt.wire.limits import Limits, enforce, enforce_values
 from aiockpt.wire.paths import Node
-from aiockpt.wire.validate import fault_of, tiling_fault
+from aiockpt.wire.validate import Columns, fault_of, tiling_fault
 
 __all__ = [
     "COMPACTED",
@@ -189,7 +190,7 @@ def _decode_own(raw: bytes, header: memoryview, limits: Limits) -> Manifest:
     if fault := fault_of(document, entries):
         raise RemoteProtocolError(f"the header contradicts itself: {fault}")
     # One checkpoint has one header: no duplicate keys, no second spelling.
-    if encode_header(entries, document) != raw:
+    if render_header(entries, document) != raw:
         raise RemoteProtocolError("the header is not in canonical form")
     text = bytes(document.tree)
     enforce_values("the number of nodes in the tree", text, limits.max_nodes)
@@ -232,7 +233,7 @@ def _decode_foreign(raw: bytes, header: memoryview, limits: Limits) -> ForeignHe
     enforce("the number of tensors", len(unsorted), limits.max_tensors)
     names = sorted(unsorted, key=lambda name: unsorted[name].data_offsets)
     entries = tuple(unsorted[name] for name in names)
-    if fault := tiling_fault(names, entries):
+    if fault := tiling_fault(Columns.of(dict(zip(names, entries, strict=True)))):
         raise RemoteProtocolError(f"the header contradicts itself: {fault}")
     found = ForeignHeader(tuple(names), entries, metadata, raw)
     enforce("the data segment", found.segment_bytes, limits.max_bytes)

@@ -1,67 +1,114 @@
-"""Where a tree refers to tensors, exactly: to pair two trees, and to renumber one."""
+"""Where a tree refers to tensors: to name them, to pair two trees, to renumber one.
+
+Nothing is decoded or looked up. A malformed node counts as empty, so the readers here
+work on a tree that `decode_tree` is going to refuse.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
-from aiockpt.wire.paths import Node, Path
+from aiockpt.errors import RemoteProtocolError
+from aiockpt.wire.paths import Node, Path, format_path
 
-__all__ = ["renumber", "tensor_leaves"]
+__all__ = ["renumber", "tensor_leaves", "tensor_paths"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step that is neither a scalar key nor an index; compared by its text."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+_ATTRIBUTES = _Step("attributes")  # no JSON, so no key looks like it
+
+
+def tensor_paths(node: Node) -> dict[int, str]:
+    """Return where each tensor number (blobs included) appears first in the tree."""
+    paths: dict[int, str] = {}
+    for path, _, number in _references(node):
+        if number not in paths:
+            paths[number] = format_path(path)
+    return paths
 
 
 def tensor_leaves(node: Node) -> Iterator[tuple[Path, int]]:
-    """Yield the path and the number of every tensor leaf of a well-formed tree.
+    """Yield the path and the number of each tensor, in the order of the tree.
 
-    Unlike readable paths these never coincide: a step is a string key, an index, or
-    the JSON bytes of any other key. Blobs are no tensors of the state dict.
+    Unlike readable paths these never coincide within one tree. Blobs are left out:
+    they are no tensors of the state dict.
     """
-    stack: list[tuple[Path, Node]] = [((), node)]
-    while stack:
-        path, node = stack.pop()
-        match node:
-            case ["tensor", int(number)]:
-                yield path, number
-            case ["tensors", [*names], [*numbers]]:
-                for name, number in zip(names, numbers, strict=True):
-                    yield (*path, name), number  # type: ignore[misc]
-            case [*_]:
-                stack += (((*path, step), child) for step, child in _children(node))
+    return (
+        (path, number) for path, tag, number in _references(node) if tag == "tensor"
+    )
+
+
+def _references(root: Node) -> Iterator[tuple[Path, str, int]]:
+    # A stack of iterators: no peer's tree makes this recursive, or hold more than
+    # one path per level.
+    levels: list[tuple[Path, Iterator[tuple[Path, Node]]]] = [((), iter([((), root)]))]
+    while levels:
+        path, children = levels[-1]
+        for steps, node in children:
+            match node:
+                case ["tensor" | "blob" as tag, int(number)]:
+                    yield (*path, *steps), str(tag), number
+                case ["tensors", [*names], [*numbers]]:
+                    for name, each in zip(names, numbers, strict=False):
+                        if isinstance(each, int):
+                            yield (*path, *steps, name), "tensor", each
+                case [_, *_]:
+                    levels.append(((*path, *steps), _children(node)))
+                    break
+        else:
+            levels.pop()
 
 
 def renumber(node: Node, numbers: Sequence[int]) -> None:
-    """Replace every tensor number ``n`` of a tree by ``numbers[n]``, in place."""
+    """Replace each tensor number ``n`` of our own tree by ``numbers[n]``, in place."""
     stack: list[Node] = [node]
     while stack:
         match stack.pop():
             case ["tensor" | "blob", int(number)] as reference:
                 reference[1] = numbers[number]
-            case ["tensors", _, [*_]] as references:
-                old = references[2]
-                references[2] = [numbers[n] for n in old]  # type: ignore[index, union-attr]
-            case [*_] as other:
+            case ["tensors", _, [*old]] as reference:
+                reference[2] = [numbers[n] for n in old if isinstance(n, int)]
+            case [_, *_] as other:
                 stack += (child for _, child in _children(other))
 
 
-def _children(node: list[Node]) -> Iterator[tuple[object, Node]]:
-    """Yield the step to each child of a container's node, and the child."""
+def _children(node: list[Node]) -> Iterator[tuple[Path, Node]]:
+    """Yield the steps to each child of a container's node, and the child."""
     match node:
-        case ["list" | "tuple" | "set" | "frozenset", [*items]]:
-            yield from enumerate(items)
-        case ["deque", _, [*items]]:
-            yield from enumerate(items)
-        case ["dict", keys, values] | ["defaultdict", _, keys, values]:
+        case ["list" | "tuple" | "set" | "frozenset", [*items]] | [
+            "deque",
+            _,
+            [*items],
+        ]:
+            yield from (((index,), item) for index, item in enumerate(items))
+        case ["dict", [*keys], [*values]] | ["defaultdict", _, [*keys], [*values]]:
             yield from _keyed(keys, values)
-        case ["odict", keys, values, *attributes]:
+        case ["odict", [*keys], [*values], *attributes]:
             yield from _keyed(keys, values)
-            yield from ((b"attributes", each) for each in attributes)
+            yield from (((_ATTRIBUTES,), each) for each in attributes)
         case ["ext", _, payload]:
-            yield b"ext", payload
+            yield (), payload
 
 
-def _keyed(keys: Node, values: Node) -> Iterator[tuple[object, Node]]:
-    assert isinstance(keys, list)
-    assert isinstance(values, list)
-    for key, value in zip(keys, values, strict=True):
-        yield (key if isinstance(key, str) else msgspec.json.encode(key)), value
+def _keyed(keys: list[Node], values: list[Node]) -> Iterator[tuple[Path, Node]]:
+    for key, value in zip(keys, values, strict=False):
+        yield (_shown(key) if isinstance(key, list) else key,), value
+
+
+def _shown(key: list[Node]) -> _Step:
+    try:
+        return _Step(msgspec.json.encode(key).decode())
+    except RecursionError:
+        raise RemoteProtocolError("a key in the tree is nested too deeply") from None

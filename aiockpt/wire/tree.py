@@ -24,10 +24,8 @@ from aiockpt.wire.paths import (
     Path,
     format_path,
     is_unicode,
-    renumber,
-    tensor_leaves,
-    tensor_paths,
 )
+from aiockpt.wire.references import renumber, tensor_leaves, tensor_paths
 from aiockpt.wire.registry import REGISTRY, Registry, register_leaf
 from aiockpt.wire.untree import FACTORIES, decode_tree
 

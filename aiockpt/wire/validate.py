@@ -8,11 +8,12 @@ entries is checked in tens of milliseconds.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
 from math import prod
-from operator import mod, mul, ne, sub
-from typing import Final
+from operator import mod, mul, sub
+from typing import Final, Self
 
 from aiockpt.wire.chunks import (
     ALGORITHM,
@@ -32,69 +33,93 @@ from aiockpt.wire.document import (
 )
 from aiockpt.wire.dtypes import CODE_BITS, COMPLEX, DIFFERENTIABLE, DTYPES
 
-__all__ = ["entries_fault", "fault_of", "grid_fault", "tiling_fault", "views_fault"]
+__all__ = ["Columns", "fault_of", "tiling_fault"]
 
 _ALL_FLAGS: Final = 31
 _HEX: Final = re.compile(r"[0-9a-f]*")
 _WRITTEN: Final = {code: size for size, code in DTYPES.values() if code is not None}
 
 
-def fault_of(document: ManifestDocument, entries: dict[str, Entry]) -> str | None:
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The entries of a header, one list per field."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+    starts: list[int]
+    stops: list[int]
+
+    @classmethod
+    def of(cls, entries: Mapping[str, Entry]) -> Self:
+        """Turn entries, in segment order, into columns."""
+        each = entries.values()
+        return cls(
+            list(entries),
+            [entry.dtype for entry in each],
+            [entry.shape for entry in each],
+            [entry.data_offsets[0] for entry in each],
+            [entry.data_offsets[1] for entry in each],
+        )
+
+    def at(self, index: int, what: str) -> str:
+        """Say which entry ``what`` is about."""
+        return f"entry {self.names[index][:100]!r}: {what}"
+
+
+def fault_of(document: ManifestDocument, entries: Mapping[str, Entry]) -> str | None:
     """Return the first contradiction within a header."""
-    columns = list(entries.values())
-    segment_bytes = columns[-1].data_offsets[1] if columns else 0
     if document.version != VERSION:
         return f"format version {document.version}; this side knows {VERSION}"
     if document.entries != len(entries):
         return f"{len(entries)} entries instead of {document.entries}"
+    columns = Columns.of(entries)
     return (
-        tiling_fault(list(entries), columns)
-        or entries_fault(list(entries), columns)
-        or grid_fault(document, segment_bytes)
+        tiling_fault(columns)
+        or entries_fault(columns)
+        or grid_fault(document, columns.stops[-1] if columns.stops else 0)
         or views_fault(document.views, columns)
     )
 
 
-def tiling_fault(names: Sequence[str], entries: Sequence[Entry]) -> str | None:
+def tiling_fault(columns: Columns) -> str | None:
     """Entries follow each other without gap or overlap, and are as long as they say.
 
     Holds for any safetensors file, also for codes that are smaller than a byte.
     """
-    bits = [CODE_BITS.get(entry.dtype) for entry in entries]
-    if None in bits:
-        unknown = bits.index(None)
-        return _at(names, unknown, f"unknown dtype {entries[unknown].dtype[:40]!r}")
-    starts = [entry.data_offsets[0] for entry in entries]
-    stops = [entry.data_offsets[1] for entry in entries]
-    if (bad := _first(map(ne, starts, chain((0,), stops)))) is not None:
-        return _at(names, bad, "starts where the entry before it does not end")
-    sizes = [8 * size for size in map(sub, stops, starts)]
-    needed = map(mul, map(prod, [entry.shape for entry in entries]), bits)
-    if (bad := _first(map(ne, sizes, needed))) is not None:
-        return _at(names, bad, "its shape does not fill its bytes")
+    starts, stops = columns.starts, columns.stops
+    bits = [CODE_BITS.get(code, 0) for code in columns.dtypes]
+    if 0 in bits:
+        bad = bits.index(0)
+        return columns.at(bad, f"unknown dtype {columns.dtypes[bad][:40]!r}")
+    if (gap := _difference(starts, [0, *stops[:-1]])) is not None:
+        return columns.at(gap, "starts where the entry before it does not end")
+    sizes = map(mul, map(sub, stops, starts), repeat(8))
+    needed = map(mul, map(prod, columns.shapes), bits)
+    if (odd := _difference(list(sizes), list(needed))) is not None:
+        return columns.at(odd, "its shape does not fill its bytes")
     return None
 
 
-def entries_fault(names: Sequence[str], entries: Sequence[Entry]) -> str | None:
+def entries_fault(columns: Columns) -> str | None:
     """Each entry has a dtype that we write, is aligned, and fits into an int64."""
-    sizes = [_WRITTEN.get(entry.dtype, 0) for entry in entries]
+    sizes = [_WRITTEN.get(code, 0) for code in columns.dtypes]
     if 0 in sizes:
-        return _at(names, sizes.index(0), "a dtype that aiockpt does not write")
-    starts = [entry.data_offsets[0] for entry in entries]
-    if (bad := _first(map(mod, starts, sizes))) is not None:
-        return _at(names, bad, "is not aligned")
-    for index, entry in enumerate(entries):
-        if 0 in entry.shape and _overflows(entry.shape):
-            return _at(names, index, "its strides overflow")
+        return columns.at(sizes.index(0), "a dtype that aiockpt does not write")
+    if any(odd := list(map(mod, columns.starts, sizes))):
+        return columns.at(odd.index(max(odd)), "is not aligned")
+    # Only empty tensors may have strides that their bytes do not bound.
+    for index, shape in enumerate(columns.shapes):
+        if 0 in shape and _overflows(shape):
+            return columns.at(index, "its strides overflow")
     return None
 
 
-def _first(wrong: map[object]) -> int | None:
-    return next((index for index, bad in enumerate(wrong) if bad), None)
-
-
-def _at(names: Sequence[str], index: int, what: str) -> str:
-    return f"entry {names[index][:100]!r}: {what}"
+def _difference(found: list[int], expected: list[int]) -> int | None:
+    if found == expected:
+        return None
+    pairs = zip(found, expected, strict=False)
+    return next(index for index, (one, other) in enumerate(pairs) if one != other)
 
 
 def _overflows(shape: tuple[int, ...]) -> bool:
@@ -119,40 +144,60 @@ def grid_fault(document: ManifestDocument, segment_bytes: int) -> str | None:
     return None
 
 
-def views_fault(views: Sequence[TensorSpec], entries: Sequence[Entry]) -> str | None:
+def views_fault(views: Sequence[TensorSpec], columns: Columns) -> str | None:
     """Each view lies inside its storage and could exist in torch."""
+    starts, stops = columns.starts, columns.stops
+    extents: dict[object, _Extent] = {}  # few views differ in more than their place
     for index, view in enumerate(views):
-        if view.storage >= len(entries):
-            return f"view {index}: storage {view.storage} of {len(entries)}"
-        start, stop = entries[view.storage].data_offsets
-        if fault := _view_fault(view, start, stop - start):
-            return f"view {index}: {fault}"
+        entry = view.storage
+        if entry >= len(starts):
+            return f"view {index}: storage {entry} of {len(starts)}"
+        kind = (view.dtype, view.shape, view.stride, view.flags)
+        if (extent := extents.get(kind)) is None:
+            extent = extents[kind] = _extent(view)
+        start, stop = starts[entry], stops[entry]
+        if extent.fault is not None:
+            return f"view {index}: {extent.fault}"
+        if start % extent.itemsize:
+            return f"view {index}: is not aligned"
+        if start + view.offset * extent.itemsize + extent.nbytes > stop:
+            return f"view {index}: reaches beyond its storage"
     return None
 
 
-def _view_fault(view: TensorSpec, start: int, nbytes: int) -> str | None:
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """How many bytes a view spans from its first element on, and what is wrong."""
+
+    itemsize: int
+    nbytes: int
+    fault: str | None
+
+
+def _extent(view: TensorSpec) -> _Extent:
     itemsize, _ = DTYPES.get(view.dtype, (0, None))
-    if not itemsize:
+    numel = prod(view.shape)
+    # The index of the last element is sum((size - 1) * stride).
+    last = sum(map(mul, view.shape, view.stride)) - sum(view.stride)
+    nbytes = (last + 1) * itemsize if numel else 0
+    return _Extent(itemsize, nbytes, _view_fault(view, numel * itemsize))
+
+
+def _view_fault(view: TensorSpec, nbytes: int) -> str | None:
+    if view.dtype not in DTYPES:
         return f"unknown dtype {view.dtype[:40]!r}"
     if len(view.shape) != len(view.stride):
         return "shape and stride differ in length"
-    if start % itemsize:
-        return "is not aligned"
-    numel = prod(view.shape)
-    if numel * itemsize > INT64_MAX or (not numel and _overflows(view.shape)):
+    if nbytes > INT64_MAX or (not nbytes and _overflows(view.shape)):
         return "its size overflows"
-    # The index of the last element: sum((size - 1) * stride).
-    span = sum(map(mul, view.shape, view.stride)) - sum(view.stride) if numel else -1
-    if (view.offset + span + 1) * itemsize > nbytes:
-        return "reaches beyond its storage"
-    return _flags_fault(view) if view.flags else None
+    return _flags_fault(view.flags, view.dtype)
 
 
-def _flags_fault(view: TensorSpec) -> str | None:
-    if view.flags > _ALL_FLAGS:
-        return f"unknown flags {view.flags}"
-    if view.flags & CONJ and view.dtype not in COMPLEX:
-        return f"a conjugate {view.dtype}"
-    if view.flags & REQUIRES_GRAD and view.dtype not in DIFFERENTIABLE:
-        return f"a {view.dtype} that requires grad"
+def _flags_fault(flags: int, dtype: str) -> str | None:
+    if flags > _ALL_FLAGS:
+        return f"unknown flags {flags}"
+    if flags & CONJ and dtype not in COMPLEX:
+        return f"a conjugate {dtype}"
+    if flags & REQUIRES_GRAD and dtype not in DIFFERENTIABLE:
+        return f"a {dtype} that requires grad"
     return None
