@@ -93,9 +93,9 @@ def existing(*paths: str) -> list[str]:
 def lint(session: nox.Session) -> None:
     """Format, style, banned names, and the walls between the modules."""
     session.install(*PINNED, *group("lint"))
-    session.run("ruff", "format", "--check", "--diff", ".")
-    session.run("ruff", "check", ".")
     session.run("lint-imports", "--no-cache")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", "--diff", ".")
 
 
 @nox.session(python=WHOLE)

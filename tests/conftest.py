@@ -25,6 +25,7 @@ HAS_UVLOOP = find_spec("uvloop") is not None
 TORCH_FREE = (
     "wire/",
     "test_errors.py",
+    "test_bans.py",
     "test_exports.py",
     "test_rwlock.py",
     "test_bridge.py",

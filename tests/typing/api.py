@@ -57,8 +57,12 @@ def facts_of_errors(error: aiockpt.AiockptError) -> None:
     if isinstance(error, aiockpt.IntegrityError):
         assert_type(error.chunk, int | None)
     if isinstance(error, aiockpt.TransferTimeoutError):
-        as_builtin: TimeoutError = error
-        assert_type(as_builtin.timeout, float)  # type: ignore[attr-defined]
+        assert_type(error.timeout, float)
+        handle(error)
+
+
+def handle(error: TimeoutError) -> None:
+    """An error is also the builtin one that a caller would guess."""
 
 
 def hooks(progress: aiockpt.Progress, event: aiockpt.TransferEvent) -> None:
