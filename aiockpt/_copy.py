@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from aiockpt._device import Event, PortFor
-from aiockpt.flatten import Backing
+from aiockpt._groups import Backing
 from aiockpt.memory import Arena, view_of_address
 
 __all__ = ["CopyPlan"]
@@ -74,7 +74,7 @@ class CopyPlan:
         """Where a backing's raw bytes lie in host memory; 0 for any other backing."""
         if backing.dense or backing.tensor.device in self.ports or not backing.nbytes:
             return 0
-        return backing.tensor.untyped_storage().data_ptr() + backing.start
+        return backing.address
 
     def fences(self) -> dict[torch.device, Event]:
         """Mark on every device what the calling thread's producer has enqueued."""
@@ -121,9 +121,7 @@ class CopyPlan:
         """Copy them back, all at once."""
         return self._dense(after, staging=False)
 
-    def _dense(
-        self, after: dict[torch.device, Event], *, staging: bool
-    ) -> list[Event]:
+    def _dense(self, after: dict[torch.device, Event], *, staging: bool) -> list[Event]:
         events = []
         for entry, backing in enumerate(self._backings):
             if not backing.dense:
@@ -174,10 +172,10 @@ class CopyPlan:
             held = min(high, base + backing.nbytes)
             if backing.dense or backing.tensor.device != device or low >= held:
                 continue
-            raw = torch.empty(0, dtype=torch.uint8, device=device).set_(
-                backing.tensor.untyped_storage(), backing.start + low - base,
-                (held - low,), (1,),
-            )
+            storage = backing.tensor.untyped_storage()
+            start = backing.address - storage.data_ptr() + low - base
+            raw = torch.empty(0, dtype=torch.uint8, device=device)
+            raw.set_(storage, start, (held - low,), (1,))
             yield self._host(low, held - low), raw
 
     def _host(self, start: int, nbytes: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from mmap import mmap
 
 import torch
 
+from aiockpt._gc import collector_paused
 from aiockpt._leaves import DTYPES, registry
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.wire.dtypes import CODES
@@ -33,13 +34,16 @@ def tensors_over(
     Raises:
         RemoteProtocolError: a tensor's flags do not fit its dtype.
     """
-    tensors = entry_tensors(manifest.entries, buffer, base=base)
+    with collector_paused():
+        tensors = entry_tensors(manifest.entries, buffer, base=base)
     bases = tensors.copy()
     for number, spec in enumerate(manifest.views, len(tensors)):
         try:
             tensors.append(_view(bases[spec.storage], spec))
         except RuntimeError as error:
-            raise RemoteProtocolError(f"tensor {number} of the manifest: {error}") from error
+            raise RemoteProtocolError(
+                f"tensor {number} of the manifest: {error}"
+            ) from error
     return tensors
 
 
@@ -87,13 +91,14 @@ def assemble(
         RemoteProtocolError: the tree is malformed, or has a leaf type that this
             process has not registered.
     """
-    return decode_tree(
-        manifest.tree,
-        registry=registry(allow_pickle=allow_pickle),
-        tensors=tensors,
-        blob=lambda number: _bytes(tensors[number]),
-        limits=limits,
-    )
+    with collector_paused():
+        return decode_tree(
+            manifest.tree,
+            registry=registry(allow_pickle=allow_pickle),
+            tensors=tensors,
+            blob=lambda number: _bytes(tensors[number]),
+            limits=limits,
+        )
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -63,9 +63,7 @@ class Snapshot:
     def relabelled(self, manifest: Manifest) -> Snapshot:
         """Return a snapshot of the same memory with another manifest."""
         self.acquire()
-        return Snapshot(
-            manifest, self._memory, live=self.live, on_free=self.release
-        )
+        return Snapshot(manifest, self._memory, live=self.live, on_free=self.release)
 
     def acquire(self) -> None:
         """Count one more reader of the memory."""

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from aiockpt.errors import TemplateMismatchError
-from aiockpt.flatten import Description, Backing, describe
+from aiockpt._gc import collector_paused
+from aiockpt._groups import Backing
+from aiockpt.flatten import Description, describe
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import COMPACTED, CONJ, NEG, PARAMETER, REQUIRES_GRAD
 from aiockpt.wire.manifest import Manifest, TensorSpec
@@ -57,6 +59,10 @@ class Template:
             TemplateMismatchError: a tensor is missing or left over, or differs in
                 dtype, shape, stride, or in what shares its memory.
         """
+        with collector_paused():
+            return self._match(manifest)
+
+    def _match(self, manifest: Manifest) -> Match:
         theirs = list(tensor_leaves(manifest.tree))
         _same_paths(dict(theirs), self._numbers)
         pairing = _Pairing(manifest, self._own)
@@ -90,9 +96,7 @@ class _Pairing:
     def add(self, path: Path, number: int, own_number: int) -> None:
         theirs, own = self._manifest.tensor(number), self._own.spec(own_number)
         if _comparable(theirs) != _comparable(own):
-            raise _mismatch(
-                path, expected=_words(theirs), actual=_words(own)
-            )
+            raise _mismatch(path, expected=_words(theirs), actual=_words(own))
         self._tensors.add(path, number, own_number)
         self._entries.add(path, theirs.storage, own.storage)
 
