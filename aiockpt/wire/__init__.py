@@ -4,10 +4,12 @@ Everything that both ends must agree on lives here and nowhere else, and needs o
 the standard library, msgspec and xxhash: no torch, no event loop, no sockets.
 
 ========== ==================================================================
-manifest   what a checkpoint consists of; decode and validate a header
+manifest   build a header; decode and validate one
+document   what stands in a header, as classes
 layout     order and offsets of the data segment; encode a header
 tree       the structure of a state dict as tagged JSON
 registry   the types that the tree learns about (`register_leaf`)
+references where a tree refers to tensors
 dtypes     torch's dtypes by name, and their safetensors codes
 chunks     the chunk grid, digests, ``Range`` and ``Content-Range``
 http       routes, header names, conditional requests, the metadata string

@@ -8,9 +8,6 @@ the wire format's reference; ``_ENCODERS`` here and ``_DECODERS`` in `untree` fo
 
 from __future__ import annotations
 
-import math
-import struct
-from binascii import b2a_base64
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeAlias
@@ -27,6 +24,7 @@ from aiockpt.wire.paths import (
 )
 from aiockpt.wire.references import renumber, tensor_leaves, tensor_paths
 from aiockpt.wire.registry import REGISTRY, Registry, register_leaf
+from aiockpt.wire.scalars import encode_bytes, encode_float, encode_int, encode_str
 from aiockpt.wire.untree import FACTORIES, decode_tree
 
 __all__ = [
@@ -54,7 +52,6 @@ BLOB_BYTES: Final = 4096
 _FACTORY_NAMES: Final[dict[type, str]] = {
     factory: name for name, factory in FACTORIES.items()
 }
-_EXACT: Final = 2**53
 
 
 def encode_tree(
@@ -69,7 +66,12 @@ def encode_tree(
         UnsupportedLeafError: nothing encodes a value; names its path.
         LimitExceededError: too deep (or containing itself), or too many nodes.
     """
-    return _Encoder(registry, leaf, limits).encode(value, ())
+    encoder = _Encoder(registry, leaf, limits)
+    try:
+        return encoder.encode(value, ())
+    except RecursionError:
+        actual = encoder.depth + 1
+        raise LimitExceededError("nesting", limit=actual - 1, actual=actual) from None
 
 
 class _Encoder:
@@ -133,36 +135,24 @@ def _itself(_: _Encoder, value: Any, __: Path) -> Node:
 
 
 def _int(_: _Encoder, value: int, __: Path) -> Node:
-    # Readers other than Python keep JSON numbers as doubles.
-    return value if -_EXACT < value < _EXACT else ["int", f"{value:x}"]
+    return encode_int(value)
 
 
 def _float(_: _Encoder, value: float, __: Path) -> Node:
-    if math.isfinite(value):
-        return value
-    if math.isinf(value):
-        return ["float", str(value)]
-    return ["float", f"nan:{struct.pack('>d', value).hex()}"]
+    return encode_float(value)
 
 
-def _complex(encoder: _Encoder, value: complex, path: Path) -> Node:
-    real, imag = _float(encoder, value.real, path), _float(encoder, value.imag, path)
-    return ["complex", real, imag]
+def _complex(_: _Encoder, value: complex, __: Path) -> Node:
+    return ["complex", encode_float(value.real), encode_float(value.imag)]
 
 
 def _str(_: _Encoder, value: str, __: Path) -> Node:
-    if is_unicode(value):
-        return value
-    return ["str", _base64(value.encode("utf-8", "surrogatepass"))]
+    return encode_str(value)
 
 
 def _bytes(encoder: _Encoder, value: bytes, path: Path) -> Node:
     blob = encoder.leaf(value, path) if len(value) > BLOB_BYTES else None
-    return ["bytes", _base64(value)] if blob is None else blob
-
-
-def _base64(data: bytes) -> str:
-    return b2a_base64(data, newline=False).decode()
+    return encode_bytes(value) if blob is None else blob
 
 
 def _list(encoder: _Encoder, value: list[object], path: Path) -> Node:

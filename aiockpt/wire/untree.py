@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import struct
 import sys
-from binascii import a2b_base64
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NoReturn, TypeAlias
@@ -14,6 +11,7 @@ from aiockpt.errors import AiockptError, LimitExceededError, RemoteProtocolError
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.paths import Node, format_path
 from aiockpt.wire.registry import Registry
+from aiockpt.wire.scalars import parse_bytes, parse_float, parse_int, parse_str
 
 __all__ = ["FACTORIES", "decode_tree"]
 
@@ -23,8 +21,6 @@ FACTORIES: Final[dict[str, type]] = {
 """The default factories of a defaultdict that travel, by name."""
 
 _SCALARS: Final = frozenset({type(None), bool, int, float, str})
-_HEX: Final = re.compile(r"-?[0-9a-f]+")
-_NAN: Final = re.compile(r"nan:([0-9a-f]{16})")
 _FEW: Final = 1000
 
 
@@ -140,20 +136,14 @@ def _fit(arguments: list[Node], kinds: _Kinds) -> bool:
     )
 
 
-def _int(decoder: _Decoder, text: str) -> int:
-    if _HEX.fullmatch(text) is None:
-        decoder.fail("odd int")
-    return int(text, 16)
+def _parsed(parse: Callable[[str], Any]) -> Callable[[_Decoder, str], Any]:
+    def decode(decoder: _Decoder, text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            decoder.fail(str(error))
 
-
-def _float(decoder: _Decoder, text: str) -> float:
-    if text in ("inf", "-inf"):
-        return float(text)
-    match = _NAN.fullmatch(text)
-    if match is None:
-        decoder.fail("odd float")
-    (value,) = struct.unpack(">d", bytes.fromhex(match[1]))
-    return float(value)
+    return decode
 
 
 def _complex(decoder: _Decoder, real: Node, imag: Node) -> complex:
@@ -161,20 +151,6 @@ def _complex(decoder: _Decoder, real: Node, imag: Node) -> complex:
     if set(map(type, parts)) != {float}:
         decoder.fail("odd complex")
     return complex(*parts)
-
-
-def _bytes(decoder: _Decoder, text: str) -> bytes:
-    try:
-        return a2b_base64(text, strict_mode=True)
-    except ValueError as error:
-        decoder.fail(f"odd base64: {error}")
-
-
-def _str(decoder: _Decoder, text: str) -> str:
-    try:
-        return _bytes(decoder, text).decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError as error:
-        decoder.fail(f"odd str: {error.reason}")
 
 
 def _list(decoder: _Decoder, nodes: list[Node]) -> list[Any]:
@@ -209,15 +185,20 @@ def _dict(decoder: _Decoder, keys: list[Node], values: list[Node]) -> dict[Any, 
 
 def _index(decoder: _Decoder, keys: list[Any], values: list[Any]) -> dict[Any, Any]:
     try:
-        # Keys that hash alike make a table quadratic; str is salted, ints are not.
-        if len(keys) > _FEW and len(keys) - len(set(map(hash, keys))) > _FEW:
-            decoder.fail("too many keys have the same hash")
+        if len(keys) > _FEW and set(map(type, keys)) != {str}:
+            _refuse_collisions(decoder, keys)
         table = dict(zip(keys, values, strict=True))
     except TypeError as error:
         decoder.fail(str(error))
     if len(table) != len(keys):
         decoder.fail("duplicate keys")
     return table
+
+
+def _refuse_collisions(decoder: _Decoder, keys: list[Any]) -> None:
+    # Keys that hash alike make a table quadratic. Only the hash of str is salted.
+    if len(keys) - len(set(map(hash, keys))) > _FEW:
+        decoder.fail("too many keys have the same hash")
 
 
 def _odict(
@@ -299,11 +280,11 @@ def _ext(decoder: _Decoder, tag: str, node: Node) -> object:
 _TEXT, _NUMBER, _ARRAY = (str,), (int,), (list,)
 
 _DECODERS: Final[dict[str, tuple[Callable[..., Any], _Kinds]]] = {
-    "int": (_int, (_TEXT,)),
-    "float": (_float, (_TEXT,)),
+    "int": (_parsed(parse_int), (_TEXT,)),
+    "float": (_parsed(parse_float), (_TEXT,)),
     "complex": (_complex, ((float, list), (float, list))),
-    "str": (_str, (_TEXT,)),
-    "bytes": (_bytes, (_TEXT,)),
+    "str": (_parsed(parse_str), (_TEXT,)),
+    "bytes": (_parsed(parse_bytes), (_TEXT,)),
     "list": (_list, (_ARRAY,)),
     "tuple": (_tuple, (_ARRAY,)),
     "set": (_set, (_ARRAY,)),
