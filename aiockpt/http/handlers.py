@@ -1,0 +1,282 @@
+"""Answers requests from a shelf, inside any aiohttp application.
+
+Nothing here relies on the application around it: not on its middlewares, nor on the
+options of its runner. So a handler finds out by itself that its client has left, has
+its own limits, and never lets a lost connection become a traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from typing import NamedTuple
+
+from aiohttp import web
+
+from aiockpt.errors import (
+    AiockptError,
+    ClosedError,
+    RemoteProtocolError,
+    StepNotFoundError,
+)
+from aiockpt.http import sockets
+from aiockpt.http.guard import RefusedError, ServerConfig, admit
+from aiockpt.http.replies import COMMON_HEADERS, FileBody, Reply, plan_reply
+from aiockpt.http.sending import Outcome, Sending
+from aiockpt.http.shelf import Published, Shelf
+from aiockpt.observe import TransferEvent, emit
+from aiockpt.wire import http
+
+__all__ = ["CheckpointService", "ServerStatistics"]
+
+SMALL_BYTES = 64 << 10
+"""A body up to this size is copied and handed to aiohttp whole."""
+
+_GLANCE = 0.25  # seconds between two looks whether a waiting client is still there
+_RETRY_AFTER = 1.0
+
+logger = logging.getLogger("aiockpt")
+
+
+class ServerStatistics(NamedTuple):
+    """What a service does now (the first two), and did since it was made."""
+
+    readers: int
+    waiting: int
+    requests: int
+    refused: int
+    bytes_sent: int
+    gone: int
+    stalled: int
+    evicted: int
+
+
+class CheckpointService:
+    """The handlers over one shelf; any number of applications may route to them."""
+
+    def __init__(self, shelf: Shelf, config: ServerConfig) -> None:
+        self.shelf = shelf
+        self.config = config
+        self._sendings: set[Sending] = set()
+        self._readers = 0
+        self._waiting = 0
+        self._closed = False
+        self._counts: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        step = self.shelf.statistics().step
+        return f"<CheckpointService step={step} readers={self._readers}>"
+
+    def statistics(self) -> ServerStatistics:
+        """Return the counters as one immutable record."""
+        counts = {name: self._counts[name] for name in ServerStatistics._fields[2:]}
+        return ServerStatistics(self._readers, self._waiting, **counts)
+
+    def close(self) -> None:
+        """Abort the bodies that are being sent, refuse every request. Idempotent."""
+        self._closed = True
+        for sending in tuple(self._sendings):
+            sending.evict()
+
+    async def resource(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request for ``{step}/{what}``."""
+        return await self._guarded(request, self._resource)
+
+    async def latest(self, request: web.Request) -> web.StreamResponse:
+        """Answer which step is being served; waits only if the request says so."""
+        return await self._guarded(request, self._latest)
+
+    async def _guarded(
+        self,
+        request: web.Request,
+        answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        self._counts["requests"] += 1
+        try:
+            self._admit(request)
+            return await answer(request)
+        except ConnectionError:
+            # Nobody will read this: aiohttp wants a response, and finds out itself.
+            self._counts["gone"] += 1
+            return web.Response(status=HTTPStatus.SERVICE_UNAVAILABLE)
+        except AiockptError as error:
+            self._counts["refused"] += 1
+            return _response_to(error)
+
+    def _admit(self, request: web.Request) -> None:
+        if self._closed:
+            raise ClosedError("the server")
+        certificate = request.get_extra_info("peercert")
+        admit(request.headers, self.config, has_certificate=bool(certificate))
+        if request.method not in ("GET", "HEAD"):
+            raise RefusedError(
+                HTTPStatus.METHOD_NOT_ALLOWED,
+                f"{request.method} is not answered here",
+                {"Allow": "GET, HEAD"},
+            )
+        transport = _transport_of(request)
+        sockets.tune(transport, dead_after=2 * self.config.stall_timeout)
+
+    async def _latest(self, request: web.Request) -> web.StreamResponse:
+        published = await self._published(request, None, default_wait=0.0)
+        manifest = published.servable.manifest
+        document = {
+            "step": manifest.step,
+            "snapshot_id": manifest.snapshot_id,
+            "total_bytes": manifest.total_bytes,
+        }
+        headers = {
+            **COMMON_HEADERS,
+            "Cache-Control": "no-store",
+            "ETag": http.format_etag(manifest.snapshot_id),
+            http.STEP_HEADER: str(manifest.step),
+        }
+        body = json.dumps(document).encode()
+        return web.Response(body=body, headers=headers, content_type="application/json")
+
+    async def _resource(self, request: web.Request) -> web.StreamResponse:
+        resource = _resource_of(request)
+        published = await self._published(
+            request, resource.step, default_wait=self.config.default_wait
+        )
+        manifest = published.servable.manifest
+        reply = plan_reply(resource, manifest, request.headers, request.method)
+        if request.method == "HEAD" or reply.status == HTTPStatus.NOT_MODIFIED:
+            return web.StreamResponse(status=reply.status, headers=reply.headers)
+        with self._admission():
+            return await self._send(request, published, reply)
+
+    async def _published(
+        self, request: web.Request, step: int | None, *, default_wait: float
+    ) -> Published:
+        """Wait for a step for as long as the request may, and its client stays."""
+        asked = http.parse_prefer_wait(request.headers.get("Prefer"))
+        wait = min(default_wait if asked is None else asked, self.config.max_wait)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait
+        self._waiting += 1
+        try:
+            while True:
+                left = deadline - loop.time()
+                try:
+                    return await self.shelf.wait_for(step, wait=min(left, _GLANCE))
+                except StepNotFoundError as error:
+                    if left <= _GLANCE or _is_past(error):
+                        raise
+                self._still_wanted(request)
+        finally:
+            self._waiting -= 1
+
+    def _still_wanted(self, request: web.Request) -> None:
+        _transport_of(request)
+        if self._closed:
+            raise ClosedError("the server")
+
+    @contextmanager
+    def _admission(self) -> Iterator[None]:
+        if self._readers >= self.config.max_readers:
+            raise http.PeerBusy(retry_after=_RETRY_AFTER)
+        self._readers += 1
+        try:
+            yield
+        finally:
+            self._readers -= 1
+
+    async def _send(
+        self, request: web.Request, published: Published, reply: Reply
+    ) -> web.StreamResponse:
+        transport = _transport_of(request)
+        sending = Sending(transport, stall_timeout=self.config.stall_timeout)
+        body = FileBody(published.servable, reply.start, reply.stop)
+        async with self.shelf.reading(published, evict=sending.evict):
+            if body.nbytes <= SMALL_BYTES:
+                data = b"".join(body.views(0, body.nbytes))
+                self._counts["bytes_sent"] += len(data)
+                return web.Response(
+                    status=reply.status, body=data, headers=reply.headers
+                )
+            response = web.StreamResponse(status=reply.status, headers=reply.headers)
+            with self._accounting(request, published.step, sending):
+                await sending.run(request, response, body)
+        return response
+
+    @contextmanager
+    def _accounting(
+        self, request: web.Request, step: int, sending: Sending
+    ) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        self._sendings.add(sending)
+        try:
+            yield
+        finally:
+            self._sendings.discard(sending)
+            self._counts["bytes_sent"] += sending.sent
+            outcome = sending.outcome or Outcome.GONE
+            if outcome is not Outcome.SENT:
+                self._counts[outcome.value] += 1
+            emit(_event_of(outcome, step, request, sending, loop.time() - began))
+
+
+_LEVELS = {
+    Outcome.SENT: logging.DEBUG,
+    Outcome.GONE: logging.INFO,
+    Outcome.STALLED: logging.WARNING,
+    Outcome.EVICTED: logging.WARNING,
+}
+
+
+def _event_of(
+    outcome: Outcome,
+    step: int,
+    request: web.Request,
+    sending: Sending,
+    elapsed: float,
+) -> TransferEvent:
+    return TransferEvent(
+        stop="evict" if outcome is Outcome.EVICTED else "serve",
+        step=step,
+        peer=request.remote or "",
+        nbytes=sending.sent,
+        seconds=elapsed,
+        detail="" if outcome is Outcome.SENT else outcome.value,
+        level=_LEVELS[outcome],
+    )
+
+
+def _transport_of(request: web.Request) -> asyncio.Transport:
+    transport = request.transport
+    if transport is None or transport.is_closing():
+        raise ConnectionResetError("the client has left")
+    return transport
+
+
+def _resource_of(request: web.Request) -> http.Resource:
+    try:
+        return http.parse_resource(
+            request.match_info["step"], request.match_info["what"]
+        )
+    except RemoteProtocolError as error:
+        raise RefusedError(HTTPStatus.NOT_FOUND, str(error)) from None
+
+
+def _is_past(error: StepNotFoundError) -> bool:
+    wanted, serving = error.step, error.serving
+    return wanted is not None and serving is not None and wanted < serving
+
+
+def _response_to(error: AiockptError) -> web.Response:
+    problem = (
+        error.problem if isinstance(error, RefusedError) else http.to_problem(error)
+    )
+    if problem.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        problem.headers.setdefault("Retry-After", f"{_RETRY_AFTER:.0f}")
+    if problem.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+        logger.error("a request failed", exc_info=error)
+    headers = {**COMMON_HEADERS, **problem.headers}
+    return web.Response(status=problem.status, headers=headers, body=problem.body)

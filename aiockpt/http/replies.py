@@ -1,0 +1,130 @@
+"""What to answer to a request for a checkpoint: a plain decision, then some bytes.
+
+Conditional and range requests are ours, by RFC 9110 sections 13 and 14. The order is
+the RFC's: ``If-Match``, ``If-None-Match``, then ``Range`` unless ``If-Range`` says no.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from aiockpt.errors import CheckpointChangedError
+from aiockpt.http.guard import RefusedError
+from aiockpt.http.shelf import Servable
+from aiockpt.wire import chunks, http
+from aiockpt.wire.manifest import Manifest
+
+__all__ = ["COMMON_HEADERS", "FileBody", "Reply", "plan_reply"]
+
+COMMON_HEADERS: Mapping[str, str] = {
+    "Server": "aiockpt",  # and not which versions of what it runs on
+    "X-Content-Type-Options": "nosniff",
+}
+
+# A step may be published again with other bytes, so a cache has to ask each time; it
+# gets a 304 if they are the same.
+_CACHE = "no-cache, no-transform"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A response without its body, which is ``[start, stop)`` of the file."""
+
+    status: int
+    headers: dict[str, str]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileBody:
+    """``[start, stop)`` of the file that a servable is: its header, its segment."""
+
+    servable: Servable
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes."""
+        return self.stop - self.start
+
+    def views(self, start: int, stop: int) -> list[memoryview]:
+        """Return the bytes ``[start, stop)`` of this body, in order."""
+        start, stop = start + self.start, stop + self.start
+        header = self.servable.manifest.header
+        split = len(header)
+        views = [memoryview(header)[start:stop]] if start < split else []
+        if stop > split:
+            views += self.servable.views(max(start - split, 0), stop - split)
+        return views
+
+
+def plan_reply(
+    resource: http.Resource, manifest: Manifest, headers: Mapping[str, str], method: str
+) -> Reply:
+    """Return how to answer ``GET`` or ``HEAD`` of a resource that is being served.
+
+    Raises:
+        CheckpointChangedError: ``If-Match`` names another snapshot.
+        RangeNotSatisfiable: the range holds no byte.
+        RefusedError: 404, there is no such chunk.
+    """
+    snapshot = manifest.snapshot_id
+    start, stop = _extent(resource, manifest)
+    answer = _headers(resource, manifest)
+    if not http.if_match(headers.get("If-Match"), snapshot):
+        raise CheckpointChangedError(
+            expected=headers["If-Match"].strip('"')[:64], actual=snapshot
+        )
+    if not http.if_none_match(headers.get("If-None-Match"), snapshot):
+        return Reply(HTTPStatus.NOT_MODIFIED, answer, start, start)
+    wanted = _wanted(headers, method, snapshot, stop - start)
+    if wanted is None:
+        answer["Content-Length"] = str(stop - start)
+        return Reply(HTTPStatus.OK, answer, start, stop)
+    first, last = wanted
+    answer["Content-Range"] = chunks.format_content_range(first, last, stop - start)
+    answer["Content-Length"] = str(last - first)
+    return Reply(HTTPStatus.PARTIAL_CONTENT, answer, start + first, start + last)
+
+
+def _wanted(
+    headers: Mapping[str, str], method: str, snapshot: str, size: int
+) -> tuple[int, int] | None:
+    if method != "GET" or not http.if_range(headers.get("If-Range"), snapshot):
+        return None
+    return chunks.parse_range(headers.get("Range"), size)
+
+
+def _extent(resource: http.Resource, manifest: Manifest) -> tuple[int, int]:
+    if resource.kind is http.ResourceKind.METADATA:
+        return 0, manifest.header_bytes
+    if resource.chunk is None:
+        return 0, manifest.total_bytes
+    try:
+        start, stop = manifest.grid.range(resource.chunk)
+    except IndexError:
+        raise RefusedError(
+            HTTPStatus.NOT_FOUND,
+            f"no chunk {resource.chunk}; step {manifest.step} has {len(manifest.grid)}",
+        ) from None
+    return start + manifest.header_bytes, stop + manifest.header_bytes
+
+
+def _headers(resource: http.Resource, manifest: Manifest) -> dict[str, str]:
+    answer = {
+        **COMMON_HEADERS,
+        "ETag": http.format_etag(manifest.snapshot_id),
+        "Accept-Ranges": "bytes",
+        "Cache-Control": _CACHE,
+        "Content-Type": "application/octet-stream",
+        http.STEP_HEADER: str(manifest.step),
+    }
+    if resource.chunk is not None and resource.chunk < len(manifest.digests):
+        # Of the whole chunk, whatever range of it is asked for.
+        digest = manifest.digests[resource.chunk]
+        answer[http.DIGEST_HEADER] = http.format_digest(digest)
+    return answer

@@ -1,0 +1,134 @@
+"""Our own server: the handlers in an application that nobody else configures."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Sequence
+from socket import socket
+
+from aiohttp import web
+from aiohttp.http import HttpProcessingError
+
+from aiockpt.errors import ClosedError, LocalProtocolError
+from aiockpt.http.embed import create_app
+from aiockpt.http.guard import ServerConfig
+from aiockpt.http.handlers import CheckpointService, ServerStatistics
+from aiockpt.http.replies import COMMON_HEADERS
+from aiockpt.http.shelf import Shelf
+
+__all__ = ["CheckpointServer", "ServerConfig"]
+
+_KEEPALIVE = 75.0  # longer than the 60 s for which proxies keep idle connections
+_SHUTDOWN = 1.0  # aiohttp may wait twice as long; handlers end at once when told
+
+
+class CheckpointServer:
+    """Serves a shelf on sockets that listen already.
+
+    The shelf belongs to the caller, the sockets to the server once it has started.
+    """
+
+    def __init__(self, shelf: Shelf, config: ServerConfig) -> None:
+        self.service = CheckpointService(shelf, config)
+        self._runner: web.AppRunner | None = None
+        self._stopped = False
+
+    def __repr__(self) -> str:
+        step = self.service.shelf.statistics().step
+        readers = self.statistics().readers
+        return f"<CheckpointServer step={step} readers={readers}>"
+
+    def statistics(self) -> ServerStatistics:
+        """Return the counters as one immutable record."""
+        return self.service.statistics()
+
+    async def start(
+        self, sockets: Sequence[socket], *, ssl_context: ssl.SSLContext | None = None
+    ) -> None:
+        """Serve on ``sockets``. If cancelled, the server is stopped.
+
+        Raises:
+            LocalProtocolError: nobody could be told from anybody else.
+            ClosedError: it was started before; a server starts once.
+        """
+        self._check(ssl_context)
+        try:
+            await self._serve(sockets, ssl_context)
+        except BaseException:
+            await self.stop()
+            for each in sockets:
+                each.close()
+            raise
+
+    def _check(self, ssl_context: ssl.SSLContext | None) -> None:
+        if self._stopped or self._runner is not None:
+            raise ClosedError("the server")
+        mutual = ssl_context and ssl_context.verify_mode is ssl.CERT_REQUIRED
+        config = self.service.config
+        if config.token is None and not config.insecure and not mutual:
+            raise LocalProtocolError(
+                "the server has no way to tell who may read: pass a token, an "
+                "ssl_context that requires client certificates, or insecure=True"
+            )
+
+    async def _serve(
+        self, sockets: Sequence[socket], ssl_context: ssl.SSLContext | None
+    ) -> None:
+        app = create_app(self.service, self.service.config.prefix)
+        app.router.add_get("/healthz", _healthz)
+        app.on_response_prepare.append(_hide_versions)
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=logger,
+            handler_cancellation=True,
+            keepalive_timeout=_KEEPALIVE,
+            shutdown_timeout=_SHUTDOWN,
+        )
+        await self._runner.setup()
+        for each in sockets:
+            await web.SockSite(self._runner, each, ssl_context=ssl_context).start()
+
+    async def stop(self) -> None:
+        """Stop listening, abort what is being sent, close every connection.
+
+        Takes at most about two seconds; idempotent. If cancelled, the server is
+        stopped all the same, though connections may close later.
+        """
+        self._stopped = True
+        runner, self._runner = self._runner, None
+        self.service.close()
+        if runner is None:
+            return
+        connections = runner.server.connections if runner.server else []
+        transports = [each.transport for each in connections]
+        try:
+            await runner.cleanup()
+        finally:
+            # A transport that closes waits for a peer to read what is left of a
+            # response, and nobody bounds that wait.
+            for transport in transports:
+                if transport is not None:
+                    transport.abort()
+        for _ in range(3):  # the loops close descriptors one to two iterations later
+            await asyncio.sleep(0)
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    # aiohttp logs whatever a port scanner sends as an error with a traceback.
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError)
+
+
+logger = logging.getLogger("aiockpt.http")
+logger.addFilter(_is_ours)
+
+
+async def _healthz(_: web.Request) -> web.Response:
+    return web.Response(text="ok\n", headers=COMMON_HEADERS)
+
+
+async def _hide_versions(_: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(COMMON_HEADERS)

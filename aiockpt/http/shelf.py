@@ -1,0 +1,248 @@
+"""The one checkpoint that a transport offers, and who is reading it.
+
+A shelf holds at most one published checkpoint. Each has a reader-writer lock of its
+own: a reader of a superseded snapshot finishes with the bytes that it began with,
+while new readers take the new one. Memory that belongs to the trainer (``live``) is
+never left with a reader: whoever replaces or retracts it waits, and evicts after the
+grace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import NamedTuple, Protocol
+
+from aiockpt._rwlock import RWLock
+from aiockpt.errors import CheckpointChangedError, ClosedError, StepNotFoundError
+from aiockpt.wire.manifest import Manifest
+
+__all__ = ["Published", "Servable", "Shelf", "ShelfStatistics"]
+
+
+class Servable(Protocol):
+    """A checkpoint in memory, as the server sees it."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What describes it; sealed."""
+
+    @property
+    def live(self) -> bool:
+        """Whether the memory belongs to the trainer, who will change it."""
+
+    def views(self, start: int, stop: int) -> list[memoryview]:
+        """Return the bytes ``[start, stop)`` of the data segment, in order."""
+
+    def acquire(self) -> None:
+        """Keep the memory as it is until :meth:`release`; counted."""
+
+    def release(self) -> None:
+        """Undo one :meth:`acquire`."""
+
+
+class ShelfStatistics(NamedTuple):
+    """What a shelf holds now."""
+
+    step: int | None
+    readers: int
+    superseded: int
+    oldest_reader: float
+    evicted: int
+
+
+class Published:
+    """One checkpoint from its publication until its last reader is gone."""
+
+    __slots__ = ("_held", "lock", "servable")
+
+    def __init__(self, servable: Servable) -> None:
+        servable.acquire()
+        self._held = True
+        self.servable = servable
+        self.lock = RWLock()
+
+    def __repr__(self) -> str:
+        return f"<Published step={self.step} readers={self.lock.statistics().readers}>"
+
+    @property
+    def step(self) -> int:
+        """The step that names it."""
+        return self.servable.manifest.step
+
+    @property
+    def snapshot_id(self) -> str:
+        """The identity of its content."""
+        return self.servable.manifest.snapshot_id
+
+    @property
+    def on_shelf(self) -> bool:
+        """Whether the shelf still holds a reference, so that readers may come."""
+        return self._held
+
+    def let_go(self) -> None:
+        """Give up the shelf's reference; readers keep theirs. Idempotent."""
+        if self._held:
+            self._held = False
+            self.servable.release()
+
+
+class Shelf:
+    """Holds the checkpoint that is being served. Bound to the loop that uses it."""
+
+    def __init__(self) -> None:
+        self._current: Published | None = None
+        self._superseded: set[Published] = set()
+        self._news = asyncio.Event()
+        self._closed = False
+        self._evicted = 0
+
+    def __repr__(self) -> str:
+        now = self.statistics()
+        return f"<Shelf step={now.step} readers={now.readers}>"
+
+    @property
+    def latest(self) -> Published | None:
+        """What is being served."""
+        return self._current
+
+    def statistics(self) -> ShelfStatistics:
+        """Return what the shelf holds now, as one immutable record."""
+        held = {*self._superseded, *([self._current] if self._current else [])}
+        locks = [each.lock.statistics() for each in held]
+        return ShelfStatistics(
+            step=self._current.step if self._current else None,
+            readers=sum(lock.readers for lock in locks),
+            superseded=len(self._superseded),
+            oldest_reader=max((lock.oldest_reader for lock in locks), default=0.0),
+            evicted=self._evicted,
+        )
+
+    async def publish(self, servable: Servable, *, grace: float) -> None:
+        """Serve ``servable`` from now on, instead of what was served before.
+
+        Returns at once if the old memory is a snapshot: its readers finish. Live
+        memory is drained first: readers get ``grace`` seconds, then are evicted.
+        If cancelled, the new checkpoint is served, and the old live memory may still
+        be read until a later publish or retract returns.
+
+        Raises:
+            ClosedError: after :meth:`close`.
+        """
+        if self._closed:
+            raise ClosedError("the shelf")
+        old, self._current = self._current, Published(servable)
+        self._announce()
+        if old is not None:
+            self._supersede(old)
+        live = [each for each in self._superseded if each.servable.live]
+        await self._drain(live, grace)
+
+    async def retract(self, *, grace: float) -> None:
+        """Serve nothing; no byte of what was served is read once this returns.
+
+        Readers get ``grace`` seconds, then are evicted. Idempotent, and cheap when
+        nothing is served. If cancelled, nothing is served, and readers may go on until
+        a later retract returns.
+        """
+        old, self._current = self._current, None
+        if old is not None:
+            self._supersede(old)
+        await self._drain(list(self._superseded), grace)
+
+    async def close(self) -> None:
+        """Serve nothing for good: evict readers at once, fail those who wait."""
+        self._closed = True
+        self._announce()
+        await self.retract(grace=0.0)
+
+    async def wait_for(self, step: int | None, *, wait: float) -> Published:
+        """Return checkpoint ``step`` (None: any), waiting up to ``wait`` seconds.
+
+        A step that is older than the one being served is refused at once.
+
+        Raises:
+            StepNotFoundError: it did not come; ``serving`` says what is there.
+            ClosedError: the shelf is closed.
+        """
+        if wait > 0 and not self._settled(step):
+            try:
+                async with asyncio.timeout(wait):
+                    while not self._settled(step):
+                        await self._news.wait()
+            except TimeoutError:
+                pass
+        return self._find(step)
+
+    @asynccontextmanager
+    async def reading(
+        self, published: Published, *, evict: Callable[[], None]
+    ) -> AsyncIterator[Published]:
+        """Keep a checkpoint's memory as it is; ``evict`` must end the reading soon.
+
+        Raises:
+            CheckpointChangedError: it left the shelf meanwhile.
+        """
+        lease = await published.lock.acquire_read(evict=self._counting(evict))
+        try:
+            if not published.on_shelf:
+                now = self._current.snapshot_id if self._current else None
+                raise CheckpointChangedError(expected=published.snapshot_id, actual=now)
+            published.servable.acquire()
+            try:
+                yield published
+            finally:
+                published.servable.release()
+        finally:
+            lease.release()
+            self._tidy(published)
+
+    def _counting(self, evict: Callable[[], None]) -> Callable[[], None]:
+        def evict_and_count() -> None:
+            self._evicted += 1
+            evict()
+
+        return evict_and_count
+
+    def _settled(self, step: int | None) -> bool:
+        if self._closed:
+            return True
+        now = self._current
+        return now is not None and (step is None or now.step >= step)
+
+    def _find(self, step: int | None) -> Published:
+        now = self._current
+        if self._closed:
+            raise ClosedError("the shelf")
+        if now is None or (step is not None and now.step != step):
+            raise StepNotFoundError(step, serving=now.step if now else None)
+        return now
+
+    def _announce(self) -> None:
+        # Each waiter sleeps on the event of its time, so none misses a publication
+        # that another one follows at once.
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _supersede(self, old: Published) -> None:
+        self._superseded.add(old)
+        if not old.servable.live:
+            old.let_go()
+        self._tidy(old)
+
+    def _tidy(self, published: Published) -> None:
+        lock = published.lock.statistics()
+        if not published.on_shelf and not lock.readers:
+            self._superseded.discard(published)
+
+    async def _drain(self, published: list[Published], grace: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + grace
+        for each in published:
+            left = max(deadline - loop.time(), 0.0)
+            lease = await each.lock.acquire_write(grace=left)
+            # The lock is ours: nobody reads, and nobody who comes later will.
+            each.let_go()
+            lease.release()
+            self._superseded.discard(each)

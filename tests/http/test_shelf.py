@@ -1,0 +1,262 @@
+"""What a shelf promises to publishers, to readers, and to the trainer's memory."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from aiockpt.errors import CheckpointChangedError, ClosedError, StepNotFoundError
+from aiockpt.http.shelf import Published, Shelf
+from serving import Memory, settle
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
+
+
+def never() -> None:
+    """Stand for an eviction that must not happen."""
+    raise AssertionError("evicted")
+
+
+class Reader:
+    """A task that reads until it is told to stop, or evicted."""
+
+    def __init__(self, shelf: Shelf, published: Published) -> None:
+        self._stop = asyncio.Event()
+        self._inside = asyncio.Event()
+        self.evicted = False
+        self._task = asyncio.create_task(self._read(shelf, published))
+
+    async def _read(self, shelf: Shelf, published: Published) -> None:
+        async with shelf.reading(published, evict=self._evict):
+            self._inside.set()
+            await self._stop.wait()
+
+    def _evict(self) -> None:
+        self.evicted = True
+        self._stop.set()
+
+    async def inside(self) -> Reader:
+        await self._inside.wait()
+        return self
+
+    async def stop(self) -> None:
+        self._stop.set()
+        await self._task
+
+
+async def test_what_is_published_is_found_at_once():
+    """A step that is there needs no waiting."""
+    shelf = Shelf()
+    memory = Memory(step=7)
+    await shelf.publish(memory, grace=0)
+    assert (await shelf.wait_for(7, wait=0)).servable is memory
+    assert (await shelf.wait_for(None, wait=0)).servable is memory
+    assert repr(shelf) == "<Shelf step=7 readers=0>"
+    await shelf.close()
+    assert memory.references == 0
+
+
+@pytest.mark.parametrize(("step", "serving"), [(6, 7), (8, 7)])
+async def test_another_step_is_refused_with_the_one_being_served(step, serving):
+    """The error says what there is instead."""
+    shelf = Shelf()
+    await shelf.publish(Memory(step=7), grace=0)
+    with pytest.raises(StepNotFoundError) as caught:
+        await shelf.wait_for(step, wait=0)
+    assert (caught.value.step, caught.value.serving) == (step, serving)
+
+
+async def test_an_older_step_is_refused_without_waiting():
+    """It will not come back, so nobody waits for it."""
+    shelf = Shelf()
+    await shelf.publish(Memory(step=7), grace=0)
+    async with asyncio.timeout(5):
+        with pytest.raises(StepNotFoundError):
+            await shelf.wait_for(6, wait=3600)
+
+
+async def test_waiting_ends_when_the_step_comes():
+    """A receiver may be early; steps in between do not disturb it."""
+    shelf = Shelf()
+    waiting = asyncio.create_task(shelf.wait_for(9, wait=3600))
+    await asyncio.sleep(0)
+    await shelf.publish(Memory(step=8), grace=0)
+    memory = Memory(step=9)
+    await shelf.publish(memory, grace=0)
+    assert (await waiting).servable is memory
+
+
+async def test_waiting_ends_when_the_step_was_skipped():
+    """A newer step ends the wait for an older one."""
+    shelf = Shelf()
+    waiting = asyncio.create_task(shelf.wait_for(9, wait=3600))
+    await asyncio.sleep(0)
+    await shelf.publish(Memory(step=10), grace=0)
+    with pytest.raises(StepNotFoundError) as caught:
+        await waiting
+    assert caught.value.serving == 10
+
+
+async def test_waiting_is_bounded():
+    """A step that does not come is refused after the wait."""
+    shelf = Shelf()
+    with pytest.raises(StepNotFoundError) as caught:
+        await shelf.wait_for(9, wait=0.01)
+    assert caught.value.serving is None
+
+
+async def test_a_cancelled_waiter_leaves_the_others_waiting():
+    """Cancelling one receiver's wait is nobody else's business."""
+    shelf = Shelf()
+    first, second = (asyncio.create_task(shelf.wait_for(1, wait=60)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.sleep(0)
+    await shelf.publish(Memory(step=1), grace=0)
+    assert (await second).step == 1
+    assert first.cancelled()
+
+
+async def test_a_reader_of_a_superseded_snapshot_keeps_its_bytes():
+    """Publishing does not wait for readers of a snapshot, nor take it from them."""
+    shelf = Shelf()
+    old, new = Memory(step=1), Memory(step=2)
+    await shelf.publish(old, grace=0)
+    reader = await Reader(shelf, await shelf.wait_for(1, wait=0)).inside()
+    await shelf.publish(new, grace=0)
+    assert (await shelf.wait_for(2, wait=0)).servable is new
+    assert old.references == 1
+    assert shelf.statistics().superseded == 1
+    await reader.stop()
+    assert not reader.evicted
+    assert old.references == 0
+    assert shelf.statistics().superseded == 0
+
+
+async def test_live_memory_is_drained_before_publish_returns():
+    """The trainer may change live memory as soon as something else is published."""
+    shelf = Shelf()
+    old = Memory(step=1, live=True)
+    await shelf.publish(old, grace=0)
+    reader = await Reader(shelf, await shelf.wait_for(1, wait=0)).inside()
+    publishing = asyncio.create_task(shelf.publish(Memory(step=2), grace=3600))
+    await asyncio.sleep(0)
+    assert not publishing.done()
+    assert (await shelf.wait_for(2, wait=0)).step == 2
+    await reader.stop()
+    await publishing
+    assert old.references == 0
+    assert not reader.evicted
+
+
+async def test_a_reader_of_live_memory_is_evicted_after_the_grace():
+    """A hung receiver delays the trainer by the grace and no more."""
+    shelf = Shelf()
+    old = Memory(step=1, live=True)
+    await shelf.publish(old, grace=0)
+    reader = await Reader(shelf, await shelf.wait_for(1, wait=0)).inside()
+    async with asyncio.timeout(5):
+        await shelf.publish(Memory(step=2), grace=0.01)
+    assert reader.evicted
+    assert old.references == 0
+    assert shelf.statistics().evicted == 1
+    await reader.stop()
+
+
+async def test_retract_waits_for_every_reader():
+    """Readers of the current and of superseded snapshots are done when it returns."""
+    shelf = Shelf()
+    memories = [Memory(step=1), Memory(step=2)]
+    readers = []
+    for memory in memories:
+        await shelf.publish(memory, grace=0)
+        published = await shelf.wait_for(memory.manifest.step, wait=0)
+        readers.append(await Reader(shelf, published).inside())
+    retracting = asyncio.create_task(shelf.retract(grace=3600))
+    await asyncio.sleep(0)
+    assert shelf.latest is None
+    for reader in readers:
+        assert not retracting.done()
+        await reader.stop()
+    await retracting
+    assert [memory.references for memory in memories] == [0, 0]
+
+
+async def test_retract_evicts_after_the_grace():
+    """No reader holds the trainer hostage."""
+    shelf = Shelf()
+    memory = Memory(step=1)
+    await shelf.publish(memory, grace=0)
+    reader = await Reader(shelf, await shelf.wait_for(1, wait=0)).inside()
+    async with asyncio.timeout(5):
+        await shelf.retract(grace=0.01)
+    assert reader.evicted
+    assert memory.references == 0
+    await reader.stop()
+
+
+async def test_retract_is_idempotent_and_forgets_nothing():
+    """A cancelled retract is finished by the next one."""
+    shelf = Shelf()
+    await shelf.retract(grace=3600)
+    memory = Memory(step=1)
+    await shelf.publish(memory, grace=0)
+    reader = await Reader(shelf, await shelf.wait_for(1, wait=0)).inside()
+    first = asyncio.create_task(shelf.retract(grace=3600))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.sleep(0)
+    second = asyncio.create_task(shelf.retract(grace=3600))
+    await asyncio.sleep(0)
+    assert not second.done()
+    await reader.stop()
+    await second
+    assert memory.references == 0
+
+
+async def test_a_reader_that_comes_too_late_is_told_so():
+    """What left the shelf between the finding and the reading is not read."""
+    shelf = Shelf()
+    await shelf.publish(Memory(step=1), grace=0)
+    published = await shelf.wait_for(1, wait=0)
+    await shelf.publish(Memory(step=2), grace=0)
+    with pytest.raises(CheckpointChangedError) as caught:
+        async with shelf.reading(published, evict=never):
+            pytest.fail("read what is gone")
+    assert caught.value.expected == published.snapshot_id
+    assert shelf.latest is not None
+    assert caught.value.actual == shelf.latest.snapshot_id
+
+
+async def test_a_reader_behind_a_draining_writer_is_told_so():
+    """Live memory that is being taken away admits no further reader."""
+    shelf = Shelf()
+    memory = Memory(step=1, live=True)
+    await shelf.publish(memory, grace=0)
+    published = await shelf.wait_for(1, wait=0)
+    first = await Reader(shelf, published).inside()
+    retracting = asyncio.create_task(shelf.retract(grace=3600))
+    await asyncio.sleep(0)
+    second = Reader(shelf, published)
+    await settle(lambda: published.lock.statistics().waiting_readers == 1)
+    await first.stop()
+    await retracting
+    with pytest.raises(CheckpointChangedError):
+        await second.stop()
+    assert memory.references == 0
+
+
+async def test_close_fails_those_who_wait_and_those_who_come():
+    """After close nothing is served, and nobody waits for it."""
+    shelf = Shelf()
+    waiting = asyncio.create_task(shelf.wait_for(1, wait=3600))
+    await asyncio.sleep(0)
+    await shelf.close()
+    with pytest.raises(ClosedError):
+        await waiting
+    with pytest.raises(ClosedError):
+        await shelf.publish(Memory(), grace=0)
+    with pytest.raises(ClosedError):
+        await shelf.wait_for(1, wait=3600)
+    await shelf.close()
