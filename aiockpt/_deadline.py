@@ -48,6 +48,4 @@ class Deadline(AbstractAsyncContextManager["Deadline"]):
             raise
 
     def _expired(self) -> TransferTimeoutError:
-        return TransferTimeoutError(
-            self.stop, self.timeout, last_error=self.last_error
-        )
+        return TransferTimeoutError(self.stop, self.timeout, last_error=self.last_error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 import torch
 
@@ -45,9 +45,6 @@ class Port(Protocol):
         Both tensors must live until the returned event has completed.
         """
 
-    def follow(self, event: Event) -> None:
-        """Make the calling thread's current stream wait for ``event``."""
-
     def synchronize(self) -> None:
         """Block the calling thread until the side stream is idle."""
 
@@ -69,18 +66,16 @@ class Accelerator:
     def __repr__(self) -> str:
         return f"<Accelerator {self.device}>"
 
-    def fence(self) -> torch.Event:
-        return torch.accelerator.current_stream(self.device).record_event()
+    def fence(self) -> Event:
+        stream = self._module.current_stream(self.device)
+        return cast("Event", stream.record_event())
 
-    def copy(self, pairs: Iterable[Pair], *, after: torch.Event) -> torch.Event:
+    def copy(self, pairs: Iterable[Pair], *, after: Event) -> Event:
         self._side.wait_event(after)
         with self._module.device(self.device), self._module.stream(self._side):
             for destination, source in pairs:
                 destination.copy_(source, non_blocking=True)
-        return self._side.record_event()
-
-    def follow(self, event: torch.Event) -> None:
-        torch.accelerator.current_stream(self.device).wait_event(event)
+        return cast("Event", self._side.record_event())
 
     def synchronize(self) -> None:
         self._side.synchronize()
@@ -88,7 +83,7 @@ class Accelerator:
     def pin(self, arena: Arena) -> Callable[[], None]:
         if self.device.type != "cuda":
             return lambda: None
-        runtime = torch.cuda.cudart()
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         # Registering what is mapped keeps huge pages and lets the arena be shared.
         failed = int(runtime.cudaHostRegister(arena.address, arena.nbytes, 0))
         if failed:

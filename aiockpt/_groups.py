@@ -26,8 +26,14 @@ from aiockpt._leaves import DTYPE_NAMES
 from aiockpt.errors import UnsupportedLeafError
 from aiockpt.wire.dtypes import DTYPES
 from aiockpt.wire.layout import Storage, dense_stride
-from aiockpt.wire.manifest import COMPACTED, CONJ, NEG, PARAMETER, REQUIRES_GRAD
-from aiockpt.wire.manifest import TensorSpec
+from aiockpt.wire.manifest import (
+    COMPACTED,
+    CONJ,
+    NEG,
+    PARAMETER,
+    REQUIRES_GRAD,
+    TensorSpec,
+)
 
 __all__ = ["Backing", "Group", "Member", "group_members"]
 
@@ -126,7 +132,7 @@ class Group:
         align = max(member.itemsize for member in self.members)
         first = self.members[0].tensor
         # Offsets are multiples of the element size counted from the storage's start.
-        base = first.data_ptr() - first.storage_offset() * first.itemsize
+        base = first.data_ptr() - int(first.storage_offset()) * first.itemsize
         self.start -= (self.start - base) % align
         covers = (member for member in self.members if self._is_covered_by(member))
         self.cover = next(covers, None)
@@ -135,8 +141,9 @@ class Group:
 
     def _become(self, member: Member, nbytes: int, align: int) -> None:
         code = member.code
+        shape: tuple[int, ...]
         if code is not None and member is self.cover:
-            shape = tuple(member.tensor.shape)
+            shape = tuple(map(int, member.tensor.shape))
         elif code is not None and nbytes % member.itemsize == 0:
             shape = (nbytes // member.itemsize,)
         else:

@@ -6,7 +6,6 @@ sparse tensor's indices and values lie in the data segment like any tensor.
 
 from __future__ import annotations
 
-import base64
 import pickle  # noqa: TID251 - only behind allow_pickle, which both ends must ask for
 import sys
 from collections.abc import Callable, Mapping
@@ -74,7 +73,9 @@ def _odd_tensor(tensor: torch.Tensor) -> Extension | None:
 def _quantized(tensor: torch.Tensor) -> Extension:
     if tensor.qscheme() == torch.per_tensor_affine:
         scale, zero = tensor.q_scale(), tensor.q_zero_point()
-        return Extension("torch.quantized", (tensor.int_repr(), tensor.dtype, scale, zero))
+        return Extension(
+            "torch.quantized", (tensor.int_repr(), tensor.dtype, scale, zero)
+        )
     scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
     axis = tensor.q_per_channel_axis()
     parts = (tensor.int_repr(), tensor.dtype, scales, zeros, axis)
@@ -86,12 +87,14 @@ def _numpy_leaf(value: Any) -> Extension | None:
         return None
     if not value.ndim and not isinstance(value, sys.modules["numpy"].ndarray):
         return Extension("numpy.scalar", (value.dtype.str, value.tobytes()))
-    return Extension("numpy.ndarray", (value.dtype.str, tuple(value.shape), value.tobytes()))
+    return Extension(
+        "numpy.ndarray", (value.dtype.str, tuple(value.shape), value.tobytes())
+    )
 
 
 def _pickled(value: object, path: Path) -> Extension:
     try:
-        return Extension("pickle", pickle.dumps(value))  # noqa: TID251
+        return Extension("pickle", pickle.dumps(value))
     except Exception as error:
         name = type(value).__qualname__
         raise UnsupportedLeafError(format_path(path), name, str(error)) from error
@@ -148,7 +151,7 @@ def _array(payload: Any) -> object:
 
 
 def _numpy_dtype(code: str, raw: bytes, count: int) -> Any:
-    import numpy as np  # noqa: PLC0415 - optional, and only where such a leaf arrives
+    import numpy as np  # optional, and only where such a leaf arrives
 
     dtype = np.dtype(str(code))
     if dtype.hasobject or len(raw) != count * dtype.itemsize:
@@ -160,17 +163,13 @@ def _dtype(name: Any) -> torch.dtype:
     return DTYPES[name]
 
 
-REGISTRY.register(
-    "torch.dtype", torch.dtype, lambda value: DTYPE_NAMES[value], _dtype
-)
+REGISTRY.register("torch.dtype", torch.dtype, lambda value: DTYPE_NAMES[value], _dtype)
 REGISTRY.register("torch.device", torch.device, str, torch.device)
 REGISTRY.register("torch.Size", torch.Size, tuple, torch.Size)
 
 _DECODERS: dict[str, Callable[[Any], object]] = {
     "torch.sparse_coo": _coo,
-    **{
-        tag: partial(_compressed, layout) for layout, (tag, _) in _COMPRESSED.items()
-    },
+    **{tag: partial(_compressed, layout) for layout, (tag, _) in _COMPRESSED.items()},
     "torch.quantized": _dequantized,
     "torch.quantized_per_channel": _dequantized_per_channel,
     "numpy.scalar": _scalar,
@@ -202,4 +201,4 @@ def registry(*, allow_pickle: bool) -> Registry:
     """Return the registry to decode with; with pickle only where it was asked for."""
     if not allow_pickle:
         return _SAFE
-    return _Overlay({**_DECODERS, "pickle": pickle.loads})  # noqa: S301, TID251
+    return _Overlay({**_DECODERS, "pickle": pickle.loads})

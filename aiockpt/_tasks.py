@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
 import anyio
 
 __all__ = ["together"]
 
 
-async def together(jobs: Iterable[Callable[[], Awaitable[object]]]) -> None:
+async def together(jobs: Iterable[Callable[[], Coroutine[Any, Any, None]]]) -> None:
     """Run coroutine functions at once; the first failure cancels the others.
 
     It is raised alone, the others as its notes: no ``ExceptionGroup`` comes out. If

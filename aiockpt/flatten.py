@@ -53,7 +53,7 @@ class Description:
 
 
 class _Collector:
-    """Numbers tensors as the tree codec meets them; the same object, the same number."""
+    """Numbers tensors as the tree codec meets them; one object, one number."""
 
     def __init__(self, limits: Limits, *, allow_pickle: bool) -> None:
         self.members: list[Member] = []

@@ -11,7 +11,7 @@ import ctypes
 import mmap
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -43,22 +43,33 @@ class Arena:
             with suppress(OSError):
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._unpin: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
         kind = "shared" if self.fd >= 0 else "private"
         return f"<Arena bytes={self.nbytes} {kind}>"
 
     @property
-    def buffer(self) -> mmap.mmap:
-        """The mapping, for those who take a buffer (``torch.frombuffer``)."""
-        return self._map
+    def buffer(self) -> memoryview:
+        """All of it, for those who take a buffer (``torch.frombuffer``)."""
+        # Not the map itself: torch keeps the object but does not lock it, and memory
+        # that tensors lie in must not be unmapped.
+        return memoryview(self._map)
 
     def buffers(self, start: int, stop: int) -> list[memoryview]:
         """Return the writable bytes of ``[start, stop)`` as one view."""
         return [memoryview(self._map)[start:stop]] if stop > start else []
 
+    def pin(self, pin: Callable[[Arena], Callable[[], None]]) -> None:
+        """Page-lock it once, until it is closed; ``pin`` returns what undoes it."""
+        if self._unpin is None:
+            self._unpin = pin(self)
+
     def close(self) -> None:
         """Unmap; views that still live keep their pages until they go. Idempotent."""
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
         with suppress(BufferError):
             self._map.close()
         if self.fd >= 0:
@@ -67,10 +78,14 @@ class Arena:
 
 
 class ArenaPool:
-    """Keeps at most one free arena warm for the next user of about the same size."""
+    """Keeps at most one free arena warm for the next user of about the same size.
 
-    def __init__(self, *, shared: bool) -> None:
+    ``dispose`` closes an arena somewhere else: unmapping gigabytes takes a while.
+    """
+
+    def __init__(self, *, shared: bool, dispose: Callable[[Arena], None]) -> None:
         self._shared = shared
+        self._dispose = dispose
         self._free: Arena | None = None
 
     def take(self, nbytes: int) -> Arena:
@@ -79,20 +94,19 @@ class ArenaPool:
         if arena is not None:
             if nbytes <= arena.nbytes <= 2 * nbytes:
                 return arena
-            arena.close()
+            self._dispose(arena)
         return Arena(nbytes, shared=self._shared)
 
     def give_back(self, arena: Arena) -> None:
         """Take an arena back; an older free one returns to the system."""
-        old, self._free = self._free, arena
-        if old is not None:
-            old.close()
+        self.trim()
+        self._free = arena
 
     def trim(self) -> None:
         """Return the free arena to the system."""
         arena, self._free = self._free, None
         if arena is not None:
-            arena.close()
+            self._dispose(arena)
 
 
 class Scatter:

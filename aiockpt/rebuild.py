@@ -14,8 +14,14 @@ from aiockpt.errors import RemoteProtocolError
 from aiockpt.wire.dtypes import CODES
 from aiockpt.wire.layout import Entry
 from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import CONJ, NEG, PARAMETER, REQUIRES_GRAD
-from aiockpt.wire.manifest import Manifest, TensorSpec
+from aiockpt.wire.manifest import (
+    CONJ,
+    NEG,
+    PARAMETER,
+    REQUIRES_GRAD,
+    Manifest,
+    TensorSpec,
+)
 from aiockpt.wire.untree import decode_tree
 
 __all__ = ["assemble", "entry_tensors", "tensors_over"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -83,7 +84,6 @@ class _Job:
 
     description: Description
     grid: ChunkGrid
-    arena: Arena
     plan: CopyPlan
     memory: Arena | Scatter
     live: bool
@@ -120,7 +120,9 @@ class Stager:
         self._allow_pickle = allow_pickle
         self._limits = limits
         self._ports = ports
-        self._pool = ArenaPool(shared=False)
+        self._pool = ArenaPool(
+            shared=False, dispose=lambda arena: bridge.post(arena.close)
+        )
 
     async def stage(self, state_dict: object, *, step: int) -> Snapshot:
         """Return a sealed snapshot; the state dict may be mutated from then on.
@@ -131,22 +133,21 @@ class Stager:
 
         If cancelled, waits for the copy of the current chunk and keeps nothing.
         """
-        job = await self._bridge.run(self._prepare, state_dict)
+        description = await self._bridge.run(self._describe, state_dict)
+        arena = self._take(description.segment_bytes)
+        plans: list[CopyPlan] = []
         try:
+            job = await self._bridge.run(self._plan, description, arena, plans)
             digests = await self._copy(job)
             manifest = await self._bridge.run(_seal, job, step, digests)
         except BaseException as error:
-            await self._bridge.run(_drain, job.plan)
-            self._pool.give_back(job.arena)
+            await self._bridge.run(_drain, plans)
+            self._give_back(arena)
             if isinstance(error, Exception) and not isinstance(error, AiockptError):
                 raise StagingError(f"staging step {step} failed: {error}") from error
             raise
-        return Snapshot(
-            manifest,
-            job.memory,
-            live=job.live,
-            on_free=lambda: self._pool.give_back(job.arena),
-        )
+        free = partial(self._give_back, arena)
+        return Snapshot(manifest, job.memory, live=self._zero_copy, on_free=free)
 
     async def relabel(self, snapshot: Snapshot, *, step: int) -> Snapshot:
         """Return a snapshot of the same memory under another step.
@@ -160,11 +161,24 @@ class Stager:
         """Return the memory that no snapshot uses to the system."""
         self._pool.trim()
 
-    def _prepare(self, state_dict: object) -> _Job:
-        description = describe(
+    def _describe(self, state_dict: object) -> Description:
+        return describe(
             state_dict, limits=self._limits, allow_pickle=self._allow_pickle
         )
-        arena = self._pool.take(description.segment_bytes)
+
+    def _take(self, nbytes: int) -> Arena:
+        # Next to live memory an arena holds a few pages, which start as zeros.
+        return Arena(nbytes) if self._zero_copy else self._pool.take(nbytes)
+
+    def _give_back(self, arena: Arena) -> None:
+        if self._zero_copy:
+            self._bridge.post(arena.close)
+        else:
+            self._pool.give_back(arena)
+
+    def _plan(
+        self, description: Description, arena: Arena, plans: list[CopyPlan]
+    ) -> _Job:
         plan = CopyPlan(
             description.backings,
             description.offsets,
@@ -172,9 +186,12 @@ class Stager:
             arena=arena,
             port_for=self._ports,
         )
+        plans.append(plan)
+        for port in plan.ports.values():
+            arena.pin(port.pin)
         memory = Scatter(plan.in_place()) if self._zero_copy else arena
         grid = ChunkGrid(description.segment_bytes, self._chunk_bytes)
-        return _Job(description, grid, arena, plan, memory, self._zero_copy)
+        return _Job(description, grid, plan, memory, self._zero_copy)
 
     async def _copy(self, job: _Job) -> list[str]:
         """Copy and digest every chunk, ``threads`` at a time; return the digests."""
@@ -231,10 +248,11 @@ def _seal(job: _Job, step: int, digests: Sequence[str]) -> Manifest:
     )
 
 
-def _drain(plan: CopyPlan) -> None:
+def _drain(plans: Iterable[CopyPlan]) -> None:
     """Wait for what a failed staging left in flight before its arena is reused."""
-    for port in plan.ports.values():
-        port.synchronize()
+    for plan in plans:
+        for port in plan.ports.values():
+            port.synchronize()
 
 
 def _with_step(manifest: Manifest, step: int) -> Manifest:

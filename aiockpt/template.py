@@ -7,13 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
-from aiockpt.errors import TemplateMismatchError
 from aiockpt._gc import collector_paused
 from aiockpt._groups import Backing
+from aiockpt.errors import TemplateMismatchError
 from aiockpt.flatten import Description, describe
 from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import COMPACTED, CONJ, NEG, PARAMETER, REQUIRES_GRAD
-from aiockpt.wire.manifest import Manifest, TensorSpec
+from aiockpt.wire.manifest import (
+    COMPACTED,
+    CONJ,
+    NEG,
+    PARAMETER,
+    REQUIRES_GRAD,
+    Manifest,
+    TensorSpec,
+)
 from aiockpt.wire.paths import Path, format_path
 from aiockpt.wire.references import tensor_leaves
 

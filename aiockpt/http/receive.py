@@ -90,7 +90,9 @@ class Receive:
         self, source: Source, manifest: Manifest, template: Template | None
     ) -> object:
         self._stop("allocate")
-        match = template and await self._bridge.run(template.match, manifest)
+        match: Match | None = None
+        if template is not None:
+            match = await self._bridge.run(template.match, manifest)
         if not self._options.direct or match is None:
             room = int(available_memory() * _SHARE_OF_MEMORY)
             limit = self._options.limits.max_bytes

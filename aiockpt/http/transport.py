@@ -18,12 +18,16 @@ import anyio
 from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
 from aiockpt._device import port_for
-from aiockpt.errors import AiockptError, ClosedError, LocalProtocolError
-from aiockpt.errors import StepNotFoundError
+from aiockpt.errors import (
+    AiockptError,
+    ClosedError,
+    LocalProtocolError,
+    StepNotFoundError,
+)
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
-from aiockpt.http.listen import advertised_address, open_sockets, url_host
 from aiockpt.http.handlers import CheckpointService
+from aiockpt.http.listen import advertised_address, open_sockets, url_host
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.http.server import CheckpointServer, ServerConfig
 from aiockpt.http.shelf import Shelf
