@@ -1,0 +1,91 @@
+"""The command line: ``aiockpt serve | fetch | inspect | verify | bench | demo``.
+
+Each command is a module: ``configure`` adds its arguments, ``run`` does it and returns
+the exit code. Nothing that needs torch or aiohttp is imported before a command runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from aiockpt import __version__
+from aiockpt.cli import demo, fetch, inspect, serve, verify
+from aiockpt.cli.text import printable
+from aiockpt.errors import AiockptError
+
+__all__ = ["main"]
+
+_EXITS = """\
+exit codes:
+  0  done        1  failed, and said why        2  wrong usage
+  130  interrupted
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    What went wrong is one line on stderr; only a bug shows a traceback.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    logging.basicConfig(format="aiockpt: %(message)s", level=logging.WARNING)
+    try:
+        code = _run(given)
+        sys.stdout.flush()  # now, while a reader that went away is still an answer
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The interpreter flushes once more at its end, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (AiockptError, OSError) as error:
+        print(f"aiockpt: error: {_sentence(error)}", file=sys.stderr)
+        return 1
+    return code
+
+
+def _run(given: list[str]) -> int:
+    if given[:1] == ["bench"]:  # its arguments are its own, --help too
+        from aiockpt.bench import main as bench
+
+        return bench(given[1:])
+    arguments = _parser().parse_args(given)
+    code: int = arguments.run(arguments)
+    return code
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"aiockpt: error: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="aiockpt",
+        description="Move checkpoints between processes: verified, at wire speed.",
+        epilog=_EXITS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in (serve, fetch, inspect, verify):
+        command.configure(commands)
+    commands.add_parser("bench", help="measure this library on this machine")
+    demo.configure(commands)
+    return parser
+
+
+def _sentence(error: Exception) -> str:
+    """Return an error as one line that names the thing."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, OSError) and not isinstance(error, AiockptError):
+        named = f"{error.filename}: " if error.filename else ""
+        text = f"{named}{error.strerror or error}"
+    return printable(" ".join(text.split()))

@@ -1,0 +1,160 @@
+"""The demo's receiving process: two receives, the second through a cut connection."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from aiockpt.cli.demo_state import STEP, fingerprints
+from aiockpt.cli.progress import ProgressBar
+from aiockpt.cli.text import format_bytes
+from aiockpt.errors import StateDictError, WorkerError
+from aiockpt.http.transport import HTTPTransport
+from aiockpt.observe import Progress, TransferEvent, add_hook
+from aiockpt.testing.faults import FaultProxy
+
+__all__ = ["receive_twice"]
+
+_LONGEST_OFFER = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What the sending process says."""
+
+    metadata: str
+    staged_in: float
+    fingerprints: dict[str, str]
+
+
+@dataclass(slots=True)
+class _Received:
+    """How a receive went."""
+
+    state: object
+    nbytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        rate = self.nbytes / self.seconds / 1e9
+        return f"{format_bytes(self.nbytes)} in {self.seconds:.2f} s ({rate:.2f} GB/s)"
+
+
+async def receive_twice(model: Path) -> int:
+    """Receive, cut, resume, compare; return the exit code."""
+    async with _sender(model) as offer:
+        count = len(offer.fingerprints)
+        print(f"sender    another process; staged in {offer.staged_in:.2f} s")
+        plain = await _receive(offer.metadata)
+        print(f"received  {plain}, undisturbed")
+        wrong = _differences(plain.state, offer)
+        plain.state = None
+        wrong |= await _receive_cut(offer)
+    if wrong:
+        print(f"WRONG     {len(wrong)} of {count} values differ: {sorted(wrong)[:5]}")
+        return 1
+    print(f"verified  both times, all {count} tensors and values are the sender's")
+    return 0
+
+
+async def _receive_cut(offer: _Offer) -> set[str]:
+    """Receive through connections that end half way; return what differs then."""
+    target = urlsplit(offer.metadata)
+    retries: list[TransferEvent] = []
+    remove = add_hook(lambda event: retries.append(event) if _is_retry(event) else None)
+    try:
+        async with FaultProxy(target.hostname or "", target.port or 0) as proxy:
+            cutter = _Cutter(proxy)
+            detour = proxy.url(f"{target.path}#{target.fragment}")
+            received = await _receive(detour, cutter)
+            again = proxy.statistics().bytes_down - received.nbytes
+    finally:
+        remove()
+    print(
+        f"resumed   {received}, cut after {format_bytes(cutter.cut_at)}: "
+        f"{len(retries)} retries, {format_bytes(max(again, 0))} sent twice"
+    )
+    return _differences(received.state, offer)
+
+
+def _is_retry(event: TransferEvent) -> bool:
+    return event.stop == "retry"
+
+
+@dataclass(slots=True)
+class _Cutter:
+    """Ends all connections through a proxy once half of the bytes are there."""
+
+    proxy: FaultProxy
+    cut_at: int = 0
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def __call__(self, progress: Progress) -> None:
+        half = progress.bytes_total / 2
+        if not self.cut_at and 0 < half <= progress.bytes_done:
+            self.cut_at = progress.bytes_done
+            self.tasks.append(asyncio.create_task(self.proxy.cut_all()))
+
+
+async def _receive(
+    metadata: str, watch: Callable[[Progress], None] = lambda _: None
+) -> _Received:
+    bar = ProgressBar(sys.stderr)
+    last = Progress(stop="")
+
+    def progress(now: Progress) -> None:
+        nonlocal last
+        last = now
+        bar(now)
+        watch(now)
+
+    async with HTTPTransport[object](host="127.0.0.1") as transport:
+        started = time.monotonic()
+        try:
+            state = await transport.recv_checkpoint(
+                0, metadata, STEP, progress=progress
+            )
+        finally:
+            bar.close()
+        elapsed = time.monotonic() - started
+    return _Received(state, last.bytes_total, elapsed)
+
+
+def _differences(state: object, offer: _Offer) -> set[str]:
+    """Return the paths whose fingerprints are not those of the sender."""
+    found = set(fingerprints(state)) ^ set(offer.fingerprints.items())
+    return {path for path, _ in found}
+
+
+@asynccontextmanager
+async def _sender(model: Path) -> AsyncIterator[_Offer]:
+    """Give the offer of a new process, which ends with the block."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "aiockpt.cli.demo_sender",
+        str(model),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=_LONGEST_OFFER,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        said = await process.stdout.readline()
+        if not said:
+            raise WorkerError("the sending process died", exitcode=process.returncode)
+        offer = json.loads(said)
+        if "error" in offer:
+            raise StateDictError(offer["error"])
+        yield _Offer(**offer)
+    finally:
+        process.stdin.close()
+        await process.wait()

@@ -1,0 +1,125 @@
+"""Fetches a checkpoint straight into the mapped part file; needs aiohttp, no torch."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from aiockpt._deadline import Deadline
+from aiockpt.cli.progress import ProgressBar
+from aiockpt.cli.remote import Peer, peer_of
+from aiockpt.cli.text import format_bytes
+from aiockpt.observe import Progress
+from aiockpt.storage import PartFile, check_target
+from aiockpt.wire.chunks import digest
+from aiockpt.wire.manifest import Manifest
+
+__all__ = ["download"]
+
+
+async def download(arguments: argparse.Namespace, bar: ProgressBar) -> str:
+    """Fetch what the arguments name; return the sentence that says how it went.
+
+    If cancelled, what was verified stays in the part file.
+    """
+    target = check_target(arguments.output)
+    async with (
+        Deadline(arguments.timeout, stop="fetch_manifest") as deadline,
+        peer_of(arguments) as peer,
+    ):
+        job = _Download(peer, target, bar, deadline)
+        return await job.run(wait=arguments.wait, reconnect=arguments.reconnect)
+
+
+@dataclass(slots=True)
+class _Download:
+    peer: Peer
+    target: Path
+    bar: ProgressBar
+    deadline: Deadline
+    state: Progress = field(default=Progress(stop="fetch_manifest"))
+    started: float = field(default_factory=time.monotonic)
+    fetching_since: float = 0.0
+    fetched: int = 0
+
+    async def run(self, *, wait: float, reconnect: float) -> str:
+        self._at("fetch_manifest")
+        manifest = await self.peer.find(wait=wait)
+        self._at(
+            "allocate",
+            bytes_total=manifest.segment_bytes,
+            chunks_total=len(manifest.grid),
+        )
+        part = await self.peer.bridge.run(PartFile.open, self.target, manifest)
+        try:
+            await self._fill(part, manifest, reconnect)
+            self._at("write")
+            await self.peer.bridge.run(part.commit)
+        except BaseException:
+            if not part.candidates and not self.state.chunks_done:
+                part.discard()  # it holds nothing that another fetch could use
+            raise
+        finally:
+            part.close()
+        return self._summary(manifest)
+
+    async def _fill(self, part: PartFile, manifest: Manifest, reconnect: float) -> None:
+        missing = await self._plan(part, manifest)
+        run = self.peer.bridge.run
+        self.fetching_since = time.monotonic()
+        self._at("fetch_chunk")
+        async with aclosing(self.peer.client(reconnect=reconnect)) as client:
+            await client.fetch_chunks(
+                self.peer.source,
+                manifest,
+                part,
+                missing,
+                verify=lambda views: run(digest, views),
+                on_progress=self._count,
+            )
+
+    async def _plan(self, part: PartFile, manifest: Manifest) -> list[int]:
+        """Return the chunks that an earlier fetch has not left in the part file."""
+        self._at("plan")
+        missing = []
+        for chunk in range(len(manifest.grid)):
+            known = chunk in part.candidates
+            if known and await self.peer.bridge.run(part.holds, chunk):
+                start, stop = manifest.grid.range(chunk)
+                self._advance(stop - start, 1)
+            else:
+                missing.append(chunk)
+        return missing
+
+    def _at(self, stop: str, **facts: int) -> None:
+        self.deadline.stop = stop
+        self.state = replace(self.state, stop=stop, **facts)
+        self.bar(self.state)
+
+    def _count(self, nbytes: int, chunks: int) -> None:
+        self.fetched += nbytes
+        elapsed = max(time.monotonic() - self.fetching_since, 1e-6)
+        self.state = replace(self.state, rate=max(self.fetched, 0) / elapsed)
+        self._advance(nbytes, chunks)
+
+    def _advance(self, nbytes: int, chunks: int) -> None:
+        self.state = replace(
+            self.state,
+            bytes_done=self.state.bytes_done + nbytes,
+            chunks_done=self.state.chunks_done + chunks,
+        )
+        self.bar(self.state)
+
+    def _summary(self, manifest: Manifest) -> str:
+        elapsed = time.monotonic() - self.started
+        kept = manifest.segment_bytes - self.fetched
+        resumed = f" ({format_bytes(kept)} were there already)" if kept else ""
+        arrived = f"{format_bytes(self.fetched)}{resumed}"
+        return (
+            f"{self.target}: step {manifest.step}, snapshot {manifest.snapshot_id}\n"
+            f"{arrived} at {format_bytes(self.state.rate)}/s, verified; on the disk "
+            f"after {elapsed:.2f} s"
+        )

@@ -1,0 +1,67 @@
+"""``aiockpt inspect``: what a checkpoint holds, from its header alone."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from aiockpt.cli.options import Commands, add_client_options, address, step
+from aiockpt.cli.report import as_json, as_text
+from aiockpt.errors import LocalProtocolError
+from aiockpt.storage import read_header
+from aiockpt.wire.limits import Limits
+from aiockpt.wire.manifest import ForeignHeader, Manifest
+
+__all__ = ["configure", "run"]
+
+
+def configure(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "inspect",
+        help="show what a checkpoint holds",
+        description="Show the tensors, the tree and the digests of a checkpoint, at a "
+        "peer or in a file; any safetensors file will do. Only its header is read.",
+    )
+    parser.add_argument("what", metavar="URL|FILE", help="a peer's URL, or a file")
+    parser.add_argument("--step", type=step, metavar="N", help="the step at a peer")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_client_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report."""
+    name, header = _read(arguments)
+    if arguments.json:
+        json.dump(as_json(name, header), sys.stdout, indent=2)
+        print()
+    else:
+        print(as_text(name, header))
+    return 0
+
+
+def _read(arguments: argparse.Namespace) -> tuple[str, Manifest | ForeignHeader]:
+    """Return the header, and a name for it that holds no secret."""
+    what: str = arguments.what
+    if "://" not in what:
+        return what, read_header(Path(what), limits=Limits())
+    try:
+        arguments.url = address(what)
+    except argparse.ArgumentTypeError as error:
+        raise LocalProtocolError(str(error)) from None
+    return arguments.url.source.base_url, asyncio.run(_ask(arguments))
+
+
+async def _ask(arguments: argparse.Namespace) -> Manifest:
+    from aiockpt._deadline import Deadline
+    from aiockpt.cli.remote import peer_of
+
+    async with (
+        Deadline(arguments.timeout, stop="fetch_manifest"),
+        peer_of(arguments) as peer,
+    ):
+        return await peer.find(wait=arguments.wait)

@@ -1,0 +1,117 @@
+"""Arguments that several commands share, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from aiockpt.errors import LocalProtocolError
+from aiockpt.wire.http import Source, parse_metadata
+
+__all__ = [
+    "Address",
+    "Commands",
+    "add_client_options",
+    "address",
+    "port",
+    "seconds",
+    "step",
+]
+
+Commands: TypeAlias = "argparse._SubParsersAction[Any]"  # noqa: SLF001 - no public name
+"""What a command adds its parser to."""
+
+_OF_STEP = re.compile(r"(.*/)(0|[1-9][0-9]{0,18})(?:/(?:full|metadata))?/")
+_LATEST = re.compile(r"(.*/)latest/")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A peer, and the step that the URL names, if any."""
+
+    source: Source
+    step: int | None
+
+
+def address(text: str) -> Address:
+    """Parse what names a checkpoint: metadata, ``.../100`` or ``.../100/full``.
+
+    Metadata always ends with a slash before its capability, so a prefix that ends in
+    a number is not taken for a step.
+    """
+    location, mark, token = text.partition("#")
+    if re.fullmatch(r"[a-z]+://[^/]+", location):
+        location += "/checkpoint/"  # just host and port: the prefix by default
+    try:
+        source = parse_metadata(f"{location}{mark}{token}")
+    except LocalProtocolError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if location.endswith("/"):
+        return Address(source, None)
+    if found := _OF_STEP.fullmatch(source.base_url):
+        return Address(Source(found[1], source.token), int(found[2]))
+    if found := _LATEST.fullmatch(source.base_url):
+        return Address(Source(found[1], source.token), None)
+    return Address(source, None)
+
+
+def seconds(text: str) -> float:
+    """Parse a time in seconds."""
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
+    return value
+
+
+def port(text: str) -> int:
+    """Parse a TCP port."""
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 65535")
+    return value
+
+
+def step(text: str) -> int:
+    """Parse a training step."""
+    if re.fullmatch(r"[0-9]{1,18}", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no step: it is a whole number")
+    return int(text)
+
+
+def add_client_options(parser: argparse.ArgumentParser) -> None:
+    """Add how to reach a peer, for every command that fetches."""
+    parser.add_argument(
+        "--token",
+        help="the secret that the sender was given, where the URL carries none; "
+        "AIOCKPT_TOKEN and AIOCKPT_TOKEN_PATH keep it out of the process list",
+    )
+    parser.add_argument(
+        "--cafile",
+        metavar="FILE",
+        help="trust this certificate (or authority) of an https sender",
+    )
+    parser.add_argument(
+        "--wait",
+        type=seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="wait so long for a sender, or a step, that is not there yet",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=seconds,
+        default=math.inf,
+        metavar="SECONDS",
+        help="deadline of the whole command; none by default, though a sender that "
+        "falls silent is given up",
+    )
+    parser.add_argument(
+        "--reconnect",
+        type=seconds,
+        default=10.0,
+        metavar="SECONDS",
+        help="how long to try to reach a sender that fell silent (%(default)s)",
+    )

@@ -1,0 +1,143 @@
+"""A peer as the command line sees it; needs aiohttp, and no torch."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+
+from aiockpt._bridge import Bridge
+from aiockpt.cli.options import Address
+from aiockpt.errors import (
+    AiockptError,
+    LocalProtocolError,
+    StepNotFoundError,
+    StorageError,
+)
+from aiockpt.http.client import CheckpointClient, ClientConfig
+from aiockpt.http.credentials import find_credentials
+from aiockpt.wire.http import Source
+from aiockpt.wire.limits import Limits
+from aiockpt.wire.manifest import Manifest
+
+__all__ = ["Peer", "peer_of"]
+
+_THREADS = 2
+_CONNECTIONS = 4
+_STALL_TIMEOUT = 10.0
+_POLL = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Where to fetch, which step (None: what is served), and by what means."""
+
+    source: Source
+    step: int | None
+    config: ClientConfig
+    bridge: Bridge
+
+    def client(self, *, reconnect: float) -> CheckpointClient:
+        """Return a client that tries for ``reconnect`` seconds to reach the peer."""
+        config = replace(self.config, reconnect_timeout=reconnect)
+        return CheckpointClient(config, None, run=self.bridge.run)
+
+    async def find(self, *, wait: float) -> Manifest:
+        """Return the manifest; a peer or a step may take ``wait`` seconds to appear.
+
+        Raises:
+            StepNotFoundError: it is not served by then, or a newer step is.
+        """
+        deadline = _now() + wait
+        async with aclosing(self.client(reconnect=wait)) as client:
+            while True:
+                try:
+                    return await self._ask(client, deadline)
+                except StepNotFoundError as error:
+                    superseded = self.step is None and error.step is not None
+                    if not superseded and (self.step is not None or _late(deadline)):
+                        raise
+                await asyncio.sleep(_POLL)
+
+    async def _ask(self, client: CheckpointClient, deadline: float) -> Manifest:
+        def give_up(error: AiockptError) -> None:
+            # The client itself would wait for the step until it is cancelled.
+            if isinstance(error, StepNotFoundError) and _late(deadline):
+                raise error
+
+        step = self.step
+        if step is None:
+            step = (await client.fetch_latest(self.source)).step
+        return await client.fetch_manifest(
+            self.source, step, deadline=deadline, on_retry=give_up
+        )
+
+
+@asynccontextmanager
+async def peer_of(arguments: argparse.Namespace) -> AsyncIterator[Peer]:
+    """Give the peer that a command's arguments name; end its threads afterwards.
+
+    Raises:
+        LocalProtocolError: the arguments contradict each other.
+    """
+    given: Address = arguments.url
+    bridge = Bridge(threads=_THREADS, name="aiockpt")
+    try:
+        yield Peer(
+            Source(given.source.base_url, arguments.token or given.source.token),
+            _step_of(given, getattr(arguments, "step", None)),
+            _config_of(arguments),
+            bridge,
+        )
+    finally:
+        bridge.close()
+
+
+def _step_of(given: Address, step: int | None) -> int | None:
+    if None not in (step, given.step) and step != given.step:
+        raise LocalProtocolError(
+            f"the URL names step {given.step} and --step says {step}; leave one out"
+        )
+    return given.step if step is None else step
+
+
+def _config_of(arguments: argparse.Namespace) -> ClientConfig:
+    try:
+        known = find_credentials(arguments.token, insecure=False, env=os.environ)
+    except ValueError as error:
+        raise LocalProtocolError(str(error)) from None
+    return ClientConfig(
+        max_concurrency=_CONNECTIONS,
+        stall_timeout=_STALL_TIMEOUT,
+        connect_timeout=_STALL_TIMEOUT,
+        reconnect_timeout=arguments.reconnect,
+        token=known.token if known.shared else None,
+        limits=Limits(),
+        ssl_context=_trusting(arguments.cafile),
+        fast_path=True,
+    )
+
+
+def _trusting(cafile: str | None) -> ssl.SSLContext | None:
+    if cafile is None:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=cafile)
+    except OSError as error:
+        detail = f"it holds no usable certificate: {error.strerror or error}"
+        raise StorageError(cafile, detail) from error
+    # The sender's own certificate will do; it need not be that of an authority.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _late(deadline: float) -> bool:
+    return _now() >= deadline

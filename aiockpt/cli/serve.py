@@ -1,0 +1,173 @@
+"""``aiockpt serve``: offer a file's state dict until interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import shlex
+import shutil
+import signal
+import ssl
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aiockpt.cli.options import Commands, port, step
+from aiockpt.cli.text import format_bytes, printable
+from aiockpt.errors import LocalProtocolError, StorageError
+from aiockpt.http.credentials import find_credentials
+from aiockpt.wire.http import parse_metadata
+
+if TYPE_CHECKING:
+    from aiockpt.http.transport import HTTPTransport
+
+__all__ = ["configure", "run"]
+
+
+def configure(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a checkpoint file",
+        description="Stage the state dict of a file (.safetensors, aiockpt's or any "
+        "other; .pt with tensors and plain values) and serve it until interrupted. "
+        "Prints the commands that fetch it; whoever has them may.",
+    )
+    parser.add_argument("path", metavar="PATH", type=Path)
+    parser.add_argument(
+        "--step", type=step, metavar="N", help="the step to serve it as (the file's, 0)"
+    )
+    _add_network_options(parser.add_argument_group("where"))
+    _add_access_options(parser.add_argument_group("who may fetch"))
+    parser.set_defaults(run=run)
+
+
+def _add_network_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--host", help="address to bind (every interface)")
+    group.add_argument("--port", type=port, default=0, help="port to bind (a free one)")
+    group.add_argument("--advertise", metavar="HOST", help="host name to tell others")
+    group.add_argument("--interface", help="network interface whose address to tell")
+
+
+def _add_access_options(group: argparse._ArgumentGroup) -> None:
+    who = group.add_mutually_exclusive_group()
+    who.add_argument("--token", help="a shared secret, instead of a random one")
+    who.add_argument("--insecure", action="store_true", help="let anybody fetch")
+    group.add_argument("--tls-cert", metavar="FILE", help="serve https with it (PEM)")
+    group.add_argument("--tls-key", metavar="FILE", help="its key, if kept apart")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM."""
+    context = _tls_of(arguments)  # what is wrong with the arguments shows at once
+    from aiockpt.statefile import read_state_file
+    from aiockpt.wire.limits import Limits
+
+    found = read_state_file(arguments.path, limits=Limits())
+    number = (found.step or 0) if arguments.step is None else arguments.step
+    asyncio.run(_serve(arguments, context, found.state, number))
+    return 0
+
+
+def _tls_of(arguments: argparse.Namespace) -> ssl.SSLContext | None:
+    cert, key = arguments.tls_cert, arguments.tls_key
+    if cert is None:
+        if key is not None:
+            raise LocalProtocolError("--tls-key needs --tls-cert, too")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(cert, key)
+    except OSError as error:
+        names = cert if key is None else f"{cert} and {key}"
+        detail = f"no usable certificate with its key: {error.strerror or error}"
+        raise StorageError(names, detail) from error
+    return context
+
+
+async def _serve(
+    arguments: argparse.Namespace,
+    context: ssl.SSLContext | None,
+    state: object,
+    number: int,
+) -> None:
+    transport = _transport(arguments, context)
+    try:
+        await transport.send_checkpoint([], number, state, timeout=math.inf)
+        stop = _stop_signal()
+        print(_announcement(arguments, transport.metadata(), number), flush=True)
+        await stop.wait()
+        _die_of_the_next_signal()
+    finally:
+        await transport.shutdown()
+
+
+def _transport(
+    arguments: argparse.Namespace, context: ssl.SSLContext | None
+) -> HTTPTransport[Any]:
+    from aiockpt.http.transport import HTTPTransport
+
+    try:
+        return HTTPTransport(
+            host=arguments.host,
+            port=arguments.port,
+            advertise=arguments.advertise,
+            interface=arguments.interface,
+            token=arguments.token,
+            insecure=arguments.insecure,
+            ssl_context=context,
+        )
+    except ValueError as error:
+        raise LocalProtocolError(str(error)) from None
+
+
+def _stop_signal() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+def _die_of_the_next_signal() -> None:
+    """Readers get a grace now; who interrupts again does not want to wait for it."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.remove_signal_handler(number)
+
+
+def _announcement(arguments: argparse.Namespace, metadata: str, number: int) -> str:
+    """Return what is served, and the commands that fetch it, ready to be pasted.
+
+    They hold the secret, since the person who reads them is the one to hand it on.
+    """
+    path: Path = arguments.path
+    output = f"{path.stem}-step{number}.safetensors"
+    source = parse_metadata(metadata)
+    token, fetch, curl = source.token, ["fetch", metadata], ["curl", "-f"]
+    if token is None and not arguments.insecure:
+        token = find_credentials(arguments.token, insecure=False, env=os.environ).token
+        fetch += ["--token", token or ""]
+    if token is not None:
+        curl += ["-H", f"Authorization: Bearer {token}"]
+    if arguments.tls_cert is not None:
+        cert = str(Path(arguments.tls_cert).resolve())
+        fetch += ["--cafile", cert]
+        curl += ["--cacert", cert]
+    fetch += ["--step", str(number), "-o", output]
+    curl += ["--noproxy", "*", "-o", output, f"{source.base_url}{number}/full"]
+    return (
+        f"Serving {printable(str(path))} ({format_bytes(path.stat().st_size)}) as step "
+        f"{number} at {source.base_url} until interrupted. To fetch it:\n"
+        f"  {_program()} {shlex.join(fetch)}\n"
+        f"  {shlex.join(curl)}"
+    )
+
+
+def _program() -> str:
+    """Return how a shell calls this program."""
+    if shutil.which("aiockpt"):
+        return "aiockpt"
+    return f"{shlex.quote(sys.executable)} -m aiockpt"

@@ -1,0 +1,66 @@
+"""``aiockpt verify``: every chunk of a file against its digest."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from aiockpt.cli.options import Commands
+from aiockpt.cli.text import format_bytes, printable
+from aiockpt.errors import IntegrityError
+from aiockpt.storage import read_header, verify_chunks
+from aiockpt.wire.limits import Limits
+from aiockpt.wire.manifest import ForeignHeader, Manifest
+
+__all__ = ["configure", "run"]
+
+_SHOWN = 10
+
+
+def configure(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "verify",
+        help="verify every chunk of a file",
+        description="Verify the header and every chunk of a file that aiockpt wrote. "
+        "Exits with 1 if it is damaged, and with 2 if it is a safetensors file without "
+        "digests, in which there is nothing to verify.",
+    )
+    parser.add_argument("file", metavar="FILE", type=Path)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Verify the whole file, also after the first damage."""
+    path: Path = arguments.file
+    header = read_header(path, limits=Limits())
+    shown = printable(str(path))
+    if isinstance(header, ForeignHeader):
+        print(f"{shown}: well formed, but it has no digests to verify", file=sys.stderr)
+        return 2
+    damage = list(verify_chunks(path, header))
+    if damage:
+        print(f"aiockpt: error: {shown}: {_describe(damage, header)}", file=sys.stderr)
+        return 1
+    print(
+        f"{shown}: {len(header.grid)} chunks of {format_bytes(header.chunk_bytes)} and "
+        f"the header are intact; step {header.step}, snapshot {header.snapshot_id}"
+    )
+    return 0
+
+
+def _describe(damage: list[IntegrityError], manifest: Manifest) -> str:
+    """Name the damaged chunks, and what the first one should have been."""
+    first, *others = damage
+    start, stop = manifest.grid.range(first.chunk or 0)
+    base = manifest.header_bytes
+    text = (
+        f"chunk {first.chunk} of {len(manifest.grid)} (bytes {base + start} to "
+        f"{base + stop}) has digest {first.actual}, expected {first.expected}"
+    )
+    if others:
+        named = ", ".join(str(error.chunk) for error in others[:_SHOWN])
+        more = ", ..." if len(others) > _SHOWN else ""
+        text += f"; {len(others)} more are damaged: {named}{more}"
+    return text

@@ -1,0 +1,97 @@
+"""A state dict from a file: safetensors, ours or another tool's, or torch's own.
+
+Tensors lie over a private mapping of the file: pages are read when they are used, and
+writing to a tensor does not change the file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from aiockpt.errors import StorageError
+from aiockpt.rebuild import assemble, entry_tensors, tensors_over
+from aiockpt.storage import read_header, verify_chunks
+from aiockpt.wire.dtypes import CODE_BITS, CODES
+from aiockpt.wire.limits import Limits
+from aiockpt.wire.manifest import ForeignHeader, Manifest
+
+__all__ = ["StateFile", "read_state_file"]
+
+_ZIP = b"PK\x03\x04"
+_PICKLE = b"\x80"
+_OPENING_BRACE = 8  # where the JSON of a safetensors header starts
+
+
+@dataclass(frozen=True, slots=True)
+class StateFile:
+    """What a file holds; ``step`` is None where the file does not say."""
+
+    state: object
+    step: int | None
+
+
+def read_state_file(path: Path, *, limits: Limits) -> StateFile:
+    """Return the state dict of a file; the digests of ours are verified first.
+
+    Raises:
+        StorageError: it cannot be read, or is none of the known kinds.
+        IntegrityError: a chunk, or the header, of our file is damaged.
+        RemoteProtocolError: its tree holds what this process has not registered.
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(_OPENING_BRACE + 1)
+    except OSError as error:
+        raise StorageError(str(path), error.strerror or str(error)) from error
+    if not start.endswith(b"{") and start.startswith((_ZIP, _PICKLE)):
+        return StateFile(_load_torch(path, mapped=start.startswith(_ZIP)), None)
+    header = read_header(path, limits=limits)
+    if isinstance(header, ForeignHeader):
+        return StateFile(_read_foreign(path, header), None)
+    return StateFile(_read_ours(path, header, limits), header.step)
+
+
+def _read_foreign(path: Path, header: ForeignHeader) -> dict[str, torch.Tensor]:
+    for name, entry in zip(header.names, header.entries, strict=True):
+        if CODE_BITS[entry.dtype] % 8 or entry.dtype not in CODES:
+            detail = f"tensor {name} has dtype {entry.dtype}, which is not supported"
+            raise StorageError(str(path), detail)
+    tensors = entry_tensors(header.entries, _map(path), base=header.header_bytes)
+    return dict(zip(header.names, tensors, strict=True))
+
+
+def _read_ours(path: Path, manifest: Manifest, limits: Limits) -> object:
+    # Whoever stages what was read computes new digests, which would cover up damage.
+    for error in verify_chunks(path, manifest):
+        raise error
+    tensors = tensors_over(manifest, _map(path), base=manifest.header_bytes)
+    return assemble(manifest, tensors, limits=limits)
+
+
+def _map(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def _load_torch(path: Path, *, mapped: bool) -> object:
+    try:
+        return torch.load(  # noqa: TID251 - weights_only unpickles no code
+            path, map_location="cpu", mmap=mapped, weights_only=True
+        )
+    except Exception as error:  # a damaged file makes torch raise anything
+        raise StorageError(str(path), _reason(str(error))) from error
+
+
+def _reason(text: str) -> str:
+    """Shorten torch's essay to what is wrong with the file."""
+    if found := re.search(r"GLOBAL (\S+)", text):
+        return (
+            f"it holds a {found[1]}, which only running pickled code brings back; "
+            "save tensors and plain values"
+        )
+    return f"torch cannot read it: {text.strip().splitlines()[0] if text else '?'}"
