@@ -1,0 +1,228 @@
+"""The bridge to threads: the only place of the package that starts any.
+
+`Bridge.run` ends when its thread has ended, never before. ``asyncio.to_thread`` and
+executors do otherwise: a cancelled await returns while the thread goes on, and a
+thread that fills a buffer then writes into memory that its caller has given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, TypeVarTuple
+
+import anyio
+
+from aiockpt.errors import ClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Bridge", "BridgeStatistics"]
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
+
+logger = logging.getLogger(__name__)
+
+
+class BridgeStatistics(NamedTuple):
+    """A moment of a bridge: its size, and its calls.
+
+    ``cancelling`` counts the running calls whose caller was cancelled and is waiting
+    for the thread to end.
+    """
+
+    threads: int
+    running: int
+    waiting: int
+    cancelling: int
+
+
+class _Call(Generic[T]):
+    """A function on its way through the pool, and what came of it.
+
+    A worker keeps its work item for a moment after it has reported its end. So the
+    arguments leave the call when it starts and the outcome when it is taken, and
+    memory is free to be closed or reused as soon as the caller goes on.
+    """
+
+    __slots__ = ("_error", "_result", "_todo")
+
+    def __init__(self, todo: Callable[[], T]) -> None:
+        self._todo: Callable[[], T] | None = todo
+        self._result: list[T] = []
+        self._error: BaseException | None = None
+
+    def __call__(self) -> None:
+        todo, self._todo = self._todo, None
+        assert todo is not None
+        try:
+            self._result.append(todo())
+        except BaseException as error:  # noqa: BLE001 - it travels to the caller
+            self._error = error
+
+    def clear(self) -> None:
+        self._todo = None
+        self._result.clear()
+
+    def result(self) -> T:
+        error = self.error()
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # or it would keep itself alive through this frame
+        return self._result.pop()
+
+    def error(self) -> BaseException | None:
+        error, self._error = self._error, None
+        return error
+
+
+class Bridge:
+    """Runs blocking functions in threads of its own, from any event loop.
+
+    A function that sets thread-local state (grad mode, the current device) does so
+    itself: threads are reused, and only context variables follow the caller.
+    """
+
+    def __init__(self, *, threads: int, name: str) -> None:
+        self._name = name
+        self._threads = threads
+        # Starts a thread only when work comes and none is idle.
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._works: set[Future[None]] = set()
+        self._cancelling = 0
+        self._closed = False
+
+    async def run(self, fn: Callable[[*Args], T], *args: *Args) -> T:
+        """Call ``fn(*args)`` in a thread; what it returns or raises comes back.
+
+        If cancelled before a thread has taken the call, it is never made. If cancelled
+        later, the thread runs to its end first and its result is dropped (an exception
+        becomes the cancellation's cause); further cancels in between are absorbed.
+        Either way nothing here refers to the arguments afterwards.
+
+        Raises:
+            ClosedError: the bridge is closed, or was closed before the call's turn.
+        """
+        call = _Call(functools.partial(contextvars.copy_context().run, fn, *args))
+        del fn, args  # or an error raised from here would hold them
+        work = self._submit(call)
+        cancel = None
+        try:
+            cancel = await self._outlast(work)
+            if cancel is not None:
+                raise cancel from self._logged(call.error())
+            if work.cancelled():
+                raise ClosedError(self._name)
+            return call.result()
+        finally:
+            self._works.discard(work)
+            call.clear()
+            del cancel  # or it would keep itself alive through this frame
+
+    def post(self, fn: Callable[[*Args], object], *args: *Args) -> None:
+        """Call ``fn(*args)`` in a thread, unwaited for; its failure is logged.
+
+        After :meth:`close` it is called at once, in the caller's thread.
+        """
+        try:
+            self._pool.submit(functools.partial(_logged, fn, *args))
+        except RuntimeError:  # shut down
+            _logged(fn, *args)
+
+    def close(self, *, wait: bool = True) -> None:
+        """Refuse new calls, fail those no thread has taken, let the rest end.
+
+        With ``wait`` it returns when the last thread has ended. Await the callers
+        first, and that is at once; a thread that still works blocks until it is done.
+        """
+        self._closed = True
+        self._pool.shutdown(wait=wait, cancel_futures=True)
+
+    def statistics(self) -> BridgeStatistics:
+        """Count the calls that run and those that wait for a thread."""
+        works = tuple(self._works)
+        running = sum(work.running() for work in works)
+        done = sum(work.done() for work in works)
+        waiting = max(0, len(works) - running - done)
+        return BridgeStatistics(self._threads, running, waiting, self._cancelling)
+
+    def __repr__(self) -> str:
+        now = self.statistics()
+        closed = " closed" if self._closed else ""
+        return (
+            f"<Bridge {self._name} running={now.running} waiting={now.waiting}{closed}>"
+        )
+
+    def _submit(self, call: _Call[T]) -> Future[None]:
+        try:
+            work = self._pool.submit(call)
+        except RuntimeError as error:  # shut down, or the interpreter is ending
+            raise ClosedError(self._name) from error
+        self._works.add(work)
+        return work
+
+    async def _outlast(self, work: Future[None]) -> asyncio.CancelledError | None:
+        """Wait until ``work`` has ended; gives the cancel that came meanwhile."""
+        try:
+            await _ended(work)
+        except asyncio.CancelledError as cancel:
+            # A call that no thread has taken yet can still be called off.
+            return cancel if work.cancel() else await self._absorb(work, cancel)
+        return None
+
+    async def _absorb(
+        self, work: Future[None], cancel: asyncio.CancelledError
+    ) -> asyncio.CancelledError:
+        self._cancelling += 1
+        try:
+            # A cancelled anyio scope repeats its cancel on every iteration of the
+            # loop; shielded from it, the loop sleeps. So a later cancel is a native
+            # one, and is the one to raise: an anyio scope swallows only its own.
+            with anyio.CancelScope(shield=True):
+                while not work.done():
+                    try:
+                        await _ended(work)
+                    except asyncio.CancelledError as again:
+                        cancel = again
+            return cancel
+        finally:
+            self._cancelling -= 1
+            del cancel  # or it would keep itself alive through this frame
+
+    def _logged(self, error: BaseException | None) -> BaseException | None:
+        if error is not None:
+            logger.debug("%s: a cancelled call failed", self._name, exc_info=error)
+        return error
+
+
+def _logged(fn: Callable[[*Args], object], *args: *Args) -> None:
+    try:
+        fn(*args)
+    except Exception:
+        logger.exception("%r failed in the background", fn)
+
+
+async def _ended(work: Future[None]) -> None:
+    loop = asyncio.get_running_loop()
+    woken = loop.create_future()
+
+    def wake(_: Future[None]) -> None:
+        # A closed loop has nobody to wake.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(_resolve, woken)
+
+    work.add_done_callback(wake)
+    await woken
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,32 @@
+"""Send a model's state and receive it again, in one process."""
+
+import asyncio
+
+import torch
+
+import aiockpt
+
+
+async def main() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 256)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    async with (
+        aiockpt.HTTPTransport(timeout=60, host="127.0.0.1") as sender,
+        aiockpt.HTTPTransport(timeout=60, host="127.0.0.1") as receiver,
+    ):
+        await sender.send_checkpoint([1], step=100, state_dict=state, timeout=60)
+        received = await receiver.recv_checkpoint(
+            src_rank=0, metadata=sender.metadata(), step=100, timeout=60
+        )
+
+    weight = received["model"]["0.weight"]
+    assert torch.equal(weight, model[0].weight)
+    print(f"received {len(received['model'])} tensors of step 100, all equal")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
