@@ -8,6 +8,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import TypeVar, cast
 from urllib.parse import urlsplit
@@ -316,15 +317,16 @@ class HTTPTransport(CheckpointTransport[T]):
         if self._closed:
             return
         self._closed = True
-        await self._shelf.retract(grace=self._grace if wait else 0.0)
-        await self._shelf.close()
-        if self._server is not None:
-            await self._server.stop()
-        for each in self._sockets:
-            each.close()
-        await self._client.aclose()
-        self._stager.trim()
-        self._bridge.close(wait=wait)
+        async with AsyncExitStack() as closing:  # every line runs, whatever one raises
+            closing.callback(self._bridge.close, wait=wait)
+            closing.callback(self._stager.trim)
+            closing.push_async_callback(self._client.aclose)
+            for each in self._sockets:
+                closing.callback(each.close)
+            if self._server is not None:
+                closing.push_async_callback(self._server.stop)
+            closing.push_async_callback(self._shelf.close)
+            await self._shelf.retract(grace=self._grace if wait else 0.0)
 
     def mount(self, prefix: str) -> CheckpointService:
         """Return the handlers for an application that serves them below ``prefix``.
