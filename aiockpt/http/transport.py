@@ -42,6 +42,8 @@ __all__ = ["HTTPTransport"]
 
 T = TypeVar("T")
 
+logger = logging.getLogger("aiockpt")
+
 _THREADS = 2
 _PREFIX = "/checkpoint"
 _DEFAULT_WAIT = 5.0
@@ -115,6 +117,8 @@ class HTTPTransport(CheckpointTransport[T]):
         self._timeout = seconds(timeout)
         self._insecure = insecure
         self._credentials = find_credentials(token, insecure=insecure, env=os.environ)
+        if insecure:
+            logger.warning("insecure=True: whoever reaches the port may read")
         self._bind = (host, port)
         self._advertise, self._interface = advertise, interface
         self._scheme = "https" if ssl_context else "http"
