@@ -1,0 +1,267 @@
+"""The client: a peer's manifest, and the chunks that it describes."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+from aiohttp import ClientResponse, ClientSession
+
+from aiockpt.errors import (
+    AiockptError,
+    RemoteProtocolError,
+    StepNotFoundError,
+)
+from aiockpt.http.exchange import ClientConfig, Port, length_of
+from aiockpt.http.fetching import ChunkFetch, OnProgress, Target, Verify, plan
+from aiockpt.http.filler import Filler
+from aiockpt.http.retrying import OnRetry, Patience, Retrier, backoff, persist
+from aiockpt.http.translating import Exchange, naming
+from aiockpt.observe import TransferEvent, emit
+from aiockpt.wire.http import (
+    LATEST,
+    STEP_HEADER,
+    Resource,
+    ResourceKind,
+    Source,
+    format_prefer_wait,
+    format_resource,
+    parse_etag,
+)
+from aiockpt.wire.layout import LENGTH_BYTES
+from aiockpt.wire.limits import enforce
+from aiockpt.wire.manifest import ForeignHeader, Manifest, decode_header
+
+__all__ = ["CheckpointClient", "ClientConfig", "LatestInfo", "Run", "Target"]
+
+T = TypeVar("T")
+
+# Longer waits are asked for in pieces, or a dead peer would go unnoticed for as long.
+_MAX_WAIT = 30.0
+# An answer that took this long has waited: asking again at once is no busy loop.
+_WAITED = 0.5
+_SMALL = 1 << 20
+
+
+class Run(Protocol):
+    """Calls a function in a thread and ends when the thread has, as `Bridge.run`."""
+
+    def __call__(self, fn: Callable[[], T], /) -> Awaitable[T]:
+        """Return what the function returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatestInfo:
+    """What a peer serves now."""
+
+    step: int
+    snapshot_id: str
+
+
+class CheckpointClient:
+    """Fetches manifests and chunks from peers.
+
+    Errors are the package's own. Deadlines belong to the caller: cancel a call to end
+    it, and neither a task, nor a descriptor, nor a half-read connection is left.
+
+    Args:
+        session: Used and never closed; None makes one, on first use, in that loop.
+        run: Where a manifest is decoded.
+    """
+
+    def __init__(
+        self, config: ClientConfig, session: ClientSession | None, *, run: Run
+    ) -> None:
+        self._config = config
+        self._port = Port(config, session)
+        self._run = run
+        self._calls = 0
+
+    async def fetch_manifest(
+        self,
+        source: Source,
+        step: int,
+        *,
+        deadline: float,
+        on_retry: OnRetry | None = None,
+    ) -> Manifest:
+        """Return the manifest of ``step``, waiting until the peer publishes it.
+
+        It waits until it is cancelled; ``deadline`` (loop time) only tells the peer
+        how long that may be. If cancelled, nothing is left behind.
+
+        Raises:
+            StepNotFoundError: a newer step has taken its place.
+            PeerUnreachableError, TransferStalledError, TransferInterruptedError: the
+                peer was silent for the reconnect timeout.
+            AuthenticationError, RemoteProtocolError, LimitExceededError,
+                IntegrityError: what the peer answered.
+        """
+        tell = self._teller(source, step, on_retry)
+        retrier, polls = self._retrier(), 0
+        attempt = partial(self._fetch_manifest, source, step, deadline, retrier)
+        while True:
+            asked = _now()
+            try:
+                return await persist(attempt, retrier, tell)
+            except StepNotFoundError as error:
+                if error.serving is not None and error.serving > step:
+                    raise
+                tell(error)
+            polls += 1
+            await asyncio.sleep(0 if _now() - asked > _WAITED else backoff(polls))
+
+    async def fetch_latest(
+        self, source: Source, *, on_retry: OnRetry | None = None
+    ) -> LatestInfo:
+        """Return what the peer serves at this moment.
+
+        Raises:
+            StepNotFoundError: nothing is published.
+        """
+        retrier = self._retrier()
+        attempt = partial(self._fetch_latest, source)
+        return await persist(attempt, retrier, self._teller(source, None, on_retry))
+
+    async def fetch_chunks(
+        self,
+        source: Source,
+        manifest: Manifest,
+        target: Target,
+        chunks: Sequence[int],
+        *,
+        verify: Verify,
+        on_progress: OnProgress,
+        on_retry: OnRetry | None = None,
+    ) -> None:
+        """Fetch chunks into ``target`` and verify each one.
+
+        ``verify`` returns the digest of views, computed off the loop. ``on_progress``
+        gets newly arrived bytes (negative when a bad chunk is thrown away) and newly
+        verified chunks; it must be quick and not raise. If cancelled, nothing is
+        written to ``target`` any more, and any part of it may have been.
+
+        Raises:
+            IntegrityError: a chunk came three times with a wrong digest.
+            CheckpointChangedError: the peer replaced the snapshot.
+            StepNotFoundError: the peer retracted it.
+            PeerUnreachableError, TransferStalledError, TransferInterruptedError: the
+                peer was silent for the reconnect timeout.
+            AuthenticationError, RemoteProtocolError: what the peer answered.
+        """
+        fetch = ChunkFetch(
+            port=self._port,
+            source=source,
+            manifest=manifest,
+            target=target,
+            verify=verify,
+            on_progress=on_progress,
+            on_retry=self._teller(source, manifest.step, on_retry),
+            patience=self._retrier().patience,
+        )
+        parts = plan(manifest, chunks)
+        await fetch.run(parts, workers=self._config.max_concurrency)
+
+    async def aclose(self) -> None:
+        """Close the client's own session. Calls still under way fail; idempotent."""
+        await self._port.aclose()
+
+    def __repr__(self) -> str:
+        return f"<CheckpointClient {self._port.state}>"
+
+    async def _fetch_manifest(
+        self, source: Source, step: int, deadline: float, retrier: Retrier
+    ) -> Manifest:
+        wait = min(max(deadline - _now(), 0.0), _MAX_WAIT)
+        exchange = Exchange(
+            source=source,
+            path=format_resource(Resource(ResourceKind.METADATA, step)),
+            headers={"Prefer": format_prefer_wait(wait)},
+            status=200,
+            step=step,
+            allowance=wait,
+        )
+        memory = await self._download(exchange, retrier)
+        return await self._decode(memory, exchange, step)
+
+    async def _download(self, exchange: Exchange, retrier: Retrier) -> memoryview:
+        def heard(_: int) -> None:
+            retrier.patience.heard(_now())
+
+        limit = self._config.limits.max_header_bytes + LENGTH_BYTES
+        async with self._port.open(exchange, heard) as (answer, watch):
+            _check_step(answer, exchange)
+            exchange.expected = length_of(answer, exchange.url)
+            enforce("the size of the header", exchange.expected, limit)
+            memory = _reserve(exchange.expected)
+            await self._port.receive(exchange, answer, watch, Filler([memory]))
+        return memory
+
+    async def _decode(
+        self, memory: memoryview, exchange: Exchange, step: int
+    ) -> Manifest:
+        decode = partial(decode_header, memory, limits=self._config.limits)
+        with naming(exchange):
+            manifest = await self._run(decode)
+        if isinstance(manifest, ForeignHeader):
+            raise RemoteProtocolError(f"{exchange.url} has no manifest of aiockpt")
+        if manifest.step != step:
+            raise RemoteProtocolError(f"{exchange.url} describes step {manifest.step}")
+        return manifest
+
+    async def _fetch_latest(self, source: Source) -> LatestInfo:
+        exchange = Exchange(source=source, path=LATEST, headers={}, status=200)
+        async with self._port.open(exchange, _ignore) as (answer, _):
+            step = _step_of(answer, exchange)
+            snapshot_id = parse_etag(answer.headers.get("ETag"))
+        if snapshot_id is None:
+            raise RemoteProtocolError(f"{exchange.url} does not name its snapshot")
+        return LatestInfo(step, snapshot_id)
+
+    def _retrier(self) -> Retrier:
+        config = self._config
+        return Retrier(Patience(config.reconnect_timeout, config.stall_timeout, _now()))
+
+    def _teller(
+        self, source: Source, step: int | None, on_retry: OnRetry | None
+    ) -> OnRetry:
+        def tell(error: AiockptError) -> None:
+            peer = source.base_url
+            emit(TransferEvent(stop="retry", step=step, peer=peer, detail=str(error)))
+            if on_retry is not None:
+                on_retry(error)
+
+        return tell
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _ignore(_: int) -> None:
+    pass
+
+
+def _step_of(answer: ClientResponse, exchange: Exchange) -> int:
+    text = answer.headers.get(STEP_HEADER, "")
+    if re.fullmatch(r"0|[1-9][0-9]{0,18}", text) is None:
+        raise RemoteProtocolError(
+            f"{exchange.url} names no step in its answer; is that an aiockpt server?"
+        )
+    return int(text)
+
+
+def _check_step(answer: ClientResponse, exchange: Exchange) -> None:
+    step = _step_of(answer, exchange)
+    if step != exchange.step:
+        raise RemoteProtocolError(f"{exchange.url} sends step {step}")
+
+
+def _reserve(size: int) -> memoryview:
+    # A peer only says a size: memory that it never fills must not cost anything.
+    return memoryview(bytearray(size) if size <= _SMALL else mmap.mmap(-1, size))

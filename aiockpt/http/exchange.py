@@ -1,0 +1,200 @@
+"""One request and its answer: the session, the headers, the errors of aiohttp.
+
+This is the client's port to aiohttp: what aiohttp raises goes no further. A credential
+goes to the origin that it was given for and nowhere else: no redirect is followed, and
+it is a header of single requests only.
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import aiohttp
+from aiohttp import ClientResponse, ClientSession, hdrs
+from yarl import URL
+
+from aiockpt.errors import ClosedError, LocalProtocolError, RemoteProtocolError
+from aiockpt.http.filler import Filler
+from aiockpt.http.receiving import receive
+from aiockpt.http.translating import BEFORE_ANSWER, IN_BODY, Exchange, translated
+from aiockpt.http.watching import Watch
+from aiockpt.wire.http import from_problem
+from aiockpt.wire.limits import Limits
+
+__all__ = ["ClientConfig", "Port", "length_of"]
+
+# The parser must not pause with a part of the body inside it while the movers change.
+_READ_BUFFER = 1 << 20
+_MAX_PROBLEM = 64 << 10
+_TOKEN = re.compile(r"[\x21-\x7e]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientConfig:
+    """How a client behaves, in every transfer.
+
+    Attributes:
+        max_concurrency: Requests, and so connections, of one transfer at a time.
+        stall_timeout: Seconds without a byte after which a connection is given up.
+        connect_timeout: Seconds that a connection may take to come about.
+        reconnect_timeout: Seconds for which a silent peer is tried again; 0: not at
+            all, but for connections that broke while bytes were coming.
+        token: The credential where a source brings none.
+        limits: What is accepted.
+        ssl_context: For ``https``; None takes the system's authorities.
+        fast_path: Receive straight into the destination where that is possible.
+    """
+
+    max_concurrency: int
+    stall_timeout: float
+    connect_timeout: float
+    reconnect_timeout: float
+    token: str | None = field(repr=False)
+    limits: Limits
+    ssl_context: ssl.SSLContext | None
+    fast_path: bool
+
+
+class Port:
+    """Lends a session to exchanges; a session of its own is made when first needed."""
+
+    def __init__(self, config: ClientConfig, session: ClientSession | None) -> None:
+        self._config = config
+        self._session = session
+        self._owned = session is None
+        self._closed = False
+
+    @property
+    def state(self) -> str:
+        """``open`` or ``closed``."""
+        return "closed" if self._closed else "open"
+
+    async def aclose(self) -> None:
+        """Close the session, unless it is the caller's; calls after this fail."""
+        self._closed = True
+        session, self._session = self._session, None
+        if self._owned and session is not None:
+            await session.close()
+
+    @asynccontextmanager
+    async def open(
+        self, exchange: Exchange, on_bytes: Callable[[int], None]
+    ) -> AsyncIterator[tuple[ClientResponse, Watch]]:
+        """Send the request; give an answer of the right status, and its watch.
+
+        The block receives the body. If cancelled, the connection is closed.
+
+        Raises:
+            AiockptError: what a problem document, or another answer, says.
+            TransferStalledError: no answer, or no body, for the stall timeout.
+        """
+        watch = Watch(
+            stall_timeout=self._config.stall_timeout,
+            allowance=exchange.allowance,
+            on_bytes=on_bytes,
+            url=exchange.url,
+            chunk=exchange.chunk,
+        )
+        async with watch:
+            with translated(exchange, BEFORE_ANSWER):
+                answer = await self._send(exchange)
+            async with answer:
+                with translated(exchange, IN_BODY):
+                    await _check_status(answer, exchange)
+                    yield answer, watch
+
+    async def receive(
+        self, exchange: Exchange, answer: ClientResponse, watch: Watch, filler: Filler
+    ) -> None:
+        """Receive the answer's whole body into ``filler``; count what has come."""
+        watch.filler = filler
+        try:
+            await receive(answer, filler, direct=self._config.fast_path)
+        finally:
+            exchange.received += filler.filled
+
+    async def _send(self, exchange: Exchange) -> ClientResponse:
+        config = self._config
+        return await self._get_session().get(
+            URL(exchange.url, encoded=True),
+            headers=self._headers(exchange),
+            allow_redirects=False,
+            auto_decompress=False,
+            raise_for_status=False,
+            read_bufsize=_READ_BUFFER,
+            ssl=True if config.ssl_context is None else config.ssl_context,
+            timeout=aiohttp.ClientTimeout(
+                # The watch sees both; the connector's own error says more.
+                total=None,
+                sock_connect=min(config.connect_timeout, config.stall_timeout),
+                sock_read=None,
+            ),
+        )
+
+    def _get_session(self) -> ClientSession:
+        if self._closed:
+            raise ClosedError("the client")
+        if self._session is None:
+            # No limit of connections: each transfer bounds its requests, and one that
+            # waits in the pool would look like a peer that says nothing.
+            self._session = ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                trust_env=False,
+            )
+        if self._session.closed:
+            raise ClosedError("the ClientSession that the caller gave")
+        return self._session
+
+    def _headers(self, exchange: Exchange) -> dict[str, str]:
+        headers = {hdrs.ACCEPT_ENCODING: "identity", **exchange.headers}
+        token = exchange.source.token or self._config.token
+        if token is not None:
+            if _TOKEN.fullmatch(token) is None:
+                raise LocalProtocolError("the token is empty or not printable ASCII")
+            headers[hdrs.AUTHORIZATION] = f"Bearer {token}"
+        return headers
+
+
+def length_of(answer: ClientResponse, url: str) -> int:
+    """Return the body's length, which must be given and be that of plain bytes."""
+    encoding = answer.headers.get(hdrs.CONTENT_ENCODING, "identity")
+    if encoding.lower() != "identity":
+        raise RemoteProtocolError(f"{url} sent Content-Encoding {encoding[:40]!r}")
+    length = answer.headers.get(hdrs.CONTENT_LENGTH, "")
+    if re.fullmatch(r"[0-9]{1,19}", length) is None:
+        raise RemoteProtocolError(f"{url} does not say how long its answer is")
+    return int(length)
+
+
+async def _check_status(answer: ClientResponse, exchange: Exchange) -> None:
+    if answer.status == exchange.status:
+        return
+    if 200 <= answer.status < 300:
+        raise RemoteProtocolError(
+            f"{exchange.url} answered HTTP {answer.status} and not {exchange.status}; "
+            "is that an aiockpt server?"
+        )
+    raise from_problem(
+        answer.status,
+        answer.headers,
+        await _read_problem(answer),
+        url=exchange.url,
+        step=exchange.step,
+        snapshot_id=exchange.snapshot_id,
+    )
+
+
+async def _read_problem(answer: ClientResponse) -> bytes:
+    """Read an error's body as far as it is of interest; a broken one is none."""
+    body = b""
+    try:
+        while len(body) < _MAX_PROBLEM and (data := await answer.content.readany()):
+            body += data
+    except (aiohttp.ClientError, OSError):
+        return b""
+    return body

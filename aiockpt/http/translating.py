@@ -1,0 +1,136 @@
+"""What an error of aiohttp means: two tables, before the answer and in its body."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
+
+from aiockpt.errors import (
+    AiockptError,
+    IntegrityError,
+    LocalProtocolError,
+    PeerUnreachableError,
+    RemoteProtocolError,
+    TransferInterruptedError,
+    TransportError,
+)
+from aiockpt.wire.http import Source
+
+__all__ = ["BEFORE_ANSWER", "IN_BODY", "Exchange", "naming", "translated"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Exchange:
+    """What one request asks for, and whom its errors name.
+
+    ``expected`` and ``received`` count the bytes of the whole chunk or manifest:
+    a resumed exchange starts with some received.
+    """
+
+    source: Source
+    path: str
+    headers: Mapping[str, str]
+    status: int
+    step: int | None = None
+    snapshot_id: str | None = None
+    chunk: int | None = None
+    allowance: float = 0.0
+    received: int = 0
+    expected: int = 0
+
+    @property
+    def url(self) -> str:
+        """The address, without any credential."""
+        return self.source.base_url + self.path
+
+
+Build = Callable[[Exchange, Exception], AiockptError]
+Table = tuple[tuple[type[Exception], Build], ...]
+
+
+def _unreachable(exchange: Exchange, error: Exception) -> AiockptError:
+    return PeerUnreachableError(exchange.source.base_url, _reason(error))
+
+
+def _no_answer(exchange: Exchange, error: Exception) -> AiockptError:
+    why = "it closed the connection instead of answering"
+    return PeerUnreachableError(exchange.source.base_url, why)
+
+
+def _interrupted(exchange: Exchange, error: Exception) -> AiockptError:
+    return TransferInterruptedError(
+        exchange.url,
+        received=exchange.received,
+        expected=exchange.expected,
+        chunk=exchange.chunk,
+    )
+
+
+def _not_http(exchange: Exchange, error: Exception) -> AiockptError:
+    return RemoteProtocolError(
+        f"{exchange.url} does not answer in HTTP; is that an aiockpt server?"
+    )
+
+
+def _misused(exchange: Exchange, error: Exception) -> AiockptError:
+    return LocalProtocolError(f"cannot ask {exchange.url}: {_reason(error)}")
+
+
+def _other(exchange: Exchange, error: Exception) -> AiockptError:
+    return TransportError(f"{exchange.url}: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return str(error.strerror)
+    return str(error) or type(error).__name__
+
+
+BEFORE_ANSWER: Table = (
+    (aiohttp.ClientConnectorError, _unreachable),
+    (aiohttp.ServerTimeoutError, _unreachable),
+    (aiohttp.ClientConnectionError, _no_answer),
+    (aiohttp.ClientResponseError, _not_http),
+    (aiohttp.InvalidURL, _misused),
+    (aiohttp.ClientError, _other),
+    (HttpProcessingError, _not_http),
+    (OSError, _unreachable),
+    (ValueError, _misused),
+)
+IN_BODY: Table = (
+    (aiohttp.ClientPayloadError, _interrupted),
+    (aiohttp.ClientConnectionError, _interrupted),
+    (aiohttp.ClientError, _other),
+    (HttpProcessingError, _not_http),
+    (OSError, _interrupted),
+)
+
+
+@contextmanager
+def translated(exchange: Exchange, table: Table) -> Iterator[None]:
+    """Raise the package's error for a foreign one that the table knows."""
+    try:
+        yield
+    except AiockptError:
+        raise  # some of ours are an OSError or a ValueError too
+    except Exception as error:
+        for kind, build in table:
+            if isinstance(error, kind):
+                raise build(exchange, error) from error
+        raise
+
+
+@contextmanager
+def naming(exchange: Exchange) -> Iterator[None]:
+    """Name the peer in what the parsers of `aiockpt.wire` say about its bytes."""
+    try:
+        yield
+    except IntegrityError as error:
+        error.url = exchange.url
+        raise
+    except RemoteProtocolError as error:
+        raise RemoteProtocolError(f"{exchange.url}: {error}") from error

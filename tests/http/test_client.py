@@ -1,0 +1,578 @@
+"""The client asks for what it needs, believes nothing, and says what went wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from collections.abc import Callable
+
+import pytest
+from aiohttp import ClientSession, web
+
+from aiockpt.errors import (
+    AiockptError,
+    AuthenticationError,
+    CheckpointChangedError,
+    ClosedError,
+    IntegrityError,
+    LimitExceededError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    StepNotFoundError,
+)
+from aiockpt.http.client import CheckpointClient, LatestInfo
+from aiockpt.observe import TransferEvent, add_hook
+from aiockpt.wire.http import PeerBusy, to_problem
+from aiockpt.wire.limits import Limits
+from aiockpt.wire.manifest import Manifest
+from rangepeer import (
+    STEP,
+    TOKEN,
+    Meddle,
+    Memory,
+    RangePeer,
+    describe,
+    fetch,
+    noise,
+    receiver,
+    run_here,
+    serving,
+    soon,
+    verify,
+)
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
+
+CHUNK = 1 << 16
+SEGMENT = noise(5 * CHUNK + 100)
+
+
+def refusing(*errors: Exception) -> Meddle:
+    """Answer the first requests with these errors."""
+    left = list(errors)
+
+    async def meddle(_: RangePeer, __: web.Request) -> web.StreamResponse | None:
+        if not left:
+            return None
+        problem = to_problem(left.pop(0))
+        return web.Response(
+            status=problem.status, headers=problem.headers, body=problem.body
+        )
+
+    return meddle
+
+
+def editing(edit: Callable[[web.Response], object]) -> Meddle:
+    """Change every answer of the peer."""
+
+    async def meddle(peer: RangePeer, request: web.Request) -> web.StreamResponse:
+        answer = peer.answer(request)
+        edit(answer)
+        return answer
+
+    return meddle
+
+
+def saying(**headers: str) -> Meddle:
+    """Add headers to every answer of the peer, or replace them."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return editing(lambda answer: answer.headers.update(named))
+
+
+def resizing(by: int) -> Meddle:
+    """Send a body that is longer or shorter than was asked for."""
+
+    def resize(answer: web.Response) -> None:
+        assert isinstance(answer.body, bytes)
+        answer.body = answer.body + b"x" * by if by > 0 else answer.body[:by]
+
+    return editing(resize)
+
+
+def bomb(answer: web.Response) -> None:
+    """Announce what gzip makes of many zeros."""
+    answer.body = gzip.compress(bytes(1 << 20))
+    answer.headers["Content-Encoding"] = "gzip"
+
+
+async def fetch_manifest(
+    client: CheckpointClient, peer: RangePeer, step: int = STEP
+) -> Manifest:
+    """Fetch a manifest with time enough."""
+    return await client.fetch_manifest(peer.source(), step, deadline=soon())
+
+
+class TestFetchManifest:
+    """What is asked of a peer first, and how long."""
+
+    async def test_returns_what_the_peer_describes(self) -> None:
+        """The manifest is the peer's, decoded by the function that was given."""
+        ran = []
+
+        async def run(fn):
+            ran.append(fn)
+            return await run_here(fn)
+
+        async with serving(SEGMENT, chunk_bytes=CHUNK) as peer, receiver() as client:
+            client._run = run
+            assert await fetch_manifest(client, peer) == peer.manifest
+        assert len(ran) == 1
+
+    async def test_waits_until_the_step_is_published(self) -> None:
+        """While the step is not there yet the client asks again, and says so."""
+        errors = [StepNotFoundError(STEP), StepNotFoundError(STEP, serving=STEP - 1)]
+        told: list[AiockptError] = []
+        meddle = refusing(*errors)
+        async with serving(SEGMENT, meddle=meddle) as peer, receiver() as client:
+            manifest = await client.fetch_manifest(
+                peer.source(), STEP, deadline=soon(), on_retry=told.append
+            )
+            assert manifest == peer.manifest
+            assert [error.serving for error in told] == [None, STEP - 1]
+
+    async def test_asks_the_peer_to_wait_no_longer_than_the_deadline(self) -> None:
+        """``Prefer: wait`` is the rest of the time, in pieces of half a minute."""
+        async with serving(SEGMENT) as peer, receiver() as client:
+            for seconds in (2.5, -1, 3600):
+                await client.fetch_manifest(peer.source(), STEP, deadline=soon(seconds))
+        waits = [float(h["Prefer"].removeprefix("wait=")) for _, h in peer.requests]
+        assert waits == [pytest.approx(2.5, abs=0.2), 0, 30]
+
+    async def test_step_that_a_newer_one_replaced_is_an_error_at_once(self) -> None:
+        """The error names the step that is served instead."""
+        gone = StepNotFoundError(STEP, serving=STEP + 1)
+        async with (
+            serving(SEGMENT, meddle=refusing(gone)) as peer,
+            receiver() as client,
+        ):
+            with pytest.raises(StepNotFoundError) as caught:
+                await fetch_manifest(client, peer)
+        assert (caught.value.step, caught.value.serving) == (STEP, STEP + 1)
+
+    async def test_another_step_than_asked_for_is_refused(self) -> None:
+        """A server that mixes up its steps is not believed."""
+        async with serving(SEGMENT, step=8) as peer, receiver() as client:
+            with pytest.raises(RemoteProtocolError, match="sends step 8"):
+                await fetch_manifest(client, peer)
+
+    async def test_header_above_the_limit_is_refused_before_it_is_read(self) -> None:
+        """A peer that announces too much is not even listened to."""
+        silence = asyncio.Event()
+
+        async def announce(_: RangePeer, request: web.Request) -> web.StreamResponse:
+            answer = web.StreamResponse(
+                headers={"Content-Length": str(2**62), "Aiockpt-Step": str(STEP)}
+            )
+            await answer.prepare(request)
+            await answer.write(b"x")
+            await silence.wait()
+            return answer
+
+        limits = Limits(max_header_bytes=10_000)
+        async with (
+            serving(SEGMENT, meddle=announce) as peer,
+            receiver(limits=limits) as client,
+        ):
+            with pytest.raises(LimitExceededError) as caught:
+                await fetch_manifest(client, peer)
+            silence.set()
+        assert caught.value.actual == 2**62
+
+    async def test_damaged_header_is_fetched_again_then_reported(self) -> None:
+        """Two damaged headers are forgiven, the third is an error with its peer."""
+        damaged = bytearray(describe(SEGMENT).header)
+        damaged[-100] ^= 1
+        times = [2, 3]
+        left = 0
+
+        async def damage(
+            _: RangePeer, request: web.Request
+        ) -> web.StreamResponse | None:
+            nonlocal left
+            left -= 1
+            headers = {"Aiockpt-Step": str(STEP)}
+            return web.Response(body=damaged, headers=headers) if left >= 0 else None
+
+        async with serving(SEGMENT, meddle=damage) as peer, receiver() as client:
+            left = times[0]
+            assert await fetch_manifest(client, peer) == peer.manifest
+            left = times[1]
+            with pytest.raises(IntegrityError) as caught:
+                await fetch_manifest(client, peer)
+        assert caught.value.chunk is None
+        assert caught.value.url.startswith(peer.base_url)
+
+    @pytest.mark.parametrize("size", [0, 7, 100])
+    async def test_server_of_another_kind_is_recognised(self, size: int) -> None:
+        """A web page is no manifest, whatever its length, and the message says so."""
+
+        async def page(_: RangePeer, request: web.Request) -> web.Response:
+            return web.Response(text="<html>"[:size] + " " * (size - 6))
+
+        async with serving(SEGMENT, meddle=page) as peer, receiver() as client:
+            with pytest.raises(RemoteProtocolError, match="is that an aiockpt server"):
+                await fetch_manifest(client, peer)
+
+    async def test_plain_safetensors_file_has_no_manifest(self) -> None:
+        """A foreign header is valid and still not enough."""
+        header = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+        body = len(header).to_bytes(8, "little") + header
+
+        async def foreign(_: RangePeer, request: web.Request) -> web.Response:
+            return web.Response(body=body, headers={"Aiockpt-Step": str(STEP)})
+
+        async with serving(SEGMENT, meddle=foreign) as peer, receiver() as client:
+            with pytest.raises(RemoteProtocolError, match="no manifest"):
+                await fetch_manifest(client, peer)
+
+
+class TestFetchLatest:
+    """What a peer serves now."""
+
+    async def test_tells_step_and_snapshot(self) -> None:
+        """What is served now, without its manifest."""
+
+        async def latest(_: RangePeer, request: web.Request) -> web.Response:
+            headers = {"Aiockpt-Step": "9", "ETag": f'"{"a" * 32}"'}
+            return web.Response(body=b"{}", headers=headers)
+
+        async with serving(SEGMENT, meddle=latest) as peer, receiver() as client:
+            assert await client.fetch_latest(peer.source()) == LatestInfo(9, "a" * 32)
+            assert peer.requests[0][0] == "/checkpoint/latest"
+
+    async def test_nothing_published_is_an_error(self) -> None:
+        """It does not wait."""
+        nothing = refusing(StepNotFoundError(None))
+        async with serving(SEGMENT, meddle=nothing) as peer, receiver() as client:
+            with pytest.raises(StepNotFoundError):
+                await client.fetch_latest(peer.source())
+
+
+@pytest.mark.parametrize("fast_path", [True, False], ids=["direct", "portable"])
+class TestFetchChunks:
+    """The bytes, on both ways into memory."""
+
+    @pytest.mark.parametrize(
+        "pieces",
+        [(), range(0, len(SEGMENT), 4096), (3, 70_000, 70_001, 200_000)],
+        ids=["one buffer", "4 KiB buffers", "odd buffers"],
+    )
+    async def test_fills_memory_of_any_layout(self, fast_path, pieces) -> None:
+        """Every byte is where it belongs, and each one was counted once."""
+        async with (
+            serving(SEGMENT, chunk_bytes=CHUNK) as peer,
+            receiver(fast_path=fast_path) as client,
+        ):
+            memory = await fetch(client, peer, Memory(len(SEGMENT), pieces=pieces))
+        assert memory.content == SEGMENT
+        assert (memory.bytes, memory.chunks) == (len(SEGMENT), 6)
+
+    @pytest.mark.parametrize("parallel", [1, 2, 4])
+    async def test_opens_as_many_connections_as_requests_at_a_time(
+        self, fast_path, parallel
+    ) -> None:
+        """Connections come back from each range in a state to be used again."""
+        segment = noise(32 * CHUNK)
+        async with (
+            serving(segment, chunk_bytes=CHUNK) as peer,
+            receiver(fast_path=fast_path, max_concurrency=parallel) as client,
+        ):
+            assert (await fetch(client, peer)).content == segment
+        assert (len(peer.requests), len(peer.clients)) == (32, parallel)
+
+    async def test_fetches_each_chunk_once_and_only_those_asked_for(
+        self, fast_path
+    ) -> None:
+        """A resumed receive asks for the chunks that it lacks."""
+        async with (
+            serving(SEGMENT, chunk_bytes=CHUNK) as peer,
+            receiver(fast_path=fast_path) as client,
+        ):
+            memory = Memory(len(SEGMENT))
+            await client.fetch_chunks(
+                peer.source(),
+                peer.manifest,
+                memory,
+                [5, 1, 5],
+                verify=verify,
+                on_progress=memory.count,
+            )
+        assert memory.content[CHUNK : 2 * CHUNK] == SEGMENT[CHUNK : 2 * CHUNK]
+        assert memory.content[5 * CHUNK :] == SEGMENT[5 * CHUNK :]
+        assert memory.content.count(0) >= 4 * CHUNK
+        assert len(peer.requests) == 2
+
+    async def test_asks_for_plain_bytes_of_one_snapshot(self, fast_path) -> None:
+        """No encoding, no other snapshot, no credential that was not given."""
+        async with serving(SEGMENT) as peer, receiver(fast_path=fast_path) as client:
+            await fetch(client, peer)
+        ((path, headers),) = peer.requests
+        head = peer.manifest.header_bytes
+        assert path == f"/checkpoint/{STEP}/full"
+        assert headers["Range"] == f"bytes={head}-{head + len(SEGMENT) - 1}"
+        assert headers["If-Match"] == f'"{peer.manifest.snapshot_id}"'
+        assert headers["Accept-Encoding"] == "identity"
+        assert "Authorization" not in headers
+
+    @pytest.mark.parametrize(
+        ("meddle", "message"),
+        [
+            (editing(lambda a: a.set_status(200)), "answered HTTP 200"),
+            (editing(lambda a: a.set_status(204)), "answered HTTP 204"),
+            (editing(lambda a: a.set_status(302)), "redirects are not followed"),
+            (editing(lambda a: a.headers.popall("Content-Range")), "Content-Range"),
+            (saying(Content_Range="bytes 0-1/9"), "bytes 0 to 2 of 9"),
+            (saying(Content_Encoding="br"), "'br'"),
+            (editing(bomb), "'gzip'"),
+            (editing(web.Response.enable_chunked_encoding), "how long"),
+            (resizing(+1), "contradicts itself"),
+            (resizing(-1), "contradicts itself"),
+        ],
+        ids=(
+            "200",
+            "204",
+            "302",
+            "no range",
+            "range",
+            "br",
+            "gzip",
+            "chunked",
+            "+1",
+            "-1",
+        ),
+    )
+    async def test_answer_that_is_not_exactly_the_range_is_refused(
+        self, fast_path, meddle, message
+    ) -> None:
+        """Nothing of it is received, three times, then the error names the peer."""
+        async with (
+            serving(SEGMENT, meddle=meddle) as peer,
+            receiver(fast_path=fast_path) as client,
+        ):
+            memory = Memory(len(SEGMENT))
+            with pytest.raises(RemoteProtocolError, match=message) as caught:
+                await fetch(client, peer, memory)
+        assert peer.base_url in str(caught.value)
+        assert len(peer.requests) == 3
+        assert memory.content == bytes(len(SEGMENT))
+
+    async def test_bad_chunk_is_fetched_again_and_no_other(self, fast_path) -> None:
+        """One wrong byte costs one more request; progress is taken back."""
+        async with (
+            serving(SEGMENT, chunk_bytes=CHUNK) as peer,
+            receiver(fast_path=fast_path) as client,
+        ):
+            peer.segment = peer.segment[:-1] + b"?"
+            memory = Memory(len(SEGMENT))
+
+            async def repair(_: RangePeer, request: web.Request) -> None:
+                if memory.errors:
+                    peer.segment = SEGMENT
+
+            peer.meddle = repair
+            await fetch(client, peer, memory)
+        assert memory.content == SEGMENT
+        assert (memory.bytes, memory.chunks) == (len(SEGMENT), 6)
+        assert len(peer.requests) == 7
+        (error,) = memory.errors
+        assert isinstance(error, IntegrityError)
+
+    async def test_chunk_that_is_bad_three_times_is_an_error(self, fast_path) -> None:
+        """It names chunk, digests and peer; a fourth request would bring no more."""
+        async with serving(SEGMENT) as peer, receiver(fast_path=fast_path) as client:
+            peer.segment = b"?" + SEGMENT[1:]
+            with pytest.raises(IntegrityError) as caught:
+                await fetch(client, peer)
+        error = caught.value
+        assert (error.chunk, error.expected) == (0, peer.manifest.digests[0])
+        assert error.actual != error.expected
+        assert error.url == peer.base_url
+        assert len(peer.requests) == 3
+
+    async def test_snapshot_that_changes_is_never_mixed_in(self, fast_path) -> None:
+        """A 412 or another ``ETag`` ends the transfer and says what is there now."""
+        other = describe(SEGMENT, step=STEP + 1).snapshot_id
+        changed = CheckpointChangedError(expected="", actual=other)
+        for meddle in (refusing(changed), saying(ETag=f'"{other}"')):
+            async with (
+                serving(SEGMENT, meddle=meddle) as peer,
+                receiver(fast_path=fast_path) as client,
+            ):
+                with pytest.raises(CheckpointChangedError) as caught:
+                    await fetch(client, peer)
+            assert caught.value.expected == peer.manifest.snapshot_id
+            assert caught.value.actual == other
+            assert len(peer.requests) == 1
+
+    async def test_first_failure_ends_the_others_and_comes_alone(
+        self, fast_path
+    ) -> None:
+        """One typed error, no group, while another chunk would take for ever."""
+        never = asyncio.Event()
+
+        async def one_fails(_: RangePeer, request: web.Request) -> web.StreamResponse:
+            if len(peer.requests) == 1:
+                await never.wait()
+            return web.Response(status=412)
+
+        async with (
+            serving(SEGMENT, chunk_bytes=CHUNK, meddle=one_fails) as peer,
+            receiver(fast_path=fast_path) as client,
+        ):
+            with pytest.raises(CheckpointChangedError):
+                await fetch(client, peer)
+            never.set()
+
+
+class TestErrors:
+    """What a peer's refusals become, and which are worth another attempt."""
+
+    async def test_retracted_step_is_an_error_at_once(self) -> None:
+        """Unlike before the manifest, nobody waits for it to come back."""
+        gone = refusing(StepNotFoundError(STEP))
+        async with serving(SEGMENT, meddle=gone) as peer, receiver() as client:
+            with pytest.raises(StepNotFoundError):
+                await fetch(client, peer)
+            assert len(peer.requests) == 1
+
+    async def test_refused_credential_names_the_peer_and_not_the_token(self) -> None:
+        """It is no use to try again."""
+        no = refusing(AuthenticationError("here"))
+        async with serving(SEGMENT, meddle=no) as peer, receiver() as client:
+            with pytest.raises(AuthenticationError) as caught:
+                await fetch(client, peer, token=TOKEN)
+            assert len(peer.requests) == 1
+        assert peer.base_url in str(caught.value)
+        assert TOKEN not in f"{caught.value!r} {caught.value}"
+
+    async def test_busy_peer_is_asked_again_when_it_says(self) -> None:
+        """A 503 is a sign of life, even where silence is not tolerated."""
+        busy = refusing(PeerBusy(retry_after=1), PeerBusy())
+        async with serving(SEGMENT, meddle=busy) as peer, receiver() as client:
+            start = soon(0)
+            assert (await fetch(client, peer)).content == SEGMENT
+            assert soon(0) - start >= 1
+            assert len(peer.requests) == 3
+
+    async def test_every_retry_is_an_event(self) -> None:
+        """Hooks learn which peer made trouble and which."""
+        events: list[TransferEvent] = []
+        remove = add_hook(events.append)
+        busy = refusing(PeerBusy())
+        async with serving(SEGMENT, meddle=busy) as peer, receiver() as client:
+            await fetch(client, peer)
+        remove()
+        assert [(e.stop, e.step, e.peer) for e in events] == [
+            ("retry", STEP, peer.base_url)
+        ]
+
+    @pytest.mark.parametrize("chunk", [-1, 1])
+    async def test_chunk_outside_the_grid_is_the_callers_mistake(self, chunk) -> None:
+        """No request is made for it."""
+        async with serving(SEGMENT) as peer, receiver() as client:
+            with pytest.raises(LocalProtocolError, match=f"chunk {chunk}"):
+                await client.fetch_chunks(
+                    peer.source(),
+                    peer.manifest,
+                    Memory(len(SEGMENT)),
+                    [chunk],
+                    verify=verify,
+                    on_progress=lambda *_: None,
+                )
+            assert not peer.requests
+
+    async def test_nothing_to_fetch_asks_nobody(self) -> None:
+        """A checkpoint without a byte is complete."""
+        async with serving(b"") as peer, receiver() as client:
+            await fetch(client, peer)
+            assert not peer.requests
+
+
+class TestCredentials:
+    """A token goes where it was meant to go, and is shown nowhere."""
+
+    async def test_token_of_the_source_goes_before_the_configured_one(self) -> None:
+        """The metadata knows best what its sender wants."""
+        async with serving(SEGMENT) as peer, receiver(token="configured") as client:
+            await fetch(client, peer, token=TOKEN)
+            await fetch(client, peer)
+        sent = [headers["Authorization"] for _, headers in peer.requests]
+        assert sent == [f"Bearer {TOKEN}", "Bearer configured"]
+
+    async def test_token_does_not_follow_a_redirect(self) -> None:
+        """The other origin is never asked at all."""
+        async with serving(SEGMENT) as thief:
+            there = f"{thief.base_url}{STEP}/full"
+
+            async def redirect(_: RangePeer, request: web.Request) -> web.Response:
+                return web.Response(status=307, headers={"Location": there})
+
+            async with serving(SEGMENT, meddle=redirect) as peer, receiver() as client:
+                with pytest.raises(RemoteProtocolError, match="redirect"):
+                    await fetch(client, peer, token=TOKEN)
+            assert not thief.requests
+
+    @pytest.mark.parametrize("token", ["", "two words", "line\r\nHost: evil", "\u20ac"])
+    async def test_token_that_no_header_can_carry_is_refused_unseen(
+        self, token
+    ) -> None:
+        """It is the caller's mistake, and the message does not repeat it."""
+        async with serving(SEGMENT) as peer, receiver(token=token) as client:
+            with pytest.raises(LocalProtocolError, match="token") as caught:
+                await fetch(client, peer)
+            assert not token or token not in str(caught.value)
+            assert not peer.requests
+
+    async def test_no_repr_shows_the_token(self) -> None:
+        """Neither the client's nor that of its configuration."""
+        async with receiver(token=TOKEN) as client:
+            assert repr(client) == "<CheckpointClient open>"
+            assert TOKEN not in repr(client._config)
+
+
+class TestSession:
+    """Whose session it is decides who closes it."""
+
+    async def test_session_of_the_caller_is_used_and_left_open(self) -> None:
+        """Its settings may differ from those that the client would choose."""
+
+        async def fail(_: object) -> None:
+            raise AssertionError("the client judges statuses itself")
+
+        async with ClientSession(
+            raise_for_status=fail, read_bufsize=64, headers={"X-Mine": "1"}
+        ) as session:
+            async with serving(SEGMENT) as peer, receiver(session) as client:
+                assert (await fetch(client, peer)).content == SEGMENT
+            assert peer.requests[0][1]["X-Mine"] == "1"
+            assert not session.closed
+
+    async def test_closed_session_of_the_caller_is_named(self) -> None:
+        """It is not the client that is closed."""
+        async with ClientSession() as session:
+            pass
+        async with serving(SEGMENT) as peer, receiver(session) as client:
+            with pytest.raises(ClosedError, match="ClientSession"):
+                await fetch(client, peer)
+
+    async def test_closed_client_refuses_and_can_be_closed_again(self) -> None:
+        """Whether or not it was ever used."""
+        async with serving(SEGMENT) as peer, receiver() as client:
+            await client.aclose()
+            with pytest.raises(ClosedError):
+                await fetch(client, peer)
+            await client.aclose()
+            assert repr(client) == "<CheckpointClient closed>"
+
+    async def test_environment_proxies_are_ignored(self, monkeypatch) -> None:
+        """Checkpoints do not take the way of web pages."""
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:1/")
+        async with serving(SEGMENT) as peer, receiver() as client:
+            assert (await fetch(client, peer)).content == SEGMENT
+
+    async def test_credential_of_the_session_gives_way(self) -> None:
+        """What the source demands replaces a default header of the same name."""
+        async with ClientSession(headers={"Authorization": "Basic x"}) as session:
+            async with serving(SEGMENT) as peer, receiver(session) as client:
+                await fetch(client, peer, token=TOKEN)
+            assert peer.requests[0][1]["Authorization"] == f"Bearer {TOKEN}"

@@ -1,0 +1,385 @@
+"""Whatever a network does: the right bytes arrive, or one typed error does."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+
+import pytest
+import trustme
+from aiohttp import ClientSession, TCPConnector, web
+
+from aiockpt.errors import (
+    AiockptError,
+    PeerUnreachableError,
+    RemoteProtocolError,
+    TransferInterruptedError,
+    TransferStalledError,
+)
+from aiockpt.http.client import CheckpointClient
+from aiockpt.testing.faults import (
+    Answer,
+    CutAfter,
+    Drip,
+    Drop,
+    Fault,
+    FaultProxy,
+    FlipBit,
+    Refuse,
+    StallAfter,
+)
+from rangepeer import Memory, RangePeer, fetch, noise, receiver, serving, soon
+
+pytestmark = [
+    pytest.mark.asyncio,
+    pytest.mark.torch_free,
+    pytest.mark.parametrize("fast_path", [True, False], ids=["direct", "portable"]),
+]
+
+CHUNK = 1 << 16
+SMALL = noise(400)
+LARGE = noise(16 * CHUNK)
+LONG_ENOUGH = 750
+"""More than a whole answer for SMALL, its head included."""
+
+
+async def until_used_up(
+    client: CheckpointClient, peer: RangePeer, proxy: FaultProxy, *, may_fail: bool
+) -> int:
+    """Fetch until every fault of the proxy has had its turn; count the successes."""
+    successes = 0
+
+    async def work() -> None:
+        nonlocal successes
+        while proxy.statistics().connections < len(proxy.faults):
+            memory = Memory(len(peer.segment), pieces=range(0, 400, 7))
+            try:
+                await fetch(client, peer, memory, port=proxy.port)
+            except AiockptError:
+                assert may_fail
+                assert memory.chunks == 0
+            else:
+                assert memory.content == peer.segment
+                assert memory.bytes == len(peer.segment)
+                successes += 1
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(32):
+            group.create_task(work())
+    return successes
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
+async def test_every_truncation_point_is_survived(fast_path, reset) -> None:
+    """A connection may end after any byte: the transfer goes on from there."""
+    cuts = [CutAfter(count, reset=reset) for count in range(LONG_ENOUGH)]
+    async with (
+        serving(SMALL) as peer,
+        FaultProxy("127.0.0.1", peer.port, faults=cuts) as proxy,
+        receiver(fast_path=fast_path, reconnect_timeout=20) as client,
+    ):
+        assert await until_used_up(client, peer, proxy, may_fail=False)
+
+
+async def test_no_flipped_bit_gets_through(fast_path) -> None:
+    """In the body it is repaired; in the head it may be an error, never a success."""
+    flips = [FlipBit(at, bit=at % 8) for at in range(LONG_ENOUGH)]
+    async with (
+        serving(SMALL) as peer,
+        FaultProxy("127.0.0.1", peer.port, faults=flips) as proxy,
+        ClientSession(connector=TCPConnector(force_close=True)) as session,
+        receiver(session, fast_path=fast_path, stall_timeout=0.3) as client,
+    ):
+        assert await until_used_up(client, peer, proxy, may_fail=True)
+
+
+async def test_missing_bytes_are_noticed(fast_path) -> None:
+    """A gap in the middle shifts the rest: too little comes, and it stalls."""
+    async with (
+        serving(LARGE, chunk_bytes=CHUNK) as peer,
+        FaultProxy("127.0.0.1", peer.port, faults=[Drop(5000, 10)]) as proxy,
+        receiver(fast_path=fast_path, stall_timeout=0.2, reconnect_timeout=5) as client,
+    ):
+        assert (await fetch(client, peer, port=proxy.port)).content == LARGE
+
+
+async def test_broken_connection_resumes_after_what_had_arrived(fast_path) -> None:
+    """No byte of a chunk is asked for twice."""
+    cuts = [CutAfter(10_000), CutAfter(20_000, reset=True)]
+    async with (
+        serving(LARGE) as peer,
+        FaultProxy("127.0.0.1", peer.port, faults=cuts) as proxy,
+        receiver(fast_path=fast_path, max_concurrency=1) as client,
+    ):
+        memory = await fetch(client, peer, port=proxy.port)
+        assert memory.content == LARGE
+        assert memory.bytes == len(LARGE)
+    starts = [int(r.removeprefix("bytes=").split("-")[0]) for r in peer.ranges()]
+    head = peer.manifest.header_bytes
+    assert starts[0] == head
+    assert head < starts[1] < starts[2]
+    received = [error.received for error in memory.errors]
+    assert received == [start - head for start in starts[1:]]
+    assert all(isinstance(error, TransferInterruptedError) for error in memory.errors)
+
+
+async def test_connections_that_keep_breaking_cost_little_extra(fast_path) -> None:
+    """A reset every 100 kB on every connection: at most a tenth is sent again."""
+    async with (
+        serving(LARGE, chunk_bytes=4 * CHUNK) as peer,
+        FaultProxy(
+            "127.0.0.1", peer.port, otherwise=CutAfter(100_000, reset=True)
+        ) as proxy,
+        receiver(fast_path=fast_path) as client,
+    ):
+        assert (await fetch(client, peer, port=proxy.port)).content == LARGE
+        assert proxy.statistics().bytes_down < 1.1 * len(LARGE)
+
+
+async def test_silent_peer_is_given_up_after_the_stall_timeout(fast_path) -> None:
+    """Before or within its answer, and the error says after how long."""
+    for count in (0, 50, 5000):
+        async with (
+            serving(LARGE) as peer,
+            FaultProxy("127.0.0.1", peer.port, otherwise=StallAfter(count)) as proxy,
+            receiver(fast_path=fast_path, stall_timeout=0.2) as client,
+        ):
+            start = time.monotonic()
+            with pytest.raises(TransferStalledError) as caught:
+                await fetch(client, peer, port=proxy.port)
+            assert 0.2 <= time.monotonic() - start < 0.7
+        assert 0.2 <= caught.value.idle < 0.4
+        assert caught.value.chunk == 0
+
+
+async def test_connections_that_stall_do_not_stop_the_others(fast_path) -> None:
+    """Two of four never answer again: the rest of the peer is alive."""
+    faults = [StallAfter(1000), Fault(), StallAfter(1000), Fault()]
+    async with (
+        serving(LARGE, chunk_bytes=CHUNK) as peer,
+        FaultProxy(
+            "127.0.0.1", peer.port, faults=faults, otherwise=Drip(3e6, burst=30_000)
+        ) as proxy,
+        receiver(
+            fast_path=fast_path,
+            max_concurrency=4,
+            stall_timeout=0.2,
+            reconnect_timeout=1.0,
+        ) as client,
+    ):
+        assert (await fetch(client, peer, port=proxy.port)).content == LARGE
+
+
+async def test_slow_peer_is_no_silent_peer(fast_path) -> None:
+    """A drip that lasts longer than the stall timeout is waited for."""
+    async with (
+        serving(noise(2000)) as peer,
+        FaultProxy("127.0.0.1", peer.port, otherwise=Drip(4000, burst=20)) as proxy,
+        receiver(fast_path=fast_path, stall_timeout=0.2) as client,
+    ):
+        start = time.monotonic()
+        assert (await fetch(client, peer, port=proxy.port)).content == peer.segment
+        assert time.monotonic() - start > 0.4
+
+
+async def received(proxy: FaultProxy, nbytes: int) -> None:
+    """Wait until so many bytes have come through."""
+    while proxy.statistics().bytes_down < nbytes:  # noqa: ASYNC110 - no event tells
+        await asyncio.sleep(0.001)
+
+
+async def test_loop_that_is_busy_elsewhere_is_not_the_peers_silence(fast_path) -> None:
+    """Time in which nobody could have read a byte does not count."""
+    async with (
+        serving(noise(2000)) as peer,
+        FaultProxy("127.0.0.1", peer.port, otherwise=Drip(8000, burst=20)) as proxy,
+        receiver(fast_path=fast_path, stall_timeout=0.2) as client,
+    ):
+        task = asyncio.create_task(fetch(client, peer, port=proxy.port))
+        await received(proxy, 1)
+        time.sleep(0.5)  # noqa: ASYNC251 - the point of the test
+        assert (await task).content == peer.segment
+
+
+async def test_refused_connection_is_an_error_at_once(fast_path) -> None:
+    """Where no reconnect timeout is set, and the error asks the right question."""
+    async with serving(SMALL) as peer, receiver(fast_path=fast_path) as client:
+        start = time.monotonic()
+        with pytest.raises(
+            PeerUnreachableError, match="is the sender running"
+        ) as caught:
+            await fetch(client, peer, port=1)
+        assert time.monotonic() - start < 0.2
+        assert caught.value.__cause__ is not None
+
+
+async def test_peer_that_stays_away_is_given_up_after_the_reconnect_timeout(
+    fast_path,
+) -> None:
+    """It is tried again and again until then."""
+    async with (
+        serving(SMALL) as peer,
+        receiver(fast_path=fast_path, reconnect_timeout=0.3) as client,
+    ):
+        start = time.monotonic()
+        memory = Memory(len(SMALL))
+        with pytest.raises(PeerUnreachableError):
+            await fetch(client, peer, memory, port=1)
+        assert 0.3 <= time.monotonic() - start < 2
+        assert len(memory.errors) > 1
+
+
+async def test_killed_peer_is_an_error_at_once(fast_path) -> None:
+    """All connections die and nothing listens any more."""
+    async with (
+        serving(LARGE) as peer,
+        FaultProxy("127.0.0.1", peer.port, otherwise=StallAfter(50_000)) as proxy,
+        receiver(fast_path=fast_path) as client,
+    ):
+        task = asyncio.create_task(fetch(client, peer, port=proxy.port))
+        await received(proxy, 50_000)
+        start = time.monotonic()
+        proxy.refuse()
+        await proxy.cut_all()
+        with pytest.raises(PeerUnreachableError):
+            await task
+        assert time.monotonic() - start < 0.3
+
+
+async def test_peer_that_comes_back_finishes_the_transfer(fast_path) -> None:
+    """What had arrived before it went is not sent again."""
+    async with (
+        serving(LARGE, chunk_bytes=4 * CHUNK) as peer,
+        FaultProxy("127.0.0.1", peer.port, otherwise=StallAfter(200_000)) as proxy,
+        receiver(fast_path=fast_path, reconnect_timeout=5) as client,
+    ):
+        task = asyncio.create_task(fetch(client, peer, port=proxy.port))
+        await received(proxy, 400_000)
+        proxy.refuse()
+        await proxy.cut_all()
+        memory = Memory(len(LARGE))
+        await asyncio.sleep(0.2)
+        proxy.otherwise = Fault()
+        await proxy.listen()
+        memory = await task
+        assert memory.content == LARGE
+        assert proxy.statistics().bytes_down < 1.1 * len(LARGE)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (Answer(b"SSH-2.0-OpenSSH_9.9\r\n"), RemoteProtocolError),
+        (
+            Answer(
+                b"HTTP/1.1 206 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n"
+            ),
+            RemoteProtocolError,
+        ),
+        (Answer(b"HTTP/1.1 206 OK\r\n" + b"X: y\r\n" * 10_000), RemoteProtocolError),
+        (Answer(b"\0" * 1000), RemoteProtocolError),
+        (Answer(b"HTTP/1.0 206 OK\r\n\r\nunframed"), RemoteProtocolError),
+        (Answer(b""), PeerUnreachableError),
+        (Refuse(), PeerUnreachableError),
+    ],
+    ids=["ssh", "smuggler", "flood", "zeros", "unframed", "hangup", "reset"],
+)
+async def test_impostor_is_told_from_a_sender(fast_path, fault, error) -> None:
+    """Whatever answers on the port, the error is ours and names it."""
+    async with (
+        serving(SMALL) as peer,
+        FaultProxy("127.0.0.1", peer.port, otherwise=fault) as proxy,
+        receiver(fast_path=fast_path, stall_timeout=0.5) as client,
+    ):
+        with pytest.raises(error) as caught:
+            await fetch(client, peer, port=proxy.port)
+        with pytest.raises(error):
+            await client.fetch_manifest(
+                peer.source(port=proxy.port), 7, deadline=soon()
+            )
+        with pytest.raises(error):
+            await client.fetch_latest(peer.source(port=proxy.port))
+    assert str(proxy.port) in str(caught.value)
+
+
+async def test_cancelled_anywhere_the_client_goes_on_as_if_nothing_was(
+    fast_path,
+) -> None:
+    """No task, no descriptor, no connection that answers the last question."""
+    async with (
+        serving(LARGE, chunk_bytes=CHUNK) as peer,
+        receiver(fast_path=fast_path, max_concurrency=4) as client,
+    ):
+        for rounds in [*range(60), *range(60, 300, 10)]:
+            task = asyncio.create_task(fetch(client, peer))
+            for _ in range(rounds):
+                await asyncio.sleep(0)
+            finished = task.done()
+            task.cancel()
+            try:
+                assert (await task).content == LARGE
+            except asyncio.CancelledError:
+                assert not finished
+        for _ in range(3):
+            assert (await fetch(client, peer)).content == LARGE
+
+
+async def test_cancelled_receive_writes_nothing_more(fast_path) -> None:
+    """The memory is the caller's again when the call has ended."""
+    async with (
+        serving(LARGE) as peer,
+        FaultProxy("127.0.0.1", peer.port, otherwise=Drip(2e6, burst=20_000)) as proxy,
+        receiver(fast_path=fast_path) as client,
+    ):
+        memory = Memory(len(LARGE), pieces=range(0, len(LARGE) // 2, 4096))
+        task = asyncio.create_task(fetch(client, peer, memory, port=proxy.port))
+        await received(proxy, len(LARGE) // 3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        left = bytes(memory.content)
+        await asyncio.sleep(0.1)
+        assert memory.content == left
+        assert 0 < len(left.rstrip(b"\0")) < len(LARGE)
+
+
+async def test_tls_is_received_the_portable_way(fast_path) -> None:
+    """Encrypted bytes are no destination's; the answer is the same."""
+    authority = trustme.CA()
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(server)
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    async with serving(LARGE, chunk_bytes=CHUNK, ssl_context=server) as peer:
+        async with receiver(fast_path=fast_path, ssl_context=trusting) as client:
+            assert (await fetch(client, peer)).content == LARGE
+        async with receiver(fast_path=fast_path) as client:
+            with pytest.raises(PeerUnreachableError, match="certificate"):
+                await fetch(client, peer)
+
+
+async def test_large_problem_document_is_read_no_further_than_of_interest(
+    fast_path,
+) -> None:
+    """A refusal that never ends is cut short."""
+    sent = 0
+
+    async def ramble(_: RangePeer, request: web.Request) -> web.StreamResponse:
+        nonlocal sent
+        answer = web.StreamResponse(status=401)
+        await answer.prepare(request)
+        try:
+            while True:
+                await answer.write(b"no" * 10_000)
+                sent += 20_000
+        except ConnectionError:
+            return answer
+
+    async with (
+        serving(SMALL, meddle=ramble) as peer,
+        receiver(fast_path=fast_path) as client,
+    ):
+        with pytest.raises(AiockptError, match="refused the credentials"):
+            await fetch(client, peer)
+    assert sent < 50_000_000

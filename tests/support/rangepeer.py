@@ -1,0 +1,206 @@
+"""A sender that shares nothing with the package's server, and what fetches from it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, TypeVar
+
+from aiohttp import ClientSession, web
+
+from aiockpt.errors import AiockptError
+from aiockpt.http.client import CheckpointClient, ClientConfig
+from aiockpt.wire.chunks import digest
+from aiockpt.wire.http import Source
+from aiockpt.wire.layout import Storage
+from aiockpt.wire.limits import Limits
+from aiockpt.wire.manifest import Manifest, build_manifest
+
+T = TypeVar("T")
+Meddle = Callable[["RangePeer", web.Request], Awaitable[web.StreamResponse | None]]
+
+STEP = 7
+TOKEN = "s3cret-capability"
+
+
+def noise(size: int, *, seed: int = 0) -> bytes:
+    """Return bytes that differ wherever they are looked at."""
+    return random.Random(seed).randbytes(size)
+
+
+def describe(segment: bytes, *, step: int = STEP, chunk_bytes: int = 0) -> Manifest:
+    """Return the manifest of one tensor of bytes."""
+    size = len(segment)
+    chunk_bytes = chunk_bytes or -(-max(size, 1) // 64) * 64
+    slices = range(0, size, chunk_bytes)
+    return build_manifest(
+        step=step,
+        chunk_bytes=chunk_bytes,
+        storages=[Storage("weight", "U8", (size,), size, 1)] if size else [],
+        tree=["dict", ["weight"], [["tensor", 0]]] if size else None,
+        digests=[digest([segment[start : start + chunk_bytes]]) for start in slices],
+    )
+
+
+@dataclass
+class RangePeer:
+    """Serves one checkpoint from memory with aiohttp, and remembers who asked what.
+
+    ``meddle`` may answer a request in place of the normal handler, or return None.
+    """
+
+    segment: bytes
+    manifest: Manifest
+    meddle: Meddle | None = None
+    port: int = 0
+    scheme: str = "http"
+    requests: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    clients: set[object] = field(default_factory=set)
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.scheme}://127.0.0.1:{self.port}/checkpoint/"
+
+    def source(self, token: str | None = None, *, port: int = 0) -> Source:
+        return Source(
+            self.base_url.replace(str(self.port), str(port or self.port)), token
+        )
+
+    def ranges(self) -> list[str]:
+        return [headers["Range"] for _, headers in self.requests if "Range" in headers]
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.requests.append((request.path, dict(request.headers)))
+        assert request.transport is not None
+        self.clients.add(request.transport.get_extra_info("peername"))
+        if self.meddle is not None:
+            answer = await self.meddle(self, request)
+            if answer is not None:
+                return answer
+        return self.answer(request)
+
+    def answer(self, request: web.Request) -> web.Response:
+        headers = {
+            "ETag": f'"{self.manifest.snapshot_id}"',
+            "Aiockpt-Step": str(self.manifest.step),
+        }
+        if request.path.endswith("/metadata"):
+            return web.Response(body=self.manifest.header, headers=headers)
+        if request.headers.get("If-Match") not in (None, headers["ETag"]):
+            return web.Response(status=412)
+        whole = self.manifest.header + self.segment
+        first, last = map(
+            int, request.headers["Range"].removeprefix("bytes=").split("-")
+        )
+        headers["Content-Range"] = f"bytes {first}-{last}/{len(whole)}"
+        return web.Response(status=206, body=whole[first : last + 1], headers=headers)
+
+
+@asynccontextmanager
+async def serving(
+    segment: bytes,
+    *,
+    step: int = STEP,
+    chunk_bytes: int = 0,
+    meddle: Meddle | None = None,
+    ssl_context: ssl.SSLContext | None = None,
+) -> AsyncIterator[RangePeer]:
+    """Serve a segment on a port of its own."""
+    manifest = describe(segment, step=step, chunk_bytes=chunk_bytes)
+    peer = RangePeer(segment, manifest, meddle)
+    app = web.Application()
+    app.router.add_get("/checkpoint/{tail:.*}", peer.handle)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=ssl_context)
+    await site.start()
+    peer.scheme = "https" if ssl_context else "http"
+    peer.port = runner.addresses[0][1]
+    try:
+        yield peer
+    finally:
+        await runner.cleanup()
+
+
+class Memory:
+    """A target: a run of bytes, in one piece or in many, that knows its progress."""
+
+    def __init__(self, size: int, *, pieces: Sequence[int] = ()) -> None:
+        self.content = bytearray(size)
+        self._cuts = sorted({0, size, *pieces})
+        self.bytes = self.chunks = 0
+        self.errors: list[AiockptError] = []
+
+    def buffers(self, start: int, stop: int) -> list[memoryview]:
+        cuts = [start, *(cut for cut in self._cuts if start < cut < stop), stop]
+        view = memoryview(self.content)
+        return [view[a:b] for a, b in pairwise(cuts)]
+
+    def count(self, nbytes: int, chunks: int) -> None:
+        self.bytes += nbytes
+        self.chunks += chunks
+
+
+async def verify(views: list[memoryview]) -> str:
+    """Compute a digest, here."""
+    return digest(views)
+
+
+async def run_here(fn: Callable[[], T], /) -> T:
+    """Call a function, here."""
+    return fn()
+
+
+@asynccontextmanager
+async def receiver(
+    session: ClientSession | None = None, **options: Any
+) -> AsyncIterator[CheckpointClient]:
+    """Give a client that is in a hurry."""
+    defaults = {
+        "max_concurrency": 2,
+        "stall_timeout": 5.0,
+        "connect_timeout": 5.0,
+        "reconnect_timeout": 0.0,
+        "token": None,
+        "limits": Limits(),
+        "ssl_context": None,
+        "fast_path": True,
+    }
+    config = ClientConfig(**{**defaults, **options})
+    client = CheckpointClient(config, session, run=run_here)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+async def fetch(
+    client: CheckpointClient,
+    peer: RangePeer,
+    memory: Memory | None = None,
+    *,
+    port: int = 0,
+    token: str | None = None,
+) -> Memory:
+    """Fetch all chunks of a peer, through ``port`` if given."""
+    memory = memory or Memory(len(peer.segment))
+    await client.fetch_chunks(
+        peer.source(token, port=port),
+        peer.manifest,
+        memory,
+        range(len(peer.manifest.grid)),
+        verify=verify,
+        on_progress=memory.count,
+        on_retry=memory.errors.append,
+    )
+    return memory
+
+
+def soon(seconds: float = 10.0) -> float:
+    """Return a deadline in loop time."""
+    return asyncio.get_running_loop().time() + seconds

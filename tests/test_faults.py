@@ -1,0 +1,178 @@
+"""The fault proxy does to a connection what the fault's name says, and counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from aiockpt.testing.faults import (
+    Answer,
+    CutAfter,
+    Drip,
+    Drop,
+    Fault,
+    FaultProxy,
+    FlipBit,
+    Refuse,
+    StallAfter,
+)
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
+
+SPEECH = bytes(range(256)) * 4
+
+
+@asynccontextmanager
+async def speaker() -> AsyncIterator[int]:
+    """Serve a speech to whoever says a word, on a port."""
+
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if await reader.read(100):
+            writer.write(SPEECH)
+        writer.close()
+
+    server = await asyncio.start_server(speak, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+@asynccontextmanager
+async def proxied(
+    *faults: Fault, otherwise: Fault | None = None
+) -> AsyncIterator[FaultProxy]:
+    """Give a proxy in front of a speaker."""
+    async with (
+        speaker() as port,
+        FaultProxy("127.0.0.1", port, faults=faults, otherwise=otherwise) as proxy,
+    ):
+        yield proxy
+
+
+async def listen_to(proxy: FaultProxy, *, enough: int = len(SPEECH) + 1) -> bytes:
+    """Ask for the speech; return what arrives until it ends or is enough."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+    heard = b""
+    try:
+        writer.write(b"speak")
+        while len(heard) < enough and (data := await reader.read(100)):
+            heard += data
+    finally:
+        writer.close()
+    return heard
+
+
+async def test_passes_everything_on_when_nothing_goes_wrong() -> None:
+    """A connection without a fault is the server's own, and counted both ways."""
+    async with proxied() as proxy:
+        assert await listen_to(proxy) == SPEECH
+        now = proxy.statistics()
+        assert now[:1] + now[2:] == (1, len(SPEECH), len(b"speak"))
+        assert repr(proxy) == f"<FaultProxy port={proxy.port} connections=1>"
+
+
+async def test_each_connection_has_its_own_fault() -> None:
+    """Faults go by the order of connections; the last word has ``otherwise``."""
+    async with proxied(CutAfter(1), Fault(), otherwise=CutAfter(2)) as proxy:
+        assert [len(await listen_to(proxy)) for _ in range(4)] == [1, len(SPEECH), 2, 2]
+
+
+@pytest.mark.parametrize("count", [0, 1, 255, len(SPEECH)])
+async def test_cut_with_fin_ends_the_stream_after_the_count(count: int) -> None:
+    """The bytes before the cut all arrive, then the end."""
+    async with proxied(CutAfter(count)) as proxy:
+        assert await listen_to(proxy) == SPEECH[:count]
+
+
+async def test_cut_with_rst_resets_the_connection() -> None:
+    """A reset is an error to the client, not an end."""
+    async with proxied(CutAfter(10, reset=True)) as proxy:
+        with pytest.raises(ConnectionResetError):
+            await listen_to(proxy)
+
+
+async def test_flipped_bit_is_the_only_difference() -> None:
+    """One bit of one byte differs; the length does not."""
+    async with proxied(FlipBit(300, bit=7)) as proxy:
+        heard = await listen_to(proxy)
+    wrong = [at for at in range(len(SPEECH)) if heard[at] != SPEECH[at]]
+    assert (len(heard), wrong) == (len(SPEECH), [300])
+    assert heard[300] ^ SPEECH[300] == 1 << 7
+
+
+async def test_dropped_bytes_are_missing_from_the_middle() -> None:
+    """What comes after them moves up."""
+    async with proxied(Drop(100, 50)) as proxy:
+        assert await listen_to(proxy) == SPEECH[:100] + SPEECH[150:]
+
+
+async def test_stall_leaves_the_connection_open_and_silent() -> None:
+    """After the count there is neither a byte nor an end."""
+    async with proxied(StallAfter(5)) as proxy:
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        writer.write(b"speak")
+        assert await reader.readexactly(5) == SPEECH[:5]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await reader.read(1)
+        assert proxy.statistics().open == 1
+        writer.close()
+
+
+async def test_drip_takes_the_time_that_its_rate_says() -> None:
+    """A rate of 10 kB/s needs 0.1 s for 1 kB."""
+    async with proxied(Drip(10_000, burst=100)) as proxy:
+        start = asyncio.get_running_loop().time()
+        assert await listen_to(proxy) == SPEECH
+        assert asyncio.get_running_loop().time() - start >= len(SPEECH) / 10_000 * 0.9
+
+
+async def test_refused_connection_never_reaches_the_server() -> None:
+    """The client is reset before it has read anything."""
+    async with proxied(Refuse()) as proxy:
+        with pytest.raises(ConnectionResetError):
+            await listen_to(proxy)
+
+
+async def test_impostor_answers_for_the_server() -> None:
+    """The client hears what the fault says."""
+    async with proxied(Answer(b"SSH-2.0-OpenSSH_9.9\r\n")) as proxy:
+        assert await listen_to(proxy) == b"SSH-2.0-OpenSSH_9.9\r\n"
+
+
+async def test_peer_can_go_and_come_back_on_the_same_port() -> None:
+    """``refuse`` closes the door and ``listen`` opens the same one."""
+    async with proxied() as proxy:
+        proxy.refuse()
+        with pytest.raises(ConnectionRefusedError):
+            await listen_to(proxy)
+        await proxy.listen()
+        assert await listen_to(proxy) == SPEECH
+
+
+async def test_all_connections_can_be_cut_at_once() -> None:
+    """Whatever they are doing, every client is reset."""
+    async with proxied(StallAfter(5), StallAfter(5)) as proxy:
+        pairs = [
+            await asyncio.open_connection("127.0.0.1", proxy.port) for _ in range(2)
+        ]
+        for reader, writer in pairs:
+            writer.write(b"speak")
+            await reader.readexactly(5)
+        await proxy.cut_all()
+        for reader, writer in pairs:
+            with pytest.raises(ConnectionResetError):
+                await reader.read(1)
+            writer.close()
+        assert proxy.statistics().open == 0
+
+
+async def test_proxy_without_a_server_resets_its_clients() -> None:
+    """A server that is gone is a reset, not a silence."""
+    async with FaultProxy("127.0.0.1", 1) as proxy:
+        with pytest.raises(ConnectionResetError):
+            await listen_to(proxy)
