@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from mmap import mmap
 
 import torch
@@ -38,19 +39,23 @@ def tensors_over(
     an entry share its storage.
 
     Raises:
-        RemoteProtocolError: a tensor's flags do not fit its dtype.
+        RemoteProtocolError: torch has no such tensor: its flags do not fit its
+            dtype, or its size overflows.
     """
-    with collector_paused():
+    with collector_paused(), _blaming_the_manifest():
         tensors = entry_tensors(manifest.entries, buffer, base=base)
-    bases = tensors.copy()
-    for number, spec in enumerate(manifest.views, len(tensors)):
-        try:
-            tensors.append(_view(bases[spec.storage], spec))
-        except RuntimeError as error:
-            raise RemoteProtocolError(
-                f"tensor {number} of the manifest: {error}"
-            ) from error
+        bases = tensors.copy()
+        tensors += (_view(bases[spec.storage], spec) for spec in manifest.views)
     return tensors
+
+
+@contextmanager
+def _blaming_the_manifest() -> Iterator[None]:
+    """Torch's own objections, say to a size that overflows, are the sender's fault."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise RemoteProtocolError(f"a tensor of the manifest: {error}") from error
 
 
 def entry_tensors(
@@ -61,7 +66,9 @@ def entry_tensors(
 
 
 def _dense(entry: Entry, buffer: mmap | memoryview, base: int) -> torch.Tensor:
-    dtype = _CODE_DTYPES[entry.dtype]
+    dtype = _CODE_DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise RemoteProtocolError(f"torch has no dtype for {entry.dtype!r}")
     start, stop = entry.data_offsets
     if start == stop:
         return torch.empty(entry.shape, dtype=dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -12,6 +13,7 @@ from aiockpt._bridge import Bridge
 from aiockpt._copy import CopyPlan
 from aiockpt._deadline import Deadline
 from aiockpt._device import Event, PortFor, completed
+from aiockpt._tasks import together
 from aiockpt.errors import AiockptError
 from aiockpt.http.client import CheckpointClient
 from aiockpt.memory import Arena, Scatter, available_memory
@@ -67,7 +69,7 @@ class Receive:
         template = await self._template()
         self._stop("fetch_manifest")
         manifest = await self._client.fetch_manifest(
-            source, step, deadline=self._deadline.when
+            source, step, deadline=self._deadline.when, on_retry=self._remember
         )
         self._progress.expect(manifest)
         return await self._fill(source, manifest, template), manifest
@@ -94,15 +96,26 @@ class Receive:
         if template is not None:
             match = await self._bridge.run(template.match, manifest)
         if not self._options.direct or match is None:
-            room = int(available_memory() * _SHARE_OF_MEMORY)
+            room = int(await self._bridge.run(available_memory) * _SHARE_OF_MEMORY)
             limit = self._options.limits.max_bytes
             enforce("the checkpoint's size", manifest.segment_bytes, limit or room)
         arena = Arena(manifest.segment_bytes)
         if match is None:
-            await self._fetch(source, manifest, arena)
-            tensors = await self._bridge.run(tensors_over, manifest, arena.buffer)
-            return await self._rebuild(manifest, dict(enumerate(tensors)))
+            tensors = await self._fetch_and_build(source, manifest, arena)
+            return await self._rebuild(manifest, tensors)
         return await self._fill_template(source, manifest, match, arena)
+
+    async def _fetch_and_build(
+        self, source: Source, manifest: Manifest, arena: Arena
+    ) -> Mapping[int, torch.Tensor]:
+        """Make the tensors while their bytes arrive."""
+        tensors: list[torch.Tensor] = []
+
+        async def build() -> None:
+            tensors.extend(await self._bridge.run(tensors_over, manifest, arena.buffer))
+
+        await together([partial(self._fetch, source, manifest, arena), build])
+        return dict(enumerate(tensors))
 
     async def _fill_template(
         self, source: Source, manifest: Manifest, match: Match, arena: Arena
@@ -146,6 +159,7 @@ class Receive:
             range(len(manifest.grid)),
             verify=lambda views: self._bridge.run(digest, views),
             on_progress=self._progress.add,
+            on_retry=self._remember,
         )
 
     async def _load(self, manifest: Manifest, plan: CopyPlan) -> None:
@@ -180,6 +194,9 @@ class Receive:
                 allow_pickle=self._options.allow_pickle,
             )
         )
+
+    def _remember(self, error: AiockptError) -> None:
+        self._deadline.last_error = str(error)
 
     def _stop(self, name: str) -> None:
         self._deadline.stop = name
