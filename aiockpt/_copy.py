@@ -150,7 +150,8 @@ class CopyPlan:
             held = backing.nbytes if address else 0
             if held:
                 views.append(view_of_address(address, held, backing.tensor))
-            views += self._arena.buffers(offset + held, offset + size)
+            if held < size:
+                views += self._arena.buffers(offset + held, offset + size)
         return views
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:

@@ -101,10 +101,26 @@ class _Pairing:
         self._entries = _Bijection()
 
     def add(self, path: Path, number: int, own_number: int) -> None:
+        if self._is_plain_pair(number, own_number):
+            self._entries.add(path, number, own_number)
+        else:
+            self._compare(path, number, own_number)
+        self._tensors.add(path, number, own_number)
+
+    def _is_plain_pair(self, number: int, own_number: int) -> bool:
+        """Say whether both are dense tensors of one dtype and shape: most are."""
+        entries, storages = self._manifest.entries, self._own.storages
+        if number >= len(entries) or own_number >= len(storages):
+            return False
+        theirs, own = entries[number], storages[own_number]
+        if theirs.dtype != own.dtype_code or theirs.shape != own.shape:
+            return False
+        return True
+
+    def _compare(self, path: Path, number: int, own_number: int) -> None:
         theirs, own = self._manifest.tensor(number), self._own.spec(own_number)
         if _comparable(theirs) != _comparable(own):
             raise _mismatch(path, expected=_words(theirs), actual=_words(own))
-        self._tensors.add(path, number, own_number)
         self._entries.add(path, theirs.storage, own.storage)
 
     def match(self) -> Match:
