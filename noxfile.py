@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from functools import cache
 from pathlib import Path
 
 import nox
@@ -39,7 +38,6 @@ def runs(python: str, version: str) -> bool:
     return done.returncode == 0 and done.stdout.strip() == version
 
 
-@cache
 def present(version: str) -> bool:
     """Tell whether a Python of ``version`` is there; put one of pyenv's on ``PATH``.
 
@@ -58,7 +56,7 @@ def present(version: str) -> bool:
 
 
 # The whole suite runs on the oldest Python that is there: on 3.11, if it can be had.
-WHOLE = next((version for version in PYTHONS if present(version)), PYTHONS[0])
+WHOLE = next(iter([version for version in PYTHONS if present(version)]), PYTHONS[0])
 
 
 def group(name: str) -> tuple[str, ...]:
