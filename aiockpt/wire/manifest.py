@@ -203,14 +203,12 @@ def _decode_own(raw: bytes, header: memoryview, limits: Limits) -> Manifest:
 
 def _decode_document(text: str) -> ManifestDocument:
     with _reading("manifest"):
-        try:
+        # First alone: another version may have other members.
+        version = _VERSIONED.decode(text).version
+        if version == VERSION:
             return _DOCUMENT.decode(text)
-        except msgspec.ValidationError:
-            version = _VERSIONED.decode(text).version
-            if version == VERSION:
-                raise
     raise RemoteProtocolError(
-        f"format version {version}; this side knows version {VERSION}"
+        f"the header has format version {version}; this side knows version {VERSION}"
     )
 
 

@@ -198,14 +198,12 @@ def _items(
 
 
 def _odict(encoder: _Encoder, value: OrderedDict[object, object], path: Path) -> Node:
-    keys, values = _items(encoder, value, path)
     attributes: dict[object, object] = dict(vars(value).items())
-    if not attributes:
-        return ["odict", keys, values]
     if any(hasattr(OrderedDict, str(name)) for name in attributes):
         remedy = "one of its attributes shadows a method; delete it"
         raise UnsupportedLeafError(format_path(path), _type_name(value), remedy)
-    return ["odict", keys, values, _dict(encoder, attributes, path)]
+    node: list[Node] = ["odict", *_items(encoder, value, path)]
+    return [*node, _dict(encoder, attributes, path)] if attributes else node
 
 
 def _defaultdict(

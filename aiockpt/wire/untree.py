@@ -88,12 +88,9 @@ class _Decoder:
         tag, *arguments = node if type(node) is list and node else (None,)
         if type(tag) is not str:
             self.fail("no node")
-        known = _DECODERS.get(tag)
-        if known is None:
-            self.fail(f"unknown tag {tag[:40]!r}")
-        decode, kinds = known
-        if not _fit(arguments, kinds):
-            self.fail(f"odd arguments of {tag!r}")
+        decode, kinds = _DECODERS.get((tag, len(arguments)), (None, ()))
+        if decode is None or not _fit(arguments, kinds):
+            self.fail(f"no node {tag[:40]!r} with {len(arguments)} such arguments")
         return decode(self, *arguments)
 
     def children(self, nodes: list[Node], keys: Iterable[object]) -> list[Any]:
@@ -131,9 +128,8 @@ _Kinds: TypeAlias = tuple[tuple[type, ...], ...]
 
 
 def _fit(arguments: list[Node], kinds: _Kinds) -> bool:
-    return len(arguments) == len(kinds) and all(
-        type(argument) in kind for argument, kind in zip(arguments, kinds, strict=True)
-    )
+    pairs = zip(arguments, kinds, strict=True)
+    return all(type(argument) in kind for argument, kind in pairs)
 
 
 def _parsed(parse: Callable[[str], Any]) -> Callable[[_Decoder, str], Any]:
@@ -279,22 +275,28 @@ def _ext(decoder: _Decoder, tag: str, node: Node) -> object:
 
 _TEXT, _NUMBER, _ARRAY = (str,), (int,), (list,)
 
-_DECODERS: Final[dict[str, tuple[Callable[..., Any], _Kinds]]] = {
-    "int": (_parsed(parse_int), (_TEXT,)),
-    "float": (_parsed(parse_float), (_TEXT,)),
-    "complex": (_complex, ((float, list), (float, list))),
-    "str": (_parsed(parse_str), (_TEXT,)),
-    "bytes": (_parsed(parse_bytes), (_TEXT,)),
-    "list": (_list, (_ARRAY,)),
-    "tuple": (_tuple, (_ARRAY,)),
-    "set": (_set, (_ARRAY,)),
-    "frozenset": (_frozenset, (_ARRAY,)),
-    "deque": (_deque, ((int, type(None)), _ARRAY)),
-    "dict": (_dict, (_ARRAY, _ARRAY)),
-    "odict": (_odict, (_ARRAY, _ARRAY)),
-    "defaultdict": (_defaultdict, ((str, type(None)), _ARRAY, _ARRAY)),
-    "tensor": (_tensor, (_NUMBER,)),
-    "tensors": (_tensors, (_ARRAY, _ARRAY)),
-    "blob": (_blob, (_NUMBER,)),
-    "ext": (_ext, (_TEXT, (*_SCALARS, list))),
+_FORMS: Final[tuple[tuple[Any, ...], ...]] = (
+    ("int", _parsed(parse_int), _TEXT),
+    ("float", _parsed(parse_float), _TEXT),
+    ("complex", _complex, (float, list), (float, list)),
+    ("str", _parsed(parse_str), _TEXT),
+    ("bytes", _parsed(parse_bytes), _TEXT),
+    ("list", _list, _ARRAY),
+    ("tuple", _tuple, _ARRAY),
+    ("set", _set, _ARRAY),
+    ("frozenset", _frozenset, _ARRAY),
+    ("deque", _deque, (int, type(None)), _ARRAY),
+    ("dict", _dict, _ARRAY, _ARRAY),
+    ("odict", _odict, _ARRAY, _ARRAY),
+    ("odict", _attributed, _ARRAY, _ARRAY, _ARRAY),
+    ("defaultdict", _defaultdict, (str, type(None)), _ARRAY, _ARRAY),
+    ("tensor", _tensor, _NUMBER),
+    ("tensors", _tensors, _ARRAY, _ARRAY),
+    ("blob", _blob, _NUMBER),
+    ("ext", _ext, _TEXT, (*_SCALARS, list)),
+)
+"""Tag, decoder, and the types that each argument may have."""
+
+_DECODERS: Final[dict[tuple[str, int], tuple[Callable[..., Any], _Kinds]]] = {
+    (tag, len(kinds)): (decode, tuple(kinds)) for tag, decode, *kinds in _FORMS
 }

@@ -26,7 +26,6 @@ from aiockpt.wire.document import (
     CONJ,
     INT64_MAX,
     REQUIRES_GRAD,
-    VERSION,
     Entry,
     ManifestDocument,
     TensorSpec,
@@ -69,8 +68,8 @@ class Columns:
 
 def fault_of(document: ManifestDocument, entries: Mapping[str, Entry]) -> str | None:
     """Return the first contradiction within a header."""
-    if document.version != VERSION:
-        return f"format version {document.version}; this side knows {VERSION}"
+    if not 0 <= document.step <= INT64_MAX:
+        return f"step {document.step} is not between 0 and 2**63 - 1"
     if document.entries != len(entries):
         return f"{len(entries)} entries instead of {document.entries}"
     columns = Columns.of(entries)
@@ -92,7 +91,7 @@ def tiling_fault(columns: Columns) -> str | None:
     if 0 in bits:
         bad = bits.index(0)
         return columns.at(bad, f"unknown dtype {columns.dtypes[bad][:40]!r}")
-    if (gap := _difference(starts, [0, *stops[:-1]])) is not None:
+    if (gap := _difference(starts, [0, *stops][: len(stops)])) is not None:
         return columns.at(gap, "starts where the entry before it does not end")
     sizes = map(mul, map(sub, stops, starts), repeat(8))
     needed = map(mul, map(prod, columns.shapes), bits)

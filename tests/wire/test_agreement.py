@@ -1,0 +1,147 @@
+"""What torch and safetensors themselves say about dtypes, strides, views and files."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiockpt.wire import dtypes
+from aiockpt.wire.chunks import ChunkGrid, digest
+from aiockpt.wire.document import Entry, TensorSpec
+from aiockpt.wire.layout import Storage, dense_stride, plan_segment
+from aiockpt.wire.limits import Limits
+from aiockpt.wire.manifest import (
+    ForeignHeader,
+    build_manifest,
+    decode_header,
+    header_length,
+)
+from aiockpt.wire.validate import Columns, views_fault
+
+torch = pytest.importorskip("torch")
+numpy = pytest.importorskip("numpy")
+safetensors = pytest.importorskip("safetensors")
+save = pytest.importorskip("safetensors.numpy").save
+READABLE = pytest.importorskip("safetensors.torch")._TYPES
+
+KNOWN = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+WRITTEN = {code: size for size, code in dtypes.DTYPES.values() if code is not None}
+NAMES = st.text(max_size=3).filter(lambda name: name != "__metadata__")
+
+
+def test_every_dtype_of_torch_is_known() -> None:
+    """All of torch's dtypes travel, each with its size."""
+    ours = {name: size for name, (size, _) in dtypes.DTYPES.items()}
+    assert ours == {name: dtype.itemsize for name, dtype in KNOWN.items()}
+
+
+def test_codes_are_those_that_safetensors_reads() -> None:
+    """We write what its ``load`` can read; the two that it cannot, we only read."""
+    ours = {code: KNOWN[name] for code, name in dtypes.CODES.items()}
+    assert ours.keys() - READABLE.keys() == {"F8_E8M0", "F4"}
+    assert {code: ours[code] for code in READABLE} == READABLE
+    assert WRITTEN.keys() == READABLE.keys()
+
+
+def test_flags_are_accepted_where_torch_accepts_them() -> None:
+    """Complex dtypes have conjugates; some dtypes have no gradients."""
+    assert {name for name in KNOWN if KNOWN[name].is_complex} == dtypes.COMPLEX
+    assert {name for name in KNOWN if has_gradients(name)} == dtypes.DIFFERENTIABLE
+
+
+def has_gradients(name: str) -> bool:
+    """Whether torch lets a tensor of this dtype require gradients."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # half of the dtypes are experimental
+        tensor = torch.empty(0, dtype=KNOWN[name])
+        try:
+            tensor.requires_grad_()
+        except RuntimeError:
+            return False
+        return True
+
+
+@given(st.lists(st.integers(0, 4), max_size=5))
+def test_dense_strides_are_torchs(shape: list[int]) -> None:
+    """An entry needs no view where torch would make the same tensor."""
+    assert dense_stride(shape) == torch.empty(shape).stride()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=3),
+    st.integers(0, 20),
+    st.sampled_from(["uint8", "int16", "float32", "complex64"]),
+)
+def test_a_view_is_accepted_as_torch_would(
+    dims: list[tuple[int, int]], offset: int, dtype: str
+) -> None:
+    """What passes can be made; what torch makes of elements that exist passes."""
+    shape, stride = tuple(size for size, _ in dims), tuple(step for _, step in dims)
+    spec = TensorSpec(0, dtype, shape, stride, offset, 0)
+    columns = Columns.of({"w": Entry("U8", (32,), (0, 32))})
+    accepted = views_fault([spec], columns) is None
+    try:
+        torch.zeros(32 // KNOWN[dtype].itemsize, dtype=KNOWN[dtype]).as_strided(
+            shape, stride, offset
+        )
+    except RuntimeError:
+        assert not accepted
+    else:
+        assert accepted or 0 in shape
+
+
+@st.composite
+def storages(draw: st.DrawFn) -> list[Storage]:
+    """Return storages of all codes."""
+    found = []
+    for name in draw(st.lists(NAMES, unique=True, max_size=6)):
+        code = draw(st.sampled_from(sorted(WRITTEN)))
+        shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
+        nbytes = prod(shape) * WRITTEN[code]
+        found.append(Storage(name, code, shape, nbytes, WRITTEN[code]))
+    return found
+
+
+@given(storages())
+def test_safetensors_reads_what_we_write(found: list[Storage]) -> None:
+    """Names, shapes and bytes are the same for a tool that never heard of us."""
+    order, _, size = plan_segment(found)
+    segment = random.Random(size).randbytes(size)
+    manifest = build_manifest(
+        step=1,
+        chunk_bytes=1 << 16,
+        storages=[found[index] for index in order],
+        tree=["list", [["tensor", index] for index in range(len(found))]],
+        digests=[digest([segment])] * len(ChunkGrid(size, 1 << 16)),
+    )
+    theirs = dict(safetensors.deserialize(manifest.header + segment))
+    assert theirs.keys() == set(manifest.names)
+    for name, entry in zip(manifest.names, manifest.entries, strict=True):
+        assert tuple(theirs[name]["shape"]) == entry.shape
+        assert bytes(theirs[name]["data"]) == segment[slice(*entry.data_offsets)]
+
+
+@given(st.dictionaries(NAMES, st.binary(max_size=9), max_size=5))
+def test_we_read_what_safetensors_writes(tensors: dict[str, bytes]) -> None:
+    """Every file of the reference implementation is a foreign header to us."""
+    arrays = {name: numpy.frombuffer(tensors[name], numpy.uint8) for name in tensors}
+    file = save(arrays, {"by": "safetensors"})
+    length = header_length(file[:8], limits=Limits())
+    header = decode_header(file[:length], limits=Limits())
+    assert isinstance(header, ForeignHeader)
+    assert header.metadata == {"by": "safetensors"}
+    segment = file[header.header_bytes :]
+    assert header.segment_bytes == len(segment)
+    assert tensors == {
+        name: segment[slice(*entry.data_offsets)]
+        for name, entry in zip(header.names, header.entries, strict=True)
+    }

@@ -1,0 +1,291 @@
+"""Routes, conditional requests and the metadata string, without a server."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiockpt.errors import LocalProtocolError, RemoteProtocolError
+from aiockpt.wire.http import (
+    Resource,
+    ResourceKind,
+    Source,
+    format_digest,
+    format_etag,
+    format_metadata,
+    format_prefer_wait,
+    format_resource,
+    if_match,
+    if_none_match,
+    if_range,
+    parse_digest,
+    parse_etag,
+    parse_metadata,
+    parse_prefer_wait,
+    parse_resource,
+)
+
+ID = "0123456789abcdef" * 2
+OTHER = "f" * 32
+
+RESOURCES = st.one_of(
+    st.builds(
+        Resource,
+        st.sampled_from([ResourceKind.METADATA, ResourceKind.FULL]),
+        st.integers(0, 10**19 - 1),
+    ),
+    st.builds(
+        Resource,
+        st.just(ResourceKind.CHUNK),
+        st.integers(0, 10**19 - 1),
+        st.integers(0, 10**19 - 1),
+    ),
+)
+
+
+@given(RESOURCES)
+def test_a_resource_round_trips(resource: Resource) -> None:
+    """What the client asks for is what the server serves."""
+    assert parse_resource(*format_resource(resource).split("/")) == resource
+
+
+@pytest.mark.parametrize(
+    ("step", "what"),
+    [
+        ("", "full"),
+        ("-1", "full"),
+        ("+1", "full"),
+        ("01", "full"),
+        ("1.0", "full"),
+        ("1_0", "full"),
+        (" 1", "full"),
+        ("1\n", "full"),
+        ("\u0661", "full"),
+        ("latest", "full"),
+        ("9" * 20, "full"),
+        ("9" * 10_000, "full"),
+        ("1", ""),
+        ("1", "Full"),
+        ("1", "chunk"),
+        ("1", "-1"),
+        ("1", "00"),
+        ("1", "../2"),
+        ("1", "0x0"),
+    ],
+)
+def test_another_path_is_refused(step: str, what: str) -> None:
+    """One resource has one path, or caches and logs would know two."""
+    with pytest.raises(RemoteProtocolError, match="no such resource"):
+        parse_resource(step, what)
+
+
+@pytest.mark.parametrize(
+    ("text", "source"),
+    [
+        ("http://h:80/checkpoint/", Source("http://h:80/checkpoint/")),
+        ("http://h:80/checkpoint", Source("http://h:80/checkpoint/")),
+        ("https://h", Source("https://h/")),
+        ("http://10.0.0.7:1/a/b/", Source("http://10.0.0.7:1/a/b/")),
+        ("http://[::1]:80/", Source("http://[::1]:80/")),
+        ("http://[fe80::1%25eth0]:80/", Source("http://[fe80::1%25eth0]:80/")),
+        ("HTTP://h/", Source("http://h/")),
+        ("http://h/#t0k.en~_-+/==", Source("http://h/", "t0k.en~_-+/==")),
+        ("http://h/#", Source("http://h/")),
+    ],
+)
+def test_metadata_names_a_source(text: str, source: Source) -> None:
+    """The base URL ends with a slash; the fragment is the token."""
+    assert parse_metadata(text) == source
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "h:80",
+        "//h/",
+        "ftp://h/",
+        "file:///etc/passwd",
+        "javascript:alert(1)",
+        "http://",
+        "http:///path",
+        "http://:80/",
+        "http://h:0/",
+        "http://h:99999/",
+        "http://h:port/",
+        "http://[::1/",
+        "http://user@h/",
+        "http://user:secret@h/",
+        "http://@h/",
+        "http://h/?a=b",
+        "http://h/ ",
+        " http://h/",
+        "http://h/\r\nHost: x",
+        "http://h\n/",
+        "http://h/\x00",
+        "http://hé/",
+        "http://h/#a#b",
+        "http://h/#a b",
+        "http://h/#a?b",
+        "http://h/#%41",
+    ],
+)
+def test_other_metadata_is_refused(text: str) -> None:
+    """The message says what is wrong and what to pass, and repeats no secret."""
+    with pytest.raises(LocalProtocolError, match=r"metadata\(\)") as caught:
+        parse_metadata(text)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("token", [None, "abc"])
+def test_metadata_round_trips(token: str | None) -> None:
+    """What `metadata()` returns is understood."""
+    text = format_metadata("http://h:1/checkpoint", token)
+    assert parse_metadata(text) == Source("http://h:1/checkpoint/", token)
+
+
+def test_a_token_that_would_not_arrive_is_refused() -> None:
+    """The sender learns of it, not the receiver."""
+    with pytest.raises(LocalProtocolError):
+        format_metadata("http://h/", "no spaces")
+
+
+def test_a_source_does_not_show_its_token() -> None:
+    """A repr ends up in logs."""
+    assert "secret" not in repr(Source("http://h/", "secret"))
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        ("wait=10", 10.0),
+        ("wait=0", 0.0),
+        ("wait=0.25", 0.25),
+        ('wait="5"', 5.0),
+        ("Wait = 5", 5.0),
+        ("respond-async, wait=5", 5.0),
+        ("wait=5;foo=bar", 5.0),
+        ("wait=5, wait=6", 5.0),
+        (None, None),
+        ("", None),
+        ("wait", None),
+        ("wait=", None),
+        ("wait=-1", None),
+        ("wait=inf", None),
+        ("wait=nan", None),
+        ("wait=1e9", None),
+        ("wait=9999999999", None),
+        ("await=5", None),
+        ("return=minimal", None),
+    ],
+)
+def test_prefer_wait(value: str | None, seconds: float | None) -> None:
+    """RFC 7240 section 4.3, with fractions; the first one counts."""
+    assert parse_prefer_wait(value) == seconds
+
+
+@given(st.floats(0, 1e9))
+def test_a_wait_round_trips(seconds: float) -> None:
+    """To a millisecond, or to a second where that is little."""
+    parsed = parse_prefer_wait(format_prefer_wait(seconds))
+    assert parsed == pytest.approx(seconds, abs=0.001, rel=0.06)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("-inf")])
+def test_no_time_left_is_no_wait(seconds: float) -> None:
+    """A deadline may have passed."""
+    assert parse_prefer_wait(format_prefer_wait(seconds)) == 0
+
+
+def test_a_digest_round_trips() -> None:
+    """Only a digest of the known kind is one."""
+    assert parse_digest(format_digest(ID)) == ID
+    for other in (
+        None,
+        "",
+        ID,
+        f"crc32={ID}",
+        f"xxh3-128={ID}0",
+        "xxh3-128=" + "G" * 32,
+    ):
+        assert parse_digest(other) is None
+
+
+def test_an_etag_round_trips() -> None:
+    """A weak tag does not promise equal bytes, so it is none."""
+    assert parse_etag(format_etag(ID)) == ID
+    for other in (None, "", ID, f'W/"{ID}"', f'"{ID}', f'"{ID}" ', '"a" "b"'):
+        assert parse_etag(other) is None
+
+
+TAG, WEAK, OTHER_TAG = f'"{ID}"', f'W/"{ID}"', f'"{OTHER}"'
+
+
+@pytest.mark.parametrize(
+    ("header", "proceed"),
+    [
+        (None, True),
+        ("*", True),
+        (TAG, True),
+        (f"{OTHER_TAG}, {TAG}", True),
+        (f"{OTHER_TAG},{TAG}", True),
+        (f" , {TAG} ,, ", True),
+        (OTHER_TAG, False),
+        (WEAK, False),
+        (ID, False),
+        ("", False),
+        (f"{TAG} {TAG}", False),
+        (f"{TAG}, nonsense", False),
+        ('"a, b"', False),
+        (f'"{ID}, "', False),
+    ],
+)
+def test_if_match(header: str | None, proceed: bool) -> None:
+    """RFC 9110 section 13.1.1: strong comparison; what is odd matches nothing."""
+    assert if_match(header, ID) is proceed
+
+
+@pytest.mark.parametrize(
+    ("header", "proceed"),
+    [
+        (None, True),
+        ("*", False),
+        (TAG, False),
+        (WEAK, False),
+        (f"{OTHER_TAG}, {WEAK}", False),
+        (OTHER_TAG, True),
+        ("", True),
+        (ID, True),
+    ],
+)
+def test_if_none_match(header: str | None, proceed: bool) -> None:
+    """RFC 9110 section 13.1.2: weak comparison; what is odd matches nothing."""
+    assert if_none_match(header, ID) is proceed
+
+
+@pytest.mark.parametrize(
+    ("header", "counts"),
+    [
+        (None, True),
+        (TAG, True),
+        (f" {TAG} ", True),
+        (OTHER_TAG, False),
+        (WEAK, False),
+        ("*", False),
+        (f"{TAG}, {OTHER_TAG}", False),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", False),
+        ("", False),
+    ],
+)
+def test_if_range(header: str | None, counts: bool) -> None:
+    """RFC 9110 section 13.1.5: one strong tag; a date proves too little."""
+    assert if_range(header, ID) is counts
+
+
+@given(st.text(max_size=50) | st.from_regex(r'[W/", \t0a*]{0,60}', fullmatch=True))
+def test_any_condition_is_decided(header: str) -> None:
+    """No header makes a parser fail, or slow."""
+    assert if_match(header, ID) in (True, False)
+    assert if_none_match(header, ID) in (True, False)
+    assert if_range(header, ID) in (True, False)

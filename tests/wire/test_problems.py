@@ -1,0 +1,214 @@
+"""One table between errors and statuses: what the server says, the client raises."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiockpt.errors import (
+    AiockptError,
+    AuthenticationError,
+    CheckpointChangedError,
+    ClosedError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    StepNotFoundError,
+    TransportError,
+)
+from aiockpt.wire.chunks import RangeNotSatisfiable
+from aiockpt.wire.problems import (
+    HostNotAllowed,
+    PeerBusy,
+    Problem,
+    from_problem,
+    parse_retry_after,
+    to_problem,
+)
+
+URL = "http://h:1/checkpoint/"
+
+
+def answer(problem: Problem, **request: Any) -> AiockptError:
+    """Return what a client makes of a problem."""
+    return from_problem(
+        problem.status, problem.headers, problem.body, url=URL, **request
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (StepNotFoundError(5, serving=None), 404),
+        (StepNotFoundError(5, serving=4), 404),
+        (StepNotFoundError(5, serving=6), 410),
+        (StepNotFoundError(None), 404),
+        (CheckpointChangedError(expected="a", actual="b"), 412),
+        (AuthenticationError("/checkpoint/5/full"), 401),
+        (RangeNotSatisfiable("bytes=9-", 5), 416),
+        (HostNotAllowed("evil.example"), 421),
+        (RemoteProtocolError("no such resource"), 400),
+        (PeerBusy(retry_after=2), 503),
+        (ClosedError("the server"), 503),
+        (LocalProtocolError("a bug"), 500),
+        (ZeroDivisionError("secret"), 500),
+    ],
+    ids=repr,
+)
+def test_an_error_has_a_status_and_a_document(error: Exception, status: int) -> None:
+    """RFC 9457; ``status`` in the body is that of the response."""
+    problem = to_problem(error)
+    document = json.loads(problem.body)
+    assert problem.status == document["status"] == status
+    assert problem.headers["Content-Type"] == "application/problem+json"
+    assert document["type"].startswith("tag:aiockpt,2025:")
+    assert document["title"]
+
+
+def test_facts_travel_as_members() -> None:
+    """A program reads them; so does a person with curl."""
+    document = json.loads(to_problem(StepNotFoundError(5, serving=4)).body)
+    assert (document["step"], document["serving"]) == (5, 4)
+    assert "serving step 4" in document["detail"]
+
+
+def test_a_bug_tells_the_client_nothing() -> None:
+    """Its message may hold what is none of the client's business."""
+    assert b"secret" not in to_problem(ZeroDivisionError("secret")).body
+
+
+def test_headers_that_http_asks_for() -> None:
+    """RFC 9110 sections 11.6.1, 14.4 and 10.2.3."""
+    unauthorized = to_problem(AuthenticationError("/"))
+    assert unauthorized.headers["WWW-Authenticate"] == "Bearer"
+    unsatisfied = to_problem(RangeNotSatisfiable("bytes=9-", 5))
+    assert unsatisfied.headers["Content-Range"] == "bytes */5"
+    assert to_problem(PeerBusy(retry_after=0.2)).headers["Retry-After"] == "1"
+    assert "Retry-After" not in to_problem(PeerBusy()).headers
+
+
+@pytest.mark.parametrize("serving", [None, 4, 6])
+def test_a_missing_step_comes_back(serving: int | None) -> None:
+    """With the step that is being served instead."""
+    error = answer(to_problem(StepNotFoundError(5, serving=serving)), step=5)
+    assert isinstance(error, StepNotFoundError)
+    assert (error.step, error.serving, error.url) == (5, serving, URL)
+
+
+def test_a_replaced_checkpoint_comes_back() -> None:
+    """With the snapshot that the client had, and the one that is there now."""
+    error = answer(
+        to_problem(CheckpointChangedError(expected="x", actual="new")),
+        snapshot_id="mine",
+    )
+    assert isinstance(error, CheckpointChangedError)
+    assert (error.expected, error.actual, error.url) == ("mine", "new", URL)
+
+
+@pytest.mark.parametrize(
+    ("sent", "kind"),
+    [
+        (AuthenticationError("/"), AuthenticationError),
+        (RangeNotSatisfiable("bytes=9-", 5), LocalProtocolError),
+        (HostNotAllowed("x"), HostNotAllowed),
+        (RemoteProtocolError("odd"), RemoteProtocolError),
+        (ClosedError("the server"), PeerBusy),
+        (ZeroDivisionError(), RemoteProtocolError),
+    ],
+    ids=repr,
+)
+def test_an_error_comes_back(sent: Exception, kind: type[AiockptError]) -> None:
+    """As what it means for the client, naming the peer."""
+    error = answer(to_problem(sent))
+    assert isinstance(error, kind)
+    assert URL in str(error)
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+def test_a_busy_peer_may_be_asked_again(status: int) -> None:
+    """Also where a proxy says so while the server restarts."""
+    error = from_problem(status, {"Retry-After": "7"}, b"<html>", url=URL)
+    assert isinstance(error, PeerBusy)
+    assert isinstance(error, TransportError)
+    assert error.retry_after == 7
+    assert "try again in 7 s" in str(error)
+
+
+def test_forbidden_is_a_matter_of_credentials() -> None:
+    """A proxy may say 403 where we say 401."""
+    assert isinstance(from_problem(403, {}, b"", url=URL), AuthenticationError)
+
+
+def test_another_server_is_told_from_a_missing_step() -> None:
+    """Waiting for a step there would be in vain."""
+    error = from_problem(404, {}, b"<html>Not Found</html>", url=URL, step=5)
+    assert isinstance(error, RemoteProtocolError)
+    assert "is that an aiockpt server?" in str(error)
+
+
+def test_an_answer_without_a_body_is_believed() -> None:
+    """HEAD has none."""
+    assert isinstance(from_problem(404, {}, b"", url=URL, step=5), StepNotFoundError)
+
+
+def test_a_redirect_is_not_followed() -> None:
+    """Credentials go only to the origin they were given for."""
+    error = from_problem(302, {"Location": "http://evil"}, b"", url=URL)
+    assert isinstance(error, RemoteProtocolError)
+    assert "redirects are not followed" in str(error)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000,
+        b'{"type":"tag:aiockpt,2025:x","serving":"six"}',
+        b'{"type":5}',
+        b"\xff\xfe",
+        b'"text"',
+        b"{" + b" " * 1_000_000 + b"}",
+    ],
+    ids=lambda body: repr(body[:20]),
+)
+def test_an_odd_body_is_only_a_body(body: bytes) -> None:
+    """The status still means what it means."""
+    assert isinstance(from_problem(412, {}, body, url=URL), CheckpointChangedError)
+    assert isinstance(from_problem(418, {}, body, url=URL), RemoteProtocolError)
+
+
+def test_what_a_peer_wrote_is_harmless_in_a_log() -> None:
+    """No line breaks, no escape sequences, no novels."""
+    detail = "a\n2026-01-01 CRITICAL all is lost\x1b[31m\u2028" + "b" * 10_000
+    error = from_problem(400, {}, json.dumps({"detail": detail}).encode(), url=URL)
+    assert len(str(error)) < 500
+    assert str(error).isprintable()
+
+
+@given(st.integers(100, 599), st.binary(max_size=50), st.text(max_size=10))
+def test_any_answer_is_a_typed_error(status: int, body: bytes, after: str) -> None:
+    """Nothing that a server says is raised as anything else."""
+    error = from_problem(status, {"Retry-After": after}, body, url=URL)
+    assert isinstance(error, AiockptError)
+    assert str(error)
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        ("120", 120.0),
+        (" 0 ", 0.0),
+        (None, None),
+        ("", None),
+        ("-1", None),
+        ("1.5", None),
+        ("inf", None),
+        ("9" * 10, None),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", None),
+    ],
+)
+def test_retry_after(value: str | None, seconds: float | None) -> None:
+    """Only seconds count: what time it is there, nobody knows."""
+    assert parse_retry_after(value) == seconds

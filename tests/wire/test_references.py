@@ -1,0 +1,92 @@
+"""Where tensors are in a tree, without decoding it."""
+
+from __future__ import annotations
+
+import pytest
+
+from aiockpt.errors import RemoteProtocolError
+from aiockpt.wire.paths import Node
+from aiockpt.wire.references import renumber, tensor_leaves, tensor_paths
+
+TREE: Node = [
+    "dict",
+    ["model", "opt", 3, ["tuple", [1, 2]], "big"],
+    [
+        ["tensors", ["w", "tied"], [0, 0]],
+        ["list", [["tensor", 1], ["ext", "x", ["dict", ["y"], [["tensor", 2]]]]]],
+        ["odict", ["a"], [["tensor", 3]], ["dict", ["a"], [["tensor", 4]]]],
+        ["defaultdict", None, ["d"], [["deque", 1, [["set", [["tensor", 5]]]]]]],
+        ["blob", 6],
+    ],
+]
+
+
+def test_every_tensor_has_a_readable_path() -> None:
+    """The first place counts, and bytes that travel as a tensor are named too."""
+    assert tensor_paths(TREE) == {
+        0: "model.w",
+        1: "opt[0]",
+        2: "opt[1].y",
+        3: "[3].a",
+        4: "[3][attributes].a",
+        5: '[["tuple",[1,2]]].d[0][0]',
+        6: "big",
+    }
+
+
+def test_leaves_are_the_tensors_of_the_state_dict() -> None:
+    """Every mention counts, in the order of the tree; bytes are no tensors."""
+    leaves = list(tensor_leaves(TREE))
+    assert [number for _, number in leaves] == [0, 0, 1, 2, 3, 4, 5]
+    assert leaves[:3] == [(("model", "w"), 0), (("model", "tied"), 0), (("opt", 0), 1)]
+
+
+def test_paths_of_leaves_never_coincide() -> None:
+    """Keys that read alike are different keys."""
+    keys: list[Node] = ["a.b", "a", 0, "0", ["bytes", "MA=="], ["tuple", [0]], None]
+    tree: Node = ["dict", keys, [["tensor", n] for n in range(len(keys))]]
+    assert len(dict(tensor_leaves(tree))) == len(keys)
+
+
+def test_a_lone_tensor_is_at_the_root() -> None:
+    """A state dict may be a tensor."""
+    assert tensor_paths(["tensor", 0]) == {0: ""}
+    assert list(tensor_leaves(["tensor", 0])) == [((), 0)]
+
+
+def test_renumbering_reaches_every_reference() -> None:
+    """Tensors get their final numbers when the segment is laid out."""
+    tree: Node = [
+        "dict",
+        ["a", "b", "c"],
+        [
+            ["tensors", ["x", "y"], [2, 1]],
+            ["list", [["tensor", 0]]],
+            ["ext", "tensor", ["blob", 1]],
+        ],
+    ]
+    renumber(tree, [10, 11, 12])
+    assert list(tensor_leaves(tree)) == [
+        (("a", "x"), 12),
+        (("a", "y"), 11),
+        (("b", 0), 10),
+    ]
+    assert tensor_paths(tree)[11] == "a.y"
+
+
+def test_a_path_through_a_bottomless_key_is_refused() -> None:
+    """Nothing recurses into what a peer sent."""
+    key: Node = []
+    for _ in range(100_000):
+        key = [key]
+    tree: Node = ["dict", [key], [["tensor", 0]]]
+    with pytest.raises(RemoteProtocolError, match="nested too deeply"):
+        tensor_paths(tree)
+
+
+def test_a_deep_tree_is_walked_level_by_level() -> None:
+    """Nor does the walk itself recurse."""
+    tree: Node = ["tensor", 0]
+    for _ in range(5000):
+        tree = ["ext", "x", tree]
+    assert tensor_paths(tree) == {0: ""}

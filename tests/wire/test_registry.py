@@ -1,0 +1,184 @@
+"""`register_leaf` teaches the tree a type, on both ends alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import sys
+from collections import Counter
+from typing import Any, NamedTuple
+
+import pytest
+
+from aiockpt.errors import RemoteProtocolError
+from aiockpt.wire.limits import Limits
+from aiockpt.wire.registry import REGISTRY, Registry, register_leaf
+from aiockpt.wire.tree import Node, decode_tree, encode_tree
+
+
+class Phase(enum.Enum):
+    """Travels by name."""
+
+    WARM = 0.5
+    HOT = (1, 2)
+
+
+class Mode(enum.IntFlag):
+    """Travels by value: combinations have no name of their own."""
+
+    A = 1
+    B = 2
+
+
+class Point(NamedTuple):
+    """Travels by its fields."""
+
+    x: int
+    y: object = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Travels by its init fields."""
+
+    rate: float
+    names: list[str] = dataclasses.field(default_factory=list)
+    size: int = dataclasses.field(init=False, default=7)
+
+
+class Odd:
+    """Has no default encoding."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Odd) and self.value == other.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+for leaf_type in (Phase, Mode, Point, Config):
+    register_leaf(leaf_type)
+register_leaf(Odd, tag="odd", encode=lambda odd: odd.value, decode=Odd)
+
+
+def encode(value: object, registry: Registry = REGISTRY) -> Node:
+    """Encode a value without tensors."""
+    return encode_tree(
+        value, registry=registry, leaf=lambda leaf, path: None, limits=Limits()
+    )
+
+
+def decode(node: Node, registry: Registry = REGISTRY) -> Any:
+    """Decode a tree without tensors."""
+    return decode_tree(node, registry=registry, tensors=(), limits=Limits())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Phase.WARM,
+        Phase.HOT,
+        Mode.A | Mode.B,
+        Mode(0),
+        Point(1, [Phase.WARM]),
+        Config(0.5, ["a"]),
+        Odd(Odd(None)),
+        {Point(1, 2): {Mode.B}},
+    ],
+    ids=repr,
+)
+def test_a_registered_type_comes_back(value: object) -> None:
+    """Also inside of each other, and as a key."""
+    back = decode(encode(value))
+    assert (type(back), back) == (type(value), value)
+
+
+def test_the_tag_is_the_full_name() -> None:
+    """Two ends that import the same class agree without a word."""
+    assert encode(Phase.WARM) == ["ext", f"{__name__}.Phase", "WARM"]
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        ["ext", f"{__name__}.Phase", "COLD"],
+        ["ext", f"{__name__}.Phase", "__class__"],
+        ["ext", f"{__name__}.Phase", ["list", []]],
+        ["ext", f"{__name__}.Point", ["dict", ["z"], [1]]],
+        ["ext", f"{__name__}.Point", ["dict", [], []]],
+        ["ext", f"{__name__}.Config", ["dict", ["rate", "size"], [1.0, 2]]],
+        ["ext", f"{__name__}.Config", 5],
+    ],
+    ids=repr,
+)
+def test_a_default_decoder_refuses_what_does_not_fit(node: Node) -> None:
+    """Unknown members and missing or extra fields are the peer's fault."""
+    with pytest.raises(RemoteProtocolError):
+        decode(node)
+
+
+def test_it_works_as_a_decorator() -> None:
+    """The class comes back unchanged."""
+
+    @register_leaf
+    class Shape(enum.Enum):
+        ROUND = 1
+
+    assert decode(encode(Shape.ROUND)) is Shape.ROUND
+
+
+def test_a_type_without_a_default_needs_functions() -> None:
+    """Its attributes are not guessed."""
+    with pytest.raises(ValueError, match="needs encode and decode"):
+        register_leaf(object)
+
+
+def test_one_function_is_not_enough() -> None:
+    """A value that can be sent must be receivable."""
+    with pytest.raises(ValueError, match="both"):
+        register_leaf(Odd, encode=str)
+
+
+@pytest.mark.parametrize("leaf_type", [int, dict, type(None), tuple])
+def test_a_builtin_type_cannot_be_registered(leaf_type: type) -> None:
+    """It would be ignored."""
+    with pytest.raises(ValueError, match="carried already"):
+        register_leaf(leaf_type, encode=str, decode=leaf_type)
+
+
+def test_a_conflict_is_refused_and_changes_nothing() -> None:
+    """A tag has one type, and a type one tag."""
+    registry = Registry()
+    registry.register("point", Point, tuple, lambda xy: Point(*xy))
+    with pytest.raises(ValueError, match="Point is registered as 'point'"):
+        registry.register("point", Config, vars, Config)
+    with pytest.raises(ValueError, match="Point is registered as 'point'"):
+        registry.register("dot", Point, tuple, lambda xy: Point(*xy))
+    assert registry.by_tag("dot") is registry.by_type(Config) is None
+    assert decode(encode(Point(1, 2), registry), registry) == Point(1, 2)
+
+
+def test_registering_again_replaces() -> None:
+    """A module may be reloaded, and a cell of a notebook run twice."""
+    registry = Registry()
+    registry.register("odd", Odd, lambda odd: 1, Odd)
+    reloaded = type("Odd", (Odd,), {"__module__": __name__, "__qualname__": "Odd"})
+    registry.register("odd", reloaded, lambda odd: 2, reloaded)
+    assert encode(reloaded(0), registry) == ["ext", "odd", 2]
+    assert registry.by_type(Odd) is None
+    assert repr(registry) == "<Registry types=1>"
+
+
+def test_what_schedulers_hold_is_registered() -> None:
+    """A MultiStepLR counts its milestones."""
+    assert decode(encode(Counter([3, 3, 5]))) == Counter({3: 2, 5: 1})
+
+
+def test_a_tag_is_not_looked_up_in_modules() -> None:
+    """Decoding an unknown tag imports nothing."""
+    before = set(sys.modules)
+    with pytest.raises(RemoteProtocolError):
+        decode(["ext", "this.that", None])
+    assert set(sys.modules) == before
