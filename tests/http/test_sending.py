@@ -89,6 +89,7 @@ async def staged(
     *,
     stall_timeout: float = 30.0,
     ssl_context: ssl.SSLContext | None = None,
+    send_buffer: int = 0,
 ) -> AsyncIterator[Stage]:
     """Run a server for ``body``."""
     stage = Stage(body, stall_timeout=stall_timeout)
@@ -97,6 +98,8 @@ async def staged(
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     listening = socket.create_server(("127.0.0.1", 0))
+    if send_buffer:  # those who are accepted inherit it
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     stage.port = listening.getsockname()[1]
     await web.SockSite(runner, listening, ssl_context=ssl_context).start()
     try:
@@ -133,18 +136,23 @@ async def test_the_connection_is_in_step_afterwards(way):
 
 async def test_bodies_asked_for_at_once_do_not_mix(way):
     """A response waits until the one before it has left the buffers."""
-    async with staged(Memory(2_000_000)) as stage, Peer(stage.port) as peer:
+    async with (
+        staged(Memory(100_000), send_buffer=4096) as stage,
+        Peer(stage.port, receive_buffer=4096) as peer,
+    ):
         stage.overwrite_at_the_end = False
-        for _ in range(5):
+        for _ in range(20):
             await peer.request("/")
-        for _ in range(5):
+        for _ in range(20):
             assert only_old((await peer.answer()).body)
 
 
 async def test_memory_is_free_as_soon_as_the_sending_ends(way):
     """What is written into the memory after the response is not in the response."""
+    # The kernel takes little, so much is still to be sent when the last slice, which
+    # is so short that a response would not wait for it by itself, is written.
     async with (
-        staged(Memory(8 << 20)) as stage,
+        staged(Memory((512 << 10) + 40_000), send_buffer=4096) as stage,
         Peer(stage.port, receive_buffer=4096) as peer,
     ):
         for _ in range(3):
@@ -234,12 +242,13 @@ async def test_a_slow_peer_is_not_a_stalled_one():
 async def test_a_blocked_loop_does_not_pass_for_a_stalled_peer():
     """Time in which the watch could see nothing is no stall."""
     async with (
-        staged(Memory(16 << 20), stall_timeout=0.2) as stage,
+        staged(Memory(16 << 20), stall_timeout=0.4) as stage,
         Peer(stage.port, receive_buffer=4096) as peer,
     ):
         await peer.request("/")
         await peer.head()
-        time.sleep(0.6)  # noqa: ASYNC251 - what somebody else's code may do
+        await settle(lambda: stage.sendings[0]._idle > 0)
+        time.sleep(0.8)  # noqa: ASYNC251 - what somebody else's code may do
         assert only_old(await peer.read_some(16 << 20))
         await settle(lambda: stage.outcome is Outcome.SENT)
 

@@ -365,6 +365,23 @@ async def test_pipelined_requests_are_answered_in_order():
     assert answers[4].body == bytes(memory.data[: 1 << 20])
 
 
+async def test_a_body_waits_for_the_responses_before_it():
+    """What aiohttp still has in its buffers comes first."""
+    memory = Memory(1 << 20)
+    async with (
+        serving(memory, send_buffer=4096) as site,
+        site.peer(receive_buffer=4096) as peer,
+    ):
+        for chunk in range(4):
+            await peer.request(f"/checkpoint/7/{chunk}")
+        await peer.request("/checkpoint/7/full")
+        for chunk in range(4):
+            start = chunk << 16
+            body = (await peer.answer()).body
+            assert body == bytes(memory.data[start : start + (1 << 16)])
+        assert (await peer.answer()).body == memory.file
+
+
 async def test_nonsense_is_refused_without_a_fuss():
     """A port scanner gets its 400, and leaves no traceback in the log."""
     async with serving(Memory(1000)) as site:

@@ -113,13 +113,19 @@ async def serving(
     memory: Memory | None = None,
     *,
     ssl_context: ssl.SSLContext | None = None,
+    send_buffer: int = 0,
     **changes: Any,
 ) -> AsyncIterator[Site]:
-    """Serve ``memory`` on loopback, with ``CONFIG`` changed by ``changes``."""
+    """Serve ``memory`` on loopback, with ``CONFIG`` changed by ``changes``.
+
+    With a small ``send_buffer`` the kernel takes little, as if the network were slow.
+    """
     shelf = Shelf()
     server = CheckpointServer(shelf, replace(CONFIG, **changes))
     sockets = open_sockets("127.0.0.1", 0)
     port = sockets[0].getsockname()[1]
+    if send_buffer:  # those who are accepted inherit it
+        sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     await server.start(sockets, ssl_context=ssl_context)
     try:
         if memory is not None:
