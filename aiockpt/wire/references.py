@@ -104,7 +104,10 @@ def _children(node: list[Node]) -> Iterator[tuple[Path, Node]]:
 
 def _keyed(keys: list[Node], values: list[Node]) -> Iterator[tuple[Path, Node]]:
     for key, value in zip(keys, values, strict=False):
-        yield (_shown(key) if isinstance(key, list) else key,), value
+        step = _shown(key) if isinstance(key, list) else key
+        if isinstance(key, list):  # long bytes in a key are a blob as anywhere else
+            yield (_Step(f"key {step}"),), key
+        yield (step,), value
 
 
 def _shown(key: list[Node]) -> _Step:

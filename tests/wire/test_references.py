@@ -74,6 +74,14 @@ def test_renumbering_reaches_every_reference() -> None:
     assert tensor_paths(tree)[11] == "a.y"
 
 
+def test_a_key_may_refer_to_a_tensor() -> None:
+    """Long bytes travel as a tensor in a key as they do in a value."""
+    tree: Node = ["dict", [["blob", 0], ["tuple", [["tensor", 1]]]], [2, ["tensor", 2]]]
+    renumber(tree, [10, 11, 12])
+    assert sorted(tensor_paths(tree)) == [10, 11, 12]
+    assert [number for _, number in tensor_leaves(tree)] == [11, 12]
+
+
 def test_a_path_through_a_bottomless_key_is_refused() -> None:
     """Nothing recurses into what a peer sent."""
     key: Node = []
