@@ -178,7 +178,7 @@ class StepNotFoundError(UnavailableError, LookupError):
         where = f" at {self.url}" if self.url else ""
         now = "nothing" if self.serving is None else f"step {self.serving}"
         what = "no checkpoint" if self.step is None else f"step {self.step} is not"
-        return f"{what} published{where}, which is serving {now}"
+        return f"{what} published{where}; being served is {now}"
 
 
 class CheckpointChangedError(UnavailableError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from aiohttp import web
@@ -35,6 +35,7 @@ def setup(
     """
     app[app_key] = transport
     app.add_routes(routes(transport, prefix))
+    app.on_shutdown.append(_retract(transport))
     app.cleanup_ctx.append(_lifetime(transport))
 
 
@@ -62,7 +63,17 @@ def get_transport(
     return source.config_dict[app_key]
 
 
-def _lifetime(transport: HTTPTransport[Any]) -> Any:
+def _retract(transport: HTTPTransport[Any]) -> Callable[[web.Application], Any]:
+    async def retract(_: web.Application) -> None:
+        # While connections still live: readers get their grace, waiters an answer.
+        await transport.disallow_checkpoint()
+
+    return retract
+
+
+def _lifetime(
+    transport: HTTPTransport[Any],
+) -> Callable[[web.Application], AsyncIterator[None]]:
     async def context(_: web.Application) -> AsyncIterator[None]:
         yield
         await transport.shutdown()

@@ -100,7 +100,7 @@ class HTTPTransport(CheckpointTransport[T]):
         interface: str | None = None,
         chunk_bytes: int = 16 << 20,
         max_concurrency: int = 4,
-        max_readers: int = 128,
+        max_readers: int = 1024,
         stall_timeout: float = 10.0,
         reconnect_timeout: float = 10.0,
         grace: float = 5.0,
