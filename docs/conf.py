@@ -20,7 +20,7 @@ nitpick_ignore_regex = [
         r"py:.*",
         r"(aiohttp|asyncio|collections|datetime|logging|ssl|torch|typing)(\..*)?",
     ),
-    (r"py:(class|obj)", r"(aiockpt\.transport\.)?T"),
+    (r"py:(class|obj)", r"(aiockpt\..*\.)?T"),  # type variables
 ]
 
 autodoc_member_order = "bysource"
