@@ -1,0 +1,147 @@
+"""Runs ``aiockpt`` as a person does: in a shell, in another process, or right here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import aiockpt
+
+T = TypeVar("T")
+
+PATIENCE = 60.0
+"""Seconds that a slow machine may take for anything here."""
+
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if "AIOCKPT" not in name},
+    # The package that these tests import, also from another directory.
+    "PYTHONPATH": str(Path(aiockpt.__file__).parents[1]),
+    # Nothing that is here must be asked of a proxy.
+    "http_proxy": "http://127.0.0.1:9",
+    "https_proxy": "http://127.0.0.1:9",
+}
+
+
+def aiockpt_command(*arguments: object) -> list[str]:
+    """Return the command line of this interpreter's ``aiockpt``."""
+    return [sys.executable, "-m", "aiockpt", *map(str, arguments)]
+
+
+def run_aiockpt(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run it in another process."""
+    return run_shell(shlex.join(aiockpt_command(*arguments)))
+
+
+def run_shell(
+    command: str, *, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run what a person pastes into a shell."""
+    return subprocess.run(
+        command,
+        shell=True,
+        cwd=cwd,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
+    )
+
+
+@dataclass
+class Serving:
+    """A running ``aiockpt serve`` and what it has printed."""
+
+    process: subprocess.Popen[str]
+    announcement: str
+    fetch: str
+    curl: str
+
+    @property
+    def metadata(self) -> str:
+        """The URL with the capability, if that is how one may fetch."""
+        return shlex.split(self.fetch.partition(" fetch ")[2])[0]
+
+    @property
+    def base(self) -> str:
+        """The URL without any secret."""
+        return self.metadata.partition("#")[0]
+
+    @property
+    def token(self) -> str:
+        """The secret."""
+        found = re.search(r"Bearer (\S+)'", self.curl)
+        assert found
+        return found[1]
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self.base.split(":")[2].partition("/")[0])
+
+    def end(self, number: int = signal.SIGTERM) -> str:
+        """Interrupt it; return what it wrote to stderr, after a clean exit."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        _, errors = self.process.communicate(timeout=PATIENCE)
+        assert self.process.returncode == 0, errors
+        return errors
+
+
+@contextmanager
+def serving(path: Path, *options: object) -> Iterator[Serving]:
+    """Run ``aiockpt serve`` on 127.0.0.1 until the block ends."""
+    process = subprocess.Popen(
+        aiockpt_command("serve", path, "--host", "127.0.0.1", *options),
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        lines = [process.stdout.readline().strip() for _ in range(3)]
+        if not lines[-1]:
+            raise AssertionError(f"no announcement: {lines}, {process.communicate()}")
+        server = Serving(process, *lines)
+        yield server
+        if process.returncode is None:
+            server.end()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def beside(made: AbstractAsyncContextManager[T]) -> Iterator[T]:
+    """Keep an async context open on the loop of another thread."""
+    started = threading.Event()
+    inside: list[tuple[T, Callable[[], object]]] = []
+
+    async def keep() -> None:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        async with made as value:
+            inside.append((value, lambda: loop.call_soon_threadsafe(ended.set)))
+            started.set()
+            await ended.wait()
+
+    thread = threading.Thread(target=asyncio.run, args=(keep(),), name="beside")
+    thread.start()
+    assert started.wait(PATIENCE)
+    value, end = inside[0]
+    try:
+        yield value
+    finally:
+        end()
+        thread.join()
