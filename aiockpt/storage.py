@@ -203,6 +203,8 @@ class PartFile:
         with suppress(BufferError):  # a view that still lives keeps its pages
             self._map.close()
         if self._fd >= 0:
+            # The mapping has a duplicate, which would keep the lock while it lives.
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
             self._fd = -1
 
@@ -241,7 +243,8 @@ def _check_ours(path: Path, fd: int) -> None:
         raise StorageError(str(path), "it is not a regular file")
     start = os.pread(fd, LENGTH_BYTES + len(PREFIX), 0)
     # Nothing but zeros: reserved, and killed before the header was written.
-    if any(start) and start[LENGTH_BYTES:] != PREFIX:
+    known = start[LENGTH_BYTES:]
+    if any(start) and not (known and PREFIX.startswith(known)):
         detail = "it is no part of a checkpoint; remove it or choose another file"
         raise StorageError(str(path), detail)
 

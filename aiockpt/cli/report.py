@@ -18,7 +18,8 @@ from aiockpt.wire.manifest import (
     ForeignHeader,
     Manifest,
 )
-from aiockpt.wire.tree import tensor_paths
+from aiockpt.wire.paths import format_path
+from aiockpt.wire.references import tensor_leaves
 
 __all__ = ["as_json", "as_text"]
 
@@ -49,7 +50,7 @@ def as_text(name: str, header: Manifest | ForeignHeader) -> str:
     parts = [_heading(name, header)]
     if isinstance(header, Manifest):
         parts += [_tree(header), _digests(header)]
-    return "\n\n".join([*parts, _table(list(_tensors(header)))])
+    return "\n\n".join([*parts, _table(header)])
 
 
 def as_json(name: str, header: Manifest | ForeignHeader) -> dict[str, object]:
@@ -91,9 +92,9 @@ def _tensors(header: Manifest | ForeignHeader) -> Iterator[_Tensor]:
             dtype = CODES.get(entry.dtype, entry.dtype)
             yield _Tensor(name, dtype, entry.shape, stop - start, name)
         return
-    for index, path in tensor_paths(header.tree).items():
+    for path, index in tensor_leaves(header.tree):
         if 0 <= index < header.tensor_count:  # the tree has not been decoded
-            yield _described(header, index, path)
+            yield _described(header, index, format_path(path))
 
 
 def _described(manifest: Manifest, index: int, path: str) -> _Tensor:
@@ -134,7 +135,7 @@ def _digests(manifest: Manifest) -> str:
     return "\n".join(lines)
 
 
-def _table(tensors: list[_Tensor]) -> str:
+def _table(header: Manifest | ForeignHeader) -> str:
     rows = [
         (
             printable(tensor.path) or "(the whole)",
@@ -143,10 +144,10 @@ def _table(tensors: list[_Tensor]) -> str:
             format_bytes(tensor.nbytes),
             _remarks(tensor),
         )
-        for tensor in tensors
+        for tensor in _tensors(header)
     ]
-    total = format_bytes(sum(tensor.nbytes for tensor in tensors))
-    rows.append((f"{len(tensors)} tensors", "", "", total, ""))
+    total = format_bytes(header.segment_bytes)  # tensors that share bytes count once
+    rows.append((f"{len(rows)} tensors", "", "", total, ""))
     return format_table(("Tensor", "dtype", "shape", "size", ""), rows, right=(3,))
 
 
