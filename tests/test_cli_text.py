@@ -1,0 +1,219 @@
+"""What the command line shows, without a command: numbers, bars, trees, URLs."""
+
+from __future__ import annotations
+
+import argparse
+import io
+
+import pytest
+
+from aiockpt.cli.options import address
+from aiockpt.cli.outline import outline
+from aiockpt.cli.progress import ProgressBar, render
+from aiockpt.cli.text import format_bytes, format_seconds, format_table, printable
+from aiockpt.observe import Progress
+from aiockpt.wire.tree import Node
+
+pytestmark = pytest.mark.torch_free
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal, of unknown width."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (999_960, "1.0 MB"),
+        (90_868_376, "90.9 MB"),
+        (2**40, "1.1 TB"),
+        (2**60, "1152921.5 TB"),
+    ],
+)
+def test_sizes_are_in_powers_of_1000(count: int, text: str) -> None:
+    """And never show four digits before the point, but for the last unit."""
+    assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (7.4, "0:07"), (61, "1:01"), (3723, "1:02:03")]
+)
+def test_times_are_those_of_a_clock(seconds: float, text: str) -> None:
+    """Hours only where there are any."""
+    assert format_seconds(seconds) == text
+
+
+def test_columns_of_a_table_are_aligned() -> None:
+    """Numbers to the right; no blanks at the end of a line."""
+    table = format_table(("name", "size"), [("a", "10"), ("long one", "9")], right=(1,))
+    assert table == "name      size\na           10\nlong one     9"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("größe 大", "größe 大"),
+        ("a\x1b[2J\n", "a\\x1b[2J\\n"),
+        ("\u202egnp.exe", "\\u202egnp.exe"),
+        ("\udcff", "\\udcff"),
+    ],
+)
+def test_names_cannot_control_the_terminal(text: str, shown: str) -> None:
+    """Letters of any script are shown; escapes, and what reverses text, are not."""
+    assert printable(text) == shown
+
+
+class TestProgress:
+    """A bar on a terminal, lines elsewhere."""
+
+    half = Progress(stop="fetch_chunk", bytes_done=500, bytes_total=1000, rate=100.0)
+
+    def test_a_line_says_where_it_is_and_how_long_it_takes(self) -> None:
+        """The stop's name, a bar, share, bytes, rate and what is left."""
+        assert render(self.half, 100) == (
+            "fetch_chunk  [####################--------------------]  50%  "
+            "500 B of 1.0 kB  100 B/s  ETA 0:05"
+        )
+
+    @pytest.mark.parametrize("width", [0, 10, 40, 60, 75, 200])
+    def test_a_line_fits(self, width: int) -> None:
+        """However narrow the window is."""
+        assert len(render(self.half, width)) <= width
+
+    def test_a_stop_before_the_size_is_known_has_a_name(self) -> None:
+        """And nothing else to show."""
+        assert render(Progress(stop="fetch_manifest"), 80) == "fetch_manifest"
+
+    def test_the_bar_stays_on_its_line_and_ends_it(self) -> None:
+        """Notes go above; what comes afterwards starts a new line."""
+        stream = Terminal()
+        bar = ProgressBar(stream)
+        bar(self.half)
+        bar.note("a note")
+        bar.close()
+        bar.close()
+        frames = stream.getvalue().split("\r\x1b[2K")
+        assert frames[1].startswith("fetch_chunk  [")
+        assert frames[2] == "a note\n"
+        assert frames[3] == frames[1] + "\n"
+        assert len(frames) == 4
+
+    def test_a_bar_does_not_flicker(self) -> None:
+        """A thousand reports in a moment are one or two frames."""
+        stream = Terminal()
+        bar = ProgressBar(stream)
+        for _ in range(1000):
+            bar(self.half)
+        assert stream.getvalue().count("\r") <= 2
+
+    def test_elsewhere_a_short_transfer_is_silent(self) -> None:
+        """Only its notes are written, as plain lines."""
+        stream = io.StringIO()
+        bar = ProgressBar(stream)
+        bar(self.half)
+        bar.note("done")
+        bar.close()
+        assert stream.getvalue() == "done\n"
+
+    def test_quiet_means_silent(self) -> None:
+        """On a terminal, too."""
+        stream = Terminal()
+        bar = ProgressBar(stream, quiet=True)
+        bar(self.half)
+        bar.note("done")
+        bar.close()
+        assert stream.getvalue() == ""
+
+
+class TestOutline:
+    """The top of a tree in a few lines."""
+
+    def test_children_are_named_counted_and_described(self) -> None:
+        """Tensors and other values below each of them."""
+        tree: Node = [
+            "dict",
+            ["model", 3, "lr", "name", "none", "empty"],
+            [
+                ["odict", ["w", "b"], [["tensor", 0], ["tensor", 1]], ["dict", [], []]],
+                ["ext", "torch.Size", ["tuple", [2, 3]]],
+                0.1,
+                "x",
+                None,
+                ["list", []],
+            ],
+        ]
+        assert outline(tree) == [
+            "dict of 6",
+            "  model  OrderedDict of 2: 2 tensors",
+            "  3      torch.Size of 2: 2 values",
+            "  lr     float 0.1",
+            '  name   str "x"',
+            "  none   None",
+            "  empty  list of 0: empty",
+        ]
+
+    def test_a_flat_dict_of_tensors_is_one_line(self) -> None:
+        """The table of tensors lists them."""
+        tree: Node = ["tensors", ["a", "b"], [0, 1]]
+        assert outline(tree) == ["dict of 2: 2 tensors"]
+
+    def test_a_long_list_is_cut(self) -> None:
+        """Nobody reads thousands of lines."""
+        lines = outline(["list", list(range(1000))])
+        assert lines[0] == "list of 1000"
+        assert lines[-1] == "  ... and 970 more"
+        assert len(lines) == 32
+
+    @pytest.mark.parametrize("node", [["dict"], ["odd", 1], [], ["tensors", 1, 2], [1]])
+    def test_a_malformed_tree_is_still_shown(self, node: Node) -> None:
+        """It is read before anybody has decoded it."""
+        assert len(outline(node)) == 1
+
+    def test_a_deep_tree_is_no_problem(self) -> None:
+        """Nesting is not limited before decoding."""
+        node: Node = 1
+        for _ in range(10_000):
+            node = ["list", [node]]
+        assert outline(node)[1] == "  [0]  list of 1: 1 values"
+
+
+class TestAddress:
+    """What names a checkpoint at a peer."""
+
+    @pytest.mark.parametrize(
+        ("text", "base", "step"),
+        [
+            ("http://h:1/checkpoint/#t", "http://h:1/checkpoint/", None),
+            ("http://h:1/checkpoint#t", "http://h:1/checkpoint/", None),
+            ("http://h:1/checkpoint/100#t", "http://h:1/checkpoint/", 100),
+            ("https://h/checkpoint/100/full#t", "https://h/checkpoint/", 100),
+            ("https://h/a/b/100/metadata#t", "https://h/a/b/", 100),
+            ("http://h:1/checkpoint/latest#t", "http://h:1/checkpoint/", None),
+            ("http://h:1#t", "http://h:1/checkpoint/", None),
+            ("http://[::1]:80#t", "http://[::1]:80/checkpoint/", None),
+            ("http://h/7/#t", "http://h/7/", None),
+            ("http://h/#t", "http://h/", None),
+        ],
+    )
+    def test_metadata_or_what_lies_under_it(
+        self, text: str, base: str, step: int | None
+    ) -> None:
+        """A slash at the end marks metadata, whose prefix may end in a number."""
+        found = address(text)
+        assert (found.source.base_url, found.step) == (base, step)
+        assert found.source.token == "t"
+
+    @pytest.mark.parametrize(
+        "text", ["", "host", "ftp://h/#secret", "http://#secret", "http://h:x/#secret"]
+    )
+    def test_anything_else_is_refused_without_its_secret(self, text: str) -> None:
+        """The sentence says what a URL looks like."""
+        with pytest.raises(argparse.ArgumentTypeError, match="http://host:port") as why:
+            address(text)
+        assert "secret" not in str(why.value)
