@@ -103,10 +103,10 @@ class CheckpointClient:
                 IntegrityError: what the peer answered.
         """
         tell = self._teller(source, step, on_retry)
-        retrier, polls = self._retrier(), 0
-        attempt = partial(self._fetch_manifest, source, step, deadline, retrier)
+        polls = 0
         while True:
-            asked = _now()
+            asked, retrier = _now(), self._retrier()
+            attempt = partial(self._fetch_manifest, source, step, deadline, retrier)
             try:
                 return await persist(attempt, retrier, tell)
             except StepNotFoundError as error:

@@ -19,12 +19,16 @@ class Filler:
 
     Either the bytes are received straight into `next_buffer` and announced by
     `advance`, or they are handed to `write`. Buffers that are small and many are
-    received through a scratch of at most 1 MiB, so `flush` must be called before
+    received through a scratch of at most 1 MiB, so `close` must be called before
     anybody reads the buffers.
 
     Args:
         buffers: Contiguous views of format ``B``; the filler refers to them until it
-            is gone itself.
+            is closed.
+
+    Attributes:
+        size: Bytes of all buffers.
+        filled: Bytes that have come.
     """
 
     __slots__ = (
@@ -70,16 +74,24 @@ class Filler:
             return
         self._staged += count
         if self._staged == len(self._scratch):
-            self.flush()
+            self._flush()
 
     def write(self, data: bytes | memoryview) -> None:
         """Copy ``data``, which is no longer than what remains."""
-        self.flush()
+        self._flush()
         self._scatter(memoryview(data))
         self.filled += len(data)
 
-    def flush(self) -> None:
-        """Bring what lies in the scratch to its place."""
+    def close(self) -> None:
+        """Bring all bytes to their place and let go of the buffers; idempotent.
+
+        Whoever keeps the filler, such as the traceback of an error, does not keep the
+        memory, which its owner may want to unmap.
+        """
+        self._flush()
+        self._buffers = ()
+
+    def _flush(self) -> None:
         if self._scratch is not None:
             scratch, self._scratch = self._scratch[: self._staged], None
             self._staged = 0

@@ -40,7 +40,8 @@ class _Line(NamedTuple):
 async def receive(answer: ClientResponse, filler: Filler, *, direct: bool) -> None:
     """Receive the body, which must be exactly as long as what remains of ``filler``.
 
-    Nothing is written into the buffers once this has returned or raised. If
+    The filler is closed, and nothing refers to its buffers, once this has returned or
+    raised. If
     cancelled, or if the body breaks off, the connection is closed; what had arrived
     is in its place and counted.
 
@@ -58,7 +59,7 @@ async def receive(answer: ClientResponse, filler: Filler, *, direct: bool) -> No
         answer.close()  # never to the pool: nobody knows what is still to come
         raise
     finally:
-        filler.flush()
+        filler.close()
 
 
 def _line_of(answer: ClientResponse) -> _Line | None:
@@ -126,7 +127,7 @@ class _Sink(asyncio.BufferedProtocol):
             raise
         finally:
             sink._install(line.protocol)
-            del sink  # or an error would keep it, and the buffers, through this frame
+            del sink  # or an error would keep it through this frame
 
     def _install(self, protocol: asyncio.BaseProtocol) -> None:
         # uvloop chooses between the kinds of protocol when reading starts.

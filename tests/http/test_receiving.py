@@ -1,0 +1,261 @@
+"""Bytes get into memory, by either mover, and the connection stays usable."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing, suppress
+
+import pytest
+from aiohttp import ClientResponse, ClientSession
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiockpt.http import filler, receiving
+from aiockpt.http.filler import Filler
+from aiockpt.http.receiving import receive
+from rangepeer import noise
+
+pytestmark = [pytest.mark.torch_free]
+
+both = pytest.mark.parametrize("direct", [True, False], ids=["direct", "portable"])
+
+
+def buffers_of(sizes: list[int]) -> tuple[bytearray, list[memoryview]]:
+    """Return memory and views of it, of these sizes in a row."""
+    memory, views, at = bytearray(sum(sizes)), [], 0
+    for size in sizes:
+        views.append(memoryview(memory)[at : at + size])
+        at += size
+    return memory, views
+
+
+SIZES = st.lists(
+    st.integers(0, 50) | st.sampled_from([0, 70_000, filler.SMALL - 1, filler.SMALL]),
+    max_size=30,
+)
+
+
+class TestFiller:
+    """A run of bytes lands in its buffers however both are cut."""
+
+    @given(SIZES, st.lists(st.integers(1, 100_000), min_size=1), st.data())
+    def test_received_or_written_every_byte_gets_to_its_place(
+        self, sizes, steps, data
+    ) -> None:
+        """Pieces of any length, some received in place and some copied."""
+        memory, views = buffers_of(sizes)
+        source, at, turn = noise(len(memory)), 0, 0
+        fill = Filler(views)
+        while fill.remaining:
+            step = steps[turn % len(steps)]
+            if data.draw(st.booleans()):
+                count = min(step, fill.remaining)
+                fill.write(source[at : at + count])
+            else:
+                room = fill.next_buffer()
+                count = min(step, len(room))
+                assert 0 < len(room) <= filler.MAX_PIECE
+                room[:count] = source[at : at + count]
+                fill.advance(count)
+            at, turn = at + count, turn + 1
+        fill.close()
+        assert memory == source
+        assert (fill.filled, fill.size) == (len(source), len(source))
+
+    @given(SIZES, st.integers(0, 200_000))
+    def test_closed_it_has_every_byte_that_it_counts(self, sizes, count) -> None:
+        """A transfer that breaks off can go on after what was filled."""
+        memory, views = buffers_of(sizes)
+        source = noise(len(memory))
+        fill = Filler(views)
+        while fill.filled < min(count, fill.size):
+            room = fill.next_buffer()[: count - fill.filled]
+            room[:] = source[fill.filled : fill.filled + len(room)]
+            fill.advance(len(room))
+        fill.close()
+        assert memory[: fill.filled] == source[: fill.filled]
+        assert not any(memory[fill.filled :])
+
+    def test_large_buffers_are_received_in_place(self) -> None:
+        """A megabyte at a time, without a copy."""
+        memory, views = buffers_of([3 << 20])
+        fill = Filler(views)
+        room = fill.next_buffer()
+        room[:2] = b"ab"
+        assert len(room) == 1 << 20
+        assert memory.startswith(b"ab")
+
+    def test_small_buffers_are_received_together(self) -> None:
+        """One system call serves many of them; their number is bounded."""
+        _, views = buffers_of([100] * 5000)
+        assert len(Filler(views).next_buffer()) == 100 * filler.MAX_SCATTER
+
+
+@asynccontextmanager
+async def answering(*pieces: bytes, close: bool = False) -> AsyncIterator[str]:
+    """Answer each request of a connection with pieces, each sent by itself."""
+
+    async def answer(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        tasks.append(asyncio.current_task())
+        with closing(writer), suppress(asyncio.IncompleteReadError, OSError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                for piece in pieces:
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(0.001)
+                if close:
+                    break
+
+    tasks: list[asyncio.Task | None] = []
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+    finally:
+        server.close()
+        await asyncio.gather(*filter(None, tasks))  # the client has closed
+
+
+BODY = noise(300_000)
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 300000\r\n\r\n"
+
+
+@asynccontextmanager
+async def asked(session: ClientSession, url: str) -> AsyncIterator[ClientResponse]:
+    """Give an answer whose body is still to come, or has come a while ago."""
+    async with session.get(url, read_bufsize=1 << 20) as answer:
+        yield answer
+
+
+@pytest.mark.asyncio
+class TestReceive:
+    """The body of one answer, and what the connection is good for afterwards."""
+
+    @both
+    @pytest.mark.parametrize(
+        "pieces",
+        [
+            (HEAD + BODY,),
+            (HEAD, BODY),
+            (HEAD[:9], HEAD[9:] + BODY[:1], BODY[1:-1], BODY[-1:]),
+            (HEAD, *(BODY[at : at + 5000] for at in range(0, len(BODY), 5000))),
+        ],
+        ids=["at once", "head first", "ragged", "small"],
+    )
+    async def test_arrives_in_any_pieces_over_one_connection(
+        self, direct, pieces
+    ) -> None:
+        """The connection answers again and again."""
+        clients = set()
+        async with answering(*pieces) as url, ClientSession() as session:
+            for _ in range(4):
+                memory, views = buffers_of([100_000, 200_000])
+                async with asked(session, url) as answer:
+                    if answer.connection and answer.connection.transport:
+                        sock = answer.connection.transport.get_extra_info("sockname")
+                        clients.add(sock)
+                    await receive(answer, Filler(views), direct=direct)
+                assert memory == BODY
+                assert answer.connection is None
+        assert len(clients) <= 1
+
+    @both
+    async def test_body_that_came_before_anybody_looked_is_there(self, direct) -> None:
+        """Aiohttp may have read all of it already, and given the connection back."""
+        body = BODY[:1000]
+        head = HEAD.replace(b"300000", b"1000")
+        async with answering(head + body) as url, ClientSession() as session:
+            memory, views = buffers_of([1000])
+            async with asked(session, url) as answer:
+                await answer.content.wait_eof()
+                await receive(answer, Filler(views), direct=direct)
+            assert memory == body
+
+    @both
+    @pytest.mark.parametrize("size", [0, 1, 150_000, 299_999])
+    async def test_body_that_breaks_off_is_an_error_and_what_came_is_kept(
+        self, direct, size
+    ) -> None:
+        """The connection is closed, not used again."""
+        pieces = (HEAD, BODY[:size])
+        async with answering(*pieces, close=True) as url, ClientSession() as session:
+            memory, views = buffers_of([1000] * 300)
+            fill = Filler(views)
+            async with asked(session, url) as answer:
+                connection = answer.connection
+                with pytest.raises(Exception, match=r"early|not completed|reset"):
+                    await receive(answer, fill, direct=direct)
+                assert answer.closed
+                assert connection is not None
+                assert connection.closed
+        assert memory[: fill.filled] == BODY[: fill.filled]
+        assert fill.filled <= size
+
+    @both
+    @pytest.mark.parametrize("last_words", ["FIN", "keep"])
+    async def test_peer_that_closes_after_the_last_byte_has_sent_it_all(
+        self, direct, last_words
+    ) -> None:
+        """``Connection: close`` is obeyed, and no error."""
+        head = HEAD[:-2] + b"Connection: close\r\n\r\n"
+        close = last_words == "FIN"
+        async with (
+            answering(head, BODY, close=close) as url,
+            ClientSession() as session,
+        ):
+            for _ in range(2):
+                memory, views = buffers_of([len(BODY)])
+                async with asked(session, url) as answer:
+                    await receive(answer, Filler(views), direct=direct)
+                assert memory == BODY
+
+    @both
+    async def test_nothing_holds_on_to_the_memory(self, direct) -> None:
+        """A mapping can be closed as soon as the call has ended, however it did."""
+        async with (
+            answering(HEAD, BODY) as url,
+            answering(HEAD, BODY[:5000], close=True) as broken,
+            ClientSession() as session,
+        ):
+            for address in (url, broken):
+                memory = mmap.mmap(-1, len(BODY))
+                async with asked(session, address) as answer:
+                    try:
+                        views = [memoryview(memory)]
+                        await receive(answer, Filler(views), direct=direct)
+                    except (OSError, Exception):  # noqa: BLE001 - told apart elsewhere
+                        assert address is broken
+                    del views
+                memory.close()
+
+    async def test_plain_connection_is_received_from_directly(
+        self, monkeypatch
+    ) -> None:
+        """Most of the body never passes through aiohttp's stream."""
+        async with answering(HEAD, BODY) as url, ClientSession() as session:
+            for known, most in ((True, 100_000), (False, len(BODY))):
+                monkeypatch.setattr(receiving, "_KNOWN_AIOHTTP", known)
+                memory, views = buffers_of([len(BODY)])
+                async with asked(session, url) as answer:
+                    await receive(answer, Filler(views), direct=True)
+                assert memory == BODY
+                assert answer.content.total_bytes <= most
+
+    async def test_cancelled_it_closes_the_connection(self) -> None:
+        """What is still to come would be taken for the next answer."""
+        async with answering(HEAD, BODY[:1000]) as url, ClientSession() as session:
+            _, views = buffers_of([len(BODY)])
+            fill = Filler(views)
+            async with asked(session, url) as answer:
+                connection = answer.connection
+                task = asyncio.create_task(receive(answer, fill, direct=True))
+                while fill.filled < 1000:  # noqa: ASYNC110 - no event tells
+                    await asyncio.sleep(0.001)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                assert connection is not None
+                assert connection.closed
