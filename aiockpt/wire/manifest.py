@@ -35,7 +35,7 @@ from aiockpt.wire.layout import (
 )
 from aiockpt.wire.limits import Limits, enforce, enforce_values
 from aiockpt.wire.paths import Node
-from aiockpt.wire.validate import Columns, fault_of, tiling_fault
+from aiockpt.wire.validate import fault_of, foreign_fault
 
 __all__ = [
     "COMPACTED",
@@ -229,10 +229,10 @@ def _decode_foreign(raw: bytes, header: memoryview, limits: Limits) -> ForeignHe
             "its metadata; without __metadata__ it is a plain safetensors file"
         )
     enforce("the number of tensors", len(unsorted), limits.max_tensors)
-    names = sorted(unsorted, key=lambda name: unsorted[name].data_offsets)
-    entries = tuple(unsorted[name] for name in names)
-    if fault := tiling_fault(Columns.of(dict(zip(names, entries, strict=True)))):
+    in_order = sorted(unsorted.items(), key=lambda item: item[1].data_offsets)
+    entries = dict(in_order)
+    if fault := foreign_fault(entries):
         raise RemoteProtocolError(f"the header contradicts itself: {fault}")
-    found = ForeignHeader(tuple(names), entries, metadata, raw)
+    found = ForeignHeader(tuple(entries), tuple(entries.values()), metadata, raw)
     enforce("the data segment", found.segment_bytes, limits.max_bytes)
     return found

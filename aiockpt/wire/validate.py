@@ -10,10 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from math import prod
-from operator import mod, mul, sub
-from typing import Final, Self
+from operator import eq, mod, mul, sub
+from typing import Final
 
 from aiockpt.wire.chunks import (
     ALGORITHM,
@@ -32,34 +31,25 @@ from aiockpt.wire.document import (
 )
 from aiockpt.wire.dtypes import CODE_BITS, COMPLEX, DIFFERENTIABLE, DTYPES
 
-__all__ = ["Columns", "fault_of", "tiling_fault"]
+__all__ = ["Columns", "fault_of", "foreign_fault", "views_fault"]
 
 _ALL_FLAGS: Final = 31
 _HEX: Final = re.compile(r"[0-9a-f]*")
-_WRITTEN: Final = {code: size for size, code in DTYPES.values() if code is not None}
+_WRITTEN_BYTES: Final = {
+    code: size for size, code in DTYPES.values() if code is not None
+}
 
 
-@dataclass(frozen=True, slots=True)
 class Columns:
-    """The entries of a header, one list per field."""
+    """The entries of a header, in segment order, as one list per field."""
 
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[tuple[int, ...]]
-    starts: list[int]
-    stops: list[int]
-
-    @classmethod
-    def of(cls, entries: Mapping[str, Entry]) -> Self:
-        """Turn entries, in segment order, into columns."""
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
         each = entries.values()
-        return cls(
-            list(entries),
-            [entry.dtype for entry in each],
-            [entry.shape for entry in each],
-            [entry.data_offsets[0] for entry in each],
-            [entry.data_offsets[1] for entry in each],
-        )
+        self.names = list(entries)
+        self.dtypes = [entry.dtype for entry in each]
+        self.shapes = [entry.shape for entry in each]
+        self.starts = [entry.data_offsets[0] for entry in each]
+        self.stops = [entry.data_offsets[1] for entry in each]
 
     def at(self, index: int, what: str) -> str:
         """Say which entry ``what`` is about."""
@@ -67,47 +57,59 @@ class Columns:
 
 
 def fault_of(document: ManifestDocument, entries: Mapping[str, Entry]) -> str | None:
-    """Return the first contradiction within a header."""
+    """Return the first contradiction within one of our headers."""
     if not 0 <= document.step <= INT64_MAX:
         return f"step {document.step} is not between 0 and 2**63 - 1"
     if document.entries != len(entries):
         return f"{len(entries)} entries instead of {document.entries}"
-    columns = Columns.of(entries)
+    columns = Columns(entries)
     return (
-        tiling_fault(columns)
+        tiling_fault(columns, _WRITTEN_BYTES, 1)
         or entries_fault(columns)
         or grid_fault(document, columns.stops[-1] if columns.stops else 0)
         or views_fault(document.views, columns)
     )
 
 
-def tiling_fault(columns: Columns) -> str | None:
+def foreign_fault(entries: Mapping[str, Entry]) -> str | None:
+    """Return the first contradiction within another tool's header."""
+    return tiling_fault(Columns(entries), CODE_BITS, 8)
+
+
+def tiling_fault(columns: Columns, sizes: Mapping[str, int], unit: int) -> str | None:
     """Entries follow each other without gap or overlap, and are as long as they say.
 
-    Holds for any safetensors file, also for codes that are smaller than a byte.
+    ``sizes`` are the elements' by code, of which ``unit`` make a byte.
     """
     starts, stops = columns.starts, columns.stops
-    bits = [CODE_BITS.get(code, 0) for code in columns.dtypes]
-    if 0 in bits:
-        bad = bits.index(0)
+    items = [sizes.get(code, 0) for code in columns.dtypes]
+    if 0 in items:
+        bad = items.index(0)
         return columns.at(bad, f"unknown dtype {columns.dtypes[bad][:40]!r}")
     if (gap := _difference(starts, [0, *stops][: len(stops)])) is not None:
         return columns.at(gap, "starts where the entry before it does not end")
-    sizes = map(mul, map(sub, stops, starts), repeat(8))
-    needed = map(mul, map(prod, columns.shapes), bits)
-    if (odd := _difference(list(sizes), list(needed))) is not None:
+    needed = list(map(mul, map(prod, columns.shapes), items))
+    lengths = list(map(sub, stops, starts))
+    if unit != 1:
+        lengths = [unit * length for length in lengths]
+    if (odd := _difference(lengths, needed)) is not None:
         return columns.at(odd, "its shape does not fill its bytes")
     return None
 
 
 def entries_fault(columns: Columns) -> str | None:
-    """Each entry has a dtype that we write, is aligned, and fits into an int64."""
-    sizes = [_WRITTEN.get(code, 0) for code in columns.dtypes]
-    if 0 in sizes:
-        return columns.at(sizes.index(0), "a dtype that aiockpt does not write")
-    if any(odd := list(map(mod, columns.starts, sizes))):
+    """Each entry is aligned, and its strides fit into an int64."""
+    sizes = [_WRITTEN_BYTES[code] for code in columns.dtypes]
+    if any(map(mod, columns.starts, sizes)):
+        odd = list(map(mod, columns.starts, sizes))
         return columns.at(odd.index(max(odd)), "is not aligned")
     # Only empty tensors may have strides that their bytes do not bound.
+    if any(map(eq, columns.starts, columns.stops)):
+        return _empty_fault(columns)
+    return None
+
+
+def _empty_fault(columns: Columns) -> str | None:
     for index, shape in enumerate(columns.shapes):
         if 0 in shape and _overflows(shape):
             return columns.at(index, "its strides overflow")

@@ -87,7 +87,7 @@ def test_a_view_is_accepted_as_torch_would(
     """What passes can be made; what torch makes of elements that exist passes."""
     shape, stride = tuple(size for size, _ in dims), tuple(step for _, step in dims)
     spec = TensorSpec(0, dtype, shape, stride, offset, 0)
-    columns = Columns.of({"w": Entry("U8", (32,), (0, 32))})
+    columns = Columns({"w": Entry("U8", (32,), (0, 32))})
     accepted = views_fault([spec], columns) is None
     try:
         torch.zeros(32 // KNOWN[dtype].itemsize, dtype=KNOWN[dtype]).as_strided(

@@ -72,7 +72,7 @@ def test_facts_travel_as_members() -> None:
     """A program reads them; so does a person with curl."""
     document = json.loads(to_problem(StepNotFoundError(5, serving=4)).body)
     assert (document["step"], document["serving"]) == (5, 4)
-    assert "serving step 4" in document["detail"]
+    assert "step 4" in document["detail"]
 
 
 def test_a_bug_tells_the_client_nothing() -> None:
