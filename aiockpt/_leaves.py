@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from aiockpt.errors import UnsupportedLeafError
+from aiockpt.errors import RemoteProtocolError, UnsupportedLeafError
 from aiockpt.wire.paths import Path, format_path
 from aiockpt.wire.registry import REGISTRY, Codec, Registry
 
@@ -33,6 +33,9 @@ _COMPRESSED = {
     torch.sparse_csc: ("torch.sparse_csc", "column"),
     torch.sparse_bsc: ("torch.sparse_bsc", "column"),
 }
+
+
+_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32})
 
 
 class Extension(NamedTuple):
@@ -55,6 +58,15 @@ def extension(value: object, path: Path, *, allow_pickle: bool) -> Extension | N
 
 
 def _odd_tensor(tensor: torch.Tensor) -> Extension | None:
+    is_parameter = type(tensor) is torch.nn.Parameter
+    plain = tensor.detach()
+    parts = _taken_apart(plain)
+    if parts is not None and (is_parameter or tensor.requires_grad):
+        return Extension("torch.leaf", (plain, is_parameter, tensor.requires_grad))
+    return parts
+
+
+def _taken_apart(tensor: torch.Tensor) -> Extension | None:
     if tensor.is_quantized:
         return _quantized(tensor)
     if tensor.layout is torch.sparse_coo:
@@ -70,7 +82,9 @@ def _odd_tensor(tensor: torch.Tensor) -> Extension | None:
     return None
 
 
-def _quantized(tensor: torch.Tensor) -> Extension:
+def _quantized(tensor: torch.Tensor) -> Extension | None:
+    if tensor.dtype not in _QUANTIZED:
+        return None
     if tensor.qscheme() == torch.per_tensor_affine:
         scale, zero = tensor.q_scale(), tensor.q_zero_point()
         return Extension(
@@ -85,8 +99,10 @@ def _quantized(tensor: torch.Tensor) -> Extension:
 def _numpy_leaf(value: Any) -> Extension | None:
     if value.dtype.hasobject or value.dtype.names:
         return None
-    if not value.ndim and not isinstance(value, sys.modules["numpy"].ndarray):
+    if isinstance(value, sys.modules["numpy"].generic):
         return Extension("numpy.scalar", (value.dtype.str, value.tobytes()))
+    if type(value) is not sys.modules["numpy"].ndarray:
+        return None  # a masked array would lose its mask
     return Extension(
         "numpy.ndarray", (value.dtype.str, tuple(value.shape), value.tobytes())
     )
@@ -98,6 +114,13 @@ def _pickled(value: object, path: Path) -> Extension:
     except Exception as error:
         name = type(value).__qualname__
         raise UnsupportedLeafError(format_path(path), name, str(error)) from error
+
+
+def _leaf(payload: Any) -> torch.Tensor:
+    tensor, is_parameter, requires_grad = payload
+    if is_parameter:
+        return torch.nn.Parameter(tensor, bool(requires_grad))
+    return torch.Tensor.detach(tensor).requires_grad_(bool(requires_grad))
 
 
 def _coo(payload: Any) -> torch.Tensor:
@@ -163,17 +186,26 @@ def _dtype(name: Any) -> torch.dtype:
     return DTYPES[name]
 
 
+def _no_pickle(_: Any) -> object:
+    raise RemoteProtocolError(
+        "the peer sends a pickle, which runs code when it is received; "
+        "where it is trusted, both ends say allow_pickle=True"
+    )
+
+
 REGISTRY.register("torch.dtype", torch.dtype, lambda value: DTYPE_NAMES[value], _dtype)
 REGISTRY.register("torch.device", torch.device, str, torch.device)
 REGISTRY.register("torch.Size", torch.Size, tuple, torch.Size)
 
 _DECODERS: dict[str, Callable[[Any], object]] = {
+    "torch.leaf": _leaf,
     "torch.sparse_coo": _coo,
     **{tag: partial(_compressed, layout) for layout, (tag, _) in _COMPRESSED.items()},
     "torch.quantized": _dequantized,
     "torch.quantized_per_channel": _dequantized_per_channel,
     "numpy.scalar": _scalar,
     "numpy.ndarray": _array,
+    "pickle": _no_pickle,
 }
 
 
