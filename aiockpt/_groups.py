@@ -80,8 +80,13 @@ class Member:
         self.flags = _flags(tensor)
         self.itemsize = tensor.itemsize
         self.contiguous = tensor.is_contiguous()
+        span = tensor.nbytes if self.contiguous else _span(tensor)
         self.start = tensor.data_ptr()
-        self.stop = self.start + (tensor.nbytes if self.contiguous else _span(tensor))
+        self.stop = self.start + span
+        # A sharded module frees the storage of a parameter that it has gathered.
+        stop = tensor.storage_offset() * self.itemsize + span
+        if stop > tensor.untyped_storage().nbytes() or (span and not self.start):
+            raise UnsupportedLeafError(name, "tensor", "its memory has been freed")
 
     @property
     def code(self) -> str | None:
