@@ -11,6 +11,7 @@ import torch
 from aiockpt._gc import collector_paused
 from aiockpt._groups import Backing, Group, Member, group_members
 from aiockpt._leaves import DTYPE_NAMES, extension
+from aiockpt.errors import AiockptError, StateDictError
 from aiockpt.wire.layout import Storage, dense_stride, plan_segment
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import TensorSpec
@@ -102,6 +103,7 @@ def _is_dense_tensor(value: object) -> TypeIs[torch.Tensor]:
         type(value) in _DENSE_TYPES
         and value.layout is torch.strided  # type: ignore[attr-defined]
         and not value.is_quantized  # type: ignore[attr-defined]
+        and not value.is_nested  # type: ignore[attr-defined]
     )
 
 
@@ -130,9 +132,15 @@ def describe(
     Raises:
         UnsupportedLeafError: a leaf has no encoding; its path is in ``path``.
         LimitExceededError: too deep or too many nodes; containers with cycles too.
+        StateDictError: a tensor or a registered type failed when it was looked at.
     """
-    with collector_paused():
-        return _describe(state_dict, limits, allow_pickle=allow_pickle)
+    try:
+        with collector_paused():
+            return _describe(state_dict, limits, allow_pickle=allow_pickle)
+    except AiockptError:
+        raise
+    except Exception as error:
+        raise StateDictError(f"cannot describe the state dict: {error}") from error
 
 
 def _describe(state_dict: object, limits: Limits, *, allow_pickle: bool) -> Description:
