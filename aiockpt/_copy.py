@@ -19,6 +19,9 @@ from aiockpt.memory import Arena, view_of_address
 
 __all__ = ["CopyPlan"]
 
+# Torch has dtypes that it cannot copy, and a word has no nan that a copy could change.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 # Releasing the interpreter lock costs more than copying a few pages.
 _SMALL = 256 << 10
 _move_large = ctypes.memmove
@@ -33,11 +36,13 @@ def _move(destination: int, backing: int, nbytes: int) -> None:
 
 
 def _physical(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor without its lazy conjugation and negation, same memory."""
+    """Return the elements as they lie in memory, as words that torch can copy."""
     tensor = tensor.detach()
     if tensor.is_conj():
         tensor = tensor.conj()
-    return torch._neg_view(tensor) if tensor.is_neg() else tensor  # noqa: SLF001
+    if tensor.is_neg():
+        tensor = torch._neg_view(tensor)  # noqa: SLF001 - torch has no public way
+    return tensor.view(_WORDS.get(tensor.itemsize, tensor.dtype))
 
 
 class CopyPlan:
