@@ -98,7 +98,7 @@ def _manifest(
     starts = range(0, len(digits), DIGEST_DIGITS)
     return Manifest(
         step=document.step,
-        snapshot_id=header[LENGTH_BYTES:][ID_SLICE].decode(),
+        snapshot_id=bytes(memoryview(header)[LENGTH_BYTES:][ID_SLICE]).decode(),
         chunk_bytes=document.chunk_bytes,
         algorithm=document.algorithm,
         digests=tuple(digits[start : start + DIGEST_DIGITS] for start in starts),
