@@ -74,12 +74,12 @@ async def _receive_cut(offer: _Offer) -> set[str]:
             cutter = _Cutter(proxy)
             detour = proxy.url(f"{target.path}#{target.fragment}")
             received = await _receive(detour, cutter)
-            again = proxy.statistics().bytes_down - received.nbytes
+            await asyncio.gather(*cutter.tasks)
     finally:
         remove()
     print(
-        f"resumed   {received}, cut after {format_bytes(cutter.cut_at)}: "
-        f"{len(retries)} retries, {format_bytes(max(again, 0))} sent twice"
+        f"resumed   {received}, all connections cut after "
+        f"{format_bytes(cutter.cut_at)}, {len(retries)} requests made again"
     )
     return _differences(received.state, offer)
 
