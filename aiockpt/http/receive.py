@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from aiockpt._tasks import together
 from aiockpt.errors import AiockptError
 from aiockpt.http.client import CheckpointClient
 from aiockpt.memory import Arena, Scatter, available_memory
-from aiockpt.observe import Progress, call_guarded
+from aiockpt.observe import Progress, TransferEvent, call_guarded, emit
 from aiockpt.rebuild import assemble, tensors_over
 from aiockpt.template import Match, Template
 from aiockpt.wire.chunks import digest
@@ -60,19 +61,31 @@ class Receive:
         self._progress = _Meter(options.progress)
         self._touched = False
 
-    async def run(self, source: Source, step: int) -> tuple[object, Manifest]:
-        """Return the state dict and its manifest.
+    async def run(self, source: Source, step: int) -> object:
+        """Return the state dict.
 
         If it fails or is cancelled, a template is untouched unless ``direct`` lets
         bytes into it as they arrive.
         """
+        started = time.monotonic()
         template = await self._template()
         self._stop("fetch_manifest")
         manifest = await self._client.fetch_manifest(
             source, step, deadline=self._deadline.when, on_retry=self._remember
         )
         self._progress.expect(manifest)
-        return await self._fill(source, manifest, template), manifest
+        state = await self._fill(source, manifest, template)
+        emit(
+            TransferEvent(
+                stop="recv",
+                step=step,
+                peer=source.base_url,
+                nbytes=manifest.segment_bytes,
+                seconds=time.monotonic() - started,
+                level=logging.INFO,
+            )
+        )
+        return state
 
     def annotate(self, error: AiockptError) -> None:
         """Say in the error what a receive that wrote in place leaves behind."""
@@ -85,7 +98,11 @@ class Receive:
             return None
         self._stop("allocate")
         return await self._bridge.run(
-            lambda: Template(self._options.into, limits=self._options.limits)
+            lambda: Template(
+                self._options.into,
+                limits=self._options.limits,
+                allow_pickle=self._options.allow_pickle,
+            )
         )
 
     async def _fill(
@@ -96,9 +113,10 @@ class Receive:
         if template is not None:
             match = await self._bridge.run(template.match, manifest)
         if not self._options.direct or match is None:
-            room = int(await self._bridge.run(available_memory) * _SHARE_OF_MEMORY)
             limit = self._options.limits.max_bytes
-            enforce("the checkpoint's size", manifest.segment_bytes, limit or room)
+            if limit is None:
+                limit = int(await self._bridge.run(available_memory) * _SHARE_OF_MEMORY)
+            enforce("the checkpoint's size", manifest.segment_bytes, limit)
         arena = Arena(manifest.segment_bytes)
         if match is None:
             tensors = await self._fetch_and_build(source, manifest, arena)
@@ -163,23 +181,28 @@ class Receive:
         )
 
     async def _load(self, manifest: Manifest, plan: CopyPlan) -> None:
-        """Bring to the template what is still in the arena only."""
+        """Bring to the template what is still in the arena only, all of it or nothing.
+
+        Once begun it goes on to its end, also if cancelled, so that a template is
+        never half filled.
+        """
         fences = plan.fences()
-        grid = manifest.grid
 
-        def load(start: int, stop: int) -> list[Event]:
-            if not self._options.direct:
-                plan.load_host(start, stop)
-            return [
-                plan.load_device(device, start, stop, after=fence)
-                for device, fence in fences.items()
-            ]
+        def load() -> list[Event]:
+            events = plan.load_parts(fences)
+            for chunk in range(len(manifest.grid)):
+                start, stop = manifest.grid.range(chunk)
+                if not self._options.direct:
+                    plan.load_host(start, stop)
+                events += plan.load_device(start, stop, fences)
+            return events
 
-        events = await self._bridge.run(plan.load_dense, fences)
-        for chunk in range(len(grid)):
-            events += await self._bridge.run(load, *grid.range(chunk))
-        for event in events:
-            await completed(event)
+        try:
+            for event in await self._bridge.run(load):
+                await completed(event)
+        except BaseException:
+            await self._bridge.run(plan.drain)
+            raise
 
     async def _rebuild(
         self, manifest: Manifest, tensors: Mapping[int, torch.Tensor]
@@ -205,7 +228,8 @@ class Receive:
 
 def _mark_changed(tensors: Iterable[torch.Tensor]) -> None:
     """Tell autograd that the memory has changed behind its back."""
-    torch.autograd.graph.increment_version(list(tensors))
+    counted = [tensor for tensor in tensors if not tensor.is_inference()]
+    torch.autograd.graph.increment_version(counted)
 
 
 class _Meter:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import ssl
-import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import TypeVar, cast
-from urllib.parse import urlsplit
 
 import aiohttp
-import anyio
 
 from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
@@ -22,18 +18,17 @@ from aiockpt._device import port_for
 from aiockpt.errors import (
     AiockptError,
     ClosedError,
-    LocalProtocolError,
-    StepNotFoundError,
 )
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
+from aiockpt.http.endpoint import PREFIX, Endpoint, Listen
+from aiockpt.http.guard import ServerConfig
 from aiockpt.http.handlers import CheckpointService
-from aiockpt.http.listen import advertised_address, open_sockets, url_host
+from aiockpt.http.offering import Offering
 from aiockpt.http.receive import Receive, ReceiveOptions
-from aiockpt.http.server import CheckpointServer, ServerConfig
 from aiockpt.http.shelf import Shelf
-from aiockpt.observe import Progress, TransferEvent, emit
-from aiockpt.staging import Snapshot, Stager
+from aiockpt.observe import Progress
+from aiockpt.staging import Stager
 from aiockpt.transport import CheckpointTransport, Timeout, seconds
 from aiockpt.wire.http import format_metadata, parse_metadata
 from aiockpt.wire.limits import Limits
@@ -45,7 +40,6 @@ T = TypeVar("T")
 logger = logging.getLogger("aiockpt")
 
 _THREADS = 2
-_PREFIX = "/checkpoint"
 _DEFAULT_WAIT = 5.0
 
 
@@ -115,21 +109,33 @@ class HTTPTransport(CheckpointTransport[T]):
         fast_path: bool = True,
     ) -> None:
         self._timeout = seconds(timeout)
-        self._insecure = insecure
-        self._credentials = find_credentials(token, insecure=insecure, env=os.environ)
-        if insecure:
-            logger.warning("insecure=True: whoever reaches the port may read")
-        self._bind = (host, port)
-        self._advertise, self._interface = advertise, interface
-        self._scheme = "https" if ssl_context else "http"
-        self._ssl_context = ssl_context
-        self._grace = grace
-        self._max_readers = max_readers
-        self._stall_timeout = stall_timeout
         self._limits = limits
         self._allow_pickle = allow_pickle
+        credentials = find_credentials(token, insecure=insecure, env=os.environ)
+        self._credentials = credentials
+        if insecure:
+            logger.warning("insecure=True: whoever reaches the port may read")
+        listen = Listen(
+            host=host,
+            port=port,
+            advertise=advertise,
+            interface=interface,
+            ssl_context=ssl_context,
+        )
+        config = ServerConfig(
+            token=credentials.token,
+            insecure=insecure,
+            stall_timeout=stall_timeout,
+            default_wait=min(self._timeout, _DEFAULT_WAIT),
+            max_wait=max(self._timeout, _DEFAULT_WAIT),
+            max_readers=max_readers,
+            hosts=listen.names,
+            prefix=PREFIX,
+        )
+        self._shelf = Shelf()
+        self._endpoint = Endpoint(self._shelf, listen, config)
         self._bridge = Bridge(threads=_THREADS, name="aiockpt")
-        self._stager = Stager(
+        stager = Stager(
             self._bridge,
             threads=_THREADS,
             chunk_bytes=chunk_bytes,
@@ -137,13 +143,14 @@ class HTTPTransport(CheckpointTransport[T]):
             allow_pickle=allow_pickle,
             limits=limits,
         )
+        self._offering = Offering(stager, self._shelf, grace=grace)
         self._client = CheckpointClient(
             ClientConfig(
                 max_concurrency=num_chunks or max_concurrency,
                 stall_timeout=stall_timeout,
                 connect_timeout=stall_timeout,
                 reconnect_timeout=reconnect_timeout,
-                token=self._credentials.token if self._credentials.shared else None,
+                token=credentials.token if credentials.shared else None,
                 limits=limits,
                 ssl_context=client_ssl_context,
                 fast_path=fast_path,
@@ -151,12 +158,6 @@ class HTTPTransport(CheckpointTransport[T]):
             session=session,
             run=self._bridge.run,
         )
-        self._shelf = Shelf()
-        self._sending = anyio.Lock()
-        self._sockets: list[socket.socket] = []
-        self._server: CheckpointServer | None = None
-        self._staged: Snapshot | None = None
-        self._mounted = False
         self._closed = False
 
     def __repr__(self) -> str:
@@ -184,11 +185,11 @@ class HTTPTransport(CheckpointTransport[T]):
             ClosedError: after :meth:`shutdown`.
             OSError: the address cannot be bound.
         """
-        return format_metadata(self._base_url(), self._credentials.in_metadata)
+        return format_metadata(self.address(), self._credentials.in_metadata)
 
     def address(self) -> str:
         """Return the base URL without credentials, for logs and people."""
-        return self._base_url()
+        return self._endpoint.url()
 
     async def start(self) -> None:
         """Start serving; does nothing when it serves already or is mounted in an app.
@@ -197,10 +198,14 @@ class HTTPTransport(CheckpointTransport[T]):
             ClosedError: after :meth:`shutdown`.
             OSError: the address cannot be bound; the message names it.
         """
-        self._listen()
-        if self._server is None and not self._mounted:
-            self._server = CheckpointServer(self._shelf, self._server_config())
-            await self._server.start(self._sockets, ssl_context=self._ssl_context)
+        await self._endpoint.start()
+
+    def mount(self, prefix: str) -> CheckpointService:
+        """Return the handlers for an application that serves them below ``prefix``.
+
+        From then on no socket of our own is opened; see :func:`aiockpt.http.setup`.
+        """
+        return self._endpoint.mount(prefix)
 
     async def send_checkpoint(
         self,
@@ -219,15 +224,9 @@ class HTTPTransport(CheckpointTransport[T]):
             TransferTimeoutError: staging took longer than ``timeout``.
         """
         limit = self._timeout if timeout is None else seconds(timeout)
-        started = time.monotonic()
         async with Deadline(limit, stop="stage") as deadline:
             await self.start()
-            async with self._sending:
-                snapshot = await self._stager.stage(state_dict, step=step)
-                deadline.stop = "publish"
-                await self._publish(snapshot)
-        nbytes, elapsed = snapshot.manifest.segment_bytes, time.monotonic() - started
-        emit(TransferEvent(stop="publish", step=step, nbytes=nbytes, seconds=elapsed))
+            await self._offering.offer(state_dict, step, deadline)
 
     async def allow_checkpoint(self, step: int) -> None:
         """Offer what was sent last as ``step``, without staging it again.
@@ -235,20 +234,11 @@ class HTTPTransport(CheckpointTransport[T]):
         Raises:
             StepNotFoundError: nothing is offered; send first.
         """
-        async with self._sending:
-            offered = self._shelf.latest
-            if offered is None or self._staged is None:
-                raise StepNotFoundError(step)
-            if offered.step != step:
-                await self._publish(await self._stager.relabel(self._staged, step=step))
+        await self._offering.rename(step)
 
     async def disallow_checkpoint(self) -> None:
         """Stop offering; readers get the grace, then their connections are cut."""
-        retracted = self._shelf.latest
-        await self._shelf.retract(grace=self._grace)
-        self._stager.trim()
-        if retracted is not None:
-            emit(TransferEvent(stop="retract", step=retracted.step))
+        await self._offering.withdraw()
 
     async def recv_checkpoint(
         self,
@@ -297,24 +287,12 @@ class HTTPTransport(CheckpointTransport[T]):
             ports=port_for,
         )
         receive = Receive(self._client, self._bridge, options, deadline)
-        started = time.monotonic()
         try:
             async with deadline:
-                state, manifest = await receive.run(source, step)
+                return cast("T", await receive.run(source, step))
         except AiockptError as error:
             receive.annotate(error)
             raise
-        emit(
-            TransferEvent(
-                stop="recv",
-                step=step,
-                peer=source.base_url,
-                nbytes=manifest.segment_bytes,
-                seconds=time.monotonic() - started,
-                level=logging.INFO,
-            )
-        )
-        return cast("T", state)
 
     async def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
         """Stop serving and close everything; ``wait=False`` gives readers no grace."""
@@ -323,64 +301,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._closed = True
         async with AsyncExitStack() as closing:  # every line runs, whatever one raises
             closing.callback(self._bridge.close, wait=wait)
-            closing.callback(self._stager.trim)
             closing.push_async_callback(self._client.aclose)
-            for each in self._sockets:
-                closing.callback(each.close)
-            if self._server is not None:
-                closing.push_async_callback(self._server.stop)
+            closing.push_async_callback(self._endpoint.stop)
             closing.push_async_callback(self._shelf.close)
-            await self._shelf.retract(grace=self._grace if wait else 0.0)
-
-    def mount(self, prefix: str) -> CheckpointService:
-        """Return the handlers for an application that serves them below ``prefix``.
-
-        From then on no socket of our own is opened; see :func:`aiockpt.http.setup`.
-        """
-        self._mounted = True
-        return CheckpointService(self._shelf, self._server_config(prefix))
-
-    def _server_config(self, prefix: str = _PREFIX) -> ServerConfig:
-        host = urlsplit(self._advertise or "").hostname or self._advertise
-        return ServerConfig(
-            token=self._credentials.token,
-            insecure=self._insecure,
-            stall_timeout=self._stall_timeout,
-            default_wait=min(self._timeout, _DEFAULT_WAIT),
-            max_wait=max(self._timeout, _DEFAULT_WAIT),
-            max_readers=self._max_readers,
-            hosts=frozenset({host} if host else ()),
-            prefix=prefix,
-        )
-
-    def _listen(self) -> None:
-        if self._closed:
-            raise ClosedError("the transport")
-        if not self._sockets and not self._mounted:
-            self._sockets = open_sockets(*self._bind)
-
-    def _base_url(self) -> str:
-        if self._advertise and "://" in self._advertise:
-            return self._advertise.rstrip("/") + "/"
-        if self._mounted:
-            raise LocalProtocolError(
-                "mounted in an application, the transport does not know its address: "
-                'pass advertise="https://host/prefix/"'
-            )
-        self._listen()
-        host = advertised_address(
-            advertise=self._advertise,
-            interface=self._interface,
-            host=self._bind[0],
-            env=os.environ,
-        )
-        port = self._sockets[0].getsockname()[1]
-        return f"{self._scheme}://{url_host(host)}:{port}{_PREFIX}/"
-
-    async def _publish(self, snapshot: Snapshot) -> None:
-        """Offer a snapshot; from now on the shelf holds it, and we know which it is."""
-        self._staged = snapshot
-        try:
-            await self._shelf.publish(snapshot, grace=self._grace)
-        finally:
-            snapshot.release()
+            await self._offering.withdraw(grace=None if wait else 0.0)
