@@ -1,0 +1,835 @@
+"""The reader-writer lock: exclusion, order, cancellation, eviction, closing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import time
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING
+
+import pytest
+import uvloop
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from aiockpt._rwlock import Lease, RWLock, RWLockStatistics
+from aiockpt.errors import ClosedError, StepNotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+LOOPS = pytest.mark.parametrize(
+    "new_loop",
+    [asyncio.new_event_loop, uvloop.new_event_loop],
+    ids=["asyncio", "uvloop"],
+)
+KINDS = pytest.mark.parametrize("kind", ["R", "W"])
+IDLE = RWLockStatistics(0, 0, 0, 0, 0.0, 0)
+
+
+class TroubleError(Exception):
+    """What goes wrong while somebody holds."""
+
+
+async def settle() -> None:
+    """Let everything run that can run without time passing."""
+    for _ in range(6):
+        await asyncio.sleep(0)
+
+
+async def queue(acquiring: Coroutine[None, None, Lease]) -> asyncio.Task[Lease]:
+    """Start an acquire as a task and let it get as far as it can."""
+    task = asyncio.create_task(acquiring)
+    await settle()
+    return task
+
+
+def acquire(lock: RWLock, kind: str) -> Coroutine[None, None, Lease]:
+    """Acquire as a reader ("R") or as a writer ("W")."""
+    return lock.acquire_read() if kind == "R" else lock.acquire_write()
+
+
+def at_once(acquiring: Coroutine[None, None, Lease]) -> Lease:
+    """Give the lease of an acquire that must not suspend."""
+    with pytest.raises(StopIteration) as end:
+        acquiring.send(None)
+    return end.value.value
+
+
+def facts(lock: RWLock) -> RWLockStatistics:
+    """The statistics without the one that changes with the clock."""
+    return lock.statistics()._replace(oldest_reader=0.0)
+
+
+@pytest.mark.asyncio
+class TestHolding:
+    """Who may hold together, and how a hold ends."""
+
+    async def test_readers_share_and_a_writer_waits_for_the_last_one(self):
+        """Any number of readers hold together; a writer is alone."""
+        lock = RWLock()
+        first, second = await lock.acquire_read(), await lock.acquire_read()
+        writer = await queue(lock.acquire_write())
+        first.release()
+        await settle()
+        assert not writer.done()
+        second.release()
+        (await writer).release()
+        assert lock.statistics() == IDLE
+
+    async def test_nobody_enters_beside_a_writer(self):
+        """A writer excludes readers and writers."""
+        lock = RWLock()
+        writer = await lock.acquire_write()
+        others = [await queue(acquire(lock, kind)) for kind in "RW"]
+        assert not any(task.done() for task in others)
+        writer.release()
+        for task in others:
+            (await task).release()
+
+    @KINDS
+    async def test_a_free_lock_is_acquired_without_suspending(self, kind):
+        """An uncontended acquire is no schedule point."""
+        lock = RWLock()
+        at_once(acquire(lock, kind)).release()
+        assert lock.statistics() == IDLE
+
+    @KINDS
+    async def test_a_lease_is_released_from_any_task(self, kind):
+        """A hold belongs to whoever has the lease, not to the task that acquired."""
+        lock = RWLock()
+        lease = await asyncio.create_task(acquire(lock, kind))
+
+        async def release() -> None:
+            lease.release()
+
+        await asyncio.create_task(release())
+        at_once(lock.acquire_write()).release()
+
+    @KINDS
+    async def test_a_second_release_does_nothing(self, kind):
+        """Releasing twice never ends somebody else's hold."""
+        lock = RWLock()
+        lease = await acquire(lock, kind)
+        lease.release()
+        other = await acquire(lock, kind)
+        held = facts(lock)
+        lease.release()
+        assert facts(lock) == held != IDLE
+        other.release()
+        assert lock.statistics() == IDLE
+
+    @pytest.mark.parametrize("verb", ["read", "write"])
+    async def test_an_exception_inside_the_context_releases(self, verb):
+        """The hold ends with its block, however the block ends."""
+        lock = RWLock()
+        leases = []
+
+        async def fail() -> None:
+            async with getattr(lock, verb)() as lease:
+                leases.append((lease, repr(lease)))
+                raise TroubleError
+
+        with pytest.raises(TroubleError):
+            await fail()
+        ((lease, before),) = leases
+        assert (before, repr(lease)) == ("<Lease held>", "<Lease released>")
+        assert lock.statistics() == IDLE
+
+    @pytest.mark.parametrize("verb", ["read", "write"])
+    async def test_a_cancel_inside_the_context_releases(self, verb):
+        """A task that is cancelled while it holds takes its hold with it."""
+        lock = RWLock()
+
+        async def hold() -> None:
+            async with getattr(lock, verb)():
+                await asyncio.get_running_loop().create_future()
+
+        task = asyncio.create_task(hold())
+        await settle()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert lock.statistics() == IDLE
+
+
+@LOOPS
+def test_another_event_loop_is_refused(new_loop):
+    """A lock that somebody waited for on one loop lets nobody wait on another."""
+    lock = RWLock()
+    with asyncio.Runner(loop_factory=new_loop) as one:
+        lease = one.run(lock.acquire_write())
+        waiter = one.run(queue(lock.acquire_read()))
+        with (
+            asyncio.Runner(loop_factory=new_loop) as other,
+            pytest.raises(RuntimeError, match="another event loop"),
+        ):
+            other.run(lock.acquire_read())
+        lease.release()
+        one.get_loop().run_until_complete(waiter).release()
+    assert lock.statistics() == IDLE
+
+
+async def phases(
+    holder: str, names: list[str], *, victim: str = "", moment: str = ""
+) -> list[set[str]]:
+    """Queue ``names`` ("R0", "W1") behind ``holder``; give who holds, phase by phase.
+
+    A ``victim`` among them is cancelled at a ``moment``.
+    """
+    lock = RWLock()
+    lease = await acquire(lock, holder)
+    tasks = {name: await queue(acquire(lock, name[0])) for name in names}
+    if victim:
+        doomed = tasks.pop(victim)
+        if moment == "released, then cancelled":
+            lease.release()
+        assert doomed.cancel()
+        if moment == "cancelled, and noticed":
+            await settle()
+    lease.release()
+    seen = []
+    while tasks:
+        await settle()
+        inside = {name for name, task in tasks.items() if task.done()}
+        assert inside, f"{list(tasks)} wait for nobody"
+        seen.append(inside)
+        for name in inside:
+            tasks.pop(name).result().release()
+    await settle()
+    assert lock.statistics() == IDLE
+    return seen
+
+
+def every_queue() -> list[tuple[str, list[str]]]:
+    """All queues of up to four waiters, each behind a reader and behind a writer."""
+    return [
+        (holder, [f"{kind}{i}" for i, kind in enumerate(kinds)])
+        for size in range(1, 5)
+        for kinds in product("RW", repeat=size)
+        for holder in "RW"
+        if holder + kinds[0] != "RR"
+    ]
+
+
+@pytest.mark.asyncio
+class TestFairness:
+    """The order of entering."""
+
+    @pytest.mark.parametrize(
+        ("holder", "names", "expected"),
+        [
+            ("R", "W0", [{"W0"}]),
+            ("W", "R0 W1", [{"R0"}, {"W1"}]),
+            ("R", "W0 R1 R2", [{"W0"}, {"R1", "R2"}]),
+            ("R", "W0 R1 W2 R3", [{"W0"}, {"R1", "R3"}, {"W2"}]),
+            ("R", "W0 W1 R2", [{"W0"}, {"R2"}, {"W1"}]),
+            ("W", "W0 W1 W2", [{"W0"}, {"W1"}, {"W2"}]),
+            ("W", "W0 R1 W2 R3", [{"R1", "R3"}, {"W0"}, {"W2"}]),
+        ],
+    )
+    async def test_phases_follow_the_queue(self, holder, names, expected):
+        """A writer is followed by all readers queued so far, those by one writer."""
+        assert await phases(holder, names.split()) == expected
+
+    async def test_readers_do_not_starve_a_writer(self):
+        """A waiting writer holds back every reader that comes after it."""
+        lock = RWLock()
+        holder = await lock.acquire_read()
+        writer = await queue(lock.acquire_write())
+        late = [await queue(lock.acquire_read()) for _ in range(20)]
+        assert not any(task.done() for task in late)
+        holder.release()
+        (await writer).release()
+        for task in late:
+            (await task).release()
+
+    async def test_a_holder_that_acquires_again_queues_like_everyone(self):
+        """The lock is not re-entrant: a waiting writer goes before a second hold."""
+        lock = RWLock()
+        first = await lock.acquire_read()
+        writer = await queue(lock.acquire_write())
+        again = await queue(lock.acquire_read())
+        assert not again.done()
+        first.release()
+        (await writer).release()
+        (await again).release()
+
+    async def test_neither_side_outruns_the_other(self):
+        """Two readers and two writers that loop get about as many turns."""
+        lock = RWLock()
+        turns: Counter[str] = Counter()
+
+        async def loop(kind: str) -> None:
+            while turns.total() < 1000:
+                lease = await acquire(lock, kind)
+                turns[kind] += 1
+                await asyncio.sleep(0)
+                lease.release()
+
+        async with asyncio.TaskGroup() as group:
+            for kind in "RRWW":
+                group.create_task(loop(kind))
+        assert 0.3 < turns["R"] / turns.total() < 0.7
+
+
+@pytest.mark.asyncio
+class TestCancellation:
+    """A waiter that is cancelled leaves the lock as if it had never come."""
+
+    @KINDS
+    async def test_a_cancelled_waiter_changes_nothing(self, kind):
+        """From the cancel on, the state is that from before the acquire."""
+        lock = RWLock()
+        async with lock.write():
+            before = facts(lock)
+            waiter = await queue(acquire(lock, kind))
+            assert facts(lock) != before
+            waiter.cancel()
+            assert facts(lock) == before
+            with pytest.raises(asyncio.CancelledError):
+                await waiter
+            assert facts(lock) == before
+        assert lock.statistics() == IDLE
+
+    async def test_a_cancelled_writer_lets_the_readers_behind_it_in(self):
+        """Readers that queued only because of the writer do not wait for the holder."""
+        lock = RWLock()
+        async with lock.read():
+            writer = await queue(lock.acquire_write(grace=60.0))
+            reader = await queue(lock.acquire_read())
+            writer.cancel()
+            (await reader).release()
+        assert lock.statistics() == IDLE
+
+    async def test_a_newcomer_does_not_wait_for_a_cancelled_writer(self):
+        """A waiter counts no more from its cancel on, before its task has noticed."""
+        lock = RWLock()
+        async with lock.read():
+            writer = await queue(lock.acquire_write())
+            writer.cancel()
+            at_once(lock.acquire_read()).release()
+        assert lock.statistics() == IDLE
+
+    @KINDS
+    async def test_a_task_that_is_cancelled_before_it_starts_never_queues(self, kind):
+        """The first schedule point of a task is its start."""
+        lock = RWLock()
+        async with lock.write():
+            task = asyncio.create_task(acquire(lock, kind))
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert lock.statistics() == IDLE
+
+    @KINDS
+    async def test_a_deadline_is_the_callers(self, kind):
+        """``asyncio.timeout`` around an acquire ends it and leaves no trace."""
+        lock = RWLock()
+        async with lock.write():
+            before = facts(lock)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.001):
+                    await acquire(lock, kind)
+            assert facts(lock) == before
+        assert lock.statistics() == IDLE
+
+    @pytest.mark.parametrize(
+        "moment",
+        [
+            "cancelled, and noticed",
+            "cancelled, then released",  # both in one iteration of the loop
+            "released, then cancelled",  # likewise: granted and cancelled
+        ],
+    )
+    async def test_the_others_go_on_as_if_it_had_never_come(self, moment):
+        """Whoever is cancelled, whenever: the rest enters as if alone."""
+        for holder, names in every_queue():
+            for victim in names:
+                others = [name for name in names if name != victim]
+                got = await phases(holder, names, victim=victim, moment=moment)
+                assert got == await phases(holder, others), (holder, names, victim)
+
+
+@dataclass
+class Storm:
+    """One random schedule of visitors that come, hold, fail and are cancelled."""
+
+    seed: int
+    lock: RWLock = field(default_factory=RWLock)
+    inside: list[str] = field(default_factory=list)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+
+    async def visit(self, kind: str) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        grace = self.random.choice([None, 0.0])
+        holding = self.lock.read(evict=task.cancel) if kind == "R" else None
+        async with holding or self.lock.write(grace=grace):
+            assert "W" not in self.inside, "beside a writer"
+            assert kind == "R" or not self.inside, "a writer beside others"
+            self.inside.append(kind)
+            try:
+                await self.linger()
+            finally:
+                self.inside.remove(kind)
+
+    async def linger(self) -> None:
+        for _ in range(self.random.randrange(4)):
+            await asyncio.sleep(0)
+        if self.random.random() < 0.1:
+            raise TroubleError
+
+    async def rage(self) -> None:
+        """Start and cancel visitors at random, then let the rest finish by itself."""
+        while len(self.tasks) < 8:
+            for _ in range(self.random.randrange(3)):
+                visit = self.visit(self.random.choice("RRW"))
+                self.tasks.append(asyncio.create_task(visit))
+            for task in self.random.sample(self.tasks, min(len(self.tasks), 2)):
+                if self.random.random() < 0.4:
+                    task.cancel()
+            await asyncio.sleep(0)
+        for _ in range(100):
+            if all(task.done() for task in self.tasks):
+                break
+            await asyncio.sleep(0)
+
+    def check(self) -> None:
+        """Everybody went home in an expected way, and the lock is free."""
+        assert all(task.done() for task in self.tasks), "a visitor is stranded"
+        errors = [task.exception() for task in self.tasks if not task.cancelled()]
+        assert {type(error) for error in errors} <= {type(None), TroubleError}
+        assert facts(self.lock)._replace(evicted=0) == IDLE
+        at_once(self.lock.acquire_write()).release()
+
+
+@pytest.mark.asyncio
+async def test_no_schedule_of_cancels_strands_anybody():
+    """5,000 seeded schedules of cancels and failures end with a free lock."""
+    outcomes: Counter[str] = Counter()
+    for seed in range(5000):
+        storm = Storm(seed)
+        await storm.rage()
+        storm.check()
+        outcomes["cancelled"] += sum(task.cancelled() for task in storm.tasks)
+        outcomes["finished"] += sum(not task.cancelled() for task in storm.tasks)
+        outcomes["evicted"] += storm.lock.statistics().evicted
+    # The schedules are worth something: all of this happened often.
+    assert min(outcomes.values()) > 500, outcomes
+
+
+@pytest.mark.asyncio
+class TestEviction:
+    """A writer with a grace does not wait for readers forever."""
+
+    async def test_each_remaining_reader_is_evicted_once_after_the_grace(self):
+        """A reader that left in time is not; the writer waits until all have left."""
+        lock = RWLock()
+        evicted: list[str] = []
+        leases = {
+            name: await lock.acquire_read(evict=partial(evicted.append, name))
+            for name in ("gone", "first", "second")
+        }
+        leases["mute"] = await lock.acquire_read()
+        writers = [asyncio.create_task(lock.acquire_write(grace=0.0)) for _ in "12"]
+        await asyncio.sleep(0)  # now they wait, and their grace ends next turn
+        leases.pop("gone").release()
+        await settle()
+        assert evicted == ["first", "second"]
+        assert facts(lock) == RWLockStatistics(3, 0, 0, 2, 0.0, 2)
+        for lease in leases.values():
+            assert not writers[0].done()
+            lease.release()
+        for writer in writers:
+            (await writer).release()
+
+    async def test_a_grace_is_waited_out(self):
+        """Nobody is evicted before the grace has passed."""
+        lock = RWLock()
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        evicted = loop.create_future()
+        async with lock.read(evict=lambda: evicted.set_result(loop.time())):
+            writer = await queue(lock.acquire_write(grace=0.05))
+            assert await evicted - begin >= 0.045  # uvloop's clock ticks in ms
+        (await writer).release()
+
+    @pytest.mark.parametrize("grace", [None, 60.0])
+    async def test_no_grace_and_no_hurry_evict_nobody(self, grace):
+        """Without a grace a writer only waits; with a long one it takes its time."""
+        lock = RWLock()
+        async with lock.read(evict=pytest.fail):
+            writer = await queue(lock.acquire_write(grace=grace))
+        (await writer).release()
+        assert lock.statistics() == IDLE
+
+    async def test_an_eviction_may_release_everybody(self):
+        """Evictions that release on the spot, even for others, let the writer in."""
+        lock = RWLock()
+        leases: list[Lease] = []
+        evictions = []
+
+        def release_all() -> None:
+            evictions.append(len(leases))
+            for lease in leases:
+                lease.release()
+
+        leases += [await lock.acquire_read(evict=release_all) for _ in range(3)]
+        (await lock.acquire_write(grace=0.0)).release()
+        assert evictions == [3]
+        assert facts(lock) == IDLE._replace(evicted=1)
+
+    async def test_readers_admitted_later_get_a_grace_of_their_own(self):
+        """It is counted from when a writer let them in, and they are evicted then."""
+        lock = RWLock()
+        loop = asyncio.get_running_loop()
+        evicted = loop.create_future()
+        writer = await lock.acquire_write()
+        reader = await queue(
+            lock.acquire_read(evict=lambda: evicted.set_result(loop.time()))
+        )
+        graceful = await queue(lock.acquire_write(grace=0.05))
+        await asyncio.sleep(0.04)
+        entered = loop.time()
+        writer.release()
+        assert await evicted - entered >= 0.045
+        reader.result().release()
+        (await graceful).release()
+
+    async def test_a_cancelled_writer_evicts_nobody(self):
+        """The grace ends with the wait."""
+        lock = RWLock()
+        async with lock.read(evict=pytest.fail):
+            writer = asyncio.create_task(lock.acquire_write(grace=0.0))
+            await asyncio.sleep(0)  # now it waits, and its grace ends next turn
+            writer.cancel()
+            await settle()
+        assert writer.cancelled()
+        assert lock.statistics() == IDLE
+
+    async def test_a_writer_cancelled_as_its_grace_ends_evicts_nobody(self):
+        """The cancel comes first, and the task has yet to notice it."""
+        lock = RWLock()
+        async with lock.read(evict=pytest.fail):
+            writer = asyncio.create_task(lock.acquire_write(grace=0.004))
+            asyncio.get_running_loop().call_later(0.002, writer.cancel)
+            await asyncio.sleep(0)
+            time.sleep(0.01)  # noqa: ASYNC251 - both are due in one turn of the loop
+            with pytest.raises(asyncio.CancelledError):
+                await writer
+        assert lock.statistics() == IDLE
+
+    @pytest.mark.parametrize("end", ["granted", "cancelled", "closed"])
+    async def test_a_wait_that_is_over_leaves_no_timer_behind(self, end):
+        """The loop does not keep a lock alive until the grace has passed."""
+        lock = RWLock()
+        lease = await lock.acquire_read()
+        writer = await queue(lock.acquire_write(grace=3600.0))
+        if end == "granted":
+            lease.release()
+            (await writer).release()
+        elif end == "cancelled":
+            writer.cancel()
+        else:
+            lock.close()
+        await asyncio.gather(writer, return_exceptions=True)
+        assert not lock._graceful  # they would pile up unseen
+        kept = weakref.ref(lock)
+        del lock, lease, writer
+        await settle()
+        gc.collect()
+        assert kept() is None
+
+    async def test_an_eviction_that_fails_does_not_spare_the_others(
+        self, allow_error_logs
+    ):
+        """The failure is logged, and the next reader is evicted all the same."""
+        lock = RWLock()
+        evicted = asyncio.Event()
+        async with lock.read(evict=lambda: 1 / 0), lock.read(evict=evicted.set):
+            writer = await queue(lock.acquire_write(grace=0.0))
+            await evicted.wait()
+        (await writer).release()
+        assert [record.exc_info[0] for record in allow_error_logs] == [
+            ZeroDivisionError
+        ]
+
+
+@pytest.mark.asyncio
+class TestClosing:
+    """A closed lock lets nobody in and takes nothing away."""
+
+    async def test_waiters_and_newcomers_fail_and_holders_go_on(self):
+        """After close nobody gets in; who holds may finish and release."""
+        lock = RWLock()
+        holder = await lock.acquire_read()
+        waiters = [await queue(lock.acquire_write(grace=60.0))]
+        waiters += [await queue(lock.acquire_read())]
+        lock.close()
+        lock.close()
+        waiters += [await queue(acquire(lock, kind)) for kind in "RW"]
+        for task in waiters:
+            with pytest.raises(ClosedError, match="the lock is closed"):
+                await task
+        assert facts(lock) == IDLE._replace(readers=1)
+        holder.release()
+        assert lock.statistics() == IDLE
+        with pytest.raises(ClosedError):
+            await lock.acquire_read()
+
+    async def test_everyone_gets_an_error_of_their_own(self):
+        """The owner may say why; one exception object is not raised twice."""
+        lock = RWLock()
+        async with lock.write():
+            waiters = [await queue(lock.acquire_read()) for _ in range(2)]
+            why = StepNotFoundError(7, serving=8)
+            lock.close(why)
+            errors = await asyncio.gather(*waiters, return_exceptions=True)
+        assert [str(error) for error in errors] == [str(why)] * 2
+        assert len({id(error) for error in [why, *errors]}) == 3
+
+    async def test_a_waiter_closed_and_cancelled_at_once_is_cancelled(self):
+        """The cancel is never lost, and no error is left unretrieved."""
+        lock = RWLock()
+        async with lock.write():
+            waiters = [await queue(lock.acquire_read()) for _ in range(2)]
+            lock.close()
+            waiters[0].cancel()
+            await settle()
+        assert waiters[0].cancelled()
+        assert isinstance(waiters[1].exception(), ClosedError)
+        assert lock.statistics() == IDLE
+
+    async def test_a_waiter_that_was_granted_before_close_holds(self):
+        """A grant is not taken back."""
+        lock = RWLock()
+        writer = await lock.acquire_write()
+        reader = await queue(lock.acquire_read())
+        writer.release()
+        lock.close()
+        (await reader).release()
+        assert lock.statistics() == IDLE
+
+
+@pytest.mark.asyncio
+class TestStatistics:
+    """What the lock tells about itself."""
+
+    async def test_everyone_is_counted(self):
+        """Holders and waiters by kind, and the age of the oldest reader."""
+        lock = RWLock()
+        first = await lock.acquire_read()
+        await asyncio.sleep(0.01)
+        second = await lock.acquire_read()
+        waiters = [await queue(acquire(lock, kind)) for kind in "WRR"]
+        assert facts(lock) == RWLockStatistics(2, 0, 2, 1, 0.0, 0)
+        assert lock.statistics().oldest_reader >= 0.008
+        first.release()
+        assert 0 <= lock.statistics().oldest_reader < 30
+        second.release()
+        assert facts(lock) == RWLockStatistics(0, 1, 2, 0, 0.0, 0)
+        for task in waiters:
+            (await task).release()
+        assert lock.statistics() == IDLE
+
+    async def test_the_repr_tells_who_holds_and_how_many_wait(self):
+        """A person reads the state of the lock in a log line."""
+        lock = RWLock()
+        assert repr(lock) == "<RWLock readers=0 waiting=0>"
+        reader = await lock.acquire_read()
+        writer = await queue(lock.acquire_write())
+        assert repr(lock) == "<RWLock readers=1 waiting=1>"
+        reader.release()
+        assert repr(lock) == "<RWLock writing waiting=0>"
+        (await writer).release()
+        lock.close()
+        assert repr(lock) == "<RWLock readers=0 waiting=0 closed>"
+
+
+@dataclass(eq=False)
+class Visitor:
+    """What the model knows of one acquire: its kind and where it has got to."""
+
+    kind: str
+    grace: float | None = None
+    where: str = "waiting"  # then: inside, gone, cancelled, closed
+    evictions: int = 0
+    task: asyncio.Task[Lease] | None = None
+
+    def evict(self) -> None:
+        self.evictions += 1
+
+
+class Model:
+    """The rules of the lock, as plainly as they can be said."""
+
+    def __init__(self) -> None:
+        self.everyone: list[Visitor] = []
+        self.evicted: set[Visitor] = set()
+        self.closed = False
+
+    def at(self, where: str, kind: str = "RW") -> list[Visitor]:
+        return [v for v in self.everyone if v.where == where and v.kind in kind]
+
+    def come(self, visitor: Visitor) -> None:
+        self.everyone.append(visitor)
+        if self.closed:
+            visitor.where = "closed"
+        self.admit()
+
+    def leave(self, visitor: Visitor) -> None:
+        visitor.where = "gone"
+        if visitor.kind == "W":
+            for reader in self.at("waiting", "R"):
+                reader.where = "inside"
+        self.admit()
+
+    def cancel(self, visitor: Visitor) -> None:
+        visitor.where = "cancelled"
+        self.admit()
+
+    def close(self) -> None:
+        self.closed = True
+        for visitor in self.at("waiting"):
+            visitor.where = "closed"
+
+    def admit(self) -> None:
+        for visitor in self.at("waiting"):
+            if self.at("inside", "W" if visitor.kind == "R" else "RW"):
+                break
+            visitor.where = "inside"
+
+    def evict(self) -> None:
+        if any(writer.grace == 0.0 for writer in self.at("waiting", "W")):
+            self.evicted.update(self.at("inside", "R"))
+
+
+class LockMachine(RuleBasedStateMachine):
+    """Drives a lock and the model together; all steps of a rule fall in one turn."""
+
+    new_loop: Callable[[], asyncio.AbstractEventLoop]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner(loop_factory=self.new_loop)
+        self.lock = RWLock()
+        self.model = Model()
+
+    @rule(kind=st.sampled_from("RRW"), grace=st.sampled_from([None, None, 0.0, 60.0]))
+    def come(self, kind, grace):
+        visitor = Visitor(kind, grace if kind == "W" else None)
+        if kind == "R":
+            acquiring = self.lock.acquire_read(evict=visitor.evict)
+        else:
+            acquiring = self.lock.acquire_write(grace=grace)
+        visitor.task = self.runner.run(queue(acquiring))
+        self.model.come(visitor)
+
+    @precondition(lambda self: self.model.at("inside"))
+    @rule(data=st.data())
+    def leave(self, data):
+        visitor = data.draw(st.sampled_from(self.model.at("inside")))
+        self.release(visitor)
+
+    @precondition(lambda self: self.model.at("waiting"))
+    @rule(data=st.data())
+    def cancel(self, data):
+        self.give_up(data.draw(st.sampled_from(self.model.at("waiting"))))
+
+    @precondition(lambda self: self.model.at("inside") and self.model.at("waiting"))
+    @rule(data=st.data())
+    def leave_and_cancel_in_one_turn(self, data):
+        steps = [(self.release, visitor) for visitor in self.model.at("inside")]
+        steps += [(self.give_up, visitor) for visitor in self.model.at("waiting")]
+        chosen = st.lists(st.sampled_from(steps), unique=True, min_size=2)
+        for step, visitor in data.draw(chosen):
+            step(visitor)
+
+    @precondition(lambda self: self.model.at("gone"))
+    @rule(data=st.data())
+    def leave_again(self, data):
+        self.result(data.draw(st.sampled_from(self.model.at("gone")))).release()
+
+    @precondition(lambda self: len(self.model.everyone) > 10)
+    @rule()
+    def close(self):
+        self.lock.close()
+        self.model.close()
+
+    @invariant()
+    def everyone_is_where_the_model_says(self):
+        self.runner.run(settle())
+        self.model.evict()
+        for visitor in self.model.everyone:
+            assert self.whereabouts(visitor) == visitor.where
+            assert visitor.evictions == (visitor in self.model.evicted)
+
+    @invariant()
+    def the_statistics_count_them(self):
+        assert facts(self.lock) == RWLockStatistics(
+            readers=len(self.model.at("inside", "R")),
+            writers=len(self.model.at("inside", "W")),
+            waiting_readers=len(self.model.at("waiting", "R")),
+            waiting_writers=len(self.model.at("waiting", "W")),
+            oldest_reader=0.0,
+            evicted=len(self.model.evicted),
+        )
+
+    def teardown(self):
+        with self.runner:
+            while inside := self.model.at("inside"):
+                self.release(inside[0])
+                self.everyone_is_where_the_model_says()
+            assert not self.model.at("waiting")
+            assert facts(self.lock)._replace(evicted=0) == IDLE
+
+    def release(self, visitor: Visitor) -> None:
+        self.result(visitor).release()
+        self.model.leave(visitor)
+
+    def give_up(self, visitor: Visitor) -> None:
+        assert visitor.task is not None
+        visitor.task.cancel()
+        self.model.cancel(visitor)
+
+    def result(self, visitor: Visitor) -> Lease:
+        assert visitor.task is not None
+        return visitor.task.result()
+
+    def whereabouts(self, visitor: Visitor) -> str:
+        task = visitor.task
+        assert task is not None
+        if not task.done():
+            return "waiting"
+        if task.cancelled():
+            return "cancelled"
+        if task.exception() is not None:
+            return type(task.exception()).__name__.removesuffix("Error").lower()
+        return "inside" if repr(task.result()) == "<Lease held>" else "gone"
+
+
+@LOOPS
+def test_the_lock_follows_its_rules(new_loop):
+    """Any sequence of acquires, releases, cancels and a close agrees with a model."""
+    machine = type("Machine", (LockMachine,), {"new_loop": staticmethod(new_loop)})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(max_examples=100, stateful_step_count=40, deadline=None),
+    )
