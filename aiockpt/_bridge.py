@@ -47,41 +47,31 @@ class _Call(Generic[T]):
     """A function on its way through the pool, and what came of it.
 
     A worker keeps its work item for a moment after it has reported its end. So the
-    arguments leave the call when it starts and the outcome when it is taken, and
-    memory is free to be closed or reused as soon as the caller goes on.
+    caller clears the call, and may close or reuse its memory as soon as it goes on.
     """
 
-    __slots__ = ("_error", "_result", "_todo")
+    __slots__ = ("_result", "_todo", "error")
 
     def __init__(self, todo: Callable[[], T]) -> None:
         self._todo: Callable[[], T] | None = todo
         self._result: list[T] = []
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
 
     def __call__(self) -> None:
-        todo, self._todo = self._todo, None
-        assert todo is not None
+        assert self._todo is not None
         try:
-            self._result.append(todo())
+            self._result.append(self._todo())
         except BaseException as error:  # noqa: BLE001 - it travels to the caller
-            self._error = error
-
-    def clear(self) -> None:
-        self._todo = None
-        self._result.clear()
+            self.error = error
 
     def result(self) -> T:
-        error = self.error()
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # or it would keep itself alive through this frame
-        return self._result.pop()
+        if self.error is not None:
+            raise self.error
+        return self._result[0]
 
-    def error(self) -> BaseException | None:
-        error, self._error = self._error, None
-        return error
+    def clear(self) -> None:
+        self._todo = self.error = None
+        self._result.clear()
 
 
 class Bridge:
@@ -118,11 +108,12 @@ class Bridge:
         try:
             cancel = await self._outlast(work)
             if cancel is not None:
-                raise cancel from self._logged(call.error())
+                raise cancel from self._logged(call.error)
             if work.cancelled():
                 raise ClosedError(self._name)
             return call.result()
         finally:
+            work.cancel()  # only a coroutine that its loop has dropped still has work
             self._works.discard(work)
             call.clear()
             del cancel  # or it would keep itself alive through this frame
@@ -130,12 +121,16 @@ class Bridge:
     def post(self, fn: Callable[[*Args], object], *args: *Args) -> None:
         """Call ``fn(*args)`` in a thread, unwaited for; its failure is logged.
 
-        After :meth:`close` it is called at once, in the caller's thread.
+        It is called in any case: what `close` finds in the queue, it calls itself,
+        and after that the call is made at once.
         """
+        todo = functools.partial(self._attempt, functools.partial(fn, *args))
         try:
-            self._pool.submit(functools.partial(_logged, fn, *args))
+            work = self._pool.submit(todo)
         except RuntimeError:  # shut down
-            _logged(fn, *args)
+            todo()
+        else:
+            work.add_done_callback(lambda work: todo() if work.cancelled() else None)
 
     def close(self, *, wait: bool = True) -> None:
         """Refuse new calls, fail those no thread has taken, let the rest end.
@@ -185,7 +180,8 @@ class Bridge:
         try:
             # A cancelled anyio scope repeats its cancel on every iteration of the
             # loop; shielded from it, the loop sleeps. So a later cancel is a native
-            # one, and is the one to raise: an anyio scope swallows only its own.
+            # one, and is the one to raise: the scope would swallow its own, and some
+            # versions of anyio the native one with it.
             with anyio.CancelScope(shield=True):
                 while not work.done():
                     try:
@@ -197,17 +193,16 @@ class Bridge:
             self._cancelling -= 1
             del cancel  # or it would keep itself alive through this frame
 
+    def _attempt(self, todo: Callable[[], object]) -> None:
+        try:
+            todo()
+        except Exception:
+            logger.exception("%s: posted work failed", self._name)
+
     def _logged(self, error: BaseException | None) -> BaseException | None:
         if error is not None:
             logger.debug("%s: a cancelled call failed", self._name, exc_info=error)
         return error
-
-
-def _logged(fn: Callable[[*Args], object], *args: *Args) -> None:
-    try:
-        fn(*args)
-    except Exception:
-        logger.exception("%r failed in the background", fn)
 
 
 async def _ended(work: Future[None]) -> None:

@@ -1,0 +1,636 @@
+"""The bridge to threads: results, cancellation, closing, and what it keeps alive."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import random
+import threading
+import time
+import traceback
+import weakref
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+import anyio
+import pytest
+import uvloop
+
+from aiockpt._bridge import Bridge, BridgeStatistics
+from aiockpt.errors import ClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LOOPS = pytest.mark.parametrize(
+    "new_loop",
+    [asyncio.new_event_loop, uvloop.new_event_loop],
+    ids=["asyncio", "uvloop"],
+)
+LONG = 30.0  # a thread that nobody releases fails its test instead of hanging it
+
+
+async def turns(count: int = 20) -> None:
+    """Let the loop go round, so that all happens that needs no thread."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def names() -> list[str]:
+    """The names of the threads that the bridges of the tests have started."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("bridge")]
+
+
+class Blocker:
+    """A function that blocks its thread until it is released, then ends as told."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self.result: object = "result"
+        self.ended = False
+        self._begun = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._go = threading.Event()
+
+    def __call__(self) -> object:
+        self._loop.call_soon_threadsafe(self._begun.set)
+        assert self._go.wait(LONG)
+        self.ended = True
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+    async def begun(self) -> None:
+        """Wait until a thread has taken the call; the loop stays live meanwhile."""
+        async with asyncio.timeout(LONG):
+            await self._begun.wait()
+
+    def release(self) -> None:
+        self._go.set()
+
+
+@pytest.fixture
+def bridge() -> Iterator[Bridge]:
+    """Give a bridge with one thread."""
+    bridge = Bridge(threads=1, name="bridge")
+    yield bridge
+    bridge.close()
+
+
+async def start(bridge: Bridge, blocker: Blocker) -> asyncio.Task[object]:
+    """Run ``blocker`` and wait until its thread has taken it."""
+    task = asyncio.create_task(bridge.run(blocker))
+    await blocker.begun()
+    return task
+
+
+class TroubleError(Exception):
+    """What goes wrong in a thread."""
+
+
+class Marker:
+    """An object whose end can be seen."""
+
+
+@pytest.mark.asyncio
+class TestRun:
+    """What goes into the thread, and what comes back."""
+
+    async def test_the_function_runs_in_a_thread_of_the_bridge(self, bridge):
+        """Arguments go in, the result comes back, the thread has the bridge's name."""
+        assert await bridge.run(divmod, 17, 5) == (3, 2)
+        name = await bridge.run(lambda: threading.current_thread().name)
+        assert name.startswith("bridge")
+
+    async def test_no_thread_is_started_before_the_first_call(self, bridge):
+        """A bridge that is not used costs no thread; idle threads are used again."""
+        assert names() == []
+        for _ in range(5):
+            await bridge.run(int)
+        assert len(names()) == 1
+
+    async def test_an_exception_arrives_with_its_traceback(self, bridge):
+        """The same object, with the frames of the thread in its traceback."""
+        error = KeyError("no such thing")
+
+        def fail_deep_inside() -> None:
+            raise error
+
+        with pytest.raises(KeyError) as caught:
+            await bridge.run(fail_deep_inside)
+        assert caught.value is error
+        frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+        assert "fail_deep_inside" in frames
+        assert await bridge.run(int) == 0
+
+    async def test_context_variables_follow_the_caller(self, bridge):
+        """The thread sees the caller's context, and changes a copy."""
+        variable = ContextVar("variable", default="unset")
+        variable.set("caller's")
+
+        def swap() -> str:
+            seen = variable.get()
+            variable.set("thread's")
+            return seen
+
+        assert await bridge.run(swap) == "caller's"
+        assert variable.get() == "caller's"
+
+    async def test_the_loop_stays_live_while_a_thread_blocks(self, bridge):
+        """The loop itself releases the thread that the task waits for."""
+        blocker = Blocker()
+        task = await start(bridge, blocker)
+        await turns(1000)
+        assert not task.done()
+        blocker.release()
+        assert await task == "result"
+
+    async def test_calls_run_in_as_many_threads_as_there_are(self):
+        """Three calls that meet inside need three threads, and get no more."""
+        bridge = Bridge(threads=3, name="bridge")
+        meeting = threading.Barrier(3, timeout=LONG)
+        await asyncio.gather(*(bridge.run(meeting.wait) for _ in range(6)))
+        assert len(names()) == 3
+        bridge.close()
+
+
+@pytest.mark.asyncio
+class TestCancellation:
+    """A cancelled call ends with its thread, and its cancel is raised."""
+
+    async def test_a_cancelled_call_outlasts_its_thread(self, bridge):
+        """A buffer that the thread writes into is not given back under its hands."""
+        blocker = Blocker()
+        task = await start(bridge, blocker)
+        task.cancel()
+        await turns()
+        assert not task.done()
+        blocker.release()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert blocker.ended
+
+    async def test_repeated_cancels_are_absorbed(self, bridge):
+        """However often it is asked, the task ends when the thread has ended."""
+        blocker = Blocker()
+        task = await start(bridge, blocker)
+        for i in range(5):
+            task.cancel(f"cancel {i}")
+            await turns(i)
+            assert not task.done()
+        blocker.release()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert blocker.ended
+        assert task.cancelling() == 5
+
+    async def test_a_deadline_passes_and_the_thread_still_ends_first(self, bridge):
+        """``asyncio.timeout`` reports the time out, once the thread is done."""
+        blocker = Blocker()
+
+        async def call() -> None:
+            async with asyncio.timeout(0.001):
+                await bridge.run(blocker)
+
+        task = asyncio.create_task(call())
+        await blocker.begun()
+        await asyncio.sleep(0.01)
+        assert not task.done()
+        blocker.release()
+        with pytest.raises(TimeoutError):
+            await task
+        assert blocker.ended
+
+    @pytest.mark.parametrize("error", [None, OSError("in the thread")])
+    async def test_a_cancel_in_the_moment_of_the_end_wins(self, bridge, error):
+        """The thread has ended, the task has not gone on, and is cancelled."""
+        blocker = Blocker(error)
+        task = await start(bridge, blocker)
+        blocker.release()
+        while bridge.statistics().running:
+            pass  # the loop gets no turn before the cancel
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError) as cancel:
+            await task
+        assert cancel.value.__cause__ is error
+
+    async def test_an_error_behind_a_cancel_is_kept(self, bridge, caplog):
+        """The cancel is raised from it, and it is logged for whoever looks."""
+        caplog.set_level(logging.DEBUG, "aiockpt")
+        error = OSError("in the thread")
+        blocker = Blocker(error)
+        task = await start(bridge, blocker)
+        task.cancel()
+        await turns()
+        blocker.release()
+        with pytest.raises(asyncio.CancelledError) as cancel:
+            await task
+        assert cancel.value.__cause__ is error
+        assert "OSError: in the thread" in caplog.text
+
+    async def test_a_queued_call_that_is_cancelled_is_never_made(self, bridge):
+        """It ends at once, though every thread is busy."""
+        first, second = Blocker(), Blocker()
+        running = await start(bridge, first)
+        queued = asyncio.create_task(bridge.run(second))
+        await turns()
+        queued.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await queued
+        assert bridge.statistics() == BridgeStatistics(1, 1, 0, 0)
+        first.release()
+        await running
+        assert await bridge.run(int) == 0  # the thread has passed the cancelled call
+        assert not second.ended
+
+    async def test_a_task_that_is_cancelled_before_it_starts_calls_nothing(
+        self, bridge
+    ):
+        """The first schedule point of a task is its start."""
+        task = asyncio.create_task(bridge.run(pytest.fail))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def test_no_thread_works_for_a_task_that_has_ended(self):
+        """500 calls, cancelled at random: whenever one is over, so is its thread."""
+        bridge = Bridge(threads=4, name="bridge")
+        chance = random.Random(1)
+        inside: set[int] = set()
+
+        def work(number: int) -> int:
+            inside.add(number)
+            time.sleep(0.0002)
+            inside.remove(number)
+            return number
+
+        async def call(number: int) -> int | None:
+            try:
+                return await bridge.run(work, number)
+            finally:
+                assert number not in inside
+
+        tasks = []
+        for number in range(500):
+            tasks.append(asyncio.create_task(call(number)))
+            for _ in range(chance.randrange(4)):
+                await asyncio.sleep(0)
+            for task in chance.sample(tasks, min(len(tasks), 3)):
+                task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        bridge.close()
+        expected = [number for number, task in enumerate(tasks) if not task.cancelled()]
+        assert [r for r in results if isinstance(r, int)] == expected
+        assert 0 < len(expected) < 500
+        assert bridge.statistics() == BridgeStatistics(4, 0, 0, 0)
+
+
+class CountingTask(asyncio.Task):
+    """A task that counts how often it was cancelled."""
+
+    cancels = 0
+
+    def cancel(self, msg: object | None = None) -> bool:
+        self.cancels += 1
+        return super().cancel(msg)
+
+
+@pytest.mark.asyncio
+class TestUnderAnyio:
+    """Cancel scopes cancel level by level: again on every turn of the loop."""
+
+    async def test_the_loop_sleeps_while_a_cancelled_scope_waits(self, bridge):
+        """The scope does not spin until the thread has ended; then it is over."""
+        blocker = Blocker()
+        scope = anyio.CancelScope()
+
+        async def call() -> object:
+            with scope:
+                await bridge.run(blocker)
+            return "after the scope"
+
+        task = CountingTask(call(), loop=asyncio.get_running_loop())
+        await blocker.begun()
+        scope.cancel()
+        await turns(200)
+        assert not task.done()
+        assert task.cancels <= 3
+        blocker.release()
+        assert await task == "after the scope"
+        assert blocker.ended
+        assert scope.cancelled_caught
+
+    async def test_a_cancel_behind_a_scopes_is_not_lost(self, bridge):
+        """The scope swallows its own cancel, so the task's own one is raised."""
+        blocker = Blocker()
+        scope = anyio.CancelScope()
+
+        async def call() -> None:
+            with scope:
+                await bridge.run(blocker)
+
+        task = asyncio.create_task(call())
+        await blocker.begun()
+        scope.cancel()
+        await turns()
+        task.cancel("the task's own")
+        await turns()
+        blocker.release()
+        with pytest.raises(asyncio.CancelledError, match="the task's own"):
+            await task
+        assert blocker.ended
+
+    async def test_a_group_ends_after_the_threads_of_its_tasks(self, bridge):
+        """The first failure cancels the rest, and the group waits for its threads."""
+        blocker = Blocker()
+
+        async def fail() -> None:
+            await blocker.begun()
+            asyncio.get_running_loop().call_later(0.01, blocker.release)
+            raise OSError
+
+        async def call_and_fail() -> None:
+            async with anyio.create_task_group() as group:
+                group.start_soon(bridge.run, blocker)
+                group.start_soon(fail)
+
+        with pytest.raises(ExceptionGroup):
+            await call_and_fail()
+        assert blocker.ended
+
+
+@pytest.mark.asyncio
+class TestClosing:
+    """After close there is no thread, and no call is left waiting."""
+
+    async def test_close_leaves_no_thread(self, bridge):
+        """It returns when the last thread has ended."""
+        await asyncio.gather(*(bridge.run(int) for _ in range(10)))
+        assert names()
+        bridge.close()
+        assert names() == []
+
+    async def test_a_call_after_close_is_refused(self, bridge):
+        """The error says what is closed; closing again does nothing."""
+        bridge.close()
+        bridge.close()
+        with pytest.raises(ClosedError, match="bridge is closed"):
+            await bridge.run(int)
+
+    async def test_queued_calls_fail_and_running_ones_end(self, bridge):
+        """Without waiting, close returns under the feet of a running call."""
+        blocker = Blocker()
+        running = await start(bridge, blocker)
+        queued = asyncio.create_task(bridge.run(int))
+        await turns()
+        bridge.close(wait=False)
+        with pytest.raises(ClosedError):
+            await queued
+        assert not running.done()
+        blocker.release()
+        assert await running == "result"
+
+    async def test_close_waits_for_a_thread_that_works(self):
+        """What the thread does is done when close returns."""
+        bridge, other = (Bridge(threads=1, name=f"bridge-{i}") for i in range(2))
+        blocker = Blocker()
+        running = await start(bridge, blocker)
+        closing = asyncio.create_task(other.run(bridge.close))
+        await turns()
+        assert not closing.done()
+        blocker.release()
+        await closing
+        assert blocker.ended
+        assert await running == "result"
+        other.close()
+
+    async def test_a_queued_call_closed_and_cancelled_at_once_is_cancelled(
+        self, bridge
+    ):
+        """The cancel is never lost."""
+        blocker = Blocker()
+        running = await start(bridge, blocker)
+        queued = asyncio.create_task(bridge.run(int))
+        await turns()
+        bridge.close(wait=False)
+        queued.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await queued
+        blocker.release()
+        await running
+
+
+@pytest.mark.asyncio
+class TestPost:
+    """Work that nobody waits for, such as giving memory back."""
+
+    async def test_posted_work_is_done_in_a_thread(self, bridge):
+        """The caller goes on at once, and the work is done before close returns."""
+        done: list[str] = []
+        blocker = Blocker()
+        running = await start(bridge, blocker)
+        bridge.post(lambda: done.append(threading.current_thread().name))
+        await turns()
+        assert done == []
+        blocker.release()
+        await running
+        assert await bridge.run(int) == 0  # behind what was posted
+        (name,) = done
+        assert name.startswith("bridge")
+
+    @pytest.mark.parametrize("wait", [True, False])
+    async def test_close_loses_no_posted_work(self, bridge, wait):
+        """What no thread has taken, close does; afterwards it is done on the spot."""
+        done: list[int] = []
+        blocker = Blocker()
+        running = await start(bridge, blocker)
+        bridge.post(done.append, 1)
+        if wait:
+            blocker.release()
+        bridge.close(wait=wait)
+        assert done == [1]
+        bridge.post(done.append, 2)
+        assert done == [1, 2]
+        blocker.release()
+        await running
+
+    async def test_a_failure_of_posted_work_is_logged(self, bridge, allow_error_logs):
+        """Nobody else would hear of it; the thread goes on."""
+        bridge.post(lambda: 1 / 0)
+        assert await bridge.run(int) == 0
+        bridge.close()
+        bridge.post(lambda: 1 / 0)
+        kinds = [record.exc_info[0] for record in allow_error_logs]
+        assert kinds == [ZeroDivisionError] * 2
+
+
+@pytest.mark.asyncio
+class TestMemory:
+    """After the await the bridge refers to nothing that the caller owns."""
+
+    @pytest.fixture(autouse=True)
+    def without_the_collector(self) -> Iterator[None]:
+        """A cycle would hold an arena until the collector comes by."""
+        gc.disable()
+        yield
+        gc.enable()
+
+    async def test_arguments_and_result_are_let_go(self, bridge):
+        """Memory may be closed as soon as the call has returned."""
+        for _ in range(100):
+            argument, result = Marker(), Marker()
+            alive = weakref.WeakSet([argument, result])
+            await bridge.run(lambda argument, result: result, argument, result)
+            del argument, result
+            assert not alive
+
+    async def test_an_error_lets_go_when_it_is_dropped(self, bridge):
+        """The frames of the thread live as long as the exception, and no longer."""
+
+        def fail(argument: Marker) -> None:
+            raise TroubleError(argument.__class__)
+
+        for _ in range(100):
+            argument = Marker()
+            alive = weakref.WeakSet([argument])
+            try:
+                await bridge.run(fail, argument)
+            except TroubleError:
+                del argument
+                assert alive
+            assert not alive
+
+    @pytest.mark.parametrize("cancels", [1, 3])
+    async def test_a_cancelled_call_lets_go(self, bridge, cancels):
+        """Not even the cancel that was raised holds the function or its result."""
+        blocker, result = Blocker(), Marker()
+        alive = weakref.WeakSet([blocker, result])
+        blocker.result = result
+        task = await start(bridge, blocker)
+        for _ in range(cancels):
+            task.cancel()
+            await turns()
+        blocker.release()
+        del blocker, result
+        with pytest.raises(asyncio.CancelledError) as cancel:
+            await task
+        assert cancel.value.__traceback__ is not None
+        assert not alive
+
+    async def test_a_cancel_lets_go_of_itself(self, bridge):
+        """What the caller's frames hold is free when the caller drops the cancel."""
+        blocker = Blocker()
+
+        async def call() -> None:
+            argument = Marker()
+            alive.add(argument)
+            await bridge.run(lambda _: blocker(), argument)
+
+        alive: weakref.WeakSet[Marker] = weakref.WeakSet()
+        task = asyncio.create_task(call())
+        await blocker.begun()
+        for _ in range(3):
+            task.cancel()
+            await turns()
+        blocker.release()
+        await asyncio.wait([task])
+        assert alive
+        del task
+        await turns()
+        assert not alive
+
+    async def test_a_cancelled_call_in_the_queue_lets_go(self, bridge):
+        """The arguments go before a thread has passed the call by."""
+        blocker = Blocker()
+        running = await start(bridge, blocker)
+        argument = Marker()
+        alive = weakref.WeakSet([argument])
+        queued = asyncio.create_task(bridge.run(id, argument))
+        await turns()
+        queued.cancel()
+        del argument
+        await asyncio.wait([queued])
+        assert not alive
+        blocker.release()
+        await running
+
+
+@pytest.mark.asyncio
+class TestStatistics:
+    """What the bridge tells about itself."""
+
+    async def test_calls_are_counted_by_where_they_are(self, bridge):
+        """Running, waiting for a thread, and running though cancelled."""
+        assert bridge.statistics() == BridgeStatistics(1, 0, 0, 0)
+        assert repr(bridge) == "<Bridge bridge running=0 waiting=0>"
+        blocker = Blocker()
+        running = await start(bridge, blocker)
+        queued = [asyncio.create_task(bridge.run(int)) for _ in range(2)]
+        running.cancel()
+        await turns()
+        assert bridge.statistics() == BridgeStatistics(1, 1, 2, 1)
+        assert repr(bridge) == "<Bridge bridge running=1 waiting=2>"
+        blocker.release()
+        await asyncio.gather(running, *queued, return_exceptions=True)
+        assert bridge.statistics() == BridgeStatistics(1, 0, 0, 0)
+        assert not bridge._works  # they would pile up unseen
+        bridge.close()
+        assert repr(bridge) == "<Bridge bridge running=0 waiting=0 closed>"
+
+
+class TestLoops:
+    """A bridge is bound to no loop."""
+
+    @LOOPS
+    def test_one_loop_after_the_other(self, bridge, new_loop):
+        """A bridge outlives the loops that use it."""
+        for number in range(3):
+            with asyncio.Runner(loop_factory=new_loop) as runner:
+                assert runner.run(bridge.run(abs, -number)) == number
+
+    @LOOPS
+    def test_several_loops_at_once(self, new_loop):
+        """Loops in several threads share one bridge."""
+        bridge = Bridge(threads=2, name="bridge")
+        loops = Bridge(threads=3, name="bridge-loops")
+
+        async def call() -> list[int]:
+            return [await bridge.run(abs, -number) for number in range(50)]
+
+        def loop() -> list[int]:
+            with asyncio.Runner(loop_factory=new_loop) as runner:
+                return runner.run(call())
+
+        async def gather() -> None:
+            for result in await asyncio.gather(*(loops.run(loop) for _ in range(3))):
+                assert result == [*range(50)]
+
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(gather())
+        bridge.close()
+        loops.close()
+
+    @LOOPS
+    def test_a_loop_that_closed_before_the_thread_ended_is_no_error(
+        self, bridge, new_loop
+    ):
+        """Nobody is woken, nothing is logged, and what was queued is never called."""
+
+        async def abandon() -> tuple[Blocker, Blocker]:
+            running, queued = Blocker(), Blocker()
+            calls = [bridge.run(running), bridge.run(queued)]
+            for call in calls:
+                call.send(None)
+            await running.begun()
+            for call in calls:
+                call.close()
+            return running, queued
+
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            running, queued = runner.run(abandon())
+        running.release()
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            assert runner.run(bridge.run(int)) == 0  # the thread has passed both by
+        assert running.ended
+        assert not queued.ended
