@@ -19,6 +19,7 @@ import msgspec
 from aiockpt.errors import LocalProtocolError
 from aiockpt.wire.chunks import digest
 from aiockpt.wire.document import Entry, ManifestDocument, dense_stride
+from aiockpt.wire.pieces import encode_entries
 
 __all__ = [
     "ALIGNMENT",
@@ -39,8 +40,6 @@ ALIGNMENT: Final = 64
 LENGTH_BYTES: Final = 8
 PREFIX: Final = b'{"__metadata__":{"aiockpt.snapshot":"'
 ID_SLICE: Final = slice(len(PREFIX), len(PREFIX) + 32)
-
-_ENCODER: Final = msgspec.json.Encoder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +114,7 @@ def render_header(
     file = bytearray(LENGTH_BYTES)
     file += b'{"__metadata__":'
     file += _metadata(msgspec.json.encode(manifest).decode())
-    middle = len(file)
-    _ENCODER.encode_into(entries, file, middle)  # "{" and all entries and "}"
-    file[middle : middle + 1] = b"," if entries else b""
+    encode_entries(entries, file)
     file += b" " * (-len(file) % ALIGNMENT)
     file[:LENGTH_BYTES] = (len(file) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
     header = memoryview(file)[LENGTH_BYTES:]

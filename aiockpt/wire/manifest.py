@@ -35,6 +35,7 @@ from aiockpt.wire.layout import (
 )
 from aiockpt.wire.limits import Limits, enforce, enforce_values
 from aiockpt.wire.paths import Node
+from aiockpt.wire.pieces import decode_entries
 from aiockpt.wire.validate import fault_of, foreign_fault
 
 __all__ = [
@@ -170,7 +171,6 @@ class _Versioned(msgspec.Struct):
 _HEAD: Final = msgspec.json.Decoder(_Head)
 _VERSIONED: Final = msgspec.json.Decoder(_Versioned)
 _DOCUMENT: Final = msgspec.json.Decoder(ManifestDocument)
-_ENTRIES: Final = msgspec.json.Decoder(dict[str, Entry])
 _ENTRY: Final = msgspec.json.Decoder(Entry)
 _MEMBERS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _STRINGS: Final = msgspec.json.Decoder(dict[str, str])
@@ -184,7 +184,7 @@ def _decode_own(raw: bytes, header: memoryview, limits: Limits) -> Manifest:
         metadata = _HEAD.decode(header).metadata
     document = _decode_document(metadata.get("aiockpt", ""))
     with _reading("entries"):
-        entries = _ENTRIES.decode(_without(metadata, header))
+        entries = decode_entries(_without(metadata, header))
     tensors = len(entries) + len(document.views)
     enforce("the number of tensors", tensors, limits.max_tensors)
     if fault := fault_of(document, entries):
