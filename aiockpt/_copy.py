@@ -2,22 +2,25 @@
 
 Both directions walk the same two lists: where entries lie in the segment, and where
 the state dict has them. Host memory moves as raw bytes; a device's bytes go through
-its :class:`~aiockpt._device.Port`; a *dense* backing is copied element by element.
+its :class:`~aiockpt._device.Port`; a backing's *parts* move element by element.
 """
 
 from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 
-from aiockpt._device import Event, PortFor
+from aiockpt._device import Event, Pair, PortFor
 from aiockpt._groups import Backing
 from aiockpt.memory import Arena, view_of_address
 
-__all__ = ["CopyPlan"]
+__all__ = ["CopyPlan", "Fences"]
+
+Fences: TypeAlias = dict[torch.device, Event]
 
 # Torch has dtypes that it cannot copy, and a word has no nan that a copy could change.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -43,6 +46,17 @@ def _physical(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_neg():
         tensor = torch._neg_view(tensor)  # noqa: SLF001 - torch has no public way
     return tensor.view(_WORDS.get(tensor.itemsize, tensor.dtype))
+
+
+def _once(destination: torch.Tensor, source: torch.Tensor) -> Pair:
+    """Leave out the repetitions of expanded dimensions, which cannot be written."""
+    for dim, stride in enumerate(destination.stride()):
+        if not stride:
+            destination, source = (
+                destination.narrow(dim, 0, 1),
+                source.narrow(dim, 0, 1),
+            )
+    return destination, source
 
 
 class CopyPlan:
@@ -77,11 +91,11 @@ class CopyPlan:
 
     def _address(self, backing: Backing) -> int:
         """Where a backing's raw bytes lie in host memory; 0 for any other backing."""
-        if backing.dense or backing.tensor.device in self.ports or not backing.nbytes:
+        if backing.parts or backing.tensor.device in self.ports or not backing.nbytes:
             return 0
         return backing.address
 
-    def fences(self) -> dict[torch.device, Event]:
+    def fences(self) -> Fences:
         """Mark on every device what the calling thread's producer has enqueued."""
         return {device: port.fence() for device, port in self.ports.items()}
 
@@ -93,7 +107,7 @@ class CopyPlan:
             held = min(high, base + backing.nbytes)
             if address and low < held:
                 _move(self._arena.address + low, address + low - base, held - low)
-            if not backing.dense and held < high:
+            if not backing.parts and held < high:
                 ctypes.memset(self._arena.address + held, 0, high - held)
 
     def load_host(self, start: int, stop: int) -> None:
@@ -104,49 +118,64 @@ class CopyPlan:
             if address and low < held:
                 _move(address + low - base, self._arena.address + low, held - low)
 
-    def stage_device(
-        self, device: torch.device, start: int, stop: int, *, after: Event
-    ) -> Event:
-        """Enqueue the copies of a device's bytes in ``[start, stop)`` to the arena."""
-        pairs = self._device_pairs(device, start, stop)
-        return self.ports[device].copy(pairs, after=after)
+    def stage_device(self, start: int, stop: int, after: Fences) -> list[Event]:
+        """Enqueue the copies of devices' bytes in ``[start, stop)`` to the arena."""
+        return [
+            port.copy(self._device_pairs(device, start, stop), after=after[device])
+            for device, port in self.ports.items()
+        ]
 
-    def load_device(
-        self, device: torch.device, start: int, stop: int, *, after: Event
-    ) -> Event:
-        """Enqueue the copies of ``[start, stop)`` from the arena to a device."""
-        pairs = ((b, a) for a, b in self._device_pairs(device, start, stop))
-        return self.ports[device].copy(pairs, after=after)
-
-    def stage_dense(self, after: dict[torch.device, Event]) -> list[Event]:
-        """Copy the backings that are staged element by element, all at once."""
-        return self._dense(after, staging=True)
-
-    def load_dense(self, after: dict[torch.device, Event]) -> list[Event]:
-        """Copy them back, all at once."""
-        return self._dense(after, staging=False)
-
-    def _dense(self, after: dict[torch.device, Event], *, staging: bool) -> list[Event]:
+    def load_device(self, start: int, stop: int, after: Fences) -> list[Event]:
+        """Enqueue the copies of ``[start, stop)`` from the arena to the devices."""
         events = []
-        for entry, backing in enumerate(self._backings):
-            if not backing.dense:
-                continue
-            tensor = _physical(backing.tensor)
-            host = self._host(self._offsets[entry], self._sizes[entry])
-            typed = host.view(tensor.dtype).view(tensor.shape)
-            pair = (typed, tensor) if staging else (tensor, typed)
-            port = self.ports.get(tensor.device)
-            if port is None:
-                pair[0].copy_(pair[1])
-            else:
-                events.append(port.copy([pair], after=after[tensor.device]))
+        for device, port in self.ports.items():
+            pairs = ((b, a) for a, b in self._device_pairs(device, start, stop))
+            events.append(port.copy(pairs, after=after[device]))
         return events
+
+    def drain(self) -> None:
+        """Block until nothing is in flight, so that the memory may be given back."""
+        for port in self.ports.values():
+            port.synchronize()
+
+    def stage_parts(self, after: Fences) -> list[Event]:
+        """Copy what moves element by element into the arena, all at once."""
+        return self._move_parts(self._parts(), after)
+
+    def load_parts(self, after: Fences) -> list[Event]:
+        """Copy it back, all at once."""
+        pairs = (_once(tensor, host) for host, tensor in self._parts())
+        return self._move_parts(pairs, after)
+
+    def _move_parts(self, pairs: Iterable[Pair], after: Fences) -> list[Event]:
+        remote: dict[torch.device, list[Pair]] = {}
+        for destination, source in pairs:
+            devices = {destination.device, source.device} & self.ports.keys()
+            if devices:
+                remote.setdefault(devices.pop(), []).append((destination, source))
+            else:
+                destination.copy_(source)
+        return [
+            self.ports[device].copy(there, after=after[device])
+            for device, there in remote.items()
+        ]
+
+    def _parts(self) -> Iterator[Pair]:
+        """Yield each part's elements in the arena, and where the state has them."""
+        for backing, offset, size in zip(
+            self._backings, self._offsets, self._sizes, strict=True
+        ):
+            for part in backing.parts:
+                tensor = _physical(part.tensor)
+                host = self._host(offset, size).view(tensor.dtype)
+                first = int(host.storage_offset()) + part.offset
+                yield host.as_strided(tensor.shape, part.stride, first), tensor
 
     def in_place(self) -> list[memoryview]:
         """Return the segment as memory to receive into: the state's own where it can.
 
         What is staged element by element, lies on a device, or is padding, is the
-        arena's; ``load_device`` and ``load_dense`` bring it home.
+        arena's; ``load_device`` and ``load_parts`` bring it home.
         """
         views = []
         for backing, address, offset, size in zip(
@@ -172,11 +201,11 @@ class CopyPlan:
 
     def _device_pairs(
         self, device: torch.device, start: int, stop: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    ) -> Iterator[Pair]:
         for entry, low, high in self._pieces(start, stop):
             backing, base = self._backings[entry], self._offsets[entry]
             held = min(high, base + backing.nbytes)
-            if backing.dense or backing.tensor.device != device or low >= held:
+            if backing.parts or backing.tensor.device != device or low >= held:
                 continue
             storage = backing.tensor.untyped_storage()
             start = backing.address - storage.data_ptr() + low - base

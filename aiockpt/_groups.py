@@ -16,7 +16,7 @@ several views                              the span of all of them
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -35,9 +35,21 @@ from aiockpt.wire.manifest import (
     TensorSpec,
 )
 
-__all__ = ["Backing", "Group", "Member", "group_members"]
+__all__ = ["Backing", "Group", "Member", "Part", "group_members"]
 
 _LAZY = CONJ | NEG
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor whose elements lie in an entry with another stride, or between others.
+
+    ``stride`` and ``offset`` count elements, the latter from the entry's start.
+    """
+
+    tensor: torch.Tensor
+    stride: tuple[int, ...]
+    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +60,13 @@ class Backing:
         tensor: A tensor of the group; it keeps the storage alive.
         address: Of the first byte, on the tensor's device.
         nbytes: Bytes to take from there; the entry may be a few bytes longer.
-        dense: Copy the tensor's elements in order instead of raw bytes.
+        parts: What to copy, element by element; if empty, the bytes as they are.
     """
 
     tensor: torch.Tensor
     address: int
     nbytes: int
-    dense: bool = False
+    parts: Sequence[Part] = ()
 
 
 class Member:
@@ -184,12 +196,29 @@ class Group:
         name, shape = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
         return TensorSpec(entry, name, shape, stride, offset, flags)
 
-    def backing(self) -> Backing:
-        """Where its bytes are."""
-        tensor = self.members[0].tensor
+    def backing(self, *, writing: bool) -> Backing:
+        """Where its bytes are; all of them, or those that may be written."""
+        first = self.members[0].tensor
+        nbytes = self.stop - self.start
         if self.dense:
-            return Backing(tensor, self.start, tensor.nbytes, dense=True)
-        return Backing(tensor, self.start, self.stop - self.start)
+            parts = [Part(first, dense_stride(first.shape), 0)]
+        elif writing and self._has_holes():
+            parts = [self._part(member) for member in self.members]
+        else:
+            parts = []
+        return Backing(first, self.start, nbytes, parts)
+
+    def _part(self, member: Member) -> Part:
+        offset = (member.start - self.start) // member.itemsize
+        return Part(member.tensor, tuple(member.tensor.stride()), offset)
+
+    def _has_holes(self) -> bool:
+        """Whether memory between the members' elements is not the state dict's."""
+        reached = self.start
+        for member in sorted(self.members, key=attrgetter("start")):
+            if member.start <= reached and _is_solid(member.tensor):
+                reached = max(reached, member.stop)
+        return reached < self.stop
 
 
 def group_members(members: Iterable[Member]) -> list[Group]:
@@ -231,6 +260,17 @@ def _flags(tensor: torch.Tensor) -> int:
     if tensor.is_conj():
         flags |= CONJ
     return flags | NEG if tensor.is_neg() else flags
+
+
+def _is_solid(tensor: torch.Tensor) -> bool:
+    """Whether the elements leave no memory out between the first and the last."""
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride > reach:
+                return False
+            reach += (size - 1) * stride
+    return True
 
 
 def _span(tensor: torch.Tensor) -> int:

@@ -11,7 +11,7 @@ import torch
 from aiockpt._gc import collector_paused
 from aiockpt._groups import Backing, Group, Member, group_members
 from aiockpt._leaves import DTYPE_NAMES, extension
-from aiockpt.errors import AiockptError, StateDictError
+from aiockpt.errors import AiockptError, StateDictError, UnsupportedLeafError
 from aiockpt.wire.layout import Storage, dense_stride, plan_segment
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import TensorSpec
@@ -56,30 +56,35 @@ class Description:
 class _Collector:
     """Numbers tensors as the tree codec meets them; one object, one number."""
 
-    def __init__(self, limits: Limits, *, allow_pickle: bool) -> None:
+    def __init__(self, limits: Limits, *, allow_pickle: bool, writing: bool) -> None:
         self.members: list[Member] = []
+        self.writing = writing
         self._numbers: dict[int, int] = {}
         self._names: set[str] = {"__metadata__"}
         self._limits = limits
         self._allow_pickle = allow_pickle
 
-    def leaf(self, value: object, path: Path) -> Node:
+    def encode(self, value: object, path: Path = ()) -> Node:
+        """Return the tree of a value that is at ``path``."""
+        return encode_tree(
+            value,
+            registry=REGISTRY,
+            leaf=lambda leaf, below: self._leaf(leaf, (*path, *below)),
+            limits=self._limits,
+        )
+
+    def _leaf(self, value: object, path: Path) -> Node:
         """Say how a leaf travels; None where it cannot."""
         if _is_dense_tensor(value):
             return ["tensor", self._number(value, path)]
+        if self.writing and isinstance(value, torch.Tensor) and value.is_quantized:
+            remedy = "it cannot be received into; receive without a template"
+            raise UnsupportedLeafError(format_path(path), "quantized tensor", remedy)
         if type(value) is bytes:
             blob = torch.frombuffer(bytearray(value), dtype=torch.uint8)
             return ["blob", self._number(blob, path)]
         odd = extension(value, path, allow_pickle=self._allow_pickle)
-        return None if odd is None else ["ext", odd.tag, self._inner(odd.payload, path)]
-
-    def _inner(self, payload: object, path: Path) -> Node:
-        return encode_tree(
-            payload,
-            registry=REGISTRY,
-            leaf=lambda value, below: self.leaf(value, (*path, *below)),
-            limits=self._limits,
-        )
+        return None if odd is None else ["ext", odd.tag, self.encode(odd.payload, path)]
 
     def _number(self, tensor: torch.Tensor, path: Path) -> int:
         number = self._numbers.get(id(tensor))
@@ -125,9 +130,16 @@ def _number_tensors(
 
 
 def describe(
-    state_dict: object, *, limits: Limits, allow_pickle: bool = False
+    state_dict: object,
+    *,
+    limits: Limits,
+    allow_pickle: bool = False,
+    writing: bool = False,
 ) -> Description:
     """Describe a state dict without copying a byte of it.
+
+    ``writing`` says that its memory is going to be written: bytes that are not of a
+    tensor are left out then, and what has no memory to write to is refused.
 
     Raises:
         UnsupportedLeafError: a leaf has no encoding; its path is in ``path``.
@@ -136,18 +148,16 @@ def describe(
     """
     try:
         with collector_paused():
-            return _describe(state_dict, limits, allow_pickle=allow_pickle)
+            collector = _Collector(limits, allow_pickle=allow_pickle, writing=writing)
+            return _describe(state_dict, collector)
     except AiockptError:
         raise
     except Exception as error:
         raise StateDictError(f"cannot describe the state dict: {error}") from error
 
 
-def _describe(state_dict: object, limits: Limits, *, allow_pickle: bool) -> Description:
-    collector = _Collector(limits, allow_pickle=allow_pickle)
-    tree = encode_tree(
-        state_dict, registry=REGISTRY, leaf=collector.leaf, limits=limits
-    )
+def _describe(state_dict: object, collector: _Collector) -> Description:
+    tree = collector.encode(state_dict)
     groups = group_members(collector.members)
     order, offsets, segment_bytes = plan_segment([group.storage for group in groups])
     groups = [groups[index] for index in order]
@@ -158,7 +168,7 @@ def _describe(state_dict: object, limits: Limits, *, allow_pickle: bool) -> Desc
         storages=[group.storage for group in groups],
         offsets=offsets,
         segment_bytes=segment_bytes,
-        backings=[group.backing() for group in groups],
+        backings=[group.backing(writing=collector.writing) for group in groups],
         views=views,
         tensors={numbers[m.number]: m.tensor for m in collector.members},
     )

@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from aiockpt._bridge import Bridge
-from aiockpt._copy import CopyPlan
+from aiockpt._copy import CopyPlan, Fences
 from aiockpt._device import Event, PortFor, completed, port_for
 from aiockpt._tasks import together
 from aiockpt.errors import AiockptError, StagingError
@@ -163,7 +161,10 @@ class Stager:
 
     def _describe(self, state_dict: object) -> Description:
         return describe(
-            state_dict, limits=self._limits, allow_pickle=self._allow_pickle
+            state_dict,
+            limits=self._limits,
+            allow_pickle=self._allow_pickle,
+            writing=False,
         )
 
     def _take(self, nbytes: int) -> Arena:
@@ -196,7 +197,7 @@ class Stager:
     async def _copy(self, job: _Job) -> list[str]:
         """Copy and digest every chunk, ``threads`` at a time; return the digests."""
         fences = job.plan.fences()
-        dense = await self._bridge.run(job.plan.stage_dense, fences)
+        dense = await self._bridge.run(job.plan.stage_parts, fences)
         digests = [""] * len(job.grid)
         remaining = iter(range(len(job.grid)))
 
@@ -211,24 +212,15 @@ class Stager:
         self,
         job: _Job,
         chunk: int,
-        fences: dict[torch.device, Event],
+        fences: Fences,
         dense: Iterable[Event],
     ) -> str:
         start, stop = job.grid.range(chunk)
         if fences:
-            copies = await self._bridge.run(_enqueue, job.plan, start, stop, fences)
+            copies = await self._bridge.run(job.plan.stage_device, start, stop, fences)
             for event in (*dense, *copies):
                 await completed(event)
         return await self._bridge.run(_copy_and_digest, job, start, stop)
-
-
-def _enqueue(
-    plan: CopyPlan, start: int, stop: int, fences: dict[torch.device, Event]
-) -> list[Event]:
-    return [
-        plan.stage_device(device, start, stop, after=fence)
-        for device, fence in fences.items()
-    ]
 
 
 def _copy_and_digest(job: _Job, start: int, stop: int) -> str:
@@ -251,8 +243,7 @@ def _seal(job: _Job, step: int, digests: Sequence[str]) -> Manifest:
 def _drain(plans: Iterable[CopyPlan]) -> None:
     """Wait for what a failed staging left in flight before its arena is reused."""
     for plan in plans:
-        for port in plan.ports.values():
-            port.synchronize()
+        plan.drain()
 
 
 def _with_step(manifest: Manifest, step: int) -> Manifest:

@@ -47,11 +47,16 @@ class Template:
     """A state dict to receive into.
 
     Raises:
-        UnsupportedLeafError: it has a leaf that no checkpoint can hold.
+        UnsupportedLeafError: it has a leaf that no checkpoint can hold, or a tensor
+            whose memory cannot be written.
     """
 
-    def __init__(self, state_dict: object, *, limits: Limits) -> None:
-        self._own = describe(state_dict, limits=limits)
+    def __init__(
+        self, state_dict: object, *, limits: Limits, allow_pickle: bool
+    ) -> None:
+        self._own = describe(
+            state_dict, limits=limits, allow_pickle=allow_pickle, writing=True
+        )
         self._numbers = dict(tensor_leaves(self._own.tree))
 
     def __repr__(self) -> str:
@@ -113,9 +118,7 @@ class _Pairing:
         if number >= len(entries) or own_number >= len(storages):
             return False
         theirs, own = entries[number], storages[own_number]
-        if theirs.dtype != own.dtype_code or theirs.shape != own.shape:
-            return False
-        return True
+        return theirs.dtype == own.dtype_code and theirs.shape == own.shape
 
     def _compare(self, path: Path, number: int, own_number: int) -> None:
         theirs, own = self._manifest.tensor(number), self._own.spec(own_number)
