@@ -1,0 +1,189 @@
+"""An accelerator whose work waits until a test lets it run.
+
+Its memory is host memory, so a CPU tensor is a tensor on the device::
+
+    device = FakeAccelerator()
+    stager = Stager(..., ports=device.port_for)
+    staging = asyncio.create_task(stager.stage(state, step=1))
+    device.run()  # what training and staging have enqueued, in the order of the streams
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from threading import Condition
+from typing import Final
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from aiockpt._device import Event, Pair, Port
+from aiockpt.memory import Arena
+
+__all__ = ["FakeAccelerator", "FakeEvent"]
+
+_PATIENCE: Final = 30.0
+
+Work = Callable[[], bool]
+"""Does its part of a stream and says True, or says that it cannot be done yet."""
+
+
+class FakeEvent:
+    """A mark in a stream; counts how often it was asked for."""
+
+    def __init__(self, changed: Condition) -> None:
+        self._changed = changed
+        self._done = False
+        self.queries = 0
+
+    def query(self) -> bool:
+        """Say whether everything before the mark has run."""
+        self.queries += 1
+        return self._done
+
+    def synchronize(self) -> None:
+        """Block the calling thread until then."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._done, _PATIENCE):
+                raise TimeoutError("nobody let the device run")
+
+    def reached(self) -> bool:
+        """Complete it, as the work of a stream."""
+        self._done = True
+        return True
+
+    def passed(self) -> bool:
+        """Say whether another stream may go on behind it, as the work of a stream."""
+        return self._done
+
+
+class FakeAccelerator:
+    """A device with a producer's stream and a side stream, both driven by the test.
+
+    Like a real one it keeps no memory alive: a copy whose source or destination was
+    freed before it ran is an error, raised where the test lets it run.
+
+    Args:
+        held: Whether work waits for :meth:`run`; else it runs as it is enqueued.
+    """
+
+    def __init__(self, *, held: bool = True) -> None:
+        self.held = held
+        self.copied = 0
+        self.pinned: set[int] = set()
+        self.events: list[FakeEvent] = []
+        self._changed = Condition()
+        self._producer: deque[Work] = deque()
+        self._side: deque[Work] = deque()
+
+    def __repr__(self) -> str:
+        return (
+            f"<FakeAccelerator producer={len(self._producer)} side={len(self._side)}>"
+        )
+
+    def port_for(self, device: torch.device) -> Port | None:
+        """Return itself, whatever the device is: what a ``PortFor`` does."""
+        return self
+
+    def produce(self, work: Callable[[], object]) -> None:
+        """Enqueue what training does, on its stream."""
+        self._enqueue(self._producer, lambda: (work(), True)[1])
+
+    def run(self, *, producer: bool = True, copies: int | None = None) -> int:
+        """Run what is enqueued until it has to wait; return how much ran.
+
+        Args:
+            producer: Whether the producer's stream runs, or only the side stream.
+            copies: How many works of the side stream may run; None: all of them.
+        """
+        with self._changed:
+            count = _drain(self._producer, None) if producer else 0
+            count += _drain(self._side, copies)
+            self._changed.notify_all()
+        return count
+
+    @property
+    def idle(self) -> bool:
+        """Whether the side stream has nothing to do."""
+        return not self._side
+
+    # What staging and loading ask of a device; called from any thread.
+
+    def fence(self) -> Event:
+        """Mark what training has enqueued so far."""
+        event = self._event()
+        self._enqueue(self._producer, event.reached)
+        return event
+
+    def copy(self, pairs: Iterable[Pair], *, after: Event) -> Event:
+        """Enqueue copies on the side stream, behind an event of this device."""
+        assert isinstance(after, FakeEvent)
+        done = self._event()
+        works: list[Work] = [after.passed]
+        works += [_Copy(self, *pair) for pair in pairs]
+        self._enqueue(self._side, *works, done.reached)
+        return done
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the side stream is idle."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.idle, _PATIENCE):
+                raise TimeoutError("nobody let the device run")
+
+    def pin(self, arena: Arena) -> Callable[[], None]:
+        """Remember the arena as pinned."""
+        self.pinned.add(arena.address)
+        return lambda: self.pinned.discard(arena.address)
+
+    def _event(self) -> FakeEvent:
+        event = FakeEvent(self._changed)
+        self.events.append(event)
+        return event
+
+    def _enqueue(self, stream: deque[Work], *works: Work) -> None:
+        with self._changed:
+            stream.extend(works)
+        if not self.held:
+            self.run()
+
+
+class _Copy:
+    """A copy on its way, which owns nothing."""
+
+    def __init__(
+        self, device: FakeAccelerator, destination: torch.Tensor, source: torch.Tensor
+    ) -> None:
+        self._device = device
+        self._destination = _Place(destination)
+        self._source = _Place(source)
+
+    def __call__(self) -> bool:
+        destination, source = self._destination.tensor(), self._source.tensor()
+        with torch.no_grad():
+            destination.copy_(source)
+        self._device.copied += source.nbytes
+        return True
+
+
+class _Place:
+    """Where a tensor lies, without keeping its memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        self._dtype = tensor.dtype
+
+    def tensor(self) -> torch.Tensor:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)  # noqa: SLF001 - torch has no public way
+        if storage is None:
+            raise RuntimeError("a copy ran after its memory had been freed")
+        return torch.empty(0, dtype=self._dtype).set_(storage, *self._layout)
+
+
+def _drain(stream: deque[Work], most: int | None) -> int:
+    count = 0
+    while stream and (most is None or count < most) and stream[0]():
+        stream.popleft()
+        count += 1
+    return count
