@@ -36,6 +36,10 @@ from commandline import (
 )
 from disks import small_disk
 
+pytestmark = pytest.mark.timeout(
+    180
+)  # of processes that import torch, on slow machines
+
 CHUNK = 16 << 20
 HEAVY = ("torch", "aiohttp", "anyio", "numpy")
 
@@ -520,6 +524,15 @@ class TestFetchErrors:
         assert reason in error
         assert server.token not in error
         assert "not-the-token" not in error
+
+    def test_a_step_that_does_not_come(
+        self, server: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """It is waited for as long as asked, not longer; then the error is the same."""
+        options = ("--step", 8, "--wait", 0.5, "-o", tmp_path / "f")
+        error = error_of(capsys, "fetch", server.metadata, *options)
+        assert error.startswith("step 8 is not published at ")
+        assert error.endswith("step 7")
 
     @pytest.mark.parametrize(
         "answer",

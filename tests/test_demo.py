@@ -35,6 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.timeout(180)  # two processes import torch, on a machine that may be slow
 def test_it_shows_a_resume_and_verifies_every_value(model: Path) -> None:
     """In two processes, with the real model where it is installed."""
     options = [] if HAS_MODEL else ["--model", model]

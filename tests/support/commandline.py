@@ -20,7 +20,7 @@ import aiockpt
 
 T = TypeVar("T")
 
-PATIENCE = 60.0
+PATIENCE = 150.0
 """Seconds that a slow machine may take for anything here."""
 
 ENVIRONMENT = {
