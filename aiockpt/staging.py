@@ -139,8 +139,8 @@ class Stager:
             digests = await self._copy(job)
             manifest = await self._bridge.run(_seal, job, step, digests)
         except BaseException as error:
-            await self._bridge.run(_drain, plans)
-            self._give_back(arena)
+            # Not awaited: a cancelled caller must not be able to cut it short.
+            self._bridge.post(self._salvage, arena, plans)
             if isinstance(error, Exception) and not isinstance(error, AiockptError):
                 raise StagingError(f"staging step {step} failed: {error}") from error
             raise
@@ -176,6 +176,13 @@ class Stager:
             self._bridge.post(arena.close)
         else:
             self._pool.give_back(arena)
+
+    def _salvage(self, arena: Arena, plans: Iterable[CopyPlan]) -> None:
+        """Take back an arena when nothing that was left in flight writes to it."""
+        for plan in plans:
+            for port in plan.ports.values():
+                port.synchronize()
+        self._give_back(arena)
 
     def _plan(
         self, description: Description, arena: Arena, plans: list[CopyPlan]
@@ -238,12 +245,6 @@ def _seal(job: _Job, step: int, digests: Sequence[str]) -> Manifest:
         tree=job.description.tree,
         digests=digests,
     )
-
-
-def _drain(plans: Iterable[CopyPlan]) -> None:
-    """Wait for what a failed staging left in flight before its arena is reused."""
-    for plan in plans:
-        plan.drain()
 
 
 def _with_step(manifest: Manifest, step: int) -> Manifest:
