@@ -98,7 +98,9 @@ def port_for(device: torch.device) -> Port | None:
     """Return the port of a device; None for host memory, which needs none."""
     if device.type == "cpu":
         return None
-    return _ports.setdefault(device, Accelerator(device))
+    if device not in _ports:
+        _ports[device] = Accelerator(device)
+    return _ports[device]
 
 
 async def completed(event: Event) -> None:

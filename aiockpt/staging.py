@@ -180,8 +180,7 @@ class Stager:
     def _salvage(self, arena: Arena, plans: Iterable[CopyPlan]) -> None:
         """Take back an arena when nothing that was left in flight writes to it."""
         for plan in plans:
-            for port in plan.ports.values():
-                port.synchronize()
+            plan.drain()
         self._give_back(arena)
 
     def _plan(

@@ -183,8 +183,8 @@ class Receive:
     async def _load(self, manifest: Manifest, plan: CopyPlan) -> None:
         """Bring to the template what is still in the arena only, all of it or nothing.
 
-        Once begun it goes on to its end, also if cancelled, so that a template is
-        never half filled.
+        Once begun it goes on to its end, also if cancelled (on a device, in the
+        background), so that a template is never half filled.
         """
         fences = plan.fences()
 
@@ -201,7 +201,7 @@ class Receive:
             for event in await self._bridge.run(load):
                 await completed(event)
         except BaseException:
-            await self._bridge.run(plan.drain)
+            self._bridge.post(plan.drain)  # keeps the memory until nobody reads it
             raise
 
     async def _rebuild(
