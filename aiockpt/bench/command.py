@@ -1,0 +1,93 @@
+"""Runs the benchmark, from arguments to report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+
+from aiockpt.bench.footprint import measure_footprint
+from aiockpt.bench.machine import describe_machine
+from aiockpt.bench.measuring import Pair, Plan, measure_shape
+from aiockpt.bench.options import Options, parse
+from aiockpt.bench.process import BenchError, Worker
+from aiockpt.bench.report import Report, as_json, as_markdown, as_text
+from aiockpt.bench.rival import is_installed
+from aiockpt.bench.rows import rows_of_footprint, rows_of_speed, rows_of_ticker
+from aiockpt.bench.shapes import Shape, shape_of
+from aiockpt.memory import available_memory
+
+__all__ = ["run"]
+
+_COPIES = 5  # of the state dict, in both processes together, at most
+
+
+def run(argv: Sequence[str]) -> int:
+    """Do what ``argv`` says; return the exit code."""
+    options = parse(argv)
+    try:
+        _require_memory(options)
+        report = _measure(options)
+        _write(report, options)
+    except (BenchError, OSError) as error:
+        sys.stderr.write(f"aiockpt bench: {error}\n")
+        return 2
+    return int(options.check and bool(report.missed))
+
+
+def _require_memory(options: Options) -> None:
+    needed, free = _COPIES * options.size, available_memory()
+    if needed > free:
+        raise BenchError(
+            f"it needs {needed / 2**30:.1f} GiB of memory and {free / 2**30:.1f} are "
+            f"free: choose a smaller --size"
+        )
+
+
+def _measure(options: Options) -> Report:
+    facts = {**asdict(options), "json": str(options.json)}
+    report = Report(machine=describe_machine(), options=facts)
+    plan = Plan(
+        size=options.size,
+        repeat=options.repeat,
+        connections=options.connections,
+        rival=options.torchft and is_installed(),
+    )
+    with Worker("sender") as sender, Worker("receiver") as receiver:
+        for shape in _shapes(options):
+            _measure_shape(Pair(sender, receiver, shape, plan.size), plan, report)
+    order = list(dict.fromkeys(row.what for row in report.rows))
+    report.rows.sort(key=lambda row: order.index(row.what))
+    return report
+
+
+def _shapes(options: Options) -> Iterable[Shape]:
+    """Return the shapes, each once: a small size makes one tensor of several."""
+    shapes: dict[tuple[int, int], Shape] = {}
+    for key in options.shapes:
+        shape = shape_of(key, options.size)
+        shapes.setdefault((shape.count, shape.tensor_bytes), shape)
+    return shapes.values()
+
+
+def _measure_shape(pair: Pair, plan: Plan, report: Report) -> None:
+    shape = pair.shape
+    found = measure_shape(pair, plan, lambda text: _note(shape, text))
+    _note(shape, "memory")
+    footprint = measure_footprint(pair.sender, shape, plan.size, rival=plan.rival)
+    report.series[shape] = found
+    report.rows += rows_of_speed(shape, found)
+    report.rows += rows_of_footprint(shape, footprint)
+    report.rows += rows_of_ticker(shape, found)
+
+
+def _note(shape: Shape, text: str) -> None:
+    sys.stderr.write(f"{shape}, {text}\n")
+    sys.stderr.flush()
+
+
+def _write(report: Report, options: Options) -> None:
+    if options.json is not None:
+        options.json.write_text(json.dumps(as_json(report)) + "\n")
+    sys.stdout.write(as_markdown(report) if options.markdown else as_text(report))

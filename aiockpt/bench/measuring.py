@@ -1,0 +1,154 @@
+"""What is measured for each shape, between one sender and one receiver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from aiockpt.bench.memory import FRESH, KINDS, TOUCHED
+from aiockpt.bench.process import Worker
+from aiockpt.bench.rival import CHUNKS
+from aiockpt.bench.rounds import Candidate, Note, take_turns
+from aiockpt.bench.shapes import Shape
+from aiockpt.bench.statistics import Sample, Series
+from aiockpt.bench.timed import Cost
+
+__all__ = ["Pair", "Plan", "measure_shape"]
+
+_IDLE = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to do with every shape.
+
+    Attributes:
+        size: About how many bytes a state dict has.
+        repeat: How often every candidate is measured.
+        connections: How many sockets the raw copies use; the best counts.
+        rival: Whether to measure torchft.
+    """
+
+    size: int
+    repeat: int
+    connections: Sequence[int]
+    rival: bool
+
+
+class Pair:
+    """A sender and a receiver that have been told the shape."""
+
+    def __init__(
+        self, sender: Worker, receiver: Worker, shape: Shape, size: int
+    ) -> None:
+        self.sender, self.receiver, self.shape = sender, receiver, shape
+        sender.call("prepare", key=shape.key, size=size)
+        receiver.call("prepare", key=shape.key, size=size)
+
+    def received(
+        self, do: str, *, touched: bool = False, **arguments: object
+    ) -> Sample:
+        """Have the receiver do it; count what it costs both."""
+        self.receiver.call("ready", touched=touched)
+        self.sender.call("watch")
+        try:
+            mine: Cost = self.receiver.call(do, **arguments)
+        finally:
+            theirs: Cost = self.sender.call("watched")
+        return Sample(
+            seconds=mine["seconds"],
+            sender_cpu=theirs["cpu"],
+            receiver_cpu=mine["cpu"],
+            sender_lags=theirs["lags"],
+            receiver_lags=mine["lags"],
+        )
+
+    def sent(self, do: str, **arguments: object) -> Sample:
+        """Have the sender do it, alone."""
+        cost: Cost = self.sender.call(do, **arguments)
+        return Sample(
+            seconds=cost["seconds"], sender_cpu=cost["cpu"], sender_lags=cost["lags"]
+        )
+
+    def raw(self, kind: str, connections: Sequence[int]) -> list[Candidate]:
+        """Return the raw copies into memory of a kind."""
+        port = self.sender.call("offer_raw")
+        return [
+            Candidate(f"raw socket, {kind}, x{count}", self._raw(port, count, kind))
+            for count in connections
+        ]
+
+    def _raw(self, port: int, count: int, kind: str) -> Callable[[], Sample]:
+        return lambda: self.received(
+            "receive_raw",
+            touched=kind == TOUCHED,
+            port=port,
+            connections=count,
+            kind=kind,
+        )
+
+    def ours(self, name: str, *, into: bool) -> Candidate:
+        """Return a receive by this library."""
+        metadata = self.sender.call("offer")
+        return Candidate(
+            name,
+            lambda: self.received(
+                "receive", touched=into, metadata=metadata, into=into
+            ),
+        )
+
+    def rivals(self) -> list[Candidate]:
+        """Return the receives by torchft."""
+        names = tuple(f"torchft, num_chunks={chunks}" for chunks in CHUNKS)
+        return [
+            Candidate(name, self._rival(chunks), names)
+            for name, chunks in zip(names, CHUNKS, strict=True)
+        ]
+
+    def _rival(self, chunks: int) -> Callable[[], Sample]:
+        metadata = self.sender.call("offer_rival", num_chunks=chunks)
+        return lambda: self.received(
+            "receive_rival", metadata=metadata, num_chunks=chunks
+        )
+
+
+def measure_shape(pair: Pair, plan: Plan, note: Note) -> dict[str, Series]:
+    """Measure everything that has a time."""
+    found: dict[str, Series] = {}
+    for phase in (_receive_fresh, _receive_in_place, _stage):
+        candidates = phase(pair, plan)
+        for name, samples in take_turns(candidates, plan.repeat, note).items():
+            found[name] = Series(name, pair.shape.nbytes, samples)
+        pair.sender.call("retract")
+    pair.receiver.call("release")
+    return found
+
+
+def _receive_fresh(pair: Pair, plan: Plan) -> list[Candidate]:
+    return [
+        Candidate("idle", lambda: pair.received("idle", seconds=_IDLE)),
+        *pair.raw(FRESH, plan.connections),
+        pair.ours("aiockpt, fresh", into=False),
+        *(pair.rivals() if plan.rival else ()),
+    ]
+
+
+def _receive_in_place(pair: Pair, plan: Plan) -> list[Candidate]:
+    pair.receiver.call("make_template")
+    return [
+        *pair.raw(TOUCHED, plan.connections),
+        pair.ours("aiockpt, in place", into=True),
+    ]
+
+
+def _stage(pair: Pair, plan: Plan) -> list[Candidate]:
+    pair.receiver.call("release")
+    return [
+        *(Candidate(f"memcpy, {kind}", _memcpy(pair, kind)) for kind in KINDS),
+        Candidate("aiockpt, stage cold", lambda: pair.sent("stage_cold")),
+        Candidate("aiockpt, stage warm", lambda: pair.sent("stage_warm")),
+    ]
+
+
+def _memcpy(pair: Pair, kind: str) -> Callable[[], Sample]:
+    return lambda: pair.sent("memcpy", kind=kind)

@@ -1,0 +1,81 @@
+"""The arguments of ``aiockpt bench``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiockpt.bench.shapes import SHAPES
+
+__all__ = ["Options", "parse"]
+
+_SIZE, _REPEAT = 2.0, 5
+_QUICK_SIZE, _QUICK_REPEAT = 0.25, 3
+_LEAST = 1 / 1024  # GiB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What was asked for; ``size`` is in bytes."""
+
+    size: int
+    repeat: int
+    shapes: tuple[str, ...]
+    connections: tuple[int, ...]
+    torchft: bool
+    json: Path | None
+    markdown: bool
+    check: bool
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Return the options; exits with a message for wrong ones."""
+    given = _parser().parse_args(argv)
+    size = given.size or (_QUICK_SIZE if given.quick else _SIZE)
+    return Options(
+        size=int(size * 2**30),
+        repeat=given.repeat or (_QUICK_REPEAT if given.quick else _REPEAT),
+        shapes=tuple(dict.fromkeys(given.shapes)),
+        connections=tuple(dict.fromkeys((1, given.connections))),
+        torchft=given.torchft,
+        json=given.json,
+        markdown=given.markdown,
+        check=given.check,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="aiockpt bench",
+        description="Measure this library on this machine against memcpy, raw sockets "
+        "and, where it is installed, torchft.",
+    )
+    add = parser.add_argument
+    add("--size", type=_size, metavar="GIB", help=f"of a state dict; {_SIZE:g}")
+    add("--repeat", type=_count, metavar="N", help=f"of each candidate; {_REPEAT}")
+    add("--shapes", nargs="+", choices=SHAPES, default=SHAPES, help="of tensors; all")
+    add("--connections", type=_count, default=4, metavar="N",
+        help="of raw copies, beside 1; 4")  # fmt: skip
+    add("--quick", action="store_true",
+        help=f"{_QUICK_SIZE} GiB, {_QUICK_REPEAT} repeats")  # fmt: skip
+    add("--no-torchft", dest="torchft", action="store_false", help="leave torchft out")
+    add("--json", type=Path, metavar="FILE", help="write all samples there")
+    add("--markdown", action="store_true", help="print tables for a document")
+    add("--check", action="store_true", help="exit with 1 if a target is missed")
+    return parser
+
+
+def _size(text: str) -> float:
+    size = float(text)
+    if not _LEAST <= size < 2**20:
+        raise argparse.ArgumentTypeError(f"{text} GiB is less than 1 MiB, or absurd")
+    return size
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if not 1 <= count <= 1000:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 to 1000")
+    return count

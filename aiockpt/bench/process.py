@@ -1,0 +1,79 @@
+"""The measuring side of a worker process: start it, ask it, end it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+__all__ = ["BenchError", "Worker"]
+
+_PATIENCE = 30.0
+
+
+class BenchError(RuntimeError):
+    """A worker could not do what it was asked."""
+
+
+class Worker:
+    """A process with a role, ``sender`` or ``receiver``; use it in a ``with`` block."""
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by __exit__
+        self._process = subprocess.Popen(  # noqa: S603 - our own module
+            [sys.executable, "-m", "aiockpt.bench.worker", role],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+
+    def __repr__(self) -> str:
+        return f"<Worker {self._role} pid={self._process.pid}>"
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        process = self._process
+        with suppress(BrokenPipeError, subprocess.TimeoutExpired):
+            process.communicate(timeout=_PATIENCE if error is None else 0.1)
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+        self._errors.close()
+
+    def call(self, do: str, **arguments: object) -> Any:
+        """Have a command done; return its result.
+
+        Raises:
+            BenchError: it failed, or the process is gone.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps({"do": do, "with": arguments}) + "\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise BenchError(f"the {self._role} is gone: {self._last_words()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise BenchError(f"the {self._role} could not {do}: {answer['error']}")
+        return answer["ok"]
+
+    def _last_words(self) -> str:
+        self._process.wait(_PATIENCE)
+        self._errors.seek(0)
+        lines = self._errors.read().split("\n")
+        return " | ".join(lines[-4:]).strip(" |") or "no word"

@@ -1,0 +1,160 @@
+"""The table: what was reached, beside what it is compared with and what is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from aiockpt.bench.footprint import Footprint
+from aiockpt.bench.memory import FRESH, TOUCHED
+from aiockpt.bench.shapes import Shape
+from aiockpt.bench.statistics import Series, best, percentile
+
+__all__ = ["Row", "rows_of_footprint", "rows_of_speed", "rows_of_ticker"]
+
+_TIMES_TORCHFT = 2.0
+_TIMES_TORCHFT_MANY = 10.0
+_OF_RAW_FRESH = 0.7
+_OF_RAW_TOUCHED = 0.6
+_OF_MEMCPY = 0.6
+_MAX_LAG = 20.0  # ms
+_MAX_FRESH = 5.0  # percent of the state dict
+_MAX_IN_PLACE = 64.0  # MiB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One figure.
+
+    Attributes:
+        what: What was measured.
+        shape: Of what.
+        value: The median.
+        unit: Its unit.
+        reference: What it is compared with, if anything.
+        reference_value: In the same unit.
+        at_least: What the ratio should reach, if anything.
+        at_most: What the value should not exceed, if anything.
+    """
+
+    what: str
+    shape: str
+    value: float
+    unit: str
+    reference: str = ""
+    reference_value: float | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """The value by the reference's; None where less is better."""
+        if self.at_most is not None or not self.reference_value:
+            return None
+        return self.value / self.reference_value
+
+    @property
+    def missed(self) -> bool:
+        """Whether there is a target, and it was not reached."""
+        ratio = self.ratio
+        too_low = self.at_least is not None and (ratio or 0.0) < self.at_least
+        return too_low or (self.at_most is not None and self.value > self.at_most)
+
+    @property
+    def target(self) -> str:
+        """The target in words; empty if there is none."""
+        if self.at_least is not None:
+            return f"at least {self.at_least:g}"
+        return "" if self.at_most is None else f"at most {self.at_most:g} {self.unit}"
+
+    @property
+    def verdict(self) -> str:
+        """``ok`` or ``MISSED``; empty if there is no target."""
+        return ("MISSED" if self.missed else "ok") if self.target else ""
+
+
+def rows_of_speed(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:
+    """Yield what is compared by its speed.
+
+    The number of tensors, and not their bytes, decides about many small ones, so there
+    only the comparison with torchft has a target.
+    """
+    large = shape.is_large
+    fresh, in_place = found["aiockpt, fresh"], found["aiockpt, in place"]
+    rival = _TIMES_TORCHFT if large else _TIMES_TORCHFT_MANY
+    raw_fresh, raw_touched = f"raw socket, {FRESH}", f"raw socket, {TOUCHED}"
+    into_fresh = "receive into fresh memory"
+    cold, warm = found["aiockpt, stage cold"], found["aiockpt, stage warm"]
+    for what, ours, reference, target in (
+        (into_fresh, fresh, best(found, "torchft"), rival),
+        (into_fresh, fresh, best(found, raw_fresh), _OF_RAW_FRESH * large),
+        (
+            "receive in place",
+            in_place,
+            best(found, raw_touched),
+            _OF_RAW_TOUCHED * large,
+        ),
+        (
+            "stage, new memory",
+            cold,
+            best(found, f"memcpy, {FRESH}"),
+            _OF_MEMCPY * large,
+        ),
+        (
+            "stage, used memory",
+            warm,
+            best(found, f"memcpy, {TOUCHED}"),
+            _OF_MEMCPY * large,
+        ),
+    ):
+        if reference is not None:
+            yield Row(
+                what=what,
+                shape=str(shape),
+                value=ours.speed,
+                unit="GB/s",
+                reference=reference.name,
+                reference_value=reference.speed,
+                at_least=target or None,
+            )
+
+
+def rows_of_footprint(shape: Shape, found: Footprint) -> Iterator[Row]:
+    """Yield the receiver's peak memory beyond the state dict."""
+    rival = None if found.rival is None else 100 * found.rival / found.state
+    yield Row(
+        what="peak memory beyond the state dict, fresh",
+        shape=str(shape),
+        value=100 * found.fresh / found.state,
+        unit="%",
+        reference="" if rival is None else "torchft, num_chunks=0",
+        reference_value=rival,
+        at_most=_MAX_FRESH,
+    )
+    yield Row(
+        what="peak memory beyond the state dict, in place",
+        shape=str(shape),
+        value=found.in_place / 2**20,
+        unit="MiB",
+        at_most=_MAX_IN_PLACE,
+    )
+
+
+def rows_of_ticker(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:
+    """Yield the lag of the tickers during transfers, beside that of an idle loop."""
+    idle = found["idle"]
+    for way in ("fresh", "in place"):
+        during = found[f"aiockpt, {way}"]
+        for loop, lags, quiet in (
+            ("serving", during.sender_lags, idle.sender_lags),
+            ("receiving", during.receiver_lags, idle.receiver_lags),
+        ):
+            yield Row(
+                what=f"ticker lag p99, {loop} loop, {way}",
+                shape=str(shape),
+                value=1e3 * percentile(lags, 0.99),
+                unit="ms",
+                reference="idle loop",
+                reference_value=1e3 * percentile(quiet, 0.99),
+                at_most=_MAX_LAG,
+            )

@@ -1,0 +1,62 @@
+"""One of the two processes: ``python -m aiockpt.bench.worker sender | receiver``.
+
+It reads commands from its standard input, one JSON object a line,
+``{"do": name, "with": {...}}``, and answers ``{"ok": value}`` or ``{"error": text}`` on
+its standard output. It ends with its input. Whatever prints meanwhile prints to the
+standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from aiockpt._bridge import Bridge
+from aiockpt.bench.receiver import Receiver
+from aiockpt.bench.sender import Sender
+
+__all__ = ["main"]
+
+_ROLES: dict[str, type[Sender | Receiver]] = {"sender": Sender, "receiver": Receiver}
+_THREADS = 16
+
+
+def main(argv: Sequence[str]) -> None:
+    """Obey until the input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    with answers:
+        asyncio.run(_obey(_ROLES[argv[0]], answers))
+
+
+async def _obey(role: type[Sender | Receiver], answers: TextIO) -> None:
+    bridge = Bridge(threads=_THREADS, name="bench")
+    worker = role(bridge)
+    async for line in await _input():
+        answers.write(json.dumps(await _answer(worker, json.loads(line))) + "\n")
+        answers.flush()
+    await worker.release()
+    bridge.close()
+
+
+async def _input() -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    return reader
+
+
+async def _answer(worker: object, request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"ok": await getattr(worker, request["do"])(**request["with"])}
+    except Exception as error:  # noqa: BLE001 - it is the answer
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,219 @@
+"""The benchmark: it runs, its tables and figures are right; how fast is not asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from aiockpt.bench import main
+from aiockpt.bench.footprint import Footprint
+from aiockpt.bench.process import BenchError, Worker
+from aiockpt.bench.report import Report, as_markdown, as_text
+from aiockpt.bench.rounds import Candidate, take_turns
+from aiockpt.bench.rows import Row, rows_of_footprint, rows_of_speed, rows_of_ticker
+from aiockpt.bench.shapes import SHAPES, cut, looks_right, numbered, shape_of
+from aiockpt.bench.statistics import Sample, Series, best, percentile
+
+MIB = 1 << 20
+
+
+def series(name: str, *seconds: float, nbytes: int = 10**9) -> Series:
+    """Return a series that took these seconds."""
+    return Series(name, nbytes, [Sample(seconds=each) for each in seconds])
+
+
+@pytest.mark.timeout(300)  # four processes import torch, one after the other
+def test_a_tiny_run_yields_a_table_and_valid_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole benchmark works end to end, and ends its processes."""
+    file = tmp_path / "bench.json"
+    options = ["--size", "0.004", "--repeat", "1", "--shapes", "1m", "--no-torchft"]
+    assert main([*options, "--markdown", "--json", str(file)]) == 0
+    table = capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert "| receive in place | 4 x 1 MiB | " in table
+    assert {row["verdict"] for row in found["rows"]} <= {"ok", "MISSED", ""}
+    assert all(
+        sample["seconds"] > 0
+        for samples in found["samples"]["1m"].values()
+        for sample in samples
+    )
+
+
+def test_too_little_memory_is_an_error_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It says what it needs, and does not take the machine down."""
+    assert main(["--size", "1000000"]) == 2
+    assert "choose a smaller --size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--size", "0"], ["--repeat", "0"], ["--shapes", "7m"], ["--connections", "x"]],
+)
+def test_wrong_arguments_are_refused(argv: Sequence[str]) -> None:
+    """A benchmark of nothing would print nonsense."""
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_that_cannot_or_is_gone_says_why() -> None:
+    """A failure names the process, the command and the reason."""
+    unknown = pytest.raises(BenchError, match="the sender could not prepare: KeyError")
+    with Worker("sender") as worker, unknown:
+        worker.call("prepare", key="7m", size=MIB)
+    gone = pytest.raises(BenchError, match=r"the nobody is gone: .*KeyError")
+    with Worker("nobody") as worker, gone:
+        worker.call("watch")
+
+
+def test_candidates_take_turns_and_hopeless_rivals_stop() -> None:
+    """Every round starts with another one; only the best settings are repeated."""
+    order = []
+
+    def candidate(name: str, seconds: float, *rivals: str) -> Candidate:
+        def run() -> Sample:
+            order.append(name)
+            return Sample(seconds=seconds)
+
+        return Candidate(name, run, rivals)
+
+    fast, slow = candidate("f", 1.0, "f", "s"), candidate("s", 2.0, "f", "s")
+    found = take_turns([candidate("a", 9.0), fast, slow], 3, lambda _: None)
+    assert "".join(order) == "afsfaaf"
+    assert [len(samples) for samples in found.values()] == [3, 3, 1]
+
+
+def test_a_rival_that_fails_is_left_out_and_anything_else_ends_the_run() -> None:
+    """Installed, torchft may still not work; our own code must."""
+
+    def fail() -> Sample:
+        raise BenchError("no")
+
+    notes: list[str] = []
+    assert take_turns([Candidate("r", fail, ("r",))], 2, notes.append) == {}
+    assert notes[-1] == "left out: no"
+    with pytest.raises(BenchError):
+        take_turns([Candidate("a", fail)], 2, notes.append)
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "expected"),
+    [
+        ([], 0.99, 0),
+        ([7], 0.99, 7),
+        (range(100, 0, -1), 0.99, 99),
+        (range(1, 101), 0.5, 50),
+        ([1, 2], 1.0, 2),
+    ],
+)
+def test_a_percentile_is_one_of_the_values(
+    values: Sequence[float], share: float, expected: float
+) -> None:
+    """Nearest rank: no value is made up between two."""
+    assert percentile(values, share) == expected
+
+
+def test_a_series_gives_medians() -> None:
+    """One slow run does not count."""
+    several = Series(
+        "x",
+        2 * 10**9,
+        [
+            Sample(seconds=1.0, sender_cpu=2.0, receiver_lags=[1]),
+            Sample(seconds=2.0, sender_cpu=4.0, receiver_lags=[3, 2]),
+            Sample(seconds=50.0, sender_cpu=100.0),
+        ],
+    )
+    assert (several.seconds, several.speed, several.sender_cost) == (2.0, 1.0, 2.0)
+    assert several.speeds == (0.04, 2.0)
+    assert several.receiver_lags == [1, 3, 2]
+
+
+def test_the_best_of_several_settings_is_the_fastest() -> None:
+    """A reference is as good as it can be; none is none."""
+    found = {
+        name: series(name, seconds) for name, seconds in {"a1": 2, "a2": 1}.items()
+    }
+    assert best(found, "a") is found["a2"]
+    assert best(found, "b") is None
+
+
+@pytest.mark.parametrize("key", SHAPES)
+@pytest.mark.parametrize("size", [MIB, 3 * MIB + 7, 40 * MIB])
+def test_a_shape_is_cut_and_recognized(key: str, size: int) -> None:
+    """What is received is checked; a state dict of other bytes is not right."""
+    shape = shape_of(key, size)
+    assert 0 < shape.nbytes <= size
+    flat = numbered(shape.nbytes)
+    state = cut(flat, shape)
+    assert looks_right(state, shape)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in state.values()}) == (
+        shape.count
+    )
+    flat[-1] += 1
+    assert not looks_right(state, shape)
+
+
+def test_the_shapes_of_two_gibibytes_are_those_that_are_announced() -> None:
+    """The default measures what the documentation says."""
+    shapes = [str(shape_of(key, 2 << 30)) for key in SHAPES]
+    assert shapes == ["2,048 x 1 MiB", "8 x 256 MiB", "1 x 2048 MiB", "100,000 x 4 KiB"]
+
+
+def test_rows_compare_with_the_best_reference() -> None:
+    """Targets hold for the ratio to the best setting of each reference."""
+    shape = shape_of("1m", MIB)
+    found = {
+        name: series(name, seconds)
+        for name, seconds in {
+            "idle": 1.0,
+            "aiockpt, fresh": 1.0,
+            "aiockpt, in place": 1.0,
+            "aiockpt, stage cold": 1.0,
+            "aiockpt, stage warm": 1.0,
+            "torchft, num_chunks=0": 3.0,
+            "torchft, num_chunks=4": 2.5,
+            "raw socket, fresh, as the library's, x1": 0.8,
+            "raw socket, fresh, as the library's, x4": 0.5,
+            "raw socket, touched, x1": 0.8,
+            "memcpy, fresh, as the library's": 0.5,
+            "memcpy, touched": 0.7,
+        }.items()
+    }
+    rows = list(rows_of_speed(shape, found))
+    ratios = [row.ratio for row in rows]
+    assert ratios == pytest.approx([2.5, 0.5, 0.8, 0.5, 0.7])
+    assert [row.verdict for row in rows] == ["ok", "MISSED", "ok", "MISSED", "ok"]
+    assert {row.verdict for row in rows_of_ticker(shape, found)} == {"ok"}
+
+
+def test_many_small_tensors_have_one_speed_target() -> None:
+    """There, the number of tensors decides, so raw bytes are no measure."""
+    row = Row(what="w", shape="s", value=1.0, unit="GB/s", reference_value=2.0)
+    assert (row.ratio, row.target, row.verdict) == (0.5, "", "")
+
+
+def test_memory_has_ceilings() -> None:
+    """Percent of the state dict when fresh, MiB when in place."""
+    found = Footprint(state=100 * MIB, fresh=5 * MIB, in_place=65 * MIB, rival=None)
+    rows = list(rows_of_footprint(shape_of("1m", MIB), found))
+    assert [row.verdict for row in rows] == ["ok", "MISSED"]
+    assert [row.target for row in rows] == ["at most 5 %", "at most 64 MiB"]
+
+
+def test_the_report_reads_well_both_ways() -> None:
+    """Columns are aligned in a terminal, and piped in a document."""
+    row = Row(what="receive", shape="2 x 1 MiB", value=1.0, unit="GB/s")
+    shape = shape_of("1m", 2 * MIB)
+    report = Report({"cores": "2"}, {}, [row], {shape: {"x": series("x", 1.0)}})
+    assert "cores 2" in as_text(report)
+    assert "\nreceive  2 x 1 MiB  1.00 GB/s\n" in as_text(report)
+    assert "| receive | 2 x 1 MiB | 1.00 GB/s |  |  |  |  |" in as_markdown(report)
+    assert report.missed == []
