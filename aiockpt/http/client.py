@@ -199,7 +199,8 @@ class CheckpointClient:
             exchange.expected = length_of(answer, exchange.url)
             enforce("the size of the header", exchange.expected, limit)
             memory = _reserve(exchange.expected)
-            await self._port.receive(exchange, answer, watch, Filler([memory]))
+            filler = Filler(lambda a, b: [memory[a:b]], 0, exchange.expected)
+            await self._port.receive(exchange, answer, watch, filler)
         return memory
 
     async def _decode(

@@ -148,7 +148,7 @@ class ChunkFetch:
                 check_part(answer.headers, wanted, exchange)
                 if length_of(answer, exchange.url) != stop - start:
                     raise RemoteProtocolError(f"{exchange.url} contradicts itself")
-                filler = Filler(self.target.buffers(start, stop))
+                filler = Filler(self.target.buffers, start, stop)
                 await self.port.receive(exchange, answer, watch, filler)
         finally:
             pending.received = exchange.received

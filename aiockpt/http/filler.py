@@ -1,13 +1,20 @@
-"""Puts a run of bytes into a list of buffers, whatever the pieces it arrives in."""
+"""Puts a run of bytes into memory, whatever the pieces of either."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
-__all__ = ["Filler"]
+from aiockpt.errors import LocalProtocolError
+
+__all__ = ["Buffers", "Filler"]
+
+Buffers: TypeAlias = Callable[[int, int], Sequence[memoryview]]
 
 # One receive, and so one callback, moves at most this much: the loop stays live.
 MAX_PIECE = 1 << 20
+# Memory is asked for in steps: views of thousands of small tensors take their time.
+WINDOW = 4 << 20
 # Below this a system call costs more than copying the bytes once more.
 SMALL = 64 << 10
 # A copy into many small buffers costs per buffer: this many take well under 1 ms.
@@ -15,41 +22,47 @@ MAX_SCATTER = 1024
 
 
 class Filler:
-    """Fills writable buffers of bytes, in order, with what arrives.
+    """Fills memory, in order, with bytes as they arrive.
 
     Either the bytes are received straight into `next_buffer` and announced by
     `advance`, or they are handed to `write`. Buffers that are small and many are
     received through a scratch of at most 1 MiB, so `close` must be called before
-    anybody reads the buffers.
+    anybody reads them.
 
     Args:
-        buffers: Contiguous views of format ``B``; the filler refers to them until it
-            is closed.
+        buffers: Returns the memory of ``[start, stop)`` as contiguous views of format
+            ``B``, in order.
+        start: The first byte to fill.
+        stop: The byte after the last one.
 
     Attributes:
-        size: Bytes of all buffers.
+        size: Bytes to fill.
         filled: Bytes that have come.
     """
 
     __slots__ = (
+        "_ask",
+        "_asked",
         "_buffers",
         "_index",
         "_offset",
         "_scratch",
         "_staged",
+        "_stop",
         "filled",
         "size",
     )
 
-    def __init__(self, buffers: Sequence[memoryview]) -> None:
-        self._buffers = buffers
-        self.size = sum(map(len, buffers))
+    def __init__(self, buffers: Buffers, start: int, stop: int) -> None:
+        self.size = stop - start
         self.filled = 0
-        self._index = 0
-        self._offset = 0
+        self._ask = buffers
+        self._asked, self._stop = start, stop
+        self._buffers: Sequence[memoryview] = ()
+        self._index = self._offset = 0
         self._scratch: memoryview | None = None
         self._staged = 0
-        self._step(0)
+        self._settle()
 
     @property
     def remaining(self) -> int:
@@ -70,7 +83,8 @@ class Filler:
         """Take note that ``count`` bytes are in what `next_buffer` returned."""
         self.filled += count
         if self._scratch is None:
-            self._step(count)
+            self._offset += count
+            self._settle()
             return
         self._staged += count
         if self._staged == len(self._scratch):
@@ -83,13 +97,13 @@ class Filler:
         self.filled += len(data)
 
     def close(self) -> None:
-        """Bring all bytes to their place and let go of the buffers; idempotent.
+        """Bring all bytes to their place and let go of the memory; idempotent.
 
         Whoever keeps the filler, such as the traceback of an error, does not keep the
         memory, which its owner may want to unmap.
         """
         self._flush()
-        self._buffers = ()
+        self._buffers, self._ask = (), _no_buffers
 
     def _flush(self) -> None:
         if self._scratch is not None:
@@ -108,9 +122,16 @@ class Filler:
         return min(total, MAX_PIECE) if stop > self._index + 1 else 0
 
     def _scatter(self, data: memoryview) -> None:
+        at = 0
+        while at < len(data):
+            at += self._scatter_in_window(data[at:])
+            self._settle()
+
+    def _scatter_in_window(self, data: memoryview) -> int:
+        """Copy what fits into the buffers at hand; return how much that is."""
         buffers, index, offset = self._buffers, self._index, self._offset
-        at, stop = 0, len(data)
-        while at < stop:
+        at, stop, last = 0, len(data), len(self._buffers)
+        while at < stop and index < last:
             size = len(buffers[index])
             count = min(size - offset, stop - at)
             buffers[index][offset : offset + count] = data[at : at + count]
@@ -119,12 +140,28 @@ class Filler:
             if offset == size:
                 index, offset = index + 1, 0
         self._index, self._offset = index, offset
-        self._step(0)
+        return at
 
-    def _step(self, count: int) -> None:
-        """Go on by ``count`` bytes of this buffer, to the next one that has room."""
-        self._offset += count
-        buffers = self._buffers
-        while self._index < len(buffers) and self._offset == len(buffers[self._index]):
-            self._index += 1
-            self._offset = 0
+    def _settle(self) -> None:
+        """Go to the next byte to fill, in the next window if this one is full."""
+        while True:
+            buffers = self._buffers
+            while self._index < len(buffers):
+                if self._offset < len(buffers[self._index]):
+                    return
+                self._index, self._offset = self._index + 1, 0
+            if self._asked == self._stop:
+                return
+            self._open_window()
+
+    def _open_window(self) -> None:
+        stop = min(self._asked + WINDOW, self._stop)
+        self._buffers = self._ask(self._asked, stop)
+        self._index = self._offset = 0
+        if sum(map(len, self._buffers)) != stop - self._asked:
+            raise LocalProtocolError("the destination gave memory of another size")
+        self._asked = stop
+
+
+def _no_buffers(start: int, stop: int) -> Sequence[memoryview]:
+    return ()

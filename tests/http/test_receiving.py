@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
+from itertools import accumulate, pairwise
 
 import pytest
 from aiohttp import ClientResponse, ClientSession
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aiockpt.errors import LocalProtocolError
 from aiockpt.http import filler, receiving
-from aiockpt.http.filler import Filler
+from aiockpt.http.filler import Buffers, Filler
 from aiockpt.http.receiving import receive
 from rangepeer import noise
 
@@ -22,13 +24,21 @@ pytestmark = [pytest.mark.torch_free]
 both = pytest.mark.parametrize("direct", [True, False], ids=["direct", "portable"])
 
 
-def buffers_of(sizes: list[int]) -> tuple[bytearray, list[memoryview]]:
-    """Return memory and views of it, of these sizes in a row."""
-    memory, views, at = bytearray(sum(sizes)), [], 0
-    for size in sizes:
-        views.append(memoryview(memory)[at : at + size])
-        at += size
-    return memory, views
+def memory_of(sizes: list[int]) -> tuple[bytearray, Filler]:
+    """Return memory that consists of buffers of these sizes, and what fills it."""
+    memory = bytearray(sum(sizes))
+    return memory, Filler(cutting(memory, sizes), 0, len(memory))
+
+
+def cutting(memory: bytearray | mmap.mmap, sizes: list[int]) -> Buffers:
+    """Return what gives memory as buffers of these sizes, in a row."""
+    ends = list(accumulate(sizes))
+
+    def buffers(start: int, stop: int) -> list[memoryview]:
+        cuts = [start, *(end for end in ends if start <= end <= stop), stop]
+        return [memoryview(memory)[a:b] for a, b in pairwise(cuts)]
+
+    return buffers
 
 
 SIZES = st.lists(
@@ -45,9 +55,8 @@ class TestFiller:
         self, sizes, steps, data
     ) -> None:
         """Pieces of any length, some received in place and some copied."""
-        memory, views = buffers_of(sizes)
+        memory, fill = memory_of(sizes)
         source, at, turn = noise(len(memory)), 0, 0
-        fill = Filler(views)
         while fill.remaining:
             step = steps[turn % len(steps)]
             if data.draw(st.booleans()):
@@ -67,9 +76,8 @@ class TestFiller:
     @given(SIZES, st.integers(0, 200_000))
     def test_closed_it_has_every_byte_that_it_counts(self, sizes, count) -> None:
         """A transfer that breaks off can go on after what was filled."""
-        memory, views = buffers_of(sizes)
+        memory, fill = memory_of(sizes)
         source = noise(len(memory))
-        fill = Filler(views)
         while fill.filled < min(count, fill.size):
             room = fill.next_buffer()[: count - fill.filled]
             room[:] = source[fill.filled : fill.filled + len(room)]
@@ -78,10 +86,33 @@ class TestFiller:
         assert memory[: fill.filled] == source[: fill.filled]
         assert not any(memory[fill.filled :])
 
+    def test_memory_is_asked_for_a_few_megabytes_at_a_time(self) -> None:
+        """Views of many small tensors are not all made in one go."""
+        asked: list[tuple[int, int]] = []
+        memory = bytearray(10 << 20)
+        give = cutting(memory, [3 << 20, 100, 5 << 20])
+
+        def buffers(start: int, stop: int) -> Sequence[memoryview]:
+            asked.append((start, stop))
+            return give(start, stop)
+
+        source, fill = noise(10 << 20), Filler(buffers, 5, 10 << 20)
+        while fill.remaining:
+            at, room = fill.filled + 5, fill.next_buffer()
+            room[:] = source[at : at + len(room)]
+            fill.advance(len(room))
+        assert memory == bytes(5) + source[5:]
+        assert max(stop - start for start, stop in asked) == filler.WINDOW
+        assert [start for start, _ in asked[1:]] == [stop for _, stop in asked[:-1]]
+
+    def test_destination_of_another_size_is_the_callers_mistake(self) -> None:
+        """Better no byte at all than one in the wrong place."""
+        with pytest.raises(LocalProtocolError, match="another size"):
+            Filler(lambda start, stop: [memoryview(bytearray(9))], 0, 10)
+
     def test_large_buffers_are_received_in_place(self) -> None:
         """A megabyte at a time, without a copy."""
-        memory, views = buffers_of([3 << 20])
-        fill = Filler(views)
+        memory, fill = memory_of([3 << 20])
         room = fill.next_buffer()
         room[:2] = b"ab"
         assert len(room) == 1 << 20
@@ -89,8 +120,8 @@ class TestFiller:
 
     def test_small_buffers_are_received_together(self) -> None:
         """One system call serves many of them; their number is bounded."""
-        _, views = buffers_of([100] * 5000)
-        assert len(Filler(views).next_buffer()) == 100 * filler.MAX_SCATTER
+        _, fill = memory_of([100] * 5000)
+        assert len(fill.next_buffer()) == 100 * filler.MAX_SCATTER
 
 
 @asynccontextmanager
@@ -152,12 +183,12 @@ class TestReceive:
         clients = set()
         async with answering(*pieces) as url, ClientSession() as session:
             for _ in range(4):
-                memory, views = buffers_of([100_000, 200_000])
+                memory, fill = memory_of([100_000, 200_000])
                 async with asked(session, url) as answer:
                     if answer.connection and answer.connection.transport:
                         sock = answer.connection.transport.get_extra_info("sockname")
                         clients.add(sock)
-                    await receive(answer, Filler(views), direct=direct)
+                    await receive(answer, fill, direct=direct)
                 assert memory == BODY
                 assert answer.connection is None
         assert len(clients) <= 1
@@ -168,10 +199,10 @@ class TestReceive:
         body = BODY[:1000]
         head = HEAD.replace(b"300000", b"1000")
         async with answering(head + body) as url, ClientSession() as session:
-            memory, views = buffers_of([1000])
+            memory, fill = memory_of([1000])
             async with asked(session, url) as answer:
                 await answer.content.wait_eof()
-                await receive(answer, Filler(views), direct=direct)
+                await receive(answer, fill, direct=direct)
             assert memory == body
 
     @both
@@ -182,8 +213,7 @@ class TestReceive:
         """The connection is closed, not used again."""
         pieces = (HEAD, BODY[:size])
         async with answering(*pieces, close=True) as url, ClientSession() as session:
-            memory, views = buffers_of([1000] * 300)
-            fill = Filler(views)
+            memory, fill = memory_of([1000] * 300)
             async with asked(session, url) as answer:
                 connection = answer.connection
                 with pytest.raises(Exception, match=r"early|not completed|reset"):
@@ -207,9 +237,9 @@ class TestReceive:
             ClientSession() as session,
         ):
             for _ in range(2):
-                memory, views = buffers_of([len(BODY)])
+                memory, fill = memory_of([len(BODY)])
                 async with asked(session, url) as answer:
-                    await receive(answer, Filler(views), direct=direct)
+                    await receive(answer, fill, direct=direct)
                 assert memory == BODY
 
     @both
@@ -224,11 +254,10 @@ class TestReceive:
                 memory = mmap.mmap(-1, len(BODY))
                 async with asked(session, address) as answer:
                     try:
-                        views = [memoryview(memory)]
-                        await receive(answer, Filler(views), direct=direct)
+                        fill = Filler(cutting(memory, [len(BODY)]), 0, len(BODY))
+                        await receive(answer, fill, direct=direct)
                     except (OSError, Exception):  # noqa: BLE001 - told apart elsewhere
                         assert address is broken
-                    del views
                 memory.close()
 
     async def test_plain_connection_is_received_from_directly(
@@ -238,17 +267,16 @@ class TestReceive:
         async with answering(HEAD, BODY) as url, ClientSession() as session:
             for known, most in ((True, 100_000), (False, len(BODY))):
                 monkeypatch.setattr(receiving, "_KNOWN_AIOHTTP", known)
-                memory, views = buffers_of([len(BODY)])
+                memory, fill = memory_of([len(BODY)])
                 async with asked(session, url) as answer:
-                    await receive(answer, Filler(views), direct=True)
+                    await receive(answer, fill, direct=True)
                 assert memory == BODY
                 assert answer.content.total_bytes <= most
 
     async def test_cancelled_it_closes_the_connection(self) -> None:
         """What is still to come would be taken for the next answer."""
         async with answering(HEAD, BODY[:1000]) as url, ClientSession() as session:
-            _, views = buffers_of([len(BODY)])
-            fill = Filler(views)
+            _, fill = memory_of([len(BODY)])
             async with asked(session, url) as answer:
                 connection = answer.connection
                 task = asyncio.create_task(receive(answer, fill, direct=True))
