@@ -56,6 +56,13 @@ def _unreachable(exchange: Exchange, error: Exception) -> AiockptError:
     return PeerUnreachableError(exchange.source.base_url, _reason(error))
 
 
+def _not_trusted(exchange: Exchange, error: Exception) -> AiockptError:
+    return RemoteProtocolError(
+        f"{exchange.source.base_url} shows a certificate that is not trusted here "
+        f"({_reason(error)}); pass an ssl_context that trusts it"
+    )
+
+
 def _no_answer(exchange: Exchange, error: Exception) -> AiockptError:
     why = "it closed the connection instead of answering"
     return PeerUnreachableError(exchange.source.base_url, why)
@@ -91,6 +98,7 @@ def _reason(error: Exception) -> str:
 
 
 BEFORE_ANSWER: Table = (
+    (aiohttp.ClientConnectorCertificateError, _not_trusted),
     (aiohttp.ClientConnectorError, _unreachable),
     (aiohttp.ServerTimeoutError, _unreachable),
     (aiohttp.ClientConnectionError, _no_answer),
