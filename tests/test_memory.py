@@ -1,0 +1,223 @@
+"""Host memory: arenas, the pool that keeps one warm, and scattered segments."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiockpt import memory
+from aiockpt.memory import Arena, ArenaPool, Scatter, available_memory, view_of_address
+
+
+def resident(arena: Arena) -> int:
+    """Return how many pages of an arena are in memory."""
+    pages = -(-arena.nbytes // mmap.PAGESIZE)
+    states = (ctypes.c_ubyte * pages)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    result = libc.mincore(
+        ctypes.c_void_p(arena.address), ctypes.c_size_t(arena.nbytes), states
+    )
+    assert result == 0, os.strerror(ctypes.get_errno())
+    return sum(state & 1 for state in states)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+class TestArena:
+    """One allocation."""
+
+    def test_it_starts_as_zeros_that_cost_nothing(self, shared: bool) -> None:
+        """Pages come when they are touched."""
+        arena = Arena(64 << 20, shared=shared)
+        assert resident(arena) == 0
+        (view,) = arena.buffers(5, 5000)
+        assert bytes(view) == bytes(4995)
+        del view
+        arena.close()
+
+    def test_its_views_are_the_memory_at_its_address(self, shared: bool) -> None:
+        """Whoever copies by address and whoever copies by view meet."""
+        arena = Arena(100, shared=shared)
+        (view,) = arena.buffers(10, 13)
+        view[:] = b"abc"
+        assert ctypes.string_at(arena.address + 10, 3) == b"abc"
+        assert arena.buffers(7, 7) == []
+        del view
+        arena.close()
+
+    def test_tensors_keep_their_memory(self, shared: bool) -> None:
+        """Closing an arena must not unmap what somebody can still read."""
+        arena = Arena(1 << 20, shared=shared)
+        tensor = torch.frombuffer(arena.buffer, dtype=torch.float32)
+        tensor.fill_(3)
+        arena.close()
+        del arena
+        gc.collect()
+        assert tensor.sum() == 3 * tensor.numel()
+
+    def test_closing_is_idempotent(self, shared: bool) -> None:
+        """Its descriptor is closed once."""
+        arena = Arena(100, shared=shared)
+        arena.close()
+        arena.close()
+        assert arena.fd == -1
+
+    def test_it_may_be_empty(self, shared: bool) -> None:
+        """A state dict without tensors has a segment of no bytes."""
+        arena = Arena(0, shared=shared)
+        assert arena.nbytes == 0
+        arena.close()
+
+
+class TestSharing:
+    """An arena that another process can map."""
+
+    def test_its_descriptor_is_its_memory(self) -> None:
+        """Whoever maps it sees what is written here."""
+        arena = Arena(5000, shared=True)
+        with mmap.mmap(arena.fd, 5000) as other:
+            arena.buffers(0, 3)[0][:] = b"abc"
+            assert other[:3] == b"abc"
+        arena.close()
+
+    def test_it_has_no_name(self) -> None:
+        """Nothing is left in /dev/shm when the process dies."""
+        arena = Arena(5000, shared=True)
+        target = Path(f"/proc/self/fd/{arena.fd}").readlink()
+        assert target.name.startswith("memfd:aiockpt")
+        assert not os.get_inheritable(arena.fd)
+        arena.close()
+
+
+class TestPinning:
+    """Page-locking for a device."""
+
+    def test_it_is_done_once_and_undone_with_the_arena(self) -> None:
+        """However many checkpoints pass through."""
+        done: list[str] = []
+
+        def pin(_: Arena) -> object:
+            done.append("pin")
+            return lambda: done.append("unpin")
+
+        arena = Arena(100)
+        arena.pin(pin)  # type: ignore[arg-type]
+        arena.pin(pin)  # type: ignore[arg-type]
+        arena.close()
+        arena.close()
+        assert done == ["pin", "unpin"]
+
+
+class TestPool:
+    """At most one free arena is kept."""
+
+    def pool(self) -> tuple[ArenaPool, list[Arena]]:
+        disposed: list[Arena] = []
+        return ArenaPool(shared=False, dispose=disposed.append), disposed
+
+    def test_a_free_arena_is_taken_again(self) -> None:
+        """If it is about as large as what is wanted."""
+        pool, disposed = self.pool()
+        arena = pool.take(1000)
+        pool.give_back(arena)
+        assert pool.take(600) is arena
+        assert disposed == []
+
+    @pytest.mark.parametrize("nbytes", [1001, 499])
+    def test_one_that_does_not_fit_goes(self, nbytes: int) -> None:
+        """A huge arena is not kept for a small checkpoint."""
+        pool, disposed = self.pool()
+        arena = pool.take(1000)
+        pool.give_back(arena)
+        assert pool.take(nbytes) is not arena
+        assert disposed == [arena]
+
+    def test_two_users_get_two_arenas(self) -> None:
+        """Only one of them is kept afterwards."""
+        pool, disposed = self.pool()
+        one, two = pool.take(1000), pool.take(1000)
+        assert one is not two
+        pool.give_back(one)
+        pool.give_back(two)
+        assert disposed == [one]
+
+    def test_trimming_keeps_nothing(self) -> None:
+        """What nobody uses returns to the system."""
+        pool, disposed = self.pool()
+        arena = pool.take(1000)
+        pool.give_back(arena)
+        pool.trim()
+        pool.trim()
+        assert disposed == [arena]
+
+
+class TestScatter:
+    """A segment in several pieces looks like one."""
+
+    @given(
+        sizes=st.lists(st.integers(0, 9), max_size=8),
+        bounds=st.tuples(st.integers(0, 72), st.integers(0, 72)),
+    )
+    def test_a_range_is_the_same_bytes_as_in_one_piece(
+        self, sizes: list[int], bounds: tuple[int, int]
+    ) -> None:
+        """Wherever it starts and stops."""
+        whole = bytes(range(sum(sizes)))
+        pieces, start = [], 0
+        for size in sizes:
+            pieces.append(memoryview(bytearray(whole[start : start + size])))
+            start += size
+        scatter = Scatter(pieces)
+        low, high = sorted(min(bound, len(whole)) for bound in bounds)
+        views = scatter.buffers(low, high)
+        assert b"".join(views) == whole[low:high]
+        assert all(view.nbytes for view in views)
+        assert scatter.nbytes == len(whole)
+
+    def test_its_views_write_through(self) -> None:
+        """It is memory to receive into."""
+        first, second = bytearray(4), bytearray(4)
+        scatter = Scatter([memoryview(first), memoryview(second)])
+        for view in scatter.buffers(2, 6):
+            view[:] = b"x" * view.nbytes
+        assert (first, second) == (b"\0\0xx", b"xx\0\0")
+
+
+def test_a_view_of_an_address_keeps_its_owner() -> None:
+    """The memory cannot go while somebody can write to it."""
+    tensor = torch.zeros(4, dtype=torch.uint8)
+    view = view_of_address(tensor.data_ptr(), 4, tensor)
+    del tensor
+    gc.collect()
+    view[:] = b"abcd"
+    assert isinstance(view.obj.owner, torch.Tensor)  # type: ignore[attr-defined]
+    assert view.obj.owner.tolist() == list(b"abcd")  # type: ignore[attr-defined]
+
+
+class TestAvailableMemory:
+    """What a receive may take."""
+
+    def test_it_is_less_than_there_is(self) -> None:
+        """And more than nothing."""
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        assert 0 < available_memory() <= total
+
+    def test_the_cgroup_counts(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """A container has less than its host."""
+        monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+        (tmp_path / "memory.current").write_text("3000000\n")
+        (tmp_path / "memory.max").write_text("5000000\n")
+        assert available_memory() == 2_000_000
+        (tmp_path / "memory.max").write_text("1000000\n")
+        assert available_memory() == 0
+        (tmp_path / "memory.max").write_text("max\n")
+        assert available_memory() > 5_000_000
