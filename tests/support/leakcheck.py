@@ -33,6 +33,13 @@ ALLOWED_CHILDREN = {
 """Parts of command lines of children that may stay, with the reason."""
 
 
+SHM_PREFIXES = ("psm_", "sem.", "torch_", "aiockpt")
+"""How multiprocessing, torch and this package name what they share.
+
+Other programs of the same user may come and go in the same directory.
+"""
+
+
 def threads() -> set[str]:
     """Return the threads that Python knows and nobody allowed."""
     return {
@@ -52,11 +59,14 @@ def fds() -> set[str]:
 
 
 def shm() -> set[str]:
-    """Return the named shared memory of this user."""
+    """Return the named shared memory that Python or torch made for this user."""
     found = set()
     for entry in Path("/dev/shm").glob("*"):
         with suppress(OSError):
-            if entry.stat().st_uid == os.getuid():
+            if (
+                entry.name.startswith(SHM_PREFIXES)
+                and entry.stat().st_uid == os.getuid()
+            ):
                 found.add(entry.name)
     return found
 
