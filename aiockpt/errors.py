@@ -27,39 +27,12 @@ that a caller would guess::
     ├── WorkerError                       the checkpoint process died or raised
     └── ClosedError                       used after close (RuntimeError)
 
-An exception carries its facts as attributes and composes its sentence from them,
-so a program matches on attributes and a person reads the text.
+An exception carries its facts as attributes and composes its sentence from them.
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-__all__ = [
-    "AiockptError",
-    "AuthenticationError",
-    "CheckpointChangedError",
-    "ClosedError",
-    "IntegrityError",
-    "LimitExceededError",
-    "LocalProtocolError",
-    "PeerUnreachableError",
-    "ProcessGroupError",
-    "ProtocolError",
-    "RemoteProtocolError",
-    "StagingError",
-    "StateDictError",
-    "StepNotFoundError",
-    "StorageError",
-    "TemplateMismatchError",
-    "TransferInterruptedError",
-    "TransferStalledError",
-    "TransferTimeoutError",
-    "TransportError",
-    "UnavailableError",
-    "UnsupportedLeafError",
-    "WorkerError",
-]
 
 
 def _revive(cls: type[AiockptError], facts: dict[str, Any]) -> AiockptError:
@@ -272,9 +245,8 @@ class UnsupportedLeafError(StateDictError, TypeError):
         self.type_name = type_name
 
     def __str__(self) -> str:
-        remedy = self.detail or (
-            "convert it, or call aiockpt.register_leaf for its type on both ends"
-        )
+        register = "convert it, or call aiockpt.register_leaf for its type on both ends"
+        remedy = self.detail or register
         return f"{self.path or 'the state dict'} is a {self.type_name}: {remedy}"
 
 

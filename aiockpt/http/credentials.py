@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+logger = logging.getLogger("aiockpt")
 
 __all__ = ["Credentials", "find_credentials"]
 
@@ -21,6 +24,11 @@ class Credentials:
 
     token: str | None = field(repr=False)
     shared: bool
+
+    @property
+    def to_send(self) -> str | None:
+        """What is shown to peers whose metadata carries nothing."""
+        return self.token if self.shared else None
 
     @property
     def in_metadata(self) -> str | None:
@@ -42,6 +50,7 @@ def find_credentials(
     if insecure and token is not None:
         raise ValueError("insecure=True and token= contradict each other: choose one")
     if insecure:
+        logger.warning("insecure=True: whoever reaches the port may read")
         return Credentials(None, shared=True)
     path = env.get("AIOCKPT_TOKEN_PATH")
     if token is None:

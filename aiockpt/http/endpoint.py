@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import ssl
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from socket import socket
 from urllib.parse import urlsplit
 
@@ -16,24 +16,40 @@ from aiockpt.http.listen import advertised_address, open_sockets, url_host
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.shelf import Shelf
 
-__all__ = ["PREFIX", "Endpoint", "Listen"]
+__all__ = ["Endpoint", "EndpointConfig"]
 
-PREFIX = "/checkpoint"
+_PREFIX = "/checkpoint"
+_DEFAULT_WAIT = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listen:
-    """What the caller says about addresses."""
+class EndpointConfig:
+    """What the caller says about serving; the fields are the transport's options."""
 
     host: str | None
     port: int
     advertise: str | None
     interface: str | None
     ssl_context: ssl.SSLContext | None
+    token: str | None = field(repr=False)
+    timeout: float
+    stall_timeout: float
+    max_readers: int
 
-    @property
-    def names(self) -> frozenset[str]:
-        """The host names that peers may use for us."""
+    def for_server(self, prefix: str) -> ServerConfig:
+        """Return what the handlers need to know."""
+        return ServerConfig(
+            token=self.token,
+            insecure=self.token is None,
+            stall_timeout=self.stall_timeout,
+            default_wait=min(self.timeout, _DEFAULT_WAIT),
+            max_wait=max(self.timeout, _DEFAULT_WAIT),
+            max_readers=self.max_readers,
+            hosts=self._names(),
+            prefix=prefix,
+        )
+
+    def _names(self) -> frozenset[str]:
         told = self.advertise or ""
         name = urlsplit(told).hostname if "://" in told else told
         return frozenset({name} if name else ())
@@ -42,13 +58,13 @@ class Listen:
 class Endpoint:
     """Binds when the address is first asked for, serves from :meth:`start` on.
 
-    Mounted in an application it does neither, and only knows the public URL.
+    Mounted in an application it does neither, and only knows the public URL. What is
+    on its ``shelf`` is served.
     """
 
-    def __init__(self, shelf: Shelf, listen: Listen, config: ServerConfig) -> None:
-        self._shelf = shelf
+    def __init__(self, config: EndpointConfig) -> None:
+        self.shelf = Shelf()
         self._config = config
-        self._address = listen
         self._sockets: list[socket] = []
         self._server: CheckpointServer | None = None
         self._mounted = False
@@ -66,7 +82,7 @@ class Endpoint:
             LocalProtocolError: mounted, and not told where; or no such interface.
             OSError: the address cannot be bound.
         """
-        told = self._address.advertise
+        told = self._config.advertise
         if told and "://" in told:
             return told.rstrip("/") + "/"
         if self._mounted:
@@ -75,16 +91,16 @@ class Endpoint:
                 'pass advertise="https://host/prefix/"'
             )
         self._listen()
-        scheme = "https" if self._address.ssl_context else "http"
+        scheme = "https" if self._config.ssl_context else "http"
         port = self._sockets[0].getsockname()[1]
-        return f"{scheme}://{url_host(self._host())}:{port}{PREFIX}/"
+        return f"{scheme}://{url_host(self._host())}:{port}{_PREFIX}/"
 
     def _host(self) -> str:
-        address = self._address
+        config = self._config
         return advertised_address(
-            advertise=address.advertise,
-            interface=address.interface,
-            host=address.host,
+            advertise=config.advertise,
+            interface=config.interface,
+            host=config.host,
             env=os.environ,
         )
 
@@ -92,21 +108,21 @@ class Endpoint:
         if self._closed:
             raise ClosedError("the transport")
         if not self._sockets:
-            self._sockets = open_sockets(self._address.host, self._address.port)
+            self._sockets = open_sockets(self._config.host, self._config.port)
 
     async def start(self) -> None:
         """Serve, unless mounted; idempotent. If cancelled, nothing listens."""
         if self._mounted or self._server is not None:
             return
         self._listen()
-        self._server = CheckpointServer(self._shelf, self._config)
-        ssl_context = self._address.ssl_context
+        self._server = CheckpointServer(self.shelf, self._config.for_server(_PREFIX))
+        ssl_context = self._config.ssl_context
         await self._server.start(self._sockets, ssl_context=ssl_context)
 
     def mount(self, prefix: str) -> CheckpointService:
         """Return the handlers for an application; no socket of ours from now on."""
         self._mounted = True
-        return CheckpointService(self._shelf, replace(self._config, prefix=prefix))
+        return CheckpointService(self.shelf, self._config.for_server(prefix))
 
     async def stop(self) -> None:
         """Close the sockets and every connection; idempotent."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import ssl
 from collections.abc import Callable
@@ -21,12 +20,10 @@ from aiockpt.errors import (
 )
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
-from aiockpt.http.endpoint import PREFIX, Endpoint, Listen
-from aiockpt.http.guard import ServerConfig
+from aiockpt.http.endpoint import Endpoint, EndpointConfig
 from aiockpt.http.handlers import CheckpointService
 from aiockpt.http.offering import Offering
 from aiockpt.http.receive import Receive, ReceiveOptions
-from aiockpt.http.shelf import Shelf
 from aiockpt.observe import Progress
 from aiockpt.staging import Stager
 from aiockpt.transport import CheckpointTransport, Timeout, seconds
@@ -37,10 +34,7 @@ __all__ = ["HTTPTransport"]
 
 T = TypeVar("T")
 
-logger = logging.getLogger("aiockpt")
-
 _THREADS = 2
-_DEFAULT_WAIT = 5.0
 
 
 class HTTPTransport(CheckpointTransport[T]):
@@ -80,8 +74,9 @@ class HTTPTransport(CheckpointTransport[T]):
             lock, instead of a copy: mutate them only after ``disallow_checkpoint``.
         allow_pickle: Let leaves that nothing else carries travel as pickles, which
             run code when they are received. Both ends must say so.
-        fast_path: Receive bodies straight into memory where the connection allows.
     """
+
+    _closed = False
 
     def __init__(
         self,
@@ -106,34 +101,23 @@ class HTTPTransport(CheckpointTransport[T]):
         limits: Limits = Limits(),  # noqa: B008 - frozen
         zero_copy: bool = False,
         allow_pickle: bool = False,
-        fast_path: bool = True,
     ) -> None:
-        self._timeout = seconds(timeout)
-        self._limits = limits
+        self._timeout, self._limits = seconds(timeout), limits
         self._allow_pickle = allow_pickle
-        credentials = find_credentials(token, insecure=insecure, env=os.environ)
-        self._credentials = credentials
-        if insecure:
-            logger.warning("insecure=True: whoever reaches the port may read")
-        listen = Listen(
-            host=host,
-            port=port,
-            advertise=advertise,
-            interface=interface,
-            ssl_context=ssl_context,
+        self._credentials = find_credentials(token, insecure=insecure, env=os.environ)
+        self._endpoint = Endpoint(
+            EndpointConfig(
+                host=host,
+                port=port,
+                advertise=advertise,
+                interface=interface,
+                ssl_context=ssl_context,
+                token=self._credentials.token,
+                timeout=self._timeout,
+                stall_timeout=stall_timeout,
+                max_readers=max_readers,
+            )
         )
-        config = ServerConfig(
-            token=credentials.token,
-            insecure=insecure,
-            stall_timeout=stall_timeout,
-            default_wait=min(self._timeout, _DEFAULT_WAIT),
-            max_wait=max(self._timeout, _DEFAULT_WAIT),
-            max_readers=max_readers,
-            hosts=listen.names,
-            prefix=PREFIX,
-        )
-        self._shelf = Shelf()
-        self._endpoint = Endpoint(self._shelf, listen, config)
         self._bridge = Bridge(threads=_THREADS, name="aiockpt")
         stager = Stager(
             self._bridge,
@@ -143,25 +127,24 @@ class HTTPTransport(CheckpointTransport[T]):
             allow_pickle=allow_pickle,
             limits=limits,
         )
-        self._offering = Offering(stager, self._shelf, grace=grace)
+        self._offering = Offering(stager, self._endpoint.shelf, grace=grace)
         self._client = CheckpointClient(
             ClientConfig(
                 max_concurrency=num_chunks or max_concurrency,
                 stall_timeout=stall_timeout,
                 connect_timeout=stall_timeout,
                 reconnect_timeout=reconnect_timeout,
-                token=credentials.token if credentials.shared else None,
+                token=self._credentials.to_send,
                 limits=limits,
                 ssl_context=client_ssl_context,
-                fast_path=fast_path,
+                fast_path=True,
             ),
             session=session,
             run=self._bridge.run,
         )
-        self._closed = False
 
     def __repr__(self) -> str:
-        now = self._shelf.statistics()
+        now = self._endpoint.shelf.statistics()
         return f"<HTTPTransport step={now.step} readers={now.readers}>"
 
     async def __aenter__(self) -> HTTPTransport[T]:
@@ -303,5 +286,5 @@ class HTTPTransport(CheckpointTransport[T]):
             closing.callback(self._bridge.close, wait=wait)
             closing.push_async_callback(self._client.aclose)
             closing.push_async_callback(self._endpoint.stop)
-            closing.push_async_callback(self._shelf.close)
+            closing.push_async_callback(self._endpoint.shelf.close)
             await self._offering.withdraw(grace=None if wait else 0.0)

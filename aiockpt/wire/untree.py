@@ -34,9 +34,8 @@ def decode_tree(
 ) -> object:
     """Return the value of an untrusted ``node``; the inverse of `encode_tree`.
 
-    ``tensors`` are what ``["tensor", i]`` stands for. ``blob`` returns the bytes
-    that tensor i carries (``bytes(tensors[i])`` by default) and is called at most
-    once per index.
+    ``tensors`` are what ``["tensor", i]`` stands for; ``blob``, called once per index
+    at most, returns the bytes that tensor i carries (default: ``bytes(tensors[i])``).
 
     Raises:
         RemoteProtocolError: malformed, or an unregistered type; names the path.
