@@ -18,7 +18,12 @@ from aiockpt._tasks import together
 from aiockpt.errors import AiockptError, StagingError
 from aiockpt.flatten import Description, describe
 from aiockpt.memory import Arena, ArenaPool, Scatter
-from aiockpt.wire.chunks import ChunkGrid, digest
+from aiockpt.wire.chunks import (
+    CHUNK_ALIGNMENT,
+    MIN_CHUNK_BYTES,
+    ChunkGrid,
+    digest,
+)
 from aiockpt.wire.layout import Entry, Storage
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import Manifest, build_manifest
@@ -111,6 +116,11 @@ class Stager:
         limits: Limits,
         ports: PortFor = port_for,
     ) -> None:
+        if chunk_bytes < MIN_CHUNK_BYTES or chunk_bytes % CHUNK_ALIGNMENT:
+            raise ValueError(
+                f"chunk_bytes must be a multiple of {CHUNK_ALIGNMENT}, at least "
+                f"{MIN_CHUNK_BYTES}, got {chunk_bytes}"
+            )
         self._bridge = bridge
         self._threads = threads
         self._chunk_bytes = chunk_bytes

@@ -13,6 +13,7 @@ from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.http.guard import ServerConfig
 from aiockpt.http.handlers import CheckpointService
 from aiockpt.http.listen import advertised_address, open_sockets, url_host
+from aiockpt.http.options import require
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.shelf import Shelf
 
@@ -35,6 +36,9 @@ class EndpointConfig:
     timeout: float
     stall_timeout: float
     max_readers: int
+
+    def __post_init__(self) -> None:
+        require(at_least=1, max_readers=self.max_readers)
 
     def for_server(self, prefix: str) -> ServerConfig:
         """Return what the handlers need to know."""

@@ -19,6 +19,7 @@ from yarl import URL
 
 from aiockpt.errors import ClosedError, LocalProtocolError, RemoteProtocolError
 from aiockpt.http.filler import Filler
+from aiockpt.http.options import require
 from aiockpt.http.receiving import receive
 from aiockpt.http.translating import BEFORE_ANSWER, IN_BODY, Exchange, translated
 from aiockpt.http.watching import Watch
@@ -30,6 +31,7 @@ __all__ = ["ClientConfig", "Port", "length_of"]
 # The parser must not pause with a part of the body inside it while the movers change.
 _READ_BUFFER = 1 << 20
 _MAX_PROBLEM = 64 << 10
+_SHORTEST = 1e-3  # seconds
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 
 
@@ -57,6 +59,12 @@ class ClientConfig:
     limits: Limits
     ssl_context: ssl.SSLContext | None
     fast_path: bool
+
+    def __post_init__(self) -> None:
+        require(at_least=1, max_concurrency=self.max_concurrency)
+        require(at_least=_SHORTEST, stall_timeout=self.stall_timeout)
+        require(at_least=_SHORTEST, connect_timeout=self.connect_timeout)
+        require(reconnect_timeout=self.reconnect_timeout)
 
 
 class Port:

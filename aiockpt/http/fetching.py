@@ -125,6 +125,7 @@ class ChunkFetch:
         queue = iter(parts)
         work = partial(self._work, queue)
         await together([work] * min(workers, len(parts)))
+        assert next(queue, None) is None, "a chunk was left out"
 
     async def _work(self, queue: Iterator[Part]) -> None:
         for part in queue:

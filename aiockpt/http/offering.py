@@ -8,6 +8,7 @@ import anyio
 
 from aiockpt._deadline import Deadline
 from aiockpt.errors import StepNotFoundError
+from aiockpt.http.options import require
 from aiockpt.http.shelf import Shelf
 from aiockpt.observe import TransferEvent, emit
 from aiockpt.staging import Snapshot, Stager
@@ -19,6 +20,7 @@ class Offering:
     """Stages and publishes one checkpoint at a time; the last one wins."""
 
     def __init__(self, stager: Stager, shelf: Shelf, *, grace: float) -> None:
+        require(grace=grace)
         self._stager = stager
         self._shelf = shelf
         self._grace = grace

@@ -1,0 +1,40 @@
+"""Options that cannot work are refused when the transport is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from aiockpt import HTTPTransport
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("chunk_bytes", 100),
+        ("chunk_bytes", 0),
+        ("chunk_bytes", 65_537),
+        ("num_chunks", -1),
+        ("max_concurrency", 0),
+        ("max_readers", 0),
+        ("stall_timeout", 0),
+        ("stall_timeout", float("nan")),
+        ("reconnect_timeout", -1),
+        ("grace", -0.5),
+        ("timeout", -1),
+        ("token", ""),
+        ("token", "two words"),
+    ],
+)
+def test_an_impossible_option_is_named(option: str, value: Any) -> None:
+    """The error names the option, so that the caller finds it at once."""
+    named = "max_concurrency" if option == "num_chunks" else option
+    with pytest.raises(ValueError, match=named):
+        HTTPTransport(**{option: value})
+
+
+def test_a_token_and_no_token_contradict_each_other() -> None:
+    """Nobody gets an open server by mistake."""
+    with pytest.raises(ValueError, match="insecure"):
+        HTTPTransport(token="secret", insecure=True)  # noqa: S106
