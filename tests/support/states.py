@@ -1,0 +1,149 @@
+"""Random state dicts, for hypothesis: odd views of shared storages in odd places."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from aiockpt.testing.equality import elements
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int16,
+    torch.bfloat16,
+    torch.float32,
+    torch.int64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e8m0fnu,
+    torch.bits8,
+]
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=True)
+    | st.complex_numbers(allow_nan=False)
+    | st.text(st.characters(), max_size=5)
+    | st.binary(max_size=5)
+    | st.sampled_from(
+        [torch.Size([2]), torch.float16, torch.device("cpu"), b"x" * 5000]
+    )
+)
+
+
+@st.composite
+def bases(draw: st.DrawFn) -> torch.Tensor:
+    """Make a contiguous tensor with random bytes."""
+    shape = draw(st.lists(st.integers(0, 7), max_size=3))
+    tensor = torch.empty(shape, dtype=draw(st.sampled_from(DTYPES)))
+    limit = 2 if tensor.dtype is torch.bool else 256
+    elements(tensor).random_(0, limit)
+    return tensor
+
+
+def _sliced(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
+    for dim, size in enumerate(tensor.shape):
+        start = draw(st.integers(0, size))
+        step = draw(st.integers(1, 4))
+        tensor = tensor[(slice(None),) * dim + (slice(start, None, step),)]
+    return tensor
+
+
+def _transposed(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.permute(draw(st.permutations(range(tensor.dim()))))
+
+
+def _expanded(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.unsqueeze(0).expand(draw(st.integers(0, 3)), *tensor.shape)
+
+
+def _lazy(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if draw(st.booleans()) else tensor
+
+
+def _flagged(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return torch.nn.Parameter(tensor, requires_grad=False)
+    grad = draw(st.booleans())
+    if draw(st.booleans()):
+        return torch.nn.Parameter(tensor, requires_grad=grad)
+    return tensor.detach().requires_grad_(grad)
+
+
+def _retyped(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
+        return tensor
+    flat = tensor.reshape(-1)
+    if flat.stride(0) != 1:
+        return tensor
+    smaller = [dtype for dtype in DTYPES if dtype.itemsize <= tensor.itemsize]
+    return flat.view(draw(st.sampled_from(smaller)))
+
+
+VIEWS: list[Callable[[st.DrawFn, torch.Tensor], torch.Tensor]] = [
+    _sliced,
+    _transposed,
+    _expanded,
+    _retyped,
+    _lazy,
+]
+
+
+@st.composite
+def families(draw: st.DrawFn) -> list[torch.Tensor]:
+    """Make tensors that share a few storages in odd ways."""
+    roots = draw(st.lists(bases(), min_size=1, max_size=3))
+    found = []
+    for _ in range(draw(st.integers(1, 6))):
+        tensor = roots[draw(st.integers(0, len(roots) - 1))]
+        for change in draw(st.lists(st.sampled_from(VIEWS), max_size=3)):
+            tensor = change(draw, tensor)
+        found.append(_flagged(draw, tensor) if draw(st.booleans()) else tensor)
+    return found
+
+
+def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    lists = st.lists(inner, max_size=4)
+    keys = st.text(max_size=3) | st.integers() | st.tuples(st.integers(), st.text())
+    dicts = st.dictionaries(keys, inner, max_size=4)
+    return (
+        lists
+        | dicts
+        | lists.map(tuple)
+        | lists.map(lambda items: deque(items, 5))
+        | dicts.map(OrderedDict)
+        | dicts.map(lambda items: defaultdict(list, items))
+    )
+
+
+class State(dict[str, Any]):
+    """A state dict that can be shown: torch cannot print tensors of every dtype."""
+
+    def __repr__(self) -> str:
+        tensors = [
+            f"{each.dtype}{list(each.shape)} stride {each.stride()} at "
+            f"{each.storage_offset()} of {each.untyped_storage().nbytes()}"
+            for each in self["tensors"]
+        ]
+        return f"<State {tensors}>"
+
+
+@st.composite
+def states(draw: st.DrawFn) -> State:
+    """Make a state dict; the same tensor may be in several places."""
+    tensors = draw(families())
+    # By number, since hypothesis shows what it samples from.
+    numbers = st.integers(0, len(tensors) - 1)
+    leaves = SCALARS | numbers.map(lambda number: tensors[number])
+    tree = draw(st.recursive(leaves, _containers, max_leaves=12))
+    return State(tree=tree, tensors=tensors)

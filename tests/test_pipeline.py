@@ -1,0 +1,87 @@
+"""Properties of the whole way: describe, stage, encode, decode, rebuild."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from aiockpt.testing import assert_same
+from aiockpt.testing.leaves import LEAVES, every_dtype
+from aiockpt.wire.limits import Limits
+from aiockpt.wire.manifest import Manifest, decode_header, header_length
+from pipeline import file_of, rebuilt, stager
+from states import State, states
+
+
+def staged(state: object) -> bytes:
+    """Return the file that a state dict becomes."""
+
+    async def stage() -> bytes:
+        async with stager() as staging:
+            return file_of(await staging.stage(state, step=1))
+
+    return asyncio.run(stage())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd dtypes
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=150)
+@given(states())
+def test_any_state_dict_survives(state: State) -> None:
+    """Types, bits, strides, flags and shared memory come out as they went in."""
+    assert_same(rebuilt(staged(dict(state))), dict(state))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd dtypes
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=50)
+@given(states())
+def test_any_state_dict_is_a_safetensors_file(state: State) -> None:
+    """Other tools see every plain tensor under its name."""
+    sees_its_tensors(staged(dict(state)))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd tensors
+@pytest.mark.parametrize("kind", LEAVES)
+def test_every_kind_of_leaf_is_in_a_safetensors_file(kind: str) -> None:
+    """Whatever else the file holds."""
+    sees_its_tensors(staged({"leaf": LEAVES[kind](), "plain": torch.arange(3)}))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd dtypes
+def test_plain_tensors_have_the_dtype_that_other_tools_know() -> None:
+    """Not the bytes that dtypes without a code travel as."""
+    tensors = every_dtype()
+    loaded = safetensors.torch.load(staged(tensors))
+    known = {name for name, tensor in loaded.items() if str(tensor.dtype) == name}
+    assert {"torch.float32", "torch.bfloat16", "torch.float8_e4m3fn"} < known
+    assert all(
+        loaded[name].dtype is torch.uint8 for name in tensors if name not in known
+    )
+
+
+def test_plain_tensors_have_the_names_of_their_paths() -> None:
+    """As they would have in a file that a flat state dict was saved to."""
+    weight = torch.randn(3, 4)
+    state = {"model": {"layers": [{"w": weight}, {"w": weight[0]}]}, "a.b": weight + 1}
+    loaded = safetensors.torch.load(staged(state))
+    assert_same(
+        dict(sorted(loaded.items())), {"a.b": weight + 1, "model.layers[0].w": weight}
+    )
+
+
+def sees_its_tensors(file: bytes) -> None:
+    """Assert that safetensors finds in a file what a receiver finds there."""
+    loaded = safetensors.torch.load(file)
+    start = header_length(file[:8], limits=Limits())
+    manifest = decode_header(file[:start], limits=Limits())
+    assert isinstance(manifest, Manifest)
+    assert loaded.keys() == set(manifest.names)
+    for number, name in enumerate(manifest.names):
+        spec, tensor = manifest.tensor(number), loaded[name]
+        assert str(tensor.dtype) == f"torch.{spec.dtype}"
+        assert tuple(tensor.shape) == spec.shape
+        low, high = (start + edge for edge in manifest.entries[number].data_offsets)
+        assert bytes(tensor.reshape(-1).view(torch.uint8).tolist()) == file[low:high]
