@@ -97,7 +97,8 @@ class Member:
         self.stop = self.start + span
         # A sharded module frees the storage of a parameter that it has gathered.
         stop = tensor.storage_offset() * self.itemsize + span
-        if stop > tensor.untyped_storage().nbytes() or (span and not self.start):
+        held = tensor.untyped_storage().nbytes() if self.start else 0
+        if span and stop > held:
             raise UnsupportedLeafError(name, "tensor", "its memory has been freed")
 
     @property
