@@ -26,7 +26,8 @@ from aiockpt.wire.references import tensor_leaves
 
 __all__ = ["Match", "Template"]
 
-_LOCAL_FLAGS = PARAMETER | REQUIRES_GRAD
+# What a tensor is here, and how it travelled, need not agree.
+_LOCAL_FLAGS = PARAMETER | REQUIRES_GRAD | COMPACTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +159,12 @@ class _Bijection:
 
 def _comparable(spec: TensorSpec) -> tuple[object, ...]:
     """What must be equal; strides of dimensions of one element mean nothing."""
-    flags = spec.flags & ~_LOCAL_FLAGS
     stride: tuple[int, ...] = ()
-    if 0 not in spec.shape and not flags & COMPACTED:
+    if 0 not in spec.shape:
         stride = tuple(
             step for size, step in zip(spec.shape, spec.stride, strict=True) if size > 1
         )
-    return spec.dtype, spec.shape, stride, spec.offset, flags
+    return spec.dtype, spec.shape, stride, spec.offset, spec.flags & ~_LOCAL_FLAGS
 
 
 def _words(spec: TensorSpec) -> str:

@@ -1,0 +1,277 @@
+"""Template: where a checkpoint goes in memory that is there already."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from aiockpt._copy import CopyPlan
+from aiockpt.errors import TemplateMismatchError, UnsupportedLeafError
+from aiockpt.flatten import register_leaf
+from aiockpt.memory import Arena
+from aiockpt.template import Match, Template
+from aiockpt.testing import assert_same
+from aiockpt.testing.equality import elements
+from aiockpt.wire.manifest import Manifest
+from pipeline import LIMITS, host_only, stager
+from states import State, states
+
+
+def staged(state: object) -> tuple[Manifest, bytes]:
+    """Return what a sender says, and the data segment."""
+
+    async def stage() -> tuple[Manifest, bytes]:
+        async with stager() as staging:
+            snapshot = await staging.stage(state, step=1)
+            views = snapshot.views(0, snapshot.manifest.segment_bytes)
+            return snapshot.manifest, b"".join(views)
+
+    return asyncio.run(stage())
+
+
+def match(state: object, template: object) -> Match:
+    """Match a template with a checkpoint of ``state``."""
+    manifest, _ = staged(state)
+    return Template(template, limits=LIMITS, allow_pickle=False).match(manifest)
+
+
+def fill(state: object, template: object, *, direct: bool) -> None:
+    """Fill a template as a receive does."""
+    manifest, segment = staged(state)
+    found = Template(template, limits=LIMITS, allow_pickle=False).match(manifest)
+    arena = Arena(len(segment))
+    offsets = [entry.data_offsets for entry in manifest.entries]
+    plan = CopyPlan(
+        found.backings,
+        [start for start, _ in offsets],
+        [stop - start for start, stop in offsets],
+        arena=arena,
+        port_for=host_only,
+    )
+    memory = plan.in_place() if direct else arena
+    for view in memory.buffers(0, len(segment)):
+        view[:] = segment[: view.nbytes]
+        segment = segment[view.nbytes :]
+    plan.load_parts({})
+    if not direct:
+        plan.load_host(0, manifest.segment_bytes)
+
+
+def mismatch(state: object, template: object) -> TemplateMismatchError:
+    """Return why a template does not fit."""
+    with pytest.raises(TemplateMismatchError) as caught:
+        match(state, template)
+    return caught.value
+
+
+COMPLEX = torch.ones(2, dtype=torch.complex64)
+
+
+class TestMatch:
+    """What fits."""
+
+    def test_the_same_tensors_fit(self) -> None:
+        """By path, whatever the order of the keys is."""
+        weight, bias = torch.zeros(2, 3), torch.zeros(3)
+        found = match(
+            {"w": torch.ones(2, 3), "b": torch.ones(3)}, {"b": bias, "w": weight}
+        )
+        assert {id(tensor) for tensor in found.tensors.values()} == {
+            id(weight),
+            id(bias),
+        }
+
+    def test_values_that_are_no_tensors_may_differ(self) -> None:
+        """The receiver gets the sender's."""
+        match({"w": torch.ones(1), "lr": 0.1}, {"w": torch.ones(1), "lr": [1, "x"]})
+
+    def test_what_autograd_makes_of_a_tensor_may_differ(self) -> None:
+        """A frozen copy can be filled from a trained parameter."""
+        match({"w": torch.nn.Parameter(torch.ones(2))}, {"w": torch.zeros(2)})
+        match({"w": torch.ones(2)}, {"w": torch.nn.Parameter(torch.zeros(2))})
+
+    def test_the_stride_of_a_single_element_means_nothing(self) -> None:
+        """There is nothing to step over."""
+        odd = torch.empty_strided((1, 3), (77, 1))
+        match({"w": torch.ones(1, 3)}, {"w": odd})
+
+    def test_the_stride_of_no_element_means_nothing(self) -> None:
+        """Nor is there anything to fill."""
+        match({"w": torch.ones(0, 3)}, {"w": torch.ones(3, 0).t()})
+
+    def test_a_view_that_became_dense_fits_dense_memory(self) -> None:
+        """And the other way round: the elements are the same."""
+        sparse = torch.arange(100.0)[::10]
+        match({"w": sparse}, {"w": torch.zeros(10)})
+        match({"w": torch.zeros(10)}, {"w": torch.zeros(100)[::10]})
+
+    def test_tensors_in_a_registered_type_are_matched(self) -> None:
+        """Their path goes through it."""
+        match({"x": Holder(torch.ones(2))}, {"x": Holder(torch.zeros(2))})
+        error = mismatch({"x": Holder(torch.ones(2))}, {"x": Holder(torch.zeros(3))})
+        assert error.path == "x.weight"
+
+    def test_it_says_how_many_tensors_it_has(self) -> None:
+        """The repr is for logs."""
+        template = Template({"a": torch.ones(1)}, limits=LIMITS, allow_pickle=False)
+        assert repr(template) == "<Template tensors=1>"
+
+
+@dataclass
+class Holder:
+    """A type of the user's."""
+
+    weight: torch.Tensor
+
+
+register_leaf(Holder, tag="tests.Holder")
+
+
+class TestMismatch:
+    """What does not fit says where and why, in the words of both sides."""
+
+    def test_a_missing_tensor(self) -> None:
+        """The template lacks one."""
+        error = mismatch({"a": {"b": torch.ones(1)}}, {"a": {}})
+        assert (error.path, error.actual) == ("a.b", "nothing")
+
+    def test_a_tensor_too_many(self) -> None:
+        """The template has one that would stay as it was."""
+        error = mismatch({}, {"a": torch.ones(1)})
+        assert (error.path, error.expected) == ("a", "nothing")
+
+    @pytest.mark.parametrize(
+        ("theirs", "own", "words"),
+        [
+            (torch.ones(2), torch.ones(2).int(), "int32 [2]"),
+            (torch.ones(2, 3), torch.ones(3, 2), "float32 [3, 2]"),
+            (torch.ones(2, 3), torch.ones(3, 2).t(), "stride [1, 2]"),
+            (COMPLEX, COMPLEX.conj(), "conjugated"),
+            (torch.ones(2), torch._neg_view(torch.ones(2)), "negated"),
+            (torch.ones(2), torch.ones(1).expand(2), "stride [0]"),
+        ],
+    )
+    def test_another_tensor(
+        self, theirs: torch.Tensor, own: torch.Tensor, words: str
+    ) -> None:
+        """The message shows both."""
+        error = mismatch({"w": theirs}, {"w": own})
+        assert error.path == "w"
+        assert words in error.actual
+        assert error.expected != error.actual
+        assert error.actual in str(error)
+
+    def test_tied_here_and_not_there(self) -> None:
+        """The second would overwrite the first."""
+        one = torch.ones(2)
+        error = mismatch({"a": torch.ones(2), "b": torch.ones(2)}, {"a": one, "b": one})
+        assert (error.path, error.actual) == ("b", "memory that is shared")
+
+    def test_tied_there_and_not_here(self) -> None:
+        """Only one of the two would be filled."""
+        one = torch.ones(2)
+        error = mismatch({"a": one, "b": one}, {"a": torch.ones(2), "b": torch.ones(2)})
+        assert (error.path, error.actual) == ("b", "its own")
+
+    def test_views_that_overlap_otherwise(self) -> None:
+        """The same shapes at another distance are not the same memory."""
+        there, here = torch.ones(10), torch.ones(10)
+        state = {"a": there[:6], "b": there[2:8]}
+        assert mismatch(state, {"a": here[:6], "b": here[3:9]}).path == "b"
+
+    def test_a_template_without_memory(self) -> None:
+        """There is nowhere to receive into."""
+        with pytest.raises(UnsupportedLeafError, match="w is a meta tensor"):
+            match({"w": torch.ones(2)}, {"w": torch.ones(2, device="meta")})
+
+
+def lookalike(state: State) -> tuple[State, list[torch.Tensor]]:
+    """Return a state dict like another one, in memory that is full of 0xAA."""
+    storages: dict[int, torch.Tensor] = {}
+
+    def like(tensor: torch.Tensor) -> torch.Tensor:
+        old = tensor.untyped_storage()
+        new = torch.full((old.nbytes(),), 0xAA, dtype=torch.uint8)
+        new = storages.setdefault(old.data_ptr(), new)
+        twin = torch.empty(0, dtype=tensor.dtype).set_(
+            new.untyped_storage(),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+        )
+        twin = twin.conj() if tensor.is_conj() else twin
+        return torch._neg_view(twin) if tensor.is_neg() else twin
+
+    tensors = [like(tensor.detach()) for tensor in state["tensors"]]
+    return State(tensors=tensors), [*storages.values()]
+
+
+def outside(tensors: list[torch.Tensor], storage: torch.Tensor) -> torch.Tensor:
+    """Return which bytes of a storage belong to none of the tensors."""
+    mask = torch.ones(storage.numel(), dtype=torch.bool)
+    places = torch.arange(storage.numel())
+    for tensor in tensors:
+        if tensor.untyped_storage().data_ptr() == storage.data_ptr():
+            own = elements(tensor.detach())
+            with contextlib.suppress(RuntimeError):  # an empty one may lie outside
+                mask[
+                    places.as_strided(own.shape, own.stride(), own.storage_offset())
+                ] = 0
+    return mask
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd dtypes
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=100)
+@given(state=states())
+def test_any_template_is_filled_and_nothing_else(state: State, direct: bool) -> None:
+    """Every element arrives; every other byte stays as it was."""
+    state = State(tensors=[tensor.detach() for tensor in state["tensors"]])
+    template, storages = lookalike(state)
+    fill(dict(state), dict(template), direct=direct)
+    for theirs, own in zip(state["tensors"], template["tensors"], strict=True):
+        assert torch.equal(elements(own), elements(theirs))
+    for storage in storages:
+        beside: Any = storage[outside(template["tensors"], storage)]
+        assert (beside == 0xAA).all()
+
+
+@pytest.mark.parametrize("step", [2, 5])
+def test_an_expanded_view_with_holes_is_filled(step: int) -> None:
+    """Its repetitions are written once."""
+    theirs, own = torch.arange(20.0)[::step], torch.zeros(20)[::step]
+    template = {"w": own.expand(3, -1)}
+    fill({"w": theirs.expand(3, -1)}, template, direct=False)
+    assert torch.equal(template["w"], theirs.expand(3, -1))
+
+
+def test_assert_same_is_exact() -> None:
+    """The tests above are worth as much as the comparison."""
+    one = torch.ones(2)
+    for other in (
+        torch.ones(2).double(),
+        torch.ones(1, 2),
+        torch.tensor([1.0, -1.0]),
+        torch.nn.Parameter(one, requires_grad=False),
+        torch.ones(2).requires_grad_(),
+        torch._neg_view(-one),
+        torch.ones(1).expand(2),
+    ):
+        with pytest.raises(AssertionError):
+            assert_same({"w": other}, {"w": one})
+    for wrong, right in (
+        ([one, one.clone()], [one, one]),
+        ([one, one], [one, one.clone()]),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        (True, 1),
+        (0.0, -0.0),
+        ([1], (1,)),
+    ):
+        with pytest.raises(AssertionError):
+            assert_same(wrong, right)
