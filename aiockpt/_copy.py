@@ -171,26 +171,42 @@ class CopyPlan:
                 first = int(host.storage_offset()) + part.offset
                 yield host.as_strided(tensor.shape, part.stride, first), tensor
 
-    def in_place(self) -> list[memoryview]:
-        """Return the segment as memory to receive into: the state's own where it can.
+    def in_place(self) -> InPlace:
+        """Return the segment as memory: the state's own wherever that is possible.
 
         What is staged element by element, lies on a device, or is padding, is the
         arena's; ``load_device`` and ``load_parts`` bring it home.
         """
-        views = []
-        for backing, address, offset, size in zip(
-            self._backings, self._addresses, self._offsets, self._sizes, strict=True
-        ):
-            held = backing.nbytes if address else 0
-            if held:
-                views.append(view_of_address(address, held, backing.tensor))
-            if held < size:
-                views += self._arena.buffers(offset + held, offset + size)
-        return views
+        return InPlace(self)
+
+    def views(
+        self, whole: memoryview, base: int, start: int, stop: int
+    ) -> list[memoryview]:
+        """Return ``[start, stop)``; ``whole`` is host memory from address ``base``."""
+        found = []
+        for entry, low, high in self._pieces(start, stop):
+            address, offset = self._addresses[entry], self._offsets[entry]
+            held = min(high, offset + self._backings[entry].nbytes) if address else low
+            if low < held:
+                at = address - offset - base
+                found.append(window[at + low : at + held])
+            if held < high:
+                found += self._arena.buffers(max(low, held), high)
+        return found
+
+    def span(self) -> tuple[int, int]:
+        """Return the addresses between which all host memory of the state lies."""
+        held = [
+            (address, address + backing.nbytes)
+            for address, backing in zip(self._addresses, self._backings, strict=True)
+            if address
+        ]
+        starts, stops = zip(*held, strict=True) if held else ((0,), (0,))
+        return min(starts), max(stops)
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield entry, first and last byte of each entry's part of a range."""
-        entry = bisect_right(self._offsets, start) - 1
+        entry = max(bisect_right(self._offsets, start) - 1, 0)
         count = len(self._offsets)
         while entry < count and self._offsets[entry] < stop:
             base = self._offsets[entry]
@@ -217,3 +233,21 @@ class CopyPlan:
         if self._whole is None:
             self._whole = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
         return self._whole[start : start + nbytes]
+
+
+class InPlace:
+    """The data segment in the state dict's own memory, where that is possible.
+
+    One window over all of the state's host memory, of which only what belongs to it
+    is ever sliced: a view of each tensor would weigh more than a small tensor.
+    """
+
+    def __init__(self, plan: CopyPlan) -> None:
+        start, stop = plan.span()
+        self._plan = plan
+        self._base = start
+        self._window = view_of_address(start, stop - start, plan)
+
+    def buffers(self, start: int, stop: int) -> list[memoryview]:
+        """Return the writable views that hold ``[start, stop)``, in order."""
+        return self._plan.views(self._window, self._base, start, stop)

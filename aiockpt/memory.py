@@ -10,13 +10,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from itertools import accumulate
 from pathlib import Path
 
-__all__ = ["Arena", "ArenaPool", "Scatter", "available_memory", "view_of_address"]
+__all__ = ["Arena", "ArenaPool", "available_memory", "view_of_address"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -107,28 +105,6 @@ class ArenaPool:
         arena, self._free = self._free, None
         if arena is not None:
             self._dispose(arena)
-
-
-class Scatter:
-    """A data segment whose bytes lie in several places, in order and without gaps."""
-
-    def __init__(self, views: Sequence[memoryview]) -> None:
-        self._views = [view for view in views if view.nbytes]
-        sizes = [view.nbytes for view in self._views]
-        self._starts = list(accumulate(sizes, initial=0))
-        self.nbytes = self._starts[-1]
-
-    def buffers(self, start: int, stop: int) -> list[memoryview]:
-        """Return the views that hold ``[start, stop)``, cut to it, in order."""
-        first = bisect_right(self._starts, start) - 1
-        found = []
-        while start < stop:
-            base = self._starts[first]
-            view = self._views[first][start - base : stop - base]
-            found.append(view)
-            start += view.nbytes
-            first += 1
-        return found
 
 
 def view_of_address(address: int, nbytes: int, owner: object) -> memoryview:

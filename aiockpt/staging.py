@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from aiockpt._bridge import Bridge
-from aiockpt._copy import CopyPlan, Fences
+from aiockpt._copy import CopyPlan, Fences, InPlace
 from aiockpt._device import Event, PortFor, completed, port_for
 from aiockpt._tasks import together
 from aiockpt.errors import AiockptError, StagingError
 from aiockpt.flatten import Description, describe
-from aiockpt.memory import Arena, ArenaPool, Scatter
+from aiockpt.memory import Arena, ArenaPool
 from aiockpt.wire.chunks import (
     CHUNK_ALIGNMENT,
     MIN_CHUNK_BYTES,
@@ -42,7 +42,7 @@ class Snapshot:
     def __init__(
         self,
         manifest: Manifest,
-        memory: Arena | Scatter,
+        memory: Arena | InPlace,
         *,
         live: bool,
         on_free: Callable[[], None],
@@ -88,7 +88,7 @@ class _Job:
     description: Description
     grid: ChunkGrid
     plan: CopyPlan
-    memory: Arena | Scatter
+    memory: Arena | InPlace
     live: bool
 
 
@@ -206,7 +206,7 @@ class Stager:
         plans.append(plan)
         for port in plan.ports.values():
             arena.pin(port.pin)
-        memory = Scatter(plan.in_place()) if self._zero_copy else arena
+        memory = plan.in_place() if self._zero_copy else arena
         grid = ChunkGrid(description.segment_bytes, self._chunk_bytes)
         return _Job(description, grid, plan, memory, self._zero_copy)
 

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from aiockpt import memory
-from aiockpt.memory import Arena, ArenaPool, Scatter, available_memory, view_of_address
+from aiockpt.memory import Arena, ArenaPool, available_memory, view_of_address
 
 
 def resident(arena: Arena) -> int:
@@ -156,38 +154,6 @@ class TestPool:
         pool.trim()
         pool.trim()
         assert disposed == [arena]
-
-
-class TestScatter:
-    """A segment in several pieces looks like one."""
-
-    @given(
-        sizes=st.lists(st.integers(0, 9), max_size=8),
-        bounds=st.tuples(st.integers(0, 72), st.integers(0, 72)),
-    )
-    def test_a_range_is_the_same_bytes_as_in_one_piece(
-        self, sizes: list[int], bounds: tuple[int, int]
-    ) -> None:
-        """Wherever it starts and stops."""
-        whole = bytes(range(sum(sizes)))
-        pieces, start = [], 0
-        for size in sizes:
-            pieces.append(memoryview(bytearray(whole[start : start + size])))
-            start += size
-        scatter = Scatter(pieces)
-        low, high = sorted(min(bound, len(whole)) for bound in bounds)
-        views = scatter.buffers(low, high)
-        assert b"".join(views) == whole[low:high]
-        assert all(view.nbytes for view in views)
-        assert scatter.nbytes == len(whole)
-
-    def test_its_views_write_through(self) -> None:
-        """It is memory to receive into."""
-        first, second = bytearray(4), bytearray(4)
-        scatter = Scatter([memoryview(first), memoryview(second)])
-        for view in scatter.buffers(2, 6):
-            view[:] = b"x" * view.nbytes
-        assert bytes(first + second) == b"\0\0xxxx\0\0"
 
 
 def test_a_view_of_an_address_keeps_its_owner() -> None:

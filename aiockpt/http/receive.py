@@ -11,13 +11,13 @@ from functools import partial
 import torch
 
 from aiockpt._bridge import Bridge
-from aiockpt._copy import CopyPlan
+from aiockpt._copy import CopyPlan, InPlace
 from aiockpt._deadline import Deadline
 from aiockpt._device import Event, PortFor, completed
 from aiockpt._tasks import together
 from aiockpt.errors import AiockptError
 from aiockpt.http.client import CheckpointClient
-from aiockpt.memory import Arena, Scatter, available_memory
+from aiockpt.memory import Arena, available_memory
 from aiockpt.observe import Progress, TransferEvent, call_guarded, emit
 from aiockpt.rebuild import assemble, tensors_over
 from aiockpt.template import Match, Template
@@ -140,7 +140,7 @@ class Receive:
     ) -> object:
         plan = await self._bridge.run(self._plan, manifest, match, arena)
         if self._options.direct:
-            memory = Scatter(await self._bridge.run(plan.in_place))
+            memory = await self._bridge.run(plan.in_place)
             self._touched = bool(manifest.segment_bytes)
             await self._fetch(source, manifest, memory)
         else:
@@ -167,7 +167,7 @@ class Receive:
         )
 
     async def _fetch(
-        self, source: Source, manifest: Manifest, target: Arena | Scatter
+        self, source: Source, manifest: Manifest, target: Arena | InPlace
     ) -> None:
         self._stop("fetch_chunk")
         await self._client.fetch_chunks(
