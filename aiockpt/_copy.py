@@ -180,9 +180,9 @@ class CopyPlan:
         return InPlace(self)
 
     def views(
-        self, whole: memoryview, base: int, start: int, stop: int
+        self, window: memoryview, base: int, start: int, stop: int
     ) -> list[memoryview]:
-        """Return ``[start, stop)``; ``whole`` is host memory from address ``base``."""
+        """Return ``[start, stop)``; ``window`` is host memory from address ``base``."""
         found = []
         for entry, low, high in self._pieces(start, stop):
             address, offset = self._addresses[entry], self._offsets[entry]
