@@ -7,9 +7,12 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import assert_type
+from typing import Any, NamedTuple, assert_type
+
+from aiohttp import web
 
 import aiockpt
+import aiockpt.http
 
 
 class InMemory(aiockpt.CheckpointTransport[dict[str, int]]):
@@ -47,6 +50,40 @@ async def any_transport(transport: aiockpt.CheckpointTransport[dict[str, int]]) 
     assert_type(state, dict[str, int])
     await transport.send_checkpoint([1], 7, {"a": ""}, 1)  # type: ignore[dict-item]
     await transport.shutdown(wait=False)
+
+
+async def over_http() -> None:
+    """The HTTP transport is such a transport, and a context manager of itself."""
+    async with aiockpt.HTTPTransport[dict[str, int]](
+        timedelta(seconds=60)
+    ) as transport:
+        assert_type(transport, aiockpt.HTTPTransport[dict[str, int]])
+        await any_transport(transport)
+        received = await transport.recv_checkpoint(
+            0, transport.metadata(), 7, timeout=1, into={"a": 1}, progress=print
+        )
+        assert_type(received, dict[str, int])
+        transport.recv_checkpoint(0, "", "7", 1)  # type: ignore[arg-type, unused-coroutine]
+
+
+def embedded(app: web.Application) -> None:
+    """An application gets its transport back by a typed key."""
+    aiockpt.http.setup(app, aiockpt.HTTPTransport[dict[str, int]](), prefix="/weights")
+    assert_type(aiockpt.http.get_transport(app), aiockpt.HTTPTransport[Any])
+
+
+@aiockpt.register_leaf
+class Schedule(NamedTuple):
+    """A registered type keeps its own type."""
+
+    warmup: int
+
+
+def registered() -> None:
+    """So it does when the codec is given."""
+    assert_type(Schedule(1).warmup, int)
+    aiockpt.register_leaf(Schedule, encode=lambda s: s.warmup, decode=Schedule)
+    aiockpt.register_leaf(Schedule, encode=len, decode=str)  # type: ignore[arg-type]
 
 
 def facts_of_errors(error: aiockpt.AiockptError) -> None:
