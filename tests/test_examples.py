@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import aiockpt
+
 EXAMPLES = sorted(Path(__file__).parents[1].glob("examples/*.py"))
 LINES = 60
 SECONDS = 120
+TESTED = str(Path(aiockpt.__file__).parents[1])  # the example imports this one, too
 
 
 def test_there_are_examples() -> None:
@@ -25,6 +29,7 @@ def test_example_runs(example: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", example],
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": TESTED},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
