@@ -1,0 +1,250 @@
+"""describe: a state dict as tree, entries and the memory that they come from."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from aiockpt.errors import LimitExceededError, StateDictError, UnsupportedLeafError
+from aiockpt.flatten import Description, describe, register_leaf
+from aiockpt.wire.limits import Limits
+from aiockpt.wire.manifest import COMPACTED, PARAMETER, REQUIRES_GRAD
+from pipeline import LIMITS
+from states import State, states
+
+
+def described(state: object, **options: Any) -> Description:
+    """Describe with the default limits."""
+    return describe(state, limits=LIMITS, **options)
+
+
+def names(description: Description) -> list[str]:
+    """Return the names of the entries."""
+    return [storage.name for storage in description.storages]
+
+
+class TestEntries:
+    """How tensors become entries."""
+
+    def test_a_plain_tensor_is_an_entry_and_nothing_more(self) -> None:
+        """Its bytes are where it has them."""
+        weight = torch.ones(2, 3)
+        found = described({"model": {"w": weight}})
+        (storage,), (backing,) = found.storages, found.backings
+        assert (storage.name, storage.dtype_code, storage.shape) == (
+            "model.w",
+            "F32",
+            (2, 3),
+        )
+        assert (backing.address, backing.nbytes) == (weight.data_ptr(), 24)
+        assert not found.views
+        assert found.segment_bytes == 24
+
+    def test_names_are_unique(self) -> None:
+        """Keys that read alike, and the name that safetensors keeps for itself."""
+        one = {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}, "__metadata__": 0}
+        found = names(described({**one, "__metadata__": torch.ones(1)}))
+        assert sorted(found) == ["__metadata__#2", "a.b", "a.b#2"]
+
+    def test_a_name_that_json_cannot_hold_is_written_otherwise(self) -> None:
+        """Lone surrogates are no Unicode."""
+        assert names(described({"\ud800": torch.ones(1)})) == ["['\\ud800']"]
+
+    def test_a_tied_weight_is_one_entry(self) -> None:
+        """Its bytes move once."""
+        weight = torch.nn.Parameter(torch.ones(100))
+        found = described({"a": weight, "b": weight, "c": weight.data})
+        assert found.segment_bytes == 400
+        assert len(found.views) == 2  # the parameter, which a and b are, and its data
+
+    def test_views_that_overlap_are_one_entry(self) -> None:
+        """It spans all of them."""
+        base = torch.zeros(100)
+        found = described([base[10:40], base[30:60]])
+        assert found.segment_bytes == 50 * 4
+        assert [view.offset for view in found.views] == [0, 20]
+
+    def test_neighbours_in_one_storage_are_entries_of_their_own(self) -> None:
+        """They share no byte."""
+        base = torch.zeros(100)
+        found = described([base[:50], base[50:]])
+        assert [storage.nbytes for storage in found.storages] == [200, 200]
+
+    def test_a_small_slice_drags_nothing_along(self) -> None:
+        """Forty bytes of a large storage are forty bytes."""
+        assert described(torch.zeros(1 << 20)[7:17]).segment_bytes == 40
+
+    def test_a_sparse_view_becomes_dense(self) -> None:
+        """It uses less than half of the memory that it spans."""
+        found = described(torch.zeros(100)[::3])
+        assert found.segment_bytes == 34 * 4
+        assert [view.flags for view in found.views] == [COMPACTED]
+        assert described(torch.zeros(100)[::2]).segment_bytes == 99 * 4
+
+    def test_a_dtype_without_a_code_is_entered_as_bytes(self) -> None:
+        """The view says what it is."""
+        found = described(torch.zeros(3, dtype=torch.complex128))
+        assert [(s.dtype_code, s.shape) for s in found.storages] == [("U8", (48,))]
+        assert found.views[0].dtype == "complex128"
+
+    def test_flags_say_what_autograd_makes_of_it(self) -> None:
+        """Beside the entry."""
+        tensor = torch.nn.Parameter(torch.ones(1))
+        assert described(tensor).views[0].flags == PARAMETER | REQUIRES_GRAD
+        assert described(tensor * 2).views[0].flags == REQUIRES_GRAD
+
+    def test_long_bytes_travel_as_a_tensor(self) -> None:
+        """Not as text in the manifest."""
+        assert described(bytes(5000)).segment_bytes == 5000
+        assert described(bytes(4000)).segment_bytes == 0
+
+    @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd dtypes
+    @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=50)
+    @given(states())
+    def test_every_tensor_is_aligned(self, state: State) -> None:
+        """In the segment as in memory: no machine may trap on it."""
+        found = described(dict(state))
+        for number, tensor in found.tensors.items():
+            spec = found.spec(number)
+            start = found.offsets[spec.storage] + spec.offset * tensor.itemsize
+            assert start % tensor.itemsize == 0
+        sizes = [storage.nbytes for storage in found.storages]
+        assert [*accumulate(sizes, initial=0)] == [*found.offsets, found.segment_bytes]
+
+
+def _freed() -> torch.Tensor:
+    tensor = torch.ones(10)
+    view = tensor[5:]
+    tensor.untyped_storage().resize_(0)
+    return view
+
+
+def _cut() -> torch.Tensor:
+    tensor = torch.ones(10)
+    tensor.untyped_storage().resize_(20)
+    return tensor
+
+
+def _fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(2)
+
+
+def _packed() -> torch.Tensor:
+    scales, zeros = torch.ones(4), torch.zeros(4)
+    return torch.quantize_per_channel(
+        torch.ones(4, 6), scales, zeros, 0, torch.quint4x2
+    )
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+UNSUPPORTED: dict[str, Callable[[], object]] = {
+    "object": object,
+    "function": lambda: len,
+    "module": lambda: torch.nn.Linear(1, 1),
+    "generator": torch.Generator,
+    "subclass": lambda: torch.ones(1).as_subclass(_Subclass),
+    "str subclass": lambda: type("Str", (str,), {})("x"),
+    "meta": lambda: torch.ones(1, device="meta"),
+    "freed": _freed,
+    "cut": _cut,
+    "zero tensor": lambda: torch._efficientzerotensor((3,)),
+    "fake": _fake,
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+    "packed": _packed,
+    "mkldnn": lambda: torch.ones(2, 2).to_mkldnn(),
+    "lazy": torch.nn.UninitializedParameter,
+    "masked array": lambda: np.ma.masked_array([1, 2], [False, True]),
+    "object array": lambda: np.array([object()]),
+    "records": lambda: np.zeros(2, dtype="i4,f4"),
+}
+
+
+class TestRefusals:
+    """What cannot travel is named, with its path and before anything is copied."""
+
+    @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd tensors
+    @pytest.mark.parametrize("kind", UNSUPPORTED)
+    def test_an_unsupported_leaf_is_named(self, kind: str) -> None:
+        """Wherever it is."""
+        with pytest.raises(UnsupportedLeafError) as caught:
+            described({"a": [torch.ones(1), {"b": UNSUPPORTED[kind]()}]})
+        assert caught.value.path == "a[1].b"
+        assert str(caught.value).startswith("a[1].b is a ")
+
+    def test_a_container_in_itself_is_refused(self) -> None:
+        """It would be endless."""
+        endless: list[object] = []
+        endless.append({"again": endless})
+        with pytest.raises(LimitExceededError, match="nesting"):
+            described(endless)
+
+    def test_too_many_nodes_are_refused(self) -> None:
+        """A list of a billion numbers is no state dict."""
+        with pytest.raises(LimitExceededError):
+            describe([0] * 1000, limits=Limits(max_nodes=100))
+
+    def test_a_failure_while_looking_is_the_state_dict_s(self) -> None:
+        """Not a bare error of somebody else's code."""
+
+        class Broken:
+            def __init__(self, _: object = None) -> None:
+                pass
+
+        def fail(_: Broken) -> object:
+            raise RuntimeError("no luck")
+
+        register_leaf(
+            Broken, tag="tests.Broken", encode=fail, decode=lambda _: Broken()
+        )
+        with pytest.raises(StateDictError, match="no luck"):
+            described({"x": Broken()})
+
+    def test_a_wrapped_tensor_has_no_memory(self) -> None:
+        """Inside of a function transform."""
+        with pytest.raises(StateDictError):
+            torch.func.vmap(lambda x: described({"x": x}))(torch.ones(2))
+
+    def test_pickles_need_permission(self) -> None:
+        """Even then a leaf that cannot be pickled is named."""
+        with pytest.raises(UnsupportedLeafError):
+            described({"x": frozenset})
+        assert described({"x": frozenset}, allow_pickle=True).tree
+        with pytest.raises(UnsupportedLeafError, match=r"^f is a function"):
+            described({"f": lambda: None}, allow_pickle=True)
+
+    def test_a_quantized_tensor_cannot_be_written(self) -> None:
+        """What torch shows of it is a copy."""
+        tensor = _quantized()
+        described({"q": tensor})
+        with pytest.raises(UnsupportedLeafError, match="receive without"):
+            described({"q": tensor}, writing=True)
+
+
+def _quantized() -> torch.Tensor:
+    tensor = torch._make_per_tensor_quantized_tensor(
+        torch.ones(2).to(torch.int8), 1.0, 0
+    )
+    assert tensor.is_quantized
+    return tensor
+
+
+def test_numpy_is_not_imported_for_those_who_have_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A leaf is no numpy leaf where numpy was never loaded."""
+    monkeypatch.delitem(sys.modules, "numpy")
+    with pytest.raises(UnsupportedLeafError):
+        described({"x": object()})
+    assert "numpy" not in sys.modules

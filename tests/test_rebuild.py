@@ -1,0 +1,240 @@
+"""A manifest and its bytes as a state dict; whatever a hostile sender writes."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from aiockpt.errors import LimitExceededError, RemoteProtocolError
+from aiockpt.rebuild import assemble, tensors_over
+from aiockpt.wire.chunks import digest
+from aiockpt.wire.layout import Entry, Storage
+from aiockpt.wire.limits import Limits
+from aiockpt.wire.manifest import (
+    CONJ,
+    NEG,
+    PARAMETER,
+    REQUIRES_GRAD,
+    Manifest,
+    TensorSpec,
+    build_manifest,
+)
+from aiockpt.wire.paths import Node
+from pipeline import LIMITS
+
+
+def manifest_of(
+    tree: Node,
+    *,
+    segment: bytes = bytes(range(16)),
+    code: str = "U8",
+    shape: tuple[int, ...] = (16,),
+    views: Sequence[TensorSpec] = (),
+) -> Manifest:
+    """Return the manifest of one entry of 16 bytes."""
+    return build_manifest(
+        step=1,
+        chunk_bytes=64,
+        storages=[Storage("t", code, shape, len(segment), 1)] if segment else [],
+        views=views,
+        tree=tree,
+        digests=[digest([segment])] if segment else [],
+    )
+
+
+def value_of(
+    tree: Node, *, allow_pickle: bool = False, limits: Limits = LIMITS, **options: Any
+) -> Any:
+    """Return what a receiver makes of a tree over 16 counted bytes."""
+    manifest = manifest_of(tree, **options)
+    tensors = tensors_over(manifest, memoryview(bytearray(range(16))))
+    return assemble(manifest, tensors, limits=limits, allow_pickle=allow_pickle)
+
+
+def view(**changes: Any) -> TensorSpec:
+    """Return a view of four floats."""
+    facts = {
+        "storage": 0,
+        "dtype": "float32",
+        "shape": (4,),
+        "stride": (1,),
+        "offset": 0,
+        "flags": 0,
+    }
+    return TensorSpec(**{**facts, **changes})
+
+
+class TestTensors:
+    """Tensors over the bytes."""
+
+    def test_they_are_the_memory(self) -> None:
+        """Nothing is copied."""
+        memory = bytearray(20)
+        (tensor,) = tensors_over(manifest_of(None), memoryview(memory), base=4)
+        tensor[0] = 7
+        assert memory[4] == 7
+
+    def test_they_keep_the_memory(self) -> None:
+        """A state dict outlives the arena's owner."""
+        memory = memoryview(bytearray(b"x" * 16))
+        (tensor,) = tensors_over(manifest_of(None), memory)
+        del memory
+        gc.collect()
+        assert bytes(tensor.tolist()) == b"x" * 16
+
+    def test_an_entry_is_a_storage_of_its_own(self) -> None:
+        """Whoever saves one tensor does not save them all."""
+        memory = memoryview(bytearray(100))
+        (tensor,) = tensors_over(manifest_of(None), memory, base=50)
+        assert tensor.untyped_storage().nbytes() == 16
+
+    def test_views_share_the_storage_of_their_entry(self) -> None:
+        """What was tied stays tied."""
+        views = [view(), view(shape=(2,), stride=(2,), offset=1)]
+        whole, first, second = tensors_over(
+            manifest_of(None, views=views), memoryview(bytearray(16))
+        )
+        second.fill_(1)
+        assert first.tolist() == [0, 1, 0, 1]
+        assert whole.sum() > 0
+
+    @pytest.mark.parametrize("flags", [0, REQUIRES_GRAD, PARAMETER, 3])
+    def test_flags_for_autograd(self, flags: int) -> None:
+        """As the sender had them."""
+        tensor = value_of(["tensor", 1], views=[view(flags=flags)])
+        assert tensor.requires_grad == bool(flags & REQUIRES_GRAD)
+        assert type(tensor) is (
+            torch.nn.Parameter if flags & PARAMETER else torch.Tensor
+        )
+        assert tensor.is_leaf
+
+    def test_flags_for_lazy_operations(self) -> None:
+        """The bytes stay as they are."""
+        lazy = view(dtype="complex64", shape=(2,), flags=CONJ | NEG)
+        tensor = value_of(["tensor", 1], views=[lazy])
+        assert tensor.is_conj()
+        assert tensor.is_neg()
+
+    def test_a_size_that_overflows_is_the_sender_s_fault(self) -> None:
+        """Torch's own error would blame the receiver."""
+        entry = Entry("U8", (2**62, 2**62, 0), (0, 0))
+        with pytest.raises(RemoteProtocolError, match="a tensor of the manifest"):
+            tensors_over(_with_entry(entry), memoryview(bytearray(16)))
+
+    def test_a_code_without_a_dtype_is_named(self) -> None:
+        """Of a safetensors that is newer than torch."""
+        entry = Entry("F6_E2M3", (4,), (0, 3))
+        with pytest.raises(RemoteProtocolError, match="F6_E2M3"):
+            tensors_over(_with_entry(entry), memoryview(bytearray(16)))
+
+
+def _with_entry(entry: Entry) -> Manifest:
+    return replace(manifest_of(None), entries=(entry,))
+
+
+INDICES: Node = ["list", []]
+SIZE: Node = ["ext", "torch.Size", ["tuple", [2, 2]]]
+LIES: dict[str, Node] = {
+    "unknown dtype": ["ext", "torch.dtype", "float33"],
+    "dtype of another type": ["ext", "torch.dtype", ["list", []]],
+    "unknown device": ["ext", "torch.device", "toaster:7"],
+    "size of text": ["ext", "torch.Size", ["tuple", ["x"]]],
+    "sparse of nothing": ["ext", "torch.sparse_coo", None],
+    "sparse of text": ["ext", "torch.sparse_coo", ["tuple", ["a", "b", "c", "d"]]],
+    "sparse out of bounds": [
+        "ext",
+        "torch.sparse_coo",
+        ["tuple", [["tensor", 2], ["tensor", 1], SIZE, False]],
+    ],
+    "rows out of bounds": [
+        "ext",
+        "torch.sparse_csr",
+        ["tuple", [["tensor", 1], ["tensor", 1], ["tensor", 1], SIZE]],
+    ],
+    "quantized of floats": [
+        "ext",
+        "torch.quantized",
+        ["tuple", [["tensor", 1], ["ext", "torch.dtype", "qint8"], 1.0, 0]],
+    ],
+    "quantized as another": [
+        "ext",
+        "torch.quantized",
+        ["tuple", [["tensor", 0], ["ext", "torch.dtype", "qint32"], 1.0, 0]],
+    ],
+    "leaf of text": ["ext", "torch.leaf", ["tuple", ["x", True, True]]],
+    "parameter of ints": [
+        "ext",
+        "torch.leaf",
+        ["tuple", [["tensor", 0], True, True]],
+    ],
+    "objects of numpy": ["ext", "numpy.ndarray", ["tuple", ["|O", ["tuple", [0]], ""]]],
+    "too few bytes": [
+        "ext",
+        "numpy.ndarray",
+        ["tuple", ["<f8", ["tuple", [1 << 40]], ["bytes", "AAAA"]]],
+    ],
+    "negative shape": [
+        "ext",
+        "numpy.ndarray",
+        ["tuple", ["<f8", ["tuple", [-1, -1]], ["bytes", "AAAAAAAAAAA="]]],
+    ],
+    "huge dtype": [
+        "ext",
+        "numpy.scalar",
+        ["tuple", ["V9223372036854775807", ["bytes", ""]]],
+    ],
+    "bytes of floats": ["blob", 1],
+    "no such tensor": ["tensor", 99],
+    "no such bytes": ["blob", 99],
+    "unknown tag": ["ext", "os.system", "true"],
+}
+
+
+class TestAssemble:
+    """The tree, with the tensors put in."""
+
+    @pytest.mark.parametrize("kind", LIES)
+    def test_a_lie_is_the_sender_s_fault(self, kind: str) -> None:
+        """Nothing crashes, and no bare error of torch or numpy comes out."""
+        views = [view(), view(dtype="int64", shape=(1, 2), stride=(2, 1))]
+        with pytest.raises(RemoteProtocolError):
+            value_of(["list", [LIES[kind]]], views=views)
+
+    def test_an_unknown_type_names_its_remedy(self) -> None:
+        """And its tag and path."""
+        tree: Node = ["dict", ["cfg"], [["ext", "my.Config", None]]]
+        with pytest.raises(RemoteProtocolError, match=r"cfg.*my\.Config.*register"):
+            value_of(tree)
+
+    def test_a_pickle_runs_only_with_permission(self) -> None:
+        """The error says how to give it."""
+        data = pickle.dumps(frozenset)
+        tree: Node = ["ext", "pickle", ["blob", 0]]
+        options: dict[str, Any] = {"segment": data, "shape": (len(data),)}
+        manifest = manifest_of(tree, **options)
+        tensors = tensors_over(manifest, memoryview(bytearray(data)))
+        with pytest.raises(RemoteProtocolError, match="allow_pickle=True"):
+            assemble(manifest, tensors, limits=LIMITS)
+        found = assemble(manifest, tensors, limits=LIMITS, allow_pickle=True)
+        assert found is frozenset
+
+    def test_a_broken_pickle_is_the_sender_s_fault(self) -> None:
+        """Also where pickles are allowed."""
+        with pytest.raises(RemoteProtocolError):
+            value_of(["ext", "pickle", ["blob", 0]], allow_pickle=True)
+
+    def test_limits_hold(self) -> None:
+        """A receiver decides how much it takes."""
+        tree: Node = ["list", [1, 2, 3]]
+        with pytest.raises(LimitExceededError):
+            value_of(tree, limits=Limits(max_nodes=2))
+
+    def test_bytes_are_copied_out(self) -> None:
+        """They do not change with the arena."""
+        assert value_of(["blob", 0]) == bytes(range(16))
