@@ -35,8 +35,10 @@ class Arena:
         if shared:
             self.fd = os.memfd_create("aiockpt", os.MFD_CLOEXEC)
             os.ftruncate(self.fd, size)
-        # A duplicate belongs to the mapping, so the arena may close its own.
-        self._map = mmap.mmap(self.fd, size)
+        # A duplicate belongs to the mapping, so the arena may close its own. Anonymous
+        # memory that is shared is a file too, to which the kernel gives no huge pages.
+        kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._map = mmap.mmap(self.fd, size, flags=kind)
         if not shared and hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):
                 self._map.madvise(mmap.MADV_HUGEPAGE)

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from datetime import timedelta
-from typing import Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
-__all__ = ["CheckpointTransport", "Timeout", "seconds"]
+__all__ = ["CheckpointTransport", "T", "Timeout", "seconds"]
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    T = TypeVar("T", default=dict[str, Any])
+else:
+    from typing import TypeVar
+
+    T = TypeVar("T")
 
 Timeout: TypeAlias = float | timedelta
 """Seconds, or a ``timedelta``; one deadline for the whole call."""

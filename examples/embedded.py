@@ -33,9 +33,8 @@ async def main() -> None:
     try:
         state = {"weight": torch.randn(1024, 1024)}
         await transport.send_checkpoint([1], step=7, state_dict=state, timeout=60)
-        async with ClientSession() as session:
-            async with session.get(f"{base}/hello") as response:
-                print(await response.json())
+        async with ClientSession() as session, session.get(f"{base}/hello") as answer:
+            print(await answer.json())
         async with aiockpt.HTTPTransport(timeout=60, host="127.0.0.1") as receiver:
             received = await receiver.recv_checkpoint(
                 src_rank=0, metadata=transport.metadata(), step=7, timeout=60

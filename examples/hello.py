@@ -23,8 +23,8 @@ async def main() -> None:
             src_rank=0, metadata=sender.metadata(), step=100, timeout=60
         )
 
-    weight = received["model"]["0.weight"]
-    assert torch.equal(weight, model[0].weight)
+    received_weight = received["model"]["0.weight"]
+    assert torch.equal(received_weight, state["model"]["0.weight"])
     print(f"received {len(received['model'])} tensors of step 100, all equal")
 
 

@@ -37,4 +37,4 @@ def test_an_impossible_option_is_named(option: str, value: Any) -> None:
 def test_a_token_and_no_token_contradict_each_other() -> None:
     """Nobody gets an open server by mistake."""
     with pytest.raises(ValueError, match="insecure"):
-        HTTPTransport(token="secret", insecure=True)  # noqa: S106
+        HTTPTransport(token="secret", insecure=True)

@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import TypeVar, cast
+from typing import cast
 
 import aiohttp
 
@@ -26,13 +26,11 @@ from aiockpt.http.offering import Offering
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.observe import Progress
 from aiockpt.staging import Stager
-from aiockpt.transport import CheckpointTransport, Timeout, seconds
+from aiockpt.transport import CheckpointTransport, T, Timeout, seconds
 from aiockpt.wire.http import format_metadata, parse_metadata
 from aiockpt.wire.limits import Limits
 
 __all__ = ["HTTPTransport"]
-
-T = TypeVar("T")
 
 _THREADS = 2
 
@@ -248,7 +246,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 moves, and touched only when everything has been verified.
             direct: With ``into``: receive straight into its memory. A receive that
                 fails then says in a note whether the template was modified.
-            progress: Called with :class:`Progress` as bytes arrive.
+            progress: Called with :class:`.Progress` as bytes arrive.
 
         Raises:
             TransferTimeoutError: the deadline passed.

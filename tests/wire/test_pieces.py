@@ -12,12 +12,14 @@ MANY = 9_000  # several pieces, both ways
 
 
 def many(name: str = "layer.{}.weight") -> dict[str, Entry]:
+    """Return many entries whose names follow a pattern."""
     return {
         name.format(n): Entry("F32", (4, n), (16 * n, 16 * n + 16)) for n in range(MANY)
     }
 
 
 def whole(entries: dict[str, Entry]) -> bytes:
+    """Return what a decoder sees that takes all at once."""
     return msgspec.json.encode(entries)
 
 
