@@ -14,7 +14,6 @@ from aiockpt.cli.remote import Peer, peer_of
 from aiockpt.cli.text import format_bytes
 from aiockpt.observe import Progress
 from aiockpt.storage import PartFile, check_target
-from aiockpt.wire.chunks import digest
 from aiockpt.wire.manifest import Manifest
 
 __all__ = ["download"]
@@ -68,7 +67,6 @@ class _Download:
 
     async def _fill(self, part: PartFile, manifest: Manifest, reconnect: float) -> None:
         missing = await self._plan(part, manifest)
-        run = self.peer.bridge.run
         self.fetching_since = time.monotonic()
         self._at("fetch_chunk")
         async with aclosing(self.peer.client(reconnect=reconnect)) as client:
@@ -77,7 +75,6 @@ class _Download:
                 manifest,
                 part,
                 missing,
-                verify=lambda views: run(digest, views),
                 on_progress=self._count,
             )
 

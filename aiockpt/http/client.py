@@ -18,9 +18,10 @@ from aiockpt.errors import (
     StepNotFoundError,
 )
 from aiockpt.http.exchange import ClientConfig, Port, length_of
-from aiockpt.http.fetching import ChunkFetch, OnProgress, Target, Verify, plan
+from aiockpt.http.fetching import ChunkFetch, OnProgress, Target
 from aiockpt.http.filler import Filler
 from aiockpt.http.retrying import OnRetry, Patience, Retrier, backoff, persist
+from aiockpt.http.stretch import plan
 from aiockpt.http.translating import Exchange, naming
 from aiockpt.observe import TransferEvent, emit
 from aiockpt.wire.http import (
@@ -135,16 +136,15 @@ class CheckpointClient:
         target: Target,
         chunks: Sequence[int],
         *,
-        verify: Verify,
         on_progress: OnProgress,
         on_retry: OnRetry | None = None,
     ) -> None:
         """Fetch chunks into ``target`` and verify each one.
 
-        ``verify`` returns the digest of views, computed off the loop. ``on_progress``
-        gets newly arrived bytes (negative when a bad chunk is thrown away) and newly
-        verified chunks; it must be quick and not raise. If cancelled, nothing is
-        written to ``target`` any more, and any part of it may have been.
+        Chunks are verified as their bytes arrive. ``on_progress`` gets newly arrived
+        bytes (negative when a bad chunk is thrown away) and newly verified chunks; it
+        must be quick and not raise. If cancelled, nothing is written to ``target``
+        any more, and any part of it may have been.
 
         Raises:
             IntegrityError: a chunk came three times with a wrong digest.
@@ -159,13 +159,12 @@ class CheckpointClient:
             source=source,
             manifest=manifest,
             target=target,
-            verify=verify,
             on_progress=on_progress,
             on_retry=self._teller(source, manifest.step, on_retry),
             patience=self._retrier().patience,
         )
-        parts = plan(manifest, chunks)
-        await fetch.run(parts, workers=self._config.max_concurrency)
+        workers = self._config.max_concurrency
+        await fetch.run(plan(manifest, chunks, workers=workers), workers=workers)
 
     async def aclose(self) -> None:
         """Close the client's own session. Calls still under way fail; idempotent."""

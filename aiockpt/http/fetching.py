@@ -8,7 +8,7 @@ because every request says ``If-Match``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -16,15 +16,11 @@ from typing import Protocol
 from aiohttp import hdrs
 
 from aiockpt._tasks import together
-from aiockpt.errors import (
-    CheckpointChangedError,
-    IntegrityError,
-    LocalProtocolError,
-    RemoteProtocolError,
-)
+from aiockpt.errors import CheckpointChangedError, RemoteProtocolError
 from aiockpt.http.exchange import Port, length_of
 from aiockpt.http.filler import Filler
 from aiockpt.http.retrying import OnRetry, Patience, Retrier, persist
+from aiockpt.http.stretch import Part, Stretch
 from aiockpt.http.translating import Exchange, naming
 from aiockpt.wire.chunks import format_range, parse_content_range
 from aiockpt.wire.http import (
@@ -38,9 +34,8 @@ from aiockpt.wire.http import (
 )
 from aiockpt.wire.manifest import Manifest
 
-__all__ = ["ChunkFetch", "OnProgress", "Part", "Target", "Verify", "check_part", "plan"]
+__all__ = ["ChunkFetch", "OnProgress", "Target", "check_part"]
 
-Verify = Callable[[list[memoryview]], Awaitable[str]]
 OnProgress = Callable[[int, int], None]
 
 
@@ -49,28 +44,6 @@ class Target(Protocol):
 
     def buffers(self, start: int, stop: int) -> list[memoryview]:
         """Return writable views of bytes for ``[start, stop)`` of the data segment."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One chunk to fetch: where it lies in the data segment, and its digest."""
-
-    chunk: int
-    start: int
-    stop: int
-    digest: str
-
-
-def plan(manifest: Manifest, chunks: Sequence[int]) -> list[Part]:
-    """Return what to fetch, each chunk once, in the order given."""
-    grid = manifest.grid
-    try:
-        return [
-            Part(chunk, *grid.range(chunk), manifest.digests[chunk])
-            for chunk in dict.fromkeys(chunks)
-        ]
-    except IndexError as error:
-        raise LocalProtocolError(f"no such chunk: {error}") from None
 
 
 def check_part(
@@ -91,19 +64,6 @@ def check_part(
         )
 
 
-@dataclass(slots=True)
-class _Pending:
-    """A part on its way; ``received`` bytes of it are in their place."""
-
-    part: Part
-    received: int = 0
-    attempts: int = 0
-
-    @property
-    def start(self) -> int:
-        return self.part.start + self.received
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkFetch:
     """One call of ``fetch_chunks``: what its requests have in common."""
@@ -112,87 +72,86 @@ class ChunkFetch:
     source: Source
     manifest: Manifest
     target: Target
-    verify: Verify
     on_progress: OnProgress
     on_retry: OnRetry
     patience: Patience
 
-    async def run(self, parts: Sequence[Part], *, workers: int) -> None:
-        """Fetch all parts, at most ``workers`` at a time.
+    async def run(self, runs: Sequence[Sequence[Part]], *, workers: int) -> None:
+        """Fetch all chunks, by at most ``workers`` requests at a time.
 
-        The first part that fails for good cancels the others.
+        The first chunk that fails for good cancels the others.
         """
-        queue = iter(parts)
+        queue = iter(runs)
         work = partial(self._work, queue)
-        await together([work] * min(workers, len(parts)))
+        await together([work] * min(workers, len(runs)))
         assert next(queue, None) is None, "a chunk was left out"
 
-    async def _work(self, queue: Iterator[Part]) -> None:
-        for part in queue:
-            attempt = partial(self._attempt, _Pending(part))
+    async def _work(self, queue: Iterator[Sequence[Part]]) -> None:
+        for parts in queue:
+            stretch = Stretch(parts, on_verified=partial(self.on_progress, 0, 1))
+            attempt = _Attempt(self, stretch)
             await persist(attempt, Retrier(self.patience), self.on_retry)
-            self.on_progress(0, 1)
 
-    async def _attempt(self, pending: _Pending) -> None:
-        pending.attempts += 1
-        if pending.start < pending.part.stop:
-            await self._receive(pending)
-        await self._verify(pending)
+    def count(self, new: int) -> None:
+        """Note bytes that have arrived."""
+        self.patience.heard(asyncio.get_running_loop().time())
+        self.on_progress(new, 0)
 
-    async def _receive(self, pending: _Pending) -> None:
-        exchange = self._exchange(pending)
-        head = self.manifest.header_bytes
-        start, stop = pending.start, pending.part.stop
-        wanted = (head + start, head + stop, self.manifest.total_bytes)
-        try:
-            async with self.port.open(exchange, self._count) as (answer, watch):
-                check_part(answer.headers, wanted, exchange)
-                if length_of(answer, exchange.url) != stop - start:
-                    raise RemoteProtocolError(f"{exchange.url} contradicts itself")
-                filler = Filler(self.target.buffers, start, stop)
-                await self.port.receive(exchange, answer, watch, filler)
-        finally:
-            pending.received = exchange.received
 
-    def _exchange(self, pending: _Pending) -> Exchange:
-        part, head = pending.part, self.manifest.header_bytes
-        step, snapshot_id = self.manifest.step, self.manifest.snapshot_id
+class _Attempt:
+    """Fetches what is left of a stretch; called again after a failure."""
+
+    def __init__(self, fetch: ChunkFetch, stretch: Stretch) -> None:
+        self._fetch = fetch
+        self._stretch = stretch
+        self._first = True
+
+    async def __call__(self) -> None:
+        wait, self._first = 0.0 if self._first else self._patience(), False
+        while self._stretch.chunk is not None:
+            await self._receive(wait)
+        settled = self._stretch.settle()
+        if settled is not None:
+            lost, error = settled
+            error.url = self._fetch.source.base_url
+            self._fetch.on_progress(-lost, 0)
+            raise error
+
+    async def _receive(self, wait: float) -> None:
+        fetch, stretch = self._fetch, self._stretch
+        start, stop = stretch.position, stretch.stop
+        exchange = self._exchange(start, stop, wait)
+        head = fetch.manifest.header_bytes
+        wanted = (head + start, head + stop, fetch.manifest.total_bytes)
+        async with fetch.port.open(exchange, fetch.count) as (answer, watch):
+            check_part(answer.headers, wanted, exchange)
+            if length_of(answer, exchange.url) != stop - start:
+                raise RemoteProtocolError(f"{exchange.url} contradicts itself")
+            filler = Filler(fetch.target.buffers, start, stop, stretch.take)
+            try:
+                await fetch.port.receive(exchange, answer, watch, filler)
+            finally:
+                stretch.place(exchange)
+
+    def _exchange(self, start: int, stop: int, wait: float) -> Exchange:
+        manifest = self._fetch.manifest
+        step, snapshot_id = manifest.step, manifest.snapshot_id
+        head = manifest.header_bytes
         return Exchange(
-            source=self.source,
+            source=self._fetch.source,
             path=format_resource(Resource(ResourceKind.FULL, step)),
             headers={
-                hdrs.RANGE: format_range(head + pending.start, head + part.stop),
+                hdrs.RANGE: format_range(head + start, head + stop),
                 hdrs.IF_MATCH: format_etag(snapshot_id),
-                "Prefer": format_prefer_wait(self._wait(pending)),
+                "Prefer": format_prefer_wait(wait),
             },
             status=206,
             step=step,
             snapshot_id=snapshot_id,
-            chunk=part.chunk,
-            received=pending.received,
-            expected=part.stop - part.start,
+            chunk=self._stretch.chunk,
         )
 
-    def _wait(self, pending: _Pending) -> float:
+    def _patience(self) -> float:
         # A peer that has just come back may not have published again yet.
-        patience = self.patience
-        patient = min(patience.reconnect_timeout, patience.stall_timeout / 2)
-        return patient if pending.attempts > 1 else 0.0
-
-    def _count(self, new: int) -> None:
-        self.patience.heard(asyncio.get_running_loop().time())
-        self.on_progress(new, 0)
-
-    async def _verify(self, pending: _Pending) -> None:
-        part = pending.part
-        actual = await self.verify(self.target.buffers(part.start, part.stop))
-        if actual == part.digest:
-            return
-        self.on_progress(-pending.received, 0)
-        pending.received = 0  # nobody knows which of its bytes are wrong
-        raise IntegrityError(
-            chunk=part.chunk,
-            expected=part.digest,
-            actual=actual,
-            url=self.source.base_url,
-        )
+        patience = self._fetch.patience
+        return min(patience.reconnect_timeout, patience.stall_timeout / 2)

@@ -7,9 +7,10 @@ from typing import TypeAlias
 
 from aiockpt.errors import LocalProtocolError
 
-__all__ = ["Buffers", "Filler"]
+__all__ = ["Buffers", "Filler", "OnData"]
 
 Buffers: TypeAlias = Callable[[int, int], Sequence[memoryview]]
+OnData: TypeAlias = Callable[[memoryview], None]
 
 # One receive, and so one callback, moves at most this much: the loop stays live.
 MAX_PIECE = 1 << 20
@@ -34,6 +35,7 @@ class Filler:
             ``B``, in order.
         start: The first byte to fill.
         stop: The byte after the last one.
+        on_data: Sees the bytes, in order, as they come, while they are warm.
 
     Attributes:
         size: Bytes to fill.
@@ -47,16 +49,20 @@ class Filler:
         "_index",
         "_offset",
         "_scratch",
+        "_see",
         "_staged",
         "_stop",
         "filled",
         "size",
     )
 
-    def __init__(self, buffers: Buffers, start: int, stop: int) -> None:
+    def __init__(
+        self, buffers: Buffers, start: int, stop: int, on_data: OnData | None = None
+    ) -> None:
         self.size = stop - start
         self.filled = 0
         self._ask = buffers
+        self._see = on_data or _ignore
         self._asked, self._stop = start, stop
         self._buffers: Sequence[memoryview] = ()
         self._index = self._offset = 0
@@ -83,17 +89,21 @@ class Filler:
         """Take note that ``count`` bytes are in what `next_buffer` returned."""
         self.filled += count
         if self._scratch is None:
-            self._offset += count
+            start, self._offset = self._offset, self._offset + count
+            self._see(self._buffers[self._index][start : self._offset])
             self._settle()
             return
-        self._staged += count
+        start, self._staged = self._staged, self._staged + count
+        self._see(self._scratch[start : self._staged])
         if self._staged == len(self._scratch):
             self._flush()
 
     def write(self, data: bytes | memoryview) -> None:
         """Copy ``data``, which is no longer than what remains."""
         self._flush()
-        self._scatter(memoryview(data))
+        view = memoryview(data)
+        self._see(view)
+        self._scatter(view)
         self.filled += len(data)
 
     def close(self) -> None:
@@ -103,7 +113,7 @@ class Filler:
         memory, which its owner may want to unmap.
         """
         self._flush()
-        self._buffers, self._ask = (), _no_buffers
+        self._buffers, self._ask, self._see = (), _no_buffers, _ignore
 
     def _flush(self) -> None:
         if self._scratch is not None:
@@ -165,3 +175,7 @@ class Filler:
 
 def _no_buffers(start: int, stop: int) -> Sequence[memoryview]:
     return ()
+
+
+def _ignore(_: memoryview) -> None:
+    pass

@@ -21,7 +21,6 @@ from aiockpt.memory import Arena, available_memory
 from aiockpt.observe import Progress, TransferEvent, call_guarded, emit
 from aiockpt.rebuild import assemble, tensors_over
 from aiockpt.template import Match, Template
-from aiockpt.wire.chunks import digest
 from aiockpt.wire.http import Source
 from aiockpt.wire.limits import Limits, enforce
 from aiockpt.wire.manifest import Manifest
@@ -175,7 +174,6 @@ class Receive:
             manifest,
             target,
             range(len(manifest.grid)),
-            verify=lambda views: self._bridge.run(digest, views),
             on_progress=self._progress.add,
             on_retry=self._remember,
         )

@@ -194,7 +194,6 @@ async def fetch(
         peer.manifest,
         memory,
         range(len(peer.manifest.grid)),
-        verify=verify,
         on_progress=memory.count,
         on_retry=memory.errors.append,
     )

@@ -1,0 +1,140 @@
+"""Consecutive chunks on their way: what has come, what is verified, what is left.
+
+One request for a few chunks costs a fraction of one for each, and a digest that grows
+with the bytes as they arrive, still warm in the cache, a fraction of one afterwards.
+The chunk stays the unit of verification, and of what is fetched again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from xxhash import xxh3_128
+
+from aiockpt.errors import IntegrityError, LocalProtocolError
+from aiockpt.http.translating import Exchange
+from aiockpt.wire.manifest import Manifest
+
+__all__ = ["Part", "Stretch", "plan"]
+
+# A request costs about as much as a mebibyte: with this many bytes it is forgotten.
+_MAX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One chunk to fetch: where it lies in the data segment, and its digest."""
+
+    chunk: int
+    start: int
+    stop: int
+    digest: str
+
+
+def plan(
+    manifest: Manifest, chunks: Sequence[int], *, workers: int
+) -> list[list[Part]]:
+    """Return what to fetch, each chunk once, in runs of consecutive chunks.
+
+    A run is short enough that every worker gets two, and at most 64 MiB, or a chunk.
+    """
+    wanted = list(dict.fromkeys(chunks))
+    share = -(-len(wanted) // (2 * workers))
+    longest = max(1, min(share, _MAX_BYTES // manifest.chunk_bytes))
+    runs: list[list[Part]] = []
+    for chunk in wanted:
+        part = _part(manifest, chunk)
+        follows = runs and runs[-1][-1].stop == part.start
+        if follows and len(runs[-1]) < longest:
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs
+
+
+def _part(manifest: Manifest, chunk: int) -> Part:
+    try:
+        return Part(chunk, *manifest.grid.range(chunk), manifest.digests[chunk])
+    except IndexError as error:
+        raise LocalProtocolError(f"no such chunk: {error}") from None
+
+
+class Stretch:
+    """A run of chunks that is being received; it survives broken connections.
+
+    Args:
+        parts: The chunks, consecutive.
+        on_verified: Called for each chunk whose digest is right.
+
+    Attributes:
+        position: The next byte of the data segment that is wanted.
+    """
+
+    def __init__(self, parts: Sequence[Part], on_verified: Callable[[], None]) -> None:
+        self._todo = deque(parts)
+        self._bad: list[tuple[Part, str]] = []
+        self._on_verified = on_verified
+        self._begin()
+
+    def __repr__(self) -> str:
+        return f"<Stretch position={self.position} chunks={len(self._todo)}>"
+
+    @property
+    def chunk(self) -> int | None:
+        """The chunk that is being received; None when none is left."""
+        return self._todo[0].chunk if self._todo else None
+
+    @property
+    def stop(self) -> int:
+        """The byte behind the last one that a single request can ask for."""
+        stop = self.position
+        for part in self._todo:
+            if part.start > stop:
+                break
+            stop = part.stop
+        return stop
+
+    def place(self, exchange: Exchange) -> None:
+        """Say in an exchange which chunk it has reached, and how much of it came."""
+        if self._todo:
+            part = self._todo[0]
+            exchange.chunk = part.chunk
+            exchange.received = self.position - part.start
+            exchange.expected = part.stop - part.start
+
+    def take(self, data: memoryview) -> None:
+        """Verify bytes that have just arrived at :attr:`position`."""
+        while data and self._todo:
+            part = self._todo[0]
+            piece = data[: part.stop - self.position]
+            self._hasher.update(piece)
+            self.position += len(piece)
+            data = data[len(piece) :]
+            if self.position == part.stop:
+                self._close(self._todo.popleft())
+
+    def settle(self) -> tuple[int, IntegrityError] | None:
+        """Put the bad chunks back to be fetched again; return their bytes and why."""
+        if not self._bad:
+            return None
+        part, actual = self._bad[0]
+        error = IntegrityError(chunk=part.chunk, expected=part.digest, actual=actual)
+        lost = sum(bad.stop - bad.start for bad, _ in self._bad)
+        self._todo.extend(bad for bad, _ in self._bad)
+        self._bad = []
+        self._begin()
+        return lost, error
+
+    def _close(self, part: Part) -> None:
+        actual = self._hasher.hexdigest()
+        if actual == part.digest:
+            self._on_verified()
+        else:
+            self._bad.append((part, actual))
+        self._begin()
+
+    def _begin(self) -> None:
+        self._hasher = xxh3_128()
+        self.position = self._todo[0].start if self._todo else 0

@@ -1,0 +1,121 @@
+"""Runs of chunks: how they are planned, and how bytes are verified as they pass."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiockpt.errors import LocalProtocolError
+from aiockpt.http.stretch import Part, Stretch, plan
+from aiockpt.wire.chunks import ChunkGrid, digest
+from aiockpt.wire.layout import Storage
+from aiockpt.wire.manifest import Manifest, build_manifest
+
+CHUNK = 64 << 10
+
+
+def manifest_of(segment: bytes, *, chunk_bytes: int = CHUNK) -> Manifest:
+    """Return the manifest of a checkpoint that is one run of bytes."""
+    grid = ChunkGrid(len(segment), chunk_bytes)
+    ranges = [grid.range(chunk) for chunk in range(len(grid))]
+    storage = Storage("bytes", "U8", (len(segment),), len(segment), align=1)
+    return build_manifest(
+        step=1,
+        chunk_bytes=chunk_bytes,
+        storages=[storage],
+        tree=["tensor", 0],
+        digests=[digest([segment[start:stop]]) for start, stop in ranges],
+    )
+
+
+SEGMENT = bytes(range(256)) * 1100  # four chunks and a bit
+MANIFEST = manifest_of(SEGMENT)
+
+
+def chunks_of(runs: list[list[Part]]) -> list[list[int]]:
+    """Return the chunk numbers of planned runs."""
+    return [[part.chunk for part in run] for run in runs]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "workers", "planned"),
+    [
+        ([], 4, []),
+        (range(5), 1, [[0, 1, 2], [3, 4]]),
+        (range(5), 2, [[0, 1], [2, 3], [4]]),
+        (range(5), 4, [[0], [1], [2], [3], [4]]),
+        ([0, 1, 3, 4], 1, [[0, 1], [3, 4]]),
+        ([4, 0, 4, 2], 1, [[4], [0], [2]]),
+    ],
+)
+def test_a_plan_has_each_chunk_once_in_consecutive_runs(
+    chunks: list[int], workers: int, planned: list[list[int]]
+) -> None:
+    """Every worker gets two runs where there are chunks enough."""
+    assert chunks_of(plan(MANIFEST, list(chunks), workers=workers)) == planned
+
+
+def test_a_run_is_no_longer_than_64_mebibytes() -> None:
+    """A broken request, or a slow one, must not be the whole transfer."""
+    large = manifest_of(bytes(16 << 20), chunk_bytes=CHUNK)
+    big = Manifest(
+        **{
+            field: getattr(large, field)
+            for field in large.__dataclass_fields__
+            if field != "chunk_bytes"
+        },
+        chunk_bytes=32 << 20,
+    )
+    assert max(map(len, plan(large, range(256), workers=1))) == 128  # half of them
+    assert chunks_of(plan(big, [0], workers=1)) == [[0]]
+
+
+@pytest.mark.parametrize("chunk", [-1, 5])
+def test_a_chunk_outside_the_grid_is_the_callers_mistake(chunk: int) -> None:
+    """It is named."""
+    with pytest.raises(LocalProtocolError, match=f"chunk {chunk}"):
+        plan(MANIFEST, [chunk], workers=1)
+
+
+def stretch_of(verified: list[None]) -> Stretch:
+    """Return a stretch over all chunks that counts what is verified."""
+    runs = plan(MANIFEST, range(5), workers=1)
+    parts = [part for run in runs for part in run]
+    return Stretch(parts, on_verified=lambda: verified.append(None))
+
+
+@given(cuts=st.lists(st.integers(0, len(SEGMENT)), max_size=9))
+def test_bytes_in_any_pieces_verify_every_chunk(cuts: list[int]) -> None:
+    """A piece may end within a chunk, or span several."""
+    verified: list[None] = []
+    stretch = stretch_of(verified)
+    assert (stretch.position, stretch.stop) == (0, len(SEGMENT))
+    bounds = [0, *sorted(cuts), len(SEGMENT)]
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        stretch.take(memoryview(SEGMENT)[start:stop])
+    assert stretch.chunk is None
+    assert stretch.settle() is None
+    assert len(verified) == 5
+
+
+def test_bad_chunks_alone_are_wanted_again() -> None:
+    """The good ones between them stay verified, and the first one is blamed."""
+    verified: list[None] = []
+    stretch = stretch_of(verified)
+    damaged = bytearray(SEGMENT)
+    damaged[CHUNK] ^= 1
+    damaged[-1] ^= 1
+    stretch.take(memoryview(damaged))
+    settled = stretch.settle()
+    assert settled is not None
+    lost, error = settled
+    assert lost == CHUNK + len(SEGMENT) - 4 * CHUNK
+    assert (error.chunk, error.expected) == (1, MANIFEST.digests[1])
+    assert len(verified) == 3
+    assert (stretch.position, stretch.stop) == (CHUNK, 2 * CHUNK)
+    stretch.take(memoryview(SEGMENT)[CHUNK : 2 * CHUNK])
+    assert (stretch.position, stretch.stop) == (4 * CHUNK, len(SEGMENT))
+    stretch.take(memoryview(SEGMENT)[4 * CHUNK :])
+    assert stretch.settle() is None
+    assert len(verified) == 5
