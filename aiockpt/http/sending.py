@@ -43,6 +43,7 @@ PORTABLE_SLICE_BYTES = 256 << 10
 """Most bytes per ``resp.write``: TLS encrypts it without letting go of the loop."""
 
 _MAX_BUFFERS = 512  # of one sendmsg; Linux takes 1024
+_FIRST_SLICE = 64 << 10  # grows while the views are large
 _TICK = 1.0
 _BUFFER_PAUSE = 0.005
 
@@ -80,6 +81,7 @@ class Sending:
         self._timer: asyncio.TimerHandle | None = None
         self._idle = 0.0
         self._acknowledged = 0
+        self._slice = _FIRST_SLICE
         self.sent = 0
 
     def __repr__(self) -> str:
@@ -173,11 +175,20 @@ class Sending:
             self._end(Outcome.SENT)
 
     def _send_slice(self, sock: socket.socket, body: Body) -> int:
-        views = body.views(self.sent, min(self.sent + SLICE_BYTES, body.nbytes))
-        count = sock.sendmsg(views[:_MAX_BUFFERS])
+        count = sock.sendmsg(self._next_views(body, SLICE_BYTES))
         # Zero would call us again at once, and for ever.
         assert count > 0, f"{body!r} has no bytes at {self.sent}"
         return count
+
+    def _next_views(self, body: Body, most: int) -> list[memoryview]:
+        """Return what to send next; of many small views only a bounded number."""
+        stop = min(self.sent + min(self._slice, most), body.nbytes)
+        views = body.views(self.sent, stop)
+        if len(views) > _MAX_BUFFERS:
+            self._slice = max(self._slice // 2, _MAX_BUFFERS)
+        elif len(views) <= _MAX_BUFFERS // 2:
+            self._slice = min(self._slice * 2, SLICE_BYTES)
+        return views[:_MAX_BUFFERS]
 
     async def _send_portably(self, response: web.StreamResponse, body: Body) -> None:
         # So that each write awaits its bytes. Not 0: asyncio's TLS would then wait for
@@ -185,12 +196,11 @@ class Sending:
         self._transport.set_write_buffer_limits(high=1)
         try:
             while self._outcome is None:
-                stop = min(self.sent + PORTABLE_SLICE_BYTES, body.nbytes)
-                piece = b"".join(body.views(self.sent, stop))
-                last = stop == body.nbytes
+                piece = b"".join(self._next_views(body, PORTABLE_SLICE_BYTES))
+                last = self.sent + len(piece) == body.nbytes
                 # write_eof drains however short the piece is, and write does not.
                 await (response.write_eof(piece) if last else response.write(piece))
-                self.sent = stop
+                self.sent += len(piece)
                 if last:
                     break
                 await asyncio.sleep(0)

@@ -126,6 +126,17 @@ async def test_a_body_arrives_whole(way, nbytes, piece):
         await settle(lambda: stage.outcome is Outcome.SENT)
 
 
+async def test_small_pieces_are_not_asked_for_again_and_again(way):
+    """The work grows with the number of pieces, not with its square."""
+    body = Memory(800_000, piece=16)
+    asked, views = [], body.views
+    body.views = lambda start, stop: asked.append(stop - start) or views(start, stop)
+    async with staged(body) as stage, Peer(stage.port) as peer:
+        assert only_old((await peer.ask("/")).body)
+        await settle(lambda: stage.outcome is Outcome.SENT)
+    assert sum(asked) < 4 * body.nbytes
+
+
 async def test_the_connection_is_in_step_afterwards(way):
     """One connection carries body after body."""
     async with staged(Memory(300_000)) as stage, Peer(stage.port) as peer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,7 +94,7 @@ def test_bytes_in_any_pieces_verify_every_chunk(cuts: list[int]) -> None:
     stretch = stretch_of(verified)
     assert (stretch.position, stretch.stop) == (0, len(SEGMENT))
     bounds = [0, *sorted(cuts), len(SEGMENT)]
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         stretch.take(memoryview(SEGMENT)[start:stop])
     assert stretch.chunk is None
     assert stretch.settle() is None
