@@ -11,6 +11,7 @@ import asyncio
 import contextvars
 import functools
 import logging
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, TypeVarTuple
@@ -132,14 +133,37 @@ class Bridge:
         else:
             work.add_done_callback(lambda work: todo() if work.cancelled() else None)
 
+    def refuse(self) -> None:
+        """Refuse new calls and fail those no thread has taken; posts go on."""
+        self._closed = True
+        for work in tuple(self._works):
+            work.cancel()
+
     def close(self, *, wait: bool = True) -> None:
         """Refuse new calls, fail those no thread has taken, let the rest end.
 
-        With ``wait`` it returns when the last thread has ended. Await the callers
-        first, and that is at once; a thread that still works blocks until it is done.
+        With ``wait`` it returns when the last thread has ended, and blocks until then.
         """
         self._closed = True
         self._pool.shutdown(wait=wait, cancel_futures=True)
+
+    async def aclose(self, *, timeout: float) -> None:
+        """Close without blocking the loop; what was posted is done in a thread.
+
+        Returns when the last thread has ended, or after ``timeout`` seconds: then a
+        warning says that one is left. If cancelled, the bridge closes all the same.
+        """
+        self.refuse()
+        ended: Future[None] = Future()
+        closer = threading.Thread(target=self._close_into, args=(ended,), daemon=True)
+        closer.start()
+        try:
+            async with asyncio.timeout(timeout):
+                await _ended(ended)
+        except TimeoutError:
+            logger.warning("%s: a thread still works; it was not waited for", self)
+        else:
+            closer.join()  # it has nothing left to do
 
     def statistics(self) -> BridgeStatistics:
         """Count the calls that run and those that wait for a thread."""
@@ -156,7 +180,15 @@ class Bridge:
             f"<Bridge {self._name} running={now.running} waiting={now.waiting}{closed}>"
         )
 
+    def _close_into(self, ended: Future[None]) -> None:
+        try:
+            self.close()
+        finally:
+            ended.set_result(None)
+
     def _submit(self, call: _Call[T]) -> Future[None]:
+        if self._closed:
+            raise ClosedError(self._name)
         try:
             work = self._pool.submit(call)
         except RuntimeError as error:  # shut down, or the interpreter is ending

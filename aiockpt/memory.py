@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -81,16 +82,19 @@ class ArenaPool:
     """Keeps at most one free arena warm for the next user of about the same size.
 
     ``dispose`` closes an arena somewhere else: unmapping gigabytes takes a while.
+    Every method may be called from any thread.
     """
 
     def __init__(self, *, shared: bool, dispose: Callable[[Arena], None]) -> None:
         self._shared = shared
         self._dispose = dispose
+        self._lock = threading.Lock()
         self._free: Arena | None = None
+        self._closed = False
 
     def take(self, nbytes: int) -> Arena:
         """Return an arena of at least ``nbytes``, reused if one is free and fits."""
-        arena, self._free = self._free, None
+        arena = self._swap(None)
         if arena is not None:
             if nbytes <= arena.nbytes <= 2 * nbytes:
                 return arena
@@ -99,14 +103,29 @@ class ArenaPool:
 
     def give_back(self, arena: Arena) -> None:
         """Take an arena back; an older free one returns to the system."""
-        self.trim()
-        self._free = arena
+        unused = self._swap(arena)
+        if unused is not None:
+            self._dispose(unused)
 
     def trim(self) -> None:
         """Return the free arena to the system."""
-        arena, self._free = self._free, None
+        arena = self._swap(None)
         if arena is not None:
             self._dispose(arena)
+
+    def close(self) -> None:
+        """Keep nothing from now on: what comes back returns to the system."""
+        with self._lock:
+            self._closed = True
+        self.trim()
+
+    def _swap(self, arena: Arena | None) -> Arena | None:
+        """Keep ``arena``; return what is not kept (any more)."""
+        with self._lock:
+            if self._closed and arena is not None:
+                return arena
+            unused, self._free = self._free, arena
+            return unused
 
 
 def view_of_address(address: int, nbytes: int, owner: object) -> memoryview:

@@ -169,6 +169,10 @@ class Stager:
         """Return the memory that no snapshot uses to the system."""
         self._pool.trim()
 
+    def close(self) -> None:
+        """Keep no memory from now on: what comes back returns to the system."""
+        self._pool.close()
+
     def _describe(self, state_dict: object) -> Description:
         return describe(
             state_dict,

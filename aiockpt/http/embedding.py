@@ -35,7 +35,7 @@ def setup(
     """
     app[app_key] = transport
     app.add_routes(routes(transport, prefix))
-    app.on_shutdown.append(_retract(transport))
+    app.on_shutdown.append(_end(transport))
     app.cleanup_ctx.append(_lifetime(transport))
 
 
@@ -63,19 +63,19 @@ def get_transport(
     return source.config_dict[app_key]
 
 
-def _retract(transport: HTTPTransport[Any]) -> Callable[[web.Application], Any]:
-    async def retract(_: web.Application) -> None:
+def _end(transport: HTTPTransport[Any]) -> Callable[[web.Application], Any]:
+    async def end(_: web.Application) -> None:
         # While connections still live: readers get their grace, waiters an answer.
-        await transport.disallow_checkpoint()
+        await transport.shutdown()
 
-    return retract
+    return end
 
 
 def _lifetime(
     transport: HTTPTransport[Any],
 ) -> Callable[[web.Application], AsyncIterator[None]]:
     async def context(_: web.Application) -> AsyncIterator[None]:
-        yield
+        yield  # a start that fails skips the signal of the shutdown
         await transport.shutdown()
 
     return context

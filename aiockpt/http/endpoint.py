@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import ssl
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from socket import socket
 from urllib.parse import urlsplit
+
+import anyio
 
 from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.http.guard import ServerConfig
@@ -71,6 +72,7 @@ class Endpoint:
         self._config = config
         self._sockets: list[socket] = []
         self._server: CheckpointServer | None = None
+        self._turn = anyio.Lock()
         self._mounted = False
         self._closed = False
 
@@ -86,6 +88,7 @@ class Endpoint:
             LocalProtocolError: mounted, and not told where; or no such interface.
             OSError: the address cannot be bound.
         """
+        self._check()
         told = self._config.advertise
         if told and "://" in told:
             return told.rstrip("/") + "/"
@@ -108,31 +111,62 @@ class Endpoint:
             env=os.environ,
         )
 
-    def _listen(self) -> None:
+    def _check(self) -> None:
         if self._closed:
             raise ClosedError("the transport")
+
+    def _listen(self) -> None:
         if not self._sockets:
             self._sockets = open_sockets(self._config.host, self._config.port)
 
     async def start(self) -> None:
-        """Serve, unless mounted; idempotent. If cancelled, nothing listens."""
-        if self._mounted or self._server is not None:
-            return
-        self._listen()
-        self._server = CheckpointServer(self.shelf, self._config.for_server(_PREFIX))
-        ssl_context = self._config.ssl_context
-        await self._server.start(self._sockets, ssl_context=ssl_context)
+        """Serve, unless mounted; idempotent.
+
+        If cancelled, nobody is answered, though the address stays ours: whoever
+        connects waits for a later start.
+
+        Raises:
+            ClosedError: after :meth:`stop`.
+            OSError: the address cannot be bound.
+        """
+        async with self._turn:
+            self._check()
+            if self._mounted or self._server is not None:
+                return
+            self._listen()
+            server = CheckpointServer(self.shelf, self._config.for_server(_PREFIX))
+            # Duplicates: a server that fails to start closes what it was given.
+            mine = [each.dup() for each in self._sockets]
+            await server.start(mine, ssl_context=self._config.ssl_context)
+            self._server = server
 
     def mount(self, prefix: str) -> CheckpointService:
-        """Return the handlers for an application; no socket of ours from now on."""
+        """Return the handlers for an application; no socket of ours from now on.
+
+        Raises:
+            ClosedError: after :meth:`stop`.
+            LocalProtocolError: it serves on a socket of its own already.
+        """
+        self._check()
+        if self._server is not None or self._turn.locked():
+            raise LocalProtocolError(
+                "the transport serves on its own already: mount it before it is used"
+            )
         self._mounted = True
+        self._unlisten()
         return CheckpointService(self.shelf, self._config.for_server(prefix))
 
     async def stop(self) -> None:
-        """Close the sockets and every connection; idempotent."""
+        """Serve nothing, close the sockets and every connection; idempotent."""
         self._closed = True
-        async with AsyncExitStack() as closing:
-            for each in self._sockets:
-                closing.callback(each.close)
-            if self._server is not None:
-                await self._server.stop()
+        self._unlisten()
+        await self.shelf.close()
+        async with self._turn:  # a start that is under way ends first
+            server, self._server = self._server, None
+        if server is not None:
+            await server.stop()
+
+    def _unlisten(self) -> None:
+        sockets, self._sockets = self._sockets, []
+        for each in sockets:
+            each.close()

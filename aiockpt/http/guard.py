@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
-from aiockpt.errors import AiockptError, AuthenticationError
+from aiockpt.errors import AiockptError, AuthenticationError, LocalProtocolError
 from aiockpt.wire.http import HostNotAllowed, Problem
 
 __all__ = ["RefusedError", "ServerConfig", "admit"]
@@ -28,8 +28,8 @@ class ServerConfig:
     """What a server needs to know; the defaults live with the transport.
 
     Attributes:
-        token: The bearer token that every request must carry; None asks for a client
-            certificate, unless ``insecure``.
+        token: The bearer token that every request must carry; None only together
+            with ``insecure``. A certificate that TLS asks for comes on top.
         insecure: Serve everybody who can connect and names the server by an IP
             address, ``localhost`` or one of ``hosts``.
         stall_timeout: Seconds without progress after which a reader is aborted.
@@ -48,6 +48,12 @@ class ServerConfig:
     max_readers: int
     hosts: frozenset[str]
     prefix: str
+
+    def __post_init__(self) -> None:
+        if (self.token is None) != self.insecure:
+            raise LocalProtocolError(
+                "the server must know who may read: pass a token, or insecure=True"
+            )
 
 
 class RefusedError(AiockptError):
@@ -77,15 +83,12 @@ class RefusedError(AiockptError):
         return Problem(self.status.value, headers, json.dumps(document).encode())
 
 
-def admit(
-    headers: Mapping[str, str], config: ServerConfig, *, has_certificate: bool
-) -> None:
+def admit(headers: Mapping[str, str], config: ServerConfig) -> None:
     """Return if a request with these headers may be answered.
 
     Args:
         headers: The request's headers, by name in any case.
         config: Whom to admit.
-        has_certificate: Whether the connection showed a verified client certificate.
 
     Raises:
         RefusedError: 403, another site's page asks.
@@ -99,10 +102,8 @@ def admit(
         )
     if config.token is not None:
         _check_token(headers.get("Authorization", ""), config.token)
-    elif config.insecure:
+    else:
         _check_host(headers.get("Host", ""), config.hosts)
-    elif not has_certificate:
-        raise AuthenticationError("the server", "a client certificate is required")
 
 
 def _check_token(authorization: str, token: str) -> None:

@@ -111,8 +111,7 @@ class CheckpointService:
     def _admit(self, request: web.Request) -> None:
         if self._closed:
             raise ClosedError("the server")
-        certificate = request.get_extra_info("peercert")
-        admit(request.headers, self.config, has_certificate=bool(certificate))
+        admit(request.headers, self.config)
         if request.method not in ("GET", "HEAD"):
             raise RefusedError(
                 HTTPStatus.METHOD_NOT_ALLOWED,

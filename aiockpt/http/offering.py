@@ -7,7 +7,7 @@ import time
 import anyio
 
 from aiockpt._deadline import Deadline
-from aiockpt.errors import StepNotFoundError
+from aiockpt.errors import AiockptError, ClosedError, StepNotFoundError
 from aiockpt.http.options import require
 from aiockpt.http.shelf import Shelf
 from aiockpt.observe import TransferEvent, emit
@@ -17,7 +17,11 @@ __all__ = ["Offering"]
 
 
 class Offering:
-    """Stages and publishes one checkpoint at a time; the last one wins."""
+    """Stages and publishes one checkpoint at a time; the last one wins.
+
+    A withdrawal wins over every call that began before it: it does not wait for their
+    staging, and what they have staged by then is not published.
+    """
 
     def __init__(self, stager: Stager, shelf: Shelf, *, grace: float) -> None:
         require(grace=grace)
@@ -26,17 +30,25 @@ class Offering:
         self._grace = grace
         self._turn = anyio.Lock()
         self._offered: Snapshot | None = None
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"<Offering {self._offered}>"
 
     async def offer(self, state_dict: object, step: int, deadline: Deadline) -> None:
-        """Stage ``state_dict`` and publish it. If it fails, the old offer stays."""
+        """Stage ``state_dict`` and publish it. If it fails, the old offer stays.
+
+        Raises:
+            StepNotFoundError: it was withdrawn meanwhile; nothing is offered.
+            ClosedError: after, or because of, :meth:`close`.
+        """
         started = time.monotonic()
+        before = self._shelf.retractions
         async with self._turn:
+            self._check(step, before)
             snapshot = await self._stager.stage(state_dict, step=step)
             deadline.stop = "publish"
-            await self._publish(snapshot)
+            await self._publish(snapshot, before)
         nbytes, elapsed = snapshot.manifest.segment_bytes, time.monotonic() - started
         emit(TransferEvent(stop="publish", step=step, nbytes=nbytes, seconds=elapsed))
 
@@ -44,27 +56,60 @@ class Offering:
         """Publish what is offered as ``step``, without staging it again.
 
         Raises:
-            StepNotFoundError: nothing is offered.
+            StepNotFoundError: nothing is offered, or it was withdrawn meanwhile.
+            ClosedError: after, or because of, :meth:`close`.
         """
+        before = self._shelf.retractions
         async with self._turn:
-            if self._shelf.latest is None or self._offered is None:
+            self._check(step, before)
+            offered = self._offered
+            if offered is None:
                 raise StepNotFoundError(step)
-            if self._shelf.latest.step != step:
-                renamed = await self._stager.relabel(self._offered, step=step)
-                await self._publish(renamed)
+            if offered.manifest.step == step:
+                return
+            offered.acquire()  # a withdrawal must not free it under our hands
+            try:
+                renamed = await self._stager.relabel(offered, step=step)
+            finally:
+                offered.release()
+            await self._publish(renamed, before)
 
     async def withdraw(self, *, grace: float | None = None) -> None:
-        """Offer nothing; readers get the grace, then are evicted. Idempotent."""
+        """Offer nothing; readers get the grace, then are evicted. Idempotent.
+
+        Whatever is being staged meanwhile is not waited for, nor offered later.
+        """
         offered, self._offered = self._offered, None
         await self._shelf.retract(grace=self._grace if grace is None else grace)
         self._stager.trim()
         if offered is not None:
             emit(TransferEvent(stop="retract", step=offered.manifest.step))
 
-    async def _publish(self, snapshot: Snapshot) -> None:
+    async def close(self, *, grace: float | None = None) -> None:
+        """Offer nothing for good, and keep no memory. Idempotent."""
+        self._closed = True
+        self._stager.close()
+        await self.withdraw(grace=grace)
+
+    async def _publish(self, snapshot: Snapshot, before: int) -> None:
         # The shelf takes a reference of its own; ours ends here, whatever happens.
-        self._offered = snapshot
+        step = snapshot.manifest.step
         try:
+            self._check(step, before)
             await self._shelf.publish(snapshot, grace=self._grace)
+            self._offered = snapshot
+        except StepNotFoundError:
+            raise self._overtaken(step) from None
         finally:
             snapshot.release()
+
+    def _check(self, step: int, before: int) -> None:
+        if self._closed or self._shelf.retractions != before:
+            raise self._overtaken(step)
+
+    def _overtaken(self, step: int) -> AiockptError:
+        if self._closed:
+            return ClosedError("the transport")
+        error = StepNotFoundError(step)
+        error.add_note("the offer was withdrawn while this call was under way")
+        return error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["require"]
+__all__ = ["require", "require_type"]
 
 
 def require(*, at_least: float = 0, **options: float) -> None:
@@ -13,3 +13,10 @@ def require(*, at_least: float = 0, **options: float) -> None:
     for name, value in options.items():
         if not value >= at_least:
             raise ValueError(f"{name} must be at least {at_least:g}, got {value!r}")
+
+
+def require_type(kind: type[object], **options: object) -> None:
+    """Raise ``TypeError`` that names the first option that is no ``kind``."""
+    for name, value in options.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")

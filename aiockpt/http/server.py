@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from socket import socket
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
-from aiockpt.errors import ClosedError, LocalProtocolError
-from aiockpt.http.embed import create_app
+from aiockpt.errors import ClosedError
+from aiockpt.http.embed import routes
 from aiockpt.http.guard import ServerConfig
 from aiockpt.http.handlers import CheckpointService, ServerStatistics
 from aiockpt.http.replies import COMMON_HEADERS
@@ -50,10 +51,10 @@ class CheckpointServer:
         """Serve on ``sockets``. If cancelled, the server is stopped.
 
         Raises:
-            LocalProtocolError: nobody could be told from anybody else.
             ClosedError: it was started before; a server starts once.
         """
-        self._check(ssl_context)
+        if self._stopped or self._runner is not None:
+            raise ClosedError("the server")
         try:
             await self._serve(sockets, ssl_context)
         except BaseException:
@@ -62,21 +63,11 @@ class CheckpointServer:
                 each.close()
             raise
 
-    def _check(self, ssl_context: ssl.SSLContext | None) -> None:
-        if self._stopped or self._runner is not None:
-            raise ClosedError("the server")
-        mutual = ssl_context and ssl_context.verify_mode is ssl.CERT_REQUIRED
-        config = self.service.config
-        if config.token is None and not config.insecure and not mutual:
-            raise LocalProtocolError(
-                "the server has no way to tell who may read: pass a token, an "
-                "ssl_context that requires client certificates, or insecure=True"
-            )
-
     async def _serve(
         self, sockets: Sequence[socket], ssl_context: ssl.SSLContext | None
     ) -> None:
-        app = create_app(self.service, self.service.config.prefix)
+        app = web.Application()
+        app.add_routes(routes(self.service, self.service.config.prefix))
         app.router.add_get("/healthz", _healthz)
         app.on_response_prepare.append(_hide_versions)
         self._runner = web.AppRunner(
@@ -89,7 +80,8 @@ class CheckpointServer:
         )
         await self._runner.setup()
         for each in sockets:
-            await web.SockSite(self._runner, each, ssl_context=ssl_context).start()
+            site = web.SockSite(self._runner, each, ssl_context=ssl_context)
+            await _wholly(site.start())
 
     async def stop(self) -> None:
         """Stop listening, abort what is being sent, close every connection.
@@ -114,6 +106,24 @@ class CheckpointServer:
                     transport.abort()
         for _ in range(3):  # the loops close descriptors one to two iterations later
             await asyncio.sleep(0)
+
+
+async def _wholly(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Await what takes a turn or two of the loop; a cancel is raised after its end.
+
+    ``loop.create_server`` that is cancelled leaves a socket behind on which the loop
+    accepts, and which nobody can find any more.
+    """
+    task = asyncio.ensure_future(coroutine)
+    cancel = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as again:
+            cancel = again
+    if cancel is not None:
+        raise cancel
+    task.result()
 
 
 def _is_ours(record: logging.LogRecord) -> bool:

@@ -4,7 +4,7 @@ A shelf holds at most one published checkpoint. Each has a reader-writer lock of
 own: a reader of a superseded snapshot finishes with the bytes that it began with,
 while new readers take the new one. Memory that belongs to the trainer (``live``) is
 never left with a reader: whoever replaces or retracts it waits, and evicts after the
-grace.
+grace. What is retracted stays so: a publication that began before does not undo it.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ class Shelf:
         self._news = asyncio.Event()
         self._closed = False
         self._evicted = 0
+        self._retractions = 0
 
     def __repr__(self) -> str:
         now = self.statistics()
@@ -107,10 +108,14 @@ class Shelf:
         """What is being served."""
         return self._current
 
+    @property
+    def retractions(self) -> int:
+        """How often it was told to serve nothing."""
+        return self._retractions
+
     def statistics(self) -> ShelfStatistics:
         """Return what the shelf holds now, as one immutable record."""
-        held = {*self._superseded, *([self._current] if self._current else [])}
-        locks = [each.lock.statistics() for each in held]
+        locks = [each.lock.statistics() for each in self._held()]
         return ShelfStatistics(
             step=self._current.step if self._current else None,
             readers=sum(lock.readers for lock in locks),
@@ -123,21 +128,24 @@ class Shelf:
         """Serve ``servable`` from now on, instead of what was served before.
 
         Returns at once if the old memory is a snapshot: its readers finish. Live
-        memory is drained first: readers get ``grace`` seconds, then are evicted.
-        If cancelled, the new checkpoint is served, and the old live memory may still
-        be read until a later publish or retract returns.
+        memory is drained first: readers get ``grace`` seconds, then are evicted, and
+        those who come meanwhile wait. If cancelled, the old checkpoint is served.
 
         Raises:
             ClosedError: after :meth:`close`.
+            StepNotFoundError: :meth:`retract` was called meanwhile, and holds.
         """
         if self._closed:
             raise ClosedError("the shelf")
+        before = self._retractions
+        await self._drain([each for each in self._held() if each.servable.live], grace)
+        if self._retractions != before:
+            raise StepNotFoundError(servable.manifest.step)
+        # Nothing is awaited between the last drain and this.
         old, self._current = self._current, Published(servable)
         self._announce()
         if old is not None:
             self._supersede(old)
-        live = [each for each in self._superseded if each.servable.live]
-        await self._drain(live, grace)
 
     async def retract(self, *, grace: float) -> None:
         """Serve nothing; no byte of what was served is read once this returns.
@@ -146,6 +154,7 @@ class Shelf:
         nothing is served. If cancelled, nothing is served, and readers may go on until
         a later retract returns.
         """
+        self._retractions += 1
         old, self._current = self._current, None
         if old is not None:
             self._supersede(old)
@@ -204,6 +213,10 @@ class Shelf:
             evict()
 
         return evict_and_count
+
+    def _held(self) -> list[Published]:
+        # The current one last: it is served until all others have been drained.
+        return [*self._superseded, *([self._current] if self._current else [])]
 
     def _settled(self, step: int | None) -> bool:
         if self._closed:

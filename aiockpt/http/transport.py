@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import ssl
 from collections.abc import Callable
-from contextlib import AsyncExitStack
-from types import TracebackType
+from functools import partial
 from typing import cast
 
 import aiohttp
@@ -14,15 +13,14 @@ import aiohttp
 from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
 from aiockpt._device import port_for
-from aiockpt.errors import (
-    AiockptError,
-    ClosedError,
-)
+from aiockpt.errors import AiockptError
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
 from aiockpt.http.endpoint import Endpoint, EndpointConfig
 from aiockpt.http.handlers import CheckpointService
+from aiockpt.http.lifetime import Lifetime
 from aiockpt.http.offering import Offering
+from aiockpt.http.options import require_type
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.observe import Progress
 from aiockpt.staging import Stager
@@ -33,13 +31,15 @@ from aiockpt.wire.limits import Limits
 __all__ = ["HTTPTransport"]
 
 _THREADS = 2
+_CLOSING = 5.0  # for what is under way, and then for the threads
 
 
 class HTTPTransport(CheckpointTransport[T]):
     """Serves the last checkpoint that was sent, and receives from its like.
 
     Use it as an async context manager, or call :meth:`start` and :meth:`shutdown`.
-    One transport both sends and receives; it belongs to the loop that first used it.
+    It both sends and receives, and belongs to the loop that first used it: a call on
+    another one raises ``LocalProtocolError``.
 
     Args:
         timeout: Default deadline of a send or a receive, and the longest time that
@@ -74,8 +74,6 @@ class HTTPTransport(CheckpointTransport[T]):
             run code when they are received. Both ends must say so.
     """
 
-    _closed = False
-
     def __init__(
         self,
         timeout: Timeout = 60.0,
@@ -100,7 +98,9 @@ class HTTPTransport(CheckpointTransport[T]):
         zero_copy: bool = False,
         allow_pickle: bool = False,
     ) -> None:
+        require_type(Limits, limits=limits)
         self._timeout, self._limits = seconds(timeout), limits
+        self._lifetime = Lifetime("the transport")
         self._allow_pickle = allow_pickle
         self._credentials = find_credentials(token, insecure=insecure, env=os.environ)
         self._endpoint = Endpoint(
@@ -149,12 +149,7 @@ class HTTPTransport(CheckpointTransport[T]):
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         await self.shutdown(wait=error is None)
 
     def metadata(self) -> str:
@@ -170,6 +165,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def address(self) -> str:
         """Return the base URL without credentials, for logs and people."""
+        self._lifetime.check()
         return self._endpoint.url()
 
     async def start(self) -> None:
@@ -179,13 +175,16 @@ class HTTPTransport(CheckpointTransport[T]):
             ClosedError: after :meth:`shutdown`.
             OSError: the address cannot be bound; the message names it.
         """
-        await self._endpoint.start()
+        with self._lifetime.call():
+            await self._endpoint.start()
 
     def mount(self, prefix: str) -> CheckpointService:
         """Return the handlers for an application that serves them below ``prefix``.
 
         From then on no socket of our own is opened; see :func:`aiockpt.http.setup`.
+        Raises ``LocalProtocolError`` when it serves on a socket of its own already.
         """
+        self._lifetime.check()
         return self._endpoint.mount(prefix)
 
     async def send_checkpoint(
@@ -202,12 +201,15 @@ class HTTPTransport(CheckpointTransport[T]):
         Raises:
             UnsupportedLeafError: a leaf cannot travel; what was offered stays.
             StagingError: a copy failed.
+            StepNotFoundError: :meth:`disallow_checkpoint` was called meanwhile.
             TransferTimeoutError: staging took longer than ``timeout``.
+            ClosedError: after :meth:`shutdown`.
         """
         limit = self._timeout if timeout is None else seconds(timeout)
-        async with Deadline(limit, stop="stage") as deadline:
-            await self.start()
-            await self._offering.offer(state_dict, step, deadline)
+        with self._lifetime.call():
+            async with Deadline(limit, stop="stage") as deadline:
+                await self._endpoint.start()
+                await self._offering.offer(state_dict, step, deadline)
 
     async def allow_checkpoint(self, step: int) -> None:
         """Offer what was sent last as ``step``, without staging it again.
@@ -215,10 +217,16 @@ class HTTPTransport(CheckpointTransport[T]):
         Raises:
             StepNotFoundError: nothing is offered; send first.
         """
-        await self._offering.rename(step)
+        with self._lifetime.call():
+            await self._offering.rename(step)
 
     async def disallow_checkpoint(self) -> None:
-        """Stop offering; readers get the grace, then their connections are cut."""
+        """Stop offering; readers get the grace, then their connections are cut.
+
+        Nothing is offered again until a later send. A send that is under way is not
+        waited for: it offers nothing, and raises ``StepNotFoundError``.
+        """
+        self._lifetime.bind()
         await self._offering.withdraw()
 
     async def recv_checkpoint(
@@ -254,8 +262,6 @@ class HTTPTransport(CheckpointTransport[T]):
             TemplateMismatchError: ``into`` does not fit.
             TransportError, ProtocolError, AuthenticationError: see the error tree.
         """
-        if self._closed:
-            raise ClosedError("the transport")
         source = parse_metadata(metadata)
         limit = self._timeout if timeout is None else seconds(timeout)
         deadline = Deadline(limit, stop="fetch_manifest")
@@ -268,21 +274,27 @@ class HTTPTransport(CheckpointTransport[T]):
             ports=port_for,
         )
         receive = Receive(self._client, self._bridge, options, deadline)
-        try:
-            async with deadline:
-                return cast("T", await receive.run(source, step))
-        except AiockptError as error:
-            receive.annotate(error)
-            raise
+        with self._lifetime.call():
+            try:
+                async with deadline:
+                    return cast("T", await receive.run(source, step))
+            except AiockptError as error:
+                receive.annotate(error)
+                raise
 
     async def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
-        """Stop serving and close everything; ``wait=False`` gives readers no grace."""
-        if self._closed:
-            return
-        self._closed = True
-        async with AsyncExitStack() as closing:  # every line runs, whatever one raises
-            closing.callback(self._bridge.close, wait=wait)
-            closing.push_async_callback(self._client.aclose)
-            closing.push_async_callback(self._endpoint.stop)
-            closing.push_async_callback(self._endpoint.shelf.close)
-            await self._offering.withdraw(grace=None if wait else 0.0)
+        """Stop serving and close everything; ``wait=False`` gives readers no grace.
+
+        Calls that are under way fail. If cancelled, the closing goes on by itself.
+        """
+        self._lifetime.bind()
+        if self._lifetime.closed and not wait:
+            await self._offering.withdraw(grace=0.0)  # cut the grace of another call
+        self._bridge.refuse()
+        await self._lifetime.end(
+            partial(self._offering.close, grace=None if wait else 0.0),
+            self._endpoint.stop,
+            self._client.aclose,
+            partial(self._lifetime.calls_ended, timeout=_CLOSING),
+            partial(self._bridge.aclose, timeout=_CLOSING),
+        )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from aiockpt.http.embed import attach, create_app
+from aiockpt.http.embed import routes
 from aiockpt.http.handlers import CheckpointService
 from aiockpt.http.shelf import Shelf
 from serving import CONFIG, Memory, Peer, settle
@@ -49,6 +49,16 @@ def service(shelf) -> CheckpointService:
     return CheckpointService(shelf, CONFIG)
 
 
+def attach(app: web.Application, service: CheckpointService, prefix: str) -> None:
+    """Put the handlers into a host application, as an embedder does."""
+    app.add_routes(routes(service, prefix))
+
+    async def close(_: web.Application) -> None:
+        service.close()
+
+    app.on_shutdown.append(close)
+
+
 async def hello(_: web.Request) -> web.Response:
     """Be a route of the host."""
     return web.Response(text="hello")
@@ -81,8 +91,9 @@ async def test_a_host_application_keeps_its_own_routes(shelf, service):
 
 async def test_a_sub_application_serves_below_its_mount(shelf, service):
     """``add_subapp`` needs nothing from its parent."""
-    app = web.Application()
-    app.add_subapp("/ckpt", create_app(service))
+    app, inner = web.Application(), web.Application()
+    attach(inner, service, "")
+    app.add_subapp("/ckpt", inner)
     memory = Memory(BIG)
     await shelf.publish(memory, grace=0)
     async with hosting(app) as port, Peer(port) as peer:

@@ -143,9 +143,10 @@ async def test_live_memory_is_drained_before_publish_returns():
     publishing = asyncio.create_task(shelf.publish(Memory(step=2), grace=3600))
     await asyncio.sleep(0)
     assert not publishing.done()
-    assert (await shelf.wait_for(2, wait=0)).step == 2
+    assert (await shelf.wait_for(1, wait=0)).step == 1
     await reader.stop()
     await publishing
+    assert (await shelf.wait_for(2, wait=0)).step == 2
     assert old.references == 0
     assert not reader.evicted
 
@@ -162,6 +163,42 @@ async def test_a_reader_of_live_memory_is_evicted_after_the_grace():
     assert old.references == 0
     assert shelf.statistics().evicted == 1
     await reader.stop()
+
+
+async def test_a_cancelled_publish_leaves_live_memory_on_offer():
+    """What was offered stays offered, and its reader undisturbed."""
+    shelf = Shelf()
+    old, new = Memory(step=1, live=True), Memory(step=2, live=True)
+    await shelf.publish(old, grace=0)
+    reader = await Reader(shelf, await shelf.wait_for(1, wait=0)).inside()
+    publishing = asyncio.create_task(shelf.publish(new, grace=3600))
+    await asyncio.sleep(0)
+    publishing.cancel()
+    await asyncio.wait({publishing})
+    assert (await shelf.wait_for(1, wait=0)).step == 1
+    assert not reader.evicted
+    assert (old.references, new.references) == (2, 0)
+    await reader.stop()
+    await shelf.close()
+    assert old.references == 0
+
+
+async def test_a_retract_is_not_undone_by_a_publish_that_waits():
+    """Who retracts while live memory is being drained finds nothing offered."""
+    shelf = Shelf()
+    old, new = Memory(step=1, live=True), Memory(step=2, live=True)
+    await shelf.publish(old, grace=0)
+    reader = await Reader(shelf, await shelf.wait_for(1, wait=0)).inside()
+    publishing = asyncio.create_task(shelf.publish(new, grace=3600))
+    await asyncio.sleep(0)
+    retracting = asyncio.create_task(shelf.retract(grace=3600))
+    await asyncio.sleep(0)
+    await reader.stop()
+    await retracting
+    with pytest.raises(StepNotFoundError):
+        await publishing
+    assert shelf.latest is None
+    assert (old.references, new.references) == (0, 0)
 
 
 async def test_retract_waits_for_every_reader():
