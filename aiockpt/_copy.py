@@ -139,8 +139,17 @@ class CopyPlan:
             port.synchronize()
 
     def stage_parts(self, after: Fences) -> list[Event]:
-        """Copy what moves element by element into the arena, all at once."""
-        return self._move_parts(self._parts(), after)
+        """Copy what moves element by element into the arena, all at once.
+
+        The memory between the elements is left out: it reads as zeros.
+        """
+        for backing, offset, size in zip(
+            self._backings, self._offsets, self._sizes, strict=True
+        ):
+            if backing.parts:
+                ctypes.memset(self._arena.address + offset, 0, size)
+        pairs = (_once(host, tensor) for host, tensor in self._parts())
+        return self._move_parts(pairs, after)
 
     def load_parts(self, after: Fences) -> list[Event]:
         """Copy it back, all at once."""

@@ -1,43 +1,42 @@
 """How tensors become entries of the data segment. Decisions only, no copies.
 
-Tensors whose memory overlaps form a *group*, which becomes one entry, so tied weights
-and views travel once and stay aliased. Everything else becomes an entry of its own
-that holds just the bytes of the tensor:
+Tensors whose spans of memory overlap form a *group*, which becomes one entry, so tied
+weights and views travel once and stay aliased:
 
 =========================================  ======================================
 the group                                  its entry
 =========================================  ======================================
 one contiguous tensor                      the tensor itself
-one view that uses half of its span        the span, with the view's strides
-one sparser view                           a dense copy (flag ``COMPACTED``)
-several views                              the span of all of them
+views that use half of their span or more  the span, with the views' strides
+views that use less                        the sparse ones (each by itself uses
+                                           less than half of its own span) leave
+                                           with a dense copy each (``COMPACTED``);
+                                           the others are grouped again
+members that no address aligns together    those that fit the widest; the others
+                                           are grouped again
 =========================================  ======================================
+
+Tensors that are the same view never part. Different ones that leave a group do: where
+they share elements, the copies do not, so a template with such tensors is refused.
+Memory in a span that is no element of any tensor is never read: it travels as zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
+import msgspec
 import torch
 
 from aiockpt._leaves import DTYPE_NAMES
+from aiockpt._members import Member, by_view, runs, share_elements
 from aiockpt.errors import UnsupportedLeafError
-from aiockpt.wire.dtypes import DTYPES
 from aiockpt.wire.layout import Storage, dense_stride
-from aiockpt.wire.manifest import (
-    COMPACTED,
-    CONJ,
-    NEG,
-    PARAMETER,
-    REQUIRES_GRAD,
-    TensorSpec,
-)
+from aiockpt.wire.manifest import COMPACTED, TensorSpec
 
-__all__ = ["Backing", "Group", "Member", "Part", "group_members"]
-
-_LAZY = CONJ | NEG
+__all__ = ["Backing", "Group", "Part", "group_members"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +51,11 @@ class Part:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Backing:
+class Backing(msgspec.Struct, frozen=True, gc=False):
     """Where the bytes of one entry are in the state dict.
+
+    A struct, because there may be 100,000: it takes a tenth of a dataclass's time, and
+    the collector need not visit it.
 
     Attributes:
         tensor: A tensor of the group; it keeps the storage alive.
@@ -66,55 +67,7 @@ class Backing:
     tensor: torch.Tensor
     address: int
     nbytes: int
-    parts: Sequence[Part] = ()
-
-
-class Member:
-    """A tensor of the state dict, and the addresses that it spans."""
-
-    __slots__ = (
-        "contiguous",
-        "flags",
-        "itemsize",
-        "name",
-        "number",
-        "start",
-        "stop",
-        "tensor",
-    )
-
-    def __init__(self, tensor: torch.Tensor, name: str, number: int) -> None:
-        if tensor.is_meta:
-            raise UnsupportedLeafError(name, "meta tensor", "it has no data to send")
-        self.tensor = tensor
-        self.name = name
-        self.number = number
-        self.flags = _flags(tensor)
-        self.itemsize = tensor.itemsize
-        self.contiguous = tensor.is_contiguous()
-        span = tensor.nbytes if self.contiguous else _span(tensor)
-        self.start = tensor.data_ptr()
-        self.stop = self.start + span
-        # A sharded module frees the storage of a parameter that it has gathered.
-        stop = tensor.storage_offset() * self.itemsize + span
-        held = tensor.untyped_storage().nbytes() if self.start else 0
-        if span and stop > held:
-            raise UnsupportedLeafError(name, "tensor", "its memory has been freed")
-
-    @property
-    def code(self) -> str | None:
-        """The safetensors code of its dtype, where there is one."""
-        return DTYPES[DTYPE_NAMES[self.tensor.dtype]][1]
-
-    def is_same_view(self, other: Member) -> bool:
-        """Say whether both have the same elements in the same order."""
-        return self is other or (
-            self.start == other.start
-            and self.flags & _LAZY == other.flags & _LAZY
-            and self.tensor.dtype == other.tensor.dtype
-            and self.tensor.shape == other.tensor.shape
-            and self.tensor.stride() == other.tensor.stride()
-        )
+    parts: tuple[Part, ...] = ()
 
 
 class Group:
@@ -122,42 +75,31 @@ class Group:
 
     __slots__ = ("cover", "dense", "members", "start", "stop", "storage")
 
-    def __init__(self, member: Member) -> None:
-        self.members = [member]
-        self.start = member.start
-        self.stop = member.stop
-        self.dense = False
-        self.cover: Member | None = None
-        self.storage: Storage
+    def __init__(self, members: Iterable[Member], *, dense: bool = False) -> None:
+        self.members = sorted(members, key=attrgetter("number"))
+        self.start = min(member.start for member in self.members)
+        self.stop = max(member.stop for member in self.members)
+        self.dense = dense
+        self.cover: Member | None = self.members[0]
+        self.storage = self._compact() if dense else self._span()
 
-    def settle(self) -> None:
-        """Decide what the entry is."""
+    def _compact(self) -> Storage:
         first = self.members[0]
-        if len(self.members) == 1 and first.contiguous:
-            self.cover = first
-            self._become(first, first.tensor.nbytes, first.itemsize)
-            return
-        self.members.sort(key=attrgetter("number"))
-        first = self.members[0]
-        self.dense = self._is_sparse()
-        if self.dense:
-            self.cover = first
-            self._become(first, first.tensor.nbytes, first.itemsize)
-        else:
-            self._settle_span()
+        return self._storage(first, first.tensor.nbytes, first.itemsize)
 
-    def _settle_span(self) -> None:
-        align = max(member.itemsize for member in self.members)
-        first = self.members[0].tensor
-        # Offsets are multiples of the element size counted from the storage's start.
-        base = first.data_ptr() - int(first.storage_offset()) * first.itemsize
-        self.start -= (self.start - base) % align
-        covers = (member for member in self.members if self._is_covered_by(member))
-        self.cover = next(covers, None)
+    def _span(self) -> Storage:
+        widest = _widest(self.members)
+        align = widest.itemsize
+        # Not from the storage's start: buffers of other libraries overlap at any byte.
+        self.start -= (self.start - widest.start) % align
+        assert all((m.start - self.start) % m.itemsize == 0 for m in self.members)
         nbytes = self.stop - self.start
-        self._become(self.cover or self.members[0], nbytes + -nbytes % align, align)
+        covers = (member for member in self.members if self._is_covered_by(member))
+        self.cover = None if nbytes % align else next(covers, None)
+        named = self.cover or self.members[0]
+        return self._storage(named, nbytes + -nbytes % align, align)
 
-    def _become(self, member: Member, nbytes: int, align: int) -> None:
+    def _storage(self, member: Member, nbytes: int, align: int) -> Storage:
         code = member.code
         shape: tuple[int, ...]
         if code is not None and member is self.cover:
@@ -166,19 +108,13 @@ class Group:
             shape = (nbytes // member.itemsize,)
         else:
             code, shape = "U8", (nbytes,)
-        self.storage = Storage(member.name, code, shape, nbytes, align)
-
-    def _is_sparse(self) -> bool:
-        first = self.members[0]
-        same = all(first.is_same_view(member) for member in self.members)
-        return same and 2 * first.tensor.nbytes < self.stop - self.start
+        return Storage(member.name, code, shape, nbytes, align)
 
     def _is_covered_by(self, member: Member) -> bool:
         return (
-            member.contiguous
-            and member.start == self.start
+            member.start == self.start
             and member.stop == self.stop
-            and (self.stop - self.start) % member.itemsize == 0
+            and member.tensor.is_contiguous()
             and member.code is not None
         )
 
@@ -197,16 +133,18 @@ class Group:
         name, shape = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
         return TensorSpec(entry, name, shape, stride, offset, flags)
 
-    def backing(self, *, writing: bool) -> Backing:
-        """Where its bytes are; all of them, or those that may be written."""
+    def backing(self) -> Backing:
+        """Where its bytes are: as they lie in memory, where all of them are its own."""
         first = self.members[0].tensor
         nbytes = self.stop - self.start
         if self.dense:
-            parts = [Part(first, dense_stride(first.shape), 0)]
-        elif writing and self._has_holes():
-            parts = [self._part(member) for member in self.members]
-        else:
-            parts = []
+            part = Part(first, dense_stride(first.shape), 0)
+            return Backing(first, self.start, nbytes, (part,))
+        if not self._has_holes():
+            for member in self.members:
+                if not nbytes or member.holds(self.start, self.stop):
+                    return Backing(member.tensor, self.start, nbytes)
+        parts = tuple(self._part(same[0]) for same in by_view(self.members))
         return Backing(first, self.start, nbytes, parts)
 
     def _part(self, member: Member) -> Part:
@@ -217,67 +155,84 @@ class Group:
         """Whether memory between the members' elements is not the state dict's."""
         reached = self.start
         for member in sorted(self.members, key=attrgetter("start")):
-            if member.start <= reached and _is_solid(member.tensor):
+            if member.start <= reached and member.is_solid():
                 reached = max(reached, member.stop)
         return reached < self.stop
 
 
-def group_members(members: Iterable[Member]) -> list[Group]:
-    """Group members that overlap in memory, in order of first appearance."""
+def group_members(members: Iterable[Member], *, writing: bool) -> list[Group]:
+    """Group members that overlap in memory, as far as one entry can hold them.
+
+    Raises:
+        UnsupportedLeafError: with ``writing``, two tensors that have entries of their
+            own share an element, which would be written twice.
+    """
     groups: list[Group] = []
     by_device: dict[torch.device, list[Member]] = {}
     for member in members:
         if member.start == member.stop:
-            groups.append(Group(member))
+            groups.append(Group([member]))
         else:
             by_device.setdefault(member.tensor.device, []).append(member)
     for neighbours in by_device.values():
-        neighbours.sort(key=attrgetter("start"))
-        groups += _overlapping(neighbours)
-    for group in groups:
-        group.settle()
-    groups.sort(key=lambda group: group.members[0].number)
+        for run in runs(neighbours):
+            parts = _split(run)
+            if writing:
+                _check_apart(parts)
+            groups += parts
     return groups
 
 
-def _overlapping(members: Iterable[Member]) -> list[Group]:
+def _split(run: list[Member]) -> list[Group]:
     groups: list[Group] = []
-    stop = -1
-    for member in members:
-        if member.start < stop:
-            group = groups[-1]
-            group.members.append(member)
-            group.stop = stop = max(stop, member.stop)
+    waiting = [run]
+    while waiting:
+        members = waiting.pop()
+        fit, others = _aligned(members)
+        if others:
+            waiting += runs(fit) + runs(others)
+            continue
+        rest, sparse = _filling(members)
+        groups += (Group(same, dense=True) for same in sparse)
+        if sparse:
+            waiting += runs(rest)
         else:
-            groups.append(Group(member))
-            stop = member.stop
+            groups.append(Group(rest))
     return groups
 
 
-def _flags(tensor: torch.Tensor) -> int:
-    flags = REQUIRES_GRAD if tensor.requires_grad else 0
-    if type(tensor) is torch.nn.Parameter:
-        flags |= PARAMETER
-    if tensor.is_conj():
-        flags |= CONJ
-    return flags | NEG if tensor.is_neg() else flags
+def _widest(members: Iterable[Member]) -> Member:
+    return max(members, key=attrgetter("itemsize"))
 
 
-def _is_solid(tensor: torch.Tensor) -> bool:
-    """Whether the elements leave no memory out between the first and the last."""
-    reach = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride > reach:
-                return False
-            reach += (size - 1) * stride
-    return True
+def _aligned(members: Iterable[Member]) -> tuple[list[Member], list[Member]]:
+    """Part those whose offsets are whole elements, in an entry that the widest fits."""
+    members = sorted(members, key=attrgetter("number"))
+    origin = _widest(members).start
+    halves: tuple[list[Member], list[Member]] = ([], [])
+    for member in members:
+        halves[(member.start - origin) % member.itemsize != 0].append(member)
+    return halves
 
 
-def _span(tensor: torch.Tensor) -> int:
-    """Bytes from the first to behind the last element, as they lie in memory."""
-    last = sum(
-        (size - 1) * stride
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return (last + 1) * tensor.itemsize
+def _filling(members: list[Member]) -> tuple[list[Member], list[list[Member]]]:
+    """Part those that make a span worth sending from the sparse views, if need be."""
+    views = by_view(members)
+    span = max(m.stop for m in members) - min(m.start for m in members)
+    if 2 * sum(same[0].used for same in views) >= span:
+        return members, []
+    # The others fill half of their spans, and so of whatever runs these make.
+    rest = [member for same in views if not same[0].is_sparse for member in same]
+    return rest, [same for same in views if same[0].is_sparse]
+
+
+def _check_apart(groups: list[Group]) -> None:
+    for position, group in enumerate(groups):
+        before = [member for other in groups[:position] for member in other.members]
+        for same in by_view(group.members):
+            if share_elements(before, same[0]):
+                remedy = (
+                    "it shares elements with another tensor in a way that no "
+                    "checkpoint keeps; receive without into="
+                )
+                raise UnsupportedLeafError(same[0].name, "view", remedy)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from aiockpt._drafts import Drafts, draft
 from aiockpt._gc import collector_paused
-from aiockpt._groups import Backing, Group, Member, group_members
+from aiockpt._groups import Backing
 from aiockpt._leaves import DTYPE_NAMES, extension
 from aiockpt.errors import AiockptError, StateDictError, UnsupportedLeafError
 from aiockpt.wire.layout import Storage, dense_stride, plan_segment
@@ -57,7 +59,8 @@ class _Collector:
     """Numbers tensors as the tree codec meets them; one object, one number."""
 
     def __init__(self, limits: Limits, *, allow_pickle: bool, writing: bool) -> None:
-        self.members: list[Member] = []
+        self.tensors: list[torch.Tensor] = []
+        self.names: list[str] = []
         self.writing = writing
         self._numbers: dict[int, int] = {}
         self._names: set[str] = {"__metadata__"}
@@ -69,9 +72,12 @@ class _Collector:
         return encode_tree(
             value,
             registry=REGISTRY,
-            leaf=lambda leaf, below: self._leaf(leaf, (*path, *below)),
+            leaf=partial(self._leaf_below, path) if path else self._leaf,
             limits=self._limits,
         )
+
+    def _leaf_below(self, above: Path, value: object, path: Path) -> Node:
+        return self._leaf(value, (*above, *path))
 
     def _leaf(self, value: object, path: Path) -> Node:
         """Say how a leaf travels; None where it cannot."""
@@ -89,8 +95,9 @@ class _Collector:
     def _number(self, tensor: torch.Tensor, path: Path) -> int:
         number = self._numbers.get(id(tensor))
         if number is None:
-            number = self._numbers[id(tensor)] = len(self.members)
-            self.members.append(Member(tensor, self._name(path), number))
+            number = self._numbers[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+            self.names.append(self._name(path))
         return number
 
     def _name(self, path: Path) -> str:
@@ -113,18 +120,22 @@ def _is_dense_tensor(value: object) -> TypeIs[torch.Tensor]:
 
 
 def _number_tensors(
-    groups: Sequence[Group], count: int
+    drafts: Drafts, order: Sequence[int], count: int
 ) -> tuple[list[TensorSpec], list[int]]:
     """Number the plain tensors after their entries, and the others behind them."""
     views: list[TensorSpec] = []
     numbers = [0] * count
-    for entry, group in enumerate(groups):
-        for member in group.members:
-            spec = group.spec(member, entry)
+    for entry, index in enumerate(order):
+        owner = drafts.owners[index]
+        if isinstance(owner, int):
+            numbers[owner] = entry
+            continue
+        for member in owner.members:
+            spec = owner.spec(member, entry)
             if spec is None:
                 numbers[member.number] = entry
             else:
-                numbers[member.number] = len(groups) + len(views)
+                numbers[member.number] = len(order) + len(views)
                 views.append(spec)
     return views, numbers
 
@@ -158,17 +169,17 @@ def describe(
 
 def _describe(state_dict: object, collector: _Collector) -> Description:
     tree = collector.encode(state_dict)
-    groups = group_members(collector.members)
-    order, offsets, segment_bytes = plan_segment([group.storage for group in groups])
-    groups = [groups[index] for index in order]
-    views, numbers = _number_tensors(groups, len(collector.members))
+    tensors = collector.tensors
+    drafts = draft(tensors, collector.names, writing=collector.writing)
+    order, offsets, segment_bytes = plan_segment(drafts.storages)
+    views, numbers = _number_tensors(drafts, order, len(tensors))
     renumber(tree, numbers)
     return Description(
         tree=tree,
-        storages=[group.storage for group in groups],
+        storages=[drafts.storages[index] for index in order],
         offsets=offsets,
         segment_bytes=segment_bytes,
-        backings=[group.backing(writing=collector.writing) for group in groups],
+        backings=[drafts.backings[index] for index in order],
         views=views,
-        tensors={numbers[m.number]: m.tensor for m in collector.members},
+        tensors=dict(zip(numbers, tensors, strict=True)),
     )

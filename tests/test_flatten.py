@@ -89,6 +89,36 @@ class TestEntries:
         assert [view.flags for view in found.views] == [COMPACTED]
         assert described(torch.zeros(100)[::2]).segment_bytes == 99 * 4
 
+    def test_columns_drag_nothing_along(self) -> None:
+        """Nor what lies between them; equal ones stay one."""
+        base = torch.zeros(4096, 1024)
+        found = described({"a": base[:, 0], "b": base[:, 1], "c": base[:, 0]})
+        assert [storage.nbytes for storage in found.storages] == [16384, 16384]
+        assert [view.storage for view in found.views] == [0, 0, 1]
+        assert all(view.flags == COMPACTED for view in found.views)
+
+    def test_columns_that_are_all_of_it_are_one_entry(self) -> None:
+        """What each leaves out, another one uses."""
+        base = torch.zeros(64, 4)
+        found = described([base[:, 0], base[:, 1], base[:, 2:]])
+        assert [storage.nbytes for storage in found.storages] == [64 * 4 * 4]
+
+    def test_a_sparse_view_leaves_the_others_tied(self) -> None:
+        """It alone would make them travel with what is not in the state dict."""
+        base = torch.zeros(1000)
+        found = described([base[:10], base[5:15], base[::10]])
+        assert [storage.nbytes for storage in found.storages] == [60, 400]
+
+    def test_members_that_no_address_aligns_are_entries_of_their_own(self) -> None:
+        """Those that the widest aligns stay with it."""
+        memory = bytearray(64)
+        wide = torch.frombuffer(memory, dtype=torch.int64, offset=3, count=4)
+        tied = torch.frombuffer(memory, dtype=torch.int32, offset=7, count=4)
+        odd = torch.frombuffer(memory, dtype=torch.int32, offset=4, count=4)
+        found = described([wide, tied, odd])
+        assert [storage.nbytes for storage in found.storages] == [32, 16]
+        assert found.spec(2).offset == 1
+
     def test_a_dtype_without_a_code_is_entered_as_bytes(self) -> None:
         """The view says what it is."""
         found = described(torch.zeros(3, dtype=torch.complex128))
@@ -223,6 +253,23 @@ class TestRefusals:
         assert described({"x": frozenset}, allow_pickle=True).tree
         with pytest.raises(UnsupportedLeafError, match=r"^f is a function"):
             described({"f": lambda: None}, allow_pickle=True)
+
+    def test_elements_that_would_be_written_twice_are_refused(self) -> None:
+        """Two entries, which need not agree, have them; the later path is named."""
+        base = torch.zeros(4096, 64)
+        described([base[:, 0], base[:, 1]], writing=True)
+        described([base[:, :2], base[:, 1:3]])
+        with pytest.raises(UnsupportedLeafError, match="shares elements") as caught:
+            described([base[:, :2], base[:, 1:3]], writing=True)
+        assert caught.value.path == "[1]"
+
+    def test_bytes_that_would_be_written_twice_are_refused(self) -> None:
+        """Of buffers that overlap so that no entry can hold both."""
+        memory = bytearray(64)
+        wide = torch.frombuffer(memory, dtype=torch.int64, count=4)
+        odd = torch.frombuffer(memory, dtype=torch.int32, offset=5, count=1)
+        with pytest.raises(UnsupportedLeafError, match="shares elements"):
+            described([wide, odd], writing=True)
 
     def test_a_quantized_tensor_cannot_be_written(self) -> None:
         """What torch shows of it is a copy."""

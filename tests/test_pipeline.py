@@ -8,8 +8,10 @@ import pytest
 import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from aiockpt.testing import assert_same
+from aiockpt.testing.equality import elements
 from aiockpt.testing.leaves import LEAVES, every_dtype
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import Manifest, decode_header, header_length
@@ -17,11 +19,11 @@ from pipeline import file_of, rebuilt, stager
 from states import State, states
 
 
-def staged(state: object) -> bytes:
+def staged(state: object, **options: bool) -> bytes:
     """Return the file that a state dict becomes."""
 
     async def stage() -> bytes:
-        async with stager() as staging:
+        async with stager(**options) as staging:
             return file_of(await staging.stage(state, step=1))
 
     return asyncio.run(stage())
@@ -33,6 +35,54 @@ def staged(state: object) -> bytes:
 def test_any_state_dict_survives(state: State) -> None:
     """Types, bits, strides, flags and shared memory come out as they went in."""
     assert_same(rebuilt(staged(dict(state))), dict(state))
+
+
+ALIGNED_ANYWHERE = [torch.uint8, torch.int16, torch.float32, torch.int64]
+
+
+@st.composite
+def overlapping(draw: st.DrawFn) -> list[torch.Tensor]:
+    """Make views of one buffer at any byte, each with a torch storage of its own.
+
+    The elements that they use count up; the bytes beside them are all 255.
+    """
+    memory = bytearray(b"\xff" * 256)
+    found = []
+    for _ in range(draw(st.integers(1, 6))):
+        dtype = draw(st.sampled_from(ALIGNED_ANYWHERE))
+        offset = draw(st.integers(0, 128))
+        count = draw(st.integers(1, 128 // dtype.itemsize))
+        step = draw(st.integers(1, 5))
+        flat = torch.frombuffer(memory, dtype=dtype, offset=offset, count=count)
+        found.append(flat[::step])
+    for tensor in found:
+        elements(tensor).copy_(elements(tensor).clone().random_(0, 255))
+    return found
+
+
+@pytest.mark.parametrize("zero_copy", [False, True])
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=200)
+@given(overlapping())
+def test_buffers_that_overlap_at_any_byte_survive(
+    zero_copy: bool,
+    tensors: list[torch.Tensor],
+) -> None:
+    """Every value is exact, and no byte beside them is sent."""
+    file = staged(tensors, zero_copy=zero_copy)
+    for actual, expected in zip(rebuilt(file), tensors, strict=True):
+        assert torch.equal(elements(actual), elements(expected))
+    assert b"\xff" not in file[header_length(file[:8], limits=Limits()) :]
+
+
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_memory_between_elements_travels_as_zeros(
+    zero_copy: bool,
+) -> None:
+    """Nobody asked for it, and it may be anything."""
+    secret = torch.full((10, 4), 0x55, dtype=torch.uint8)
+    secret[:, :3] = 1
+    file = staged(secret[:, :3], zero_copy=zero_copy)
+    assert file.endswith(bytes([1, 1, 1, 0] * 9 + [1, 1, 1]))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd dtypes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -21,8 +21,9 @@ def assert_same(actual: object, expected: object) -> None:
     Types are exact; so are the order of keys, the bits of floats and tensors (nan
     payloads, ``-0.0``), flags such as ``requires_grad``, which leaves are the same
     object, and which tensors overlap in memory and how. A stride matters where a
-    dimension has more than one element, and a view that uses less than half of its
-    memory may have become dense. Devices may differ.
+    dimension has more than one element. A view that uses less than half of the memory
+    that it spans may have become dense, and have parted from other views. Devices may
+    differ.
 
     Raises:
         AssertionError: they differ.
@@ -79,7 +80,9 @@ class _Comparison:
 
     def memory(self) -> None:
         """Compare what shares memory with what, once every tensor has been met."""
-        actual, expected = _shared(self._actual), _shared(self._expected)
+        pairs = zip(self._actual, self._expected, strict=True)
+        kept = [_same_strides(mine, theirs) for mine, theirs in pairs]
+        actual, expected = _shared(self._actual, kept), _shared(self._expected, kept)
         for path, is_, was in zip(self._paths, actual, expected, strict=True):
             self.equal("memory shared with tensor", is_, was, path)
 
@@ -156,12 +159,20 @@ def _parts(tensor: torch.Tensor) -> list[object]:
 
 
 def _strides_agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    if not expected.numel():
-        return True
+    return _same_strides(actual, expected) or (
+        actual.is_contiguous() and _is_sparse(expected)
+    )
+
+
+def _same_strides(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     pairs = zip(expected.shape, actual.stride(), expected.stride(), strict=True)
-    if all(mine == theirs for size, mine, theirs in pairs if size > 1):
-        return True
-    return actual.is_contiguous() and 2 * expected.nbytes < _span(expected)
+    return not expected.numel() or all(
+        mine == theirs for size, mine, theirs in pairs if size > 1
+    )
+
+
+def _is_sparse(tensor: torch.Tensor) -> bool:
+    return 2 * tensor.nbytes < _span(tensor)
 
 
 def _span(tensor: torch.Tensor) -> int:
@@ -170,20 +181,27 @@ def _span(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def _shared(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int, int]]:
+def _shared(
+    tensors: Sequence[torch.Tensor], kept: Iterable[bool]
+) -> list[tuple[int, int, int]]:
     """Return for each tensor which earlier one it shares memory or its identity with.
 
     The first member of a run of overlapping tensors, the distance to it in bytes, and
-    the first tensor that is the same object.
+    the first tensor that is the same object. Those that have not been ``kept`` as they
+    were are compared with each other, and only as wholes.
     """
-    spans, identities = [], dict[int, int]()
+    spans, identities, views = [], dict[int, int](), dict[object, int]()
     found: dict[int, tuple[int, int, int]] = {}
-    for number, tensor in enumerate(tensors):
+    for number, (tensor, as_it_was) in enumerate(zip(tensors, kept, strict=True)):
         same = identities.setdefault(id(tensor), number)
         found[number] = (number, 0, same)
-        if tensor.numel():
-            start = tensor.data_ptr()
+        start = tensor.data_ptr()
+        if tensor.numel() and as_it_was:
             spans.append((start, start + _span(tensor), number, same))
+        elif tensor.numel():
+            lazy = tensor.is_conj(), tensor.is_neg()
+            view = (start, tensor.dtype, tensor.shape, tensor.stride(), lazy)
+            found[number] = (views.setdefault(view, number), 0, same)
     for run in _runs(sorted(spans)):
         first, origin = min((number, start) for start, _, number, _ in run)
         for start, _, number, same in run:

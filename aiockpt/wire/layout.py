@@ -10,7 +10,6 @@ anywhere in the header is noticed, and equal checkpoints have equal ids.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
@@ -42,12 +41,12 @@ PREFIX: Final = b'{"__metadata__":{"aiockpt.snapshot":"'
 ID_SLICE: Final = slice(len(PREFIX), len(PREFIX) + 32)
 
 
-@dataclass(frozen=True, slots=True)
-class Storage:
+class Storage(msgspec.Struct, frozen=True, gc=False):
     """A storage that wants a place in the segment.
 
     ``align`` is the element size of the widest tensor in it; ``nbytes`` must be a
-    multiple of it, or whatever follows would not be aligned.
+    multiple of it, or whatever follows would not be aligned. (A struct, like `Entry`:
+    there may be 100,000.)
     """
 
     name: str
