@@ -6,19 +6,24 @@ sparse tensor's indices and values lie in the data segment like any tensor.
 
 from __future__ import annotations
 
+import math
 import pickle  # noqa: TID251 - only behind allow_pickle, which both ends must ask for
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from aiockpt._payload import Allowance
 from aiockpt.errors import RemoteProtocolError, UnsupportedLeafError
 from aiockpt.wire.paths import Path, format_path
 from aiockpt.wire.registry import REGISTRY, Codec, Registry
 
 __all__ = ["DTYPES", "DTYPE_NAMES", "Extension", "extension", "registry"]
+
+_T = TypeVar("_T")
 
 DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
@@ -33,7 +38,6 @@ _COMPRESSED = {
     torch.sparse_csc: ("torch.sparse_csc", "column"),
     torch.sparse_bsc: ("torch.sparse_bsc", "column"),
 }
-
 
 _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32})
 
@@ -66,19 +70,29 @@ def _odd_tensor(tensor: torch.Tensor) -> Extension | None:
     return parts
 
 
+def _spelled_out(part: torch.Tensor) -> torch.Tensor:
+    """Return a part as a receiver accepts it: no element of it repeats another's."""
+    sizes = zip(part.shape, part.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in sizes)
+    return part.contiguous() if part.numel() > span else part
+
+
 def _taken_apart(tensor: torch.Tensor) -> Extension | None:
     if tensor.is_quantized:
         return _quantized(tensor)
     if tensor.layout is torch.sparse_coo:
-        parts = (tensor._indices(), tensor._values(), tensor.size())  # noqa: SLF001
-        return Extension("torch.sparse_coo", (*parts, tensor.is_coalesced()))
+        indices = _spelled_out(tensor._indices())  # noqa: SLF001 - the public ones
+        values = _spelled_out(tensor._values())  # noqa: SLF001 - refuse uncoalesced
+        parts = (indices, values, tensor.size(), tensor.is_coalesced())
+        return Extension("torch.sparse_coo", parts)
     if tensor.layout in _COMPRESSED:
         tag, major = _COMPRESSED[tensor.layout]
         if major == "row":
             index = (tensor.crow_indices(), tensor.col_indices())
         else:
             index = (tensor.ccol_indices(), tensor.row_indices())
-        return Extension(tag, (*index, tensor.values(), tensor.size()))
+        outer, inner, values = map(_spelled_out, (*index, tensor.values()))
+        return Extension(tag, (outer, inner, values, tensor.size()))
     return None
 
 
@@ -86,10 +100,8 @@ def _quantized(tensor: torch.Tensor) -> Extension | None:
     if tensor.dtype not in _QUANTIZED:
         return None
     if tensor.qscheme() == torch.per_tensor_affine:
-        scale, zero = tensor.q_scale(), tensor.q_zero_point()
-        return Extension(
-            "torch.quantized", (tensor.int_repr(), tensor.dtype, scale, zero)
-        )
+        one = (tensor.int_repr(), tensor.dtype, tensor.q_scale(), tensor.q_zero_point())
+        return Extension("torch.quantized", one)
     scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
     axis = tensor.q_per_channel_axis()
     parts = (tensor.int_repr(), tensor.dtype, scales, zeros, axis)
@@ -125,15 +137,27 @@ def _leaf(payload: Any) -> torch.Tensor:
 
 def _coo(payload: Any) -> torch.Tensor:
     indices, values, size, coalesced = payload
+    # Without dimensions of its own, a count of elements costs its sender nothing.
+    if indices.shape[1] > max(1, indices.numel(), values.numel()):
+        raise ValueError(f"{indices.shape[1]} elements of no bytes")
     return torch.sparse_coo_tensor(
-        indices, values, size, check_invariants=True, is_coalesced=bool(coalesced)
+        indices,
+        values,
+        _is(torch.Size, size),
+        check_invariants=True,
+        is_coalesced=bool(coalesced),
     )
 
 
 def _compressed(layout: torch.layout, payload: Any) -> torch.Tensor:
     outer, inner, values, size = payload
     return torch.sparse_compressed_tensor(
-        outer, inner, values, size, layout=layout, check_invariants=True
+        outer,
+        inner,
+        values,
+        _is(torch.Size, size),
+        layout=layout,
+        check_invariants=True,
     )
 
 
@@ -161,25 +185,36 @@ def _of_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _scalar(payload: Any) -> object:
     code, raw = payload
-    return _numpy_dtype(code, raw, 1).reshape(())[()]
+    return _numpy_elements(code, (), raw)[()]
 
 
 def _array(payload: Any) -> object:
     code, shape, raw = payload
-    count = 1
-    for size in shape:
-        count *= size
     # A copy, because an array over bytes is read-only.
-    return _numpy_dtype(code, raw, count).reshape(shape).copy()
+    return _numpy_elements(code, _sizes(shape), raw).copy()
 
 
-def _numpy_dtype(code: str, raw: bytes, count: int) -> Any:
+def _numpy_elements(code: str, shape: tuple[int, ...], raw: bytes) -> Any:
     import numpy as np  # optional, and only where such a leaf arrives
 
-    dtype = np.dtype(str(code))
-    if dtype.hasobject or len(raw) != count * dtype.itemsize:
-        raise ValueError(f"{len(raw)} bytes are no {count} elements of {code}")
-    return np.frombuffer(raw, dtype=dtype, count=count)
+    dtype = np.dtype(_is(str, code))
+    if dtype.hasobject or len(_is(bytes, raw)) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{len(raw)} bytes are no {list(shape)} elements of {code}")
+    return np.frombuffer(raw, dtype=dtype).reshape(shape)
+
+
+def _is(expected: type[_T], value: object) -> _T:
+    """Return a value of exactly this type: others read alike and never end."""
+    if type(value) is not expected:
+        raise TypeError(f"a {type(value).__name__} instead of a {expected.__name__}")
+    return value
+
+
+def _sizes(value: object) -> tuple[int, ...]:
+    sizes = _is(tuple, value)
+    if any(_is(int, size) < 0 for size in sizes):
+        raise ValueError("a negative size")
+    return sizes
 
 
 def _dtype(name: Any) -> torch.dtype:
@@ -195,7 +230,9 @@ def _no_pickle(_: Any) -> object:
 
 REGISTRY.register("torch.dtype", torch.dtype, lambda value: DTYPE_NAMES[value], _dtype)
 REGISTRY.register("torch.device", torch.device, str, torch.device)
-REGISTRY.register("torch.Size", torch.Size, tuple, torch.Size)
+REGISTRY.register(
+    "torch.Size", torch.Size, tuple, lambda value: torch.Size(_sizes(value))
+)
 
 _DECODERS: dict[str, Callable[[Any], object]] = {
     "torch.leaf": _leaf,
@@ -208,29 +245,56 @@ _DECODERS: dict[str, Callable[[Any], object]] = {
     "pickle": _no_pickle,
 }
 
+_COPIED = {
+    "torch.quantized": 0,
+    "torch.quantized_per_channel": 0,
+    "numpy.scalar": 1,
+    "numpy.ndarray": 2,
+    "bytearray": 0,
+}
+"""Which item of a payload its decoder copies."""
+
+_COUNTED = {*_DECODERS, *_COPIED} - {"torch.leaf", "pickle"}
+
+
+def _itself(value: object) -> object:
+    return value
+
 
 class _Overlay(Registry):
     """The shared registry, and the tags of leaves that have no exact type."""
 
-    def __init__(self, decoders: Mapping[str, Callable[[Any], object]]) -> None:
+    def __init__(
+        self, decoders: Mapping[str, Callable[[Any], object]], allowance: Allowance
+    ) -> None:
         super().__init__()
         self._decoders = decoders
+        self._allowance = allowance
 
     def by_type(self, leaf_type: type) -> Codec | None:
         return REGISTRY.by_type(leaf_type)
 
     def by_tag(self, tag: str) -> Codec | None:
-        decode = self._decoders.get(tag)
-        if decode is None:
-            return REGISTRY.by_tag(tag)
-        return Codec(tag, object, lambda value: value, decode)
+        known = REGISTRY.by_tag(tag)
+        own = self._decoders.get(tag)
+        codec = known if own is None else Codec(tag, object, _itself, own)
+        if codec is None or tag not in _COUNTED:
+            return codec
+        return replace(codec, decode=partial(self._counted, tag, codec.decode))
+
+    def _counted(
+        self, tag: str, decode: Callable[[Any], object], payload: Any
+    ) -> object:
+        items = payload if type(payload) is tuple else (payload,)
+        self._allowance.spend(items, copied=_COPIED.get(tag))
+        return decode(payload)
 
 
-_SAFE = _Overlay(_DECODERS)
+def registry(*, allow_pickle: bool, travelled: int) -> Registry:
+    """Return the registry to decode one tree with.
 
-
-def registry(*, allow_pickle: bool) -> Registry:
-    """Return the registry to decode with; with pickle only where it was asked for."""
-    if not allow_pickle:
-        return _SAFE
-    return _Overlay({**_DECODERS, "pickle": pickle.loads})
+    Pickles are in it only where they were asked for. Its decoders allocate no more
+    than the ``travelled`` bytes, all together.
+    """
+    pickles = {"pickle": pickle.loads} if allow_pickle else {}
+    return _Overlay({**_DECODERS, **pickles}, Allowance(travelled))

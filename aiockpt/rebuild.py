@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from mmap import mmap
 
@@ -25,7 +25,7 @@ from aiockpt.wire.manifest import (
 )
 from aiockpt.wire.untree import decode_tree
 
-__all__ = ["assemble", "entry_tensors", "tensors_over"]
+__all__ = ["assemble", "entry_tensors", "parts_over", "tensors_over"]
 
 _CODE_DTYPES = {code: DTYPES[name] for code, name in CODES.items()}
 
@@ -47,6 +47,32 @@ def tensors_over(
         bases = tensors.copy()
         tensors += (_view(bases[spec.storage], spec) for spec in manifest.views)
     return tensors
+
+
+def parts_over(
+    manifest: Manifest, buffer: memoryview, *, parts: Set[int], blobs: Set[int]
+) -> dict[int, torch.Tensor]:
+    """Return only the tensors that values are made of, by number.
+
+    ``parts`` get memory of their own, so that they do not keep the segment alive;
+    ``blobs`` stay in the segment, since their bytes are copied out anyway.
+
+    Raises:
+        RemoteProtocolError: as `tensors_over`.
+    """
+    count = len(manifest.entries)
+    with collector_paused(), _blaming_the_manifest():
+        # Views of an entry share its memory, as the parts of a tied leaf do.
+        bases: dict[int, torch.Tensor] = {}
+        found = {n: _dense(manifest.entries[n], buffer, 0) for n in blobs if n < count}
+        for number in parts:
+            spec = manifest.tensor(number)
+            if spec.storage not in bases:
+                dense = _dense(manifest.entries[spec.storage], buffer, 0)
+                bases[spec.storage] = dense.clone()
+            base = bases[spec.storage]
+            found[number] = base if number < count else _view(base, spec)
+    return found
 
 
 @contextmanager
@@ -100,21 +126,27 @@ def assemble(
 ) -> object:
     """Return the state dict of a manifest with its tensors put in.
 
+    Nothing but registered leaves looks into the tensors. What is made of their bytes
+    takes no more memory than the checkpoint.
+
     Raises:
         RemoteProtocolError: the tree is malformed, or has a leaf type that this
             process has not registered.
     """
+    travelled = manifest.total_bytes
     with collector_paused():
         return decode_tree(
             manifest.tree,
-            registry=registry(allow_pickle=allow_pickle),
+            registry=registry(allow_pickle=allow_pickle, travelled=travelled),
             tensors=tensors,
-            blob=lambda number: _bytes(tensors[number]),
+            blob=lambda number: _bytes(manifest, number, tensors),
             limits=limits,
         )
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    if tensor.dtype is not torch.uint8 or not tensor.is_contiguous():
-        raise RemoteProtocolError(f"bytes cannot come from a {tensor.dtype} tensor")
+def _bytes(manifest: Manifest, number: int, tensors: Sequence[torch.Tensor]) -> bytes:
+    # Only of whole entries: views of one entry would each be a copy of it.
+    if number >= len(manifest.entries) or manifest.entries[number].dtype != "U8":
+        raise RemoteProtocolError(f"bytes cannot come from tensor {number}")
+    tensor = tensors[number]
     return ctypes.string_at(tensor.data_ptr(), tensor.numel())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +12,7 @@ import torch
 
 from aiockpt.errors import LimitExceededError, RemoteProtocolError
 from aiockpt.rebuild import assemble, tensors_over
-from aiockpt.wire.chunks import digest
-from aiockpt.wire.layout import Entry, Storage
+from aiockpt.wire.layout import Entry
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import (
     CONJ,
@@ -22,52 +20,10 @@ from aiockpt.wire.manifest import (
     PARAMETER,
     REQUIRES_GRAD,
     Manifest,
-    TensorSpec,
-    build_manifest,
 )
 from aiockpt.wire.paths import Node
 from pipeline import LIMITS
-
-
-def manifest_of(
-    tree: Node,
-    *,
-    segment: bytes = bytes(range(16)),
-    code: str = "U8",
-    shape: tuple[int, ...] = (16,),
-    views: Sequence[TensorSpec] = (),
-) -> Manifest:
-    """Return the manifest of one entry of 16 bytes."""
-    return build_manifest(
-        step=1,
-        chunk_bytes=64,
-        storages=[Storage("t", code, shape, len(segment), 1)] if segment else [],
-        views=views,
-        tree=tree,
-        digests=[digest([segment])] if segment else [],
-    )
-
-
-def value_of(
-    tree: Node, *, allow_pickle: bool = False, limits: Limits = LIMITS, **options: Any
-) -> Any:
-    """Return what a receiver makes of a tree over 16 counted bytes."""
-    manifest = manifest_of(tree, **options)
-    tensors = tensors_over(manifest, memoryview(bytearray(range(16))))
-    return assemble(manifest, tensors, limits=limits, allow_pickle=allow_pickle)
-
-
-def view(**changes: Any) -> TensorSpec:
-    """Return a view of four floats."""
-    facts = {
-        "storage": 0,
-        "dtype": "float32",
-        "shape": (4,),
-        "stride": (1,),
-        "offset": 0,
-        "flags": 0,
-    }
-    return TensorSpec(**{**facts, **changes})
+from trees import SIZE, manifest_of, value_of, view
 
 
 class TestTensors:
@@ -138,8 +94,7 @@ def _with_entry(entry: Entry) -> Manifest:
     return replace(manifest_of(None), entries=(entry,))
 
 
-INDICES: Node = ["list", []]
-SIZE: Node = ["ext", "torch.Size", ["tuple", [2, 2]]]
+ENDLESS: Node = ["ext", "range", ["tuple", [0, 1 << 52, 1]]]
 LIES: dict[str, Node] = {
     "unknown dtype": ["ext", "torch.dtype", "float33"],
     "dtype of another type": ["ext", "torch.dtype", ["list", []]],
@@ -189,7 +144,24 @@ LIES: dict[str, Node] = {
         "numpy.scalar",
         ["tuple", ["V9223372036854775807", ["bytes", ""]]],
     ],
+    "negative size": ["ext", "torch.Size", ["tuple", [-1]]],
+    "size without an end": ["ext", "torch.Size", ENDLESS],
+    "count without an end": ["ext", "Counter", ENDLESS],
+    "shape without an end": [
+        "ext",
+        "numpy.ndarray",
+        ["tuple", ["<f8", ENDLESS, ["bytes", ""]]],
+    ],
+    "elements of no bytes": [
+        "ext",
+        "torch.sparse_coo",
+        [
+            "tuple",
+            [["tensor", 3], ["tensor", 4], ["ext", "torch.Size", ["tuple", [0]]], True],
+        ],
+    ],
     "bytes of floats": ["blob", 1],
+    "bytes of a view": ["blob", 5],
     "no such tensor": ["tensor", 99],
     "no such bytes": ["blob", 99],
     "unknown tag": ["ext", "os.system", "true"],
@@ -202,7 +174,13 @@ class TestAssemble:
     @pytest.mark.parametrize("kind", LIES)
     def test_a_lie_is_the_sender_s_fault(self, kind: str) -> None:
         """Nothing crashes, and no bare error of torch or numpy comes out."""
-        views = [view(), view(dtype="int64", shape=(1, 2), stride=(2, 1))]
+        views = [
+            view(),
+            view(dtype="int64", shape=(1, 2), stride=(2, 1)),
+            view(dtype="int64", shape=(0, 1 << 40), stride=(1 << 40, 1)),
+            view(shape=(1 << 40, 0), stride=(1, 1)),
+            view(dtype="uint8", shape=(16,)),
+        ]
         with pytest.raises(RemoteProtocolError):
             value_of(["list", [LIES[kind]]], views=views)
 

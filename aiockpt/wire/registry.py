@@ -154,6 +154,13 @@ def _default_codec(
     )
 
 
+def _counter(value: object) -> Counter[Any]:
+    # Of anything but a mapping it counts the items, and a range has 2**63 of them.
+    if type(value) is not dict:
+        raise TypeError("no dict")
+    return Counter(value)
+
+
 def _bytearray(value: object) -> bytearray:
     # bytearray(2**40) would allocate what a peer claims.
     if not isinstance(value, bytes):
@@ -162,7 +169,7 @@ def _bytearray(value: object) -> bytearray:
 
 
 # What the standard library puts into state dicts (a scheduler's milestones, for one).
-register_leaf(Counter, tag="Counter", encode=dict, decode=Counter)
+register_leaf(Counter, tag="Counter", encode=dict, decode=_counter)
 register_leaf(bytearray, tag="bytearray", encode=bytes, decode=_bytearray)
 register_leaf(
     range,
