@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 
 from aiockpt._gc import collector_paused
 from aiockpt._groups import Backing
-from aiockpt.errors import TemplateMismatchError
+from aiockpt.errors import (
+    RemoteProtocolError,
+    TemplateMismatchError,
+    UnsupportedLeafError,
+)
 from aiockpt.flatten import Description, describe
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import (
@@ -22,12 +26,17 @@ from aiockpt.wire.manifest import (
     TensorSpec,
 )
 from aiockpt.wire.paths import Path, format_path
-from aiockpt.wire.references import tensor_leaves
+from aiockpt.wire.references import Reference, references
 
 __all__ = ["Match", "Template"]
 
 # What a tensor is here, and how it travelled, need not agree.
 _LOCAL_FLAGS = PARAMETER | REQUIRES_GRAD | COMPACTED
+
+_REMEDY = (
+    "what it is made of cannot be received into; put None in its place, "
+    "and take it from what the receive returns"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +47,23 @@ class Match:
         backings: The template's memory, one per entry of the manifest; nothing (zero
             bytes) for an entry that carries no tensor of the template.
         tensors: The template's tensors by the manifest's tensor number.
+        parts: Numbers of tensors that registered leaves are made of. A leaf is a
+            value: it is made anew from what arrived, and never filled.
+        blobs: Numbers of tensors that hold the bytes of values.
     """
 
     backings: Sequence[Backing]
     tensors: Mapping[int, torch.Tensor]
+    parts: Set[int]
+    blobs: Set[int]
 
 
 class Template:
     """A state dict to receive into.
 
     Raises:
-        UnsupportedLeafError: it has a leaf that no checkpoint can hold, or a tensor
-            whose memory cannot be written.
+        UnsupportedLeafError: it has a leaf that no checkpoint can hold, a tensor
+            whose memory cannot be written, or a registered leaf with tensors in it.
     """
 
     def __init__(
@@ -58,7 +72,7 @@ class Template:
         self._own = describe(
             state_dict, limits=limits, allow_pickle=allow_pickle, writing=True
         )
-        self._numbers = dict(tensor_leaves(self._own.tree))
+        self._numbers = dict(_own_tensors(self._own))
 
     def __repr__(self) -> str:
         return f"<Template tensors={len(self._numbers)}>"
@@ -66,22 +80,46 @@ class Template:
     def match(self, manifest: Manifest) -> Match:
         """Return where the checkpoint goes, tensor by tensor, matched by path.
 
-        Values that are no tensors may differ; flags such as ``requires_grad`` too.
+        Values may differ, registered leaves among them; flags such as
+        ``requires_grad`` too.
 
         Raises:
             TemplateMismatchError: a tensor is missing or left over, or differs in
                 dtype, shape, stride, or in what shares its memory.
+            RemoteProtocolError: the tree names a tensor that there is not.
         """
         with collector_paused():
             return self._match(manifest)
 
     def _match(self, manifest: Manifest) -> Match:
-        theirs = list(tensor_leaves(manifest.tree))
+        theirs: list[tuple[Path, int]] = []
+        values: list[Reference] = []
+        for each in references(manifest.tree):
+            if not 0 <= each.number < manifest.tensor_count:
+                raise RemoteProtocolError(f"the tree names tensor {each.number}")
+            if each.kind == "tensor" and each.leaf is None:
+                theirs.append((each.path, each.number))
+            else:
+                values.append(each)
         _same_paths(dict(theirs), self._numbers)
         pairing = _Pairing(manifest, self._own)
         for path, number in theirs:
             pairing.add(path, number, self._numbers[path])
-        return pairing.match()
+        return pairing.match(values)
+
+
+def _own_tensors(own: Description) -> Iterator[tuple[Path, int]]:
+    """Yield the tensors to fill, and refuse those that a leaf is made of.
+
+    A sparse tensor's indices are valid for its size alone, and nothing compares that
+    with the sender's: once they were filled, reading it would leave its memory.
+    """
+    for path, kind, number, leaf in references(own.tree):
+        if kind == "tensor":
+            if leaf is not None:
+                where, tag = leaf
+                raise UnsupportedLeafError(format_path(where), tag, _REMEDY)
+            yield path, number
 
 
 def _same_paths(theirs: Mapping[Path, int], own: Mapping[Path, int]) -> None:
@@ -127,7 +165,8 @@ class _Pairing:
             raise _mismatch(path, expected=_words(theirs), actual=_words(own))
         self._entries.add(path, theirs.storage, own.storage)
 
-    def match(self) -> Match:
+    def match(self, values: Sequence[Reference]) -> Match:
+        self._keep_apart(values)
         own, nothing = self._own, Backing(torch.empty(0), 0, 0)
         entries, numbers = self._entries.there, self._tensors.there
         return Match(
@@ -136,7 +175,16 @@ class _Pairing:
                 for entry in range(len(self._manifest.entries))
             ],
             {number: own.tensors[mine] for number, mine in numbers.items()},
+            {value.number for value in values if value.kind == "tensor"},
+            {value.number for value in values if value.kind == "blob"},
         )
+
+    def _keep_apart(self, values: Sequence[Reference]) -> None:
+        """Refuse a value in memory that is filled: it would change once it is made."""
+        for path, _, number, _ in values:
+            if self._manifest.tensor(number).storage in self._entries.there:
+                memory = "a value in the memory of a tensor"
+                raise _mismatch(path, expected=memory, actual="tensors only")
 
 
 class _Bijection:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,32 +11,13 @@ from hypothesis import HealthCheck, given, settings
 
 from aiockpt._copy import CopyPlan
 from aiockpt.errors import TemplateMismatchError, UnsupportedLeafError
-from aiockpt.flatten import register_leaf
 from aiockpt.memory import Arena
-from aiockpt.template import Match, Template
+from aiockpt.template import Template
 from aiockpt.testing import assert_same
 from aiockpt.testing.equality import elements
-from aiockpt.wire.manifest import Manifest
-from pipeline import LIMITS, host_only, stager
+from pipeline import LIMITS, host_only
 from states import State, states
-
-
-def staged(state: object) -> tuple[Manifest, bytes]:
-    """Return what a sender says, and the data segment."""
-
-    async def stage() -> tuple[Manifest, bytes]:
-        async with stager() as staging:
-            snapshot = await staging.stage(state, step=1)
-            views = snapshot.views(0, snapshot.manifest.segment_bytes)
-            return snapshot.manifest, b"".join(views)
-
-    return asyncio.run(stage())
-
-
-def match(state: object, template: object) -> Match:
-    """Match a template with a checkpoint of ``state``."""
-    manifest, _ = staged(state)
-    return Template(template, limits=LIMITS, allow_pickle=False).match(manifest)
+from templates import match, staged
 
 
 def fill(state: object, template: object, *, direct: bool) -> None:
@@ -111,26 +90,10 @@ class TestMatch:
         match({"w": sparse}, {"w": torch.zeros(10)})
         match({"w": torch.zeros(10)}, {"w": torch.zeros(100)[::10]})
 
-    def test_tensors_in_a_registered_type_are_matched(self) -> None:
-        """Their path goes through it."""
-        match({"x": Holder(torch.ones(2))}, {"x": Holder(torch.zeros(2))})
-        error = mismatch({"x": Holder(torch.ones(2))}, {"x": Holder(torch.zeros(3))})
-        assert error.path == "x.weight"
-
     def test_it_says_how_many_tensors_it_has(self) -> None:
         """The repr is for logs."""
         template = Template({"a": torch.ones(1)}, limits=LIMITS, allow_pickle=False)
         assert repr(template) == "<Template tensors=1>"
-
-
-@dataclass
-class Holder:
-    """A type of the user's."""
-
-    weight: torch.Tensor
-
-
-register_leaf(Holder, tag="tests.Holder")
 
 
 class TestMismatch:

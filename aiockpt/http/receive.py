@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -14,16 +15,20 @@ from aiockpt._bridge import Bridge
 from aiockpt._copy import CopyPlan, InPlace
 from aiockpt._deadline import Deadline
 from aiockpt._device import Event, PortFor, completed
+from aiockpt._groups import Backing
 from aiockpt._tasks import together
-from aiockpt.errors import AiockptError
+from aiockpt.errors import AiockptError, LimitExceededError
 from aiockpt.http.client import CheckpointClient
+from aiockpt.http.meter import Meter
 from aiockpt.memory import Arena, available_memory
-from aiockpt.observe import Progress, TransferEvent, call_guarded, emit
-from aiockpt.rebuild import assemble, tensors_over
+from aiockpt.observe import Progress, TransferEvent, emit
+from aiockpt.rebuild import assemble, parts_over, tensors_over
 from aiockpt.template import Match, Template
 from aiockpt.wire.http import Source
 from aiockpt.wire.limits import Limits, enforce
 from aiockpt.wire.manifest import Manifest
+
+T = TypeVar("T")
 
 __all__ = ["Receive", "ReceiveOptions"]
 
@@ -57,29 +62,27 @@ class Receive:
         self._bridge = bridge
         self._options = options
         self._deadline = deadline
-        self._progress = _Meter(options.progress)
+        self._progress = Meter(options.progress)
+        self._held: list[object] = []
+        self._nbytes = 0
         self._touched = False
 
     async def run(self, source: Source, step: int) -> object:
         """Return the state dict.
 
-        If it fails or is cancelled, a template is untouched unless ``direct`` lets
-        bytes into it as they arrive.
+        If it fails or is cancelled, a template is as it was or holds the whole
+        checkpoint, unless ``direct`` lets bytes into it as they arrive.
         """
         started = time.monotonic()
-        template = await self._template()
-        self._stop("fetch_manifest")
-        manifest = await self._client.fetch_manifest(
-            source, step, deadline=self._deadline.when, on_retry=self._remember
-        )
-        self._progress.expect(manifest)
-        state = await self._fill(source, manifest, template)
+        state = await self._receive(source, step)
+        # Freeing 100,000 small objects takes longer than the loop may wait.
+        await self._bridge.run(self._held.clear)
         emit(
             TransferEvent(
                 stop="recv",
                 step=step,
                 peer=source.base_url,
-                nbytes=manifest.segment_bytes,
+                nbytes=self._nbytes,
                 seconds=time.monotonic() - started,
                 level=logging.INFO,
             )
@@ -87,10 +90,32 @@ class Receive:
         return state
 
     def annotate(self, error: AiockptError) -> None:
-        """Say in the error what a receive that wrote in place leaves behind."""
-        if self._options.direct and self._options.into is not None:
+        """Say in the error what a receive into a template leaves behind."""
+        if self._options.into is not None:
             done = "was modified" if self._touched else "was not modified"
             error.add_note(f"the template {done}")
+
+    async def _receive(self, source: Source, step: int) -> object:
+        template = self._hold(await self._template())
+        self._stop("fetch_manifest")
+        manifest = self._hold(
+            await self._client.fetch_manifest(
+                source, step, deadline=self._deadline.when, on_retry=self._remember
+            )
+        )
+        self._nbytes = manifest.segment_bytes
+        self._progress.expect(manifest)
+        self._stop("allocate")
+        if template is None:
+            arena = await self._bridge.run(self._allocate, manifest, self._nbytes)
+            return await self._fetch_and_build(source, manifest, arena)
+        match = self._hold(await self._bridge.run(template.match, manifest))
+        plan = self._hold(await self._bridge.run(self._plan, manifest, match))
+        return await self._fill(source, manifest, match, plan)
+
+    def _hold(self, weight: T) -> T:
+        self._held.append(weight)
+        return weight
 
     async def _template(self) -> Template | None:
         if self._options.into is None:
@@ -104,65 +129,66 @@ class Receive:
             )
         )
 
-    async def _fill(
-        self, source: Source, manifest: Manifest, template: Template | None
-    ) -> object:
-        self._stop("allocate")
-        match: Match | None = None
-        if template is not None:
-            match = await self._bridge.run(template.match, manifest)
-        if not self._options.direct or match is None:
-            limit = self._options.limits.max_bytes
-            if limit is None:
-                limit = int(await self._bridge.run(available_memory) * _SHARE_OF_MEMORY)
-            enforce("the checkpoint's size", manifest.segment_bytes, limit)
-        arena = Arena(manifest.segment_bytes)
-        if match is None:
-            tensors = await self._fetch_and_build(source, manifest, arena)
-            return await self._rebuild(manifest, tensors)
-        return await self._fill_template(source, manifest, match, arena)
+    def _allocate(self, manifest: Manifest, nbytes: int) -> Arena:
+        """Return an arena for the segment, of which ``nbytes`` are going to be used."""
+        available = available_memory()
+        limit = self._options.limits.max_bytes
+        if limit is None:
+            limit = int(available * _SHARE_OF_MEMORY)
+        enforce("the checkpoint's size", nbytes, limit)
+        size = manifest.segment_bytes
+        try:
+            return Arena(size)
+        except (OSError, OverflowError, MemoryError, ValueError) as error:
+            what = "the checkpoint's size, for which there is no memory,"
+            raise LimitExceededError(what, limit=available, actual=size) from error
 
     async def _fetch_and_build(
         self, source: Source, manifest: Manifest, arena: Arena
-    ) -> Mapping[int, torch.Tensor]:
-        """Make the tensors while their bytes arrive."""
-        tensors: list[torch.Tensor] = []
-
-        async def build() -> None:
-            tensors.extend(await self._bridge.run(tensors_over, manifest, arena.buffer))
-
-        await together([partial(self._fetch, source, manifest, arena), build])
-        return dict(enumerate(tensors))
-
-    async def _fill_template(
-        self, source: Source, manifest: Manifest, match: Match, arena: Arena
     ) -> object:
-        plan = await self._bridge.run(self._plan, manifest, match, arena)
+        """Make the tensors while their bytes arrive."""
+        tensors: list[torch.Tensor] = self._hold([])
+
+        def build() -> None:
+            tensors.extend(tensors_over(manifest, arena.buffer))
+
+        await together(
+            [
+                partial(self._fetch, source, manifest, arena),
+                partial(self._bridge.run, build),
+            ]
+        )
+        self._stop("rebuild")
+        return await self._bridge.run(self._rebuild, manifest, tensors)
+
+    async def _fill(
+        self, source: Source, manifest: Manifest, match: Match, plan: _Fill
+    ) -> object:
         if self._options.direct:
-            memory = await self._bridge.run(plan.in_place)
-            self._touched = bool(manifest.segment_bytes)
+            memory = await self._bridge.run(plan.copies.in_place)
+            self._touched = bool(match.tensors)
             await self._fetch(source, manifest, memory)
         else:
-            await self._fetch(source, manifest, arena)
+            await self._fetch(source, manifest, plan.arena)
+        self._stop("rebuild")
+        # Whatever the peer can make fail comes before the first byte is written.
+        state = await self._bridge.run(self._put_together, manifest, match, plan.arena)
         self._stop("load")
-        await self._load(manifest, plan)
-        del plan
-        tensors = match.tensors
-        await self._bridge.run(_mark_changed, tensors.values())
-        if len(tensors) < manifest.tensor_count:
-            over = await self._bridge.run(tensors_over, manifest, arena.buffer)
-            tensors = {**dict(enumerate(over)), **tensors}
-        await self._bridge.run(arena.close)
-        return await self._rebuild(manifest, tensors)
+        await self._load(manifest, match, plan.copies)
+        await self._bridge.run(plan.arena.close)
+        return state
 
-    def _plan(self, manifest: Manifest, match: Match, arena: Arena) -> CopyPlan:
+    def _plan(self, manifest: Manifest, match: Match) -> _Fill:
         offsets = [entry.data_offsets for entry in manifest.entries]
-        return CopyPlan(
-            match.backings,
-            [start for start, _ in offsets],
-            [stop - start for start, stop in offsets],
-            arena=arena,
-            port_for=self._options.ports,
+        sizes = [stop - start for start, stop in offsets]
+        ports, used = self._options.ports, manifest.segment_bytes
+        if self._options.direct:
+            used -= sum(map(partial(_at_home, ports), match.backings))
+        arena = self._allocate(manifest, used)
+        starts = [start for start, _ in offsets]
+        return _Fill(
+            arena,
+            CopyPlan(match.backings, starts, sizes, arena=arena, port_for=ports),
         )
 
     async def _fetch(
@@ -178,7 +204,25 @@ class Receive:
             on_retry=self._remember,
         )
 
-    async def _load(self, manifest: Manifest, plan: CopyPlan) -> None:
+    def _put_together(self, manifest: Manifest, match: Match, arena: Arena) -> object:
+        """Return the state dict: the template's tensors, and the peer's values."""
+        values = parts_over(
+            manifest, arena.buffer, parts=match.parts, blobs=match.blobs
+        )
+        found = {**match.tensors, **values}
+        unused = torch.empty(0)  # a number that the tree does not mention
+        numbers = range(manifest.tensor_count)
+        return self._rebuild(manifest, [found.get(n, unused) for n in numbers])
+
+    def _rebuild(self, manifest: Manifest, tensors: Sequence[torch.Tensor]) -> object:
+        return assemble(
+            manifest,
+            tensors,
+            limits=self._options.limits,
+            allow_pickle=self._options.allow_pickle,
+        )
+
+    async def _load(self, manifest: Manifest, match: Match, plan: CopyPlan) -> None:
         """Bring to the template what is still in the arena only, all of it or nothing.
 
         Once begun it goes on to its end, also if cancelled (on a device, in the
@@ -187,6 +231,8 @@ class Receive:
         fences = plan.fences()
 
         def load() -> list[Event]:
+            _mark_changed(match.tensors.values())
+            self._touched = True
             events = plan.load_parts(fences)
             for chunk in range(len(manifest.grid)):
                 start, stop = manifest.grid.range(chunk)
@@ -202,20 +248,6 @@ class Receive:
             self._bridge.post(plan.drain)  # keeps the memory until nobody reads it
             raise
 
-    async def _rebuild(
-        self, manifest: Manifest, tensors: Mapping[int, torch.Tensor]
-    ) -> object:
-        self._stop("rebuild")
-        ordered = [tensors[number] for number in range(manifest.tensor_count)]
-        return await self._bridge.run(
-            lambda: assemble(
-                manifest,
-                ordered,
-                limits=self._options.limits,
-                allow_pickle=self._options.allow_pickle,
-            )
-        )
-
     def _remember(self, error: AiockptError) -> None:
         self._deadline.last_error = str(error)
 
@@ -224,45 +256,21 @@ class Receive:
         self._progress.at(name)
 
 
+@dataclass(frozen=True, slots=True)
+class _Fill:
+    """How a template is filled, and the arena that bytes take on their way."""
+
+    arena: Arena
+    copies: CopyPlan
+
+
+def _at_home(ports: PortFor, backing: Backing) -> int:
+    """Return how many bytes of an entry need no arena in a direct receive."""
+    host = not backing.parts and ports(backing.tensor.device) is None
+    return backing.nbytes if host else 0
+
+
 def _mark_changed(tensors: Iterable[torch.Tensor]) -> None:
-    """Tell autograd that the memory has changed behind its back."""
+    """Tell autograd that the memory changes behind its back."""
     counted = [tensor for tensor in tensors if not tensor.is_inference()]
     torch.autograd.graph.increment_version(counted)
-
-
-class _Meter:
-    """Counts bytes and chunks for the caller's ``progress``."""
-
-    def __init__(self, report: Callable[[Progress], None] | None) -> None:
-        self._report = report
-        self._state = Progress(stop="fetch_manifest")
-        self._started = 0.0
-
-    def expect(self, manifest: Manifest) -> None:
-        self._state = replace(
-            self._state,
-            bytes_total=manifest.segment_bytes,
-            chunks_total=len(manifest.grid),
-        )
-
-    def at(self, stop: str) -> None:
-        if stop == "fetch_chunk":
-            self._started = time.monotonic()
-        self._tell(replace(self._state, stop=stop))
-
-    def add(self, nbytes: int, chunks: int) -> None:
-        done = self._state.bytes_done + nbytes
-        elapsed = max(time.monotonic() - self._started, 1e-6)
-        self._tell(
-            replace(
-                self._state,
-                bytes_done=done,
-                chunks_done=self._state.chunks_done + chunks,
-                rate=done / elapsed,
-            )
-        )
-
-    def _tell(self, state: Progress) -> None:
-        self._state = state
-        if self._report is not None:
-            call_guarded(self._report, state)

@@ -8,13 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.wire.paths import Node, Path, format_path
 
-__all__ = ["renumber", "tensor_leaves", "tensor_paths"]
+__all__ = ["Reference", "references", "renumber", "tensor_leaves", "tensor_paths"]
+
+
+class Reference(NamedTuple):
+    """One mention of a tensor's number.
+
+    ``leaf`` is the path and tag of the outermost registered leaf around it: the
+    tensor is a part of that leaf's payload then, and none of the state dict's own.
+    """
+
+    path: Path
+    kind: str
+    number: int
+    leaf: tuple[Path, str] | None
+
+
+_Level: TypeAlias = tuple[Path, "tuple[Path, str] | None", Iterator[tuple[Path, Node]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +50,7 @@ _ATTRIBUTES = _Step("attributes")  # no JSON, so no key looks like it
 def tensor_paths(node: Node) -> dict[int, str]:
     """Return where each tensor number (blobs included) appears first in the tree."""
     paths: dict[int, str] = {}
-    for path, _, number in _references(node):
+    for path, _, number, _ in references(node):
         if number not in paths:
             paths[number] = format_path(path)
     return paths
@@ -46,29 +63,42 @@ def tensor_leaves(node: Node) -> Iterator[tuple[Path, int]]:
     they are no tensors of the state dict.
     """
     return (
-        (path, number) for path, tag, number in _references(node) if tag == "tensor"
+        (path, number) for path, kind, number, _ in references(node) if kind == "tensor"
     )
 
 
-def _references(root: Node) -> Iterator[tuple[Path, str, int]]:
+def references(root: Node) -> Iterator[Reference]:
+    """Yield every mention of a tensor's number, in the order of the tree.
+
+    Its ``kind`` is ``"tensor"`` or ``"blob"``.
+    """
     # A stack of iterators: no peer's tree makes this recursive, or hold more than
     # one path per level.
-    levels: list[tuple[Path, Iterator[tuple[Path, Node]]]] = [((), iter([((), root)]))]
+    levels: list[_Level] = [((), None, iter([((), root)]))]
     while levels:
-        path, children = levels[-1]
+        path, leaf, children = levels[-1]
         for steps, node in children:
             match node:
-                case ["tensor" | "blob" as tag, int(number)]:
-                    yield (*path, *steps), str(tag), number
+                case ["tensor" | "blob" as kind, int(number)]:
+                    yield Reference((*path, *steps), str(kind), number, leaf)
                 case ["tensors", [*names], [*numbers]]:
                     for name, each in zip(names, numbers, strict=False):
                         if isinstance(each, int):
-                            yield (*path, *steps, name), "tensor", each
+                            where = (*path, *steps, name)
+                            yield Reference(where, "tensor", each, leaf)
                 case [_, *_]:
-                    levels.append(((*path, *steps), _children(node)))
+                    below = (*path, *steps)
+                    levels.append((below, leaf or _leaf(below, node), _children(node)))
                     break
         else:
             levels.pop()
+
+
+def _leaf(path: Path, node: list[Node]) -> tuple[Path, str] | None:
+    match node:
+        case ["ext", str(tag), _]:
+            return path, tag
+    return None
 
 
 def renumber(node: Node, numbers: Sequence[int]) -> None:

@@ -66,12 +66,18 @@ FILLED: Final = (
     "conjugated sparse view",
     "tied",
     "overlapping views",
-    "sparse COO",
-    "sparse CSR",
     "module state",
-    "dataclass",
 )
 """Kinds of leaves that a template receives in its own memory."""
+
+REFUSED: Final = (
+    "sparse COO",
+    "sparse CSR",
+    "quantized per channel",
+    "dataclass",
+    "named tuple",
+)
+"""Kinds of leaves that are made of tensors, and so are never filled."""
 
 RETURNED: Final = ("numpy arrays", "bytes", "keys", "sets")
 """Kinds of leaves that come back beside a template's tensors."""
@@ -135,14 +141,32 @@ class Templates(Conformance[T]):
                     assert_same(into, state)
 
     @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd tensors
-    async def test_a_template_that_cannot_be_filled_is_refused(self) -> None:
+    @pytest.mark.parametrize("kind", REFUSED)
+    async def test_a_template_that_cannot_be_filled_is_refused(self, kind: str) -> None:
         """What its caller would go on using must not stay as it was."""
-        state = {"q": LEAVES["quantized per channel"]()}
+        state = {"leaf": LEAVES[kind]()}
         async with self.transports(2) as (sender, receiver):
             await self.send(sender, state)
             with pytest.raises(UnsupportedLeafError) as caught:
                 await self.receive(sender, receiver, into=state)
-        assert caught.value.path == "q"
+        assert caught.value.path == "leaf"
+
+    @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd tensors
+    @pytest.mark.parametrize("direct", [False, True])
+    @pytest.mark.parametrize("kind", REFUSED)
+    async def test_such_a_leaf_is_returned_where_the_template_has_none(
+        self,
+        kind: str,
+        direct: bool,  # noqa: FBT001
+    ) -> None:
+        """It is a value, made anew from what arrived."""
+        state = {"leaf": LEAVES[kind](), "weight": torch.ones(3)}
+        async with self.transports(2) as (sender, receiver):
+            await self.send(sender, state)
+            into = {"leaf": None, "weight": torch.zeros(3)}
+            got = await self.receive(sender, receiver, into=into, direct=direct)
+        assert_same(got, state)
+        assert got["weight"] is into["weight"]
 
     @pytest.mark.parametrize("direct", [False, True])
     @pytest.mark.parametrize("kind", MISMATCHES)
