@@ -35,6 +35,9 @@ __all__ = ["Receive", "ReceiveOptions"]
 # A receiver with less to spare would take the host down with it.
 _SHARE_OF_MEMORY = 0.9
 
+# Tensors per call into torch, which keeps the interpreter lock for all of them.
+_SLICE = 1000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveOptions:
@@ -75,8 +78,7 @@ class Receive:
         """
         started = time.monotonic()
         state = await self._receive(source, step)
-        # Freeing 100,000 small objects takes longer than the loop may wait.
-        await self._bridge.run(self._held.clear)
+        await self._bridge.run(self._release)
         emit(
             TransferEvent(
                 stop="recv",
@@ -116,6 +118,11 @@ class Receive:
     def _hold(self, weight: T) -> T:
         self._held.append(weight)
         return weight
+
+    def _release(self) -> None:
+        """Free what 100,000 tensors were described with, where no loop waits for it."""
+        while self._held:
+            self._held.pop()  # one by one, so that other threads come in between
 
     async def _template(self) -> Template | None:
         if self._options.into is None:
@@ -273,4 +280,5 @@ def _at_home(ports: PortFor, backing: Backing) -> int:
 def _mark_changed(tensors: Iterable[torch.Tensor]) -> None:
     """Tell autograd that the memory changes behind its back."""
     counted = [tensor for tensor in tensors if not tensor.is_inference()]
-    torch.autograd.graph.increment_version(counted)
+    for start in range(0, len(counted), _SLICE):
+        torch.autograd.graph.increment_version(counted[start : start + _SLICE])
