@@ -8,13 +8,13 @@ its :class:`~aiockpt._device.Port`; a backing's *parts* move element by element.
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
 
-from aiockpt._device import Event, Pair, PortFor
+from aiockpt._device import Event, Pair, Port, PortFor
 from aiockpt._groups import Backing
 from aiockpt.memory import Arena, view_of_address
 
@@ -33,9 +33,9 @@ _move_small.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _move_small.restype = ctypes.c_void_p
 
 
-def _move(destination: int, backing: int, nbytes: int) -> None:
-    move = _move_small if nbytes < _SMALL else _move_large
-    move(destination, backing, nbytes)
+# An entry's address in host memory (0: it is not copied from there), its first byte
+# in the segment, the end of what the state dict has of it, and its end.
+_Row: TypeAlias = tuple[int, int, int, int]
 
 
 def _physical(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,13 +87,17 @@ class CopyPlan:
         devices = {backing.tensor.device for backing in backings}
         found = {device: port_for(device) for device in devices}
         self.ports = {device: port for device, port in found.items() if port}
-        self._addresses = [self._address(backing) for backing in backings]
+        self._rows = [*map(self._row, backings, offsets, sizes)]
 
-    def _address(self, backing: Backing) -> int:
-        """Where a backing's raw bytes lie in host memory; 0 for any other backing."""
-        if backing.parts or backing.tensor.device in self.ports or not backing.nbytes:
-            return 0
-        return backing.address
+    def _row(self, backing: Backing, start: int, size: int) -> _Row:
+        if backing.parts:
+            return 0, start, start + size, start + size
+        away = not backing.nbytes or (self.ports and self._port_of(backing))
+        address = 0 if away else backing.address
+        return address, start, start + backing.nbytes, start + size
+
+    def _port_of(self, backing: Backing) -> Port | None:
+        return self.ports.get(backing.tensor.device)
 
     def fences(self) -> Fences:
         """Mark on every device what the calling thread's producer has enqueued."""
@@ -101,22 +105,23 @@ class CopyPlan:
 
     def stage_host(self, start: int, stop: int) -> None:
         """Copy the host bytes of ``[start, stop)`` into the arena, and its padding."""
-        for entry, low, high in self._pieces(start, stop):
-            address, base = self._addresses[entry], self._offsets[entry]
-            backing = self._backings[entry]
-            held = min(high, base + backing.nbytes)
-            if address and low < held:
-                _move(self._arena.address + low, address + low - base, held - low)
-            if not backing.parts and held < high:
-                ctypes.memset(self._arena.address + held, 0, high - held)
+        arena = self._arena.address
+        for address, first, held, last in self._between(start, stop):
+            if address:
+                nbytes = held - first
+                move = _move_small if nbytes < _SMALL else _move_large
+                move(arena + first, address, nbytes)
+            if held < last:
+                ctypes.memset(arena + held, 0, last - held)
 
     def load_host(self, start: int, stop: int) -> None:
         """Copy the host bytes of ``[start, stop)`` from the arena into the state."""
-        for entry, low, high in self._pieces(start, stop):
-            address, base = self._addresses[entry], self._offsets[entry]
-            held = min(high, base + self._backings[entry].nbytes)
-            if address and low < held:
-                _move(address + low - base, self._arena.address + low, held - low)
+        arena = self._arena.address
+        for address, first, held, _ in self._between(start, stop):
+            if address:
+                nbytes = held - first
+                move = _move_small if nbytes < _SMALL else _move_large
+                move(address, arena + first, nbytes)
 
     def stage_device(self, start: int, stop: int, after: Fences) -> list[Event]:
         """Enqueue the copies of devices' bytes in ``[start, stop)`` to the arena."""
@@ -193,50 +198,54 @@ class CopyPlan:
     ) -> list[memoryview]:
         """Return ``[start, stop)``; ``window`` is host memory from address ``base``."""
         found = []
-        for entry, low, high in self._pieces(start, stop):
-            address, offset = self._addresses[entry], self._offsets[entry]
-            held = min(high, offset + self._backings[entry].nbytes) if address else low
-            if low < held:
-                at = address - offset - base
-                found.append(window[at + low : at + held])
-            if held < high:
-                found += self._arena.buffers(max(low, held), high)
+        for address, first, held, last in self._between(start, stop):
+            own = held if address else first
+            if first < own:
+                found.append(window[address - base : address - base + own - first])
+            if own < last:
+                found += self._arena.buffers(own, last)
         return found
 
     def span(self) -> tuple[int, int]:
         """Return the addresses between which all host memory of the state lies."""
-        held = [
-            (address, address + backing.nbytes)
-            for address, backing in zip(self._addresses, self._backings, strict=True)
-            if address
-        ]
-        starts, stops = zip(*held, strict=True) if held else ((0,), (0,))
-        return min(starts), max(stops)
+        rows = [row for row in self._rows if row[0]]
+        if not rows:
+            return 0, 0
+        stops = (address + held - first for address, first, held, _ in rows)
+        return min(rows)[0], max(stops)
 
-    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield entry, first and last byte of each entry's part of a range."""
-        entry = max(bisect_right(self._offsets, start) - 1, 0)
-        count = len(self._offsets)
-        while entry < count and self._offsets[entry] < stop:
-            base = self._offsets[entry]
-            low, high = max(start, base), min(stop, base + self._sizes[entry])
-            if low < high:
-                yield entry, low, high
-            entry += 1
+    def _between(self, start: int, stop: int) -> list[_Row]:
+        """Return the entries that reach into a range, the outer ones cut to it."""
+        low, high = self._entries(start, stop)
+        rows = self._rows[low:high]
+        if rows:
+            address, first, held, last = rows[-1]
+            rows[-1] = address, first, min(held, stop), min(last, stop)
+            address, first, held, last = rows[0]
+            address += max(start - first, 0) if address else 0
+            first = max(first, start)
+            rows[0] = address, first, max(held, first), max(last, first)
+        return rows
+
+    def _entries(self, start: int, stop: int) -> tuple[int, int]:
+        first = max(bisect_right(self._offsets, start) - 1, 0)
+        return first, bisect_left(self._offsets, stop, first)
 
     def _device_pairs(
         self, device: torch.device, start: int, stop: int
     ) -> Iterator[Pair]:
-        for entry, low, high in self._pieces(start, stop):
-            backing, base = self._backings[entry], self._offsets[entry]
-            held = min(high, base + backing.nbytes)
-            if backing.parts or backing.tensor.device != device or low >= held:
+        entries = range(*self._entries(start, stop))
+        rows = self._between(start, stop)
+        for entry, (_, first, held, _) in zip(entries, rows, strict=True):
+            backing = self._backings[entry]
+            if backing.parts or backing.tensor.device != device or first >= held:
                 continue
             storage = backing.tensor.untyped_storage()
-            start = backing.address - storage.data_ptr() + low - base
+            offset = backing.address - storage.data_ptr()
+            offset += first - self._offsets[entry]
             raw = torch.empty(0, dtype=torch.uint8, device=device)
-            raw.set_(storage, start, (held - low,), (1,))
-            yield self._host(low, held - low), raw
+            raw.set_(storage, offset, (held - first,), (1,))
+            yield self._host(first, held - first), raw
 
     def _host(self, start: int, nbytes: int) -> torch.Tensor:
         if self._whole is None:

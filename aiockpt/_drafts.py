@@ -61,19 +61,18 @@ def _plain(
     tensor: torch.Tensor, name: str
 ) -> tuple[Storage, Backing] | tuple[None, None]:
     """Return the entry of a tensor that is as plain as can be seen by itself."""
-    code = CODES[tensor.dtype]
-    address, nbytes = tensor.data_ptr(), tensor.nbytes
+    code, address = CODES[tensor.dtype], tensor.data_ptr()
     if (
         code is None
         or not address
-        or not tensor.is_contiguous()
-        or tensor.requires_grad
         or type(tensor) is not torch.Tensor
-        or tensor.is_conj()
+        or tensor.requires_grad
         or tensor.is_neg()
+        or (code == "C64" and tensor.is_conj())
+        or not tensor.is_contiguous()
     ):
         return None, None
-    itemsize = tensor.itemsize
+    nbytes, itemsize = tensor.nbytes, tensor.itemsize
     stop = tensor.storage_offset() * itemsize + nbytes
     if stop > tensor.untyped_storage().nbytes():
         return None, None
@@ -86,7 +85,7 @@ def _members(
     names: Sequence[str],
     backings: Sequence[Backing | None],
 ) -> list[Member]:
-    """Return the tensors that are not plain, in the order of the tree."""
+    """Return the tensors that are not plain, or not alone in their memory."""
     odd = [
         Member(tensors[number], names[number], number)
         for number, backing in enumerate(backings)

@@ -60,10 +60,9 @@ class _Collector:
 
     def __init__(self, limits: Limits, *, allow_pickle: bool, writing: bool) -> None:
         self.tensors: list[torch.Tensor] = []
-        self.names: list[str] = []
+        self.names: dict[str, None] = {}
         self.writing = writing
         self._numbers: dict[int, int] = {}
-        self._names: set[str] = {"__metadata__"}
         self._limits = limits
         self._allow_pickle = allow_pickle
 
@@ -93,20 +92,21 @@ class _Collector:
         return None if odd is None else ["ext", odd.tag, self.encode(odd.payload, path)]
 
     def _number(self, tensor: torch.Tensor, path: Path) -> int:
-        number = self._numbers.get(id(tensor))
+        identity = id(tensor)
+        number = self._numbers.get(identity)
         if number is None:
-            number = self._numbers[id(tensor)] = len(self.tensors)
+            number = self._numbers[identity] = len(self.tensors)
             self.tensors.append(tensor)
-            self.names.append(self._name(path))
+            name = format_path(path) or "tensor"
+            if name in self.names or name == "__metadata__":
+                name = self._another(name)
+            self.names[name] = None
         return number
 
-    def _name(self, path: Path) -> str:
-        name = format_path(path) or "tensor"
-        unique, again = name, 1
-        while unique in self._names:
+    def _another(self, name: str) -> str:
+        again = 2
+        while (unique := f"{name}#{again}") in self.names:
             again += 1
-            unique = f"{name}#{again}"
-        self._names.add(unique)
         return unique
 
 
@@ -170,7 +170,7 @@ def describe(
 def _describe(state_dict: object, collector: _Collector) -> Description:
     tree = collector.encode(state_dict)
     tensors = collector.tensors
-    drafts = draft(tensors, collector.names, writing=collector.writing)
+    drafts = draft(tensors, list(collector.names), writing=collector.writing)
     order, offsets, segment_bytes = plan_segment(drafts.storages)
     views, numbers = _number_tensors(drafts, order, len(tensors))
     renumber(tree, numbers)

@@ -23,7 +23,10 @@ def format_path(path: Iterable[object]) -> str:
     """Return a readable path: strings joined by dots, everything else in brackets."""
     text = ""
     for key in path:
-        text = _extend(text, key if isinstance(key, str) else "", key)
+        if type(key) is str and key and key.isascii():  # most are, and there are many
+            text = f"{text}.{key}" if text else key
+        else:
+            text = _extend(text, key if isinstance(key, str) else "", key)
     return text
 
 
