@@ -31,6 +31,7 @@ from aiockpt.wire.limits import Limits
 __all__ = ["HTTPTransport"]
 
 _THREADS = 2
+_CONCURRENCY = min(4, os.cpu_count() or 4)
 _CLOSING = 5.0  # for what is under way, and then for the threads
 
 
@@ -54,7 +55,7 @@ class HTTPTransport(CheckpointTransport[T]):
             variables ``AIOCKPT_IFNAME``, ``GLOO_SOCKET_IFNAME`` and
             ``NCCL_SOCKET_IFNAME`` are asked, then the routing table.
         chunk_bytes: Bytes of a chunk of what is sent, a multiple of 64.
-        max_concurrency: How many ranges are fetched at once.
+        max_concurrency: How many ranges are fetched at once; by default 4 at most.
         max_readers: How many bodies are served at once; more are told to come back.
         stall_timeout: Seconds without a byte after which either side gives up on a
             connection.
@@ -64,8 +65,7 @@ class HTTPTransport(CheckpointTransport[T]):
         token: A secret that both ends know, instead of a capability in the metadata;
             ``AIOCKPT_TOKEN`` and ``AIOCKPT_TOKEN_PATH`` stand in for it.
         insecure: Let anybody read.
-        ssl_context: Serve TLS with it.
-        client_ssl_context: Verify (and answer) TLS peers with it.
+        ssl_context, client_ssl_context: Serve TLS with it, and verify peers with it.
         session: A ``ClientSession`` of the caller, which is used and never closed.
         limits: What a receive accepts.
         zero_copy: Serve contiguous host tensors from their own memory, under the
@@ -84,7 +84,7 @@ class HTTPTransport(CheckpointTransport[T]):
         advertise: str | None = None,
         interface: str | None = None,
         chunk_bytes: int = 16 << 20,
-        max_concurrency: int = 4,
+        max_concurrency: int = _CONCURRENCY,
         max_readers: int = 1024,
         stall_timeout: float = 10.0,
         reconnect_timeout: float = 10.0,
