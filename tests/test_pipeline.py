@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -19,7 +20,7 @@ from pipeline import file_of, rebuilt, stager
 from states import State, states
 
 
-def staged(state: object, **options: bool) -> bytes:
+def staged(state: object, **options: Any) -> bytes:
     """Return the file that a state dict becomes."""
 
     async def stage() -> bytes:
