@@ -122,16 +122,14 @@ class Bridge:
     def post(self, fn: Callable[[*Args], object], *args: *Args) -> None:
         """Call ``fn(*args)`` in a thread, unwaited for; its failure is logged.
 
-        It is called in any case: what `close` finds in the queue, it calls itself,
-        and after that the call is made at once.
+        It is called in any case: what `close` finds in the queue is still done by the
+        threads, and after that the call is made at once.
         """
         todo = functools.partial(self._attempt, functools.partial(fn, *args))
         try:
-            work = self._pool.submit(todo)
+            self._pool.submit(todo)
         except RuntimeError:  # shut down
             todo()
-        else:
-            work.add_done_callback(lambda work: todo() if work.cancelled() else None)
 
     def refuse(self) -> None:
         """Refuse new calls and fail those no thread has taken; posts go on."""
@@ -144,8 +142,9 @@ class Bridge:
 
         With ``wait`` it returns when the last thread has ended, and blocks until then.
         """
-        self._closed = True
-        self._pool.shutdown(wait=wait, cancel_futures=True)
+        self.refuse()
+        # Not cancel_futures: it would drop what was posted.
+        self._pool.shutdown(wait=wait)
 
     async def aclose(self, *, timeout: float) -> None:
         """Close without blocking the loop; what was posted is done in a thread.
@@ -163,7 +162,8 @@ class Bridge:
         except TimeoutError:
             logger.warning("%s: a thread still works; it was not waited for", self)
         else:
-            closer.join()  # it has nothing left to do
+            while closer.is_alive():  # noqa: ASYNC110 - a moment; joining it would block
+                await asyncio.sleep(0)
 
     def statistics(self) -> BridgeStatistics:
         """Count the calls that run and those that wait for a thread."""

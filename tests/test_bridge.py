@@ -441,7 +441,7 @@ class TestPost:
 
     @pytest.mark.parametrize("wait", [True, False])
     async def test_close_loses_no_posted_work(self, bridge, wait):
-        """What no thread has taken, close does; afterwards it is done on the spot."""
+        """The threads do it before they end; afterwards it is done on the spot."""
         done: list[int] = []
         blocker = Blocker()
         running = await start(bridge, blocker)
@@ -449,11 +449,12 @@ class TestPost:
         if wait:
             blocker.release()
         bridge.close(wait=wait)
+        blocker.release()
+        await running
+        await bridge.aclose(timeout=LONG)
         assert done == [1]
         bridge.post(done.append, 2)
         assert done == [1, 2]
-        blocker.release()
-        await running
 
     async def test_a_failure_of_posted_work_is_logged(self, bridge, allow_error_logs):
         """Nobody else would hear of it; the thread goes on."""
@@ -634,3 +635,96 @@ class TestLoops:
             assert runner.run(bridge.run(int)) == 0  # the thread has passed both by
         assert running.ended
         assert not queued.ended
+
+
+class TestAwaitedClosing:
+    """``aclose``: the end without blocking the loop."""
+
+    @LOOPS
+    def test_posted_work_may_post(self, new_loop):
+        """What gives one thing back may give back what was in it."""
+        bridge = Bridge(threads=1, name="bridge-closing")
+        done: list[str] = []
+
+        def outer() -> None:
+            time.sleep(0.005)
+            bridge.post(done.append, "inner")
+
+        async def close() -> None:
+            for _ in range(5):
+                bridge.post(outer)
+            async with asyncio.timeout(5):
+                await bridge.aclose(timeout=LONG)
+
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(close())
+        assert done == ["inner"] * 5
+
+    @LOOPS
+    def test_what_was_posted_is_done_in_threads(self, new_loop):
+        """The loop goes round meanwhile, and no thread is left."""
+        bridge = Bridge(threads=1, name="bridge-closing")
+        done: list[int] = []
+
+        def work() -> None:
+            time.sleep(0.02)
+            done.append(threading.get_ident())
+
+        async def close() -> int:
+            for _ in range(3):
+                bridge.post(work)
+            closing = asyncio.create_task(bridge.aclose(timeout=LONG))
+            rounds = 0
+            while not closing.done():
+                await asyncio.sleep(0.001)
+                rounds += 1
+            await closing
+            return rounds
+
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            assert runner.run(close()) > 10
+        assert len(done) == 3
+        assert threading.get_ident() not in done
+        assert not names()
+
+    @LOOPS
+    def test_it_is_bounded(self, new_loop, caplog):
+        """A thread that hangs is named and left; new and queued calls fail."""
+        bridge = Bridge(threads=1, name="bridge-closing")
+
+        async def close() -> None:
+            running = Blocker()
+            first = asyncio.create_task(bridge.run(running))
+            queued = asyncio.create_task(bridge.run(int))
+            await running.begun()
+            started = time.monotonic()
+            await bridge.aclose(timeout=0.05)
+            assert time.monotonic() - started < 1
+            for call in (queued, bridge.run(int)):
+                with pytest.raises(ClosedError):
+                    await call
+            running.release()
+            await first
+            await bridge.aclose(timeout=LONG)
+
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(close())
+        assert "a thread still works" in caplog.text
+
+    @LOOPS
+    def test_refused_calls_leave_posted_work_alone(self, new_loop):
+        """What gives memory back still runs in a thread."""
+        bridge = Bridge(threads=1, name="bridge-closing")
+
+        async def refuse() -> None:
+            bridge.refuse()
+            with pytest.raises(ClosedError):
+                await bridge.run(int)
+            done: list[int] = []
+            bridge.post(lambda: done.append(threading.get_ident()))
+            await bridge.aclose(timeout=LONG)
+            assert done
+            assert done != [threading.get_ident()]
+
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(refuse())

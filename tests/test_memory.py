@@ -6,6 +6,7 @@ import ctypes
 import gc
 import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -187,3 +188,42 @@ class TestAvailableMemory:
         assert available_memory() == 0
         (tmp_path / "memory.max").write_text("max\n")
         assert available_memory() > 5_000_000
+
+
+def test_a_closed_pool_keeps_nothing() -> None:
+    """What comes back after the end returns to the system, as does what was free."""
+    disposed: list[Arena] = []
+    pool = ArenaPool(shared=False, dispose=disposed.append)
+    first, second = pool.take(100), pool.take(200)
+    pool.give_back(first)
+    pool.close()
+    assert disposed == [first]
+    pool.give_back(second)
+    assert disposed == [first, second]
+    pool.close()
+    for arena in disposed:
+        arena.close()
+
+
+def test_threads_may_share_a_pool() -> None:
+    """An arena has one user at a time, and none is lost."""
+    disposed: list[Arena] = []
+    pool = ArenaPool(shared=False, dispose=disposed.append)
+    taken: set[int] = set()
+
+    def use() -> None:
+        for _ in range(300):
+            arena = pool.take(100)
+            assert arena.address not in taken
+            taken.add(arena.address)
+            taken.remove(arena.address)
+            pool.give_back(arena)
+
+    with ThreadPoolExecutor(4) as threads:
+        for work in [threads.submit(use) for _ in range(4)]:
+            work.result()
+    pool.close()
+    assert not taken
+    assert len({id(arena) for arena in disposed}) == len(disposed)
+    for arena in disposed:
+        arena.close()

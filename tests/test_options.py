@@ -34,6 +34,13 @@ def test_an_impossible_option_is_named(option: str, value: Any) -> None:
         HTTPTransport(**{option: value})
 
 
+@pytest.mark.parametrize("limits", [None, 5, {}])
+def test_limits_of_another_type_are_refused(limits: Any) -> None:
+    """At once, and not by the first receive."""
+    with pytest.raises(TypeError, match="limits must be a Limits"):
+        HTTPTransport(limits=limits)
+
+
 def test_a_token_and_no_token_contradict_each_other() -> None:
     """Nobody gets an open server by mistake."""
     with pytest.raises(ValueError, match="insecure"):
