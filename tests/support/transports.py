@@ -1,0 +1,82 @@
+"""HTTPTransports on loopback, and what tests want to know about them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from aiockpt import HTTPTransport, Progress
+
+Transport = HTTPTransport[Any]
+
+MIB = 1 << 20
+
+
+def transport(**options: Any) -> Transport:
+    """Make a transport with small chunks."""
+    defaults: dict[str, Any] = {
+        "host": "127.0.0.1",
+        "chunk_bytes": 64 << 10,
+        "timeout": 20,
+    }
+    return Transport(**{**defaults, **options})
+
+
+@asynccontextmanager
+async def pair(**options: Any) -> AsyncIterator[tuple[Transport, Transport]]:
+    """Make a sender and a receiver of the same kind."""
+    async with transport(**options) as sender, transport(**options) as receiver:
+        yield sender, receiver
+
+
+async def receive(
+    sender: Transport, receiver: Transport, step: int = 1, **options: Any
+) -> Any:
+    """Receive what a sender offers."""
+    return await receiver.recv_checkpoint(0, sender.metadata(), step, **options)
+
+
+def port_of(sender: Transport) -> int:
+    """Return where a transport listens."""
+    port = urlsplit(sender.address()).port
+    assert port is not None
+    return port
+
+
+def weights(fill: float = 1.0, *, mib: float = 1.0, count: int = 1) -> dict[str, Any]:
+    """Return tensors of one number."""
+    size = int(mib * MIB / 4 / count)
+    return {f"w{n}": torch.full((size,), fill) for n in range(count)}
+
+
+class Halfway:
+    """A ``progress`` that lets a test act in the middle of a receive."""
+
+    def __init__(self, share: float = 0.1) -> None:
+        self.reached = asyncio.Event()
+        self.seen: list[Progress] = []
+        self._share = share
+
+    def __call__(self, progress: Progress) -> None:
+        self.seen.append(progress)
+        done, total = progress.bytes_done, progress.bytes_total
+        if total and done >= self._share * total:
+            self.reached.set()
+
+
+async def in_the_middle(
+    call: Callable[[Halfway], Any], act: Callable[[], Any]
+) -> tuple[asyncio.Task[Any], Halfway]:
+    """Start a receive with ``progress``, and act once it is in its middle."""
+    halfway = Halfway()
+    task = asyncio.create_task(call(halfway))
+    reached = asyncio.create_task(halfway.reached.wait())
+    await asyncio.wait({task, reached}, return_when=asyncio.FIRST_COMPLETED)
+    assert not task.done(), "the receive was too quick"
+    await act()
+    return task, halfway

@@ -1,0 +1,400 @@
+"""Defects that checkpoint transports are known for, one test for each."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from aiockpt import (
+    AiockptError,
+    CheckpointChangedError,
+    IntegrityError,
+    StepNotFoundError,
+    TransferTimeoutError,
+    TransportError,
+    UnsupportedLeafError,
+    register_leaf,
+)
+from aiockpt.memory import Arena
+from aiockpt.testing import (
+    CutAfter,
+    Drip,
+    FaultProxy,
+    FlipBit,
+    Refuse,
+    assert_same,
+)
+from serving import Peer, settle
+from transports import (
+    MIB,
+    Halfway,
+    Transport,
+    in_the_middle,
+    pair,
+    port_of,
+    receive,
+    transport,
+    weights,
+)
+
+pytestmark = pytest.mark.asyncio
+
+
+def through(proxy: FaultProxy, sender: Transport) -> str:
+    """Return the metadata of a sender, by way of a proxy."""
+    return sender.metadata().replace(str(port_of(sender)), str(proxy.port))
+
+
+def proxied(sender: Transport, **faults: Any) -> FaultProxy:
+    """Return a proxy to a sender, with faults."""
+    return FaultProxy("127.0.0.1", port_of(sender), **faults)
+
+
+async def wire_bytes(state: object) -> int:
+    """Return how many bytes the transfer of a state dict takes."""
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, state)
+        async with proxied(sender) as proxy:
+            got = await receiver.recv_checkpoint(0, through(proxy, sender), 1)
+            assert_same(got, state)
+            return proxy.statistics().bytes_down
+
+
+class TestContent:
+    """What is received is what was sent."""
+
+    async def test_a_flipped_bit_is_noticed(self) -> None:
+        """The chunk is fetched again; if that does not help, the error names it."""
+        async with pair(num_chunks=1) as (sender, receiver):
+            await sender.send_checkpoint([], 1, weights())
+            async with proxied(sender, faults=[FlipBit(at=500_000)]) as proxy:
+                url = through(proxy, sender)
+                assert_same(await receiver.recv_checkpoint(0, url, 1), weights())
+            async with (
+                proxied(sender, otherwise=_EveryFlip(at=0)) as proxy,
+                transport(num_chunks=1) as another,
+            ):
+                with pytest.raises(IntegrityError) as caught:
+                    await another.recv_checkpoint(0, through(proxy, sender), 1)
+                assert str(proxy.port) in str(caught.value)
+
+    @pytest.mark.parametrize("cut", [0, 100, 5000, 300_000, 1_000_000])
+    async def test_a_truncated_answer_is_never_a_state_dict(self, cut: int) -> None:
+        """Wherever the connection ends."""
+        async with pair(reconnect_timeout=0.2) as (sender, receiver):
+            await sender.send_checkpoint([], 1, weights())
+            faults = [CutAfter(cut)] * 2
+            async with proxied(sender, faults=faults) as proxy:
+                url = through(proxy, sender)
+                assert_same(await receiver.recv_checkpoint(0, url, 1), weights())
+
+    async def test_an_optimizer_step_cannot_tear_it(self) -> None:
+        """Training writes in place while a receiver reads."""
+        state = weights(0.0, mib=8, count=16)
+        async with pair(num_chunks=1) as (sender, receiver):
+            await sender.send_checkpoint([], 1, state)
+
+            async def train() -> None:
+                for tensor in state.values():
+                    tensor.add_(1)
+
+            task, _ = await in_the_middle(
+                lambda progress: receive(sender, receiver, progress=progress), train
+            )
+            got = await task
+        assert {float(value) for w in got.values() for value in w.unique()} == {0.0}
+
+    async def test_the_same_step_sent_again_is_never_mixed(self) -> None:
+        """A receiver in its middle gets the old bytes, or an error."""
+        async with pair(num_chunks=1) as (sender, receiver):
+            await sender.send_checkpoint([], 5, weights(1.0, mib=16))
+            task, _ = await in_the_middle(
+                lambda progress: receive(sender, receiver, 5, progress=progress),
+                lambda: sender.send_checkpoint([], 5, weights(2.0, mib=16)),
+            )
+            with suppress(CheckpointChangedError):
+                assert_same(await task, weights(1.0, mib=16))
+            assert_same(await receive(sender, receiver, 5), weights(2.0, mib=16))
+
+    async def test_a_leaf_that_is_no_container_keeps_its_tensors(self) -> None:
+        """A registered dataclass travels whole; a foreign dict is refused by name."""
+        async with pair() as (sender, receiver):
+            state = {"box": Box(torch.ones(1000), "b"), "beside": torch.zeros(3)}
+            await sender.send_checkpoint([], 1, state)
+            assert_same(await receive(sender, receiver), state)
+            with pytest.raises(UnsupportedLeafError, match=r"^a\.b is a .*Foreign"):
+                await sender.send_checkpoint([], 2, {"a": {"b": Foreign(w=1)}})
+
+
+class _EveryFlip(FlipBit):
+    """Inverts a bit of everything large that passes."""
+
+    async def forward(self, pipe: Any, data: bytes, at: int) -> None:
+        wrong = bytes([data[-1] ^ 1]) if len(data) > 20_000 else data[-1:]
+        await pipe.send(data[:-1] + wrong)
+
+
+@dataclass
+class Box:
+    """A type of the user's."""
+
+    weight: torch.Tensor
+    name: str
+
+
+register_leaf(Box, tag="tests.Box")
+
+
+class Foreign(OrderedDict[str, object]):
+    """A dict that adds something."""
+
+
+class TestWire:
+    """No byte more than needed, however the work is divided."""
+
+    async def test_one_large_tensor_is_divided_evenly(self) -> None:
+        """Not leaf by leaf: the largest chunk is no larger than the others."""
+        async with transport() as sender:
+            state = {"large": torch.zeros(MIB), **{f"s{n}": n for n in range(100)}}
+            await sender.send_checkpoint([], 1, state)
+            latest = sender._endpoint.shelf.latest
+            assert latest is not None
+            grid = latest.servable.manifest.grid
+            sizes = {stop - start for start, stop in map(grid.range, range(len(grid)))}
+            assert len(grid) == 64
+            assert sizes == {64 << 10}
+
+    @pytest.mark.parametrize(
+        ("theirs", "ours"), [(0, 4), (4, 8), (8, 4), (3, 1), (4, 0)]
+    )
+    async def test_the_two_ends_need_not_agree_on_chunks(
+        self, theirs: int, ours: int
+    ) -> None:
+        """The grid is the sender's, the number of connections the receiver's."""
+        async with (
+            transport(num_chunks=theirs) as sender,
+            transport(num_chunks=ours, chunk_bytes=1 << 20) as receiver,
+        ):
+            await sender.send_checkpoint([], 1, weights(count=7))
+            assert_same(await receive(sender, receiver), weights(count=7))
+
+    async def test_a_tied_weight_travels_once(self) -> None:
+        """And is tied again on arrival."""
+        weight = torch.ones(MIB // 4)
+        assert await wire_bytes({"in": weight, "out": weight}) < 1.1 * MIB
+
+    async def test_a_small_slice_travels_alone(self) -> None:
+        """Not with the storage that it is cut from."""
+        large = torch.zeros(16 * MIB // 4)
+        slices = [large[n * 100_000 :][:10] for n in range(8)]
+        columns = large.view(1024, -1)[:, ::512]
+        assert await wire_bytes([*slices, columns]) < 100_000
+
+
+class TestMemory:
+    """What a transport holds on to."""
+
+    async def test_the_state_dict_is_not_kept_after_the_send(self) -> None:
+        """A model that was replaced is freed at once."""
+        state = weights()
+        gone = weakref.ref(state["w0"])
+        async with transport() as sender:
+            await sender.send_checkpoint([], 1, state)
+            del state
+            gc.collect()
+            assert gone() is None
+
+    @pytest.mark.parametrize("zero_copy", [False, True])
+    async def test_nothing_is_kept_after_disallow(self, zero_copy: bool) -> None:
+        """Neither the state dict nor its copy: it may be as large as the model."""
+        gc.collect()
+        before = _arenas()
+        state = weights()
+        gone = weakref.ref(state["w0"])
+        async with pair(zero_copy=zero_copy) as (sender, receiver):
+            await sender.send_checkpoint([], 1, state)
+            await receive(sender, receiver)
+            await sender.disallow_checkpoint()
+            del state
+            gc.collect()
+            await settle(lambda: not _arenas() - before)
+            assert gone() is None
+
+    async def test_nothing_is_kept_of_a_receive(self) -> None:
+        """The memory goes with the state dict that was received."""
+        async with pair() as (sender, receiver):
+            await sender.send_checkpoint([], 1, weights())
+            got = await receive(sender, receiver)
+            gone = weakref.ref(got["w0"].untyped_storage())
+            del got
+            gc.collect()
+            assert gone() is None
+
+
+def _arenas() -> set[int]:
+    """Return the arenas that there are, by identity."""
+    return {id(each) for each in gc.get_objects() if isinstance(each, Arena)}
+
+
+class TestPeers:
+    """Slow, dead, many and early ones."""
+
+    async def test_a_trickle_ends_by_the_deadline(self) -> None:
+        """A timeout is for the whole call, not for each byte."""
+        async with pair() as (sender, receiver):
+            await sender.send_checkpoint([], 1, weights())
+            drip = Drip(rate=50_000, burst=5_000)
+            async with FaultProxy(
+                "127.0.0.1", port_of(sender), otherwise=drip
+            ) as proxy:
+                started = time.monotonic()
+                with pytest.raises(TransferTimeoutError, match="timed out"):
+                    await receiver.recv_checkpoint(0, through(proxy, sender), 1, 0.5)
+                assert time.monotonic() - started < 1
+
+    async def test_a_slow_reader_that_progresses_is_served_to_the_end(self) -> None:
+        """The stall timeout is no budget for the whole transfer."""
+        async with (
+            transport(stall_timeout=0.4) as sender,
+            transport(num_chunks=1) as receiver,
+        ):
+            await sender.send_checkpoint([], 1, weights())
+            drip = Drip(rate=1e6, burst=50_000)
+            async with FaultProxy(
+                "127.0.0.1", port_of(sender), otherwise=drip
+            ) as proxy:
+                url = through(proxy, sender)
+                assert_same(await receiver.recv_checkpoint(0, url, 1), weights())
+
+    async def test_a_connection_that_is_reset_is_tried_again(self) -> None:
+        """One lost packet storm is not the end of a recovery."""
+        async with pair() as (sender, receiver):
+            await sender.send_checkpoint([], 1, weights())
+            faults = [Refuse(), CutAfter(200_000, reset=True)]
+            async with proxied(sender, faults=faults) as proxy:
+                url = through(proxy, sender)
+                assert_same(await receiver.recv_checkpoint(0, url, 1), weights())
+
+    async def test_the_first_failure_is_told_at_once(self) -> None:
+        """Not when the slowest of the parallel requests has ended."""
+        async with pair(num_chunks=4) as (sender, receiver):
+            await sender.send_checkpoint([], 1, weights(mib=32))
+            drip = Drip(rate=3e6, burst=30_000)
+            async with FaultProxy(
+                "127.0.0.1", port_of(sender), otherwise=drip
+            ) as proxy:
+                url = through(proxy, sender)
+                halfway = Halfway(0.02)
+                task = asyncio.create_task(
+                    receiver.recv_checkpoint(0, url, 1, progress=halfway)
+                )
+                await halfway.reached.wait()
+                started = time.monotonic()
+                await sender.send_checkpoint([], 2, weights())
+                await proxy.cut_all()
+                with pytest.raises((StepNotFoundError, CheckpointChangedError)):
+                    await task
+                assert time.monotonic() - started < 2
+
+    async def test_a_proxy_of_the_environment_is_not_asked(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Weights must not leave by it."""
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, "http://127.0.0.1:9")
+        monkeypatch.delenv("no_proxy", raising=False)
+        async with pair(reconnect_timeout=0) as (sender, receiver):
+            await sender.send_checkpoint([], 1, weights())
+            assert_same(await receive(sender, receiver), weights())
+
+    async def test_waiting_peers_cost_no_threads(self) -> None:
+        """However many ask for a step that is not there."""
+        async with transport(insecure=True) as sender:
+            before = threading.active_count()
+            peers = [Peer(port_of(sender), token=None) for _ in range(100)]
+            for peer in peers:
+                await peer.__aenter__()
+                await peer.request("/checkpoint/1/metadata", Prefer="wait=10")
+            await asyncio.sleep(0.05)
+            assert threading.active_count() <= before
+            for peer in peers:
+                peer.close()
+
+    async def test_readers_without_a_gap_do_not_starve_disallow(self) -> None:
+        """Nor does disallow break the server for those who come later."""
+        async with pair(grace=1) as (sender, receiver):
+            await sender.send_checkpoint([], 1, weights(mib=8))
+
+            async def read_on() -> None:
+                with suppress(AiockptError):
+                    while True:
+                        await receive(sender, receiver, timeout=2)
+
+            readers = [asyncio.create_task(read_on()) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            started = time.monotonic()
+            await sender.disallow_checkpoint()
+            assert time.monotonic() - started < 1.5
+            for reader in readers:
+                reader.cancel()
+            await asyncio.wait(readers)
+            await sender.send_checkpoint([], 2, weights(2.0))
+            assert_same(await receive(sender, receiver, 2), weights(2.0))
+
+
+class TestShutdown:
+    """The end."""
+
+    @pytest.mark.parametrize("wait", [False, True])
+    async def test_nobody_listens_afterwards(self, wait: bool) -> None:
+        """A connect is refused at once, instead of hanging in a backlog."""
+        sender = transport(insecure=True)
+        await sender.send_checkpoint([], 1, weights())
+        port = port_of(sender)
+        started = time.monotonic()
+        await sender.shutdown(wait=wait)
+        assert time.monotonic() - started < 0.4
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=1)
+
+    async def test_nothing_is_served_after_shutdown_without_wait(self) -> None:
+        """Also on a connection that was open."""
+        sender = transport(insecure=True)
+        await sender.send_checkpoint([], 1, weights())
+        async with Peer(port_of(sender), token=None) as peer:
+            assert (await peer.ask("/checkpoint/1/metadata")).status == 200
+            await sender.shutdown(wait=False)
+            assert await peer.read_all() == b""
+
+    async def test_a_sender_that_cannot_stage_does_not_hang_its_receivers(self) -> None:
+        """They wait for the next send, which may come; their deadline is theirs."""
+        async with pair() as (sender, receiver):
+            early = asyncio.create_task(receive(sender, receiver, timeout=10))
+            with pytest.raises(UnsupportedLeafError):
+                await sender.send_checkpoint([], 1, {"x": object()})
+            await sender.send_checkpoint([], 1, weights())
+            assert_same(await early, weights())
+
+    async def test_a_receive_ends_when_the_sender_shuts_down(self) -> None:
+        """It does not wait for its deadline if the caller wants none of that."""
+        sender = transport()
+        async with transport(reconnect_timeout=0) as receiver:
+            waiting = asyncio.create_task(receive(sender, receiver, timeout=15))
+            await sender.start()
+            await asyncio.sleep(0.05)
+            await sender.shutdown(wait=False)
+            started = time.monotonic()
+            with pytest.raises(TransportError):
+                await waiting
+            assert time.monotonic() - started < 3
