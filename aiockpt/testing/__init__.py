@@ -12,13 +12,35 @@ if TYPE_CHECKING:
     from aiockpt.testing.conformance import TransportConformance
     from aiockpt.testing.devices import FakeAccelerator
     from aiockpt.testing.equality import assert_same
-    from aiockpt.testing.faults import FaultProxy
+    from aiockpt.testing.faults import (
+        Answer,
+        CutAfter,
+        Drip,
+        Drop,
+        FaultProxy,
+        FlipBit,
+        Refuse,
+        StallAfter,
+    )
 
-__all__ = ["FakeAccelerator", "FaultProxy", "TransportConformance", "assert_same"]
+__all__ = [
+    "Answer",
+    "CutAfter",
+    "Drip",
+    "Drop",
+    "FakeAccelerator",
+    "FaultProxy",
+    "FlipBit",
+    "Refuse",
+    "StallAfter",
+    "TransportConformance",
+    "assert_same",
+]
 
+_FAULTS = "aiockpt.testing.faults"
 _HOMES = {
+    **dict.fromkeys(__all__, _FAULTS),
     "FakeAccelerator": "aiockpt.testing.devices",
-    "FaultProxy": "aiockpt.testing.faults",
     "TransportConformance": "aiockpt.testing.conformance",
     "assert_same": "aiockpt.testing.equality",
 }
