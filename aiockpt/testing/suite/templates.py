@@ -37,7 +37,7 @@ def _conjugated() -> torch.Tensor:
 
 MISMATCHES: Final[dict[str, tuple[str, Change]]] = {
     "dtype": ("bias", lambda state: state.update(bias=state["bias"].half())),
-    "shape": ("weight", lambda state: state.update(weight=torch.ones(699, 700))),
+    "shape": ("weight", lambda state: state.update(weight=torch.ones(299, 300))),
     "rank": ("bias", lambda state: state.update(bias=state["bias"][None])),
     "stride": ("other", lambda state: state.update(other=state["other"].t())),
     "missing": ("bias", lambda state: state.pop("bias")),
@@ -89,7 +89,7 @@ def rich(seed: int = 0) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     return {
         **state,
-        "other": torch.randn(700, 700, generator=generator),
+        "other": torch.randn(300, 300, generator=generator),
         "complex": torch.randn(4, dtype=torch.complex64, generator=generator),
         "window": state["weight"][2:4],
         "parameter": torch.nn.Parameter(torch.randn(5, generator=generator)),
@@ -168,13 +168,8 @@ class Templates(Conformance[T]):
         assert_same(got, state)
         assert got["weight"] is into["weight"]
 
-    @pytest.mark.parametrize("direct", [False, True])
     @pytest.mark.parametrize("kind", MISMATCHES)
-    async def test_a_template_that_does_not_fit_is_untouched(
-        self,
-        kind: str,
-        direct: bool,  # noqa: FBT001
-    ) -> None:
+    async def test_a_template_that_does_not_fit_is_untouched(self, kind: str) -> None:
         """The error names the tensor, and no byte moves."""
         path, change = MISMATCHES[kind]
         template, before = rich(seed=2), rich(seed=2)
@@ -182,10 +177,11 @@ class Templates(Conformance[T]):
         change(before)
         async with self.transports(2) as (sender, receiver):
             await self.send(sender, rich(seed=1))
-            with pytest.raises(TemplateMismatchError) as caught:
-                await self.receive(sender, receiver, into=template, direct=direct)
-        assert caught.value.path == path
-        assert_same(template, before)
+            for direct in (False, True):
+                with pytest.raises(TemplateMismatchError) as caught:
+                    await self.receive(sender, receiver, into=template, direct=direct)
+                assert caught.value.path == path
+                assert_same(template, before)
 
     @pytest.mark.parametrize("direct", [False, True])
     @pytest.mark.parametrize("step", [2, 3, 8])
