@@ -8,6 +8,9 @@ from contextlib import contextmanager
 
 __all__ = ["collector_paused"]
 
+# Fewer are scanned in less time than it takes to ask whether anything is frozen.
+_MANY = 20_000
+
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
@@ -25,7 +28,8 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if not gc.get_freeze_count():  # what somebody froze stays frozen
+            # What somebody froze stays frozen; to ask walks through all of it.
+            if gc.get_count()[0] > _MANY and not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
