@@ -14,6 +14,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -470,6 +471,8 @@ class TestFetchThroughFaults:
                 env=ENVIRONMENT,
                 stderr=subprocess.PIPE,
                 text=True,
+                # A shell starts what runs in its background deaf to interrupts.
+                preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
             )
             wait_for(tmp_path / "f.part")
             fetch.send_signal(signal.SIGINT)
