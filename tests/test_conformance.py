@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
+import torch._dynamo  # noqa: F401 - an optimizer imports it: early, so that leak checks skip it
 
 from aiockpt import HTTPTransport
 from aiockpt.testing import TransportConformance
