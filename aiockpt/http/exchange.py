@@ -19,7 +19,7 @@ from yarl import URL
 
 from aiockpt.errors import ClosedError, LocalProtocolError, RemoteProtocolError
 from aiockpt.http.filler import Filler
-from aiockpt.http.options import require
+from aiockpt.http.options import require, require_type
 from aiockpt.http.receiving import receive
 from aiockpt.http.translating import BEFORE_ANSWER, IN_BODY, Exchange, translated
 from aiockpt.http.watching import Watch
@@ -58,9 +58,10 @@ class ClientConfig:
     token: str | None = field(repr=False)
     limits: Limits
     ssl_context: ssl.SSLContext | None
-    fast_path: bool
+    fast_path: bool = True
 
     def __post_init__(self) -> None:
+        require_type(Limits, limits=self.limits)
         require(at_least=1, max_concurrency=self.max_concurrency)
         require(at_least=_SHORTEST, stall_timeout=self.stall_timeout)
         require(at_least=_SHORTEST, connect_timeout=self.connect_timeout)

@@ -20,7 +20,6 @@ from aiockpt.http.endpoint import Endpoint, EndpointConfig
 from aiockpt.http.handlers import CheckpointService
 from aiockpt.http.lifetime import Lifetime
 from aiockpt.http.offering import Offering
-from aiockpt.http.options import require_type
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.observe import Progress
 from aiockpt.staging import Stager
@@ -98,7 +97,6 @@ class HTTPTransport(CheckpointTransport[T]):
         zero_copy: bool = False,
         allow_pickle: bool = False,
     ) -> None:
-        require_type(Limits, limits=limits)
         self._timeout, self._limits = seconds(timeout), limits
         self._lifetime = Lifetime("the transport")
         self._allow_pickle = allow_pickle
@@ -135,7 +133,6 @@ class HTTPTransport(CheckpointTransport[T]):
                 token=self._credentials.to_send,
                 limits=limits,
                 ssl_context=client_ssl_context,
-                fast_path=True,
             ),
             session=session,
             run=self._bridge.run,

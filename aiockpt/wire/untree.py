@@ -15,10 +15,9 @@ from aiockpt.wire.scalars import parse_bytes, parse_float, parse_int, parse_str
 
 __all__ = ["FACTORIES", "decode_tree"]
 
-FACTORIES: Final[dict[str, type]] = {
+FACTORIES: Final[dict[str, type]] = {  # of the defaultdicts that travel, by name
     each.__name__: each for each in (list, dict, int, float, set, str, bool, tuple)
 }
-"""The default factories of a defaultdict that travel, by name."""
 
 _SCALARS: Final = frozenset({type(None), bool, int, float, str})
 _FEW: Final = 1000
