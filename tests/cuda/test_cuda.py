@@ -1,104 +1,238 @@
-"""Staging from, and loading to, a real CUDA device.
-
-The same code runs on a fake device in ``tests/test_staging.py`` and
-``tests/test_device.py``; what only a device can show is here.
-"""
+"""Staging from, and loading to, a real device; skipped where there is none."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import pytest_asyncio
 import torch
 
-from aiockpt import HTTPTransport
+from aiockpt._device import port_for
 from aiockpt.testing import assert_same
+from pipeline import file_of, rebuilt, stager
+from transports import MIB, pair, receive
+
+DEVICE = torch.device("cuda", 0)
 
 pytestmark = [
     pytest.mark.asyncio,
-    pytest.mark.timeout(300),
-    pytest.mark.allow_leaks("CUDA keeps threads and descriptors of its own"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here"),
 ]
 
-
-@pytest_asyncio.fixture
-async def transport() -> AsyncIterator[HTTPTransport]:
-    """One transport that sends to itself."""
-    async with HTTPTransport(120, host="127.0.0.1") as transport:
-        yield transport
+A_WHILE = 400_000_000
+"""Cycles that a device is kept busy: some 200 ms."""
 
 
-async def moved(transport: HTTPTransport, state: dict, **how: Any) -> dict:
-    """Send a state dict and receive it again."""
-    await transport.send_checkpoint([1], 1, state)
-    return await transport.recv_checkpoint(0, transport.metadata(), 1, **how)
+def busy_then(work: Callable[[], object]) -> None:
+    """Enqueue something slow, and behind it ``work``."""
+    torch.cuda._sleep(A_WHILE)
+    work()
 
 
-async def test_device_tensors_arrive_on_the_host(transport: HTTPTransport) -> None:
-    """Every bit, with ties and views, next to tensors of the host."""
-    weight = torch.randn(1000, 1000, device="cuda")
-    state = {
-        "weight": weight,
-        "tied": weight,
-        "rows": weight[10:20],
-        "column": weight[:, 3],
-        "half": torch.randn(999, device="cuda").bfloat16(),
-        "host": torch.arange(10),
-    }
-    expected = {name: tensor.cpu() for name, tensor in state.items()}
-    received = await moved(transport, state)
-    assert received["tied"] is received["weight"]
-    assert all(torch.equal(received[name], expected[name]) for name in state)
+def on_device(*shape: int, fill: float | None = None) -> torch.Tensor:
+    """Return a tensor on the device: random, or all of one number."""
+    if fill is None:
+        return torch.randn(shape, device=DEVICE)
+    return torch.full(shape, float(fill), device=DEVICE)
 
 
-async def test_staging_waits_for_what_training_has_enqueued(
-    transport: HTTPTransport,
-) -> None:
-    """The side stream reads after the producer's kernels, though nobody waited."""
-    tensor = torch.zeros(64 << 20, device="cuda")
-    producer = torch.cuda.Stream()
-    with torch.cuda.stream(producer):
-        torch.cuda._sleep(500_000_000)
-        tensor.fill_(7)
-        received = await moved(transport, {"tensor": tensor})
-    assert bool((received["tensor"] == 7).all())
+KINDS: dict[str, Callable[[], object]] = {
+    "dtypes": lambda: [
+        on_device(3, 5).to(dtype)
+        for dtype in (
+            torch.float64,
+            torch.float16,
+            torch.bfloat16,
+            torch.float8_e4m3fn,
+            torch.complex64,
+            torch.int64,
+            torch.int8,
+            torch.bool,
+        )
+    ],
+    "nothing": lambda: [on_device(), on_device(0, 3)],
+    "transposed": lambda: on_device(30, 50).t(),
+    "half of the memory": lambda: on_device(100)[::2],
+    "sparse view": lambda: on_device(64, 64)[:, ::8],
+    "expanded": lambda: on_device(7, 1).expand(7, 9),
+    "conjugated": lambda: on_device(8).to(torch.complex64).conj(),
+    "tied": lambda: [(weight := on_device(10, 10)), weight.t(), weight[3:5]],
+    "parameter": lambda: torch.nn.Parameter(on_device(4)),
+    "host beside it": lambda: [on_device(1000), torch.randn(1000), on_device(3)],
+    "sparse COO": lambda: torch.eye(4, device=DEVICE).to_sparse(),
+}
 
 
-async def test_what_is_sent_does_not_change_any_more(transport: HTTPTransport) -> None:
-    """The state dict may be mutated when the send has returned."""
-    tensor = torch.ones(64 << 20, device="cuda")
-    await transport.send_checkpoint([1], 1, {"tensor": tensor})
-    tensor.zero_()
-    received = await transport.recv_checkpoint(0, transport.metadata(), 1)
-    assert bool((received["tensor"] == 1).all())
+class TestStaging:
+    """From the device."""
+
+    @pytest.mark.parametrize("kind", KINDS)
+    async def test_a_state_on_a_device_arrives(self, kind: str) -> None:
+        """In host memory, bit by bit."""
+        state = {"leaf": KINDS[kind](), "step": 3}
+        async with pair() as (sender, receiver):
+            await sender.send_checkpoint([], 1, state)
+            assert_same(await receive(sender, receiver), state)
+
+    async def test_it_waits_for_the_producer(self) -> None:
+        """What training has enqueued is part of the checkpoint."""
+        weight = on_device(MIB, fill=0)
+        async with pair() as (sender, receiver):
+            busy_then(lambda: weight.fill_(7))
+            await sender.send_checkpoint([], 1, {"w": weight})
+            assert (await receive(sender, receiver))["w"].unique().tolist() == [7]
+
+    async def test_it_waits_for_the_stream_that_is_current(self) -> None:
+        """Whichever the producer works on."""
+        weight, stream = on_device(MIB, fill=0), torch.cuda.Stream(DEVICE)
+        stream.wait_stream(torch.cuda.current_stream(DEVICE))
+        async with pair() as (sender, receiver):
+            with torch.cuda.stream(stream):
+                busy_then(lambda: weight.fill_(7))
+                await sender.send_checkpoint([], 1, {"w": weight})
+            assert (await receive(sender, receiver))["w"].unique().tolist() == [7]
+
+    async def test_training_may_go_on_when_it_returns(self) -> None:
+        """What is enqueued from then on does not reach the checkpoint."""
+        weight = on_device(16 * MIB, fill=1)
+        async with pair() as (sender, receiver):
+            await sender.send_checkpoint([], 1, {"w": weight})
+            weight.fill_(2)
+            assert (await receive(sender, receiver))["w"].unique().tolist() == [1]
+
+    async def test_the_state_is_held_meanwhile(self) -> None:
+        """The allocator must not hand its memory on before it was copied."""
+        state = {"w": on_device(16 * MIB, fill=1)}
+        async with pair() as (sender, receiver):
+            busy_then(lambda: None)
+            sending = asyncio.create_task(sender.send_checkpoint([], 1, state))
+            await asyncio.sleep(0.05)
+            assert not sending.done()
+            state = {"w": on_device(16 * MIB, fill=9)}
+            await sending
+            assert (await receive(sender, receiver))["w"].unique().tolist() == [1]
+
+    async def test_the_loop_stays_live(self) -> None:
+        """While the device is busy, and while it copies."""
+        weight, lags = on_device(64 * MIB, fill=1), list[float]()
+
+        async def tick() -> None:
+            while True:
+                started = time.monotonic()
+                await asyncio.sleep(0.005)
+                lags.append(time.monotonic() - started - 0.005)
+
+        async with stager(ports=port_for, chunk_bytes=16 * MIB) as staging:
+            (await staging.stage({"w": weight}, step=1)).release()
+            ticker = asyncio.create_task(tick())
+            busy_then(lambda: weight.fill_(2))
+            snapshot = await staging.stage({"w": weight}, step=2)
+            ticker.cancel()
+            await asyncio.wait({ticker})
+            assert len(lags) > 10
+            assert sorted(lags)[len(lags) * 9 // 10] < 0.02
+            snapshot.release()
+
+    async def test_the_arena_is_page_locked(self) -> None:
+        """Or the copies are neither fast nor asynchronous."""
+        async with stager(ports=port_for) as staging:
+            snapshot = await staging.stage({"w": on_device(MIB)}, step=1)
+            (view,) = snapshot._memory.buffers(0, 4096)
+            assert torch.frombuffer(view, dtype=torch.uint8).is_pinned()
+            del view
+            snapshot.release()
+
+    async def test_page_locks_are_undone(self) -> None:
+        """Arenas come and go; the driver refuses to lock the same pages twice."""
+        async with stager(ports=port_for) as staging:
+            for size in (1, 5, 1, 20, 3):
+                state = {"w": on_device(size * MIB)}
+                snapshot = await staging.stage(state, step=1)
+                assert_same(rebuilt(file_of(snapshot)), state)
+                snapshot.release()
+                staging.trim()
+        torch.cuda.synchronize(DEVICE)
+
+    async def test_a_cancel_leaves_the_device_usable(self) -> None:
+        """Its copies end in the background."""
+        state = {"w": on_device(16 * MIB)}
+        async with pair() as (sender, receiver):
+            for delay in (0, 0.001, 0.01, 0.05):
+                busy_then(lambda: None)
+                sending = asyncio.create_task(sender.send_checkpoint([], 1, state))
+                await asyncio.sleep(delay)
+                sending.cancel()
+                await asyncio.wait({sending})
+            await sender.send_checkpoint([], 2, state)
+            assert_same(await receive(sender, receiver, 2), state)
+
+    async def test_it_is_fast(self, record_property: Callable[..., None]) -> None:
+        """A gibibyte, digests included, into an arena that is warm."""
+        state = {"w": on_device(256, MIB)}
+        async with stager(ports=port_for, chunk_bytes=16 * MIB) as staging:
+            (await staging.stage(state, step=1)).release()
+            torch.cuda.synchronize(DEVICE)
+            started = time.monotonic()
+            snapshot = await staging.stage(state, step=2)
+            rate = (1 << 30) / (time.monotonic() - started) / 1e9
+            record_property("GB/s", round(rate, 2))
+            assert rate > 2
+            snapshot.release()
 
 
-@pytest.mark.parametrize("direct", [False, True])
-async def test_a_template_on_the_device_is_filled(
-    transport: HTTPTransport, direct: bool
-) -> None:
-    """Through the arena and a side stream, ready for the current stream."""
-    state = {"a": torch.randn(3_000_000), "b": torch.randn(5, 7)}
-    template = {name: torch.zeros_like(t, device="cuda") for name, t in state.items()}
-    filled = await moved(transport, state, into=template, direct=direct)
-    assert all(filled[name] is template[name] for name in state)
-    assert_same({name: tensor.cpu() for name, tensor in template.items()}, state)
+class TestLoading:
+    """To the device."""
 
+    def state(self, fill: float | None = None) -> dict[str, torch.Tensor]:
+        """Return a template, or what fills it."""
+        wide = on_device(64, 64, fill=fill)
+        return {
+            "weight": on_device(4 * MIB, fill=fill),
+            "transposed": on_device(30, 50, fill=fill).t(),
+            "columns": wide[:, ::2],
+            "sparse": on_device(64, 64, fill=fill)[:, ::16],
+            "host": torch.ones(9) if fill is None else torch.full((9,), float(fill)),
+        }
 
-@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
-async def test_the_arena_is_page_locked_and_reused(transport: HTTPTransport) -> None:
-    """Sending again takes no new page-locked memory once two snapshots took turns."""
-    state = {"tensor": torch.ones(16 << 20, device="cuda")}
-    addresses = []
-    for step in range(1, 5):
-        await transport.send_checkpoint([1], step, state)
-        published = transport._endpoint.shelf.latest
-        assert published is not None
-        view = torch.frombuffer(published.servable.views(0, 64)[0], dtype=torch.uint8)
-        assert view.is_pinned()
-        addresses.append(view.data_ptr())
-        del published, view
-    assert len(set(addresses)) <= 2
+    @pytest.mark.parametrize("direct", [False, True])
+    async def test_a_template_on_a_device_is_filled(self, direct: bool) -> None:
+        """In its own memory."""
+        state, template = self.state(), self.state(0)
+        async with pair() as (sender, receiver):
+            await sender.send_checkpoint([], 1, state)
+            got = await receive(sender, receiver, into=template, direct=direct)
+        assert got["weight"] is template["weight"]
+        assert got["weight"].device == DEVICE
+        assert_same(template, state)
+
+    async def test_it_waits_for_who_still_uses_the_template(self) -> None:
+        """A kernel that was enqueued before must not overwrite the checkpoint."""
+        state, template = self.state(), self.state(0)
+        async with pair() as (sender, receiver):
+            await sender.send_checkpoint([], 1, state)
+            busy_then(lambda: template["weight"].fill_(5))
+            await receive(sender, receiver, into=template)
+        assert_same(template, state)
+
+    async def test_memory_beside_the_template_is_untouched(self) -> None:
+        """Only its elements are written."""
+        ours = on_device(64, 64, fill=0)
+        async with pair() as (sender, receiver):
+            await sender.send_checkpoint(
+                [], 1, {"w": on_device(64, 64, fill=1)[:, ::2]}
+            )
+            await receive(sender, receiver, into={"w": ours[:, ::2]})
+        assert ours[:, ::2].unique().tolist() == [1]
+        assert ours[:, 1::2].unique().tolist() == [0]
+
+    async def test_training_goes_on_from_there(self) -> None:
+        """The default stream sees what was loaded, without a synchronize."""
+        state, template = self.state(1), self.state(0)
+        async with pair() as (sender, receiver):
+            await sender.send_checkpoint([], 1, state)
+            await receive(sender, receiver, into=template)
+            total: Any = template["weight"].sum().item()
+        assert total == template["weight"].numel()
