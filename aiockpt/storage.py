@@ -108,7 +108,9 @@ def check_target(path: Path) -> Path:
         try:
             target = path.resolve()
         except RuntimeError:  # Python 3.11 and 3.12, for a loop of links
-            raise StorageError(str(path), "it is a link to itself") from None
+            target = path
+        if target.is_symlink():  # what is left of a loop, since Python 3.13
+            raise StorageError(str(path), "it is a link to itself")
         if not target.parent.is_dir():
             detail = f"there is no directory {target.parent}; make it first"
             raise StorageError(str(path), detail)
