@@ -85,7 +85,8 @@ class Accelerator:
             return lambda: None
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         # Registering what is mapped keeps huge pages and lets the arena be shared.
-        failed = int(runtime.cudaHostRegister(arena.address, arena.nbytes, 0))
+        with self._module.device(self.device):
+            failed = int(runtime.cudaHostRegister(arena.address, arena.nbytes, 0))
         if failed:
             return lambda: None
         return lambda: runtime.cudaHostUnregister(arena.address)
