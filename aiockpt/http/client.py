@@ -18,7 +18,7 @@ from aiockpt.errors import (
     StepNotFoundError,
 )
 from aiockpt.http.exchange import ClientConfig, Port, length_of
-from aiockpt.http.fetching import ChunkFetch, OnProgress, Target
+from aiockpt.http.fetching import ChunkFetch, OnProgress, Prepare, Target
 from aiockpt.http.filler import Filler
 from aiockpt.http.retrying import OnRetry, Patience, Retrier, backoff, persist
 from aiockpt.http.stretch import plan
@@ -138,12 +138,14 @@ class CheckpointClient:
         *,
         on_progress: OnProgress,
         on_retry: OnRetry | None = None,
+        prepare: Prepare | None = None,
     ) -> None:
         """Fetch chunks into ``target`` and verify each one.
 
         Chunks are verified as their bytes arrive. ``on_progress`` gets newly arrived
         bytes (negative when a bad chunk is thrown away) and newly verified chunks; it
-        must be quick and not raise. If cancelled, nothing is written to ``target``
+        must be quick and not raise. ``prepare(start, stop)`` is awaited before those
+        bytes of the data segment are asked for. If cancelled, nothing is written to ``target``
         any more, and any part of it may have been.
 
         Raises:
@@ -159,6 +161,7 @@ class CheckpointClient:
             source=source,
             manifest=manifest,
             target=target,
+            prepare=prepare,
             on_progress=on_progress,
             on_retry=self._teller(source, manifest.step, on_retry),
             patience=self._retrier().patience,

@@ -8,7 +8,7 @@ because every request says ``If-Match``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -34,9 +34,10 @@ from aiockpt.wire.http import (
 )
 from aiockpt.wire.manifest import Manifest
 
-__all__ = ["ChunkFetch", "OnProgress", "Target", "check_part"]
+__all__ = ["ChunkFetch", "OnProgress", "Prepare", "Target", "check_part"]
 
 OnProgress = Callable[[int, int], None]
+Prepare = Callable[[int, int], Awaitable[None]]
 
 
 class Target(Protocol):
@@ -72,6 +73,7 @@ class ChunkFetch:
     source: Source
     manifest: Manifest
     target: Target
+    prepare: Prepare | None
     on_progress: OnProgress
     on_retry: OnRetry
     patience: Patience
@@ -90,6 +92,8 @@ class ChunkFetch:
         for parts in queue:
             stretch = Stretch(parts, on_verified=partial(self.on_progress, 0, 1))
             attempt = _Attempt(self, stretch)
+            if self.prepare is not None:
+                await self.prepare(parts[0].start, parts[-1].stop)
             await persist(attempt, Retrier(self.patience), self.on_retry)
 
     def count(self, new: int) -> None:

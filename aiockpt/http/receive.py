@@ -202,6 +202,9 @@ class Receive:
         self, source: Source, manifest: Manifest, target: Arena | InPlace
     ) -> None:
         self._stop("fetch_chunk")
+        prepare = None
+        if isinstance(target, Arena):
+            prepare = partial(self._bridge.run, target.populate)
         await self._client.fetch_chunks(
             source,
             manifest,
@@ -209,6 +212,7 @@ class Receive:
             range(len(manifest.grid)),
             on_progress=self._progress.add,
             on_retry=self._remember,
+            prepare=prepare,
         )
 
     def _put_together(self, manifest: Manifest, match: Match, arena: Arena) -> object:
