@@ -12,6 +12,7 @@ import mmap
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -26,7 +27,9 @@ _CGROUP = Path("/sys/fs/cgroup")
 # Linux 5.14; the mmap module does not know it, and would keep the interpreter lock.
 _MADV_POPULATE_WRITE = 23
 # Whoever maps memory meanwhile waits until one call has ended.
-_POPULATED_AT_ONCE = 2 << 20
+_HUGE_PAGE = 2 << 20
+_STRIDE = 8 << 20
+_QUICK = 1e-3
 
 
 class Arena:
@@ -73,16 +76,24 @@ class Arena:
     def populate(self, start: int, stop: int) -> None:
         """Have the pages of ``[start, stop)`` mapped now, not when bytes arrive.
 
-        It only saves time, mostly that of a loop, where a first touch may take
-        milliseconds. For threads; the interpreter lock is free meanwhile.
+        It only saves time, mostly that of a loop: on a virtual machine that gives free
+        memory back to its host, each first touch may take milliseconds. A first touch
+        that is quick is left to whoever brings the bytes, which then are still in the
+        cache; so a sample decides. For threads; the interpreter lock is free meanwhile.
         """
         if sys.platform != "linux":
             return
-        start -= start % _POPULATED_AT_ONCE
-        for at in range(start, stop, _POPULATED_AT_ONCE):
-            size = min(_POPULATED_AT_ONCE, len(self._map) - at)
-            if _libc.madvise(self.address + at, size, _MADV_POPULATE_WRITE):
-                return  # an older kernel, or no memory: whoever touches it will see
+        for at in range(start - start % _STRIDE, stop, _STRIDE):
+            began = time.perf_counter()
+            self._touch(at)
+            if time.perf_counter() - began > _QUICK:
+                for rest in range(at + _HUGE_PAGE, min(at + _STRIDE, stop), _HUGE_PAGE):
+                    self._touch(rest)
+
+    def _touch(self, at: int) -> None:
+        # An older kernel, or no memory: whoever brings the bytes will see.
+        size = min(_HUGE_PAGE, len(self._map) - at)
+        _libc.madvise(self.address + at, size, _MADV_POPULATE_WRITE)
 
     def pin(self, pin: Callable[[Arena], Callable[[], None]]) -> None:
         """Page-lock it once, until it is closed; ``pin`` returns what undoes it."""

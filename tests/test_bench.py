@@ -167,8 +167,8 @@ def test_the_shapes_of_two_gibibytes_are_those_that_are_announced() -> None:
     assert shapes == ["2,048 x 1 MiB", "8 x 256 MiB", "1 x 2048 MiB", "100,000 x 4 KiB"]
 
 
-def test_rows_compare_with_the_best_reference() -> None:
-    """Targets hold for the ratio to the best setting of each reference."""
+def test_rows_compare_with_the_references() -> None:
+    """Targets hold for torchft's best setting, one raw socket, and memcpy."""
     shape = shape_of("1m", MIB)
     found = {
         name: series(name, seconds)
@@ -183,14 +183,16 @@ def test_rows_compare_with_the_best_reference() -> None:
             "raw socket, fresh, as the library's, x1": 0.8,
             "raw socket, fresh, as the library's, x4": 0.5,
             "raw socket, touched, x1": 0.8,
+            "raw socket, touched, x4": 0.5,
             "memcpy, fresh, as the library's": 0.5,
             "memcpy, touched": 0.7,
         }.items()
     }
     rows = list(rows_of_speed(shape, found))
     ratios = [row.ratio for row in rows]
-    assert ratios == pytest.approx([2.5, 0.5, 0.8, 0.5, 0.7])
-    assert [row.verdict for row in rows] == ["ok", "MISSED", "ok", "MISSED", "ok"]
+    assert ratios == pytest.approx([2.5, 0.8, 0.5, 0.8, 0.5, 0.5, 0.7])
+    verdicts = ["ok", "ok", "", "ok", "", "MISSED", "ok"]
+    assert [row.verdict for row in rows] == verdicts
     assert {row.verdict for row in rows_of_ticker(shape, found)} == {"ok"}
 
 

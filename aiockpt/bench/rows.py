@@ -77,23 +77,21 @@ def rows_of_speed(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:
     """Yield what is compared by its speed.
 
     The number of tensors, and not their bytes, decides about many small ones, so there
-    only the comparison with torchft has a target.
+    only the comparison with torchft has a target. The best number of raw sockets is
+    shown beside the one socket that a target speaks of.
     """
     large = shape.is_large
     fresh, in_place = found["aiockpt, fresh"], found["aiockpt, in place"]
     rival = _TIMES_TORCHFT if large else _TIMES_TORCHFT_MANY
     raw_fresh, raw_touched = f"raw socket, {FRESH}", f"raw socket, {TOUCHED}"
-    into_fresh = "receive into fresh memory"
+    into_fresh, placed = "receive into fresh memory", "receive in place"
     cold, warm = found["aiockpt, stage cold"], found["aiockpt, stage warm"]
     for what, ours, reference, target in (
         (into_fresh, fresh, best(found, "torchft"), rival),
-        (into_fresh, fresh, best(found, raw_fresh), _OF_RAW_FRESH * large),
-        (
-            "receive in place",
-            in_place,
-            best(found, raw_touched),
-            _OF_RAW_TOUCHED * large,
-        ),
+        (into_fresh, fresh, found.get(f"{raw_fresh}, x1"), _OF_RAW_FRESH * large),
+        (into_fresh, fresh, best(found, raw_fresh), 0),
+        (placed, in_place, found.get(f"{raw_touched}, x1"), _OF_RAW_TOUCHED * large),
+        (placed, in_place, best(found, raw_touched), 0),
         (
             "stage, new memory",
             cold,
