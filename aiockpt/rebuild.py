@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from mmap import mmap
 
 import torch
@@ -13,7 +14,7 @@ from aiockpt._gc import collector_paused
 from aiockpt._leaves import DTYPES, registry
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.wire.dtypes import CODES
-from aiockpt.wire.layout import Entry
+from aiockpt.wire.entries import Entry
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import (
     CONJ,
@@ -23,9 +24,10 @@ from aiockpt.wire.manifest import (
     Manifest,
     TensorSpec,
 )
+from aiockpt.wire.paths import Node
 from aiockpt.wire.untree import decode_tree
 
-__all__ = ["assemble", "entry_tensors", "parts_over", "tensors_over"]
+__all__ = ["Frame", "assemble", "entry_tensors", "parts_over", "tensors_over"]
 
 _CODE_DTYPES = {code: DTYPES[name] for code, name in CODES.items()}
 
@@ -85,7 +87,7 @@ def _blaming_the_manifest() -> Iterator[None]:
 
 
 def entry_tensors(
-    entries: Sequence[Entry], buffer: mmap | memoryview, *, base: int = 0
+    entries: Iterable[Entry], buffer: mmap | memoryview, *, base: int = 0
 ) -> list[torch.Tensor]:
     """Return the dense tensor of every entry."""
     return [_dense(entry, buffer, base) for entry in entries]
@@ -117,14 +119,32 @@ def _view(base: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return tensor.requires_grad_() if spec.flags & REQUIRES_GRAD else tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What is left to know of a checkpoint when its tensors exist.
+
+    The manifest of 100,000 tensors weighs a tenth of a gigabyte of them: whoever keeps
+    only this lets go of it.
+    """
+
+    tree: Node
+    entries: int
+    total_bytes: int
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Frame:
+        """Return what is left of ``manifest``."""
+        return cls(manifest.tree, len(manifest.entries), manifest.total_bytes)
+
+
 def assemble(
-    manifest: Manifest,
+    frame: Frame,
     tensors: Sequence[torch.Tensor],
     *,
     limits: Limits,
     allow_pickle: bool = False,
 ) -> object:
-    """Return the state dict of a manifest with its tensors put in.
+    """Return the state dict of a checkpoint with its tensors put in.
 
     Nothing but registered leaves looks into the tensors. What is made of their bytes
     takes no more memory than the checkpoint.
@@ -133,20 +153,19 @@ def assemble(
         RemoteProtocolError: the tree is malformed, or has a leaf type that this
             process has not registered.
     """
-    travelled = manifest.total_bytes
     with collector_paused():
         return decode_tree(
-            manifest.tree,
-            registry=registry(allow_pickle=allow_pickle, travelled=travelled),
+            frame.tree,
+            registry=registry(allow_pickle=allow_pickle, travelled=frame.total_bytes),
             tensors=tensors,
-            blob=lambda number: _bytes(manifest, number, tensors),
+            blob=lambda number: _bytes(frame, number, tensors),
             limits=limits,
         )
 
 
-def _bytes(manifest: Manifest, number: int, tensors: Sequence[torch.Tensor]) -> bytes:
+def _bytes(frame: Frame, number: int, tensors: Sequence[torch.Tensor]) -> bytes:
     # Only of whole entries: views of one entry would each be a copy of it.
-    if number >= len(manifest.entries) or manifest.entries[number].dtype != "U8":
+    if number >= frame.entries or tensors[number].dtype != torch.uint8:
         raise RemoteProtocolError(f"bytes cannot come from tensor {number}")
     tensor = tensors[number]
     return ctypes.string_at(tensor.data_ptr(), tensor.numel())

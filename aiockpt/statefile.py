@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from aiockpt.errors import StorageError
-from aiockpt.rebuild import assemble, entry_tensors, tensors_over
+from aiockpt.rebuild import Frame, assemble, entry_tensors, tensors_over
 from aiockpt.storage import read_header, verify_chunks
 from aiockpt.wire.dtypes import CODE_BITS, CODES
 from aiockpt.wire.limits import Limits
@@ -70,7 +70,7 @@ def _read_ours(path: Path, manifest: Manifest, limits: Limits) -> object:
     for error in verify_chunks(path, manifest):
         raise error
     tensors = tensors_over(manifest, _map(path), base=manifest.header_bytes)
-    return assemble(manifest, tensors, limits=limits)
+    return assemble(Frame.of(manifest), tensors, limits=limits)
 
 
 def _map(path: Path) -> mmap.mmap:

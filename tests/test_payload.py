@@ -10,7 +10,7 @@ import torch
 
 from aiockpt._payload import Allowance
 from aiockpt.errors import RemoteProtocolError
-from aiockpt.rebuild import assemble, tensors_over
+from aiockpt.rebuild import Frame, assemble, tensors_over
 from aiockpt.wire.manifest import TensorSpec
 from aiockpt.wire.paths import Node
 from pipeline import LIMITS, file_of, rebuilt, stager
@@ -84,9 +84,9 @@ class TestAmplification:
         once = manifest_of(["list", [leaf]], **sent)
         often = manifest_of(["list", [leaf] * 3], **sent)
         tensors = tensors_over(once, memoryview(bytearray(data)))
-        assemble(once, tensors, limits=LIMITS)
+        assemble(Frame.of(once), tensors, limits=LIMITS)
         with pytest.raises(RemoteProtocolError, match="again and again"):
-            assemble(often, tensors, limits=LIMITS)
+            assemble(Frame.of(often), tensors, limits=LIMITS)
 
     def test_a_tied_leaf_is_accepted(self) -> None:
         """A sparse tensor may stand in several places."""
@@ -95,7 +95,7 @@ class TestAmplification:
         views = [index, view(shape=(1,))]
         manifest = manifest_of(["tuple", [leaf, leaf]], views=views)
         tensors = tensors_over(manifest, memoryview(bytearray(16)))
-        got: Any = assemble(manifest, tensors, limits=LIMITS)
+        got: Any = assemble(Frame.of(manifest), tensors, limits=LIMITS)
         assert torch.equal(got[0].to_dense(), got[1].to_dense())
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aiockpt.errors import LimitExceededError, RemoteProtocolError
-from aiockpt.rebuild import assemble, tensors_over
+from aiockpt.rebuild import Frame, assemble, tensors_over
 from aiockpt.wire.layout import Entry
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import (
@@ -198,8 +198,8 @@ class TestAssemble:
         manifest = manifest_of(tree, **options)
         tensors = tensors_over(manifest, memoryview(bytearray(data)))
         with pytest.raises(RemoteProtocolError, match="allow_pickle=True"):
-            assemble(manifest, tensors, limits=LIMITS)
-        found = assemble(manifest, tensors, limits=LIMITS, allow_pickle=True)
+            assemble(Frame.of(manifest), tensors, limits=LIMITS)
+        found = assemble(Frame.of(manifest), tensors, limits=LIMITS, allow_pickle=True)
         assert found is frozenset
 
     def test_a_broken_pickle_is_the_sender_s_fault(self) -> None:

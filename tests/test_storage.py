@@ -297,7 +297,7 @@ class TestRead:
         """Any safetensors file can be read."""
         header = read_header(write_foreign(tmp_path / "f"), limits=LIMITS)
         assert isinstance(header, ForeignHeader)
-        assert header.names == ("a",)
+        assert header.names == ["a"]
 
     @pytest.mark.parametrize(
         ("change", "reason"),

@@ -52,7 +52,7 @@ def test_package_reads_the_published_bytes() -> None:
     header = published_file()[: -len(SEGMENT)]
     manifest = decode_header(header, limits=Limits())
     assert isinstance(manifest, Manifest)
-    assert (manifest.step, manifest.names, manifest.tensor_count) == (7, ("w",), 2)
+    assert (manifest.step, manifest.names, manifest.tensor_count) == (7, ["w"], 2)
 
 
 def test_published_reader_reads_the_published_bytes() -> None:

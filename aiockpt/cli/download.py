@@ -72,7 +72,7 @@ class _Download:
         async with aclosing(self.peer.client(reconnect=reconnect)) as client:
             await client.fetch_chunks(
                 self.peer.source,
-                manifest,
+                manifest.outline,
                 part,
                 missing,
                 on_progress=self._count,

@@ -36,7 +36,7 @@ from aiockpt.wire.http import (
 )
 from aiockpt.wire.layout import LENGTH_BYTES
 from aiockpt.wire.limits import enforce
-from aiockpt.wire.manifest import ForeignHeader, Manifest, decode_header
+from aiockpt.wire.manifest import ForeignHeader, Manifest, Outline, decode_header
 
 __all__ = ["CheckpointClient", "ClientConfig", "LatestInfo", "Run", "Target"]
 
@@ -132,7 +132,7 @@ class CheckpointClient:
     async def fetch_chunks(
         self,
         source: Source,
-        manifest: Manifest,
+        outline: Outline,
         target: Target,
         chunks: Sequence[int],
         *,
@@ -145,8 +145,8 @@ class CheckpointClient:
         Chunks are verified as their bytes arrive. ``on_progress`` gets newly arrived
         bytes (negative when a bad chunk is thrown away) and newly verified chunks; it
         must be quick and not raise. ``prepare(start, stop)`` is awaited before those
-        bytes of the data segment are asked for. If cancelled, nothing is written to ``target``
-        any more, and any part of it may have been.
+        bytes of the data segment are asked for. If cancelled, nothing is written to
+        ``target`` any more, and any part of it may have been.
 
         Raises:
             IntegrityError: a chunk came three times with a wrong digest.
@@ -159,15 +159,15 @@ class CheckpointClient:
         fetch = ChunkFetch(
             port=self._port,
             source=source,
-            manifest=manifest,
+            outline=outline,
             target=target,
             prepare=prepare,
             on_progress=on_progress,
-            on_retry=self._teller(source, manifest.step, on_retry),
+            on_retry=self._teller(source, outline.step, on_retry),
             patience=self._retrier().patience,
         )
         workers = self._config.max_concurrency
-        await fetch.run(plan(manifest, chunks, workers=workers), workers=workers)
+        await fetch.run(plan(outline, chunks, workers=workers), workers=workers)
 
     async def aclose(self) -> None:
         """Close the client's own session. Calls still under way fail; idempotent."""
@@ -188,10 +188,10 @@ class CheckpointClient:
             step=step,
             allowance=wait,
         )
-        memory = await self._download(exchange, retrier)
-        return await self._decode(memory, exchange, step)
+        header = await self._download(exchange, retrier)
+        return await self._decode(header, exchange, step)
 
-    async def _download(self, exchange: Exchange, retrier: Retrier) -> memoryview:
+    async def _download(self, exchange: Exchange, retrier: Retrier) -> bytes:
         def heard(_: int) -> None:
             retrier.patience.heard(_now())
 
@@ -203,12 +203,10 @@ class CheckpointClient:
             memory = _reserve(exchange.expected)
             filler = Filler(lambda a, b: [memory[a:b]], 0, exchange.expected)
             await self._port.receive(exchange, answer, watch, filler)
-        return memory
+        return await self._run(partial(bytes, memory))
 
-    async def _decode(
-        self, memory: memoryview, exchange: Exchange, step: int
-    ) -> Manifest:
-        decode = partial(decode_header, memory, limits=self._config.limits)
+    async def _decode(self, header: bytes, exchange: Exchange, step: int) -> Manifest:
+        decode = partial(decode_header, header, limits=self._config.limits)
         with naming(exchange):
             manifest = await self._run(decode)
         if isinstance(manifest, ForeignHeader):

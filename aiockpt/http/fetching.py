@@ -32,7 +32,7 @@ from aiockpt.wire.http import (
     format_resource,
     parse_etag,
 )
-from aiockpt.wire.manifest import Manifest
+from aiockpt.wire.manifest import Outline
 
 __all__ = ["ChunkFetch", "OnProgress", "Prepare", "Target", "check_part"]
 
@@ -71,7 +71,7 @@ class ChunkFetch:
 
     port: Port
     source: Source
-    manifest: Manifest
+    outline: Outline
     target: Target
     prepare: Prepare | None
     on_progress: OnProgress
@@ -108,12 +108,10 @@ class _Attempt:
     def __init__(self, fetch: ChunkFetch, stretch: Stretch) -> None:
         self._fetch = fetch
         self._stretch = stretch
-        self._first = True
 
     async def __call__(self) -> None:
-        wait, self._first = 0.0 if self._first else self._patience(), False
         while self._stretch.chunk is not None:
-            await self._receive(wait)
+            await self._receive()
         settled = self._stretch.settle()
         if settled is not None:
             lost, error = settled
@@ -121,12 +119,12 @@ class _Attempt:
             self._fetch.on_progress(-lost, 0)
             raise error
 
-    async def _receive(self, wait: float) -> None:
+    async def _receive(self) -> None:
         fetch, stretch = self._fetch, self._stretch
         start, stop = stretch.position, stretch.stop
-        exchange = self._exchange(start, stop, wait)
-        head = fetch.manifest.header_bytes
-        wanted = (head + start, head + stop, fetch.manifest.total_bytes)
+        exchange = self._exchange(start, stop)
+        head = fetch.outline.header_bytes
+        wanted = (head + start, head + stop, fetch.outline.total_bytes)
         async with fetch.port.open(exchange, fetch.count) as (answer, watch):
             check_part(answer.headers, wanted, exchange)
             if length_of(answer, exchange.url) != stop - start:
@@ -137,17 +135,17 @@ class _Attempt:
             finally:
                 stretch.place(exchange)
 
-    def _exchange(self, start: int, stop: int, wait: float) -> Exchange:
-        manifest = self._fetch.manifest
-        step, snapshot_id = manifest.step, manifest.snapshot_id
-        head = manifest.header_bytes
+    def _exchange(self, start: int, stop: int) -> Exchange:
+        outline = self._fetch.outline
+        step, snapshot_id = outline.step, outline.snapshot_id
+        head = outline.header_bytes
         return Exchange(
             source=self._fetch.source,
             path=format_resource(Resource(ResourceKind.FULL, step)),
             headers={
                 hdrs.RANGE: format_range(head + start, head + stop),
                 hdrs.IF_MATCH: format_etag(snapshot_id),
-                "Prefer": format_prefer_wait(wait),
+                "Prefer": format_prefer_wait(self._patience()),
             },
             status=206,
             step=step,

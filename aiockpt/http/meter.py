@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from aiockpt.observe import Progress, call_guarded
-from aiockpt.wire.manifest import Manifest
+from aiockpt.wire.manifest import Outline
 
 __all__ = ["Meter"]
 
@@ -20,12 +20,12 @@ class Meter:
         self._state = Progress(stop="fetch_manifest")
         self._started = 0.0
 
-    def expect(self, manifest: Manifest) -> None:
+    def expect(self, outline: Outline) -> None:
         """Set the totals."""
         self._state = replace(
             self._state,
-            bytes_total=manifest.segment_bytes,
-            chunks_total=len(manifest.grid),
+            bytes_total=outline.grid.segment_bytes,
+            chunks_total=len(outline.grid),
         )
 
     def at(self, stop: str) -> None:

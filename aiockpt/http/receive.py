@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import sub
 from typing import TypeVar
 
 import torch
@@ -16,17 +17,16 @@ from aiockpt._copy import CopyPlan, InPlace
 from aiockpt._deadline import Deadline
 from aiockpt._device import Event, PortFor, completed
 from aiockpt._groups import Backing
-from aiockpt._tasks import together
 from aiockpt.errors import AiockptError, LimitExceededError
 from aiockpt.http.client import CheckpointClient
 from aiockpt.http.meter import Meter
 from aiockpt.memory import Arena, available_memory
 from aiockpt.observe import Progress, TransferEvent, emit
-from aiockpt.rebuild import assemble, parts_over, tensors_over
+from aiockpt.rebuild import Frame, assemble, parts_over, tensors_over
 from aiockpt.template import Match, Template
 from aiockpt.wire.http import Source
 from aiockpt.wire.limits import Limits, enforce
-from aiockpt.wire.manifest import Manifest
+from aiockpt.wire.manifest import Manifest, Outline
 
 T = TypeVar("T")
 
@@ -100,17 +100,16 @@ class Receive:
     async def _receive(self, source: Source, step: int) -> object:
         template = self._hold(await self._template())
         self._stop("fetch_manifest")
-        manifest = self._hold(
-            await self._client.fetch_manifest(
-                source, step, deadline=self._deadline.when, on_retry=self._remember
-            )
+        manifest = await self._client.fetch_manifest(
+            source, step, deadline=self._deadline.when, on_retry=self._remember
         )
         self._nbytes = manifest.segment_bytes
-        self._progress.expect(manifest)
+        self._progress.expect(manifest.outline)
         self._stop("allocate")
+        self._hold(manifest)
         if template is None:
-            arena = await self._bridge.run(self._allocate, manifest, self._nbytes)
-            return await self._fetch_and_build(source, manifest, arena)
+            del manifest  # its next owner lets go of it before bytes arrive
+            return await self._receive_fresh(source)
         match = self._hold(await self._bridge.run(template.match, manifest))
         plan = self._hold(await self._bridge.run(self._plan, manifest, match))
         return await self._fill(source, manifest, match, plan)
@@ -150,23 +149,19 @@ class Receive:
             what = "the checkpoint's size, for which there is no memory,"
             raise LimitExceededError(what, limit=available, actual=size) from error
 
-    async def _fetch_and_build(
-        self, source: Source, manifest: Manifest, arena: Arena
-    ) -> object:
-        """Make the tensors while their bytes arrive."""
-        tensors: list[torch.Tensor] = self._hold([])
-
-        def build() -> None:
-            tensors.extend(tensors_over(manifest, arena.buffer))
-
-        await together(
-            [
-                partial(self._fetch, source, manifest, arena),
-                partial(self._bridge.run, build),
-            ]
-        )
+    async def _receive_fresh(self, source: Source) -> object:
+        made = await self._bridge.run(self._make)
+        await self._fetch(source, made.outline, made.arena)
         self._stop("rebuild")
-        return await self._bridge.run(self._rebuild, manifest, tensors)
+        return await self._bridge.run(self._rebuild, made.frame, made.tensors)
+
+    def _make(self) -> _Made:
+        """Return the tensors, and keep of the manifest only what is needed later."""
+        manifest = self._held.pop()
+        assert isinstance(manifest, Manifest)
+        arena = self._allocate(manifest, self._nbytes)
+        tensors = self._hold(tensors_over(manifest, arena.buffer))
+        return _Made(arena, tensors, manifest.outline, self._hold(Frame.of(manifest)))
 
     async def _fill(
         self, source: Source, manifest: Manifest, match: Match, plan: _Fill
@@ -174,9 +169,9 @@ class Receive:
         if self._options.direct:
             memory = await self._bridge.run(plan.copies.in_place)
             self._touched = bool(match.tensors)
-            await self._fetch(source, manifest, memory)
+            await self._fetch(source, manifest.outline, memory)
         else:
-            await self._fetch(source, manifest, plan.arena)
+            await self._fetch(source, manifest.outline, plan.arena)
         self._stop("rebuild")
         # Whatever the peer can make fail comes before the first byte is written.
         state = await self._bridge.run(self._put_together, manifest, match, plan.arena)
@@ -186,30 +181,33 @@ class Receive:
         return state
 
     def _plan(self, manifest: Manifest, match: Match) -> _Fill:
-        offsets = [entry.data_offsets for entry in manifest.entries]
-        sizes = [stop - start for start, stop in offsets]
+        entries = manifest.entries
+        sizes = list(map(sub, entries.stops, entries.starts))
         ports, used = self._options.ports, manifest.segment_bytes
         if self._options.direct:
             used -= sum(map(partial(_at_home, ports), match.backings))
         arena = self._allocate(manifest, used)
-        starts = [start for start, _ in offsets]
         return _Fill(
             arena,
-            CopyPlan(match.backings, starts, sizes, arena=arena, port_for=ports),
+            CopyPlan(
+                match.backings, entries.starts, sizes, arena=arena, port_for=ports
+            ),
         )
 
     async def _fetch(
-        self, source: Source, manifest: Manifest, target: Arena | InPlace
+        self, source: Source, outline: Outline, target: Arena | InPlace
     ) -> None:
         self._stop("fetch_chunk")
-        prepare = None
-        if isinstance(target, Arena):
-            prepare = partial(self._bridge.run, target.populate)
+
+        async def prepare(start: int, stop: int) -> None:
+            if isinstance(target, Arena):  # what is filled in place has its pages
+                await self._bridge.run(target.populate, start, stop)
+
         await self._client.fetch_chunks(
             source,
-            manifest,
+            outline,
             target,
-            range(len(manifest.grid)),
+            range(len(outline.grid)),
             on_progress=self._progress.add,
             on_retry=self._remember,
             prepare=prepare,
@@ -223,11 +221,12 @@ class Receive:
         found = {**match.tensors, **values}
         unused = torch.empty(0)  # a number that the tree does not mention
         numbers = range(manifest.tensor_count)
-        return self._rebuild(manifest, [found.get(n, unused) for n in numbers])
+        tensors = [found.get(n, unused) for n in numbers]
+        return self._rebuild(Frame.of(manifest), tensors)
 
-    def _rebuild(self, manifest: Manifest, tensors: Sequence[torch.Tensor]) -> object:
+    def _rebuild(self, frame: Frame, tensors: Sequence[torch.Tensor]) -> object:
         return assemble(
-            manifest,
+            frame,
             tensors,
             limits=self._options.limits,
             allow_pickle=self._options.allow_pickle,
@@ -265,6 +264,16 @@ class Receive:
     def _stop(self, name: str) -> None:
         self._deadline.stop = name
         self._progress.at(name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Tensors over an arena that their bytes are still to reach."""
+
+    arena: Arena
+    tensors: Sequence[torch.Tensor]
+    outline: Outline
+    frame: Frame
 
 
 @dataclass(frozen=True, slots=True)

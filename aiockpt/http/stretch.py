@@ -15,7 +15,7 @@ from xxhash import xxh3_128
 
 from aiockpt.errors import IntegrityError, LocalProtocolError
 from aiockpt.http.translating import Exchange
-from aiockpt.wire.manifest import Manifest
+from aiockpt.wire.manifest import Outline
 
 __all__ = ["Part", "Stretch", "plan"]
 
@@ -33,19 +33,17 @@ class Part:
     digest: str
 
 
-def plan(
-    manifest: Manifest, chunks: Sequence[int], *, workers: int
-) -> list[list[Part]]:
+def plan(outline: Outline, chunks: Sequence[int], *, workers: int) -> list[list[Part]]:
     """Return what to fetch, each chunk once, in runs of consecutive chunks.
 
     A run is short enough that every worker gets two, and at most 64 MiB, or a chunk.
     """
     wanted = list(dict.fromkeys(chunks))
     share = -(-len(wanted) // (2 * workers))
-    longest = max(1, min(share, _MAX_BYTES // manifest.chunk_bytes))
+    longest = max(1, min(share, _MAX_BYTES // outline.grid.chunk_bytes))
     runs: list[list[Part]] = []
     for chunk in wanted:
-        part = _part(manifest, chunk)
+        part = _part(outline, chunk)
         follows = runs and runs[-1][-1].stop == part.start
         if follows and len(runs[-1]) < longest:
             runs[-1].append(part)
@@ -54,9 +52,9 @@ def plan(
     return runs
 
 
-def _part(manifest: Manifest, chunk: int) -> Part:
+def _part(outline: Outline, chunk: int) -> Part:
     try:
-        return Part(chunk, *manifest.grid.range(chunk), manifest.digests[chunk])
+        return Part(chunk, *outline.grid.range(chunk), outline.digests[chunk])
     except IndexError as error:
         raise LocalProtocolError(f"no such chunk: {error}") from None
 

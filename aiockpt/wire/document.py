@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
-from typing import Annotated, Final
+from typing import Final
 
 import msgspec
-from msgspec import Meta
 
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.wire.chunks import ChunkGrid
 from aiockpt.wire.dtypes import torch_name
+from aiockpt.wire.entries import INT64_MAX, Count, Entries, Entry, Shape
 from aiockpt.wire.paths import Node
 
 __all__ = [
@@ -29,13 +29,13 @@ __all__ = [
     "ForeignHeader",
     "Manifest",
     "ManifestDocument",
+    "Outline",
     "Shape",
     "TensorSpec",
     "dense_stride",
 ]
 
 VERSION: Final = 1
-INT64_MAX: Final = 2**63 - 1
 
 REQUIRES_GRAD: Final = 1
 PARAMETER: Final = 2
@@ -43,17 +43,6 @@ CONJ: Final = 4
 NEG: Final = 8
 COMPACTED: Final = 16
 """The sender's view was sparse in its storage, and was staged as a dense copy."""
-
-Count = Annotated[int, Meta(ge=0, le=INT64_MAX)]
-Shape = Annotated[tuple[Count, ...], Meta(max_length=64)]
-
-
-class Entry(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """One storage as safetensors sees it: a code, a shape, ``[start, stop)``."""
-
-    dtype: str
-    shape: Shape
-    data_offsets: tuple[Count, Count]
 
 
 class TensorSpec(
@@ -94,6 +83,22 @@ def dense_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate(reversed_sizes, mul, initial=1))[-2::-1]
 
 
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A checkpoint by its chunks alone: what they belong to, where they lie."""
+
+    step: int
+    snapshot_id: str
+    grid: ChunkGrid
+    digests: tuple[str, ...] = field(repr=False)
+    header_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """The length of the file."""
+        return self.header_bytes + self.grid.segment_bytes
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Manifest:
     """A validated manifest.
@@ -108,8 +113,7 @@ class Manifest:
     chunk_bytes: int
     algorithm: str
     digests: tuple[str, ...]
-    names: tuple[str, ...]
-    entries: tuple[Entry, ...]
+    entries: Entries
     views: tuple[TensorSpec, ...]
     tree: Node
     header: bytes
@@ -121,9 +125,14 @@ class Manifest:
         )
 
     @property
+    def names(self) -> list[str]:
+        """The names of the entries."""
+        return self.entries.names
+
+    @property
     def segment_bytes(self) -> int:
         """The length of the data segment."""
-        return _segment_bytes(self.entries)
+        return self.entries.nbytes
 
     @property
     def header_bytes(self) -> int:
@@ -134,6 +143,13 @@ class Manifest:
     def total_bytes(self) -> int:
         """The length of the file."""
         return self.header_bytes + self.segment_bytes
+
+    @property
+    def outline(self) -> Outline:
+        """What is needed to fetch the chunks."""
+        return Outline(
+            self.step, self.snapshot_id, self.grid, self.digests, self.header_bytes
+        )
 
     @property
     def tensor_count(self) -> int:
@@ -164,21 +180,21 @@ class Manifest:
 class ForeignHeader:
     """The validated header of a safetensors file that aiockpt did not write."""
 
-    names: tuple[str, ...]
-    entries: tuple[Entry, ...] = field(repr=False)
+    entries: Entries = field(repr=False)
     metadata: dict[str, str]
     header: bytes = field(repr=False)
 
     @property
+    def names(self) -> list[str]:
+        """The names of the entries."""
+        return self.entries.names
+
+    @property
     def segment_bytes(self) -> int:
         """The length of the data segment."""
-        return _segment_bytes(self.entries)
+        return self.entries.nbytes
 
     @property
     def header_bytes(self) -> int:
         """The length of the header: the data segment's offset in the file."""
         return len(self.header)
-
-
-def _segment_bytes(entries: Sequence[Entry]) -> int:
-    return entries[-1].data_offsets[1] if entries else 0

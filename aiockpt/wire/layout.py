@@ -9,7 +9,8 @@ anywhere in the header is noticed, and equal checkpoints have equal ids.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final
 
@@ -17,7 +18,8 @@ import msgspec
 
 from aiockpt.errors import LocalProtocolError
 from aiockpt.wire.chunks import digest
-from aiockpt.wire.document import Entry, ManifestDocument, dense_stride
+from aiockpt.wire.document import ManifestDocument, dense_stride
+from aiockpt.wire.entries import Entries, Entry
 from aiockpt.wire.pieces import encode_entries
 
 __all__ = [
@@ -29,9 +31,9 @@ __all__ = [
     "Storage",
     "dense_stride",
     "encode_header",
+    "encode_metadata",
     "make_entries",
     "plan_segment",
-    "render_header",
     "snapshot_id_of",
 ]
 
@@ -76,56 +78,55 @@ def plan_segment(
     return tuple(order), tuple(offsets), segment_bytes
 
 
-def make_entries(storages: Sequence[Storage]) -> dict[str, Entry]:
-    """Return the entries of storages that are in segment order, by name.
+def make_entries(storages: Sequence[Storage]) -> Entries:
+    """Return the entries of storages that are in segment order.
 
     Raises:
         LocalProtocolError: two have the same name.
     """
-    entries, start = {}, 0
-    for storage in storages:
-        stop = start + storage.nbytes
-        entries[storage.name] = Entry(storage.dtype_code, storage.shape, (start, stop))
-        start = stop
-    if len(entries) != len(storages):
+    entries = Entries()
+    entries.names = [storage.name for storage in storages]
+    entries.dtypes = [storage.dtype_code for storage in storages]
+    entries.shapes = [storage.shape for storage in storages]
+    bounds = array("q", accumulate((s.nbytes for s in storages), initial=0))
+    entries.starts, entries.stops = bounds[:-1], bounds[1:]
+    if len(set(entries.names)) != len(entries):
         raise LocalProtocolError("two storages have the same name")
     return entries
 
 
-def encode_header(entries: Mapping[str, Entry], manifest: ManifestDocument) -> bytes:
+def encode_header(entries: Entries, manifest: ManifestDocument) -> bytes:
     """Return the length, the JSON and the padding, with the snapshot id filled in.
 
     Raises:
         LocalProtocolError: a name that JSON or safetensors cannot hold.
     """
-    if "__metadata__" in entries:
+    if "__metadata__" in entries.names:
         raise LocalProtocolError("'__metadata__' cannot name a tensor")
+    file = bytearray(LENGTH_BYTES)
+    file += encode_metadata(manifest, "0" * 32)
     try:
-        return bytes(render_header(entries, manifest))
+        for piece in encode_entries(entries):
+            file += piece
     except UnicodeEncodeError as error:
         raise LocalProtocolError(f"a name is no valid Unicode: {error}") from None
-
-
-def render_header(
-    entries: Mapping[str, Entry], manifest: ManifestDocument
-) -> bytearray:
-    """Do what `encode_header` does, without its checks and its last copy."""
-    file = bytearray(LENGTH_BYTES)
-    file += b'{"__metadata__":'
-    file += _metadata(msgspec.json.encode(manifest).decode())
-    encode_entries(entries, file)
+    file += b"}"
     file += b" " * (-len(file) % ALIGNMENT)
     file[:LENGTH_BYTES] = (len(file) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
     header = memoryview(file)[LENGTH_BYTES:]
     header[ID_SLICE] = snapshot_id_of(header).encode()
-    return file
+    return bytes(file)
 
 
-def _metadata(manifest: str) -> bytes:
+def encode_metadata(manifest: ManifestDocument, snapshot_id: str) -> bytes:
+    """Return the start of the JSON, up to the comma before the first entry."""
     # The order of the keys is normative: a header starts with PREFIX.
-    return msgspec.json.encode(
-        {"aiockpt.snapshot": "0" * 32, "format": "pt", "aiockpt": manifest}
-    )
+    members = {
+        "aiockpt.snapshot": snapshot_id,
+        "format": "pt",
+        "aiockpt": msgspec.json.encode(manifest).decode(),
+    }
+    return msgspec.json.encode({"__metadata__": members})[:-1]
 
 
 def snapshot_id_of(header: bytes | memoryview) -> str:

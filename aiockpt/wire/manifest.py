@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -17,20 +17,23 @@ from aiockpt.wire.document import (
     PARAMETER,
     REQUIRES_GRAD,
     VERSION,
-    Entry,
     ForeignHeader,
     Manifest,
     ManifestDocument,
+    Outline,
     TensorSpec,
 )
+from aiockpt.wire.entries import Entries
 from aiockpt.wire.layout import (
+    ALIGNMENT,
     ID_SLICE,
     LENGTH_BYTES,
     PREFIX,
+    Entry,
     Storage,
     encode_header,
+    encode_metadata,
     make_entries,
-    render_header,
     snapshot_id_of,
 )
 from aiockpt.wire.limits import Limits, enforce, enforce_values
@@ -48,6 +51,7 @@ __all__ = [
     "ForeignHeader",
     "Manifest",
     "ManifestDocument",
+    "Outline",
     "TensorSpec",
     "build_manifest",
     "decode_header",
@@ -57,6 +61,7 @@ __all__ = [
 # No header is a terabyte, but the first bytes of a text, read as a number, are more.
 _ABSURD: Final = 1 << 40
 _VALUES_PER_TENSOR: Final = 24
+_END_OF_METADATA: Final = b'}"}'
 
 
 def build_manifest(
@@ -93,7 +98,7 @@ def build_manifest(
 
 
 def _manifest(
-    document: ManifestDocument, entries: Mapping[str, Entry], tree: Node, header: bytes
+    document: ManifestDocument, entries: Entries, tree: Node, header: bytes
 ) -> Manifest:
     digits = document.digests
     starts = range(0, len(digits), DIGEST_DIGITS)
@@ -103,8 +108,7 @@ def _manifest(
         chunk_bytes=document.chunk_bytes,
         algorithm=document.algorithm,
         digests=tuple(digits[start : start + DIGEST_DIGITS] for start in starts),
-        names=tuple(entries),
-        entries=tuple(entries.values()),
+        entries=entries,
         views=document.views,
         tree=tree,
         header=header,
@@ -180,18 +184,13 @@ def _decode_own(raw: bytes, header: memoryview, limits: Limits) -> Manifest:
     claimed = bytes(header[ID_SLICE]).decode("ascii", "replace")
     if (actual := snapshot_id_of(header)) != claimed:
         raise IntegrityError(expected=claimed, actual=actual)
-    with _reading("header"):
-        metadata = _HEAD.decode(header).metadata
-    document = _decode_document(metadata.get("aiockpt", ""))
+    document, start = _decode_metadata(raw, claimed)
     with _reading("entries"):
-        entries = decode_entries(_without(metadata, header))
+        entries = decode_entries(raw, start)
     tensors = len(entries) + len(document.views)
     enforce("the number of tensors", tensors, limits.max_tensors)
     if fault := fault_of(document, entries):
         raise RemoteProtocolError(f"the header contradicts itself: {fault}")
-    # One checkpoint has one header: no duplicate keys, no second spelling.
-    if render_header(entries, document) != raw:
-        raise RemoteProtocolError("the header is not in canonical form")
     text = bytes(document.tree)
     enforce_values("the number of nodes in the tree", text, limits.max_nodes)
     with _reading("tree"):
@@ -199,6 +198,20 @@ def _decode_own(raw: bytes, header: memoryview, limits: Limits) -> Manifest:
     manifest = _manifest(document, entries, tree, raw)
     enforce("the data segment", manifest.segment_bytes, limits.max_bytes)
     return manifest
+
+
+def _decode_metadata(raw: bytes, snapshot_id: str) -> tuple[ManifestDocument, int]:
+    """Return the document, and where the metadata ends."""
+    # In a string a quote is escaped, so nothing before the end looks like the end.
+    stop = raw.find(_END_OF_METADATA, LENGTH_BYTES) + len(_END_OF_METADATA)
+    with _reading("header"):
+        metadata = _HEAD.decode(raw[LENGTH_BYTES:stop] + b"}").metadata
+    document = _decode_document(metadata.get("aiockpt", ""))
+    padded = len(raw) % ALIGNMENT == 0 and not raw.endswith(b" " * ALIGNMENT)
+    start = encode_metadata(document, snapshot_id)
+    if not padded or raw[LENGTH_BYTES:stop] != start:
+        raise RemoteProtocolError("the header is not in canonical form")
+    return document, stop
 
 
 def _decode_document(text: str) -> ManifestDocument:
@@ -210,12 +223,6 @@ def _decode_document(text: str) -> ManifestDocument:
     raise RemoteProtocolError(
         f"the header has format version {version}; this side knows version {VERSION}"
     )
-
-
-def _without(metadata: dict[str, str], header: memoryview) -> bytes:
-    # The metadata is the first member, so all others follow its canonical form.
-    length = len(msgspec.json.encode({"__metadata__": metadata})) - 1
-    return b"{" + bytes(header[length:]).removeprefix(b",")
 
 
 def _decode_foreign(raw: bytes, header: memoryview, limits: Limits) -> ForeignHeader:
@@ -230,9 +237,9 @@ def _decode_foreign(raw: bytes, header: memoryview, limits: Limits) -> ForeignHe
         )
     enforce("the number of tensors", len(unsorted), limits.max_tensors)
     in_order = sorted(unsorted.items(), key=lambda item: item[1].data_offsets)
-    entries = dict(in_order)
+    entries = Entries.of(dict(in_order))
     if fault := foreign_fault(entries):
         raise RemoteProtocolError(f"the header contradicts itself: {fault}")
-    found = ForeignHeader(tuple(entries), tuple(entries.values()), metadata, raw)
+    found = ForeignHeader(entries, metadata, raw)
     enforce("the data segment", found.segment_bytes, limits.max_bytes)
     return found

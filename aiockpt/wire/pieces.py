@@ -7,13 +7,13 @@ still. In pieces of a few hundred kilobytes it gets its turn in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from collections.abc import Iterator
 from typing import Final
 
 import msgspec
 
-from aiockpt.wire.document import Entry
+from aiockpt.errors import RemoteProtocolError
+from aiockpt.wire.entries import Entries, Entry
 
 __all__ = ["decode_entries", "encode_entries"]
 
@@ -26,41 +26,51 @@ _DECODER: Final = msgspec.json.Decoder(dict[str, Entry])
 _ENCODER: Final = msgspec.json.Encoder()
 
 
-def decode_entries(text: bytes) -> dict[str, Entry]:
-    """Return the entries of ``{...}``.
+def decode_entries(header: bytes, start: int) -> Entries:
+    """Return the entries of a header whose metadata ends before byte ``start``.
 
     Raises:
         msgspec.MsgspecError: malformed, or no entries.
+        RemoteProtocolError: two have one name, or this is not how we write them.
     """
-    entries: dict[str, Entry] = {}
+    start += header.startswith(b",", start)
     try:
-        for piece in _pieces(text):
-            entries.update(_DECODER.decode(piece))
+        entries = _decode(_pieces(header, start, _PIECE_BYTES))
     except msgspec.MsgspecError:
         # A name may end like an entry does, and malformed text is not ours to judge.
-        return _DECODER.decode(text)
+        entries = _decode(_pieces(header, start, len(header)))
+    if len(set(entries.names)) != len(entries):
+        raise RemoteProtocolError("the header has two entries of the same name")
     return entries
 
 
-def _pieces(text: bytes) -> Iterator[bytes]:
-    start = 1
-    while (found := text.find(_BETWEEN, start + _PIECE_BYTES)) >= 0:
+def _decode(pieces: Iterator[bytes]) -> Entries:
+    entries = Entries()
+    for piece in pieces:
+        found = _DECODER.decode(piece)
+        # One checkpoint has one header: no duplicate keys, no second spelling.
+        if _ENCODER.encode(found) != piece:
+            raise RemoteProtocolError("the header is not in canonical form")
+        entries.extend(found)
+    return entries
+
+
+def _pieces(header: bytes, start: int, nbytes: int) -> Iterator[bytes]:
+    while (found := header.find(_BETWEEN, start + nbytes)) >= 0:
         stop = found + 2
-        yield b"{%b}" % text[start:stop]
+        yield b"{%b}" % header[start:stop]
         start = stop + 1
-    yield b"{%b" % text[start:]
+    yield b"{%b" % header[start:].rstrip(b" ")
 
 
-def encode_entries(entries: Mapping[str, Entry], file: bytearray) -> None:
-    """Append the members of ``entries``, each behind a comma, in canonical form.
+def encode_entries(entries: Entries) -> Iterator[bytes]:
+    """Yield the members of ``entries``, each behind a comma, in canonical form.
 
     Raises:
         UnicodeEncodeError: a name has a lone surrogate.
     """
-    members = iter(entries.items())
-    while piece := dict(islice(members, _PIECE_ENTRIES)):
-        start = len(file)
-        _ENCODER.encode_into(piece, file, start)
-        file[start] = ord(",")
-        del file[-1:]  # the closing brace
-    file += b"}"
+    for first in range(0, len(entries), _PIECE_ENTRIES):
+        last = first + _PIECE_ENTRIES
+        some = entries.between(first, last)
+        piece = _ENCODER.encode(dict(zip(entries.names[first:last], some, strict=True)))
+        yield b",%b" % piece[1:-1]

@@ -8,6 +8,7 @@ entries is checked in tens of milliseconds.
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -23,15 +24,14 @@ from aiockpt.wire.chunks import (
 )
 from aiockpt.wire.document import (
     CONJ,
-    INT64_MAX,
     REQUIRES_GRAD,
-    Entry,
     ManifestDocument,
     TensorSpec,
 )
 from aiockpt.wire.dtypes import CODE_BITS, COMPLEX, DIFFERENTIABLE, DTYPES
+from aiockpt.wire.entries import INT64_MAX, Entries
 
-__all__ = ["Columns", "fault_of", "foreign_fault", "views_fault"]
+__all__ = ["fault_of", "foreign_fault", "views_fault"]
 
 _ALL_FLAGS: Final = 31
 _HEX: Final = re.compile(r"[0-9a-f]*")
@@ -40,83 +40,71 @@ _WRITTEN_BYTES: Final = {
 }
 
 
-class Columns:
-    """The entries of a header, in segment order, as one list per field."""
-
-    def __init__(self, entries: Mapping[str, Entry]) -> None:
-        each = entries.values()
-        self.names = list(entries)
-        self.dtypes = [entry.dtype for entry in each]
-        self.shapes = [entry.shape for entry in each]
-        self.starts = [entry.data_offsets[0] for entry in each]
-        self.stops = [entry.data_offsets[1] for entry in each]
-
-    def at(self, index: int, what: str) -> str:
-        """Say which entry ``what`` is about."""
-        return f"entry {self.names[index][:100]!r}: {what}"
+def _at(entries: Entries, index: int, what: str) -> str:
+    return f"entry {entries.names[index][:100]!r}: {what}"
 
 
-def fault_of(document: ManifestDocument, entries: Mapping[str, Entry]) -> str | None:
+def fault_of(document: ManifestDocument, entries: Entries) -> str | None:
     """Return the first contradiction within one of our headers."""
     if not 0 <= document.step <= INT64_MAX:
         return f"step {document.step} is not between 0 and 2**63 - 1"
     if document.entries != len(entries):
         return f"{len(entries)} entries instead of {document.entries}"
-    columns = Columns(entries)
     return (
-        tiling_fault(columns, _WRITTEN_BYTES, 1)
-        or entries_fault(columns)
-        or grid_fault(document, columns.stops[-1] if columns.stops else 0)
-        or views_fault(document.views, columns)
+        tiling_fault(entries, _WRITTEN_BYTES, 1)
+        or entries_fault(entries)
+        or grid_fault(document, entries.nbytes)
+        or views_fault(document.views, entries)
     )
 
 
-def foreign_fault(entries: Mapping[str, Entry]) -> str | None:
+def foreign_fault(entries: Entries) -> str | None:
     """Return the first contradiction within another tool's header."""
-    return tiling_fault(Columns(entries), CODE_BITS, 8)
+    return tiling_fault(entries, CODE_BITS, 8)
 
 
-def tiling_fault(columns: Columns, sizes: Mapping[str, int], unit: int) -> str | None:
+def tiling_fault(entries: Entries, sizes: Mapping[str, int], unit: int) -> str | None:
     """Entries follow each other without gap or overlap, and are as long as they say.
 
     ``sizes`` are the elements' by code, of which ``unit`` make a byte.
     """
-    starts, stops = columns.starts, columns.stops
-    items = [sizes.get(code, 0) for code in columns.dtypes]
+    starts, stops = entries.starts, entries.stops
+    items = [sizes.get(code, 0) for code in entries.dtypes]
     if 0 in items:
         bad = items.index(0)
-        return columns.at(bad, f"unknown dtype {columns.dtypes[bad][:40]!r}")
-    if (gap := _difference(starts, [0, *stops][: len(stops)])) is not None:
-        return columns.at(gap, "starts where the entry before it does not end")
-    needed = list(map(mul, map(prod, columns.shapes), items))
+        return _at(entries, bad, f"unknown dtype {entries.dtypes[bad][:40]!r}")
+    follow = array("q", [0]) + stops[:-1]
+    if starts and (gap := _difference(starts, follow)) is not None:
+        return _at(entries, gap, "starts where the entry before it does not end")
+    needed = list(map(mul, map(prod, entries.shapes), items))
     lengths = list(map(sub, stops, starts))
     if unit != 1:
         lengths = [unit * length for length in lengths]
     if (odd := _difference(lengths, needed)) is not None:
-        return columns.at(odd, "its shape does not fill its bytes")
+        return _at(entries, odd, "its shape does not fill its bytes")
     return None
 
 
-def entries_fault(columns: Columns) -> str | None:
+def entries_fault(entries: Entries) -> str | None:
     """Each entry is aligned, and its strides fit into an int64."""
-    sizes = [_WRITTEN_BYTES[code] for code in columns.dtypes]
-    if any(map(mod, columns.starts, sizes)):
-        odd = list(map(mod, columns.starts, sizes))
-        return columns.at(odd.index(max(odd)), "is not aligned")
+    sizes = [_WRITTEN_BYTES[code] for code in entries.dtypes]
+    if any(map(mod, entries.starts, sizes)):
+        odd = list(map(mod, entries.starts, sizes))
+        return _at(entries, odd.index(max(odd)), "is not aligned")
     # Only empty tensors may have strides that their bytes do not bound.
-    if any(map(eq, columns.starts, columns.stops)):
-        return _empty_fault(columns)
+    if any(map(eq, entries.starts, entries.stops)):
+        return _empty_fault(entries)
     return None
 
 
-def _empty_fault(columns: Columns) -> str | None:
-    for index, shape in enumerate(columns.shapes):
+def _empty_fault(entries: Entries) -> str | None:
+    for index, shape in enumerate(entries.shapes):
         if 0 in shape and _overflows(shape):
-            return columns.at(index, "its strides overflow")
+            return _at(entries, index, "its strides overflow")
     return None
 
 
-def _difference(found: list[int], expected: list[int]) -> int | None:
+def _difference(found: Sequence[int], expected: Sequence[int]) -> int | None:
     if found == expected:
         return None
     pairs = zip(found, expected, strict=False)
@@ -145,9 +133,9 @@ def grid_fault(document: ManifestDocument, segment_bytes: int) -> str | None:
     return None
 
 
-def views_fault(views: Sequence[TensorSpec], columns: Columns) -> str | None:
+def views_fault(views: Sequence[TensorSpec], entries: Entries) -> str | None:
     """Each view lies inside its storage and could exist in torch."""
-    starts, stops = columns.starts, columns.stops
+    starts, stops = entries.starts, entries.stops
     extents: dict[object, _Extent] = {}  # few views differ in more than their place
     for index, view in enumerate(views):
         entry = view.storage

@@ -23,7 +23,7 @@ from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.wire.http import Source
 from aiockpt.wire.layout import Storage
 from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import Manifest, build_manifest
+from aiockpt.wire.manifest import Manifest, Outline, build_manifest
 from aiockpt.wire.paths import Node
 
 pytestmark = pytest.mark.asyncio
@@ -59,10 +59,10 @@ class Peer:
         return self._manifest
 
     async def fetch_chunks(
-        self, _: object, manifest: Manifest, target: Any, *__: object, **___: object
+        self, _: object, outline: Outline, target: Any, *__: object, **___: object
     ) -> None:
         """Fill the target."""
-        for view in target.buffers(0, manifest.segment_bytes):
+        for view in target.buffers(0, outline.grid.segment_bytes):
             view[:] = b"\1" * view.nbytes
         if self._fail is not None:
             raise self._fail

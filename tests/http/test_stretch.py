@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -33,6 +34,7 @@ def manifest_of(segment: bytes, *, chunk_bytes: int = CHUNK) -> Manifest:
 
 SEGMENT = bytes(range(256)) * 1100  # four chunks and a bit
 MANIFEST = manifest_of(SEGMENT)
+OUTLINE = MANIFEST.outline
 
 
 def chunks_of(runs: list[list[Part]]) -> list[list[int]]:
@@ -55,20 +57,13 @@ def test_a_plan_has_each_chunk_once_in_consecutive_runs(
     chunks: list[int], workers: int, planned: list[list[int]]
 ) -> None:
     """Every worker gets two runs where there are chunks enough."""
-    assert chunks_of(plan(MANIFEST, list(chunks), workers=workers)) == planned
+    assert chunks_of(plan(OUTLINE, list(chunks), workers=workers)) == planned
 
 
 def test_a_run_is_no_longer_than_64_mebibytes() -> None:
     """A broken request, or a slow one, must not be the whole transfer."""
-    large = manifest_of(bytes(16 << 20), chunk_bytes=CHUNK)
-    big = Manifest(
-        **{
-            field: getattr(large, field)
-            for field in large.__dataclass_fields__
-            if field != "chunk_bytes"
-        },
-        chunk_bytes=32 << 20,
-    )
+    large = manifest_of(bytes(16 << 20), chunk_bytes=CHUNK).outline
+    big = replace(large, grid=ChunkGrid(16 << 20, 32 << 20))
     assert max(map(len, plan(large, range(256), workers=1))) == 128  # half of them
     assert chunks_of(plan(big, [0], workers=1)) == [[0]]
 
@@ -77,12 +72,12 @@ def test_a_run_is_no_longer_than_64_mebibytes() -> None:
 def test_a_chunk_outside_the_grid_is_the_callers_mistake(chunk: int) -> None:
     """It is named."""
     with pytest.raises(LocalProtocolError, match=f"chunk {chunk}"):
-        plan(MANIFEST, [chunk], workers=1)
+        plan(OUTLINE, [chunk], workers=1)
 
 
 def stretch_of(verified: list[None]) -> Stretch:
     """Return a stretch over all chunks that counts what is verified."""
-    runs = plan(MANIFEST, range(5), workers=1)
+    runs = plan(OUTLINE, range(5), workers=1)
     parts = [part for run in runs for part in run]
     return Stretch(parts, on_verified=lambda: verified.append(None))
 

@@ -10,7 +10,7 @@ import torch
 
 from aiockpt._bridge import Bridge
 from aiockpt._device import Port, PortFor
-from aiockpt.rebuild import assemble, tensors_over
+from aiockpt.rebuild import Frame, assemble, tensors_over
 from aiockpt.staging import Snapshot, Stager
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import Manifest, decode_header, header_length
@@ -56,4 +56,6 @@ def rebuilt(file: bytes, *, allow_pickle: bool = False) -> Any:
     manifest = decode_header(memory[:start], limits=LIMITS)
     assert isinstance(manifest, Manifest)
     tensors = tensors_over(manifest, memory, base=start)
-    return assemble(manifest, tensors, limits=LIMITS, allow_pickle=allow_pickle)
+    return assemble(
+        Frame.of(manifest), tensors, limits=LIMITS, allow_pickle=allow_pickle
+    )

@@ -191,7 +191,7 @@ async def fetch(
     memory = memory or Memory(len(peer.segment))
     await client.fetch_chunks(
         peer.source(token, port=port),
-        peer.manifest,
+        peer.manifest.outline,
         memory,
         range(len(peer.manifest.grid)),
         on_progress=memory.count,

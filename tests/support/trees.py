@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from aiockpt.rebuild import assemble, tensors_over
+from aiockpt.rebuild import Frame, assemble, tensors_over
 from aiockpt.wire.chunks import digest
 from aiockpt.wire.layout import Storage
 from aiockpt.wire.limits import Limits
@@ -41,7 +41,9 @@ def value_of(
     """Return what a receiver makes of a tree over 16 counted bytes."""
     manifest = manifest_of(tree, **options)
     tensors = tensors_over(manifest, memoryview(bytearray(range(16))))
-    return assemble(manifest, tensors, limits=limits, allow_pickle=allow_pickle)
+    return assemble(
+        Frame.of(manifest), tensors, limits=limits, allow_pickle=allow_pickle
+    )
 
 
 def view(**changes: Any) -> TensorSpec:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from aiockpt.wire import dtypes
 from aiockpt.wire.chunks import ChunkGrid, digest
 from aiockpt.wire.document import Entry, TensorSpec
+from aiockpt.wire.entries import Entries
 from aiockpt.wire.layout import Storage, dense_stride, plan_segment
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import (
@@ -21,7 +22,7 @@ from aiockpt.wire.manifest import (
     decode_header,
     header_length,
 )
-from aiockpt.wire.validate import Columns, views_fault
+from aiockpt.wire.validate import views_fault
 
 torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
@@ -87,7 +88,7 @@ def test_a_view_is_accepted_as_torch_would(
     """What passes can be made; what torch makes of elements that exist passes."""
     shape, stride = tuple(size for size, _ in dims), tuple(step for _, step in dims)
     spec = TensorSpec(0, dtype, shape, stride, offset, 0)
-    columns = Columns({"w": Entry("U8", (32,), (0, 32))})
+    columns = Entries.of({"w": Entry("U8", (32,), (0, 32))})
     accepted = views_fault([spec], columns) is None
     try:
         torch.zeros(32 // KNOWN[dtype].itemsize, dtype=KNOWN[dtype]).as_strided(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from aiockpt.wire.document import Entry
+from aiockpt.errors import RemoteProtocolError
+from aiockpt.wire.entries import Entries, Entry
 from aiockpt.wire.pieces import decode_entries, encode_entries
 
 MANY = 9_000  # several pieces, both ways
@@ -19,8 +20,8 @@ def many(name: str = "layer.{}.weight") -> dict[str, Entry]:
 
 
 def whole(entries: dict[str, Entry]) -> bytes:
-    """Return what a decoder sees that takes all at once."""
-    return msgspec.json.encode(entries)
+    """Return a header's members as an encoder writes them that takes all at once."""
+    return b"," + msgspec.json.encode(entries)[1:]
 
 
 @pytest.mark.parametrize(
@@ -31,18 +32,37 @@ def whole(entries: dict[str, Entry]) -> bytes:
 def test_entries_survive_both_ways_whatever_their_names(name: str) -> None:
     """No name can be mistaken for the border between two entries."""
     entries = many(name)
-    file = bytearray(b"{")
-    encode_entries(entries, file)
-    assert bytes(file[:1] + file[2:]) == whole(entries)
-    assert decode_entries(whole(entries)) == entries
+    columns = Entries.of(entries)
+    assert b"".join(encode_entries(columns)) + b"}" == whole(entries)
+    assert decode_entries(whole(entries) + b"  ", 0) == columns
+    assert dict(zip(columns.names, columns, strict=True)) == entries
 
 
 def test_no_entries_are_an_empty_object() -> None:
     """A state dict without tensors has a header too."""
-    file = bytearray(b"{")
-    encode_entries({}, file)
-    assert file == b"{}"
-    assert decode_entries(b"{}") == {}
+    assert list(encode_entries(Entries())) == []
+    assert decode_entries(b"}   ", 0) == Entries()
+
+
+@pytest.mark.parametrize("apart", [1, MANY - 1], ids=["one piece", "two pieces"])
+def test_two_entries_of_one_name_are_refused(apart: int) -> None:
+    """A decoder would keep one of them without a word."""
+    entries = whole(many()).replace(b"layer.%d." % apart, b"layer.0.")
+    with pytest.raises(RemoteProtocolError):
+        decode_entries(entries, 0)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b"[16,32]", b"[16, 32]"), (b"layer.8999", b"la\\u0079er.8999")],
+    ids=["space", "escape"],
+)
+def test_another_spelling_is_refused(old: bytes, new: bytes) -> None:
+    """One checkpoint has one header, in all of its pieces."""
+    text = whole(many())
+    assert old in text
+    with pytest.raises(RemoteProtocolError, match="canonical"):
+        decode_entries(text.replace(old, new), 0)
 
 
 @pytest.mark.parametrize("damage", [-1, 300_000, 500_001])
@@ -51,4 +71,4 @@ def test_malformed_text_is_refused_in_any_piece(damage: int) -> None:
     text = bytearray(whole(many()))
     text[damage] = 0
     with pytest.raises(msgspec.MsgspecError):
-        decode_entries(bytes(text))
+        decode_entries(bytes(text), 0)
