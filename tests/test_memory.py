@@ -6,6 +6,7 @@ import ctypes
 import gc
 import mmap
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,6 +27,38 @@ def resident(arena: Arena) -> int:
     )
     assert result == 0, os.strerror(ctypes.get_errno())
     return sum(state & 1 for state in states)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are Linux's here")
+class TestPopulate:
+    """Pages that are there before bytes are."""
+
+    def test_slow_pages_are_all_brought(self, monkeypatch) -> None:
+        """Exactly those of the range, rounded to where a sample starts."""
+        monkeypatch.setattr(memory, "_QUICK", 0.0)
+        arena = Arena((40 << 20) + 5)
+        arena.populate((16 << 20) + 1, (24 << 20) + 1)
+        assert (8 << 20) <= resident(arena) * mmap.PAGESIZE <= (12 << 20)
+        arena.populate(0, arena.nbytes)
+        assert resident(arena) * mmap.PAGESIZE >= arena.nbytes
+        arena.close()
+
+    def test_quick_pages_are_left_to_the_bytes(self, monkeypatch) -> None:
+        """But for a sample."""
+        monkeypatch.setattr(memory, "_QUICK", 60.0)
+        arena = Arena(64 << 20)
+        arena.populate(0, arena.nbytes)
+        assert 0 < resident(arena) * mmap.PAGESIZE <= arena.nbytes // 2
+        arena.close()
+
+    def test_what_lies_there_stays(self, monkeypatch) -> None:
+        """A resumed receive has bytes in the range already."""
+        monkeypatch.setattr(memory, "_QUICK", 0.0)
+        arena = Arena(8 << 20)
+        (view,) = arena.buffers(0, arena.nbytes)
+        view[:5] = b"bytes"
+        arena.populate(0, arena.nbytes)
+        assert bytes(view[:6]) == b"bytes\0"
 
 
 @pytest.mark.parametrize("shared", [False, True])
