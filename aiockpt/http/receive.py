@@ -4,39 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from operator import sub
-from typing import TypeVar
-
-import torch
 
 from aiockpt._bridge import Bridge
-from aiockpt._copy import CopyPlan, InPlace
 from aiockpt._deadline import Deadline
-from aiockpt._device import Event, PortFor, completed
-from aiockpt._groups import Backing
-from aiockpt.errors import AiockptError, LimitExceededError
+from aiockpt.destination import Destination, Terms, destination_of
+from aiockpt.errors import AiockptError
 from aiockpt.http.client import CheckpointClient
 from aiockpt.http.meter import Meter
-from aiockpt.memory import Arena, available_memory
 from aiockpt.observe import Progress, TransferEvent, emit
-from aiockpt.rebuild import Frame, assemble, parts_over, tensors_over
-from aiockpt.template import Match, Template
+from aiockpt.template import Template
 from aiockpt.wire.http import Source
-from aiockpt.wire.limits import Limits, enforce
 from aiockpt.wire.manifest import Manifest, Outline
 
-T = TypeVar("T")
-
 __all__ = ["Receive", "ReceiveOptions"]
-
-# A receiver with less to spare would take the host down with it.
-_SHARE_OF_MEMORY = 0.9
-
-# Tensors per call into torch, which keeps the interpreter lock for all of them.
-_SLICE = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +26,8 @@ class ReceiveOptions:
     """What one receive needs to know beside whom to ask."""
 
     into: object | None
-    direct: bool
     progress: Callable[[Progress], None] | None
-    limits: Limits
-    allow_pickle: bool
-    ports: PortFor
+    terms: Terms
 
 
 class Receive:
@@ -66,9 +45,9 @@ class Receive:
         self._options = options
         self._deadline = deadline
         self._progress = Meter(options.progress)
-        self._held: list[object] = []
-        self._nbytes = 0
-        self._touched = False
+        self._template: Template | None = None
+        self._manifest: Manifest | None = None
+        self._goal: Destination | None = None
 
     async def run(self, source: Source, step: int) -> object:
         """Return the state dict.
@@ -77,14 +56,22 @@ class Receive:
         checkpoint, unless ``direct`` lets bytes into it as they arrive.
         """
         started = time.monotonic()
-        state = await self._receive(source, step)
+        outline = await self._find(source, step)
+        goal = await self._choose()
+        await self._fetch(source, outline, goal)
+        self._stop("rebuild")
+        # Whatever the peer can make fail comes before the first byte is written.
+        state = await goal.assemble()
+        self._stop("load")
+        await goal.load()
+        del goal
         await self._bridge.run(self._release)
         emit(
             TransferEvent(
                 stop="recv",
                 step=step,
                 peer=source.base_url,
-                nbytes=self._nbytes,
+                nbytes=outline.grid.segment_bytes,
                 seconds=time.monotonic() - started,
                 level=logging.INFO,
             )
@@ -94,169 +81,58 @@ class Receive:
     def annotate(self, error: AiockptError) -> None:
         """Say in the error what a receive into a template leaves behind."""
         if self._options.into is not None:
-            done = "was modified" if self._touched else "was not modified"
+            touched = self._goal is not None and self._goal.touched
+            done = "was modified" if touched else "was not modified"
             error.add_note(f"the template {done}")
 
-    async def _receive(self, source: Source, step: int) -> object:
-        template = self._hold(await self._template())
+    async def _find(self, source: Source, step: int) -> Outline:
+        """Look at the template, then for the checkpoint."""
+        if self._options.into is not None:
+            self._stop("allocate")
+            self._template = await self._bridge.run(self._describe)
         self._stop("fetch_manifest")
-        manifest = await self._client.fetch_manifest(
+        self._manifest = await self._client.fetch_manifest(
             source, step, deadline=self._deadline.when, on_retry=self._remember
         )
-        self._nbytes = manifest.segment_bytes
-        self._progress.expect(manifest.outline)
-        self._stop("allocate")
-        self._hold(manifest)
-        if template is None:
-            del manifest  # its next owner lets go of it before bytes arrive
-            return await self._receive_fresh(source)
-        match = self._hold(await self._bridge.run(template.match, manifest))
-        plan = self._hold(await self._bridge.run(self._plan, manifest, match))
-        return await self._fill(source, manifest, match, plan)
+        outline = self._manifest.outline
+        self._progress.expect(outline)
+        return outline
 
-    def _hold(self, weight: T) -> T:
-        self._held.append(weight)
-        return weight
-
-    def _release(self) -> None:
-        """Free what 100,000 tensors were described with, where no loop waits for it."""
-        while self._held:
-            self._held.pop()  # one by one, so that other threads come in between
-
-    async def _template(self) -> Template | None:
-        if self._options.into is None:
-            return None
-        self._stop("allocate")
-        return await self._bridge.run(
-            lambda: Template(
-                self._options.into,
-                limits=self._options.limits,
-                allow_pickle=self._options.allow_pickle,
-            )
+    def _describe(self) -> Template:
+        terms = self._options.terms
+        return Template(
+            self._options.into, limits=terms.limits, allow_pickle=terms.allow_pickle
         )
 
-    def _allocate(self, manifest: Manifest, nbytes: int) -> Arena:
-        """Return an arena for the segment, of which ``nbytes`` are going to be used."""
-        available = available_memory()
-        limit = self._options.limits.max_bytes
-        if limit is None:
-            limit = int(available * _SHARE_OF_MEMORY)
-        enforce("the checkpoint's size", nbytes, limit)
-        size = manifest.segment_bytes
-        try:
-            return Arena(size)
-        except (OSError, OverflowError, MemoryError, ValueError) as error:
-            what = "the checkpoint's size, for which there is no memory,"
-            raise LimitExceededError(what, limit=available, actual=size) from error
+    async def _choose(self) -> Destination:
+        self._stop("allocate")
+        self._goal = await self._bridge.run(self._make_room)
+        return self._goal
 
-    async def _receive_fresh(self, source: Source) -> object:
-        made = await self._bridge.run(self._make)
-        await self._fetch(source, made.outline, made.arena)
-        self._stop("rebuild")
-        return await self._bridge.run(self._rebuild, made.frame, made.tensors)
+    def _make_room(self) -> Destination:
+        # The manifest goes, if nothing needs it, before memory is at its fullest.
+        manifest, self._manifest = self._manifest, None
+        assert manifest is not None
+        terms = self._options.terms
+        return destination_of(manifest, self._template, terms, self._bridge)
 
-    def _make(self) -> _Made:
-        """Return the tensors, and keep of the manifest only what is needed later."""
-        manifest = self._held.pop()
-        assert isinstance(manifest, Manifest)
-        arena = self._allocate(manifest, self._nbytes)
-        tensors = self._hold(tensors_over(manifest, arena.buffer))
-        return _Made(arena, tensors, manifest.outline, self._hold(Frame.of(manifest)))
-
-    async def _fill(
-        self, source: Source, manifest: Manifest, match: Match, plan: _Fill
-    ) -> object:
-        if self._options.direct:
-            memory = await self._bridge.run(plan.copies.in_place)
-            self._touched = bool(match.tensors)
-            await self._fetch(source, manifest.outline, memory)
-        else:
-            await self._fetch(source, manifest.outline, plan.arena)
-        self._stop("rebuild")
-        # Whatever the peer can make fail comes before the first byte is written.
-        state = await self._bridge.run(self._put_together, manifest, match, plan.arena)
-        self._stop("load")
-        await self._load(manifest, match, plan.copies)
-        await self._bridge.run(plan.arena.close)
-        return state
-
-    def _plan(self, manifest: Manifest, match: Match) -> _Fill:
-        entries = manifest.entries
-        sizes = list(map(sub, entries.stops, entries.starts))
-        ports, used = self._options.ports, manifest.segment_bytes
-        if self._options.direct:
-            used -= sum(map(partial(_at_home, ports), match.backings))
-        arena = self._allocate(manifest, used)
-        return _Fill(
-            arena,
-            CopyPlan(
-                match.backings, entries.starts, sizes, arena=arena, port_for=ports
-            ),
-        )
-
-    async def _fetch(
-        self, source: Source, outline: Outline, target: Arena | InPlace
-    ) -> None:
+    async def _fetch(self, source: Source, outline: Outline, goal: Destination) -> None:
         self._stop("fetch_chunk")
-
-        async def prepare(start: int, stop: int) -> None:
-            if isinstance(target, Arena):  # what is filled in place has its pages
-                await self._bridge.run(target.populate, start, stop)
-
+        goal.begin()
         await self._client.fetch_chunks(
             source,
             outline,
-            target,
+            goal.memory,
             range(len(outline.grid)),
             on_progress=self._progress.add,
             on_retry=self._remember,
-            prepare=prepare,
+            prepare=goal.prepare,
         )
 
-    def _put_together(self, manifest: Manifest, match: Match, arena: Arena) -> object:
-        """Return the state dict: the template's tensors, and the peer's values."""
-        values = parts_over(
-            manifest, arena.buffer, parts=match.parts, blobs=match.blobs
-        )
-        found = {**match.tensors, **values}
-        unused = torch.empty(0)  # a number that the tree does not mention
-        numbers = range(manifest.tensor_count)
-        tensors = [found.get(n, unused) for n in numbers]
-        return self._rebuild(Frame.of(manifest), tensors)
-
-    def _rebuild(self, frame: Frame, tensors: Sequence[torch.Tensor]) -> object:
-        return assemble(
-            frame,
-            tensors,
-            limits=self._options.limits,
-            allow_pickle=self._options.allow_pickle,
-        )
-
-    async def _load(self, manifest: Manifest, match: Match, plan: CopyPlan) -> None:
-        """Bring to the template what is still in the arena only, all of it or nothing.
-
-        Once begun it goes on to its end, also if cancelled (on a device, in the
-        background), so that a template is never half filled.
-        """
-        fences = plan.fences()
-
-        def load() -> list[Event]:
-            _mark_changed(match.tensors.values())
-            self._touched = True
-            events = plan.load_parts(fences)
-            for chunk in range(len(manifest.grid)):
-                start, stop = manifest.grid.range(chunk)
-                if not self._options.direct:
-                    plan.load_host(start, stop)
-                events += plan.load_device(start, stop, fences)
-            return events
-
-        try:
-            for event in await self._bridge.run(load):
-                await completed(event)
-        except BaseException:
-            self._bridge.post(plan.drain)  # keeps the memory until nobody reads it
-            raise
+    def _release(self) -> None:
+        """Free what 100,000 tensors were described with, where no loop waits for it."""
+        self._goal = None  # one by one, so that other threads come in between
+        self._template = None
 
     def _remember(self, error: AiockptError) -> None:
         self._deadline.last_error = str(error)
@@ -264,34 +140,3 @@ class Receive:
     def _stop(self, name: str) -> None:
         self._deadline.stop = name
         self._progress.at(name)
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """Tensors over an arena that their bytes are still to reach."""
-
-    arena: Arena
-    tensors: Sequence[torch.Tensor]
-    outline: Outline
-    frame: Frame
-
-
-@dataclass(frozen=True, slots=True)
-class _Fill:
-    """How a template is filled, and the arena that bytes take on their way."""
-
-    arena: Arena
-    copies: CopyPlan
-
-
-def _at_home(ports: PortFor, backing: Backing) -> int:
-    """Return how many bytes of an entry need no arena in a direct receive."""
-    host = not backing.parts and ports(backing.tensor.device) is None
-    return backing.nbytes if host else 0
-
-
-def _mark_changed(tensors: Iterable[torch.Tensor]) -> None:
-    """Tell autograd that the memory changes behind its back."""
-    counted = [tensor for tensor in tensors if not tensor.is_inference()]
-    for start in range(0, len(counted), _SLICE):
-        torch.autograd.graph.increment_version(counted[start : start + _SLICE])

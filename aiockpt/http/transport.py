@@ -13,6 +13,7 @@ import aiohttp
 from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
 from aiockpt._device import port_for
+from aiockpt.destination import Terms
 from aiockpt.errors import AiockptError
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
@@ -264,11 +265,13 @@ class HTTPTransport(CheckpointTransport[T]):
         deadline = Deadline(limit, stop="fetch_manifest")
         options = ReceiveOptions(
             into=into,
-            direct=direct,
             progress=progress,
-            limits=self._limits,
-            allow_pickle=self._allow_pickle,
-            ports=port_for,
+            terms=Terms(
+                limits=self._limits,
+                allow_pickle=self._allow_pickle,
+                direct=direct,
+                ports=port_for,
+            ),
         )
         receive = Receive(self._client, self._bridge, options, deadline)
         with self._lifetime.call():

@@ -13,6 +13,7 @@ import torch
 from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
 from aiockpt._device import port_for
+from aiockpt.destination import Terms
 from aiockpt.errors import (
     AiockptError,
     LimitExceededError,
@@ -80,14 +81,8 @@ def receive() -> Iterator[Receiving]:
 
 
 async def _receive(bridge: Bridge, peer: Peer, into: object, *, direct: bool) -> Any:
-    options = ReceiveOptions(
-        into=into,
-        direct=direct,
-        progress=None,
-        limits=Limits(),
-        allow_pickle=False,
-        ports=port_for,
-    )
+    terms = Terms(limits=Limits(), allow_pickle=False, direct=direct, ports=port_for)
+    options = ReceiveOptions(into=into, progress=None, terms=terms)
     deadline = Deadline(20, stop="test")
     call = Receive(peer, bridge, options, deadline)  # type: ignore[arg-type]
     try:

@@ -1,0 +1,220 @@
+"""Where a checkpoint goes: into tensors of its own, or into those of a template.
+
+Either kind has the memory that the data segment is received into, and gives the state
+dict afterwards. Whatever a peer can make fail happens in ``assemble``, before the first
+byte of a template is written (unless ``direct`` has let them in already).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import sub
+from typing import Protocol
+
+import torch
+
+from aiockpt._bridge import Bridge
+from aiockpt._copy import CopyPlan, InPlace
+from aiockpt._device import Event, PortFor, completed
+from aiockpt._groups import Backing
+from aiockpt.errors import LimitExceededError
+from aiockpt.memory import Arena, available_memory
+from aiockpt.rebuild import Frame, assemble, parts_over, tensors_over
+from aiockpt.template import Match, Template
+from aiockpt.wire.limits import Limits, enforce
+from aiockpt.wire.manifest import Manifest
+
+__all__ = ["Destination", "Terms", "destination_of"]
+
+# A receiver with less to spare would take the host down with it.
+_SHARE_OF_MEMORY = 0.9
+
+# Tensors per call into torch, which keeps the interpreter lock for all of them.
+_SLICE = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a receive accepts, and whether bytes go straight into a template."""
+
+    limits: Limits
+    allow_pickle: bool
+    direct: bool
+    ports: PortFor
+
+
+class Destination(Protocol):
+    """Somewhere to receive into."""
+
+    @property
+    def memory(self) -> Arena | InPlace:
+        """The data segment."""
+
+    @property
+    def touched(self) -> bool:
+        """Whether a template may have been modified."""
+
+    def begin(self) -> None:
+        """Say that bytes are on their way."""
+
+    async def prepare(self, start: int, stop: int) -> None:
+        """Have the memory of ``[start, stop)`` ready for its bytes."""
+
+    async def assemble(self) -> object:
+        """Return the state dict, all of whose bytes have been verified."""
+
+    async def load(self) -> None:
+        """Bring to a template what is not there yet."""
+
+
+def destination_of(
+    manifest: Manifest, template: Template | None, terms: Terms, bridge: Bridge
+) -> Destination:
+    """Return where the checkpoint goes; for a thread.
+
+    Without a template nothing refers to ``manifest`` afterwards.
+
+    Raises:
+        TemplateMismatchError: the template does not fit.
+        LimitExceededError: there is no memory for it.
+        RemoteProtocolError: torch has no such tensor.
+    """
+    if template is None:
+        return _Fresh(manifest, terms, bridge)
+    return _InTemplate(manifest, template.match(manifest), terms, bridge)
+
+
+class _Fresh:
+    """Tensors over an arena of their own, made before their bytes arrive."""
+
+    touched = False
+
+    def __init__(self, manifest: Manifest, terms: Terms, bridge: Bridge) -> None:
+        self._terms, self._bridge = terms, bridge
+        self.memory = _allocate(manifest, manifest.segment_bytes, terms.limits)
+        self._tensors = tensors_over(manifest, self.memory.buffer)
+        self._frame = Frame.of(manifest)
+
+    def begin(self) -> None:
+        """Do nothing: nobody has the tensors yet."""
+
+    async def prepare(self, start: int, stop: int) -> None:
+        """Have the pages mapped, which may take longer than their bytes."""
+        await self._bridge.run(self.memory.populate, start, stop)
+
+    async def assemble(self) -> object:
+        """Put the tensors into the tree."""
+        return await self._bridge.run(_put, self._frame, self._tensors, self._terms)
+
+    async def load(self) -> None:
+        """Do nothing: everything is in its place."""
+
+
+class _InTemplate:
+    """The tensors of a template, at the end or (``direct``) from the beginning."""
+
+    def __init__(
+        self, manifest: Manifest, match: Match, terms: Terms, bridge: Bridge
+    ) -> None:
+        self._manifest, self._match = manifest, match
+        self._terms, self._bridge = terms, bridge
+        entries, used = manifest.entries, manifest.segment_bytes
+        if terms.direct:
+            used -= sum(map(partial(_at_home, terms.ports), match.backings))
+        self._arena = _allocate(manifest, used, terms.limits)
+        self._copies = CopyPlan(
+            match.backings,
+            entries.starts,
+            list(map(sub, entries.stops, entries.starts)),
+            arena=self._arena,
+            port_for=terms.ports,
+        )
+        self.memory: Arena | InPlace = self._arena
+        if terms.direct:
+            self.memory = self._copies.in_place()
+        self.touched = False
+
+    def begin(self) -> None:
+        """Say that the template changes from now on, if it does."""
+        self.touched = self._terms.direct and bool(self._match.tensors)
+
+    async def prepare(self, start: int, stop: int) -> None:
+        """Have the arena's pages mapped; those of a template are there."""
+        if not self._terms.direct:
+            await self._bridge.run(self._arena.populate, start, stop)
+
+    async def assemble(self) -> object:
+        """Put the template's tensors, and the peer's values, into the tree."""
+        return await self._bridge.run(self._put_together)
+
+    async def load(self) -> None:
+        """Bring to the template what is still in the arena only, all of it or nothing.
+
+        Once begun it goes on to its end, also if cancelled (on a device, in the
+        background), so that a template is never half filled.
+        """
+        fences = self._copies.fences()
+        try:
+            for event in await self._bridge.run(self._load, fences):
+                await completed(event)
+        except BaseException:
+            self._bridge.post(self._copies.drain)  # keeps the memory until it is idle
+            raise
+        await self._bridge.run(self._arena.close)
+
+    def _put_together(self) -> object:
+        manifest, match = self._manifest, self._match
+        buffer = self._arena.buffer
+        values = parts_over(manifest, buffer, parts=match.parts, blobs=match.blobs)
+        found = {**match.tensors, **values}
+        unused = torch.empty(0)  # a number that the tree does not mention
+        tensors = [found.get(number, unused) for number in range(manifest.tensor_count)]
+        return _put(Frame.of(manifest), tensors, self._terms)
+
+    def _load(self, fences: dict[torch.device, Event]) -> list[Event]:
+        _mark_changed(self._match.tensors.values())
+        self.touched = True
+        events = self._copies.load_parts(fences)
+        grid = self._manifest.grid
+        for chunk in range(len(grid)):
+            start, stop = grid.range(chunk)
+            if not self._terms.direct:
+                self._copies.load_host(start, stop)
+            events += self._copies.load_device(start, stop, fences)
+        return events
+
+
+def _put(frame: Frame, tensors: Sequence[torch.Tensor], terms: Terms) -> object:
+    return assemble(
+        frame, tensors, limits=terms.limits, allow_pickle=terms.allow_pickle
+    )
+
+
+def _allocate(manifest: Manifest, nbytes: int, limits: Limits) -> Arena:
+    """Return an arena for the segment, of which ``nbytes`` are going to be used."""
+    available = available_memory()
+    limit = limits.max_bytes
+    if limit is None:
+        limit = int(available * _SHARE_OF_MEMORY)
+    enforce("the checkpoint's size", nbytes, limit)
+    size = manifest.segment_bytes
+    try:
+        return Arena(size)
+    except (OSError, OverflowError, MemoryError, ValueError) as error:
+        what = "the checkpoint's size, for which there is no memory,"
+        raise LimitExceededError(what, limit=available, actual=size) from error
+
+
+def _at_home(ports: PortFor, backing: Backing) -> int:
+    """Return how many bytes of an entry need no arena in a direct receive."""
+    host = not backing.parts and ports(backing.tensor.device) is None
+    return backing.nbytes if host else 0
+
+
+def _mark_changed(tensors: Iterable[torch.Tensor]) -> None:
+    """Tell autograd that the memory changes behind its back."""
+    counted = [tensor for tensor in tensors if not tensor.is_inference()]
+    for start in range(0, len(counted), _SLICE):
+        torch.autograd.graph.increment_version(counted[start : start + _SLICE])
