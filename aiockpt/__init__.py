@@ -6,9 +6,9 @@ used, so neither torch nor aiohttp is imported before something needs it.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from aiockpt._lazy import lazy
 from aiockpt.errors import (
     AiockptError,
     AuthenticationError,
@@ -88,19 +88,5 @@ _HOMES = {
     "register_leaf": "aiockpt.flatten",
 }
 
-
-if not TYPE_CHECKING:  # a type checker that sees it would accept any name
-
-    def __getattr__(name: str) -> object:
-        """Load a lazy public name on first use and keep it."""
-        home = _HOMES.get(name)
-        if home is None:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(home), name)
-        globals()[name] = value
-        return value
-
-
-def __dir__() -> list[str]:
-    """List the public names, loaded or not."""
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy(__name__, _HOMES)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Protocol, TypeAlias, cast
 
 import torch
@@ -88,8 +89,16 @@ class Accelerator:
         with self._module.device(self.device):
             failed = int(runtime.cudaHostRegister(arena.address, arena.nbytes, 0))
         if failed:
+            self._forget_error()
             return lambda: None
         return lambda: runtime.cudaHostUnregister(arena.address)
+
+    def _forget_error(self) -> None:
+        # CUDA keeps the last error of a thread until it is asked for, and torch asks
+        # after the next kernel's launch, which would fail for it. torch has no other
+        # name for cudaGetLastError.
+        with suppress(RuntimeError):
+            torch.empty(1, device=self.device).fill_(0)
 
 
 _ports: dict[torch.device, Accelerator] = {}

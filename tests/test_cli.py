@@ -324,6 +324,13 @@ class TestFetch:
         monkeypatch.setenv("AIOCKPT_TOKEN_PATH", str(tmp_path / "token"))
         assert main(["fetch", server.base, "-q", "-o", str(tmp_path / "f")]) == 0
 
+    def test_a_size_that_is_allowed(self, server: Serving, tmp_path: Path) -> None:
+        """The limit itself is no limit to a checkpoint below it."""
+        target = tmp_path / "f"
+        fetch = ["fetch", server.metadata, "-o", str(target), "--max-size", "1GiB"]
+        assert main(fetch) == 0
+        assert main(["verify", str(target)]) == 0
+
     def test_a_summary_where_nobody_watches(
         self, server: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -528,6 +535,14 @@ class TestFetchErrors:
         assert server.token not in error
         assert "not-the-token" not in error
 
+    def test_a_checkpoint_that_is_too_large(
+        self, server: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """It is refused before it takes any space, and the way out is named."""
+        fetch = ("fetch", server.metadata, "-o", tmp_path / "f", "--max-size")
+        error = error_of(capsys, *fetch, "1MiB")
+        assert "more than the 1048576 (1.0 MB) of --max-size; raise it if" in error
+
     def test_a_step_that_does_not_come(
         self, server: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -628,6 +643,7 @@ class TestUsage:
             ["fetch", "http://user:secret@host/", "-o", "f"],
             ["fetch", "http://host/", "-o", "f", "--step", "-1"],
             ["fetch", "http://host/", "-o", "f", "--timeout", "nan"],
+            ["fetch", "http://host/", "-o", "f", "--max-size", "10G"],
             ["serve", "f", "--port", "99999"],
             ["serve", "f", "--insecure", "--token", "secret"],
             ["verify"],

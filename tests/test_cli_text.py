@@ -7,7 +7,7 @@ import io
 
 import pytest
 
-from aiockpt.cli.options import address
+from aiockpt.cli.options import address, size
 from aiockpt.cli.outline import outline
 from aiockpt.cli.progress import ProgressBar, render
 from aiockpt.cli.text import format_bytes, format_seconds, format_table, printable
@@ -39,6 +39,31 @@ class Terminal(io.StringIO):
 def test_sizes_are_in_powers_of_1000(count: int, text: str) -> None:
     """And never show four digits before the point, but for the last unit."""
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("10GiB", 10 << 30),
+        ("10gib", 10 << 30),
+        ("1.5 MiB", 3 << 19),
+        ("500MB", 500_000_000),
+        ("2tb", 2 * 10**12),
+        ("7B", 7),
+    ],
+)
+def test_a_size_may_have_a_unit(text: str, nbytes: int) -> None:
+    """Of powers of 1024 or 1000, as its ``i`` says."""
+    assert size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "10G", "-1", "1e9", "10iB", "10PB", "nan"])
+def test_what_is_no_size_says_how_one_looks(text: str) -> None:
+    """Also what leaves open which unit is meant."""
+    with pytest.raises(argparse.ArgumentTypeError, match="write 10GiB, 500MB"):
+        size(text)
 
 
 @pytest.mark.parametrize(

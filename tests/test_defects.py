@@ -30,7 +30,6 @@ from aiockpt.memory import Arena
 from aiockpt.testing import (
     CutAfter,
     Drip,
-    FaultProxy,
     FlipBit,
     Refuse,
     assert_same,
@@ -39,26 +38,17 @@ from serving import Peer, settle
 from transports import (
     MIB,
     Halfway,
-    Transport,
     in_the_middle,
     pair,
     port_of,
+    proxied,
     receive,
+    through,
     transport,
     weights,
 )
 
 pytestmark = pytest.mark.asyncio
-
-
-def through(proxy: FaultProxy, sender: Transport) -> str:
-    """Return the metadata of a sender, by way of a proxy."""
-    return sender.metadata().replace(str(port_of(sender)), str(proxy.port))
-
-
-def proxied(sender: Transport, **faults: Any) -> FaultProxy:
-    """Return a proxy to a sender, with faults."""
-    return FaultProxy("127.0.0.1", port_of(sender), **faults)
 
 
 async def wire_bytes(state: object) -> int:
@@ -255,9 +245,7 @@ class TestPeers:
         async with pair() as (sender, receiver):
             await sender.send_checkpoint([], 1, weights())
             drip = Drip(rate=50_000, burst=5_000)
-            async with FaultProxy(
-                "127.0.0.1", port_of(sender), otherwise=drip
-            ) as proxy:
+            async with proxied(sender, otherwise=drip) as proxy:
                 started = time.monotonic()
                 with pytest.raises(TransferTimeoutError, match="timed out"):
                     await receiver.recv_checkpoint(0, through(proxy, sender), 1, 0.5)
@@ -271,9 +259,7 @@ class TestPeers:
         ):
             await sender.send_checkpoint([], 1, weights())
             drip = Drip(rate=1e6, burst=50_000)
-            async with FaultProxy(
-                "127.0.0.1", port_of(sender), otherwise=drip
-            ) as proxy:
+            async with proxied(sender, otherwise=drip) as proxy:
                 url = through(proxy, sender)
                 assert_same(await receiver.recv_checkpoint(0, url, 1), weights())
 
@@ -291,9 +277,7 @@ class TestPeers:
         async with pair(num_chunks=4) as (sender, receiver):
             await sender.send_checkpoint([], 1, weights(mib=32))
             drip = Drip(rate=3e6, burst=30_000)
-            async with FaultProxy(
-                "127.0.0.1", port_of(sender), otherwise=drip
-            ) as proxy:
+            async with proxied(sender, otherwise=drip) as proxy:
                 url = through(proxy, sender)
                 halfway = Halfway(0.02)
                 task = asyncio.create_task(

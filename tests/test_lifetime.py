@@ -19,14 +19,9 @@ from aiockpt import (
 )
 from aiockpt.testing import assert_same
 from serving import Peer
-from transports import MIB, Transport, receive, transport, weights
+from transports import MIB, Transport, port_of, receive, transport, weights
 
 asynchronous = pytest.mark.asyncio
-
-
-def port_of(sender: Transport) -> int:
-    """Return the port that a transport tells its peers."""
-    return int(sender.address().split(":")[2].split("/")[0])
 
 
 def many_leaves() -> dict[str, Any]:

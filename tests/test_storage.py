@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import struct
 from pathlib import Path
 
 import pytest
 
 from aiockpt.errors import IntegrityError, StorageError
-from aiockpt.storage import PartFile, check_target, read_header, verify_chunks
+from aiockpt.partfile import PartFile, check_target
+from aiockpt.storage import read_header, verify_chunks
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import ForeignHeader, Manifest
 from disks import small_disk
@@ -109,6 +111,45 @@ class TestReceive:
         assert link.is_symlink()
         assert (tmp_path / "file").read_bytes() == source.file
 
+    @pytest.mark.parametrize("mode", [0o600, 0o664, 0o444, 0o000])
+    def test_a_replaced_file_hands_on_its_permissions(
+        self, tmp_path: Path, mode: int
+    ) -> None:
+        """To the part file as well: who may not read the one may not read the other."""
+        source, target = memory(), write(tmp_path / "f", memory(step=1))
+        target.chmod(mode)
+        part = PartFile.open(target, source.manifest)
+        assert stat.S_IMODE(part.path.stat().st_mode) == mode | 0o600
+        fill(part, source, 0, 1, 2)
+        part.commit()
+        part.close()
+        assert stat.S_IMODE(target.stat().st_mode) == mode
+        target.chmod(0o600)
+        assert target.read_bytes() == source.file
+
+    def test_permissions_that_change_meanwhile_count(self, tmp_path: Path) -> None:
+        """The owner's last word is kept, not the first."""
+        source, target = memory(), write(tmp_path / "f", memory(step=1))
+        part = PartFile.open(target, source.manifest)
+        target.chmod(0o640)
+        part.commit()
+        part.close()
+        assert stat.S_IMODE(target.stat().st_mode) == 0o640
+
+    @pytest.mark.parametrize("umask", [0o022, 0o077])
+    def test_a_new_file_has_what_the_umask_leaves(
+        self, tmp_path: Path, umask: int
+    ) -> None:
+        """As a file of any other program."""
+        before = os.umask(umask)
+        try:
+            part = PartFile.open(tmp_path / "f", memory().manifest)
+        finally:
+            os.umask(before)
+        part.commit()
+        part.close()
+        assert stat.S_IMODE((tmp_path / "f").stat().st_mode) == 0o666 & ~umask
+
     def test_what_the_disk_refuses_is_not_kept(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -132,10 +173,11 @@ class TestReceive:
         source, target = memory(), tmp_path / "f"
         part = PartFile.open(target, source.manifest)
         fill(part, source, 0, 1, 2)
-        target.mkdir()
+        target.mkdir(mode=0o500)
         with pytest.raises(StorageError, match="Is a directory"):
             part.commit()
         part.close()
+        assert part.path.stat().st_mode & 0o600 == 0o600
         target.rmdir()
         again = PartFile.open(target, source.manifest)
         assert held(again) == [0, 1, 2]

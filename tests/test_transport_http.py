@@ -28,7 +28,7 @@ from aiockpt import (
     UnsupportedLeafError,
 )
 from aiockpt.observe import add_hook
-from aiockpt.testing import FaultProxy, assert_same
+from aiockpt.testing import assert_same
 from serving import Peer, settle
 from transports import (
     MIB,
@@ -36,7 +36,9 @@ from transports import (
     in_the_middle,
     pair,
     port_of,
+    proxied,
     receive,
+    through,
     transport,
     weights,
 )
@@ -458,7 +460,7 @@ class TestPeerThatGoes:
         async with (
             transport() as sender,
             transport(reconnect_timeout=0, num_chunks=1) as receiver,
-            FaultProxy("127.0.0.1", port_of(sender)) as proxy,
+            proxied(sender) as proxy,
         ):
             await sender.send_checkpoint([], 1, weights(mib=32))
 
@@ -466,7 +468,7 @@ class TestPeerThatGoes:
                 proxy.refuse()
                 await proxy.cut_all()
 
-            url = sender.metadata().replace(str(port_of(sender)), str(proxy.port))
+            url = through(proxy, sender)
             task, _ = await in_the_middle(self.slow(receiver, url), kill)
             started = time.monotonic()
             with pytest.raises(TransportError):

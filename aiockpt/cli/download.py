@@ -13,7 +13,7 @@ from aiockpt.cli.progress import ProgressBar
 from aiockpt.cli.remote import Peer, peer_of
 from aiockpt.cli.text import format_bytes
 from aiockpt.observe import Progress
-from aiockpt.storage import PartFile, check_target
+from aiockpt.partfile import PartFile, check_target
 from aiockpt.wire.manifest import Manifest
 
 __all__ = ["download"]

@@ -7,7 +7,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from aiockpt.cli.options import Commands, add_client_options, address, step
+from aiockpt.cli.options import Commands, add_client_options, address, size, step
 from aiockpt.cli.progress import ProgressBar
 
 __all__ = ["configure", "run"]
@@ -31,6 +31,13 @@ def configure(commands: Commands) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True)
     parser.add_argument(
         "--step", type=step, metavar="N", help="the step to fetch (what is served now)"
+    )
+    parser.add_argument(
+        "--max-size",
+        type=size,
+        metavar="SIZE",
+        help="refuse a larger checkpoint before a byte of it is fetched: 10GiB, 500MB "
+        "(as large as the disk holds)",
     )
     add_client_options(parser)
     parser.add_argument(

@@ -18,6 +18,7 @@ __all__ = [
     "address",
     "port",
     "seconds",
+    "size",
     "step",
 ]
 
@@ -25,6 +26,10 @@ Commands: TypeAlias = "argparse._SubParsersAction[Any]"  # noqa: SLF001 - no pub
 """What a command adds its parser to."""
 
 _OF_STEP = re.compile(r"(.*/)(0|[1-9][0-9]{0,18})(?:/(?:full|metadata))?/")
+_SIZE = re.compile(
+    r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?(?:(?:([KMGT])(I?))?B)?", re.IGNORECASE
+)
+_PREFIXES = ["", "K", "M", "G", "T"]
 _LATEST = re.compile(r"(.*/)latest/")
 
 
@@ -64,6 +69,17 @@ def seconds(text: str) -> float:
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
     return value
+
+
+def size(text: str) -> int:
+    """Parse a number of bytes: ``10GiB`` in powers of 1024, ``10GB`` of 1000."""
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        detail = f"{text!r} is no size: write 10GiB, 500MB, or a number of bytes"
+        raise argparse.ArgumentTypeError(detail)
+    number, prefix, binary = found.groups()
+    base = 1024 if binary else 1000
+    return int(float(number) * base ** _PREFIXES.index((prefix or "").upper()))
 
 
 def port(text: str) -> int:

@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 
 from aiockpt._bridge import Bridge
 from aiockpt.cli.options import Address
+from aiockpt.cli.text import format_bytes
 from aiockpt.errors import (
     AiockptError,
+    LimitExceededError,
     LocalProtocolError,
     StepNotFoundError,
     StorageError,
@@ -51,6 +53,7 @@ class Peer:
 
         Raises:
             StepNotFoundError: it is not served by then, or a newer step is.
+            LimitExceededError: it is larger than ``--max-size``, or absurd.
         """
         deadline = _now() + wait
         async with aclosing(self.client(reconnect=wait)) as client:
@@ -72,8 +75,25 @@ class Peer:
         step = self.step
         if step is None:
             step = (await client.fetch_latest(self.source)).step
-        return await client.fetch_manifest(
-            self.source, step, deadline=deadline, on_retry=give_up
+        try:
+            return await client.fetch_manifest(
+                self.source, step, deadline=deadline, on_retry=give_up
+            )
+        except LimitExceededError as error:
+            if error.limit != self.config.limits.max_bytes:
+                raise
+            limit, actual = error.limit, error.actual
+            raise _TooLargeError(error.what, limit=limit, actual=actual) from error
+
+
+class _TooLargeError(LimitExceededError):
+    """The limit is the person's own, who raises it by an option."""
+
+    def __str__(self) -> str:
+        return (
+            f"the checkpoint has {self.actual} bytes ({format_bytes(self.actual)}), "
+            f"more than the {self.limit} ({format_bytes(self.limit)}) of --max-size; "
+            "raise it if the sender is trusted"
         )
 
 
@@ -116,7 +136,7 @@ def _config_of(arguments: argparse.Namespace) -> ClientConfig:
         connect_timeout=_STALL_TIMEOUT,
         reconnect_timeout=arguments.reconnect,
         token=known.token if known.shared else None,
-        limits=Limits(),
+        limits=Limits(max_bytes=getattr(arguments, "max_size", None)),
         ssl_context=_trusting(arguments.cafile),
         fast_path=True,
     )

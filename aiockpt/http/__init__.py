@@ -5,8 +5,9 @@ Names load on first use: the server and the client inside need no torch.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from aiockpt._lazy import lazy
 
 if TYPE_CHECKING:
     from aiockpt.http.embedding import APP_KEY, create_app, get_transport, routes, setup
@@ -21,13 +22,10 @@ __all__ = [
     "setup",
 ]
 
+_HOMES = {
+    **dict.fromkeys(__all__, "aiockpt.http.embedding"),
+    "HTTPTransport": "aiockpt.http.transport",
+}
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    room = "transport" if name == "HTTPTransport" else "embedding"
-    return getattr(import_module(f"aiockpt.http.{room}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy(__name__, _HOMES)

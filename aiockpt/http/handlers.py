@@ -273,9 +273,8 @@ def _response_to(error: AiockptError) -> web.Response:
     problem = (
         error.problem if isinstance(error, RefusedError) else http.to_problem(error)
     )
-    if problem.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        problem.headers.setdefault("Retry-After", f"{_RETRY_AFTER:.0f}")
     if problem.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+        problem.headers["Retry-After"] = f"{_RETRY_AFTER:.0f}"
         logger.error("a request failed", exc_info=error)
     headers = {**COMMON_HEADERS, **problem.headers}
     return web.Response(status=problem.status, headers=headers, body=problem.body)

@@ -50,15 +50,21 @@ class Patience:
     stall_timeout: float
     last_byte: float
     silent_since: float | None = None
+    has_spoken: bool = False
 
     def heard(self, now: float) -> None:
         """Note that the peer gave a sign of life."""
+        self.has_spoken = True
         self.last_byte = now
         self.silent_since = None
 
     def is_alive(self, started: float, now: float) -> bool:
         """Whether a byte came during the attempt, and no stall timeout ago."""
-        return self.last_byte > max(started, now - self.stall_timeout)
+        if not self.has_spoken or self.last_byte <= now - self.stall_timeout:
+            return False
+        # Not before it: uvloop's clock goes by the millisecond, and an attempt that
+        # brings bytes may begin and end within one.
+        return self.last_byte >= started
 
     def is_over(self, now: float) -> bool:
         """Whether the silence, which is noticed now if not before, lasts too long."""

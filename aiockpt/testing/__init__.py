@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from aiockpt._lazy import lazy
 
 if TYPE_CHECKING:
     from aiockpt.testing.conformance import TransportConformance
@@ -45,19 +46,5 @@ _HOMES = {
     "assert_same": "aiockpt.testing.equality",
 }
 
-
-if not TYPE_CHECKING:  # a type checker that sees it would accept any name
-
-    def __getattr__(name: str) -> object:
-        """Load a public name on first use and keep it."""
-        home = _HOMES.get(name)
-        if home is None:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(home), name)
-        globals()[name] = value
-        return value
-
-
-def __dir__() -> list[str]:
-    """List the public names, loaded or not."""
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy(__name__, _HOMES)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from aiockpt._device import port_for
+from aiockpt.memory import Arena
 from aiockpt.testing import assert_same
 from pipeline import file_of, rebuilt, stager
 from transports import MIB, pair, receive
@@ -155,6 +156,16 @@ class TestStaging:
                 snapshot.release()
                 staging.trim()
         torch.cuda.synchronize(DEVICE)
+
+    async def test_a_page_lock_that_fails_is_forgotten(self) -> None:
+        """The next kernel of the thread does not fail for it."""
+        arena, port = Arena(MIB), port_for(DEVICE)
+        assert port is not None
+        unpin = port.pin(arena)
+        port.pin(arena)()  # it is locked already, so this one fails
+        assert on_device(3, fill=2).sum().item() == 6
+        unpin()
+        arena.close()
 
     async def test_a_cancel_leaves_the_device_usable(self) -> None:
         """Its copies end in the background."""

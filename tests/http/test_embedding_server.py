@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -203,8 +204,8 @@ async def test_the_host_shuts_down_without_waiting_for_our_clients(shelf, servic
     assert service.statistics().evicted == 1
 
 
-async def test_a_service_that_is_closed_says_come_back():
-    """Requests that race with the shutdown get an answer that they can act on."""
+async def test_a_service_that_is_closed_does_not_say_when_to_come_back():
+    """It will not be there: whoever is told to wait would only learn that later."""
     shelf = Shelf()
     service = CheckpointService(shelf, CONFIG)
     app = web.Application()
@@ -212,4 +213,6 @@ async def test_a_service_that_is_closed_says_come_back():
     async with hosting(app) as port, Peer(port) as peer:
         service.close()
         answer = await peer.ask("/checkpoint/7/full")
-        assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+        kind = json.loads(answer.body)["type"]
+        assert (answer.status, kind) == (503, "tag:aiockpt,2025:closing")
+        assert "Retry-After" not in answer.headers

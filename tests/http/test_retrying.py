@@ -54,6 +54,14 @@ class TestRetrier:
         assert delay is not None
         assert delay <= 0.05
 
+    def test_a_coarse_clock_hides_no_sign_of_life(self) -> None:
+        """A byte may come as the attempt begins: uvloop's has milliseconds."""
+        attempts = retrier(reconnect=0)
+        assert attempts.delay_after(GONE, started=100, now=100) is None
+        attempts.patience.heard(110)
+        assert attempts.delay_after(GONE, started=110, now=110) is not None
+        assert attempts.delay_after(GONE, started=110.001, now=110.001) is None
+
     def test_any_byte_ends_the_silence(self) -> None:
         """The reconnect timeout starts anew."""
         attempts = retrier(reconnect=10)

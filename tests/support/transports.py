@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import torch
 
 from aiockpt import HTTPTransport, Progress
+from aiockpt.testing import FaultProxy
 
 Transport = HTTPTransport[Any]
 
@@ -46,6 +47,16 @@ def port_of(sender: Transport) -> int:
     port = urlsplit(sender.address()).port
     assert port is not None
     return port
+
+
+def proxied(sender: Transport, **faults: Any) -> FaultProxy:
+    """Return a proxy to a sender, with faults."""
+    return FaultProxy("127.0.0.1", port_of(sender), **faults)
+
+
+def through(proxy: FaultProxy, sender: Transport) -> str:
+    """Return the metadata of a sender, by way of a proxy."""
+    return sender.metadata().replace(str(port_of(sender)), str(proxy.port))
 
 
 def weights(fill: float = 1.0, *, mib: float = 1.0, count: int = 1) -> dict[str, Any]:
