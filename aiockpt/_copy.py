@@ -8,14 +8,16 @@ its :class:`~aiockpt._device.Port`; a backing's *parts* move element by element.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from operator import add
 from typing import TypeAlias
 
 import torch
 
-from aiockpt._device import Event, Pair, Port, PortFor
-from aiockpt._groups import Backing
+from aiockpt._backings import Backings
+from aiockpt._device import Event, Pair, PortFor
 from aiockpt.memory import Arena, view_of_address
 
 __all__ = ["CopyPlan", "Fences"]
@@ -72,7 +74,7 @@ class CopyPlan:
 
     def __init__(
         self,
-        backings: Sequence[Backing],
+        backings: Backings,
         offsets: Sequence[int],
         sizes: Sequence[int],
         *,
@@ -80,24 +82,28 @@ class CopyPlan:
         port_for: PortFor,
     ) -> None:
         self._backings = backings
-        self._offsets = offsets
-        self._sizes = sizes
         self._arena = arena
         self._whole: torch.Tensor | None = None
-        devices = {backing.tensor.device for backing in backings}
+        devices = {tensor.device for tensor in backings.tensors}
         found = {device: port_for(device) for device in devices}
         self.ports = {device: port for device, port in found.items() if port}
-        self._rows = [*map(self._row, backings, offsets, sizes)]
+        # Rows, in columns: there may be 100,000.
+        self._starts = array("q", offsets)
+        self._stops = array("q", map(add, offsets, sizes))
+        self._held = array("q", map(add, offsets, backings.sizes))
+        self._addresses = array("Q", self._host_addresses())
+        for entry in backings.parts:
+            self._held[entry] = self._stops[entry]
+            self._addresses[entry] = 0
 
-    def _row(self, backing: Backing, start: int, size: int) -> _Row:
-        if backing.parts:
-            return 0, start, start + size, start + size
-        away = not backing.nbytes or (self.ports and self._port_of(backing))
-        address = 0 if away else backing.address
-        return address, start, start + backing.nbytes, start + size
-
-    def _port_of(self, backing: Backing) -> Port | None:
-        return self.ports.get(backing.tensor.device)
+    def _host_addresses(self) -> Iterator[int]:
+        """Yield the address of what lies in host memory, and 0 for what does not."""
+        own = self._backings
+        for tensor, address, size in zip(
+            own.tensors, own.addresses, own.sizes, strict=True
+        ):
+            away = not size or (self.ports and tensor.device in self.ports)
+            yield 0 if away else address
 
     def fences(self) -> Fences:
         """Mark on every device what the calling thread's producer has enqueued."""
@@ -148,11 +154,9 @@ class CopyPlan:
 
         The memory between the elements is left out: it reads as zeros.
         """
-        for backing, offset, size in zip(
-            self._backings, self._offsets, self._sizes, strict=True
-        ):
-            if backing.parts:
-                ctypes.memset(self._arena.address + offset, 0, size)
+        for entry in self._backings.parts:
+            start, stop = self._starts[entry], self._stops[entry]
+            ctypes.memset(self._arena.address + start, 0, stop - start)
         pairs = (_once(host, tensor) for host, tensor in self._parts())
         return self._move_parts(pairs, after)
 
@@ -176,12 +180,11 @@ class CopyPlan:
 
     def _parts(self) -> Iterator[Pair]:
         """Yield each part's elements in the arena, and where the state has them."""
-        for backing, offset, size in zip(
-            self._backings, self._offsets, self._sizes, strict=True
-        ):
-            for part in backing.parts:
+        for entry, parts in self._backings.parts.items():
+            start, stop = self._starts[entry], self._stops[entry]
+            for part in parts:
                 tensor = _physical(part.tensor)
-                host = self._host(offset, size).view(tensor.dtype)
+                host = self._host(start, stop - start).view(tensor.dtype)
                 first = int(host.storage_offset()) + part.offset
                 yield host.as_strided(tensor.shape, part.stride, first), tensor
 
@@ -208,16 +211,15 @@ class CopyPlan:
 
     def span(self) -> tuple[int, int]:
         """Return the addresses between which all host memory of the state lies."""
-        rows = [row for row in self._rows if row[0]]
-        if not rows:
-            return 0, 0
-        stops = (address + held - first for address, first, held, _ in rows)
-        return min(rows)[0], max(stops)
+        columns = zip(self._addresses, self._starts, self._held, strict=True)
+        stops = (address + held - first for address, first, held in columns if address)
+        return min(filter(None, self._addresses), default=0), max(stops, default=0)
 
     def _between(self, start: int, stop: int) -> list[_Row]:
         """Return the entries that reach into a range, the outer ones cut to it."""
-        low, high = self._entries(start, stop)
-        rows = self._rows[low:high]
+        near = slice(*self._entries(start, stop))
+        columns = (self._addresses, self._starts, self._held, self._stops)
+        rows = [*zip(*(column[near] for column in columns), strict=True)]
         if rows:
             address, first, held, last = rows[-1]
             rows[-1] = address, first, min(held, stop), min(last, stop)
@@ -228,8 +230,8 @@ class CopyPlan:
         return rows
 
     def _entries(self, start: int, stop: int) -> tuple[int, int]:
-        first = max(bisect_right(self._offsets, start) - 1, 0)
-        return first, bisect_left(self._offsets, stop, first)
+        first = max(bisect_right(self._starts, start) - 1, 0)
+        return first, bisect_left(self._starts, stop, first)
 
     def _device_pairs(
         self, device: torch.device, start: int, stop: int
@@ -242,7 +244,7 @@ class CopyPlan:
                 continue
             storage = backing.tensor.untyped_storage()
             offset = backing.address - storage.data_ptr()
-            offset += first - self._offsets[entry]
+            offset += first - self._starts[entry]
             raw = torch.empty(0, dtype=torch.uint8, device=device)
             raw.set_(storage, offset, (held - first,), (1,))
             yield self._host(first, held - first), raw

@@ -1,30 +1,64 @@
 """Entries in the order of the tree, before they have places in the data segment.
 
 Most tensors are *plain*: contiguous, alone in their memory, nothing to autograd. Of
-these there may be 100,000, so nothing is made for one but its entry and its backing.
+these there may be 100,000, so no object is made for one: it is a line in columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
-from aiockpt._groups import Backing, Group, group_members
+from aiockpt._backings import Backings, Part
+from aiockpt._groups import Group, group_members
 from aiockpt._members import CODES, Member
 from aiockpt.wire.layout import Storage
 
 __all__ = ["Drafts", "draft"]
 
+_ITEMSIZES: Final = {code: dtype.itemsize for dtype, code in CODES.items() if code}
+
+_REGION_BITS: Final = 22
+
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Entries that belong to ``owners``: a plain tensor, by its number, or a group."""
+    """What becomes of each tensor, by its number.
 
-    storages: Sequence[Storage]
-    backings: Sequence[Backing]
-    owners: Sequence[int | Group]
+    A plain tensor is an entry. Each other one is in ``owners``: the group that it is
+    a member of, whose entry goes by the number of the group's first member.
+
+    Attributes:
+        codes: Safetensors' codes of plain tensors; None for the others.
+        shapes: Their shapes; tensors of one shape share it.
+        backings: Of plain tensors, and of groups; the other lines mean nothing.
+        owners: Groups, and the tensors as members of them.
+    """
+
+    codes: Sequence[str | None]
+    shapes: Sequence[tuple[int, ...]]
+    backings: Backings
+    owners: Mapping[int, tuple[Group, Member]]
+
+    def entries(self) -> list[int]:
+        """Return the numbers that entries go by."""
+        return [
+            number
+            for number, code in enumerate(self.codes)
+            if code is not None or self.owners[number][0].first == number
+        ]
+
+    def storage(self, number: int, name: str) -> Storage:
+        """Return the entry of a plain tensor that is called ``name``, or of a group."""
+        code = self.codes[number]
+        if code is None:
+            return self.owners[number][0].storage
+        nbytes = self.backings.sizes[number]
+        return Storage(name, code, self.shapes[number], nbytes, _ITEMSIZES[code])
 
 
 def draft(
@@ -36,32 +70,33 @@ def draft(
         UnsupportedLeafError: a tensor has no memory; or it cannot be written, because
             an element of it belongs to another entry too.
     """
-    storages: list[Storage | None] = []
-    backings: list[Backing | None] = []
-    for tensor, name in zip(tensors, names, strict=True):
-        storage, backing = _plain(tensor, name)
-        storages.append(storage)
-        backings.append(backing)
-    owners: list[int | Group] = list(range(len(tensors)))
-    members = _members(tensors, names, backings)
-    for member in members:
-        storages[member.number] = backings[member.number] = None
-    for group in group_members(members, writing=writing):
-        first = group.members[0].number
-        owners[first] = group
-        storages[first], backings[first] = group.storage, group.backing()
+    starts = array("Q", (tensor.data_ptr() for tensor in tensors))
+    sizes = array("Q", (tensor.nbytes for tensor in tensors))
+    codes = [*map(_plain_code, tensors, starts, sizes)]
+    members: dict[int, Member] = {}
+    for number, code in enumerate(codes):
+        if code is None:
+            member = Member(tensors[number], names[number], number)
+            members[number], sizes[number] = member, member.stop - member.start
+    for number in _overlapping(starts, sizes) - members.keys():
+        members[number] = Member(tensors[number], names[number], number)
+        codes[number] = None
+    groups = group_members(members.values(), writing=writing)
     return Drafts(
-        [storage for storage in storages if storage is not None],
-        [backing for backing in backings if backing is not None],
-        [owner for owner, held in zip(owners, backings, strict=True) if held],
+        codes,
+        _shapes(tensors),
+        _backings(Backings(tensors, starts, sizes, {}), groups),
+        {
+            member.number: (group, member)
+            for group in groups
+            for member in group.members
+        },
     )
 
 
-def _plain(
-    tensor: torch.Tensor, name: str
-) -> tuple[Storage, Backing] | tuple[None, None]:
-    """Return the entry of a tensor that is as plain as can be seen by itself."""
-    code, address = CODES[tensor.dtype], tensor.data_ptr()
+def _plain_code(tensor: torch.Tensor, address: int, nbytes: int) -> str | None:
+    """Return the code of a tensor that is as plain as can be seen by itself."""
+    code = CODES[tensor.dtype]
     if (
         code is None
         or not address
@@ -71,45 +106,55 @@ def _plain(
         or (code == "C64" and tensor.is_conj())
         or not tensor.is_contiguous()
     ):
-        return None, None
-    nbytes, itemsize = tensor.nbytes, tensor.itemsize
-    stop = tensor.storage_offset() * itemsize + nbytes
-    if stop > tensor.untyped_storage().nbytes():
-        return None, None
-    storage = Storage(name, code, tuple(tensor.shape), nbytes, itemsize)
-    return storage, Backing(tensor, address, nbytes)
+        return None
+    stop = tensor.storage_offset() * _ITEMSIZES[code] + nbytes
+    return code if stop <= tensor.untyped_storage().nbytes() else None
 
 
-def _members(
-    tensors: Sequence[torch.Tensor],
-    names: Sequence[str],
-    backings: Sequence[Backing | None],
-) -> list[Member]:
-    """Return the tensors that are not plain, or not alone in their memory."""
-    odd = [
-        Member(tensors[number], names[number], number)
-        for number, backing in enumerate(backings)
-        if backing is None
-    ]
-    spans = [(member.start, member.stop, member.number) for member in odd]
-    spans += [
-        (backing.address, backing.address + backing.nbytes, number)
-        for number, backing in enumerate(backings)
-        if backing is not None and backing.nbytes
-    ]
-    shared = _overlapping(spans)
-    shared -= {member.number for member in odd}
-    odd += (Member(tensors[number], names[number], number) for number in shared)
-    return odd
-
-
-def _overlapping(spans: list[tuple[int, int, int]]) -> set[int]:
+def _overlapping(starts: Sequence[int], sizes: Sequence[int]) -> set[int]:
     """Return the numbers of those that some other one overlaps."""
     found: set[int] = set()
     reach, reaching = -1, -1
-    for start, stop, number in sorted(spans):
-        if start < reach:
+    for number in _by_address(starts):
+        start, size = starts[number], sizes[number]
+        if size and start < reach:
             found |= {number, reaching}
-        if stop > reach:
-            reach, reaching = stop, number
+        if start + size > reach:
+            reach, reaching = start + size, number
     return found
+
+
+def _by_address(starts: Sequence[int]) -> Iterator[int]:
+    """Yield numbers in the order of their addresses.
+
+    Region by region, since a sort keeps the interpreter lock until it is done.
+    """
+    regions: dict[int, list[int]] = {}
+    for number, start in enumerate(starts):
+        regions.setdefault(start >> _REGION_BITS, []).append(number)
+    for _, numbers in sorted(regions.items()):
+        yield from sorted(numbers, key=starts.__getitem__)
+
+
+def _shapes(tensors: Iterable[torch.Tensor]) -> list[tuple[int, ...]]:
+    """Return their shapes; one object for equal ones, of which there are many."""
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}
+    return [
+        known.get(shape) or known.setdefault(tuple(shape), tuple(shape))
+        for shape in (tensor.shape for tensor in tensors)
+    ]
+
+
+def _backings(plain: Backings, groups: Sequence[Group]) -> Backings:
+    """Put those of groups in between those of plain tensors."""
+    if not groups:
+        return plain
+    tensors = [*plain.tensors]
+    parts: dict[int, tuple[Part, ...]] = {}
+    for group in groups:
+        own, first = group.backing(), group.first
+        tensors[first] = own.tensor
+        plain.addresses[first], plain.sizes[first] = own.address, own.nbytes
+        if own.parts:
+            parts[first] = own.parts
+    return Backings(tensors, plain.addresses, plain.sizes, parts)

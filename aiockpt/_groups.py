@@ -24,12 +24,11 @@ Memory in a span that is no element of any tensor is never read: it travels as z
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from operator import attrgetter
 
-import msgspec
 import torch
 
+from aiockpt._backings import Backing, Part
 from aiockpt._leaves import DTYPE_NAMES
 from aiockpt._members import Member, by_view, runs, share_elements
 from aiockpt.errors import UnsupportedLeafError
@@ -37,37 +36,6 @@ from aiockpt.wire.layout import Storage, dense_stride
 from aiockpt.wire.manifest import COMPACTED, TensorSpec
 
 __all__ = ["Backing", "Group", "Part", "group_members"]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A tensor whose elements lie in an entry with another stride, or between others.
-
-    ``stride`` and ``offset`` count elements, the latter from the entry's start.
-    """
-
-    tensor: torch.Tensor
-    stride: tuple[int, ...]
-    offset: int
-
-
-class Backing(msgspec.Struct, frozen=True, gc=False):
-    """Where the bytes of one entry are in the state dict.
-
-    A struct, because there may be 100,000: it takes a tenth of a dataclass's time, and
-    the collector need not visit it.
-
-    Attributes:
-        tensor: A tensor of the group; it keeps the storage alive.
-        address: Of the first byte, on the tensor's device.
-        nbytes: Bytes to take from there; the entry may be a few bytes longer.
-        parts: What to copy, element by element; if empty, the bytes as they are.
-    """
-
-    tensor: torch.Tensor
-    address: int
-    nbytes: int
-    parts: tuple[Part, ...] = ()
 
 
 class Group:
@@ -82,6 +50,11 @@ class Group:
         self.dense = dense
         self.cover: Member | None = self.members[0]
         self.storage = self._compact() if dense else self._span()
+
+    @property
+    def first(self) -> int:
+        """The number of its first member."""
+        return self.members[0].number
 
     def _compact(self) -> Storage:
         first = self.members[0]

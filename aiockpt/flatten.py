@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from aiockpt._backings import Backings
 from aiockpt._drafts import Drafts, draft
 from aiockpt._gc import collector_paused
-from aiockpt._groups import Backing
-from aiockpt._leaves import DTYPE_NAMES, extension
+from aiockpt._leaves import extension
 from aiockpt.errors import AiockptError, StateDictError, UnsupportedLeafError
-from aiockpt.wire.layout import Storage, dense_stride, plan_segment
+from aiockpt.wire.layout import Storage, plan_segment
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import TensorSpec
 from aiockpt.wire.paths import Node, Path, format_path
@@ -25,7 +26,7 @@ from aiockpt.wire.tree import encode_tree
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-__all__ = ["Description", "describe", "register_leaf"]
+__all__ = ["Description", "Survey", "describe", "register_leaf", "survey"]
 
 _DENSE_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -34,25 +35,28 @@ _DENSE_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 class Description:
     """A state dict as data: what the manifest says, and where the bytes are.
 
-    ``storages`` and ``backings`` run in the order of the data segment; ``tensors``
-    are the state dict's own, by tensor number.
+    ``storages`` and ``backings`` run in the order of the data segment.
     """
 
     tree: Node
     storages: Sequence[Storage]
     offsets: Sequence[int]
     segment_bytes: int
-    backings: Sequence[Backing]
+    backings: Backings
     views: Sequence[TensorSpec]
-    tensors: Mapping[int, torch.Tensor]
 
-    def spec(self, number: int) -> TensorSpec:
-        """Return what the manifest would say about a tensor."""
-        if number >= len(self.storages):
-            return self.views[number - len(self.storages)]
-        tensor = self.tensors[number]
-        name, shape = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
-        return TensorSpec(number, name, shape, dense_stride(shape), 0, 0)
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A state dict as data, its tensors numbered as they come in the tree.
+
+    ``names`` are what the tensors' entries are called, where they have one.
+    """
+
+    tree: Node
+    tensors: Sequence[torch.Tensor]
+    names: Sequence[str]
+    drafts: Drafts
 
 
 class _Collector:
@@ -119,25 +123,37 @@ def _is_dense_tensor(value: object) -> TypeIs[torch.Tensor]:
     )
 
 
-def _number_tensors(
-    drafts: Drafts, order: Sequence[int], count: int
-) -> tuple[list[TensorSpec], list[int]]:
-    """Number the plain tensors after their entries, and the others behind them."""
-    views: list[TensorSpec] = []
-    numbers = [0] * count
-    for entry, index in enumerate(order):
-        owner = drafts.owners[index]
-        if isinstance(owner, int):
-            numbers[owner] = entry
-            continue
-        for member in owner.members:
-            spec = owner.spec(member, entry)
-            if spec is None:
-                numbers[member.number] = entry
-            else:
-                numbers[member.number] = len(order) + len(views)
-                views.append(spec)
-    return views, numbers
+def survey(
+    state_dict: object, *, limits: Limits, allow_pickle: bool, writing: bool
+) -> Survey:
+    """Look at a state dict without copying a byte of it.
+
+    ``writing`` says that its memory is going to be written: what has no memory to
+    write to is refused then.
+
+    Raises:
+        UnsupportedLeafError: a leaf has no encoding; its path is in ``path``.
+        LimitExceededError: too deep or too many nodes; containers with cycles too.
+        StateDictError: a tensor or a registered type failed when it was looked at.
+    """
+    collector = _Collector(limits, allow_pickle=allow_pickle, writing=writing)
+    with _looking():
+        tree = collector.encode(state_dict)
+        tensors, names = collector.tensors, [*collector.names]
+        del collector  # its tables are large, and there is more to come
+        drafts = draft(tensors, names, writing=writing)
+    return Survey(tree, tensors, names, drafts)
+
+
+@contextmanager
+def _looking() -> Iterator[None]:
+    try:
+        with collector_paused():
+            yield
+    except AiockptError:
+        raise
+    except Exception as error:
+        raise StateDictError(f"cannot describe the state dict: {error}") from error
 
 
 def describe(
@@ -147,39 +163,47 @@ def describe(
     allow_pickle: bool = False,
     writing: bool = False,
 ) -> Description:
-    """Describe a state dict without copying a byte of it.
-
-    ``writing`` says that its memory is going to be written: bytes that are not of a
-    tensor are left out then, and what has no memory to write to is refused.
-
-    Raises:
-        UnsupportedLeafError: a leaf has no encoding; its path is in ``path``.
-        LimitExceededError: too deep or too many nodes; containers with cycles too.
-        StateDictError: a tensor or a registered type failed when it was looked at.
-    """
-    try:
-        with collector_paused():
-            collector = _Collector(limits, allow_pickle=allow_pickle, writing=writing)
-            return _describe(state_dict, collector)
-    except AiockptError:
-        raise
-    except Exception as error:
-        raise StateDictError(f"cannot describe the state dict: {error}") from error
+    """Describe a state dict as it travels; see `survey`."""
+    found = survey(
+        state_dict, limits=limits, allow_pickle=allow_pickle, writing=writing
+    )
+    with _looking():
+        return _laid_out(found)
 
 
-def _describe(state_dict: object, collector: _Collector) -> Description:
-    tree = collector.encode(state_dict)
-    tensors = collector.tensors
-    drafts = draft(tensors, list(collector.names), writing=collector.writing)
-    order, offsets, segment_bytes = plan_segment(drafts.storages)
-    views, numbers = _number_tensors(drafts, order, len(tensors))
-    renumber(tree, numbers)
+def _laid_out(found: Survey) -> Description:
+    drafts, firsts = found.drafts, found.drafts.entries()
+    storages = [drafts.storage(number, found.names[number]) for number in firsts]
+    order, offsets, segment_bytes = plan_segment(storages)
+    firsts = [firsts[index] for index in order]
+    views, numbers = _number_tensors(drafts, firsts)
+    renumber(found.tree, numbers)
     return Description(
-        tree=tree,
-        storages=[drafts.storages[index] for index in order],
+        tree=found.tree,
+        storages=[storages[index] for index in order],
         offsets=offsets,
         segment_bytes=segment_bytes,
-        backings=[drafts.backings[index] for index in order],
+        backings=drafts.backings.taken(firsts),
         views=views,
-        tensors=dict(zip(numbers, tensors, strict=True)),
     )
+
+
+def _number_tensors(
+    drafts: Drafts, firsts: Sequence[int]
+) -> tuple[list[TensorSpec], list[int]]:
+    """Number the plain tensors after their entries, and the others behind them."""
+    views: list[TensorSpec] = []
+    numbers = [0] * len(drafts.codes)
+    for entry, first in enumerate(firsts):
+        if drafts.codes[first] is not None:
+            numbers[first] = entry
+            continue
+        group, _ = drafts.owners[first]
+        for member in group.members:
+            spec = group.spec(member, entry)
+            if spec is None:
+                numbers[member.number] = entry
+            else:
+                numbers[member.number] = len(firsts) + len(views)
+                views.append(spec)
+    return views, numbers

@@ -7,31 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
+from aiockpt._backings import Backings
 from aiockpt._gc import collector_paused
-from aiockpt._groups import Backing
-from aiockpt.errors import (
-    RemoteProtocolError,
-    TemplateMismatchError,
-    UnsupportedLeafError,
-)
-from aiockpt.flatten import Description, describe
+from aiockpt._pairing import Pairing
+from aiockpt._places import Places, is_filled, mismatch, path_of
+from aiockpt.errors import RemoteProtocolError, UnsupportedLeafError
+from aiockpt.flatten import survey
 from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import (
-    COMPACTED,
-    CONJ,
-    NEG,
-    PARAMETER,
-    REQUIRES_GRAD,
-    Manifest,
-    TensorSpec,
-)
-from aiockpt.wire.paths import Path, format_path
-from aiockpt.wire.references import Reference, references
+from aiockpt.wire.manifest import Manifest
+from aiockpt.wire.paths import Node, format_path
+from aiockpt.wire.references import Reference, mentions
 
 __all__ = ["Match", "Template"]
-
-# What a tensor is here, and how it travelled, need not agree.
-_LOCAL_FLAGS = PARAMETER | REQUIRES_GRAD | COMPACTED
 
 _REMEDY = (
     "what it is made of cannot be received into; put None in its place, "
@@ -52,7 +39,7 @@ class Match:
         blobs: Numbers of tensors that hold the bytes of values.
     """
 
-    backings: Sequence[Backing]
+    backings: Backings
     tensors: Mapping[int, torch.Tensor]
     parts: Set[int]
     blobs: Set[int]
@@ -69,13 +56,12 @@ class Template:
     def __init__(
         self, state_dict: object, *, limits: Limits, allow_pickle: bool
     ) -> None:
-        self._own = describe(
-            state_dict, limits=limits, allow_pickle=allow_pickle, writing=True
-        )
-        self._numbers = dict(_own_tensors(self._own))
+        own = survey(state_dict, limits=limits, allow_pickle=allow_pickle, writing=True)
+        self._tree, self._tensors, self._drafts = own.tree, own.tensors, own.drafts
+        self._count = _count_filled(own.tree)
 
     def __repr__(self) -> str:
-        return f"<Template tensors={len(self._numbers)}>"
+        return f"<Template tensors={self._count}>"
 
     def match(self, manifest: Manifest) -> Match:
         """Return where the checkpoint goes, tensor by tensor, matched by path.
@@ -92,129 +78,80 @@ class Template:
             return self._match(manifest)
 
     def _match(self, manifest: Manifest) -> Match:
-        theirs: list[tuple[Path, int]] = []
+        places = Places(self._tree)
         values: list[Reference] = []
-        for each in references(manifest.tree):
-            if not 0 <= each.number < manifest.tensor_count:
-                raise RemoteProtocolError(f"the tree names tensor {each.number}")
-            if each.kind == "tensor" and each.leaf is None:
-                theirs.append((each.path, each.number))
+        for mention in mentions(manifest.tree):
+            _check(mention.numbers, manifest.tensor_count)
+            if is_filled(mention):
+                places.add(mention)
             else:
-                values.append(each)
-        _same_paths(dict(theirs), self._numbers)
-        pairing = _Pairing(manifest, self._own)
-        for path, number in theirs:
-            pairing.add(path, number, self._numbers[path])
-        return pairing.match(values)
-
-
-def _own_tensors(own: Description) -> Iterator[tuple[Path, int]]:
-    """Yield the tensors to fill, and refuse those that a leaf is made of.
-
-    A sparse tensor's indices are valid for its size alone, and nothing compares that
-    with the sender's: once they were filled, reading it would leave its memory.
-    """
-    for path, kind, number, leaf in references(own.tree):
-        if kind == "tensor":
-            if leaf is not None:
-                where, tag = leaf
-                raise UnsupportedLeafError(format_path(where), tag, _REMEDY)
-            yield path, number
-
-
-def _same_paths(theirs: Mapping[Path, int], own: Mapping[Path, int]) -> None:
-    for path in theirs:
-        if path not in own:
-            raise _mismatch(path, expected="a tensor", actual="nothing")
-    for path in own:
-        if path not in theirs:
-            raise _mismatch(path, expected="nothing", actual="a tensor")
-
-
-def _mismatch(path: Path, *, expected: str, actual: str) -> TemplateMismatchError:
-    return TemplateMismatchError(format_path(path), expected=expected, actual=actual)
-
-
-class _Pairing:
-    """Pairs their tensors and entries with ours, one to one."""
-
-    def __init__(self, manifest: Manifest, own: Description) -> None:
-        self._manifest = manifest
-        self._own = own
-        self._tensors = _Bijection()
-        self._entries = _Bijection()
-
-    def add(self, path: Path, number: int, own_number: int) -> None:
-        if self._is_plain_pair(number, own_number):
-            self._entries.add(path, number, own_number)
-        else:
-            self._compare(path, number, own_number)
-        self._tensors.add(path, number, own_number)
-
-    def _is_plain_pair(self, number: int, own_number: int) -> bool:
-        """Say whether both are dense tensors of one dtype and shape: most are."""
-        entries, storages = self._manifest.entries, self._own.storages
-        if number >= len(entries) or own_number >= len(storages):
-            return False
-        theirs, own = entries[number], storages[own_number]
-        return theirs.dtype == own.dtype_code and theirs.shape == own.shape
-
-    def _compare(self, path: Path, number: int, own_number: int) -> None:
-        theirs, own = self._manifest.tensor(number), self._own.spec(own_number)
-        if _comparable(theirs) != _comparable(own):
-            raise _mismatch(path, expected=_words(theirs), actual=_words(own))
-        self._entries.add(path, theirs.storage, own.storage)
-
-    def match(self, values: Sequence[Reference]) -> Match:
-        self._keep_apart(values)
-        own, nothing = self._own, Backing(torch.empty(0), 0, 0)
-        entries, numbers = self._entries.there, self._tensors.there
+                values += mention.references()
+        places.finish()
+        pairing = self._pair(manifest, places)
+        _keep_apart(manifest, values, pairing)
         return Match(
-            [
-                own.backings[entries[entry]] if entry in entries else nothing
-                for entry in range(len(self._manifest.entries))
-            ],
-            {number: own.tensors[mine] for number, mine in numbers.items()},
+            self._drafts.backings.taken(pairing.entries.there),
+            _Filled(self._tensors, pairing.tensors.there),
             {value.number for value in values if value.kind == "tensor"},
             {value.number for value in values if value.kind == "blob"},
         )
 
-    def _keep_apart(self, values: Sequence[Reference]) -> None:
-        """Refuse a value in memory that is filled: it would change once it is made."""
-        for path, _, number, _ in values:
-            if self._manifest.tensor(number).storage in self._entries.there:
-                memory = "a value in the memory of a tensor"
-                raise _mismatch(path, expected=memory, actual="tensors only")
+    def _pair(self, manifest: Manifest, places: Places) -> Pairing:
+        pairing = Pairing(manifest, self._tensors, self._drafts)
+        for place, misfit in enumerate(map(pairing.add, places.theirs, places.own)):
+            if misfit is not None:
+                expected, actual = misfit
+                path = path_of(manifest.tree, place)
+                raise mismatch(path, expected=expected, actual=actual)
+        return pairing
 
 
-class _Bijection:
-    """A mapping that must also hold backwards: what is shared there is shared here."""
+def _count_filled(tree: Node) -> int:
+    """Count the tensors to fill, and refuse those that a leaf is made of.
 
-    def __init__(self) -> None:
-        self.there: dict[int, int] = {}
-        self._back: dict[int, int] = {}
-
-    def add(self, path: Path, theirs: int, own: int) -> None:
-        if self.there.setdefault(theirs, own) != own:
-            raise _mismatch(
-                path, expected="memory shared with another tensor", actual="its own"
-            )
-        if self._back.setdefault(own, theirs) != theirs:
-            raise _mismatch(
-                path, expected="memory of its own", actual="memory that is shared"
-            )
+    A sparse tensor's indices are valid for its size alone, and nothing compares that
+    with the sender's: once they were filled, reading it would leave its memory.
+    """
+    count = 0
+    for mention in mentions(tree):
+        if mention.kind == "tensor" and mention.leaf is not None:
+            where, tag = mention.leaf
+            raise UnsupportedLeafError(format_path(where), tag, _REMEDY)
+        count += len(mention.numbers) if is_filled(mention) else 0
+    return count
 
 
-def _comparable(spec: TensorSpec) -> tuple[object, ...]:
-    """What must be equal; strides of dimensions of one element mean nothing."""
-    stride: tuple[int, ...] = ()
-    if 0 not in spec.shape:
-        stride = tuple(
-            step for size, step in zip(spec.shape, spec.stride, strict=True) if size > 1
-        )
-    return spec.dtype, spec.shape, stride, spec.offset, spec.flags & ~_LOCAL_FLAGS
+def _check(numbers: Sequence[int], count: int) -> None:
+    if numbers and not 0 <= min(numbers) <= max(numbers) < count:
+        wrong = next(number for number in numbers if not 0 <= number < count)
+        raise RemoteProtocolError(f"the tree names tensor {wrong}")
 
 
-def _words(spec: TensorSpec) -> str:
-    lazy = " conjugated" * bool(spec.flags & CONJ) + " negated" * bool(spec.flags & NEG)
-    return f"{spec.dtype} {list(spec.shape)} stride {list(spec.stride)}{lazy}"
+def _keep_apart(
+    manifest: Manifest, values: Sequence[Reference], pairing: Pairing
+) -> None:
+    """Refuse a value in memory that is filled: it would change once it is made."""
+    for path, _, number, _ in values:
+        if pairing.entries.there[manifest.tensor(number).storage] >= 0:
+            memory = "a value in the memory of a tensor"
+            raise mismatch(path, expected=memory, actual="tensors only")
+
+
+class _Filled(Mapping[int, torch.Tensor]):
+    """Tensors by the manifest's numbers, without an object for each of these."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], there: Sequence[int]) -> None:
+        self._tensors = tensors
+        self._there = there
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        own = self._there[number]
+        if own < 0:
+            raise KeyError(number)
+        return self._tensors[own]
+
+    def __iter__(self) -> Iterator[int]:
+        return (number for number, own in enumerate(self._there) if own >= 0)
+
+    def __len__(self) -> int:
+        return sum(own >= 0 for own in self._there)

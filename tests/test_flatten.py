@@ -17,6 +17,7 @@ from aiockpt.errors import LimitExceededError, StateDictError, UnsupportedLeafEr
 from aiockpt.flatten import Description, describe, register_leaf
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import COMPACTED, PARAMETER, REQUIRES_GRAD
+from aiockpt.wire.references import tensor_leaves
 from pipeline import LIMITS
 from states import State, states
 
@@ -93,6 +94,12 @@ class TestEntries:
         assert [view.flags for view in found.views] == [COMPACTED]
         assert described(torch.zeros(100)[::2]).segment_bytes == 99 * 4
 
+    def test_an_element_that_is_repeated_travels_once(self) -> None:
+        """However many bytes the repetitions would be."""
+        huge = torch.zeros(1).expand(2**31, 2**30)
+        assert huge.nbytes == 2**63
+        assert described(huge).segment_bytes == 4
+
     def test_columns_drag_nothing_along(self) -> None:
         """Nor what lies between them; equal ones stay one."""
         base = torch.zeros(4096, 1024)
@@ -121,7 +128,7 @@ class TestEntries:
         odd = torch.frombuffer(memory, dtype=torch.int32, offset=4, count=4)
         found = described([wide, tied, odd])
         assert [storage.nbytes for storage in found.storages] == [32, 16]
-        assert found.spec(2).offset == 1
+        assert [view.offset for view in found.views] == [1]
 
     def test_a_dtype_without_a_code_is_entered_as_bytes(self) -> None:
         """The view says what it is."""
@@ -146,10 +153,15 @@ class TestEntries:
     def test_every_tensor_is_aligned(self, state: State) -> None:
         """In the segment as in memory: no machine may trap on it."""
         found = described(dict(state))
-        for number, tensor in found.tensors.items():
-            spec = found.spec(number)
-            start = found.offsets[spec.storage] + spec.offset * tensor.itemsize
-            assert start % tensor.itemsize == 0
+        numbers = dict(tensor_leaves(found.tree))
+        for index, tensor in enumerate(state["tensors"]):
+            number, itemsize = numbers["tensors", index], tensor.itemsize
+            if number < len(found.storages):
+                start = found.offsets[number]
+            else:
+                view = found.views[number - len(found.storages)]
+                start = found.offsets[view.storage] + view.offset * itemsize
+            assert start % itemsize == 0
         sizes = [storage.nbytes for storage in found.storages]
         assert [*accumulate(sizes, initial=0)] == [*found.offsets, found.segment_bytes]
 

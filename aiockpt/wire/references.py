@@ -8,14 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.wire.paths import Node, Path, format_path
 
-__all__ = ["Reference", "references", "renumber", "tensor_leaves", "tensor_paths"]
+__all__ = [
+    "Mention",
+    "Reference",
+    "mentions",
+    "references",
+    "renumber",
+    "tensor_leaves",
+    "tensor_paths",
+]
 
 
 class Reference(NamedTuple):
@@ -29,6 +37,28 @@ class Reference(NamedTuple):
     kind: str
     number: int
     leaf: tuple[Path, str] | None
+
+
+class Mention(NamedTuple):
+    """One node of the tree that names tensors; in most trees one names nearly all.
+
+    ``names`` are what the numbers stand for below ``path``; None for a single number
+    that stands for ``path`` itself. Kind and leaf are as in a `Reference`.
+    """
+
+    path: Path
+    names: Sequence[str] | None
+    numbers: Sequence[int]
+    kind: str
+    leaf: tuple[Path, str] | None
+
+    def references(self) -> Iterator[Reference]:
+        """Yield its references one by one."""
+        if self.names is None:
+            yield Reference(self.path, self.kind, self.numbers[0], self.leaf)
+            return
+        for name, number in zip(self.names, self.numbers, strict=True):
+            yield Reference((*self.path, name), self.kind, number, self.leaf)
 
 
 _Level: TypeAlias = tuple[Path, "tuple[Path, str] | None", Iterator[tuple[Path, Node]]]
@@ -72,6 +102,12 @@ def references(root: Node) -> Iterator[Reference]:
 
     Its ``kind`` is ``"tensor"`` or ``"blob"``.
     """
+    for mention in mentions(root):
+        yield from mention.references()
+
+
+def mentions(root: Node) -> Iterator[Mention]:
+    """Yield every node that names tensors, in the order of the tree."""
     # A stack of iterators: no peer's tree makes this recursive, or hold more than
     # one path per level.
     levels: list[_Level] = [((), None, iter([((), root)]))]
@@ -80,18 +116,30 @@ def references(root: Node) -> Iterator[Reference]:
         for steps, node in children:
             match node:
                 case ["tensor" | "blob" as kind, int(number)]:
-                    yield Reference((*path, *steps), str(kind), number, leaf)
-                case ["tensors", [*names], [*numbers]]:
-                    for name, each in zip(names, numbers, strict=False):
-                        if isinstance(each, int):
-                            where = (*path, *steps, name)
-                            yield Reference(where, "tensor", each, leaf)
+                    yield Mention((*path, *steps), None, (number,), str(kind), leaf)
+                case ["tensors", list(names), list(numbers)]:
+                    yield _named((*path, *steps), names, numbers, leaf)
                 case [_, *_]:
                     below = (*path, *steps)
                     levels.append((below, leaf or _leaf(below, node), _children(node)))
                     break
         else:
             levels.pop()
+
+
+def _named(
+    path: Path, names: list[Any], numbers: list[Any], leaf: tuple[Path, str] | None
+) -> Mention:
+    """Return the mention of a node, without what is malformed in it."""
+    kinds = ({*map(type, names)}, {*map(type, numbers)})
+    if kinds != ({str}, {int}) or len(names) != len(numbers):
+        sound = [
+            (name, number)
+            for name, number in zip(names, numbers, strict=False)
+            if isinstance(name, str) and isinstance(number, int)
+        ]
+        names, numbers = [name for name, _ in sound], [number for _, number in sound]
+    return Mention(path, names, numbers, "tensor", leaf)
 
 
 def _leaf(path: Path, node: list[Node]) -> tuple[Path, str] | None:

@@ -1,0 +1,121 @@
+"""A template's tensors against those of a manifest, pair by pair."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+from aiockpt._drafts import Drafts
+from aiockpt._leaves import DTYPE_NAMES
+from aiockpt.wire.layout import dense_stride
+from aiockpt.wire.manifest import (
+    COMPACTED,
+    CONJ,
+    NEG,
+    PARAMETER,
+    REQUIRES_GRAD,
+    Manifest,
+    TensorSpec,
+)
+
+__all__ = ["Misfit", "Pairing"]
+
+# What a tensor is here, and how it travelled, need not agree.
+_LOCAL_FLAGS = PARAMETER | REQUIRES_GRAD | COMPACTED
+
+Misfit: TypeAlias = "tuple[str, str] | None"
+"""What is expected and what there is, where a pair does not fit."""
+
+
+class Pairing:
+    """Pairs their tensors and entries with ours, one to one.
+
+    Attributes:
+        tensors: Which of our tensors is each of theirs.
+        entries: Which of our entries, by the number that it goes by, is each of theirs.
+    """
+
+    def __init__(
+        self, manifest: Manifest, tensors: Sequence[torch.Tensor], drafts: Drafts
+    ) -> None:
+        self._manifest = manifest
+        self._own = tensors
+        self._drafts = drafts
+        self._dtypes = [entry.dtype for entry in manifest.entries]
+        self._shapes = [entry.shape for entry in manifest.entries]
+        self.tensors = Bijection(manifest.tensor_count, len(tensors))
+        self.entries = Bijection(len(manifest.entries), len(tensors))
+
+    def add(self, number: int, mine: int) -> Misfit:
+        """Pair two tensors, and their entries, if they fit."""
+        if self._is_plain_pair(number, mine):
+            misfit = self.entries.add(number, mine)
+        else:
+            misfit = self._compare(number, mine)
+        return misfit or self.tensors.add(number, mine)
+
+    def _is_plain_pair(self, number: int, mine: int) -> bool:
+        """Say whether both are dense tensors of one dtype and shape: most are."""
+        return (
+            number < len(self._dtypes)
+            and self._dtypes[number] == self._drafts.codes[mine]
+            and self._shapes[number] == self._drafts.shapes[mine]
+        )
+
+    def _compare(self, number: int, mine: int) -> Misfit:
+        theirs, own = self._manifest.tensor(number), self._spec(mine)
+        if _comparable(theirs) != _comparable(own):
+            return _words(theirs), _words(own)
+        return self.entries.add(theirs.storage, own.storage)
+
+    def _spec(self, number: int) -> TensorSpec:
+        """Return what a manifest would say about a tensor of ours."""
+        tensor, entry = self._own[number], number
+        if (owner := self._drafts.owners.get(number)) is not None:
+            group, member = owner
+            entry = group.first
+            if (spec := group.spec(member, entry)) is not None:
+                return spec
+        name, shape = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
+        return TensorSpec(entry, name, shape, dense_stride(shape), 0, 0)
+
+
+class Bijection:
+    """A mapping that must also hold backwards: what is shared there is shared here.
+
+    ``there`` has the number of ours by the number of theirs, or -1.
+    """
+
+    def __init__(self, theirs: int, own: int) -> None:
+        self.there = array("q", [-1]) * theirs
+        self._back = array("q", [-1]) * own
+
+    def add(self, theirs: int, own: int) -> Misfit:
+        """Map a number of theirs to one of ours, if no other is mapped to either."""
+        if self.there[theirs] == own:
+            return None
+        if self.there[theirs] >= 0:
+            return "memory shared with another tensor", "its own"
+        if self._back[own] >= 0:
+            return "memory of its own", "memory that is shared"
+        self.there[theirs] = own
+        self._back[own] = theirs
+        return None
+
+
+def _comparable(spec: TensorSpec) -> tuple[object, ...]:
+    """What must be equal; strides of dimensions of one element mean nothing."""
+    stride: tuple[int, ...] = ()
+    if 0 not in spec.shape:
+        stride = tuple(
+            step for size, step in zip(spec.shape, spec.stride, strict=True) if size > 1
+        )
+    return spec.dtype, spec.shape, stride, spec.offset, spec.flags & ~_LOCAL_FLAGS
+
+
+def _words(spec: TensorSpec) -> str:
+    lazy = " conjugated" * bool(spec.flags & CONJ) + " negated" * bool(spec.flags & NEG)
+    return f"{spec.dtype} {list(spec.shape)} stride {list(spec.stride)}{lazy}"

@@ -1,0 +1,99 @@
+"""The tensors of two trees, paired by their paths. Numbers only: no tensor is seen."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from itertools import chain, islice
+from operator import attrgetter
+
+from aiockpt.errors import TemplateMismatchError
+from aiockpt.wire.paths import Node, Path, format_path
+from aiockpt.wire.references import Mention, mentions
+
+__all__ = ["Places", "is_filled", "mismatch", "path_of"]
+
+
+def is_filled(mention: Mention) -> bool:
+    """Say whether it names tensors of the state dict, and not what a value is of."""
+    return mention.kind == "tensor" and mention.leaf is None
+
+
+def path_of(tree: Node, place: int) -> Path:
+    """Return the path of a tensor to fill: the ``place``-th, in the order of the tree.
+
+    Only an error asks for it, so that paths need not be kept.
+    """
+    return next(islice(_paths(filter(is_filled, mentions(tree))), place, None))
+
+
+def mismatch(path: Path, *, expected: str, actual: str) -> TemplateMismatchError:
+    """Return the error that a template does not fit at ``path``."""
+    return TemplateMismatchError(format_path(path), expected=expected, actual=actual)
+
+
+class Places:
+    """Pairs their tensors to fill with ours while their tree is read.
+
+    As long as both trees go alike, they are read side by side. Where they part, as with
+    keys in another order, paths are looked up from there on: that takes more time and
+    much more memory, since there may be 100,000.
+
+    Attributes:
+        theirs: The number of each of their tensors, place by place.
+        own: The number of ours that is in the same place.
+    """
+
+    def __init__(self, own: Node) -> None:
+        self.theirs = array("q")
+        self.own = array("q")
+        self._tree = own
+        self._beside = filter(is_filled, mentions(own))
+        self._by_path: dict[Path, int] = {}
+        self._unmet: dict[Path, int] = {}
+        self._astray: list[Path] = []
+        self._parted = False
+
+    def add(self, mention: Mention) -> None:
+        """Pair the tensors of their next node."""
+        if not self._parted:
+            mine = next(self._beside, None)
+            if mine and (mine.path, mine.names) == (mention.path, mention.names):
+                self.theirs.extend(mention.numbers)
+                self.own.extend(mine.numbers)
+                return
+            self._part()
+        self._look_up(mention)
+
+    def _part(self) -> None:
+        self._parted = True
+        self._beside = filter(is_filled, mentions(self._tree))
+        for mention in self._beside:
+            for path, _, number, _ in mention.references():
+                self._by_path[path] = number
+        self._unmet = dict(islice(self._by_path.items(), len(self.own), None))
+
+    def _look_up(self, mention: Mention) -> None:
+        for path, _, number, _ in mention.references():
+            mine = self._by_path.get(path)
+            if mine is None:
+                self._astray.append(path)
+                continue
+            self.theirs.append(number)
+            self.own.append(mine)
+            self._unmet.pop(path, None)
+
+    def finish(self) -> None:
+        """Raise TemplateMismatchError if either has a tensor where the other has none.
+
+        Theirs come first.
+        """
+        for path in self._astray:
+            raise mismatch(path, expected="a tensor", actual="nothing")
+        for path in chain(self._unmet, _paths(self._beside)):
+            raise mismatch(path, expected="nothing", actual="a tensor")
+
+
+def _paths(filled: Iterator[Mention]) -> Iterator[Path]:
+    references = chain.from_iterable(mention.references() for mention in filled)
+    return map(attrgetter("path"), references)
