@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias
 
 __all__ = ["CheckpointTransport", "T", "Timeout", "seconds"]
 
@@ -38,8 +38,15 @@ class CheckpointTransport(ABC, Generic[T]):
 
     The names, the argument names and their order are torchft's
     ``CheckpointTransport``; what blocked there is awaited here. Every ``timeout`` is
-    one deadline for the whole call.
+    one deadline for the whole call. Each is an async context manager, which shuts it
+    down; readers get no grace when an exception ends the block.
     """
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
+        await self.shutdown(wait=error is None)
 
     @abstractmethod
     def metadata(self) -> str:

@@ -429,6 +429,48 @@ class TestAllow:
                 await sender.allow_checkpoint(1)
 
 
+class TestStatistics:
+    """What there is to see."""
+
+    async def test_it_counts_what_is_served(self) -> None:
+        """From the first request to after the end."""
+        async with pair() as (sender, receiver):
+            assert sender.statistics().step is None
+            await sender.send_checkpoint([], 7, weights())
+            await receive(sender, receiver, 7)
+            await settle(lambda: not sender.statistics().readers)
+            with pytest.raises(AuthenticationError):
+                await receiver.recv_checkpoint(0, sender.address(), 7)
+            now = sender.statistics()
+            assert now.step == 7
+            assert now.bytes_sent > MIB
+            assert now.requests >= 3
+            assert (now.refused, now.gone, now.evicted) == (1, 0, 0)
+            assert now.threads == (2, 0, 0, 0)
+            assert receiver.statistics().requests == 0
+        assert sender.statistics().requests == now.requests
+        assert sender.statistics().step is None
+
+    async def test_it_shows_who_reads_and_who_waits(self) -> None:
+        """A reader of an old step is one, too, until it is evicted."""
+        async with transport(insecure=True) as sender:
+            await sender.send_checkpoint([], 1, weights(mib=64))
+            slow = Peer(port_of(sender), receive_buffer=4096, token=None)
+            async with slow, Peer(port_of(sender), token=None) as early:
+                await slow.request("/checkpoint/1/full")
+                await early.request("/checkpoint/3/full", Prefer="wait=30")
+                await settle(lambda: sender.statistics().readers == 1)
+                await settle(lambda: sender.statistics().waiting == 1)
+                assert sender.statistics().superseded == 0
+                await sender.send_checkpoint([], 2, weights())
+                now = sender.statistics()
+                assert (now.step, now.readers, now.superseded) == (2, 1, 1)
+                assert now.oldest_reader > 0
+                await sender.shutdown(wait=False)
+                assert sender.statistics().evicted == 1
+                assert sender.statistics().readers == 0
+
+
 class TestPickle:
     """Leaves that nothing else can carry."""
 

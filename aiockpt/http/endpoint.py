@@ -12,7 +12,7 @@ import anyio
 
 from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.http.guard import ServerConfig
-from aiockpt.http.handlers import CheckpointService
+from aiockpt.http.handlers import CheckpointService, ServerStatistics
 from aiockpt.http.listen import advertised_address, open_sockets, url_host
 from aiockpt.http.options import require
 from aiockpt.http.server import CheckpointServer
@@ -72,6 +72,7 @@ class Endpoint:
         self._config = config
         self._sockets: list[socket] = []
         self._server: CheckpointServer | None = None
+        self._services: list[CheckpointService] = []
         self._turn = anyio.Lock()
         self._mounted = False
         self._closed = False
@@ -139,6 +140,7 @@ class Endpoint:
             mine = [each.dup() for each in self._sockets]
             await server.start(mine, ssl_context=self._config.ssl_context)
             self._server = server
+            self._services.append(server.service)
 
     def mount(self, prefix: str) -> CheckpointService:
         """Return the handlers for an application; no socket of ours from now on.
@@ -154,7 +156,15 @@ class Endpoint:
             )
         self._mounted = True
         self._unlisten()
-        return CheckpointService(self.shelf, self._config.for_server(prefix))
+        service = CheckpointService(self.shelf, self._config.for_server(prefix))
+        self._services.append(service)
+        return service
+
+    def statistics(self) -> ServerStatistics:
+        """Return the counters of all that serves or has served the shelf, summed."""
+        nothing = (0,) * len(ServerStatistics._fields)
+        each = [nothing, *(service.statistics() for service in self._services)]
+        return ServerStatistics(*map(sum, zip(*each, strict=True)))
 
     async def stop(self) -> None:
         """Serve nothing, close the sockets and every connection; idempotent."""

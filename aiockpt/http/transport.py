@@ -6,7 +6,7 @@ import os
 import ssl
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Self, cast
 
 import aiohttp
 
@@ -22,6 +22,7 @@ from aiockpt.http.handlers import CheckpointService
 from aiockpt.http.lifetime import Lifetime
 from aiockpt.http.offering import Offering
 from aiockpt.http.receive import Receive, ReceiveOptions
+from aiockpt.http.statistics import TransportStatistics, survey
 from aiockpt.observe import Progress
 from aiockpt.staging import Stager
 from aiockpt.transport import CheckpointTransport, T, Timeout, seconds
@@ -140,15 +141,16 @@ class HTTPTransport(CheckpointTransport[T]):
         )
 
     def __repr__(self) -> str:
-        now = self._endpoint.shelf.statistics()
+        now = self.statistics()
         return f"<HTTPTransport step={now.step} readers={now.readers}>"
 
-    async def __aenter__(self) -> HTTPTransport[T]:
+    async def __aenter__(self) -> Self:
         await self.start()
         return self
 
-    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
-        await self.shutdown(wait=error is None)
+    def statistics(self) -> TransportStatistics:
+        """Return what is offered, what was served and what works, as one record."""
+        return survey(self._endpoint, self._bridge)
 
     def metadata(self) -> str:
         """Return the URL to fetch from, with the capability in its fragment.

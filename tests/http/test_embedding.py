@@ -81,6 +81,7 @@ class TestSetup:
                 assert home.body == b"<HTTPTransport step=1 readers=0>"
                 assert home.headers["X-Host"] == "was here"
                 assert (await peer.ask("/checkpoint/1/full")).status == 401
+            assert sender.statistics().refused == 1
 
     async def test_a_second_transport_takes_another_prefix_and_key(self) -> None:
         """Each has its state and its secret."""

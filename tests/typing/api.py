@@ -58,6 +58,7 @@ async def over_http() -> None:
         timedelta(seconds=60)
     ) as transport:
         assert_type(transport, aiockpt.HTTPTransport[dict[str, int]])
+        assert_type(transport.statistics().step, int | None)
         await any_transport(transport)
         received = await transport.recv_checkpoint(
             0, transport.metadata(), 7, timeout=1, into={"a": 1}, progress=print

@@ -1,0 +1,61 @@
+"""What there is to see of a transport, in one record."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from aiockpt._bridge import Bridge, BridgeStatistics
+from aiockpt.http.endpoint import Endpoint
+
+__all__ = ["TransportStatistics", "survey"]
+
+
+class TransportStatistics(NamedTuple):
+    """A moment of a transport; what it counts, it counts from its beginning.
+
+    Attributes:
+        step: The step that is offered; None for none.
+        readers: Bodies that are being sent, of any checkpoint.
+        oldest_reader: For how many seconds the longest of them has been.
+        superseded: Checkpoints that are no longer offered, and are still being read.
+        waiting: Requests that wait for a step.
+        requests: Requests that came.
+        refused: Those that were answered with an error.
+        bytes_sent: Bytes of bodies that were sent.
+        gone: Bodies whose client left, or whose connection broke.
+        stalled: Bodies that were given up since nothing moved.
+        evicted: Readers that were cut when their grace was over.
+        threads: The calls in the threads that stage, verify and load.
+    """
+
+    step: int | None
+    readers: int
+    oldest_reader: float
+    superseded: int
+    waiting: int
+    requests: int
+    refused: int
+    bytes_sent: int
+    gone: int
+    stalled: int
+    evicted: int
+    threads: BridgeStatistics
+
+
+def survey(endpoint: Endpoint, bridge: Bridge) -> TransportStatistics:
+    """Return what a transport's parts count."""
+    shelf, served = endpoint.shelf.statistics(), endpoint.statistics()
+    return TransportStatistics(
+        step=shelf.step,
+        readers=shelf.readers,
+        oldest_reader=shelf.oldest_reader,
+        superseded=shelf.superseded,
+        waiting=served.waiting,
+        requests=served.requests,
+        refused=served.refused,
+        bytes_sent=served.bytes_sent,
+        gone=served.gone,
+        stalled=served.stalled,
+        evicted=shelf.evicted,
+        threads=bridge.statistics(),
+    )
