@@ -118,8 +118,11 @@ class _InTemplate:
     def __init__(
         self, manifest: Manifest, match: Match, terms: Terms, bridge: Bridge
     ) -> None:
-        self._manifest, self._match = manifest, match
-        self._terms, self._bridge = terms, bridge
+        self._match, self._terms, self._bridge = match, terms, bridge
+        self._frame, self._grid = Frame.of(manifest), manifest.grid
+        self._numbers = range(manifest.tensor_count)
+        # Who has no values to make needs no more of the manifest.
+        self._manifest = manifest if match.parts or match.blobs else None
         entries, used = manifest.entries, manifest.segment_bytes
         if terms.direct:
             used -= sum(map(partial(_at_home, terms.ports), match.backings))
@@ -165,21 +168,24 @@ class _InTemplate:
         await self._bridge.run(self._arena.close)
 
     def _put_together(self) -> object:
-        manifest, match = self._manifest, self._match
-        buffer = self._arena.buffer
-        values = parts_over(manifest, buffer, parts=match.parts, blobs=match.blobs)
-        found = {**match.tensors, **values}
+        found, values = self._match.tensors, self._values()
         unused = torch.empty(0)  # a number that the tree does not mention
-        tensors = [found.get(number, unused) for number in range(manifest.tensor_count)]
-        return _put(Frame.of(manifest), tensors, self._terms)
+        tensors = [found.get(n, values.get(n, unused)) for n in self._numbers]
+        return _put(self._frame, tensors, self._terms)
+
+    def _values(self) -> dict[int, torch.Tensor]:
+        if self._manifest is None:
+            return {}
+        parts, blobs = self._match.parts, self._match.blobs
+        buffer = self._arena.buffer
+        return parts_over(self._manifest, buffer, parts=parts, blobs=blobs)
 
     def _load(self, fences: dict[torch.device, Event]) -> list[Event]:
         _mark_changed(self._match.tensors.values())
         self.touched = True
         events = self._copies.load_parts(fences)
-        grid = self._manifest.grid
-        for chunk in range(len(grid)):
-            start, stop = grid.range(chunk)
+        for chunk in range(len(self._grid)):
+            start, stop = self._grid.range(chunk)
             if not self._terms.direct:
                 self._copies.load_host(start, stop)
             events += self._copies.load_device(start, stop, fences)

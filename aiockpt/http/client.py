@@ -191,7 +191,9 @@ class CheckpointClient:
         header = await self._download(exchange, retrier)
         return await self._decode(header, exchange, step)
 
-    async def _download(self, exchange: Exchange, retrier: Retrier) -> bytes:
+    async def _download(
+        self, exchange: Exchange, retrier: Retrier
+    ) -> bytearray | mmap.mmap:
         def heard(_: int) -> None:
             retrier.patience.heard(_now())
 
@@ -201,11 +203,14 @@ class CheckpointClient:
             exchange.expected = length_of(answer, exchange.url)
             enforce("the size of the header", exchange.expected, limit)
             memory = _reserve(exchange.expected)
-            filler = Filler(lambda a, b: [memory[a:b]], 0, exchange.expected)
+            view = memoryview(memory)
+            filler = Filler(lambda a, b: [view[a:b]], 0, exchange.expected)
             await self._port.receive(exchange, answer, watch, filler)
-        return await self._run(partial(bytes, memory))
+        return memory
 
-    async def _decode(self, header: bytes, exchange: Exchange, step: int) -> Manifest:
+    async def _decode(
+        self, header: bytearray | mmap.mmap, exchange: Exchange, step: int
+    ) -> Manifest:
         decode = partial(decode_header, header, limits=self._config.limits)
         with naming(exchange):
             manifest = await self._run(decode)
@@ -263,6 +268,6 @@ def _check_step(answer: ClientResponse, exchange: Exchange) -> None:
         raise RemoteProtocolError(f"{exchange.url} sends step {step}")
 
 
-def _reserve(size: int) -> memoryview:
+def _reserve(size: int) -> bytearray | mmap.mmap:
     # A peer only says a size: memory that it never fills must not cost anything.
-    return memoryview(bytearray(size) if size <= _SMALL else mmap.mmap(-1, size))
+    return bytearray(size) if size <= _SMALL else mmap.mmap(-1, size)

@@ -13,12 +13,15 @@ from aiockpt.destination import Destination, Terms, destination_of
 from aiockpt.errors import AiockptError
 from aiockpt.http.client import CheckpointClient
 from aiockpt.http.meter import Meter
+from aiockpt.memory import return_freed
 from aiockpt.observe import Progress, TransferEvent, emit
 from aiockpt.template import Template
 from aiockpt.wire.http import Source
 from aiockpt.wire.manifest import Manifest, Outline
 
 __all__ = ["Receive", "ReceiveOptions"]
+
+_MANY = 1 << 20  # bytes of a header: thousands of tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +94,11 @@ class Receive:
             self._stop("allocate")
             self._template = await self._bridge.run(self._describe)
         self._stop("fetch_manifest")
-        self._manifest = await self._client.fetch_manifest(
+        manifest = await self._client.fetch_manifest(
             source, step, deadline=self._deadline.when, on_retry=self._remember
         )
-        outline = self._manifest.outline
+        self._manifest = manifest.without_header()
+        outline = manifest.outline
         self._progress.expect(outline)
         return outline
 
@@ -110,11 +114,17 @@ class Receive:
         return self._goal
 
     def _make_room(self) -> Destination:
-        # The manifest goes, if nothing needs it, before memory is at its fullest.
+        # What nobody needs any more goes before memory is at its fullest.
         manifest, self._manifest = self._manifest, None
         assert manifest is not None
         terms = self._options.terms
-        return destination_of(manifest, self._template, terms, self._bridge)
+        template, self._template = self._template, None
+        goal = destination_of(manifest, template, terms, self._bridge)
+        many = manifest.header_bytes > _MANY
+        del manifest, template
+        if many:
+            return_freed()
+        return goal
 
     async def _fetch(self, source: Source, outline: Outline, goal: Destination) -> None:
         self._stop("fetch_chunk")
@@ -131,8 +141,7 @@ class Receive:
 
     def _release(self) -> None:
         """Free what 100,000 tensors were described with, where no loop waits for it."""
-        self._goal = None  # one by one, so that other threads come in between
-        self._template = None
+        self._goal = None
 
     def _remember(self, error: AiockptError) -> None:
         self._deadline.last_error = str(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
 from typing import Final
@@ -13,7 +13,7 @@ import msgspec
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.wire.chunks import ChunkGrid
 from aiockpt.wire.dtypes import torch_name
-from aiockpt.wire.entries import INT64_MAX, Count, Entries, Entry, Shape
+from aiockpt.wire.entries import INT64_MAX, Bytes, Count, Entries, Entry, Shape
 from aiockpt.wire.paths import Node
 
 __all__ = [
@@ -105,7 +105,8 @@ class Manifest:
 
     Tensor ``i < len(entries)`` is what entry i describes by itself: dense, of its
     dtype and shape, without flags. Tensor ``len(entries) + j`` is ``views[j]``.
-    ``header`` is what is served and stored: the 8 length bytes, JSON and padding.
+    ``header`` is what is served and stored: the 8 length bytes, JSON and padding, of
+    ``header_bytes`` bytes. The data segment follows it in a file.
     """
 
     step: int
@@ -116,7 +117,8 @@ class Manifest:
     entries: Entries
     views: tuple[TensorSpec, ...]
     tree: Node
-    header: bytes
+    header: Bytes
+    header_bytes: int
 
     def __repr__(self) -> str:
         return (
@@ -134,10 +136,9 @@ class Manifest:
         """The length of the data segment."""
         return self.entries.nbytes
 
-    @property
-    def header_bytes(self) -> int:
-        """The length of the header: the data segment's offset in the file."""
-        return len(self.header)
+    def without_header(self) -> Manifest:
+        """Return it for those who only read it: the header weighs as much again."""
+        return replace(self, header=b"")
 
     @property
     def total_bytes(self) -> int:
@@ -182,7 +183,7 @@ class ForeignHeader:
 
     entries: Entries = field(repr=False)
     metadata: dict[str, str]
-    header: bytes = field(repr=False)
+    header: Bytes = field(repr=False)
 
     @property
     def names(self) -> list[str]:

@@ -10,14 +10,18 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping
 from itertools import starmap
-from typing import Annotated, Final
+from mmap import mmap
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-__all__ = ["INT64_MAX", "Count", "Entries", "Entry", "Shape"]
+__all__ = ["INT64_MAX", "Bytes", "Count", "Entries", "Entry", "Shape"]
 
 INT64_MAX: Final = 2**63 - 1
+
+Bytes: TypeAlias = bytes | mmap
+"""A header: in a map of its own where it is large, which goes back to the system."""
 
 Count = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 Shape = Annotated[tuple[Count, ...], Meta(max_length=64)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from mmap import mmap
 
 from aiockpt.errors import LimitExceededError
 
@@ -36,7 +37,7 @@ def enforce(what: str, actual: int, limit: int | None) -> None:
         raise LimitExceededError(what, limit=limit, actual=actual)
 
 
-def enforce_values(what: str, text: bytes | memoryview, limit: int) -> None:
+def enforce_values(what: str, text: bytes | memoryview | mmap, limit: int) -> None:
     """Refuse JSON that may hold more than ``limit`` values, without decoding it.
 
     Counts what separates or opens values, also inside of strings: an upper bound.

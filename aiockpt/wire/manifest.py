@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from mmap import mmap
 from typing import Final
 
 import msgspec
@@ -23,7 +24,7 @@ from aiockpt.wire.document import (
     Outline,
     TensorSpec,
 )
-from aiockpt.wire.entries import Entries
+from aiockpt.wire.entries import Bytes, Entries
 from aiockpt.wire.layout import (
     ALIGNMENT,
     ID_SLICE,
@@ -98,7 +99,7 @@ def build_manifest(
 
 
 def _manifest(
-    document: ManifestDocument, entries: Entries, tree: Node, header: bytes
+    document: ManifestDocument, entries: Entries, tree: Node, header: Bytes
 ) -> Manifest:
     digits = document.digests
     starts = range(0, len(digits), DIGEST_DIGITS)
@@ -112,6 +113,7 @@ def _manifest(
         views=document.views,
         tree=tree,
         header=header,
+        header_bytes=len(header),
     )
 
 
@@ -130,9 +132,11 @@ def header_length(first8: bytes | memoryview, *, limits: Limits) -> int:
 
 
 def decode_header(
-    data: bytes | bytearray | memoryview, *, limits: Limits
+    data: bytes | bytearray | memoryview | mmap, *, limits: Limits
 ) -> Manifest | ForeignHeader:
     """Return what a complete header (its 8 length bytes included) says.
+
+    A map is not copied: nobody may write to it any more.
 
     Everything but the tree is validated: a Manifest that this returns can be
     allocated, fetched and viewed without further checks. `decode_tree` validates
@@ -143,7 +147,7 @@ def decode_header(
         RemoteProtocolError: malformed, contradictory, or of another version.
         LimitExceededError: larger than ``limits`` allow.
     """
-    raw = bytes(data)
+    raw: Bytes = data if isinstance(data, mmap) else bytes(data)
     total = header_length(raw[:LENGTH_BYTES], limits=limits)
     if len(raw) != total:
         raise RemoteProtocolError(f"a header of {len(raw)} instead of {total} bytes")
@@ -152,8 +156,10 @@ def decode_header(
         raw,
         limits.max_nodes + _VALUES_PER_TENSOR * limits.max_tensors,
     )
-    decode = _decode_own if raw.startswith(PREFIX, LENGTH_BYTES) else _decode_foreign
-    return decode(raw, memoryview(raw)[LENGTH_BYTES:], limits)
+    header = memoryview(raw)[LENGTH_BYTES:]
+    own = bytes(header[: len(PREFIX)]) == PREFIX
+    decode = _decode_own if own else _decode_foreign
+    return decode(raw, header, limits)
 
 
 @contextmanager
@@ -180,7 +186,7 @@ _MEMBERS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _STRINGS: Final = msgspec.json.Decoder(dict[str, str])
 
 
-def _decode_own(raw: bytes, header: memoryview, limits: Limits) -> Manifest:
+def _decode_own(raw: Bytes, header: memoryview, limits: Limits) -> Manifest:
     claimed = bytes(header[ID_SLICE]).decode("ascii", "replace")
     if (actual := snapshot_id_of(header)) != claimed:
         raise IntegrityError(expected=claimed, actual=actual)
@@ -200,14 +206,14 @@ def _decode_own(raw: bytes, header: memoryview, limits: Limits) -> Manifest:
     return manifest
 
 
-def _decode_metadata(raw: bytes, snapshot_id: str) -> tuple[ManifestDocument, int]:
+def _decode_metadata(raw: Bytes, snapshot_id: str) -> tuple[ManifestDocument, int]:
     """Return the document, and where the metadata ends."""
     # In a string a quote is escaped, so nothing before the end looks like the end.
     stop = raw.find(_END_OF_METADATA, LENGTH_BYTES) + len(_END_OF_METADATA)
     with _reading("header"):
         metadata = _HEAD.decode(raw[LENGTH_BYTES:stop] + b"}").metadata
     document = _decode_document(metadata.get("aiockpt", ""))
-    padded = len(raw) % ALIGNMENT == 0 and not raw.endswith(b" " * ALIGNMENT)
+    padded = len(raw) % ALIGNMENT == 0 and raw[-ALIGNMENT:] != b" " * ALIGNMENT
     start = encode_metadata(document, snapshot_id)
     if not padded or raw[LENGTH_BYTES:stop] != start:
         raise RemoteProtocolError("the header is not in canonical form")
@@ -225,7 +231,7 @@ def _decode_document(text: str) -> ManifestDocument:
     )
 
 
-def _decode_foreign(raw: bytes, header: memoryview, limits: Limits) -> ForeignHeader:
+def _decode_foreign(raw: Bytes, header: memoryview, limits: Limits) -> ForeignHeader:
     with _reading("header"):
         members = _MEMBERS.decode(header)
         metadata = _STRINGS.decode(members.pop("__metadata__", b"{}"))

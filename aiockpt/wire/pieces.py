@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from aiockpt.errors import RemoteProtocolError
-from aiockpt.wire.entries import Entries, Entry
+from aiockpt.wire.entries import Bytes, Entries, Entry
 
 __all__ = ["decode_entries", "encode_entries"]
 
@@ -26,14 +26,14 @@ _DECODER: Final = msgspec.json.Decoder(dict[str, Entry])
 _ENCODER: Final = msgspec.json.Encoder()
 
 
-def decode_entries(header: bytes, start: int) -> Entries:
+def decode_entries(header: Bytes, start: int) -> Entries:
     """Return the entries of a header whose metadata ends before byte ``start``.
 
     Raises:
         msgspec.MsgspecError: malformed, or no entries.
         RemoteProtocolError: two have one name, or this is not how we write them.
     """
-    start += header.startswith(b",", start)
+    start += header[start : start + 1] == b","
     try:
         entries = _decode(_pieces(header, start, _PIECE_BYTES))
     except msgspec.MsgspecError:
@@ -55,7 +55,7 @@ def _decode(pieces: Iterator[bytes]) -> Entries:
     return entries
 
 
-def _pieces(header: bytes, start: int, nbytes: int) -> Iterator[bytes]:
+def _pieces(header: Bytes, start: int, nbytes: int) -> Iterator[bytes]:
     while (found := header.find(_BETWEEN, start + nbytes)) >= 0:
         stop = found + 2
         yield b"{%b}" % header[start:stop]
