@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
@@ -23,6 +23,10 @@ __all__ = ["Drafts", "draft"]
 _ITEMSIZES: Final = {code: dtype.itemsize for dtype, code in CODES.items() if code}
 
 _REGION_BITS: Final = 22
+
+_Columns: TypeAlias = """tuple[
+    list[str | None], list[tuple[int, ...]], array[int], array[int]
+]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +74,7 @@ def draft(
         UnsupportedLeafError: a tensor has no memory; or it cannot be written, because
             an element of it belongs to another entry too.
     """
-    starts = array("Q", (tensor.data_ptr() for tensor in tensors))
-    sizes = array("Q", (tensor.nbytes for tensor in tensors))
-    codes = [*map(_plain_code, tensors, starts, sizes)]
+    codes, shapes, starts, sizes = _looked_at(tensors)
     members: dict[int, Member] = {}
     for number, code in enumerate(codes):
         if code is None:
@@ -84,7 +86,7 @@ def draft(
     groups = group_members(members.values(), writing=writing)
     return Drafts(
         codes,
-        _shapes(tensors),
+        shapes,
         _backings(Backings(tensors, starts, sizes, {}), groups),
         {
             member.number: (group, member)
@@ -92,6 +94,24 @@ def draft(
             for member in group.members
         },
     )
+
+
+def _looked_at(tensors: Iterable[torch.Tensor]) -> _Columns:
+    """Return codes, shapes, addresses and sizes: all at once, while a tensor is cached.
+
+    One object for equal shapes, of which there are many.
+    """
+    codes: list[str | None] = []
+    shapes: list[tuple[int, ...]] = []
+    starts, sizes = array("Q"), array("Q")
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for tensor in tensors:
+        address, nbytes, shape = tensor.data_ptr(), tensor.nbytes, tensor.shape
+        codes.append(_plain_code(tensor, address, nbytes))
+        shapes.append(known.get(shape) or known.setdefault(tuple(shape), tuple(shape)))
+        starts.append(address)
+        sizes.append(nbytes)
+    return codes, shapes, starts, sizes
 
 
 def _plain_code(tensor: torch.Tensor, address: int, nbytes: int) -> str | None:
@@ -134,15 +154,6 @@ def _by_address(starts: Sequence[int]) -> Iterator[int]:
         regions.setdefault(start >> _REGION_BITS, []).append(number)
     for _, numbers in sorted(regions.items()):
         yield from sorted(numbers, key=starts.__getitem__)
-
-
-def _shapes(tensors: Iterable[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Return their shapes; one object for equal ones, of which there are many."""
-    known: dict[tuple[int, ...], tuple[int, ...]] = {}
-    return [
-        known.get(shape) or known.setdefault(tuple(shape), tuple(shape))
-        for shape in (tensor.shape for tensor in tensors)
-    ]
 
 
 def _backings(plain: Backings, groups: Sequence[Group]) -> Backings:

@@ -77,6 +77,12 @@ class TestEntries:
         assert found.segment_bytes == 50 * 4
         assert [view.offset for view in found.views] == [0, 20]
 
+    def test_views_that_start_far_apart_may_overlap(self) -> None:
+        """Addresses are sorted region by region, and a tensor may span several."""
+        base = torch.empty(4 << 20, dtype=torch.float64)
+        found = described([base[1 << 20 :], torch.ones(1), base[: 3 << 20], base[-1:]])
+        assert sorted(storage.nbytes for storage in found.storages) == [4, 32 << 20]
+
     def test_neighbours_in_one_storage_are_entries_of_their_own(self) -> None:
         """They share no byte."""
         base = torch.zeros(100)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import tracemalloc
+from array import array
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -90,6 +93,34 @@ class TestMatch:
         match({"w": sparse}, {"w": torch.zeros(10)})
         match({"w": torch.zeros(10)}, {"w": torch.zeros(100)[::10]})
 
+    def test_only_the_path_counts(self) -> None:
+        """Whatever containers lead there, and whatever else is beside it."""
+        own = [torch.zeros(1), torch.zeros(2)]
+        found = match(
+            {"x": [torch.ones(1), torch.ones(2)], "y": "new"},
+            {"y": {}, "x": {1: own[1], 0: own[0]}},
+        )
+        assert [found.tensors[number] is own[number] for number in (0, 1)] == [True] * 2
+
+    def test_trees_that_part_midway_still_fit(self) -> None:
+        """What was paired before is not looked for again."""
+        theirs = {"a": {"x": torch.ones(1)}, "b": torch.ones(2), "c": torch.ones(3)}
+        x, b, c = tensors = [torch.zeros(size) for size in (1, 2, 3)]
+        found = match(theirs, {"a": {"x": x}, "c": c, "b": b})
+        shapes = [found.tensors[number].shape for number in range(3)]
+        assert shapes == [tensor.shape for tensor in tensors]
+        assert [backing.address for backing in found.backings] == [
+            tensor.data_ptr() for tensor in tensors
+        ]
+
+    def test_what_is_no_tensor_of_the_template_is_not_among_them(self) -> None:
+        """The tensors are a mapping like any other."""
+        found = match({"w": torch.ones(1), "x": bytes(5000)}, {"w": torch.zeros(1)})
+        (blob,) = found.blobs
+        assert (len(found.tensors), blob in found.tensors) == (1, False)
+        assert list(found.tensors) == [1 - blob]
+        assert [backing.nbytes for backing in found.backings] in ([4, 0], [0, 4])
+
     def test_it_says_how_many_tensors_it_has(self) -> None:
         """The repr is for logs."""
         template = Template({"a": torch.ones(1)}, limits=LIMITS, allow_pickle=False)
@@ -108,6 +139,29 @@ class TestMismatch:
         """The template has one that would stay as it was."""
         error = mismatch({}, {"a": torch.ones(1)})
         assert (error.path, error.expected) == ("a", "nothing")
+
+    def test_the_first_that_only_one_has(self) -> None:
+        """Theirs come first, also where the trees have parted before."""
+        one, two = torch.ones(1), torch.ones(1)
+        error = mismatch({"a": one, "c": two}, {"b": one, "a": two})
+        assert (error.path, error.actual) == ("c", "nothing")
+        error = mismatch({"a": one}, {"c": two, "b": torch.ones(1), "a": one})
+        assert (error.path, error.expected) == ("c", "nothing")
+        error = mismatch({"a": {"x": one}}, {"a": {"x": one}, "b": {"y": two}})
+        assert (error.path, error.expected) == ("b.y", "nothing")
+
+    def test_a_place_comes_before_what_is_there(self) -> None:
+        """All tensors are where they belong before the first two are compared."""
+        error = mismatch(
+            {"a": torch.ones(1), "b": [torch.ones(1)]}, {"a": torch.ones(2), "b": []}
+        )
+        assert error.path == "b[0]"
+
+    def test_the_path_is_that_of_the_pair(self) -> None:
+        """Past values, leaves and tied tensors."""
+        one = torch.ones(1)
+        state = {"a": bytes(5000), "b": {"x": one, "y": one}, "c": [torch.ones(3)]}
+        assert mismatch(state, {**state, "a": None, "c": [one * 2]}).path == "c[0]"
 
     @pytest.mark.parametrize(
         ("theirs", "own", "words"),
@@ -152,6 +206,44 @@ class TestMismatch:
         """There is nowhere to receive into."""
         with pytest.raises(UnsupportedLeafError, match="w is a meta tensor"):
             match({"w": torch.ones(2)}, {"w": torch.ones(2, device="meta")})
+
+
+def test_many_tensors_take_little_memory() -> None:
+    """No object is made for one of them that is like all others; bytes for each."""
+    count = 5000
+    state = {f"layer.{n}": torch.zeros(4) for n in range(count)}
+    manifest, _ = staged(state)
+    kept, arena = [], Arena(manifest.segment_bytes)
+    starts = array("q", range(0, 16 * count, 16))
+    sizes = array("q", [16]) * count
+
+    def takes(kept_bytes: int, peak_bytes: int, make: Callable[[], object]) -> bool:
+        """Say whether it takes no more for each tensor."""
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        kept.append(make())
+        after, peak = tracemalloc.get_traced_memory()
+        return (
+            after - before < kept_bytes * count and peak - before < peak_bytes * count
+        )
+
+    tracemalloc.start()
+    try:
+        template = Template(state, limits=LIMITS, allow_pickle=False)
+        found = template.match(manifest)  # whatever is made once is made
+        assert takes(
+            110, 310, lambda: Template(state, limits=LIMITS, allow_pickle=False)
+        )
+        assert takes(50, 120, lambda: template.match(manifest))
+        assert takes(
+            50,
+            60,
+            lambda: CopyPlan(
+                found.backings, starts, sizes, arena=arena, port_for=host_only
+            ),
+        )
+    finally:
+        tracemalloc.stop()
 
 
 def lookalike(state: State) -> tuple[State, list[torch.Tensor]]:

@@ -92,6 +92,17 @@ def test_a_path_through_a_bottomless_key_is_refused() -> None:
         tensor_paths(tree)
 
 
+@pytest.mark.parametrize(
+    ("names", "numbers"),
+    [(["a", []], [3, 4]), (["a", "b"], [3, "4"]), (["a", "b"], [3]), (["a"], [3, 4])],
+)
+def test_what_is_malformed_in_a_node_of_tensors_counts_as_empty(
+    names: list[Node], numbers: list[Node]
+) -> None:
+    """A name that cannot be a key, a number that is none, one without the other."""
+    assert list(tensor_leaves(["tensors", names, numbers])) == [(("a",), 3)]
+
+
 def test_a_deep_tree_is_walked_level_by_level() -> None:
     """Nor does the walk itself recurse."""
     tree: Node = ["tensor", 0]
