@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import msgspec
 
@@ -40,14 +40,14 @@ class Reference(NamedTuple):
 
 
 class Mention(NamedTuple):
-    """One node of the tree that names tensors; in most trees one names nearly all.
+    """Tensors that the tree names in a row below one path; most trees have few rows.
 
-    ``names`` are what the numbers stand for below ``path``; None for a single number
-    that stands for ``path`` itself. Kind and leaf are as in a `Reference`.
+    ``names`` are the last steps of their paths; None for a single tensor that is at
+    ``path`` itself. Kind and leaf are as in a `Reference`.
     """
 
     path: Path
-    names: Sequence[str] | None
+    names: Sequence[object] | None
     numbers: Sequence[int]
     kind: str
     leaf: tuple[Path, str] | None
@@ -107,27 +107,45 @@ def references(root: Node) -> Iterator[Reference]:
 
 
 def mentions(root: Node) -> Iterator[Mention]:
-    """Yield every node that names tensors, in the order of the tree."""
+    """Yield every mention of tensors' numbers in the order of the tree, row by row."""
     # A stack of iterators: no peer's tree makes this recursive, or hold more than
     # one path per level.
     levels: list[_Level] = [((), None, iter([((), root)]))]
     while levels:
         path, leaf, children = levels[-1]
+        names: list[object] = []
+        numbers: list[int] = []
         for steps, node in children:
-            match node:
-                case ["tensor" | "blob" as kind, int(number)]:
-                    yield Mention((*path, *steps), None, (number,), str(kind), leaf)
-                case ["tensors", list(names), list(numbers)]:
-                    yield _named((*path, *steps), names, numbers, leaf)
-                case [_, *_]:
-                    below = (*path, *steps)
-                    levels.append((below, leaf or _leaf(below, node), _children(node)))
-                    break
+            if steps and _is_tensor(node):
+                names.append(steps[0])
+                numbers.append(node[1])
+            elif isinstance(node, list) and node:
+                break
         else:
             levels.pop()
+            node = None
+        if names:
+            yield Mention(path, names, numbers, "tensor", leaf)
+        match node:
+            case ["tensor" | "blob" as kind, int(number)]:
+                yield Mention((*path, *steps), None, (number,), str(kind), leaf)
+            case ["tensors", list(keys), list(values)]:
+                yield _row((*path, *steps), keys, values, leaf)
+            case [_, *_]:
+                below = (*path, *steps)
+                levels.append((below, leaf or _leaf(below, node), _children(node)))
 
 
-def _named(
+def _is_tensor(node: Node) -> TypeGuard[list[Any]]:
+    return (
+        type(node) is list
+        and len(node) == 2
+        and node[0] == "tensor"
+        and isinstance(node[1], int)
+    )
+
+
+def _row(
     path: Path, names: list[Any], numbers: list[Any], leaf: tuple[Path, str] | None
 ) -> Mention:
     """Return the mention of a node, without what is malformed in it."""

@@ -6,7 +6,7 @@ import pytest
 
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.wire.paths import Node
-from aiockpt.wire.references import renumber, tensor_leaves, tensor_paths
+from aiockpt.wire.references import mentions, renumber, tensor_leaves, tensor_paths
 
 TREE: Node = [
     "dict",
@@ -39,6 +39,21 @@ def test_leaves_are_the_tensors_of_the_state_dict() -> None:
     leaves = list(tensor_leaves(TREE))
     assert [number for _, number in leaves] == [0, 0, 1, 2, 3, 4, 5]
     assert leaves[:3] == [(("model", "w"), 0), (("model", "tied"), 0), (("opt", 0), 1)]
+
+
+def test_tensors_in_a_row_are_mentioned_at_once() -> None:
+    """Values between them do not part them, so trees of one structure read alike."""
+    mixed: Node = ["odict", ["a", "lr", "b"], [["tensor", 1], 0.1, ["tensor", 0]]]
+    (row,) = mentions(mixed)
+    assert (row.path, row.names, row.numbers) == ((), ["a", "b"], [1, 0])
+    (same,) = mentions(["tensors", ["a", "b"], [1, 0]])
+    assert same == row
+    parted: Node = ["list", [["tensor", 0], ["list", [["blob", 1]]], ["tensor", 2]]]
+    assert [(row.path, row.names, row.numbers) for row in mentions(parted)] == [
+        ((), [0], [0]),
+        ((1, 0), None, (1,)),
+        ((), [2], [2]),
+    ]
 
 
 def test_paths_of_leaves_never_coincide() -> None:
