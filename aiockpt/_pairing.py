@@ -44,8 +44,8 @@ class Pairing:
         self._manifest = manifest
         self._own = tensors
         self._drafts = drafts
-        self._dtypes = [entry.dtype for entry in manifest.entries]
-        self._shapes = [entry.shape for entry in manifest.entries]
+        self._dtypes = manifest.entries.dtypes
+        self._shapes = manifest.entries.shapes
         self.tensors = Bijection(manifest.tensor_count, len(tensors))
         self.entries = Bijection(len(manifest.entries), len(tensors))
 

@@ -7,18 +7,18 @@ byte of a template is written (unless ``direct`` has let them in already).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import sub
 from typing import Protocol
 
 import torch
 
+from aiockpt._backings import Backings
 from aiockpt._bridge import Bridge
 from aiockpt._copy import CopyPlan, InPlace
 from aiockpt._device import Event, PortFor, completed
-from aiockpt._groups import Backing
 from aiockpt.errors import LimitExceededError
 from aiockpt.memory import Arena, available_memory
 from aiockpt.rebuild import Frame, assemble, parts_over, tensors_over
@@ -125,12 +125,12 @@ class _InTemplate:
         self._manifest = manifest if match.parts or match.blobs else None
         entries, used = manifest.entries, manifest.segment_bytes
         if terms.direct:
-            used -= sum(map(partial(_at_home, terms.ports), match.backings))
+            used -= _at_home(match.backings, terms.ports)
         self._arena = _allocate(manifest, used, terms.limits)
         self._copies = CopyPlan(
             match.backings,
             entries.starts,
-            list(map(sub, entries.stops, entries.starts)),
+            array("q", map(sub, entries.stops, entries.starts)),
             arena=self._arena,
             port_for=terms.ports,
         )
@@ -213,10 +213,19 @@ def _allocate(manifest: Manifest, nbytes: int, limits: Limits) -> Arena:
         raise LimitExceededError(what, limit=available, actual=size) from error
 
 
-def _at_home(ports: PortFor, backing: Backing) -> int:
-    """Return how many bytes of an entry need no arena in a direct receive."""
-    host = not backing.parts and ports(backing.tensor.device) is None
-    return backing.nbytes if host else 0
+def _at_home(backings: Backings, ports: PortFor) -> int:
+    """Return how many bytes need no arena in a direct receive."""
+    hosts: dict[torch.device, bool] = {}
+    nbytes = 0
+    for entry, (tensor, size) in enumerate(
+        zip(backings.tensors, backings.sizes, strict=True)
+    ):
+        device = tensor.device
+        if device not in hosts:
+            hosts[device] = ports(device) is None
+        if hosts[device] and entry not in backings.parts:
+            nbytes += size
+    return nbytes
 
 
 def _mark_changed(tensors: Iterable[torch.Tensor]) -> None:
