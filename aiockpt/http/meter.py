@@ -1,53 +1,7 @@
-"""What a receive tells its caller's ``progress``."""
+"""The meter of a receive, under the name by which HTTP's receive knows it."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import replace
-
-from aiockpt.observe import Progress, call_guarded
-from aiockpt.wire.manifest import Manifest
+from aiockpt._meter import Meter
 
 __all__ = ["Meter"]
-
-
-class Meter:
-    """Counts bytes and chunks for the caller's ``progress``."""
-
-    def __init__(self, report: Callable[[Progress], None] | None) -> None:
-        self._report = report
-        self._state = Progress(stop="fetch_manifest")
-        self._started = 0.0
-
-    def expect(self, manifest: Manifest) -> None:
-        """Set the totals."""
-        self._state = replace(
-            self._state,
-            bytes_total=manifest.segment_bytes,
-            chunks_total=len(manifest.grid),
-        )
-
-    def at(self, stop: str) -> None:
-        """Tell that the receive is at another stop."""
-        if stop == "fetch_chunk":
-            self._started = time.monotonic()
-        self._tell(replace(self._state, stop=stop))
-
-    def add(self, nbytes: int, chunks: int) -> None:
-        """Tell that more has arrived."""
-        done = self._state.bytes_done + nbytes
-        elapsed = max(time.monotonic() - self._started, 1e-6)
-        self._tell(
-            replace(
-                self._state,
-                bytes_done=done,
-                chunks_done=self._state.chunks_done + chunks,
-                rate=done / elapsed,
-            )
-        )
-
-    def _tell(self, state: Progress) -> None:
-        self._state = state
-        if self._report is not None:
-            call_guarded(self._report, state)

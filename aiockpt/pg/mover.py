@@ -1,0 +1,153 @@
+"""Moves bytes between this rank and another one: blocking, in threads.
+
+Messages keep their order, up to 16 are under way at once, and a thread that was left
+behind begins no other one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final, NamedTuple
+
+import torch
+
+from aiockpt.errors import ProcessGroupError
+from aiockpt.pg.group import Group, Health, Pending
+from aiockpt.pg.messages import Landing, Memory, outgoing
+
+__all__ = ["Mover"]
+
+# A group that is not ours alone may use small tags.
+_FORWARD: Final = 0x61696F00  # from a sender to a receiver
+_BACKWARD: Final = 0x61696F01
+
+_WINDOW: Final = 16
+"""Messages under way at once, so that none waits for a round trip."""
+
+
+class _Message(NamedTuple):
+    """A message under way."""
+
+    work: Pending
+    landing: Landing | None
+    tensor: torch.Tensor
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mover:
+    """Sends to and receives from one rank, as the sender of a checkpoint or not.
+
+    Everything raises ``ProcessGroupError`` when an operation failed, or had not ended
+    at ``until``, a moment of ``time.monotonic``.
+    """
+
+    group: Group
+    rank: int
+    sending: bool
+    device: torch.device
+    health: Health
+
+    def send(self, until: float, data: bytearray) -> None:
+        """Send bytes in one message."""
+        tensor = torch.frombuffer(data, dtype=torch.uint8)
+        self._wait(self._post_send(tensor, data_stop=0), until)
+
+    def receive(self, until: float, nbytes: int) -> bytearray:
+        """Receive that many bytes (one at least) in one message."""
+        data = bytearray(nbytes)
+        whole = _Bytes(memoryview(data))
+        self._wait(self._post_receive(whole, 0, nbytes), until)
+        return data
+
+    def send_segment(
+        self, until: float, memory: Memory, messages: Iterable[tuple[int, int]]
+    ) -> None:
+        """Send these ranges of a segment, a message for each."""
+        window: deque[_Message] = deque()
+        for start, stop in messages:
+            if len(window) == _WINDOW:
+                self._wait(window.popleft(), until)
+            self._go_on()
+            tensor = outgoing(memory, start, stop)
+            window.append(self._post_send(tensor, data_stop=stop))
+        while window:
+            self._wait(window.popleft(), until)
+
+    def receive_segment(
+        self,
+        until: float,
+        memory: Memory,
+        messages: Iterable[tuple[int, int]],
+        on_arrived: Callable[[int], None],
+    ) -> None:
+        """Receive them; tell up to where the segment is there."""
+        window: deque[_Message] = deque()
+        for start, stop in messages:
+            if len(window) == _WINDOW:
+                on_arrived(self._wait(window.popleft(), until))
+            self._go_on()
+            window.append(self._post_receive(memory, start, stop))
+        while window:
+            on_arrived(self._wait(window.popleft(), until))
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """End a thread that was left behind before it begins another message."""
+        self.health.check()
+
+    def _post_send(self, tensor: torch.Tensor, *, data_stop: int) -> _Message:
+        tag = _FORWARD if self.sending else _BACKWARD
+        there = tensor.to(self.device)
+        try:
+            work = self.group.send([there], self.rank, tag)
+        except Exception as error:
+            raise self._failed(error) from error
+        return _Message(work, None, there, data_stop)
+
+    def _post_receive(self, memory: Memory, start: int, stop: int) -> _Message:
+        tag = _BACKWARD if self.sending else _FORWARD
+        landing = Landing(memory, start, stop)
+        there = torch.empty_like(landing.tensor, device=self.device)
+        if self.device.type == "cpu":
+            there = landing.tensor
+        try:
+            work = self.group.recv([there], self.rank, tag)
+        except Exception as error:
+            raise self._failed(error) from error
+        return _Message(work, landing, there, stop)
+
+    def _wait(self, message: _Message, until: float) -> int:
+        """Block until a message has moved; return where it ends in the segment."""
+        remaining = max(until - time.monotonic(), 0.001)  # 0 means something else
+        try:
+            if not message.work.wait(timedelta(seconds=remaining)):
+                raise ProcessGroupError("it did not end well", rank=self.rank)
+        except ProcessGroupError:
+            raise
+        except Exception as error:
+            raise self._failed(error) from error
+        landing = message.landing
+        if landing is not None:
+            if message.tensor is not landing.tensor:
+                landing.tensor.copy_(message.tensor)
+            landing.settle()
+        return message.stop
+
+    def _failed(self, error: Exception) -> ProcessGroupError:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return ProcessGroupError(first, rank=self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    """Memory that is one run of bytes."""
+
+    view: memoryview
+
+    def buffers(self, start: int, stop: int) -> list[memoryview]:
+        return [self.view[start:stop]]

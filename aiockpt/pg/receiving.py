@@ -1,0 +1,223 @@
+"""One receive, stop by stop: from a rank's offer to a state dict."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from aiockpt._bridge import Bridge
+from aiockpt._deadline import Deadline
+from aiockpt._device import PortFor
+from aiockpt._meter import Meter
+from aiockpt._tasks import together
+from aiockpt.errors import (
+    AiockptError,
+    IntegrityError,
+    RemoteProtocolError,
+    StepNotFoundError,
+)
+from aiockpt.observe import Progress, TransferEvent, emit
+from aiockpt.pg.arrivals import Arrivals
+from aiockpt.pg.destination import Destination, Fresh, InTemplate
+from aiockpt.pg.frames import Frame, Kind
+from aiockpt.pg.line import Line
+from aiockpt.pg.messages import Memory, messages_of
+from aiockpt.template import Template
+from aiockpt.wire.chunks import digest
+from aiockpt.wire.limits import Limits, enforce
+from aiockpt.wire.manifest import Manifest, decode_header
+
+__all__ = ["Receive", "ReceiveOptions"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveOptions:
+    """What one receive needs to know beside whom to ask."""
+
+    into: object | None
+    direct: bool
+    progress: Callable[[Progress], None] | None
+    limits: Limits
+    allow_pickle: bool
+    ports: PortFor
+
+
+class Receive:
+    """One call of ``recv_checkpoint``, for ``step``."""
+
+    def __init__(
+        self, step: int, bridge: Bridge, options: ReceiveOptions, deadline: Deadline
+    ) -> None:
+        self._step = step
+        self._bridge = bridge
+        self._options = options
+        self._deadline = deadline
+        self._progress = Meter(options.progress)
+        self._template: Template | None = None
+        self._destination: Destination | None = None
+
+    async def prepare(self) -> None:
+        """Look at the template, before anything is received."""
+        if self._options.into is not None:
+            self._stop("allocate")
+            self._template = await self._bridge.run(self._describe)
+
+    async def run(self, line: Line) -> object:
+        """Return the state dict that the other end of ``line`` offers.
+
+        What is wrong with it is told to the sender, and raised.
+        """
+        started = time.monotonic()
+        manifest, state = await self._receive(line)
+        emit(
+            TransferEvent(
+                stop="recv",
+                step=self._step,
+                peer=f"rank {line.rank}",
+                nbytes=manifest.segment_bytes,
+                seconds=time.monotonic() - started,
+                level=logging.INFO,
+            )
+        )
+        return state
+
+    def annotate(self, error: AiockptError) -> None:
+        """Say in the error what a receive into a template leaves behind."""
+        if self._options.into is not None:
+            touched = self._destination is not None and self._destination.touched
+            done = "was modified" if touched else "was not modified"
+            error.add_note(f"the template {done}")
+
+    async def _receive(self, line: Line) -> tuple[Manifest, object]:
+        self._stop("fetch_manifest")
+        offer = await line.hear(Kind.OFFER)
+        await self._answer(line, Kind.ACCEPT, self._consider(offer))
+        header = await line.receive(offer.nbytes)
+        coming = self._make_room(header)
+        manifest, goal = await self._answer(line, Kind.ACCEPT, coming)
+        self._stop("fetch_chunk")
+        damage = await self._fetch(line, manifest, goal)
+        self._stop("rebuild")
+        state = await self._answer(line, Kind.DONE, _whole(goal, damage))
+        self._stop("load")
+        await goal.load()
+        return manifest, state
+
+    async def _answer(self, line: Line, kind: Kind, doing: Awaitable[T]) -> T:
+        """Do what the sender waits for, and tell it how that went."""
+        try:
+            done = await doing
+        except Exception as error:
+            await self._refuse(line, error)
+            raise
+        await line.say(kind, self._step)
+        return done
+
+    async def _refuse(self, line: Line, error: Exception) -> None:
+        why = f"{type(error).__name__}: {error}"
+        try:
+            await line.say(Kind.FAILED, self._step, text=why)
+        except AiockptError as lost:
+            error.add_note(f"the sender could not be told: {lost}")
+
+    async def _consider(self, offer: Frame) -> None:
+        if offer.step != self._step:
+            raise StepNotFoundError(self._step, serving=offer.step)
+        if not offer.nbytes:
+            raise RemoteProtocolError("the offer has no header")
+        limit = self._options.limits.max_header_bytes
+        enforce("the header's length", offer.nbytes, limit)
+
+    async def _make_room(self, header: bytearray) -> tuple[Manifest, Destination]:
+        limits = self._options.limits
+        found = await self._bridge.run(partial(decode_header, header, limits=limits))
+        if not isinstance(found, Manifest) or found.step != self._step:
+            raise RemoteProtocolError("the header is not that of the offer")
+        self._progress.expect(found)
+        self._stop("allocate")
+        self._destination = await self._bridge.run(self._choose, found)
+        return found, self._destination
+
+    def _describe(self) -> Template:
+        return Template(
+            self._options.into,
+            limits=self._options.limits,
+            allow_pickle=self._options.allow_pickle,
+        )
+
+    def _choose(self, manifest: Manifest) -> Destination:
+        options, bridge = self._options, self._bridge
+        if self._template is None:
+            return Fresh(
+                manifest,
+                bridge,
+                limits=options.limits,
+                allow_pickle=options.allow_pickle,
+            )
+        return InTemplate(
+            manifest,
+            self._template.match(manifest),
+            bridge,
+            direct=options.direct,
+            ports=options.ports,
+            limits=options.limits,
+            allow_pickle=options.allow_pickle,
+        )
+
+    async def _fetch(
+        self, line: Line, manifest: Manifest, goal: Destination
+    ) -> IntegrityError | None:
+        """Receive and verify everything; return what was damaged on the way.
+
+        The rest comes in any case: what is under way cannot be called off.
+        """
+        messages = await self._bridge.run(messages_of, manifest)
+        arrivals = Arrivals()
+        found: list[IntegrityError] = []
+
+        async def verify() -> None:
+            for chunk in range(len(manifest.grid)):
+                _, stop = manifest.grid.range(chunk)
+                await arrivals.reach(stop)
+                if not found:
+                    try:
+                        await self._verify(manifest, goal.memory, chunk)
+                    except IntegrityError as error:
+                        found.append(error)
+
+        await together(
+            [
+                goal.build,
+                verify,
+                partial(line.receive_segment, goal.memory, messages, arrivals.tell),
+            ]
+        )
+        return found[0] if found else None
+
+    async def _verify(self, manifest: Manifest, memory: Memory, chunk: int) -> None:
+        start, stop = manifest.grid.range(chunk)
+        expected = manifest.digests[chunk]
+        actual = await self._bridge.run(_digest, memory, start, stop)
+        if actual != expected:
+            raise IntegrityError(expected=expected, actual=actual, chunk=chunk)
+        self._progress.add(stop - start, 1)
+
+    def _stop(self, name: str) -> None:
+        self._deadline.stop = name
+        self._progress.at(name)
+
+
+def _digest(memory: Memory, start: int, stop: int) -> str:
+    return digest(memory.buffers(start, stop))
+
+
+async def _whole(goal: Destination, damage: IntegrityError | None) -> object:
+    if damage is not None:
+        raise damage
+    return await goal.assemble()
