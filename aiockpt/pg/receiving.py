@@ -60,13 +60,8 @@ class Receive:
         self._deadline = deadline
         self._progress = Meter(options.progress)
         self._template: Template | None = None
+        self._unfit: AiockptError | None = None
         self._destination: Destination | None = None
-
-    async def prepare(self) -> None:
-        """Look at the template, before anything is received."""
-        if self._options.into is not None:
-            self._stop("allocate")
-            self._template = await self._bridge.run(self._describe)
 
     async def run(self, line: Line) -> object:
         """Return the state dict that the other end of ``line`` offers.
@@ -95,8 +90,7 @@ class Receive:
             error.add_note(f"the template {done}")
 
     async def _receive(self, line: Line) -> tuple[Manifest, object]:
-        self._stop("fetch_manifest")
-        offer = await line.hear(Kind.OFFER)
+        offer = await self._hear_offer(line)
         await self._answer(line, Kind.ACCEPT, self._consider(offer))
         header = await line.receive(offer.nbytes)
         coming = self._make_room(header)
@@ -108,6 +102,24 @@ class Receive:
         self._stop("load")
         await goal.load()
         return manifest, state
+
+    async def _hear_offer(self, line: Line) -> Frame:
+        """Wait for the sender, and look at the template meanwhile."""
+        self._stop("fetch_manifest")
+        offers: list[Frame] = []
+
+        async def hear() -> None:
+            offers.append(await line.hear(Kind.OFFER))
+
+        await together([hear, self._look])
+        return offers[0]
+
+    async def _look(self) -> None:
+        try:
+            if self._options.into is not None:
+                self._template = await self._bridge.run(self._describe)
+        except AiockptError as error:
+            self._unfit = error  # the sender is told when it comes
 
     async def _answer(self, line: Line, kind: Kind, doing: Awaitable[T]) -> T:
         """Do what the sender waits for, and tell it how that went."""
@@ -127,6 +139,8 @@ class Receive:
             error.add_note(f"the sender could not be told: {lost}")
 
     async def _consider(self, offer: Frame) -> None:
+        if self._unfit is not None:
+            raise self._unfit
         if offer.step != self._step:
             raise StepNotFoundError(self._step, serving=offer.step)
         if not offer.nbytes:

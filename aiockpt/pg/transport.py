@@ -206,7 +206,6 @@ class PGTransport(CheckpointTransport[T]):
             self._health.check()
             try:
                 async with deadline:
-                    await receive.prepare()
                     async with self._line(
                         rank, sending=False, deadline=deadline
                     ) as line:

@@ -1,0 +1,66 @@
+"""Gloo groups whose ranks are all in this process, and transports over them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import timedelta
+from typing import Any
+
+from torch import distributed
+
+from aiockpt import PGTransport
+
+Transport = PGTransport[Any]
+
+TIMEOUT = timedelta(seconds=60)
+
+
+async def gloo_groups(count: int) -> list[Any]:
+    """Make a group and return what each of its ranks has of it."""
+    store = distributed.HashStore()
+    groups: list[Any] = [None] * count
+
+    def make(rank: int) -> None:
+        groups[rank] = distributed.ProcessGroupGloo(store, rank, count, TIMEOUT)
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        await asyncio.sleep(0.001)
+    return groups
+
+
+@asynccontextmanager
+async def transports(count: int = 2, **options: Any) -> AsyncIterator[list[Transport]]:
+    """Make the transports of all ranks of a new group."""
+    options = {"timeout": 20, "chunk_bytes": 64 << 10, **options}
+    async with AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(Transport(group, **options))
+            for group in await gloo_groups(count)
+        ]
+
+
+async def moved(
+    sender: Transport, receiver: Transport, state: object, step: int = 1, **options: Any
+) -> Any:
+    """Move a state from rank 0 to rank 1; return what arrived."""
+    sent, got = await both(sender, receiver, state, step, **options)
+    assert sent is None, sent
+    assert not isinstance(got, BaseException), got
+    return got
+
+
+async def both(
+    sender: Transport, receiver: Transport, state: object, step: int = 1, **options: Any
+) -> list[Any]:
+    """Do the same, and return what came of either call, be it an error."""
+    return await asyncio.gather(
+        sender.send_checkpoint([1], step, state),
+        receiver.recv_checkpoint(0, "", options.pop("wanted", step), **options),
+        return_exceptions=True,
+    )
