@@ -144,7 +144,7 @@ class Bridge:
             return call.result()
         finally:
             self._works.discard(ended)
-            if ended.done() and not ended.cancelled():
+            if not ended.cancel():  # the thread has ended, and nobody else clears
                 call.clear()
 
     def post(self, fn: Callable[[*Args], object], *args: *Args) -> None:
@@ -267,8 +267,10 @@ class Bridge:
 
 def _end_into(call: _Call[T], ended: Future[None]) -> None:
     call()
-    with suppress(InvalidStateError):  # nobody waits any more
+    try:
         ended.set_result(None)
+    except InvalidStateError:  # nobody waits any more
+        call.clear()
 
 
 async def _ended(work: Future[None]) -> None:

@@ -1,8 +1,8 @@
 """One rank's end of a conversation: the waits, and what breaks them.
 
 Gloo has no future and no poll: the only way to learn that a message has moved is to
-block in ``Work.wait``, and the only ends of that are the message, the peer's death and
-a timeout, which closes the pair of ranks for good. So every wait has a thread of its
+block in ``Work.wait``, and the only ends of that are the message, the peer's death (not
+always: :meth:`Line.ask`) and a timeout, which closes the pair of ranks for good. So every wait has a thread of its
 own (:meth:`.Bridge.run_apart`) and the time that remains; who stops waiting leaves the
 thread behind, and a group that nobody may use any more.
 """
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
-from typing import Final, TypeVar, TypeVarTuple
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Final, TypeVar, TypeVarTuple
 
 from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
+from aiockpt._tasks import together
 from aiockpt.errors import PeerFailedError, RemoteProtocolError
 from aiockpt.pg.frames import FRAME_BYTES, Frame, Kind
 from aiockpt.pg.messages import Memory
@@ -71,8 +72,31 @@ class Line:
             PeerFailedError: the peer gave up; the conversation is over.
             RemoteProtocolError: it is not what was expected, and the group is broken.
         """
+        return self._judge(await self.receive(FRAME_BYTES), expected)
+
+    async def ask(self, speak: Callable[[], Coroutine[Any, Any, None]], expected: Kind) -> Frame:
+        """Send something, and receive the frame that answers it.
+
+        Raises:
+            PeerFailedError: the peer gave up; the conversation is over.
+            RemoteProtocolError: it is not what was expected, and the group is broken.
+        """
+        if not self._mover.tagged:
+            await speak()
+            return await self.hear(expected)
+        # A peer that dies half way through a message ends gloo's wait for what it was
+        # to send, and not the one for what it was to receive: so wait for both.
+        answers: list[bytearray] = []
+
+        async def listen() -> None:
+            answers.append(await self.receive(FRAME_BYTES))
+
+        await together([speak, listen])
+        return self._judge(answers[0], expected)
+
+    def _judge(self, answer: bytearray, expected: Kind) -> Frame:
         try:
-            frame = Frame.decode(await self.receive(FRAME_BYTES))
+            frame = Frame.decode(answer)
             if frame.kind not in (expected, Kind.FAILED):
                 raise RemoteProtocolError(f"rank {self.rank} said {frame.kind.name}")
         except RemoteProtocolError as error:

@@ -52,6 +52,11 @@ class Mover:
     device: torch.device
     health: Health
 
+    @property
+    def tagged(self) -> bool:
+        """Whether messages find their receiver by tag, and need no order."""
+        return self.device.type == "cpu"
+
     def send(self, until: float, data: bytearray) -> None:
         """Send bytes in one message."""
         tensor = torch.frombuffer(data, dtype=torch.uint8)

@@ -90,12 +90,10 @@ class Send:
         self, line: Line, snapshot: Snapshot, messages: Sequence[tuple[int, int]]
     ) -> None:
         step, header = snapshot.manifest.step, snapshot.manifest.header
-        await line.say(Kind.OFFER, step, len(header))
-        await line.hear(Kind.ACCEPT)
-        await line.send(bytearray(header))
-        await line.hear(Kind.ACCEPT)
-        await line.send_segment(snapshot, messages)
-        await line.hear(Kind.DONE)
+        offer = partial(line.say, Kind.OFFER, step, len(header))
+        await line.ask(offer, Kind.ACCEPT)
+        await line.ask(partial(line.send, bytearray(header)), Kind.ACCEPT)
+        await line.ask(partial(line.send_segment, snapshot, messages), Kind.DONE)
 
     async def _each(
         self, ranks: Sequence[int], talk: Callable[[Line], Awaitable[None]]

@@ -44,14 +44,17 @@ class Rendezvous(RoundTrips[Transport], Templates[Transport]):
         **options: Any,
     ) -> Any:
         """Send and receive; a receiver's own error counts, not what its peer says."""
-        state, offered = self._offers[id(sender)]
         limit = self.timeout if timeout is None else timeout
+        receive: Any = receiver.recv_checkpoint
+        receiving = receive(0, sender.metadata(), step, limit, **options)
+        if id(sender) not in self._offers:
+            return await receiving
+        state, offered = self._offers[id(sender)]
         sending = asyncio.create_task(
             sender.send_checkpoint([1], offered, state, self.timeout)
         )
-        receive: Any = receiver.recv_checkpoint
         try:
-            return await receive(0, sender.metadata(), step, limit, **options)
+            return await receiving
         finally:
             try:
                 await sending

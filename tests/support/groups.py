@@ -21,17 +21,21 @@ TIMEOUT = timedelta(seconds=60)
 async def gloo_groups(count: int) -> list[Any]:
     """Make a group and return what each of its ranks has of it."""
     store = distributed.HashStore()
-    groups: list[Any] = [None] * count
+    return await asyncio.gather(*(joined(store, rank, count) for rank in range(count)))
 
-    def make(rank: int) -> None:
-        groups[rank] = distributed.ProcessGroupGloo(store, rank, count, TIMEOUT)
 
-    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
+async def joined(store: Any, rank: int, count: int) -> Any:
+    """Join a group, which waits for the others: in a thread."""
+    made: list[Any] = []
+
+    def make() -> None:
+        made.append(distributed.ProcessGroupGloo(store, rank, count, TIMEOUT))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    while thread.is_alive():
         await asyncio.sleep(0.001)
-    return groups
+    return made[0]
 
 
 @asynccontextmanager
