@@ -14,6 +14,9 @@ and the sender before it has offered anything::
                                       ←   FAILED why (in place of ACCEPT or DONE)
 
 So whoever fails tells the other, and nothing is under way when a conversation ends.
+Beside it each end sends one frame more, which the other one waits for all the time: BYE
+at the end, or FAILED if it gives up in the middle of something, and with it the group.
+
 A frame is 1 KiB, little endian: magic, version, kind, step, bytes, length of the text,
 text; zeros up to the end.
 """
@@ -47,6 +50,7 @@ class Kind(enum.IntEnum):
     ACCEPT = 2
     DONE = 3
     FAILED = 4
+    BYE = 5
 
 
 _KINDS: Final = frozenset(Kind)

@@ -37,9 +37,13 @@ class Group(Protocol):
 
 
 class Health:
-    """Says whether a group may still be used; once broken, it stays so."""
+    """Says whether a group may still be used; once broken, it stays so.
+
+    ``remains`` keeps what is under way and waited for by nobody.
+    """
 
     def __init__(self) -> None:
+        self.remains: list[object] = []
         self._why = ""
         self._rank: int | None = None
 

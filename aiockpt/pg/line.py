@@ -1,23 +1,32 @@
 """One rank's end of a conversation: the waits, and what breaks them.
 
 Gloo has no future and no poll: the only way to learn that a message has moved is to
-block in ``Work.wait``, and the only ends of that are the message, the peer's death (not
-always: :meth:`Line.ask`) and a timeout, which closes the pair of ranks for good. So every wait has a thread of its
-own (:meth:`.Bridge.run_apart`) and the time that remains; who stops waiting leaves the
-thread behind, and a group that nobody may use any more.
+block in ``Work.wait``. So every wait has a thread of its own (:meth:`.Bridge.run_apart`)
+and the time that remains; who stops waiting leaves the thread behind, and a group that
+nobody may use any more.
+
+A wait also ends with the peer's death, but not always: what gloo has begun to write or
+read then stays until the timeout, and only what has not begun is woken. So during a
+conversation each end keeps *vigil*: it waits for a last frame, which the other one
+sends at the end, or when it gives up in the middle.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, Final, TypeVar, TypeVarTuple
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Final, TypeVar, TypeVarTuple
 
 from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
 from aiockpt._tasks import together
-from aiockpt.errors import PeerFailedError, RemoteProtocolError
+from aiockpt.errors import (
+    AiockptError,
+    PeerFailedError,
+    ProcessGroupError,
+    RemoteProtocolError,
+)
 from aiockpt.pg.frames import FRAME_BYTES, Frame, Kind
 from aiockpt.pg.messages import Memory
 from aiockpt.pg.mover import Mover
@@ -29,7 +38,6 @@ Args = TypeVarTuple("Args")
 
 _AFTER: Final = 0.1
 """Seconds that a wait goes on after the deadline, so that only one of the two fires."""
-
 
 _LAST: Final = (Kind.DONE, Kind.FAILED)
 
@@ -51,14 +59,41 @@ class Line:
     def __repr__(self) -> str:
         return f"<Line with rank {self.rank}>"
 
-    def __enter__(self) -> Line:
-        return self
+    async def hold(self, talk: Callable[[Line], Awaitable[T]]) -> T:
+        """Hold a conversation: what ``talk`` returns or raises comes back.
 
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if not self._over:
-            # The other end expects more, and would take what comes next for it.
-            assert error is not None, "a conversation was not held to its end"
-            self._mover.health.break_off(self.rank, error)
+        It ends at once when the peer dies or gives up. Where one end has said why it
+        ends early, the group is well; otherwise it is broken, and the peer is told.
+        """
+        talked: list[T] = []
+        failed: list[AiockptError] = []
+
+        async def hold() -> None:
+            try:
+                talked.append(await talk(self))
+            except AiockptError as error:
+                if not self._over:
+                    raise
+                failed.append(error)
+            if self._mover.tagged:
+                await self._apart(self._mover.say_last, Frame(Kind.BYE, 0).encode())
+
+        async def keep_vigil() -> None:
+            try:
+                await self._hear_last()
+            except ProcessGroupError:
+                if not talked and not failed:
+                    raise  # else nothing is missing
+
+        try:
+            vigil = [keep_vigil] if self._mover.tagged else []
+            await together([hold, *vigil])
+        except BaseException as error:
+            self._break_off(error)
+            raise
+        if failed:
+            raise failed[0]
+        return talked[0]
 
     async def say(self, kind: Kind, step: int, nbytes: int = 0, text: str = "") -> None:
         """Send a frame."""
@@ -72,36 +107,10 @@ class Line:
             PeerFailedError: the peer gave up; the conversation is over.
             RemoteProtocolError: it is not what was expected, and the group is broken.
         """
-        return self._judge(await self.receive(FRAME_BYTES), expected)
-
-    async def ask(self, speak: Callable[[], Coroutine[Any, Any, None]], expected: Kind) -> Frame:
-        """Send something, and receive the frame that answers it.
-
-        Raises:
-            PeerFailedError: the peer gave up; the conversation is over.
-            RemoteProtocolError: it is not what was expected, and the group is broken.
-        """
-        if not self._mover.tagged:
-            await speak()
-            return await self.hear(expected)
-        # A peer that dies half way through a message ends gloo's wait for what it was
-        # to send, and not the one for what it was to receive: so wait for both.
-        answers: list[bytearray] = []
-
-        async def listen() -> None:
-            answers.append(await self.receive(FRAME_BYTES))
-
-        await together([speak, listen])
-        return self._judge(answers[0], expected)
-
-    def _judge(self, answer: bytearray, expected: Kind) -> Frame:
-        try:
-            frame = Frame.decode(answer)
-            if frame.kind not in (expected, Kind.FAILED):
-                raise RemoteProtocolError(f"rank {self.rank} said {frame.kind.name}")
-        except RemoteProtocolError as error:
-            self._mover.health.break_off(self.rank, error)
-            raise
+        self._over = False
+        frame = Frame.decode(await self.receive(FRAME_BYTES))
+        if frame.kind not in (expected, Kind.FAILED):
+            raise RemoteProtocolError(f"rank {self.rank} said {frame.kind.name}")
         self._over = frame.kind in _LAST
         if frame.kind is Kind.FAILED:
             raise PeerFailedError(self.rank, frame.text)
@@ -141,3 +150,22 @@ class Line:
                 self._deadline.last_error = f"rank {self.rank} was still waited for"
             self._mover.health.break_off(self.rank, error)
             raise
+
+    async def _hear_last(self) -> None:
+        frame = Frame.decode(await self._apart(self._mover.hear_last, FRAME_BYTES))
+        if frame.kind is not Kind.BYE:
+            error = ProcessGroupError(frame.text, rank=self.rank)
+            self._mover.health.break_off(self.rank, error)
+            raise error
+
+    def _break_off(self, error: BaseException) -> None:
+        """Let nobody use the group any more, and tell the peer, who may wait long."""
+        self._mover.health.break_off(self.rank, error)
+        if self._mover.tagged:
+            what = "it was cut short" if _is_cut(error) else f"{error}"
+            frame = Frame(Kind.FAILED, 0, text=f"the other end gave up: {what}")
+            self._bridge.post(self._mover.give_up, frame.encode())
+
+
+def _is_cut(error: BaseException) -> bool:
+    return isinstance(error, asyncio.CancelledError)

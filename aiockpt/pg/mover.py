@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, NamedTuple
@@ -24,6 +25,7 @@ __all__ = ["Mover"]
 # A group that is not ours alone may use small tags.
 _FORWARD: Final = 0x61696F00  # from a sender to a receiver
 _BACKWARD: Final = 0x61696F01
+_VIGIL: Final = 2  # more, for the last frame
 
 _WINDOW: Final = 16
 """Messages under way at once, so that none waits for a round trip."""
@@ -59,15 +61,29 @@ class Mover:
 
     def send(self, until: float, data: bytearray) -> None:
         """Send bytes in one message."""
-        tensor = torch.frombuffer(data, dtype=torch.uint8)
-        self._wait(self._post_send(tensor, data_stop=0), until)
+        self._wait(self._post_send(_tensor(data), 0), until)
 
     def receive(self, until: float, nbytes: int) -> bytearray:
         """Receive that many bytes (one at least) in one message."""
         data = bytearray(nbytes)
-        whole = _Bytes(memoryview(data))
-        self._wait(self._post_receive(whole, 0, nbytes), until)
+        self._wait(self._post_receive(_Bytes(data), 0, nbytes), until)
         return data
+
+    def say_last(self, until: float, frame: bytearray) -> None:
+        """Send the frame that the peer keeps vigil for."""
+        self._wait(self._post_send(_tensor(frame), 0, lane=_VIGIL), until)
+
+    def hear_last(self, until: float, nbytes: int) -> bytearray:
+        """Keep vigil: receive that frame, or fail when the peer dies."""
+        data = bytearray(nbytes)
+        message = self._post_receive(_Bytes(data), 0, nbytes, lane=_VIGIL)
+        self._wait(message, until)
+        return data
+
+    def give_up(self, frame: bytearray) -> None:
+        """Begin to send that frame, and wait for nothing."""
+        with suppress(ProcessGroupError):
+            self.health.remains.append(self._post_send(_tensor(frame), 0, lane=_VIGIL))
 
     def send_segment(
         self, until: float, memory: Memory, messages: Iterable[tuple[int, int]]
@@ -79,7 +95,7 @@ class Mover:
                 self._wait(window.popleft(), until)
             self._go_on()
             tensor = outgoing(memory, start, stop)
-            window.append(self._post_send(tensor, data_stop=stop))
+            window.append(self._post_send(tensor, stop))
         while window:
             self._wait(window.popleft(), until)
 
@@ -105,17 +121,19 @@ class Mover:
         """End a thread that was left behind before it begins another message."""
         self.health.check()
 
-    def _post_send(self, tensor: torch.Tensor, *, data_stop: int) -> _Message:
-        tag = _FORWARD if self.sending else _BACKWARD
+    def _post_send(self, tensor: torch.Tensor, stop: int, lane: int = 0) -> _Message:
+        tag = lane + (_FORWARD if self.sending else _BACKWARD)
         there = tensor.to(self.device)
         try:
             work = self.group.send([there], self.rank, tag)
         except Exception as error:
             raise self._failed(error) from error
-        return _Message(work, None, there, data_stop)
+        return _Message(work, None, there, stop)
 
-    def _post_receive(self, memory: Memory, start: int, stop: int) -> _Message:
-        tag = _BACKWARD if self.sending else _FORWARD
+    def _post_receive(
+        self, memory: Memory, start: int, stop: int, lane: int = 0
+    ) -> _Message:
+        tag = lane + (_BACKWARD if self.sending else _FORWARD)
         landing = Landing(memory, start, stop)
         there = torch.empty_like(landing.tensor, device=self.device)
         if self.device.type == "cpu":
@@ -152,7 +170,11 @@ class Mover:
 class _Bytes:
     """Memory that is one run of bytes."""
 
-    view: memoryview
+    data: bytearray
 
     def buffers(self, start: int, stop: int) -> list[memoryview]:
-        return [self.view[start:stop]]
+        return [memoryview(self.data)[start:stop]]
+
+
+def _tensor(data: bytearray) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8)

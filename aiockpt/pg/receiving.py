@@ -69,7 +69,9 @@ class Receive:
         What is wrong with it is told to the sender, and raised.
         """
         started = time.monotonic()
-        manifest, state = await self._receive(line)
+        manifest, goal, state = await line.hold(self._receive)
+        self._stop("load")
+        await goal.load()
         emit(
             TransferEvent(
                 stop="recv",
@@ -89,7 +91,7 @@ class Receive:
             done = "was modified" if touched else "was not modified"
             error.add_note(f"the template {done}")
 
-    async def _receive(self, line: Line) -> tuple[Manifest, object]:
+    async def _receive(self, line: Line) -> tuple[Manifest, Destination, object]:
         offer = await self._hear_offer(line)
         await self._answer(line, Kind.ACCEPT, self._consider(offer))
         header = await line.receive(offer.nbytes)
@@ -99,9 +101,7 @@ class Receive:
         damage = await self._fetch(line, manifest, goal)
         self._stop("rebuild")
         state = await self._answer(line, Kind.DONE, _whole(goal, damage))
-        self._stop("load")
-        await goal.load()
-        return manifest, state
+        return manifest, goal, state
 
     async def _hear_offer(self, line: Line) -> Frame:
         """Wait for the sender, and look at the template meanwhile."""

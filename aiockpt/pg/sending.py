@@ -90,10 +90,12 @@ class Send:
         self, line: Line, snapshot: Snapshot, messages: Sequence[tuple[int, int]]
     ) -> None:
         step, header = snapshot.manifest.step, snapshot.manifest.header
-        offer = partial(line.say, Kind.OFFER, step, len(header))
-        await line.ask(offer, Kind.ACCEPT)
-        await line.ask(partial(line.send, bytearray(header)), Kind.ACCEPT)
-        await line.ask(partial(line.send_segment, snapshot, messages), Kind.DONE)
+        await line.say(Kind.OFFER, step, len(header))
+        await line.hear(Kind.ACCEPT)
+        await line.send(bytearray(header))
+        await line.hear(Kind.ACCEPT)
+        await line.send_segment(snapshot, messages)
+        await line.hear(Kind.DONE)
 
     async def _each(
         self, ranks: Sequence[int], talk: Callable[[Line], Awaitable[None]]
@@ -103,7 +105,7 @@ class Send:
         async def attempt(rank: int) -> None:
             try:
                 async with self._open_line(rank) as line:
-                    await talk(line)
+                    await line.hold(talk)
             except AiockptError as error:
                 self._errors[rank] = error
 

@@ -205,11 +205,11 @@ class PGTransport(CheckpointTransport[T]):
         with self._lifetime.call():
             self._health.check()
             try:
-                async with deadline:
-                    async with self._line(
-                        rank, sending=False, deadline=deadline
-                    ) as line:
-                        return cast("T", await receive.run(line))
+                async with (
+                    deadline,
+                    self._line(rank, sending=False, deadline=deadline) as line,
+                ):
+                    return cast("T", await receive.run(line))
             except AiockptError as error:
                 receive.annotate(error)
                 raise
@@ -249,8 +249,7 @@ class PGTransport(CheckpointTransport[T]):
                 device=self._device,
                 health=self._health,
             )
-            with Line(mover, self._bridge, deadline) as line:
-                yield line
+            yield Line(mover, self._bridge, deadline)
 
     def _turn(self, rank: int, *, sending: bool) -> asyncio.Lock:
         # Messages of host memory have tags. A communicator of a device has an order

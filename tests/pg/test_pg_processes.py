@@ -15,9 +15,9 @@ import torch
 from aiockpt import ProcessGroupError, Progress, TransferTimeoutError
 from aiockpt.testing import assert_same
 from aiockpt.testing.leaves import LEAVES
-from rankprocesses import SUPPORT, process, ranks, transport
 from rank import MIB_SENT
-from transports import MIB, Halfway, weights
+from rankprocesses import ranks, transport
+from transports import MIB, weights
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
@@ -72,7 +72,9 @@ async def test_a_sender_killed_half_way(tmp_path: Path, *, direct: bool) -> None
                 peer.kill()
 
         with within(10), pytest.raises(ProcessGroupError) as caught:
-            await ours.recv_checkpoint(1, "", 1, into=into, direct=direct, progress=kill)
+            await ours.recv_checkpoint(
+                1, "", 1, into=into, direct=direct, progress=kill
+            )
     words = "was modified" if direct else "was not modified"
     assert f"the template {words}" in caught.value.__notes__
     if not direct:

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import distributed
 
-from groups import Transport, joined
 import aiockpt.testing.leaves  # noqa: F401 - both ends register its types
+from groups import Transport, joined
 from transports import weights
 
 MIB_SENT = 256
