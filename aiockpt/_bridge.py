@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, TypeVarTuple
 
 import anyio
 
+from aiockpt._parting import leave_behind
 from aiockpt.errors import ClosedError
 
 if TYPE_CHECKING:
@@ -133,9 +134,10 @@ class Bridge:
         call = _Call(functools.partial(contextvars.copy_context().run, fn, *args))
         ended: Future[None] = Future()
         name = f"{self._name}-apart"
-        threading.Thread(
+        thread = threading.Thread(
             target=_end_into, args=(call, ended), name=name, daemon=True
-        ).start()
+        )
+        thread.start()
         self._works.add(ended)
         try:
             await _ended(ended)
@@ -144,7 +146,9 @@ class Bridge:
             return call.result()
         finally:
             self._works.discard(ended)
-            if not ended.cancel():  # the thread has ended, and nobody else clears
+            if ended.cancel():
+                leave_behind(thread)
+            else:
                 call.clear()
 
     def post(self, fn: Callable[[*Args], object], *args: *Args) -> None:

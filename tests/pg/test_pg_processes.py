@@ -137,9 +137,12 @@ async def test_a_stopped_receiver_holds_up_no_other(tmp_path: Path) -> None:
             await ours.send_checkpoint([1], 1, state, timeout=2)
 
 
-async def test_the_interpreter_exits_beside_a_waiting_thread(tmp_path: Path) -> None:
-    """Nobody joins it, and its end is quiet."""
-    async with ranks(tmp_path, "leave") as (_, (peer,)):
+@pytest.mark.parametrize("life", ["leave", "leave_late"])
+async def test_the_interpreter_exits_beside_a_waiting_thread(
+    tmp_path: Path, life: str
+) -> None:
+    """Nobody joins it, and it may even come back while the modules are torn down."""
+    async with ranks(tmp_path, life) as (_, (peer,)):
         assert peer.stdout is not None
         assert await peer.stdout.readline() == b"cancelled\n"
         with within(10):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -48,8 +49,31 @@ async def idle(transport: Transport, rank: int, count: int) -> None:
 
 
 async def leave(transport: Transport, rank: int, count: int) -> None:
-    """Wait for what never comes, lose patience, and leave the thread behind."""
-    task = asyncio.create_task(transport.recv_checkpoint(0, "", 1, LONG))
+    """Wait for what never comes, lose patience, and leave the threads behind."""
+    await left(transport, LONG)
+
+
+async def leave_late(transport: Transport, rank: int, count: int) -> None:
+    """Do the same; the threads come back while the interpreter ends."""
+    global ends_slowly
+    ends_slowly = EndsSlowly()
+    await left(transport, 1)
+
+
+class EndsSlowly:
+    """Lets other threads run while the modules are torn down."""
+
+    def __init__(self) -> None:
+        self._sleep = time.sleep
+
+    def __del__(self) -> None:
+        self._sleep(2)
+
+
+async def left(transport: Transport, timeout: float) -> None:
+    """Begin to receive, and stop."""
+    receive = transport.recv_checkpoint(0, "", 1, timeout)
+    task = asyncio.create_task(receive)
     await asyncio.sleep(0.2)
     task.cancel()
     await asyncio.wait({task})
@@ -57,7 +81,7 @@ async def leave(transport: Transport, rank: int, count: int) -> None:
 
 
 LIVES: dict[str, Callable[[Transport, int, int], Any]] = {
-    life.__name__: life for life in (pass_on, send, receive, idle, leave)
+    life.__name__: life for life in (pass_on, send, receive, idle, leave, leave_late)
 }
 
 
