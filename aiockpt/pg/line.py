@@ -1,9 +1,9 @@
 """One rank's end of a conversation: the waits, and what breaks them.
 
 Gloo has no future and no poll: the only way to learn that a message has moved is to
-block in ``Work.wait``. So every wait has a thread of its own (:meth:`.Bridge.run_apart`)
-and the time that remains; who stops waiting leaves the thread behind, and a group that
-nobody may use any more.
+block in ``Work.wait``. So every wait has a thread of its own
+(:meth:`.Bridge.run_apart`) and the time that remains; who stops waiting leaves the
+thread behind, and a group that nobody may use any more.
 
 A wait also ends with the peer's death, but not always: what gloo has begun to write or
 read then stays until the timeout, and only what has not begun is woken. So during a
@@ -28,6 +28,7 @@ from aiockpt.errors import (
     RemoteProtocolError,
 )
 from aiockpt.pg.frames import FRAME_BYTES, Frame, Kind
+from aiockpt.pg.group import Health
 from aiockpt.pg.messages import Memory
 from aiockpt.pg.mover import Mover
 
@@ -49,9 +50,12 @@ class Line:
     cancelled, or if it fails, the group is broken.
     """
 
-    def __init__(self, mover: Mover, bridge: Bridge, deadline: Deadline) -> None:
+    def __init__(
+        self, mover: Mover, health: Health, bridge: Bridge, deadline: Deadline
+    ) -> None:
         self.rank = mover.rank
         self._mover = mover
+        self._health = health
         self._bridge = bridge
         self._deadline = deadline
         self._over = True
@@ -140,31 +144,34 @@ class Line:
         await self._apart(self._mover.receive_segment, memory, messages, on_arrived)
 
     async def _apart(self, move: Callable[[float, *Args], T], *args: *Args) -> T:
-        self._mover.health.check()
         remaining = self._deadline.when - asyncio.get_running_loop().time()
         until = time.monotonic() + max(remaining, 0) + _AFTER
         try:
             return await self._bridge.run_apart(move, until, *args)
         except BaseException as error:
-            if isinstance(error, asyncio.CancelledError):
+            if _is_cut(error):
                 self._deadline.last_error = f"rank {self.rank} was still waited for"
-            self._mover.health.break_off(self.rank, error)
+            self._health.break_off(self.rank, error)
             raise
 
     async def _hear_last(self) -> None:
         frame = Frame.decode(await self._apart(self._mover.hear_last, FRAME_BYTES))
         if frame.kind is not Kind.BYE:
             error = ProcessGroupError(frame.text, rank=self.rank)
-            self._mover.health.break_off(self.rank, error)
+            self._health.break_off(self.rank, error)
             raise error
 
     def _break_off(self, error: BaseException) -> None:
         """Let nobody use the group any more, and tell the peer, who may wait long."""
-        self._mover.health.break_off(self.rank, error)
+        self._health.break_off(self.rank, error)
+        self._mover.leave_behind()
         if self._mover.tagged:
             what = "it was cut short" if _is_cut(error) else f"{error}"
             frame = Frame(Kind.FAILED, 0, text=f"the other end gave up: {what}")
-            self._bridge.post(self._mover.give_up, frame.encode())
+            self._bridge.post(self._give_up, frame.encode())
+
+    def _give_up(self, frame: bytearray) -> None:
+        self._health.remains.append(self._mover.give_up(frame))
 
 
 def _is_cut(error: BaseException) -> bool:

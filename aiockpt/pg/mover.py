@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import torch
 
 from aiockpt.errors import ProcessGroupError
-from aiockpt.pg.group import Group, Health, Pending
+from aiockpt.pg.group import Group, Pending
 from aiockpt.pg.messages import Landing, Memory, outgoing
 
 __all__ = ["Mover"]
@@ -40,7 +40,6 @@ class _Message(NamedTuple):
     stop: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Mover:
     """Sends to and receives from one rank, as the sender of a checkpoint or not.
 
@@ -48,16 +47,21 @@ class Mover:
     at ``until``, a moment of ``time.monotonic``.
     """
 
-    group: Group
-    rank: int
-    sending: bool
-    device: torch.device
-    health: Health
+    def __init__(
+        self, group: Group, rank: int, device: torch.device, *, sending: bool
+    ) -> None:
+        self.rank = rank
+        self._group = group
+        self._device = device
+        self._out, self._in = _FORWARD, _BACKWARD
+        if not sending:
+            self._out, self._in = _BACKWARD, _FORWARD
+        self._left_behind = False
 
     @property
     def tagged(self) -> bool:
         """Whether messages find their receiver by tag, and need no order."""
-        return self.device.type == "cpu"
+        return self._device.type == "cpu"
 
     def send(self, until: float, data: bytearray) -> None:
         """Send bytes in one message."""
@@ -80,10 +84,15 @@ class Mover:
         self._wait(message, until)
         return data
 
-    def give_up(self, frame: bytearray) -> None:
-        """Begin to send that frame, and wait for nothing."""
+    def leave_behind(self) -> None:
+        """Let threads that still move something begin nothing else."""
+        self._left_behind = True
+
+    def give_up(self, frame: bytearray) -> object:
+        """Begin to send that frame; return what must be kept, for nobody waits."""
         with suppress(ProcessGroupError):
-            self.health.remains.append(self._post_send(_tensor(frame), 0, lane=_VIGIL))
+            return self._post_send(_tensor(frame), 0, lane=_VIGIL)
+        return None
 
     def send_segment(
         self, until: float, memory: Memory, messages: Iterable[tuple[int, int]]
@@ -118,14 +127,14 @@ class Mover:
             self._go_on()
 
     def _go_on(self) -> None:
-        """End a thread that was left behind before it begins another message."""
-        self.health.check()
+        if self._left_behind:
+            raise ProcessGroupError("it was given up", rank=self.rank)
 
     def _post_send(self, tensor: torch.Tensor, stop: int, lane: int = 0) -> _Message:
-        tag = lane + (_FORWARD if self.sending else _BACKWARD)
-        there = tensor.to(self.device)
+        tag = lane + self._out
+        there = tensor.to(self._device)
         try:
-            work = self.group.send([there], self.rank, tag)
+            work = self._group.send([there], self.rank, tag)
         except Exception as error:
             raise self._failed(error) from error
         return _Message(work, None, there, stop)
@@ -133,13 +142,13 @@ class Mover:
     def _post_receive(
         self, memory: Memory, start: int, stop: int, lane: int = 0
     ) -> _Message:
-        tag = lane + (_BACKWARD if self.sending else _FORWARD)
+        tag = lane + self._in
         landing = Landing(memory, start, stop)
-        there = torch.empty_like(landing.tensor, device=self.device)
-        if self.device.type == "cpu":
-            there = landing.tensor
+        there = landing.tensor
+        if there.device != self._device:
+            there = torch.empty_like(there, device=self._device)
         try:
-            work = self.group.recv([there], self.rank, tag)
+            work = self._group.recv([there], self.rank, tag)
         except Exception as error:
             raise self._failed(error) from error
         return _Message(work, landing, there, stop)

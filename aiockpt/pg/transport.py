@@ -242,14 +242,8 @@ class PGTransport(CheckpointTransport[T]):
         """Wait for the turn, then hold one conversation with ``rank``."""
         async with self._turn(rank, sending=sending):
             self._health.check()
-            mover = Mover(
-                group=self._group,
-                rank=rank,
-                sending=sending,
-                device=self._device,
-                health=self._health,
-            )
-            yield Line(mover, self._bridge, deadline)
+            mover = Mover(self._group, rank, self._device, sending=sending)
+            yield Line(mover, self._health, self._bridge, deadline)
 
     def _turn(self, rank: int, *, sending: bool) -> asyncio.Lock:
         # Messages of host memory have tags. A communicator of a device has an order

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -56,10 +56,8 @@ class Rendezvous(RoundTrips[Transport], Templates[Transport]):
         try:
             return await receiving
         finally:
-            try:
+            with suppress(PeerFailedError):
                 await sending
-            except PeerFailedError as error:
-                assert error.rank == 1
 
 
 @pytest.mark.asyncio

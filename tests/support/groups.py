@@ -33,7 +33,7 @@ async def joined(store: Any, rank: int, count: int) -> Any:
 
     thread = threading.Thread(target=make)
     thread.start()
-    while thread.is_alive():
+    while thread.is_alive():  # noqa: ASYNC110 - joining it would block the loop
         await asyncio.sleep(0.001)
     return made[0]
 

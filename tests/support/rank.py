@@ -43,6 +43,13 @@ async def receive(transport: Transport, rank: int, count: int) -> None:
         await transport.recv_checkpoint(0, "", 1, LONG)
 
 
+async def answer(transport: Transport, rank: int, count: int) -> None:
+    """Receive from rank 0, and send it back."""
+    state = await transport.recv_checkpoint(0, "", 1, LONG)
+    await transport.send_checkpoint([0], 1, state, LONG)
+    await asyncio.Event().wait()
+
+
 async def idle(transport: Transport, rank: int, count: int) -> None:
     """Do nothing."""
     await asyncio.Event().wait()
@@ -55,8 +62,7 @@ async def leave(transport: Transport, rank: int, count: int) -> None:
 
 async def leave_late(transport: Transport, rank: int, count: int) -> None:
     """Do the same; the threads come back while the interpreter ends."""
-    global ends_slowly
-    ends_slowly = EndsSlowly()
+    globals()["ends slowly"] = EndsSlowly()
     await left(transport, 1)
 
 
@@ -81,7 +87,8 @@ async def left(transport: Transport, timeout: float) -> None:
 
 
 LIVES: dict[str, Callable[[Transport, int, int], Any]] = {
-    life.__name__: life for life in (pass_on, send, receive, idle, leave, leave_late)
+    life.__name__: life
+    for life in (pass_on, send, receive, answer, idle, leave, leave_late)
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
@@ -59,9 +58,3 @@ async def ranks(path: Path, *lives: str) -> AsyncIterator[tuple[Any, list[Proces
 def transport(group: Any, **options: Any) -> Transport:
     """Return rank 0's transport."""
     return Transport(group, **{"timeout": 30, **options})
-
-
-async def until(condition: Any) -> None:
-    """Wait for what another task or process does."""
-    while not condition():
-        await asyncio.sleep(0.005)
