@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, ExitStack
 from functools import partial
 
 from aiockpt._bridge import Bridge
@@ -28,9 +29,15 @@ class Send:
     """One call of ``send_checkpoint``."""
 
     def __init__(
-        self, stager: Stager, bridge: Bridge, deadline: Deadline, open_line: OpenLine
+        self,
+        stager: Stager,
+        turn: asyncio.Lock,
+        bridge: Bridge,
+        deadline: Deadline,
+        open_line: OpenLine,
     ) -> None:
         self._stager = stager
+        self._turn = turn
         self._bridge = bridge
         self._deadline = deadline
         self._open_line = open_line
@@ -43,15 +50,16 @@ class Send:
         stages, nothing was sent; later, the group is broken.
         """
         started = time.monotonic()
-        try:
-            snapshot = await self._stager.stage(state_dict, step=step)
-        except AiockptError as error:
-            await self._tell(ranks, step, error)
-            raise
-        try:
-            await self._deliver_all(ranks, snapshot)
-        finally:
-            snapshot.release()
+        with ExitStack() as stack:
+            try:
+                async with self._turn:  # or two sends to a rank may change places
+                    snapshot = await self._stager.stage(state_dict, step=step)
+                    stack.callback(snapshot.release)
+                    messages = await self._bridge.run(messages_of, snapshot.manifest)
+            except AiockptError as error:
+                await self._tell(ranks, step, error)
+                raise
+            await self._deliver_all(ranks, snapshot, messages)
         nbytes, elapsed = snapshot.manifest.segment_bytes, time.monotonic() - started
         emit(
             TransferEvent(
@@ -75,9 +83,13 @@ class Send:
         for untold in self._errors.values():
             error.add_note(f"could not be told: {untold}")
 
-    async def _deliver_all(self, ranks: Sequence[int], snapshot: Snapshot) -> None:
+    async def _deliver_all(
+        self,
+        ranks: Sequence[int],
+        snapshot: Snapshot,
+        messages: Sequence[tuple[int, int]],
+    ) -> None:
         self._deadline.stop = "serve"
-        messages = await self._bridge.run(messages_of, snapshot.manifest)
         deliver = partial(self._deliver, snapshot=snapshot, messages=messages)
         await self._each(ranks, deliver)
         if self._errors:

@@ -76,6 +76,7 @@ class PGTransport(CheckpointTransport[T]):
         self._allow_pickle = allow_pickle
         self._health = Health()
         self._lifetime = Lifetime("the transport")
+        self._staging = asyncio.Lock()
         self._turns: dict[tuple[bool, int], asyncio.Lock] = {}
         self._bridge = Bridge(threads=_THREADS, name="aiockpt-pg")
         self._stager = Stager(
@@ -137,7 +138,7 @@ class PGTransport(CheckpointTransport[T]):
             self._health.check()
             async with Deadline(limit, stop="stage") as deadline:
                 line = partial(self._line, sending=True, deadline=deadline)
-                send = Send(self._stager, self._bridge, deadline, line)
+                send = Send(self._stager, self._staging, self._bridge, deadline, line)
                 await send.run(ranks, step, state_dict)
 
     async def disallow_checkpoint(self) -> None:

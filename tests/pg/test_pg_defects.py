@@ -16,7 +16,7 @@ from aiockpt import (
     TemplateMismatchError,
     TransferTimeoutError,
 )
-from aiockpt.pg import mover
+from aiockpt.pg import messages, mover
 from aiockpt.testing import assert_same
 from groups import Transport, both, gloo_groups, moved, transports
 
@@ -123,7 +123,7 @@ class TestWhatTravels:
             seen.append(tensor.data_ptr())
             return tensor
 
-        outgoing = mover.outgoing
+        outgoing = messages.outgoing
         monkeypatch.setattr(mover, "outgoing", watch)
         state = {"w": torch.zeros(1 << 20)}
         async with transports() as (sender, receiver):
@@ -191,7 +191,7 @@ class TestDeadlines:
             time.sleep(0.2)
             return outgoing(memory, start, stop)
 
-        outgoing = mover.outgoing
+        outgoing = messages.outgoing
         monkeypatch.setattr(mover, "outgoing", late)
         state = {f"w{n}": torch.zeros(1 << 18) for n in range(20)}
         async with transports() as (sender, receiver):

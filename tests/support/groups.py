@@ -20,8 +20,13 @@ TIMEOUT = timedelta(seconds=60)
 
 async def gloo_groups(count: int) -> list[Any]:
     """Make a group and return what each of its ranks has of it."""
-    store = distributed.HashStore()
+    store = distributed.HashStore()  # type: ignore[attr-defined]
     return await asyncio.gather(*(joined(store, rank, count) for rank in range(count)))
+
+
+def store_in(path: str, count: int) -> Any:
+    """Return what ranks in other processes find one another by."""
+    return distributed.FileStore(path, count)  # type: ignore[attr-defined]
 
 
 async def joined(store: Any, rank: int, count: int) -> Any:
@@ -61,7 +66,7 @@ async def moved(
 
 async def both(
     sender: Transport, receiver: Transport, state: object, step: int = 1, **options: Any
-) -> list[Any]:
+) -> tuple[Any, Any]:
     """Do the same, and return what came of either call, be it an error."""
     return await asyncio.gather(
         sender.send_checkpoint([1], step, state),

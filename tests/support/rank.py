@@ -11,10 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torch import distributed
-
 import aiockpt.testing.leaves  # noqa: F401 - both ends register its types
-from groups import Transport, joined
+from groups import Transport, joined, store_in
 from transports import weights
 
 MIB_SENT = 256
@@ -94,7 +92,7 @@ LIVES: dict[str, Callable[[Transport, int, int], Any]] = {
 
 async def main(path: str, rank: int, count: int, life: str) -> None:
     """Join the group, say so, and live."""
-    group = await joined(distributed.FileStore(path, count), rank, count)
+    group = await joined(store_in(path, count), rank, count)
     async with Transport(group, timeout=LONG) as transport:
         print("ready", flush=True)
         await LIVES[life](transport, rank, count)

@@ -11,10 +11,8 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from torch import distributed
-
 import aiockpt
-from groups import Transport, joined
+from groups import Transport, joined, store_in
 
 SUPPORT = Path(__file__).parent
 
@@ -48,7 +46,7 @@ async def ranks(path: Path, *lives: str) -> AsyncIterator[tuple[Any, list[Proces
             )
             for rank, life in enumerate(lives, 1)
         ]
-        group = await joined(distributed.FileStore(store, count), 0, count)
+        group = await joined(store_in(store, count), 0, count)
         for each in started:
             assert each.stdout is not None
             assert await each.stdout.readline() == b"ready\n"
