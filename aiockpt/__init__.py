@@ -17,6 +17,7 @@ from aiockpt.errors import (
     IntegrityError,
     LimitExceededError,
     LocalProtocolError,
+    PeerFailedError,
     PeerUnreachableError,
     ProcessGroupError,
     ProtocolError,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from aiockpt.flatten import register_leaf
     from aiockpt.http.transport import HTTPTransport
     from aiockpt.observe import Progress, TransferEvent
+    from aiockpt.pg.transport import PGTransport
     from aiockpt.transport import CheckpointTransport
     from aiockpt.wire.limits import Limits
 
@@ -55,6 +57,8 @@ __all__ = [
     "LimitExceededError",
     "Limits",
     "LocalProtocolError",
+    "PGTransport",
+    "PeerFailedError",
     "PeerUnreachableError",
     "ProcessGroupError",
     "Progress",
@@ -83,6 +87,7 @@ _HOMES = {
     "CheckpointTransport": "aiockpt.transport",
     "HTTPTransport": "aiockpt.http.transport",
     "Limits": "aiockpt.wire.limits",
+    "PGTransport": "aiockpt.pg.transport",
     "Progress": "aiockpt.observe",
     "TransferEvent": "aiockpt.observe",
     "register_leaf": "aiockpt.flatten",

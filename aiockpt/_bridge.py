@@ -12,12 +12,13 @@ import contextvars
 import functools
 import logging
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, TypeVarTuple
 
 import anyio
 
+from aiockpt._parting import leave_behind
 from aiockpt.errors import ClosedError
 
 if TYPE_CHECKING:
@@ -118,6 +119,37 @@ class Bridge:
             self._works.discard(work)
             call.clear()
             del cancel  # or it would keep itself alive through this frame
+
+    async def run_apart(self, fn: Callable[[*Args], T], *args: *Args) -> T:
+        """Call ``fn(*args)`` in a daemon thread of its own: a wait that nothing ends.
+
+        If cancelled, or when the bridge closes, this ends at once. The thread is left
+        behind with its arguments, and what comes of them is dropped.
+
+        Raises:
+            ClosedError: the bridge is closed, or was closed before the thread ended.
+        """
+        if self._closed:
+            raise ClosedError(self._name)
+        call = _Call(functools.partial(contextvars.copy_context().run, fn, *args))
+        ended: Future[None] = Future()
+        name = f"{self._name}-apart"
+        thread = threading.Thread(
+            target=_end_into, args=(call, ended), name=name, daemon=True
+        )
+        thread.start()
+        self._works.add(ended)
+        try:
+            await _ended(ended)
+            if ended.cancelled():
+                raise ClosedError(self._name)
+            return call.result()
+        finally:
+            self._works.discard(ended)
+            if ended.cancel():
+                leave_behind(thread)
+            else:
+                call.clear()
 
     def post(self, fn: Callable[[*Args], object], *args: *Args) -> None:
         """Call ``fn(*args)`` in a thread, unwaited for; its failure is logged.
@@ -235,6 +267,14 @@ class Bridge:
         if error is not None:
             logger.debug("%s: a cancelled call failed", self._name, exc_info=error)
         return error
+
+
+def _end_into(call: _Call[T], ended: Future[None]) -> None:
+    call()
+    try:
+        ended.set_result(None)
+    except InvalidStateError:  # nobody waits any more
+        call.clear()
 
 
 async def _ended(work: Future[None]) -> None:

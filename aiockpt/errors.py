@@ -9,6 +9,7 @@ that a caller would guess::
     │   ├── TransferInterruptedError          closed before the last byte
     │   ├── TransferStalledError              no progress for the stall timeout
     │   ├── TransferTimeoutError              the deadline passed (TimeoutError)
+    │   ├── PeerFailedError                   the peer gave up, and said so
     │   └── ProcessGroupError                 the process group is broken
     ├── UnavailableError                  the peer is well and does not have it
     │   ├── StepNotFoundError                 not published, superseded (LookupError)
@@ -118,6 +119,18 @@ class TransferTimeoutError(TransportError, TimeoutError):
     def __str__(self) -> str:
         last = f"; last error: {self.last_error}" if self.last_error else ""
         return f"timed out after {self.timeout:.3g} s in {self.stop}{last}"
+
+
+class PeerFailedError(TransportError):
+    """The peer at ``rank`` gave up for a reason of its own; its group is well."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__()
+        self.rank = rank
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} gave up: {self.reason}"
 
 
 class ProcessGroupError(TransportError):

@@ -62,7 +62,11 @@ class Snapshot:
 
     def views(self, start: int, stop: int) -> list[memoryview]:
         """Return the bytes ``[start, stop)`` of the data segment, in order."""
-        return [view.toreadonly() for view in self._memory.buffers(start, stop)]
+        return [view.toreadonly() for view in self.buffers(start, stop)]
+
+    def buffers(self, start: int, stop: int) -> list[memoryview]:
+        """Return the same as torch wants them: writable, though nobody writes."""
+        return self._memory.buffers(start, stop)
 
     def relabelled(self, manifest: Manifest) -> Snapshot:
         """Return a snapshot of the same memory with another manifest."""

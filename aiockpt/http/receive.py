@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
+from aiockpt._meter import Meter
 from aiockpt.destination import Destination, Terms, destination_of
 from aiockpt.errors import AiockptError
 from aiockpt.http.client import CheckpointClient
-from aiockpt.http.meter import Meter
 from aiockpt.memory import return_freed
 from aiockpt.observe import Progress, TransferEvent, emit
 from aiockpt.template import Template

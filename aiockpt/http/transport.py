@@ -13,13 +13,13 @@ import aiohttp
 from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
 from aiockpt._device import port_for
+from aiockpt._lifetime import Lifetime
 from aiockpt.destination import Terms
 from aiockpt.errors import AiockptError
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
 from aiockpt.http.endpoint import Endpoint, EndpointConfig
 from aiockpt.http.handlers import CheckpointService
-from aiockpt.http.lifetime import Lifetime
 from aiockpt.http.offering import Offering
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.http.statistics import TransportStatistics, survey

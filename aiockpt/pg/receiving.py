@@ -1,0 +1,225 @@
+"""One receive, stop by stop: from a rank's offer to a state dict."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from aiockpt._bridge import Bridge
+from aiockpt._deadline import Deadline
+from aiockpt._meter import Meter
+from aiockpt._tasks import together
+from aiockpt.destination import Destination, Terms, destination_of
+from aiockpt.errors import (
+    AiockptError,
+    IntegrityError,
+    RemoteProtocolError,
+    StepNotFoundError,
+)
+from aiockpt.observe import Progress, TransferEvent, emit
+from aiockpt.pg.arrivals import Arrivals
+from aiockpt.pg.frames import Frame, Kind
+from aiockpt.pg.line import Line
+from aiockpt.pg.messages import Memory, messages_of
+from aiockpt.template import Template
+from aiockpt.wire.chunks import digest
+from aiockpt.wire.limits import enforce
+from aiockpt.wire.manifest import Manifest, Outline, decode_header
+
+__all__ = ["Receive", "ReceiveOptions"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveOptions:
+    """What one receive needs to know beside whom to ask."""
+
+    into: object | None
+    progress: Callable[[Progress], None] | None
+    terms: Terms
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """A checkpoint that has been accepted: its chunks, its messages, where it goes."""
+
+    outline: Outline
+    messages: Sequence[tuple[int, int]]
+    goal: Destination
+
+
+class Receive:
+    """One call of ``recv_checkpoint``, for ``step``."""
+
+    def __init__(
+        self, step: int, bridge: Bridge, options: ReceiveOptions, deadline: Deadline
+    ) -> None:
+        self._step = step
+        self._bridge = bridge
+        self._options = options
+        self._deadline = deadline
+        self._progress = Meter(options.progress)
+        self._template: Template | None = None
+        self._unfit: AiockptError | None = None
+        self._destination: Destination | None = None
+
+    async def run(self, line: Line) -> object:
+        """Return the state dict that the other end of ``line`` offers.
+
+        What is wrong with it is told to the sender, and raised.
+        """
+        started = time.monotonic()
+        coming, state = await line.hold(self._receive)
+        self._stop("load")
+        await coming.goal.load()
+        emit(
+            TransferEvent(
+                stop="recv",
+                step=self._step,
+                peer=f"rank {line.rank}",
+                nbytes=coming.outline.grid.segment_bytes,
+                seconds=time.monotonic() - started,
+                level=logging.INFO,
+            )
+        )
+        return state
+
+    def annotate(self, error: AiockptError) -> None:
+        """Say in the error what a receive into a template leaves behind."""
+        if self._options.into is not None:
+            touched = self._destination is not None and self._destination.touched
+            done = "was modified" if touched else "was not modified"
+            error.add_note(f"the template {done}")
+
+    async def _receive(self, line: Line) -> tuple[_Coming, object]:
+        offer = await self._hear_offer(line)
+        await self._answer(line, Kind.ACCEPT, self._consider(offer))
+        header = await line.receive(offer.nbytes)
+        coming = await self._answer(line, Kind.ACCEPT, self._make_room(header))
+        del header
+        self._stop("fetch_chunk")
+        damage = await self._fetch(line, coming)
+        self._stop("rebuild")
+        state = await self._answer(line, Kind.DONE, _whole(coming.goal, damage))
+        return coming, state
+
+    async def _hear_offer(self, line: Line) -> Frame:
+        """Wait for the sender, and look at the template meanwhile."""
+        self._stop("fetch_manifest")
+        offers: list[Frame] = []
+
+        async def hear() -> None:
+            offers.append(await line.hear(Kind.OFFER))
+
+        await together([hear, self._look])
+        return offers[0]
+
+    async def _look(self) -> None:
+        try:
+            if self._options.into is not None:
+                self._template = await self._bridge.run(self._describe)
+        except AiockptError as error:
+            self._unfit = error  # the sender is told when it comes
+
+    async def _answer(self, line: Line, kind: Kind, doing: Awaitable[T]) -> T:
+        """Do what the sender waits for, and tell it how that went."""
+        try:
+            done = await doing
+        except Exception as error:
+            await self._refuse(line, error)
+            raise
+        await line.say(kind, self._step)
+        return done
+
+    async def _refuse(self, line: Line, error: Exception) -> None:
+        why = f"{type(error).__name__}: {error}"
+        try:
+            await line.say(Kind.FAILED, self._step, text=why)
+        except AiockptError as lost:
+            error.add_note(f"the sender could not be told: {lost}")
+
+    async def _consider(self, offer: Frame) -> None:
+        if self._unfit is not None:
+            raise self._unfit
+        if offer.step != self._step:
+            raise StepNotFoundError(self._step, serving=offer.step)
+        if not offer.nbytes:
+            raise RemoteProtocolError("the offer has no header")
+        limit = self._options.terms.limits.max_header_bytes
+        enforce("the header's length", offer.nbytes, limit)
+
+    async def _make_room(self, header: bytearray) -> _Coming:
+        limits = self._options.terms.limits
+        found = await self._bridge.run(partial(decode_header, header, limits=limits))
+        if not isinstance(found, Manifest) or found.step != self._step:
+            raise RemoteProtocolError("the header is not that of the offer")
+        outline = found.outline
+        self._progress.expect(outline)
+        self._stop("allocate")
+        messages = await self._bridge.run(messages_of, found)
+        self._destination = await self._bridge.run(self._choose, found)
+        return _Coming(outline, messages, self._destination)
+
+    def _describe(self) -> Template:
+        terms = self._options.terms
+        return Template(
+            self._options.into, limits=terms.limits, allow_pickle=terms.allow_pickle
+        )
+
+    def _choose(self, manifest: Manifest) -> Destination:
+        template, self._template = self._template, None
+        terms = self._options.terms
+        manifest = manifest.without_header()
+        return destination_of(manifest, template, terms, self._bridge)
+
+    async def _fetch(self, line: Line, coming: _Coming) -> IntegrityError | None:
+        """Receive and verify everything; return what was damaged on the way.
+
+        The rest comes in any case: what is under way cannot be called off.
+        """
+        outline, memory = coming.outline, coming.goal.memory
+        coming.goal.begin()
+        arrivals = Arrivals()
+        found: list[IntegrityError] = []
+
+        async def verify() -> None:
+            for chunk in range(len(outline.grid)):
+                _, stop = outline.grid.range(chunk)
+                await arrivals.reach(stop)
+                if not found:
+                    try:
+                        await self._verify(outline, memory, chunk)
+                    except IntegrityError as error:
+                        found.append(error)
+
+        tell = arrivals.tell
+        receive = partial(line.receive_segment, memory, coming.messages, tell)
+        await together([verify, receive])
+        return found[0] if found else None
+
+    async def _verify(self, outline: Outline, memory: Memory, chunk: int) -> None:
+        start, stop = outline.grid.range(chunk)
+        expected = outline.digests[chunk]
+        actual = await self._bridge.run(_digest, memory, start, stop)
+        if actual != expected:
+            raise IntegrityError(expected=expected, actual=actual, chunk=chunk)
+        self._progress.add(stop - start, 1)
+
+    def _stop(self, name: str) -> None:
+        self._deadline.stop = name
+        self._progress.at(name)
+
+
+def _digest(memory: Memory, start: int, stop: int) -> str:
+    return digest(memory.buffers(start, stop))
+
+
+async def _whole(goal: Destination, damage: IntegrityError | None) -> object:
+    if damage is not None:
+        raise damage
+    return await goal.assemble()

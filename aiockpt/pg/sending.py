@@ -1,0 +1,124 @@
+"""One send, stop by stop: a snapshot, and one conversation for each destination."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack
+from functools import partial
+
+from aiockpt._bridge import Bridge
+from aiockpt._deadline import Deadline
+from aiockpt._tasks import together
+from aiockpt.errors import AiockptError
+from aiockpt.observe import TransferEvent, emit
+from aiockpt.pg.frames import Kind
+from aiockpt.pg.line import Line
+from aiockpt.pg.messages import messages_of
+from aiockpt.staging import Snapshot, Stager
+
+__all__ = ["OpenLine", "Send"]
+
+OpenLine = Callable[[int], AbstractAsyncContextManager[Line]]
+"""Waits for a rank's turn, and gives the line to it."""
+
+
+class Send:
+    """One call of ``send_checkpoint``."""
+
+    def __init__(
+        self,
+        stager: Stager,
+        turn: asyncio.Lock,
+        bridge: Bridge,
+        deadline: Deadline,
+        open_line: OpenLine,
+    ) -> None:
+        self._stager = stager
+        self._turn = turn
+        self._bridge = bridge
+        self._deadline = deadline
+        self._open_line = open_line
+        self._errors: dict[int, AiockptError] = {}
+
+    async def run(self, ranks: Sequence[int], step: int, state_dict: object) -> None:
+        """Send to every rank at once; the first one's error is raised at the end.
+
+        What cannot be staged is told to all of them instead. If cancelled while it
+        stages, nothing was sent; later, the group is broken.
+        """
+        started = time.monotonic()
+        with ExitStack() as stack:
+            try:
+                async with self._turn:  # or two sends to a rank may change places
+                    snapshot = await self._stager.stage(state_dict, step=step)
+                    stack.callback(snapshot.release)
+                    messages = await self._bridge.run(messages_of, snapshot.manifest)
+            except AiockptError as error:
+                await self._tell(ranks, step, error)
+                raise
+            await self._deliver_all(ranks, snapshot, messages)
+        nbytes, elapsed = snapshot.manifest.segment_bytes, time.monotonic() - started
+        emit(
+            TransferEvent(
+                stop="serve",
+                step=step,
+                peer=f"ranks {', '.join(map(str, ranks))}",
+                nbytes=nbytes,
+                seconds=elapsed,
+                level=logging.INFO,
+            )
+        )
+
+    async def _tell(self, ranks: Sequence[int], step: int, error: AiockptError) -> None:
+        """Say why nothing comes."""
+        why = f"{type(error).__name__}: {error}"
+
+        async def tell(line: Line) -> None:
+            await line.say(Kind.FAILED, step, text=why)
+
+        await self._each(ranks, tell)
+        for untold in self._errors.values():
+            error.add_note(f"could not be told: {untold}")
+
+    async def _deliver_all(
+        self,
+        ranks: Sequence[int],
+        snapshot: Snapshot,
+        messages: Sequence[tuple[int, int]],
+    ) -> None:
+        self._deadline.stop = "serve"
+        deliver = partial(self._deliver, snapshot=snapshot, messages=messages)
+        await self._each(ranks, deliver)
+        if self._errors:
+            first, *others = (error for _, error in sorted(self._errors.items()))
+            for other in others:
+                first.add_note(f"also failed: {other}")
+            raise first
+
+    async def _deliver(
+        self, line: Line, snapshot: Snapshot, messages: Sequence[tuple[int, int]]
+    ) -> None:
+        step, header = snapshot.manifest.step, snapshot.manifest.header
+        await line.say(Kind.OFFER, step, len(header))
+        await line.hear(Kind.ACCEPT)
+        await line.send(bytearray(header))
+        await line.hear(Kind.ACCEPT)
+        await line.send_segment(snapshot, messages)
+        await line.hear(Kind.DONE)
+
+    async def _each(
+        self, ranks: Sequence[int], talk: Callable[[Line], Awaitable[None]]
+    ) -> None:
+        """Talk to all at once; a rank's failure is kept, and stops no other."""
+
+        async def attempt(rank: int) -> None:
+            try:
+                async with self._open_line(rank) as line:
+                    await line.hold(talk)
+            except AiockptError as error:
+                self._errors[rank] = error
+
+        await together([partial(attempt, rank) for rank in ranks])

@@ -1,0 +1,250 @@
+"""PGTransport: a checkpoint sent over a process group, rank to rank."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Final, cast
+
+import torch
+
+from aiockpt._bridge import Bridge
+from aiockpt._deadline import Deadline
+from aiockpt._device import port_for
+from aiockpt._lifetime import Lifetime
+from aiockpt.destination import Terms
+from aiockpt.errors import AiockptError, LocalProtocolError
+from aiockpt.observe import Progress
+from aiockpt.pg.group import Group, Health
+from aiockpt.pg.line import Line
+from aiockpt.pg.mover import Mover
+from aiockpt.pg.receiving import Receive, ReceiveOptions
+from aiockpt.pg.sending import Send
+from aiockpt.staging import Stager
+from aiockpt.transport import CheckpointTransport, T, Timeout, seconds
+from aiockpt.wire.limits import Limits
+
+__all__ = ["PGTransport"]
+
+_METADATA: Final = "aiockpt-process-group"
+_THREADS: Final = 2
+_CLOSING: Final = 5.0  # for what is under way, and then for the threads
+_HOST: Final = torch.device("cpu")
+
+
+class PGTransport(CheckpointTransport[T]):
+    """Sends a checkpoint to ranks of a process group, and receives from its like.
+
+    A send ends when its receivers have the checkpoint: both ends call at about the
+    same time, and whoever is early waits. It belongs to the loop that first used it.
+
+    Give it a group of its own, not the one that trains: a call that is cancelled or
+    times out, and a peer that dies, leave messages under way that nothing can call
+    back. From then on the transport is broken, every call raises
+    ``ProcessGroupError``, and the remedy is a new group.
+
+    Args:
+        pg: The group: gloo for host memory, NCCL for CUDA; a
+            ``torch.distributed.ProcessGroup``, or torchft's. It stays the caller's.
+        timeout: Default deadline of a send or a receive.
+        device: Where the group's backend wants its tensors.
+        state_dict: Called at every receive, on the loop; what it returns is received
+            into, unless ``into`` is given.
+        chunk_bytes: Bytes that one digest is for, a multiple of 64.
+        limits: What a receive accepts.
+        allow_pickle: Let leaves that nothing else carries travel as pickles, which
+            run code when they are received. Both ends must say so.
+    """
+
+    def __init__(
+        self,
+        pg: Group,
+        timeout: Timeout = 60.0,
+        device: torch.device = _HOST,
+        state_dict: Callable[[], T] | None = None,
+        *,
+        chunk_bytes: int = 16 << 20,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
+        allow_pickle: bool = False,
+    ) -> None:
+        self._group = pg
+        self._timeout = seconds(timeout)
+        self._device = device
+        self._state_dict = state_dict
+        self._limits = limits
+        self._allow_pickle = allow_pickle
+        self._health = Health()
+        self._lifetime = Lifetime("the transport")
+        self._staging = asyncio.Lock()
+        self._turns: dict[tuple[bool, int], asyncio.Lock] = {}
+        self._bridge = Bridge(threads=_THREADS, name="aiockpt-pg")
+        self._stager = Stager(
+            self._bridge,
+            threads=_THREADS,
+            chunk_bytes=chunk_bytes,
+            # A send ends when everything has been sent: it needs no copy until then.
+            zero_copy=True,
+            allow_pickle=allow_pickle,
+            limits=limits,
+        )
+
+    def __repr__(self) -> str:
+        broken = " broken" if self._health.broken else ""
+        return f"<PGTransport rank={self._group.rank()}{broken}>"
+
+    def metadata(self) -> str:
+        """Return a constant: a rank finds another one by the group.
+
+        Raises:
+            ClosedError: after :meth:`shutdown`.
+        """
+        self._lifetime.check()
+        return _METADATA
+
+    async def send_checkpoint(
+        self,
+        dst_ranks: list[int],
+        step: int,
+        state_dict: T,
+        timeout: Timeout | None = None,
+    ) -> None:
+        """Send ``state_dict`` as ``step`` to ``dst_ranks``, all of them at once.
+
+        Returns when every one of them has verified it, or failed: none waits for
+        another. What cannot be sent is told to them, so they do not wait either.
+
+        Raises:
+            UnsupportedLeafError, StagingError: it cannot be sent.
+            PeerFailedError: a receiver refused it, and says why; the group is well.
+            ProcessGroupError: the group is broken; ``rank`` says which peer broke it.
+            TransferTimeoutError: a receiver did not come or did not finish in time.
+            ClosedError: after, or because of, :meth:`shutdown`.
+
+        If cancelled before anything was sent, receivers go on waiting; later, the
+        transport is broken.
+        """
+        ranks = [self._peer(rank) for rank in dst_ranks]
+        if len(set(ranks)) != len(ranks):
+            raise ValueError(f"dst_ranks has a rank twice: {dst_ranks}")
+        limit = self._timeout if timeout is None else seconds(timeout)
+        with self._lifetime.call():
+            self._health.check()
+            async with Deadline(limit, stop="stage") as deadline:
+                line = partial(self._line, sending=True, deadline=deadline)
+                send = Send(self._stager, self._staging, self._bridge, deadline, line)
+                await send.run(ranks, step, state_dict)
+
+    async def disallow_checkpoint(self) -> None:
+        """Return when no send is under way: nothing stays offered after a send.
+
+        A send cannot be called off without breaking the group, so it is waited for,
+        until its deadline at most.
+        """
+        self._lifetime.bind()
+        for turn in [self._turns[key] for key in self._turns if key[0]]:
+            async with turn:
+                pass
+
+    async def recv_checkpoint(
+        self,
+        src_rank: int,
+        metadata: str,
+        step: int,
+        timeout: Timeout | None = None,
+        *,
+        into: T | None = None,
+        direct: bool = False,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> T:
+        """Receive ``step`` from ``src_rank``; it may be called before the send.
+
+        Args:
+            src_rank: The sender's rank in the group.
+            metadata: What a ``PGTransport``'s :meth:`metadata` returned.
+            step: The step that the sender was given.
+            timeout: Deadline of the whole call, in seconds or as a ``timedelta``.
+            into: A state dict whose tensors are filled; it is checked before a byte
+                moves, and touched only when everything has been verified.
+            direct: With ``into``: receive straight into its memory. A receive that
+                fails then says in a note whether the template was modified. One that
+                is cut short may still be written to until the group is destroyed.
+            progress: Called with :class:`.Progress` as bytes arrive.
+
+        Raises:
+            StepNotFoundError: the sender sends another step, which it is told.
+            PeerFailedError: the sender cannot send, and says why; the group is well.
+            ProcessGroupError: the group is broken.
+            TransferTimeoutError: the deadline passed.
+            TemplateMismatchError: ``into`` does not fit.
+            ProtocolError: see the error tree.
+
+        If cancelled once it waits for the sender, the transport is broken.
+        """
+        rank = self._peer(src_rank)
+        if metadata.startswith("http"):
+            raise LocalProtocolError("the sender is an HTTPTransport; use one here too")
+        limit = self._timeout if timeout is None else seconds(timeout)
+        deadline = Deadline(limit, stop="fetch_manifest")
+        if into is None and self._state_dict is not None:
+            into = self._state_dict()
+        options = ReceiveOptions(
+            into=into,
+            progress=progress,
+            terms=Terms(
+                limits=self._limits,
+                allow_pickle=self._allow_pickle,
+                direct=direct,
+                ports=port_for,
+            ),
+        )
+        receive = Receive(step, self._bridge, options, deadline)
+        with self._lifetime.call():
+            self._health.check()
+            try:
+                async with (
+                    deadline,
+                    self._line(rank, sending=False, deadline=deadline) as line,
+                ):
+                    return cast("T", await receive.run(line))
+            except AiockptError as error:
+                receive.annotate(error)
+                raise
+
+    async def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
+        """Close everything but the group, which is the caller's.
+
+        Calls that are under way fail at once, whatever ``wait`` says; a thread that
+        waits for the group ends by itself, with the wait. If cancelled, the closing
+        goes on by itself.
+        """
+        self._bridge.refuse()
+        self._stager.close()
+        await self._lifetime.end(
+            partial(self._lifetime.calls_ended, timeout=_CLOSING),
+            partial(self._bridge.aclose, timeout=_CLOSING),
+        )
+
+    def _peer(self, rank: int) -> int:
+        if rank == self._group.rank() or not 0 <= rank < self._group.size():
+            raise ValueError(
+                f"{rank} is no other rank of a group of {self._group.size()}"
+            )
+        return rank
+
+    @asynccontextmanager
+    async def _line(
+        self, rank: int, *, sending: bool, deadline: Deadline
+    ) -> AsyncIterator[Line]:
+        """Wait for the turn, then hold one conversation with ``rank``."""
+        async with self._turn(rank, sending=sending):
+            self._health.check()
+            mover = Mover(self._group, rank, self._device, sending=sending)
+            yield Line(mover, self._health, self._bridge, deadline)
+
+    def _turn(self, rank: int, *, sending: bool) -> asyncio.Lock:
+        # Messages of host memory have tags. A communicator of a device has an order
+        # only, which both ends must keep: one thing at a time.
+        key = (sending, rank) if self._device.type == "cpu" else (True, -1)
+        return self._turns.setdefault(key, asyncio.Lock())

@@ -1,0 +1,213 @@
+"""What other process-group transports get wrong, and this one does not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from aiockpt import (
+    PeerFailedError,
+    ProcessGroupError,
+    Progress,
+    TemplateMismatchError,
+    TransferTimeoutError,
+)
+from aiockpt.pg import messages, mover
+from aiockpt.testing import assert_same
+from groups import Transport, both, gloo_groups, moved, transports
+
+pytestmark = pytest.mark.asyncio
+
+
+class Bomb:
+    """An object whose pickle would do something when it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return (print, ("executed",))
+
+
+class Counted:
+    """A group that counts its messages and their bytes."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.messages: list[int] = []
+
+    def rank(self) -> int:
+        """Pass on."""
+        return int(self.group.rank())
+
+    def size(self) -> int:
+        """Pass on."""
+        return int(self.group.size())
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        """Count, and pass on."""
+        self.messages.append(tensors[0].nbytes)
+        return self.group.send(tensors, rank, tag)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        """Pass on."""
+        return self.group.recv(tensors, rank, tag)
+
+
+async def sent_messages(state: object) -> list[int]:
+    """Move a state; return the lengths of what the sender sent."""
+    ours, theirs = await gloo_groups(2)
+    counted = Counted(ours)
+    async with Transport(counted) as sender, Transport(theirs) as receiver:
+        assert_same(await moved(sender, receiver, state), state)
+    return counted.messages
+
+
+class TestWhatTravels:
+    """Values arrive as they are, and cost what they must."""
+
+    async def test_nothing_is_executed(self, capsys: pytest.CaptureFixture) -> None:
+        """P1: an object that only a pickle could carry is refused by the sender."""
+        async with transports() as (sender, receiver):
+            sent, got = await both(sender, receiver, {"x": Bomb()})
+        assert "Bomb" in str(sent)
+        assert isinstance(got, PeerFailedError)
+        assert "executed" not in capsys.readouterr().out
+
+    async def test_parameters_and_flags_survive(self) -> None:
+        """P2, P3, P4: parameters, the conjugate bit, and requires_grad."""
+        state = {
+            "parameter": torch.nn.Parameter(torch.ones(3)),
+            "frozen": torch.nn.Parameter(torch.ones(3), requires_grad=False),
+            "wants grad": torch.ones(3, requires_grad=True),
+            "conjugated": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+            "sparse": torch.eye(3).to_sparse(),
+        }
+        async with transports() as (sender, receiver):
+            assert_same(await moved(sender, receiver, state), state)
+
+    async def test_an_odd_storage_travels(self) -> None:
+        """P5: its size is no multiple of the element size."""
+        odd = torch.empty(0, dtype=torch.float32)
+        odd.set_(torch.UntypedStorage(10), 0, (2,), (1,))
+        odd.copy_(torch.tensor([1.0, 2.0]))
+        async with transports() as (sender, receiver):
+            assert_same(await moved(sender, receiver, {"odd": odd}), {"odd": odd})
+
+    async def test_a_small_view_travels_alone(self) -> None:
+        """P6: 40 bytes do not drag their storage along."""
+        storage = torch.zeros(4 << 20)
+        views = {f"v{n}": storage[n * 1000 : n * 1000 + 10] for n in range(16)}
+        assert sum(await sent_messages(views)) < 64 << 10
+
+    async def test_a_tied_weight_travels_once(self) -> None:
+        """P6: and is tied where it arrives."""
+        weight = torch.zeros(1 << 18)
+        sent = sum(await sent_messages({"a": weight, "b": weight, "c": weight[7:]}))
+        assert sent < weight.nbytes + (64 << 10)
+
+    async def test_small_tensors_share_messages(self) -> None:
+        """P13: 5,000 tensors are a handful of messages, not 5,000 waits."""
+        state = {f"t{n}": torch.full((1024,), float(n)) for n in range(5000)}
+        assert len(await sent_messages(state)) < 20
+
+    async def test_a_large_tensor_is_sent_from_its_own_memory(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """P14: and, with ``direct``, received into the template's."""
+        seen: list[int] = []
+
+        def watch(memory: Any, start: int, stop: int) -> torch.Tensor:
+            tensor = outgoing(memory, start, stop)
+            seen.append(tensor.data_ptr())
+            return tensor
+
+        outgoing = messages.outgoing
+        monkeypatch.setattr(mover, "outgoing", watch)
+        state = {"w": torch.zeros(1 << 20)}
+        async with transports() as (sender, receiver):
+            await moved(sender, receiver, state)
+        assert seen == [state["w"].data_ptr()]
+
+
+class TestTemplates:
+    """What is received into is checked first, and only then written."""
+
+    @pytest.mark.parametrize("direct", [False, True])
+    @pytest.mark.parametrize(
+        "mine",
+        [
+            torch.zeros(3, 2),
+            torch.zeros(2, 3, dtype=torch.int32),
+            torch.zeros(3, 2).t(),
+        ],
+        ids=["size", "dtype", "stride"],
+    )
+    async def test_what_does_not_fit_is_refused_by_both(
+        self, mine: torch.Tensor, *, direct: bool
+    ) -> None:
+        """P7, P8, P9: before the tensor in front of it is written."""
+        into = {"first": torch.zeros(5), "second": mine}
+        state = {"first": torch.ones(5), "second": torch.ones(2, 3)}
+        async with transports() as (sender, receiver):
+            sent, got = await both(sender, receiver, state, into=into, direct=direct)
+            assert isinstance(got, TemplateMismatchError)
+            assert isinstance(sent, PeerFailedError)
+            assert not into["first"].any()
+            assert not into["second"].any()
+            await moved(sender, receiver, state)
+
+    @pytest.mark.parametrize("direct", [False, True])
+    async def test_memory_beside_a_view_is_untouched(self, *, direct: bool) -> None:
+        """P10."""
+        whole = torch.zeros(10)
+        async with transports() as (sender, receiver):
+            state = {"w": torch.ones(4)}
+            into = {"w": whole[3:7]}
+            await moved(sender, receiver, state, into=into, direct=direct)
+        assert whole.tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 0, 0]
+
+
+class TestDeadlines:
+    """One for the whole call, and nobody waits for another."""
+
+    @pytest.mark.allow_leaks("threads", "fds")  # the waiting ones
+    async def test_the_timeout_of_the_constructor_holds(self) -> None:
+        """P15: where a call gives none."""
+        async with transports(timeout=0.3) as (_, receiver):
+            started = time.monotonic()
+            with pytest.raises(TransferTimeoutError):
+                await receiver.recv_checkpoint(0, "", 1)
+            assert time.monotonic() - started < 0.8
+
+    @pytest.mark.allow_leaks("threads", "fds")  # the waiting ones
+    async def test_a_deadline_is_for_all_waits_together(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """P15: a sender that is slow at every message does not stretch it."""
+
+        def late(memory: Any, start: int, stop: int) -> torch.Tensor:
+            time.sleep(0.2)
+            return outgoing(memory, start, stop)
+
+        outgoing = messages.outgoing
+        monkeypatch.setattr(mover, "outgoing", late)
+        state = {f"w{n}": torch.zeros(1 << 18) for n in range(20)}
+        async with transports() as (sender, receiver):
+            sending = asyncio.create_task(sender.send_checkpoint([1], 1, state))
+            started = time.monotonic()
+            with pytest.raises(TransferTimeoutError):
+                await receiver.recv_checkpoint(0, "", 1, 1)
+            assert time.monotonic() - started < 1.5
+            with pytest.raises(ProcessGroupError):
+                await sending  # it is told, and does not wait for its own
+
+    async def test_progress_is_told(self) -> None:
+        """P18."""
+        seen: list[Progress] = []
+        async with transports() as (sender, receiver):
+            state = {"w": torch.zeros(1 << 18)}
+            await moved(sender, receiver, state, progress=seen.append)
+        assert seen[-1].bytes_done == seen[-1].bytes_total == 1 << 20
+        assert len({progress.bytes_done for progress in seen}) > 2

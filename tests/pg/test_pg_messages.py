@@ -1,0 +1,95 @@
+"""Messages: how a segment is cut, and that every byte finds its place."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiockpt.pg.messages import (
+    LARGE_BYTES,
+    MESSAGE_BYTES,
+    TOGETHER_BYTES,
+    Landing,
+    outgoing,
+    plan_messages,
+)
+
+KIB = 1 << 10
+
+
+def ranges(sizes: list[int]) -> list[tuple[int, int]]:
+    """Return where entries of these sizes lie."""
+    return list(pairwise(accumulate(sizes, initial=0)))
+
+
+@given(st.lists(st.sampled_from([0, 1, 4 * KIB, 300 * KIB, 3000 * KIB, 40 << 20])))
+def test_messages_tile_the_segment(sizes: list[int]) -> None:
+    """In order, bounded, none of them empty."""
+    messages = plan_messages(ranges(sizes))
+    assert [start for start, _ in messages][1:] == [stop for _, stop in messages][:-1]
+    assert sum(stop - start for start, stop in messages) == sum(sizes)
+    assert all(0 < stop - start <= MESSAGE_BYTES for start, stop in messages)
+
+
+def test_a_large_entry_travels_by_itself() -> None:
+    """So that either end can use the memory of the tensor."""
+    sizes = [100, LARGE_BYTES, 100, 100, 2 * MESSAGE_BYTES + 1]
+    messages = plan_messages(ranges(sizes))
+    assert [stop - start for start, stop in messages] == [
+        100,
+        LARGE_BYTES,
+        200,
+        MESSAGE_BYTES,
+        MESSAGE_BYTES,
+        1,
+    ]
+
+
+def test_small_entries_travel_together() -> None:
+    """100,000 tensors of 4 KiB are 200 messages."""
+    messages = plan_messages(ranges([4 * KIB] * 100_000))
+    assert len(messages) == -(-100_000 * 4 * KIB // TOGETHER_BYTES)
+
+
+class Pieces:
+    """A segment whose entries lie apart."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.entries = [bytearray(size) for size in sizes]
+        self._ranges = ranges(sizes)
+
+    def buffers(self, start: int, stop: int) -> list[memoryview]:
+        """Return the parts of the entries that are in a range."""
+        found = []
+        for entry, (first, last) in zip(self.entries, self._ranges, strict=True):
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                found.append(memoryview(entry)[low - first : high - first])
+        return found
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 60), (0, 10), (3, 9), (5, 35)])
+def test_bytes_find_their_place(start: int, stop: int) -> None:
+    """Whether a message is one run of memory here or there, or several."""
+    ours, theirs = Pieces([10, 20, 30]), Pieces([60])
+    theirs.entries[0][:] = range(60)
+    for source, target in ((theirs, ours), (ours, Pieces([60]))):
+        landing = Landing(target, start, stop)
+        landing.tensor.copy_(outgoing(source, start, stop))
+        landing.settle()
+        assert b"".join(target.buffers(start, stop)) == bytes(range(start, stop))
+
+
+def test_one_run_of_memory_is_not_copied() -> None:
+    """What is received is where it belongs, and what is sent is the tensor's own."""
+    pieces = Pieces([10, 20])
+    Landing(pieces, 10, 30).tensor.fill_(7)
+    assert pieces.entries[1] == bytes([7] * 20)
+    sent = outgoing(pieces, 10, 30)
+    pieces.entries[1][0] = 1
+    assert sent[0] == 1
+    assert sent.dtype is torch.uint8

@@ -1,0 +1,155 @@
+"""Ranks in processes of their own: whole checkpoints, and peers that die or stop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from aiockpt import ProcessGroupError, Progress, TransferTimeoutError
+from aiockpt.testing import assert_same
+from aiockpt.testing.leaves import LEAVES
+from rank import MIB_SENT
+from rankprocesses import ranks, transport
+from transports import MIB, weights
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
+
+SLACK = 0.5
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Fail what takes longer, and what this machine's load does not explain."""
+    started = time.monotonic()
+    yield
+    assert time.monotonic() - started < seconds + SLACK
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd tensors
+@pytest.mark.parametrize("count", [2, 3])
+async def test_everything_survives_a_round_through_all_ranks(
+    tmp_path: Path, count: int
+) -> None:
+    """Each rank receives it, and sends on what it has received."""
+    async with (
+        ranks(tmp_path, *["pass_on"] * (count - 1)) as (group, _),
+        transport(group) as ours,
+    ):
+        for step, kind in enumerate(LEAVES, 1):
+            state = {"leaf": LEAVES[kind](), "beside": torch.arange(3)}
+            await ours.send_checkpoint([1], step, state)
+            assert_same(await ours.recv_checkpoint(count - 1, "", step), state)
+
+
+async def test_a_dead_sender_is_an_error_at_once(tmp_path: Path) -> None:
+    """It died before it sent anything."""
+    async with ranks(tmp_path, "idle") as (group, (peer,)), transport(group) as ours:
+        receiving = asyncio.create_task(ours.recv_checkpoint(1, "", 1))
+        await asyncio.sleep(0.1)
+        peer.kill()
+        with within(5), pytest.raises(ProcessGroupError, match="make a new group") as e:
+            await receiving
+        assert e.value.rank == 1
+        with pytest.raises(ProcessGroupError, match="make a new group"):
+            await ours.recv_checkpoint(1, "", 1)
+
+
+@pytest.mark.allow_leaks("threads", "fds")  # of the wait that its death did not end
+@pytest.mark.parametrize("direct", [False, True])
+async def test_a_sender_killed_half_way(tmp_path: Path, *, direct: bool) -> None:
+    """A template is untouched, or the error says that it is not."""
+    into = weights(0.0, mib=MIB_SENT, count=64)
+    async with ranks(tmp_path, "send") as (group, (peer,)), transport(group) as ours:
+
+        def kill(progress: Progress) -> None:
+            if progress.bytes_done > MIB_SENT * MIB / 10 and peer.returncode is None:
+                peer.kill()
+
+        with within(10), pytest.raises(ProcessGroupError) as caught:
+            await ours.recv_checkpoint(
+                1, "", 1, into=into, direct=direct, progress=kill
+            )
+    words = "was modified" if direct else "was not modified"
+    assert f"the template {words}" in caught.value.__notes__
+    if not direct:
+        assert_same(into, weights(0.0, mib=MIB_SENT, count=64))
+
+
+@pytest.mark.allow_leaks("threads", "fds")  # of the wait that its death did not end
+async def test_a_receiver_killed_half_way_disturbs_no_other(tmp_path: Path) -> None:
+    """The other one gets all of it, and the error names the dead one, and soon."""
+    async with (
+        ranks(tmp_path, "receive", "receive") as (group, (dying, _)),
+        transport(group, timeout=5) as ours,
+    ):
+        state = weights(mib=4 * MIB_SENT, count=64)
+        sending = asyncio.create_task(ours.send_checkpoint([1, 2], 1, state))
+        await asyncio.sleep(0.3)
+        dying.kill()
+        with within(5), pytest.raises(ProcessGroupError) as caught:
+            await sending
+        assert caught.value.rank == 1
+        assert not hasattr(caught.value, "__notes__"), "rank 2 has it"
+
+
+@pytest.mark.allow_leaks("threads", "fds")  # the waiting one, which its deadline ends
+@pytest.mark.parametrize("role", ["send", "receive"])
+async def test_a_stopped_peer_ends_with_the_deadline(tmp_path: Path, role: str) -> None:
+    """The loop has been running all the time, and the group is broken afterwards."""
+    async with ranks(tmp_path, role) as (group, (peer,)), transport(group) as ours:
+        peer.send_signal(signal.SIGSTOP)
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.01)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        call = (
+            ours.recv_checkpoint(1, "", 1, timeout=1)
+            if role == "send"
+            else ours.send_checkpoint([1], 1, weights(), timeout=1)
+        )
+        with within(1), pytest.raises(TransferTimeoutError, match="rank 1"):
+            await call
+        ticking.cancel()
+        assert ticks > 20
+        with pytest.raises(ProcessGroupError, match="make a new group"):
+            await ours.send_checkpoint([1], 1, weights())
+
+
+@pytest.mark.allow_leaks("threads", "fds")  # the waiting ones, as above
+async def test_a_stopped_receiver_holds_up_no_other(tmp_path: Path) -> None:
+    """The other one has the checkpoint, and sends it back, before the deadline."""
+    async with (
+        ranks(tmp_path, "receive", "answer") as (group, (peer, _)),
+        transport(group) as ours,
+    ):
+        peer.send_signal(signal.SIGSTOP)
+        state = weights(mib=8)
+        sending = asyncio.create_task(ours.send_checkpoint([1, 2], 1, state, timeout=5))
+        assert_same(await ours.recv_checkpoint(2, "", 1), state)
+        assert not sending.done()
+        with pytest.raises(TransferTimeoutError, match="rank 1"):
+            await sending
+
+
+@pytest.mark.parametrize("life", ["leave", "leave_late"])
+async def test_the_interpreter_exits_beside_a_waiting_thread(
+    tmp_path: Path, life: str
+) -> None:
+    """Nobody joins it, and it may even come back while the modules are torn down."""
+    async with ranks(tmp_path, life) as (_, (peer,)):
+        assert peer.stdout is not None
+        assert await peer.stdout.readline() == b"cancelled\n"
+        with within(10):
+            assert await peer.wait() == 0

@@ -1,0 +1,102 @@
+"""A rank in a process of its own: ``rank.py STORE RANK COUNT WHAT``, over gloo.
+
+WHAT is how it spends its life, until it is killed: a function below.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import aiockpt.testing.leaves  # noqa: F401 - both ends register its types
+from groups import Transport, joined, store_in
+from transports import weights
+
+MIB_SENT = 256
+LONG = 600
+
+
+async def pass_on(transport: Transport, rank: int, count: int) -> None:
+    """Receive from the rank below, send to the rank above, in a ring."""
+    step = 0
+    while True:
+        step += 1
+        state = await transport.recv_checkpoint(rank - 1, "", step, LONG)
+        await transport.send_checkpoint([(rank + 1) % count], step, state, LONG)
+
+
+async def send(transport: Transport, rank: int, count: int) -> None:
+    """Send to everybody below, again and again."""
+    state = weights(mib=MIB_SENT, count=64)
+    while True:
+        await transport.send_checkpoint(list(range(rank)), 1, state, LONG)
+
+
+async def receive(transport: Transport, rank: int, count: int) -> None:
+    """Receive from rank 0, again and again."""
+    while True:
+        await transport.recv_checkpoint(0, "", 1, LONG)
+
+
+async def answer(transport: Transport, rank: int, count: int) -> None:
+    """Receive from rank 0, and send it back."""
+    state = await transport.recv_checkpoint(0, "", 1, LONG)
+    await transport.send_checkpoint([0], 1, state, LONG)
+    await asyncio.Event().wait()
+
+
+async def idle(transport: Transport, rank: int, count: int) -> None:
+    """Do nothing."""
+    await asyncio.Event().wait()
+
+
+async def leave(transport: Transport, rank: int, count: int) -> None:
+    """Wait for what never comes, lose patience, and leave the threads behind."""
+    await left(transport, LONG)
+
+
+async def leave_late(transport: Transport, rank: int, count: int) -> None:
+    """Do the same; the threads come back while the interpreter ends."""
+    globals()["ends slowly"] = EndsSlowly()
+    await left(transport, 1)
+
+
+class EndsSlowly:
+    """Lets other threads run while the modules are torn down."""
+
+    def __init__(self) -> None:
+        self._sleep = time.sleep
+
+    def __del__(self) -> None:
+        self._sleep(2)
+
+
+async def left(transport: Transport, timeout: float) -> None:
+    """Begin to receive, and stop."""
+    receive = transport.recv_checkpoint(0, "", 1, timeout)
+    task = asyncio.create_task(receive)
+    await asyncio.sleep(0.2)
+    task.cancel()
+    await asyncio.wait({task})
+    print("cancelled" if task.cancelled() else task.exception(), flush=True)
+
+
+LIVES: dict[str, Callable[[Transport, int, int], Any]] = {
+    life.__name__: life
+    for life in (pass_on, send, receive, answer, idle, leave, leave_late)
+}
+
+
+async def main(path: str, rank: int, count: int, life: str) -> None:
+    """Join the group, say so, and live."""
+    group = await joined(store_in(path, count), rank, count)
+    async with Transport(group, timeout=LONG) as transport:
+        print("ready", flush=True)
+        await LIVES[life](transport, rank, count)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))

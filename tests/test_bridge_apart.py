@@ -1,0 +1,134 @@
+"""Calls in threads of their own: they can be left behind, and keep nothing for long."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from contextvars import ContextVar
+
+import pytest
+
+from aiockpt._bridge import Bridge
+from aiockpt.errors import ClosedError
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
+
+LONG = 30.0
+VARIABLE: ContextVar[int] = ContextVar("variable")
+
+
+class Wait:
+    """A wait that nothing ends but its own event."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.end = threading.Event()
+
+    def __call__(self) -> str:
+        self.begun.set()
+        assert self.end.wait(LONG)
+        return "ended"
+
+
+def alive() -> list[threading.Thread]:
+    """Return the threads that were started for such calls."""
+    return [t for t in threading.enumerate() if t.name == "bridge-apart-apart"]
+
+
+async def begun(wait: Wait) -> None:
+    """Wait until a thread is in it."""
+    while not wait.begun.is_set():  # noqa: ASYNC110 - a thread sets it
+        await asyncio.sleep(0.001)
+
+
+async def test_results_errors_and_context_come_back() -> None:
+    """As with any call of the bridge."""
+    bridge = Bridge(threads=1, name="bridge-apart")
+    VARIABLE.set(3)
+    assert await bridge.run_apart(VARIABLE.get) == 3
+    with pytest.raises(ZeroDivisionError):
+        await bridge.run_apart(divmod, 1, 0)
+    bridge.close()
+
+
+async def test_every_call_has_a_thread_of_its_own() -> None:
+    """They do not wait for one another, nor for the pool."""
+    bridge = Bridge(threads=1, name="bridge-apart")
+    first, second = Wait(), Wait()
+    calls = [asyncio.create_task(bridge.run_apart(wait)) for wait in (first, second)]
+    await begun(first)
+    await begun(second)
+    assert await bridge.run(int) == 0
+    second.end.set()
+    assert await calls[1] == "ended"
+    first.end.set()
+    assert await calls[0] == "ended"
+    bridge.close()
+
+
+async def test_a_cancel_leaves_the_thread_behind() -> None:
+    """The await ends at once; the thread is a daemon, and ends when it can."""
+    bridge = Bridge(threads=1, name="bridge-apart")
+    wait = Wait()
+    call = asyncio.create_task(bridge.run_apart(wait))
+    await begun(wait)
+    call.cancel()
+    await asyncio.wait({call})
+    assert call.cancelled()
+    (left,) = alive()
+    assert left.daemon
+    bridge.close()  # does not wait for it
+    assert left.is_alive()
+    wait.end.set()
+    while left.is_alive():  # noqa: ASYNC110 - joining it would block
+        await asyncio.sleep(0.001)
+
+
+async def test_closing_ends_the_call_at_once() -> None:
+    """And refuses later ones."""
+    bridge = Bridge(threads=1, name="bridge-apart")
+    wait = Wait()
+    call = asyncio.create_task(bridge.run_apart(wait))
+    await begun(wait)
+    await bridge.aclose(timeout=LONG)
+    with pytest.raises(ClosedError):
+        await call
+    with pytest.raises(ClosedError):
+        await bridge.run_apart(int)
+    wait.end.set()
+
+
+class Thing:
+    """Something that must not be kept alive."""
+
+
+@pytest.mark.parametrize("left_behind", [False, True])
+async def test_nothing_is_kept_once_the_thread_has_ended(*, left_behind: bool) -> None:
+    """Neither its arguments nor what it raised."""
+    bridge = Bridge(threads=1, name="bridge-apart")
+    thing, wait = Thing(), Wait()
+    gone = weakref.ref(thing)
+
+    def fail(kept: Thing) -> None:
+        wait()
+        raise ValueError(kept)
+
+    call = asyncio.create_task(bridge.run_apart(fail, thing))
+    del thing
+    await begun(wait)
+    if left_behind:
+        call.cancel()
+        await asyncio.wait({call})
+    wait.end.set()
+    if not left_behind:
+        await asyncio.wait({call})
+        assert isinstance(call.exception(), ValueError)
+    del call
+    bridge.close()
+    while alive():  # noqa: ASYNC110 - joining it would block
+        await asyncio.sleep(0.001)
+    if not left_behind:
+        gc.collect()  # the error was in our own frames
+    assert gone() is None
