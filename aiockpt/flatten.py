@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aiockpt._distributed import take_apart
 from aiockpt._drafts import Drafts, draft
 from aiockpt._gc import collector_paused
 from aiockpt._groups import Backing
@@ -35,7 +36,8 @@ class Description:
     """A state dict as data: what the manifest says, and where the bytes are.
 
     ``storages`` and ``backings`` run in the order of the data segment; ``tensors``
-    are the state dict's own, by tensor number.
+    are the state dict's own, by tensor number. ``wholes`` are its distributed
+    tensors, by the `id` of each of their local tensors.
     """
 
     tree: Node
@@ -45,6 +47,7 @@ class Description:
     backings: Sequence[Backing]
     views: Sequence[TensorSpec]
     tensors: Mapping[int, torch.Tensor]
+    wholes: Mapping[int, torch.Tensor]
 
     def spec(self, number: int) -> TensorSpec:
         """Return what the manifest would say about a tensor."""
@@ -61,6 +64,7 @@ class _Collector:
     def __init__(self, limits: Limits, *, allow_pickle: bool, writing: bool) -> None:
         self.tensors: list[torch.Tensor] = []
         self.names: dict[str, None] = {}
+        self.wholes: dict[int, torch.Tensor] = {}
         self.writing = writing
         self._numbers: dict[int, int] = {}
         self._limits = limits
@@ -82,6 +86,11 @@ class _Collector:
         """Say how a leaf travels; None where it cannot."""
         if _is_dense_tensor(value):
             return ["tensor", self._number(value, path)]
+        if (parts := take_apart(value, path)) is not None:
+            for tensor in parts.tensors:
+                self._number(tensor, path)  # the entry has the name of the whole
+            self.wholes |= dict.fromkeys(map(id, parts.tensors or (value,)), value)
+            return ["ext", parts.tag, self.encode(parts.payload, path)]
         if self.writing and isinstance(value, torch.Tensor) and value.is_quantized:
             remedy = "it cannot be received into; receive without a template"
             raise UnsupportedLeafError(format_path(path), "quantized tensor", remedy)
@@ -182,4 +191,5 @@ def _describe(state_dict: object, collector: _Collector) -> Description:
         backings=[drafts.backings[index] for index in order],
         views=views,
         tensors=dict(zip(numbers, tensors, strict=True)),
+        wholes=collector.wholes,
     )

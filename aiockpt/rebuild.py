@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from mmap import mmap
 
 import torch
 
+from aiockpt._distributed import TAGS, check_places, decoders, layouts
 from aiockpt._gc import collector_paused
 from aiockpt._leaves import DTYPES, registry
 from aiockpt.errors import RemoteProtocolError
@@ -25,7 +26,7 @@ from aiockpt.wire.manifest import (
 )
 from aiockpt.wire.untree import decode_tree
 
-__all__ = ["assemble", "entry_tensors", "parts_over", "tensors_over"]
+__all__ = ["assemble", "check_meshes", "entry_tensors", "parts_over", "tensors_over"]
 
 _CODE_DTYPES = {code: DTYPES[name] for code, name in CODES.items()}
 
@@ -123,25 +124,42 @@ def assemble(
     *,
     limits: Limits,
     allow_pickle: bool = False,
+    wholes: Mapping[int, torch.Tensor] | None = None,
 ) -> object:
     """Return the state dict of a manifest with its tensors put in.
 
     Nothing but registered leaves looks into the tensors. What is made of their bytes
-    takes no more memory than the checkpoint.
+    takes no more memory than the checkpoint. ``wholes`` are those of a `Match`.
 
     Raises:
+        DeviceMeshError: a distributed tensor has no place in this process.
         RemoteProtocolError: the tree is malformed, or has a leaf type that this
             process has not registered.
     """
     travelled = manifest.total_bytes
+    if not wholes:
+        check_meshes(manifest, limits=limits)
+    more = decoders(wholes or {})
     with collector_paused():
         return decode_tree(
             manifest.tree,
-            registry=registry(allow_pickle=allow_pickle, travelled=travelled),
+            registry=registry(more, allow_pickle=allow_pickle, travelled=travelled),
             tensors=tensors,
             blob=lambda number: _bytes(manifest, number, tensors),
             limits=limits,
         )
+
+
+def check_meshes(manifest: Manifest, *, limits: Limits) -> None:
+    """Refuse distributed tensors that have no place here, before a byte is moved.
+
+    Raises:
+        DeviceMeshError: this process lacks a process group that one needs.
+        RemoteProtocolError, LimitExceededError: one is malformed, or too large.
+    """
+    if any(tag.encode() in manifest.header for tag in TAGS):
+        count = manifest.tensor_count
+        check_places(layouts(manifest.tree, count=count, limits=limits))
 
 
 def _bytes(manifest: Manifest, number: int, tensors: Sequence[torch.Tensor]) -> bytes:

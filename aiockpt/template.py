@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from aiockpt._distributed import TAGS, layouts
 from aiockpt._gc import collector_paused
 from aiockpt._groups import Backing
 from aiockpt.errors import (
@@ -50,12 +51,14 @@ class Match:
         parts: Numbers of tensors that registered leaves are made of. A leaf is a
             value: it is made anew from what arrived, and never filled.
         blobs: Numbers of tensors that hold the bytes of values.
+        wholes: The template's distributed tensors, by the `id` of a local tensor.
     """
 
     backings: Sequence[Backing]
     tensors: Mapping[int, torch.Tensor]
     parts: Set[int]
     blobs: Set[int]
+    wholes: Mapping[int, torch.Tensor]
 
 
 class Template:
@@ -73,6 +76,7 @@ class Template:
             state_dict, limits=limits, allow_pickle=allow_pickle, writing=True
         )
         self._numbers = dict(_own_tensors(self._own))
+        self._limits = limits
 
     def __repr__(self) -> str:
         return f"<Template tensors={len(self._numbers)}>"
@@ -97,15 +101,34 @@ class Template:
         for each in references(manifest.tree):
             if not 0 <= each.number < manifest.tensor_count:
                 raise RemoteProtocolError(f"the tree names tensor {each.number}")
-            if each.kind == "tensor" and each.leaf is None:
+            if each.kind == "tensor" and _is_filled(each):
                 theirs.append((each.path, each.number))
             else:
                 values.append(each)
+        if self._own.wholes or any(tag.encode() in manifest.header for tag in TAGS):
+            self._same_layouts(manifest)
         _same_paths(dict(theirs), self._numbers)
         pairing = _Pairing(manifest, self._own)
         for path, number in theirs:
             pairing.add(path, number, self._numbers[path])
         return pairing.match(values)
+
+
+    def _same_layouts(self, manifest: Manifest) -> None:
+        own, limits = self._own, self._limits
+        mine = layouts(own.tree, count=len(own.tensors), limits=limits)
+        theirs = layouts(manifest.tree, count=manifest.tensor_count, limits=limits)
+        for path in {**theirs, **mine}:
+            one, other = theirs.get(path), mine.get(path)
+            if one is None or other is None or one.comparable() != other.comparable():
+                nothing = "no distributed tensor"
+                expected, actual = (str(each or nothing) for each in (one, other))
+                raise _mismatch(path, expected=expected, actual=actual)
+
+
+def _is_filled(reference: Reference) -> bool:
+    """Say whether a tensor is one of the state dict, or a local part of one."""
+    return reference.leaf is None or reference.leaf[1] in TAGS
 
 
 def _own_tensors(own: Description) -> Iterator[tuple[Path, int]]:
@@ -114,12 +137,12 @@ def _own_tensors(own: Description) -> Iterator[tuple[Path, int]]:
     A sparse tensor's indices are valid for its size alone, and nothing compares that
     with the sender's: once they were filled, reading it would leave its memory.
     """
-    for path, kind, number, leaf in references(own.tree):
-        if kind == "tensor":
-            if leaf is not None:
-                where, tag = leaf
+    for each in references(own.tree):
+        if each.kind == "tensor":
+            if each.leaf is not None and not _is_filled(each):
+                where, tag = each.leaf
                 raise UnsupportedLeafError(format_path(where), tag, _REMEDY)
-            yield path, number
+            yield each.path, each.number
 
 
 def _same_paths(theirs: Mapping[Path, int], own: Mapping[Path, int]) -> None:
@@ -177,6 +200,7 @@ class _Pairing:
             {number: own.tensors[mine] for number, mine in numbers.items()},
             {value.number for value in values if value.kind == "tensor"},
             {value.number for value in values if value.kind == "blob"},
+            own.wholes,
         )
 
     def _keep_apart(self, values: Sequence[Reference]) -> None:

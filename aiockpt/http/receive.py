@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -22,7 +22,7 @@ from aiockpt.http.client import CheckpointClient
 from aiockpt.http.meter import Meter
 from aiockpt.memory import Arena, available_memory
 from aiockpt.observe import Progress, TransferEvent, emit
-from aiockpt.rebuild import assemble, parts_over, tensors_over
+from aiockpt.rebuild import assemble, check_meshes, parts_over, tensors_over
 from aiockpt.template import Match, Template
 from aiockpt.wire.http import Source
 from aiockpt.wire.limits import Limits, enforce
@@ -109,6 +109,8 @@ class Receive:
         self._progress.expect(manifest)
         self._stop("allocate")
         if template is None:
+            limits = self._options.limits
+            await self._bridge.run(lambda: check_meshes(manifest, limits=limits))
             arena = await self._bridge.run(self._allocate, manifest, self._nbytes)
             return await self._fetch_and_build(source, manifest, arena)
         match = self._hold(await self._bridge.run(template.match, manifest))
@@ -223,14 +225,21 @@ class Receive:
         found = {**match.tensors, **values}
         unused = torch.empty(0)  # a number that the tree does not mention
         numbers = range(manifest.tensor_count)
-        return self._rebuild(manifest, [found.get(n, unused) for n in numbers])
+        whole = [found.get(n, unused) for n in numbers]
+        return self._rebuild(manifest, whole, match.wholes)
 
-    def _rebuild(self, manifest: Manifest, tensors: Sequence[torch.Tensor]) -> object:
+    def _rebuild(
+        self,
+        manifest: Manifest,
+        tensors: Sequence[torch.Tensor],
+        wholes: Mapping[int, torch.Tensor] | None = None,
+    ) -> object:
         return assemble(
             manifest,
             tensors,
             limits=self._options.limits,
             allow_pickle=self._options.allow_pickle,
+            wholes=wholes,
         )
 
     async def _load(self, manifest: Manifest, match: Match, plan: CopyPlan) -> None:
