@@ -24,7 +24,9 @@ T = TypeVar("T")
 
 _MAX: Final = 2**63 - 1
 _DIMS: Final = 64
-_REDUCTIONS: Final = frozenset({"sum", "avg", "min", "max", "product", "band", "bor", "bxor"})
+_REDUCTIONS: Final = frozenset(
+    {"sum", "avg", "min", "max", "product", "band", "bor", "bxor"}
+)
 
 
 def parse_layout(tag: str, payload: object) -> DTensorLayout | ShardedLayout:
@@ -57,14 +59,34 @@ def _check_dtensor(found: DTensorLayout) -> None:
     if at is not None:
         _demand(len(at) == len(sizes), "a coordinate in the mesh")
         _demand(all(map(int.__lt__, at, sizes)), "a coordinate in the mesh")
-    cuts = [each for each in found.placements if each[0] in {"shard", "strided"}]
-    _demand(all(int(each[1]) < dims for each in cuts), "a dimension that is cut")  # type: ignore[misc]
-    if found.order is not None:
-        own = all(dim < dims and all(m < len(sizes) for m in by) for dim, by in found.order)
-        _demand(own, "an order of cuts")
+    split = found.mesh.grid.count  # or as many as there are rows, where one was flat
+    for placement in found.placements:
+        dim, factor = [*map(_number, placement[1:]), 0, 0][:2]
+        _demand(dim < max(dims, 1), "a dimension that is cut")
+        _demand(factor <= max(split, *found.shape[dim : dim + 1], 0), "a placement")
+    _check_order(found)
     _demand(len(found.stride) == dims, "a stride")
-    reach = sum(s * max(n - 1, 0) for n, s in zip(found.shape, found.stride, strict=True))
+    reach = sum(
+        s * max(n - 1, 0) for n, s in zip(found.shape, found.stride, strict=True)
+    )
     _demand(max(reach, math.prod(found.shape)) < 2**56, "a size that tensors have")
+
+
+def _number(value: int | str) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _check_order(found: DTensorLayout) -> None:
+    """Check that an order names each cut once, at the dimension that it cuts."""
+    if found.order is None:
+        return
+    order = sorted((mesh_dim, dim) for dim, by in found.order for mesh_dim in by)
+    cuts = [
+        (mesh_dim, placement[1])
+        for mesh_dim, placement in enumerate(found.placements)
+        if placement[0] in {"shard", "strided"}
+    ]
+    _demand(order == cuts, "an order of cuts")
 
 
 def _sharded(payload: object) -> ShardedLayout:
@@ -81,7 +103,9 @@ def _sharded(payload: object) -> ShardedLayout:
     dims = len(found.size)
     _demand(bool(found.shards), "shards")
     _demand(len(set(found.held)) == len(found.held), "shards that are held")
-    _demand(all(index < len(found.shards) for index in found.held), "shards that are held")
+    _demand(
+        all(index < len(found.shards) for index in found.held), "shards that are held"
+    )
     _demand(len(found.group.sizes) == 1, "a group of ranks")
     for shard in found.shards:
         _demand(len(shard.offsets) == len(shard.sizes) == dims, "a shard of the tensor")
@@ -119,13 +143,15 @@ def _ranks(payload: object) -> Ranks:
 
 
 def _placement(payload: object) -> Placement:
-    match payload:
-        case ("replicate",) | ("shard", int()) | ("strided", int(), int()):
-            split = _ints(payload[1:])
-            _demand(len(split) < 2 or split[1] >= 1, "a placement")
-            return payload
+    match _tuple(payload):
+        case ("replicate",):
+            return ("replicate",)
+        case ("shard", dim):
+            return "shard", _int(dim)
+        case ("strided", dim, split):
+            return "strided", _int(dim), _int(split, low=1)
         case ("partial", str(operation)) if operation in _REDUCTIONS:
-            return payload
+            return "partial", operation
     raise ValueError(f"{payload!r:.60} is no placement")
 
 

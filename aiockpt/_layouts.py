@@ -26,9 +26,7 @@ __all__ = [
 DTENSOR: Final = "torch.DTensor"
 SHARDED: Final = "torch.ShardedTensor"
 
-Placement: TypeAlias = tuple[str] | tuple[str, int] | tuple[str, int, int] | tuple[
-    str, str
-]
+Placement: TypeAlias = tuple[str | int, ...]
 """``("replicate",)``, ``("shard", dim)``, ``("strided", dim, split)``, or
 ``("partial", operation)``."""
 
@@ -70,7 +68,9 @@ class Ranks:
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """Return where a rank is in the grid; bound `count` before."""
         places: Iterator[tuple[int, ...]] = product(*map(range, self.sizes))
-        found = (at for at, each in zip(places, self.flat(), strict=True) if each == rank)
+        found = (
+            at for at, each in zip(places, self.flat(), strict=True) if each == rank
+        )
         return next(found, None)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
-import torch.distributed as dist  # noqa: TID251 - groups are what this module is about
+import torch.distributed as dist
 
 from aiockpt._layouts import DTensorLayout, Mesh, Ranks
 from aiockpt.errors import DeviceMeshError
@@ -99,7 +99,7 @@ def find_mesh(mesh: Mesh) -> DeviceMesh:
         # if these are too.
         try:
             cut = _over_groups(mesh.root)[mesh.names]
-        except (DeviceMeshError, KeyError, RuntimeError):
+        except (DeviceMeshError, KeyError, RuntimeError, ValueError):
             return _over_groups(mesh)
         if cut.mesh.flatten().tolist() == check_ranks(mesh.grid, str(mesh)):
             return cut
@@ -107,7 +107,7 @@ def find_mesh(mesh: Mesh) -> DeviceMesh:
 
 
 def _over_groups(mesh: Mesh) -> DeviceMesh:
-    from torch.distributed.device_mesh import DeviceMesh  # noqa: TID251
+    from torch.distributed.device_mesh import DeviceMesh
 
     ranks = check_ranks(mesh.grid, str(mesh))
     groups = [_group_along(mesh, dim) for dim in range(len(mesh.grid.sizes))]
@@ -117,7 +117,8 @@ def _over_groups(mesh: Mesh) -> DeviceMesh:
     )
     # As DeviceMesh.from_group does, which wants names, and one dimension apart.
     made._dim_group_names = [group.group_name for group in groups]  # noqa: SLF001
-    made._pg_registry.update((group.group_name, group) for group in groups)  # noqa: SLF001
+    if hasattr(made, "_pg_registry"):  # torch.compile's, and newer than 2.10
+        made._pg_registry.update((group.group_name, group) for group in groups)  # noqa: SLF001
     return made
 
 
@@ -145,11 +146,11 @@ def find_group(
     ranks: list[int], device_type: str | None, description: str
 ) -> dist.ProcessGroup | None:
     """Return a process group of exactly these ranks; rather one so described."""
-    from torch.distributed.distributed_c10d import _world  # noqa: TID251
+    from torch.distributed.distributed_c10d import _world
 
     wanted, found = set(ranks), []
     for group, members in list(_world.pg_group_ranks.items()):
-        if isinstance(group, dist.ProcessGroup) and set(members) == wanted:
+        if set(members) == wanted and isinstance(group, dist.ProcessGroup):
             types = {device.type for device in group._device_types}  # noqa: SLF001
             if device_type is None or device_type in types:
                 found.append(group)

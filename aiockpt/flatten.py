@@ -89,7 +89,8 @@ class _Collector:
         if (parts := take_apart(value, path)) is not None:
             for tensor in parts.tensors:
                 self._number(tensor, path)  # the entry has the name of the whole
-            self.wholes |= dict.fromkeys(map(id, parts.tensors or (value,)), value)
+                self.wholes[id(tensor)] = parts.whole
+            self.wholes.setdefault(id(parts.whole), parts.whole)
             return ["ext", parts.tag, self.encode(parts.payload, path)]
         if self.writing and isinstance(value, torch.Tensor) and value.is_quantized:
             remedy = "it cannot be received into; receive without a template"

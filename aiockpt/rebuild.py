@@ -9,9 +9,10 @@ from mmap import mmap
 
 import torch
 
-from aiockpt._distributed import TAGS, check_places, decoders, layouts
+from aiockpt._distributed import TAGS
 from aiockpt._gc import collector_paused
 from aiockpt._leaves import DTYPES, registry
+from aiockpt._wholes import check_places, decoders, layouts
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.wire.dtypes import CODES
 from aiockpt.wire.layout import Entry

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from aiockpt._distributed import TAGS, layouts
+from aiockpt._distributed import TAGS
 from aiockpt._gc import collector_paused
 from aiockpt._groups import Backing
+from aiockpt._wholes import layouts
 from aiockpt.errors import (
     RemoteProtocolError,
     TemplateMismatchError,
@@ -112,7 +113,6 @@ class Template:
         for path, number in theirs:
             pairing.add(path, number, self._numbers[path])
         return pairing.match(values)
-
 
     def _same_layouts(self, manifest: Manifest) -> None:
         own, limits = self._own, self._limits
