@@ -59,11 +59,8 @@ def _check_dtensor(found: DTensorLayout) -> None:
     if at is not None:
         _demand(len(at) == len(sizes), "a coordinate in the mesh")
         _demand(all(map(int.__lt__, at, sizes)), "a coordinate in the mesh")
-    split = found.mesh.grid.count  # or as many as there are rows, where one was flat
     for placement in found.placements:
-        dim, factor = [*map(_number, placement[1:]), 0, 0][:2]
-        _demand(dim < max(dims, 1), "a dimension that is cut")
-        _demand(factor <= max(split, *found.shape[dim : dim + 1], 0), "a placement")
+        _check_cut(placement, found)
     _check_order(found)
     _demand(len(found.stride) == dims, "a stride")
     reach = sum(
@@ -72,8 +69,13 @@ def _check_dtensor(found: DTensorLayout) -> None:
     _demand(max(reach, math.prod(found.shape)) < 2**56, "a size that tensors have")
 
 
-def _number(value: int | str) -> int:
-    return value if isinstance(value, int) else 0
+def _check_cut(placement: Placement, layout: DTensorLayout) -> None:
+    match placement:
+        case ("shard" | "strided", int(dim), *split):
+            _demand(dim < len(layout.shape), "a dimension that is cut")
+            # As many pieces as there are ranks, or rows where a tensor was flattened.
+            most = max(layout.mesh.grid.count, layout.shape[dim])
+            _demand(all(int(pieces) <= most for pieces in split), "a placement")
 
 
 def _check_order(found: DTensorLayout) -> None:
