@@ -24,7 +24,7 @@ from aiockpt.wire.paths import Path, format_path
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["TAGS", "Parts", "is_plain", "take_apart"]
+__all__ = ["TAGS", "Parts", "has_version", "is_plain", "take_apart"]
 
 TAGS: Final = frozenset({DTENSOR, SHARDED})
 
@@ -47,12 +47,17 @@ def take_apart(value: object, path: Path) -> Parts | None:
         UnsupportedLeafError: it is one, but cannot be said as data.
     """
     if isinstance(value, torch.Tensor):
-        if type(value) is _loaded("torch.distributed.tensor", "DTensor"):
+        if has_version(value):
             return _Sender(value, path).dtensor()
         module = "torch.distributed._shard.sharded_tensor"
         if type(value) is _loaded(module, "ShardedTensor"):
             return _Sender(value, path).sharded()
     return None
+
+
+def has_version(whole: torch.Tensor) -> bool:
+    """Say whether a distributed tensor is one that autograd knows: a DTensor."""
+    return type(whole) is _loaded("torch.distributed.tensor", "DTensor")
 
 
 def _loaded(module: str, name: str) -> object:

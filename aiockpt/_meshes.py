@@ -6,7 +6,7 @@ is a collective, and would wait for ranks that may not be receiving anything.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from aiockpt.errors import DeviceMeshError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+_Sizes: TypeAlias = tuple[int, ...]
 
 __all__ = [
     "Meshes",
@@ -165,7 +167,7 @@ def encode_mesh(mesh: DeviceMesh) -> tuple[object, ...]:
     return (*own, None if root is mesh or root == mesh else encode_mesh(root))
 
 
-def encode_ranks(ranks: torch.Tensor) -> tuple[object, ...]:
+def encode_ranks(ranks: torch.Tensor) -> tuple[_Sizes, _Sizes | None, _Sizes]:
     """Return a grid of ranks, briefly where it is regular."""
     sizes, first = tuple(ranks.shape), int(ranks.flatten()[0])
     nexts = [ranks.select(dim, min(1, size - 1)) for dim, size in enumerate(sizes)]

@@ -7,8 +7,7 @@ that exist here; there is a typed error where there is none.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 
@@ -17,7 +16,7 @@ from aiockpt._layout_parser import parse_layout
 from aiockpt._layouts import DTENSOR, SHARDED, DTensorLayout, ShardedLayout
 from aiockpt._leaves import DTYPES
 from aiockpt._meshes import Meshes, check_ranks, find_group, this_rank
-from aiockpt.errors import DeviceMeshError, LimitExceededError
+from aiockpt.errors import DeviceMeshError, LimitExceededError, RemoteProtocolError
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import PARAMETER, REQUIRES_GRAD
 from aiockpt.wire.paths import Node, Path, format_path
@@ -40,18 +39,20 @@ def layouts(tree: Node, *, count: int, limits: Limits) -> dict[Path, Layout]:
         RemoteProtocolError, LimitExceededError: one is malformed, or too large.
     """
     return {
-        path: _decoded(tag, node, range(count), limits)
+        path: _layout(path, tag, node, range(count), limits)
         for path, tag, node in registered(tree)
         if tag in TAGS
     }
 
 
-def _decoded(tag: str, node: Node, numbers: range, limits: Limits) -> Layout:
-    registry = Registry()  # which knows no other leaf: there is none in a layout
-    registry.register(tag, object, repr, partial(parse_layout, tag))
-    ext: Node = ["ext", tag, node]
-    found = decode_tree(ext, registry=registry, tensors=numbers, limits=limits)
-    return cast("Layout", found)
+def _layout(path: Path, tag: str, node: Node, numbers: range, limits: Limits) -> Layout:
+    nothing = Registry()  # there is no other leaf in a layout
+    try:
+        payload = decode_tree(node, registry=nothing, tensors=numbers, limits=limits)
+        return parse_layout(tag, payload)
+    except (TypeError, ValueError, RemoteProtocolError) as error:
+        where = format_path(path)[:200] or "the root"
+        raise RemoteProtocolError(f"malformed {tag} at {where}: {error}") from error
 
 
 def check_places(found: Mapping[Path, Layout]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from aiockpt._distributed import TAGS
+from aiockpt._distributed import TAGS, has_version
 from aiockpt._gc import collector_paused
 from aiockpt._groups import Backing
 from aiockpt._wholes import layouts
@@ -60,6 +60,11 @@ class Match:
     parts: Set[int]
     blobs: Set[int]
     wholes: Mapping[int, torch.Tensor]
+
+    def changed(self) -> list[torch.Tensor]:
+        """Return every tensor of the template that has other elements once filled."""
+        wholes = filter(has_version, self.wholes.values())
+        return [*self.tensors.values(), *wholes]
 
 
 class Template:

@@ -251,7 +251,7 @@ class Receive:
         fences = plan.fences()
 
         def load() -> list[Event]:
-            _mark_changed(match.tensors.values())
+            _mark_changed(match.changed())
             self._touched = True
             events = plan.load_parts(fences)
             for chunk in range(len(manifest.grid)):

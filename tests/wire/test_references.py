@@ -6,7 +6,7 @@ import pytest
 
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.wire.paths import Node
-from aiockpt.wire.references import renumber, tensor_leaves, tensor_paths
+from aiockpt.wire.references import registered, renumber, tensor_leaves, tensor_paths
 
 TREE: Node = [
     "dict",
@@ -39,6 +39,16 @@ def test_leaves_are_the_tensors_of_the_state_dict() -> None:
     leaves = list(tensor_leaves(TREE))
     assert [number for _, number in leaves] == [0, 0, 1, 2, 3, 4, 5]
     assert leaves[:3] == [(("model", "w"), 0), (("model", "tied"), 0), (("opt", 0), 1)]
+
+
+def test_registered_leaves_have_a_path() -> None:
+    """The outermost ones, in the order of the tree, keys included."""
+    inner: Node = ["ext", "inner", None]
+    tree: Node = ["list", [["dict", ["a", inner], [["ext", "x", inner], 1]], inner]]
+    found = [(path, tag, payload) for path, tag, payload in registered(tree)]
+    assert found[0] == ((0, "a"), "x", inner)
+    assert [tag for _, tag, _ in found[1:]] == ["inner", "inner"]
+    assert list(registered(["tensors", ["a"], [0]])) == []
 
 
 def test_paths_of_leaves_never_coincide() -> None:
