@@ -33,9 +33,9 @@ Placement: TypeAlias = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """A grid of ranks: ``first``, and what a step along each dimension adds.
+    """A grid of ranks: the first one, and what a step along each dimension adds.
 
-    A grid that is not regular has no ``strides``, and lists all of its ``ranks``.
+    A grid that is not regular has no ``strides``, and all of its ``ranks``.
     """
 
     sizes: tuple[int, ...]
@@ -86,7 +86,7 @@ class Mesh:
     def __str__(self) -> str:
         names = f" {', '.join(self.names)[:100]}" if self.names else ""
         sizes = " x ".join(map(str, self.grid.sizes[:8]))
-        return f"a {self.device_type[:20]} mesh{names} of {sizes} ranks"
+        return f"a mesh{names} of {sizes} {self.device_type[:20]} ranks"
 
 
 @dataclass(frozen=True, slots=True)

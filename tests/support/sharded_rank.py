@@ -36,7 +36,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from aiockpt import DeviceMeshError, HTTPTransport, TemplateMismatchError
+from aiockpt import DeviceMeshError, HTTPTransport, Progress, TemplateMismatchError
 from aiockpt.testing import assert_same
 
 TIMEOUT = 60
@@ -60,14 +60,17 @@ async def offered(state: dict[str, Any]) -> AsyncIterator[list[str]]:
     """Offer a state dict until all ranks are through; yield who offers, by rank."""
     async with transport() as sender:
         await sender.send_checkpoint([0], step=1, state_dict=state)
-        yield all_of(sender.metadata())
-        dist.barrier()
+        # Other ranks are served meanwhile, so nothing waits for them on the loop.
+        yield await asyncio.to_thread(all_of, sender.metadata())
+        await asyncio.to_thread(dist.barrier)
 
 
-async def received(metadata: str, into: dict[str, Any] | None = None) -> Any:
+async def received(
+    metadata: str, into: dict[str, Any] | None = None, **options: Any
+) -> Any:
     """Receive step 1."""
     async with transport() as receiver:
-        return await receiver.recv_checkpoint(0, metadata, 1, into=into)
+        return await receiver.recv_checkpoint(0, metadata, 1, into=into, **options)
 
 
 class Net(nn.Module):
@@ -197,11 +200,14 @@ async def other_ranks() -> None:
     whole = torch.arange(6.0).view(3, 2)
     sent = {"same": distribute_tensor(whole, mesh, [Replicate()])}
     cut = {"cut": distribute_tensor(whole, mesh, [Shard(0)])}
+    own = {"cut": distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)])}
     async with offered(sent) as peers:
         assert torch.equal((await received(peers[RANK - 1]))["same"].to_local(), whole)
     async with offered(cut) as peers:
-        await refused(DeviceMeshError, "cut: ", received(peers[RANK - 1]))
-        own = {"cut": distribute_tensor(whole, mesh, [Shard(0)])}
+        seen: list[Progress] = []
+        receiving = received(peers[RANK - 1], progress=seen.append)
+        await refused(DeviceMeshError, "cut: ", receiving)
+        assert not any(each.bytes_done for each in seen), "bytes were moved before"
         await refused(
             TemplateMismatchError, "the part at", received(peers[RANK - 1], own)
         )
@@ -210,6 +216,9 @@ async def other_ranks() -> None:
             "replicate",
             received(peers[RANK], sent | {"cut": sent["same"]}),
         )
+        state = await received(peers[RANK], own, direct=True)
+        assert state["cut"] is own["cut"]
+        assert_same(own, cut)
     async with offered({"sharded": chunked()}) as peers:
         await sharded(peers)
 
@@ -219,7 +228,7 @@ async def sharded(peers: list[str]) -> None:
     mine = (await received(peers[RANK]))["sharded"]
     assert_same(mine, chunked())
     full = torch.empty(2 * WORLD, 3) if RANK == 0 else None
-    mine.gather(0, full)
+    await asyncio.to_thread(mine.gather, 0, full)
     assert full is None or full[:, 0].tolist() == [1.0, 1.0, 2.0, 2.0]
     other = (await received(peers[RANK - 1]))["sharded"]
     (shard,) = other.local_shards()
