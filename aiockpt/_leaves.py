@@ -290,11 +290,12 @@ class _Overlay(Registry):
         return decode(payload)
 
 
-def registry(*, allow_pickle: bool, travelled: int) -> Registry:
-    """Return the registry to decode one tree with.
+def registry(
+    more: Mapping[str, Callable[[Any], object]], *, allow_pickle: bool, travelled: int
+) -> Registry:
+    """Return the registry to decode one tree with, its own ``more`` decoders included.
 
-    Pickles are in it only where they were asked for. Its decoders allocate no more
-    than the ``travelled`` bytes, all together.
+    Pickles are in it only if asked for; all allocate no more than ``travelled`` bytes.
     """
     pickles = {"pickle": pickle.loads} if allow_pickle else {}
-    return _Overlay({**_DECODERS, **pickles}, Allowance(travelled))
+    return _Overlay({**_DECODERS, **more, **pickles}, Allowance(travelled))

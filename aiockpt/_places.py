@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from operator import attrgetter
 
+from aiockpt._distributed import TAGS
 from aiockpt.errors import TemplateMismatchError
 from aiockpt.wire.paths import Node, Path, format_path
 from aiockpt.wire.references import Mention, mentions
@@ -15,8 +16,12 @@ __all__ = ["Places", "is_filled", "mismatch", "path_of"]
 
 
 def is_filled(mention: Mention) -> bool:
-    """Say whether it names tensors of the state dict, and not what a value is of."""
-    return mention.kind == "tensor" and mention.leaf is None
+    """Say whether it names tensors of the state dict, and not what a value is of.
+
+    The local parts of a distributed tensor are such.
+    """
+    own = mention.leaf is None or mention.leaf[1] in TAGS
+    return mention.kind == "tensor" and own
 
 
 def path_of(tree: Node, place: int) -> Path:

@@ -8,7 +8,7 @@ byte of a template is written (unless ``direct`` has let them in already).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import sub
 from typing import Protocol
@@ -21,7 +21,7 @@ from aiockpt._copy import CopyPlan, InPlace
 from aiockpt._device import Event, PortFor, completed
 from aiockpt.errors import LimitExceededError
 from aiockpt.memory import Arena, available_memory
-from aiockpt.rebuild import Frame, assemble, parts_over, tensors_over
+from aiockpt.rebuild import Frame, assemble, check_meshes, parts_over, tensors_over
 from aiockpt.template import Match, Template
 from aiockpt.wire.limits import Limits, enforce
 from aiockpt.wire.manifest import Manifest
@@ -80,8 +80,10 @@ def destination_of(
         TemplateMismatchError: the template does not fit.
         LimitExceededError: there is no memory for it.
         RemoteProtocolError: torch has no such tensor.
+        DeviceMeshError: a distributed tensor has no place in this process.
     """
     if template is None:
+        check_meshes(Frame.of(manifest), limits=terms.limits)
         return _Fresh(manifest, terms, bridge)
     return _InTemplate(manifest, template.match(manifest), terms, bridge)
 
@@ -171,7 +173,7 @@ class _InTemplate:
         found, values = self._match.tensors, self._values()
         unused = torch.empty(0)  # a number that the tree does not mention
         tensors = [found.get(n, values.get(n, unused)) for n in self._numbers]
-        return _put(self._frame, tensors, self._terms)
+        return _put(self._frame, tensors, self._terms, self._match.wholes)
 
     def _values(self) -> dict[int, torch.Tensor]:
         if self._manifest is None:
@@ -181,7 +183,7 @@ class _InTemplate:
         return parts_over(self._manifest, buffer, parts=parts, blobs=blobs)
 
     def _load(self, fences: dict[torch.device, Event]) -> list[Event]:
-        _mark_changed(self._match.tensors.values())
+        _mark_changed(self._match.changed())
         self.touched = True
         events = self._copies.load_parts(fences)
         for chunk in range(len(self._grid)):
@@ -192,9 +194,18 @@ class _InTemplate:
         return events
 
 
-def _put(frame: Frame, tensors: Sequence[torch.Tensor], terms: Terms) -> object:
+def _put(
+    frame: Frame,
+    tensors: Sequence[torch.Tensor],
+    terms: Terms,
+    wholes: Mapping[int, torch.Tensor] | None = None,
+) -> object:
     return assemble(
-        frame, tensors, limits=terms.limits, allow_pickle=terms.allow_pickle
+        frame,
+        tensors,
+        limits=terms.limits,
+        allow_pickle=terms.allow_pickle,
+        wholes=wholes,
     )
 
 

@@ -22,7 +22,8 @@ that a caller would guess::
     ├── AuthenticationError               wrong or no credentials (PermissionError)
     ├── StateDictError                    what the caller passed (ValueError)
     │   ├── UnsupportedLeafError              and where (TypeError)
-    │   └── TemplateMismatchError             ``into`` does not fit
+    │   ├── TemplateMismatchError             ``into`` does not fit
+    │   └── DeviceMeshError                   no such process group or rank here
     ├── StagingError                      the copy off the device failed
     ├── StorageError                      not written, or no checkpoint (OSError)
     ├── WorkerError                       the checkpoint process died or raised
@@ -277,6 +278,19 @@ class TemplateMismatchError(StateDictError):
             f"template {self.path}: the checkpoint has {self.expected}, "
             f"the template has {self.actual}"
         )
+
+
+class DeviceMeshError(StateDictError):
+    """A distributed tensor has no place among this process's process groups."""
+
+    def __init__(self, what: str, detail: str, *, path: str = "") -> None:
+        super().__init__(detail)
+        self.what = what
+        self.path = path
+
+    def __str__(self) -> str:
+        where = f"{self.path}: " if self.path else ""
+        return f"{where}{self.what} has no place here: {self.detail}"
 
 
 class StagingError(AiockptError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aiockpt._backings import Backings
+from aiockpt._distributed import take_apart
 from aiockpt._drafts import Drafts, draft
 from aiockpt._gc import collector_paused
 from aiockpt._leaves import extension
@@ -50,13 +51,15 @@ class Description:
 class Survey:
     """A state dict as data, its tensors numbered as they come in the tree.
 
-    ``names`` are what the tensors' entries are called, where they have one.
+    ``names`` are what the tensors' entries are called, where they have one; ``wholes``
+    are its distributed tensors, by the `id` of each of their local tensors.
     """
 
     tree: Node
     tensors: Sequence[torch.Tensor]
     names: Sequence[str]
     drafts: Drafts
+    wholes: Mapping[int, torch.Tensor]
 
 
 class _Collector:
@@ -65,6 +68,7 @@ class _Collector:
     def __init__(self, limits: Limits, *, allow_pickle: bool, writing: bool) -> None:
         self.tensors: list[torch.Tensor] = []
         self.names: dict[str, None] = {}
+        self.wholes: dict[int, torch.Tensor] = {}
         self.writing = writing
         self._numbers: dict[int, int] = {}
         self._limits = limits
@@ -86,6 +90,12 @@ class _Collector:
         """Say how a leaf travels; None where it cannot."""
         if _is_dense_tensor(value):
             return ["tensor", self._number(value, path)]
+        if (parts := take_apart(value, path)) is not None:
+            for tensor in parts.tensors:
+                self._number(tensor, path)  # the entry has the name of the whole
+                self.wholes[id(tensor)] = parts.whole
+            self.wholes.setdefault(id(parts.whole), parts.whole)
+            return ["ext", parts.tag, self.encode(parts.payload, path)]
         if self.writing and isinstance(value, torch.Tensor) and value.is_quantized:
             remedy = "it cannot be received into; receive without a template"
             raise UnsupportedLeafError(format_path(path), "quantized tensor", remedy)
@@ -140,9 +150,10 @@ def survey(
     with _looking():
         tree = collector.encode(state_dict)
         tensors, names = collector.tensors, [*collector.names]
+        wholes = collector.wholes
         del collector  # its tables are large, and there is more to come
         drafts = draft(tensors, names, writing=writing)
-    return Survey(tree, tensors, names, drafts)
+    return Survey(tree, tensors, names, drafts, wholes)
 
 
 @contextmanager

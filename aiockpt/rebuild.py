@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from mmap import mmap
@@ -12,6 +12,7 @@ import torch
 
 from aiockpt._gc import collector_paused
 from aiockpt._leaves import DTYPES, registry
+from aiockpt._wholes import check_places, decoders, layouts
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.wire.dtypes import CODES
 from aiockpt.wire.entries import Entry
@@ -27,7 +28,14 @@ from aiockpt.wire.manifest import (
 from aiockpt.wire.paths import Node
 from aiockpt.wire.untree import decode_tree
 
-__all__ = ["Frame", "assemble", "entry_tensors", "parts_over", "tensors_over"]
+__all__ = [
+    "Frame",
+    "assemble",
+    "check_meshes",
+    "entry_tensors",
+    "parts_over",
+    "tensors_over",
+]
 
 _CODE_DTYPES = {code: DTYPES[name] for code, name in CODES.items()}
 
@@ -129,12 +137,14 @@ class Frame:
 
     tree: Node
     entries: int
+    tensors: int
     total_bytes: int
 
     @classmethod
     def of(cls, manifest: Manifest) -> Frame:
         """Return what is left of ``manifest``."""
-        return cls(manifest.tree, len(manifest.entries), manifest.total_bytes)
+        entries, tensors = len(manifest.entries), manifest.tensor_count
+        return cls(manifest.tree, entries, tensors, manifest.total_bytes)
 
 
 def assemble(
@@ -143,24 +153,41 @@ def assemble(
     *,
     limits: Limits,
     allow_pickle: bool = False,
+    wholes: Mapping[int, torch.Tensor] | None = None,
 ) -> object:
     """Return the state dict of a checkpoint with its tensors put in.
 
     Nothing but registered leaves looks into the tensors. What is made of their bytes
-    takes no more memory than the checkpoint.
+    takes no more memory than the checkpoint. ``wholes`` are those of a `Match`.
 
     Raises:
+        DeviceMeshError: a distributed tensor has no place in this process.
         RemoteProtocolError: the tree is malformed, or has a leaf type that this
             process has not registered.
     """
+    if not wholes:
+        check_meshes(frame, limits=limits)
+    more = decoders(wholes or {})
     with collector_paused():
         return decode_tree(
             frame.tree,
-            registry=registry(allow_pickle=allow_pickle, travelled=frame.total_bytes),
+            registry=registry(
+                more, allow_pickle=allow_pickle, travelled=frame.total_bytes
+            ),
             tensors=tensors,
             blob=lambda number: _bytes(frame, number, tensors),
             limits=limits,
         )
+
+
+def check_meshes(frame: Frame, *, limits: Limits) -> None:
+    """Refuse distributed tensors that have no place here, before a byte is moved.
+
+    Raises:
+        DeviceMeshError: this process lacks a process group that one needs.
+        RemoteProtocolError, LimitExceededError: one is malformed, or too large.
+    """
+    check_places(layouts(frame.tree, count=frame.tensors, limits=limits))
 
 
 def _bytes(frame: Frame, number: int, tensors: Sequence[torch.Tensor]) -> bytes:

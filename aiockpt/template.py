@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from aiockpt._backings import Backings
+from aiockpt._distributed import has_version
 from aiockpt._gc import collector_paused
 from aiockpt._pairing import Pairing
 from aiockpt._places import Places, is_filled, mismatch, path_of
+from aiockpt._wholes import layouts
 from aiockpt.errors import RemoteProtocolError, UnsupportedLeafError
 from aiockpt.flatten import survey
 from aiockpt.wire.limits import Limits
@@ -37,12 +39,19 @@ class Match:
         parts: Numbers of tensors that registered leaves are made of. A leaf is a
             value: it is made anew from what arrived, and never filled.
         blobs: Numbers of tensors that hold the bytes of values.
+        wholes: The template's distributed tensors, by the `id` of a local tensor.
     """
 
     backings: Backings
     tensors: Mapping[int, torch.Tensor]
     parts: Set[int]
     blobs: Set[int]
+    wholes: Mapping[int, torch.Tensor]
+
+    def changed(self) -> Iterator[torch.Tensor]:
+        """Yield every tensor of the template that has other elements once filled."""
+        yield from self.tensors.values()
+        yield from filter(has_version, self.wholes.values())
 
 
 class Template:
@@ -58,6 +67,7 @@ class Template:
     ) -> None:
         own = survey(state_dict, limits=limits, allow_pickle=allow_pickle, writing=True)
         self._tree, self._tensors, self._drafts = own.tree, own.tensors, own.drafts
+        self._wholes, self._limits = own.wholes, limits
         self._count = _count_filled(own.tree)
 
     def __repr__(self) -> str:
@@ -86,6 +96,7 @@ class Template:
                 places.add(mention)
             else:
                 values += mention.references()
+        self._same_layouts(manifest)
         places.finish()
         pairing = self._pair(manifest, places)
         _keep_apart(manifest, values, pairing)
@@ -94,7 +105,19 @@ class Template:
             _Filled(self._tensors, pairing.tensors.there),
             {value.number for value in values if value.kind == "tensor"},
             {value.number for value in values if value.kind == "blob"},
+            self._wholes,
         )
+
+    def _same_layouts(self, manifest: Manifest) -> None:
+        count, limits = manifest.tensor_count, self._limits
+        mine = layouts(self._tree, count=len(self._tensors), limits=limits)
+        theirs = layouts(manifest.tree, count=count, limits=limits)
+        for path in {**theirs, **mine}:
+            one, other = theirs.get(path), mine.get(path)
+            if one is None or other is None or one.comparable() != other.comparable():
+                nothing = "no distributed tensor"
+                expected, actual = (str(each or nothing) for each in (one, other))
+                raise mismatch(path, expected=expected, actual=actual)
 
     def _pair(self, manifest: Manifest, places: Places) -> Pairing:
         pairing = Pairing(manifest, self._tensors, self._drafts)
@@ -114,10 +137,11 @@ def _count_filled(tree: Node) -> int:
     """
     count = 0
     for mention in mentions(tree):
-        if mention.kind == "tensor" and mention.leaf is not None:
+        filled = is_filled(mention)
+        if mention.kind == "tensor" and mention.leaf is not None and not filled:
             where, tag = mention.leaf
             raise UnsupportedLeafError(format_path(where), tag, _REMEDY)
-        count += len(mention.numbers) if is_filled(mention) else 0
+        count += len(mention.numbers) if filled else 0
     return count
 
 

@@ -260,6 +260,7 @@ class HTTPTransport(CheckpointTransport[T]):
             TransferTimeoutError: the deadline passed.
             StepNotFoundError: a newer step has taken its place.
             TemplateMismatchError: ``into`` does not fit.
+            DeviceMeshError: a distributed tensor has no place among the ranks here.
             TransportError, ProtocolError, AuthenticationError: see the error tree.
         """
         source = parse_metadata(metadata)

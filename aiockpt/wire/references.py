@@ -20,6 +20,7 @@ __all__ = [
     "Reference",
     "mentions",
     "references",
+    "registered",
     "renumber",
     "tensor_leaves",
     "tensor_paths",
@@ -165,6 +166,19 @@ def _leaf(path: Path, node: list[Node]) -> tuple[Path, str] | None:
         case ["ext", str(tag), _]:
             return path, tag
     return None
+
+
+def registered(root: Node) -> Iterator[tuple[Path, str, Node]]:
+    """Yield path, tag and payload of every registered leaf that is in no other one."""
+    stack: list[tuple[Path, Node]] = [((), root)]
+    while stack:
+        path, node = stack.pop()
+        match node:
+            case ["ext", str(tag), payload]:
+                yield path, str(tag), payload
+            case [_, *_]:
+                below = [((*path, *steps), child) for steps, child in _children(node)]
+                stack += reversed(below)
 
 
 def renumber(node: Node, numbers: Sequence[int]) -> None:

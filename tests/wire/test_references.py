@@ -6,7 +6,13 @@ import pytest
 
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.wire.paths import Node
-from aiockpt.wire.references import mentions, renumber, tensor_leaves, tensor_paths
+from aiockpt.wire.references import (
+    mentions,
+    registered,
+    renumber,
+    tensor_leaves,
+    tensor_paths,
+)
 
 TREE: Node = [
     "dict",
@@ -54,6 +60,16 @@ def test_tensors_in_a_row_are_mentioned_at_once() -> None:
         ((1, 0), None, (1,)),
         ((), [2], [2]),
     ]
+
+
+def test_registered_leaves_have_a_path() -> None:
+    """The outermost ones, in the order of the tree, keys included."""
+    inner: Node = ["ext", "inner", None]
+    tree: Node = ["list", [["dict", ["a", inner], [["ext", "x", inner], 1]], inner]]
+    found = [(path, tag, payload) for path, tag, payload in registered(tree)]
+    assert found[0] == ((0, "a"), "x", inner)
+    assert [tag for _, tag, _ in found[1:]] == ["inner", "inner"]
+    assert list(registered(["tensors", ["a"], [0]])) == []
 
 
 def test_paths_of_leaves_never_coincide() -> None:

@@ -1,0 +1,304 @@
+"""One rank of a job with distributed tensors: a program that a test starts many of.
+
+``python sharded_rank.py SCENARIO RANK WORLD DIRECTORY``; the ranks of one job share a
+directory, and a sending and a receiving job the one above. It prints ``done``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import time
+import warnings
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharded_tensor import zeros
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from aiockpt import DeviceMeshError, HTTPTransport, Progress, TemplateMismatchError
+from aiockpt.testing import assert_same
+
+TIMEOUT = 60
+RANK, WORLD, DIRECTORY = int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+
+
+def transport() -> HTTPTransport:
+    """Make one that stays on this machine."""
+    return HTTPTransport(timeout=TIMEOUT, host="127.0.0.1")
+
+
+def all_of(value: Any) -> list[Any]:
+    """Return what every rank of this job has to say, by rank."""
+    found: list[Any] = [None] * WORLD
+    dist.all_gather_object(found, value)
+    return found
+
+
+@asynccontextmanager
+async def offered(state: dict[str, Any]) -> AsyncIterator[list[str]]:
+    """Offer a state dict until all ranks are through; yield who offers, by rank."""
+    async with transport() as sender:
+        await sender.send_checkpoint([0], step=1, state_dict=state)
+        # Other ranks are served meanwhile, so nothing waits for them on the loop.
+        yield await asyncio.to_thread(all_of, sender.metadata())
+        await asyncio.to_thread(dist.barrier)
+
+
+async def received(
+    metadata: str, into: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    """Receive step 1."""
+    async with transport() as receiver:
+        return await receiver.recv_checkpoint(0, metadata, 1, into=into, **options)
+
+
+class Net(nn.Module):
+    """Two layers that tensor parallelism knows how to cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.second = nn.Linear(8, 6)
+        self.last = nn.Linear(6, 3)  # three rows on two ranks: a short one
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """Return something to make smaller."""
+        found: torch.Tensor = self.last(self.second(self.first(batch).relu()))
+        return found
+
+
+def training(mesh: DeviceMesh, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a sharded model and its optimizer."""
+    torch.manual_seed(seed)
+    net = Net()
+    if mesh.ndim == 2:
+        cuts = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+        parallelize_module(net, mesh["tp"], cuts)
+    data = mesh["dp"] if mesh.ndim == 2 else mesh
+    for layer in (net.first, net.second):
+        fully_shard(layer, mesh=data)
+    fully_shard(net, mesh=data)
+    return net, torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
+
+
+def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """Train one step; return the loss."""
+    torch.manual_seed(7)
+    optimizer.zero_grad()
+    loss = net(torch.randn(4, 6)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def state_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what a checkpoint holds."""
+    return {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def load(state: dict[str, Any], net: nn.Module, optimizer: Any) -> None:
+    """Give a model and its optimizer what was received."""
+    net.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
+async def round_trip(mesh: DeviceMesh) -> None:
+    """Send a trained model, and go on with it as if nothing had happened."""
+    net, optimizer = training(mesh, seed=1)
+    step(net, optimizer)
+    sent = state_of(net, optimizer)
+    async with offered(sent) as peers:
+        state = await received(peers[RANK])
+    assert_same(state, sent)
+    for name, tensor in state["model"].items():
+        assert type(tensor) is DTensor, name
+        assert tensor.device_mesh == sent["model"][name].device_mesh, name
+        assert torch.equal(tensor.full_tensor(), sent["model"][name].full_tensor())
+    other, theirs = training(mesh, seed=2)
+    load(state, other, theirs)
+    assert step(other, theirs) == step(net, optimizer)
+    assert step(other, theirs) == step(net, optimizer)
+    await in_place(mesh, net, optimizer)
+
+
+def home(tensor: Any) -> int:
+    """Return where in memory the local part is."""
+    address: int = tensor._local_tensor.data_ptr()
+    return address
+
+
+async def in_place(mesh: DeviceMesh, net: nn.Module, optimizer: Any) -> None:
+    """Fill another model's own shards, its parameters and what its optimizer keeps."""
+    other, theirs = training(mesh, seed=3)
+    step(other, theirs)
+    sent, template = state_of(net, optimizer), state_of(other, theirs)
+    template["parameters"] = dict(other.named_parameters())
+    sent["parameters"] = dict(net.named_parameters())
+    homes = {name: home(each) for name, each in other.named_parameters()}
+    versions = {name: each._version for name, each in other.named_parameters()}
+    async with offered(sent) as peers:
+        state = await received(peers[RANK], into=template)
+    assert_same(state["parameters"], sent["parameters"])
+    for name, parameter in other.named_parameters():
+        assert state["parameters"][name] is parameter, name
+        assert home(parameter) == homes[name], name
+        assert parameter._version > versions[name], "autograd must know"
+    assert state["model"]["last.bias"] is template["model"]["last.bias"]
+    theirs.load_state_dict(state["optimizer"])
+    assert step(other, theirs) == step(net, optimizer)
+
+
+async def fully_sharded_and_parallel() -> None:
+    """FSDP over tensor parallelism, 2 x 2."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    await round_trip(mesh)
+    whole = torch.arange(16.0).view(4, 4)
+    sent = {
+        "tp": distribute_tensor(whole, mesh["tp"], [Shard(1)]),
+        "dp": distribute_tensor(whole, mesh["dp"], [Shard(0)]),
+        "same": distribute_tensor(whole, mesh, [Replicate(), Replicate()]),
+    }
+    async with offered(sent) as peers:
+        state = await received(peers[RANK])
+    for name, tensor in sent.items():
+        assert state[name].device_mesh == tensor.device_mesh
+        assert torch.equal(state[name].full_tensor(), whole)
+
+
+def chunked() -> Any:
+    """Return a ShardedTensor of one shard per rank, which tell their ranks."""
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{n}/cpu" for n in range(WORLD)])
+    tensor = zeros(spec, 2 * WORLD, 3)
+    tensor.local_shards()[0].tensor.fill_(RANK + 1)
+    return tensor
+
+
+async def other_ranks() -> None:
+    """What a rank may take from another one, and what it may not."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    whole = torch.arange(6.0).view(3, 2)
+    sent = {"same": distribute_tensor(whole, mesh, [Replicate()])}
+    cut = {"cut": distribute_tensor(whole, mesh, [Shard(0)])}
+    own = {"cut": distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)])}
+    async with offered(sent) as peers:
+        assert torch.equal((await received(peers[RANK - 1]))["same"].to_local(), whole)
+    async with offered(cut) as peers:
+        seen: list[Progress] = []
+        receiving = received(peers[RANK - 1], progress=seen.append)
+        await refused(DeviceMeshError, "cut: ", receiving)
+        assert not any(each.bytes_done for each in seen), "bytes were moved before"
+        await refused(
+            TemplateMismatchError, "the part at", received(peers[RANK - 1], own)
+        )
+        await refused(
+            TemplateMismatchError,
+            "replicate",
+            received(peers[RANK], sent | {"cut": sent["same"]}),
+        )
+        state = await received(peers[RANK], own, direct=True)
+        assert state["cut"] is own["cut"]
+        assert_same(own, cut)
+    async with offered({"sharded": chunked()}) as peers:
+        await sharded(peers)
+
+
+async def sharded(peers: list[str]) -> None:
+    """Take the shards of one's own rank, and those of another one."""
+    mine = (await received(peers[RANK]))["sharded"]
+    assert_same(mine, chunked())
+    full = torch.empty(2 * WORLD, 3) if RANK == 0 else None
+    await asyncio.to_thread(mine.gather, 0, full)
+    assert full is None or full[:, 0].tolist() == [1.0, 1.0, 2.0, 2.0]
+    other = (await received(peers[RANK - 1]))["sharded"]
+    (shard,) = other.local_shards()
+    assert shard.metadata.placement.rank() == RANK
+    assert shard.tensor[0, 0] == (RANK - 1) % WORLD + 1
+    ranks = [each.placement.rank() for each in other.metadata().shards_metadata]
+    assert ranks == [1, 0]
+    template = {"sharded": chunked()}
+    template["sharded"].local_shards()[0].tensor.zero_()
+    assert await received(peers[RANK], template) == template
+    assert_same(template["sharded"], chunked())
+
+
+async def refused(kind: type[Exception], text: str, receiving: Any) -> None:
+    """Expect a receive to fail."""
+    with pytest.raises(kind, match=re.escape(text)):
+        await receiving
+
+
+async def sending_job() -> None:
+    """Train, offer, and stay until the other job is through."""
+    net, optimizer = training(init_device_mesh("cpu", (WORLD,)), seed=1)
+    step(net, optimizer)
+    async with transport() as sender:
+        state = state_of(net, optimizer)
+        await sender.send_checkpoint([0], step=1, state_dict=state)
+        handed = DIRECTORY.parent / f"metadata{RANK}"
+        handed.with_suffix(".part").write_text(sender.metadata())
+        handed.with_suffix(".part").rename(handed)
+        await appears(DIRECTORY.parent / f"through{RANK}")
+    losses = DIRECTORY.parent / f"loss{RANK}"
+    assert float(losses.read_text()) == step(net, optimizer)
+
+
+async def receiving_job() -> None:
+    """Receive into a model of its own, in another world of process groups."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    handed = DIRECTORY.parent / f"metadata{RANK}"
+    await appears(handed)
+    net, optimizer = training(mesh, seed=2)
+    load(await received(handed.read_text()), net, optimizer)
+    (DIRECTORY.parent / f"loss{RANK}").write_text(repr(step(net, optimizer)))
+    (DIRECTORY.parent / f"through{RANK}").touch()
+
+
+async def appears(path: Path) -> None:
+    """Wait for another process to make a file."""
+    until = time.monotonic() + TIMEOUT
+    while not path.exists():  # noqa: ASYNC240 - nothing else runs on this loop
+        assert time.monotonic() < until, f"{path.name} never came"
+        await asyncio.sleep(0.05)
+
+
+SCENARIOS: dict[str, Callable[[], Any]] = {
+    each.__name__: each
+    for each in (fully_sharded_and_parallel, other_ranks, sending_job, receiving_job)
+}
+
+
+def main() -> None:
+    """Run one scenario as one rank."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", UserWarning)  # torch's, about its own hooks
+    store = f"file://{DIRECTORY / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=RANK, world_size=WORLD)
+    asyncio.run(SCENARIOS[sys.argv[1]]())
+    dist.barrier()
+    dist.destroy_process_group()
+    print("done")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Distributed tensors between real ranks: gloo, FSDP2, tensor parallelism, two jobs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import aiockpt
+
+SUPPORT = Path(__file__).parent / "support"
+SECONDS = 150
+
+pytestmark = pytest.mark.timeout(SECONDS + 30)
+
+
+def started(scenario: str, ranks: int, directory: Path) -> list[subprocess.Popen[str]]:
+    """Start the ranks of one job."""
+    directory.mkdir()
+    package = Path(aiockpt.__file__).parents[1]
+    paths = os.pathsep.join([str(package), str(SUPPORT)])
+    program = [sys.executable, str(SUPPORT / "sharded_rank.py"), scenario]
+    return [
+        subprocess.Popen(
+            [*program, str(rank), str(ranks), str(directory)],
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def joined(processes: list[subprocess.Popen[str]]) -> None:
+    """Wait for all of them; fail with what the first that failed said."""
+    try:
+        for process in processes:
+            said, complained = process.communicate(timeout=SECONDS)
+            assert process.returncode == 0, complained
+            assert said.strip().endswith("done")
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_fsdp_over_tensor_parallelism(tmp_path: Path) -> None:
+    """2 x 2 ranks: model and optimizer, anew and in place, and training goes on."""
+    joined(started("fully_sharded_and_parallel", 4, tmp_path / "job"))
+
+
+def test_what_a_rank_may_take_from_another(tmp_path: Path) -> None:
+    """Replicas and shards of a ShardedTensor, but no part of another place."""
+    joined(started("other_ranks", 2, tmp_path / "job"))
+
+
+def test_two_jobs(tmp_path: Path) -> None:
+    """FSDP2 models of two worlds that share no process group."""
+    sending = started("sending_job", 2, tmp_path / "sending")
+    joined([*sending, *started("receiving_job", 2, tmp_path / "receiving")])
