@@ -20,6 +20,7 @@ from aiockpt.errors import (
     RemoteProtocolError,
     StepNotFoundError,
 )
+from aiockpt.memory import Arena
 from aiockpt.observe import Progress, TransferEvent, emit
 from aiockpt.pg.arrivals import Arrivals
 from aiockpt.pg.destination import Destination, Fresh, InTemplate
@@ -207,12 +208,19 @@ class Receive:
 
         await together(
             [
+                partial(self._populate, manifest, goal.memory),
                 goal.build,
                 verify,
                 partial(line.receive_segment, goal.memory, messages, arrivals.tell),
             ]
         )
         return found[0] if found else None
+
+    async def _populate(self, manifest: Manifest, memory: Memory) -> None:
+        """Fault in fresh memory ahead of the bytes: gloo has one thread for both."""
+        if isinstance(memory, Arena):
+            for chunk in range(len(manifest.grid)):
+                await self._bridge.run(memory.populate, *manifest.grid.range(chunk))
 
     async def _verify(self, manifest: Manifest, memory: Memory, chunk: int) -> None:
         start, stop = manifest.grid.range(chunk)
