@@ -23,9 +23,6 @@ class Pending(Protocol):
 class Group(Protocol):
     """A process group as far as it is used: torch's own, a backend, or torchft's."""
 
-    def rank(self) -> int:
-        """Return which of the ranks this process is."""
-
     def size(self) -> int:
         """Return how many ranks there are."""
 

@@ -199,8 +199,14 @@ class Receive:
 
         tell = arrivals.tell
         receive = partial(line.receive_segment, memory, coming.messages, tell)
-        await together([verify, receive])
+        await together([partial(self._prepare, coming), verify, receive])
         return found[0] if found else None
+
+    async def _prepare(self, coming: _Coming) -> None:
+        """Have memory ready ahead of the bytes: gloo has one thread for both."""
+        grid = coming.outline.grid
+        for chunk in range(len(grid)):
+            await coming.goal.prepare(*grid.range(chunk))
 
     async def _verify(self, outline: Outline, memory: Memory, chunk: int) -> None:
         start, stop = outline.grid.range(chunk)

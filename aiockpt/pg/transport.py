@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Final, cast
 
@@ -78,6 +78,7 @@ class PGTransport(CheckpointTransport[T]):
         self._health = Health()
         self._lifetime = Lifetime("the transport")
         self._staging = asyncio.Lock()
+        self._sends: set[asyncio.Future[None]] = set()
         self._turns: dict[tuple[bool, int], asyncio.Lock] = {}
         self._bridge = Bridge(threads=_THREADS, name="aiockpt-pg")
         self._stager = Stager(
@@ -92,7 +93,7 @@ class PGTransport(CheckpointTransport[T]):
 
     def __repr__(self) -> str:
         broken = " broken" if self._health.broken else ""
-        return f"<PGTransport rank={self._group.rank()}{broken}>"
+        return f"<PGTransport ranks={self._group.size()}{broken}>"
 
     def metadata(self) -> str:
         """Return a constant: a rank finds another one by the group.
@@ -129,7 +130,7 @@ class PGTransport(CheckpointTransport[T]):
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"dst_ranks has a rank twice: {dst_ranks}")
         limit = self._timeout if timeout is None else seconds(timeout)
-        with self._lifetime.call():
+        with self._lifetime.call(), self._under_way():
             self._health.check()
             async with Deadline(limit, stop="stage") as deadline:
                 line = partial(self._line, sending=True, deadline=deadline)
@@ -143,9 +144,8 @@ class PGTransport(CheckpointTransport[T]):
         until its deadline at most.
         """
         self._lifetime.bind()
-        for turn in [self._turns[key] for key in self._turns if key[0]]:
-            async with turn:
-                pass
+        if self._sends:
+            await asyncio.wait(self._sends)
 
     async def recv_checkpoint(
         self,
@@ -227,11 +227,20 @@ class PGTransport(CheckpointTransport[T]):
         )
 
     def _peer(self, rank: int) -> int:
-        if rank == self._group.rank() or not 0 <= rank < self._group.size():
-            raise ValueError(
-                f"{rank} is no other rank of a group of {self._group.size()}"
-            )
+        # Whether it is this one is not asked: torchft's groups do not know theirs.
+        if not 0 <= rank < self._group.size():
+            raise ValueError(f"{rank} is no rank of a group of {self._group.size()}")
         return rank
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        ended = asyncio.get_running_loop().create_future()
+        self._sends.add(ended)
+        try:
+            yield
+        finally:
+            self._sends.discard(ended)
+            ended.set_result(None)
 
     @asynccontextmanager
     async def _line(

@@ -37,10 +37,6 @@ class Counted:
         self.group = group
         self.messages: list[int] = []
 
-    def rank(self) -> int:
-        """Pass on."""
-        return int(self.group.rank())
-
     def size(self) -> int:
         """Pass on."""
         return int(self.group.size())
