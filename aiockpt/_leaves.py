@@ -115,9 +115,8 @@ def _numpy_leaf(value: Any) -> Extension | None:
         return Extension("numpy.scalar", (value.dtype.str, value.tobytes()))
     if type(value) is not sys.modules["numpy"].ndarray:
         return None  # a masked array would lose its mask
-    return Extension(
-        "numpy.ndarray", (value.dtype.str, tuple(value.shape), value.tobytes())
-    )
+    array = (value.dtype.str, tuple(value.shape), value.tobytes())
+    return Extension("numpy.ndarray", array)
 
 
 def _pickled(value: object, path: Path) -> Extension:
