@@ -31,7 +31,7 @@ from aiockpt.errors import (
     UnsupportedLeafError,
 )
 from aiockpt.flatten import describe
-from aiockpt.rebuild import assemble, check_meshes, tensors_over
+from aiockpt.rebuild import Frame, assemble, check_meshes, tensors_over
 from aiockpt.template import Template
 from aiockpt.testing import assert_same
 from aiockpt.wire.manifest import Manifest
@@ -70,7 +70,7 @@ def dtensor(mesh: DeviceMesh, *placements: Any, shape: tuple[int, ...]) -> DTens
 def rebuilt(manifest: Manifest, segment: bytes) -> Any:
     """Return the state dict of what was staged."""
     tensors = tensors_over(manifest, memoryview(bytearray(segment)))
-    return assemble(manifest, tensors, limits=LIMITS)
+    return assemble(Frame.of(manifest), tensors, limits=LIMITS)
 
 
 def round_trip(state: object) -> Any:
@@ -271,13 +271,13 @@ class TestHostile:
 
     def test_as_it_is(self, state: dict[str, Any]) -> None:
         """The cases below differ from one that works."""
-        check_meshes(leaf(state), limits=LIMITS)
+        check_meshes(Frame.of(leaf(state)), limits=LIMITS)
 
     @pytest.mark.parametrize("case", NO_PLACE)
     def test_a_mesh_without_a_place(self, state: dict[str, Any], case: str) -> None:
         """No such ranks here; the path says whose."""
         with pytest.raises(DeviceMeshError) as caught:
-            check_meshes(leaf(state, mesh=NO_PLACE[case]), limits=LIMITS)
+            check_meshes(Frame.of(leaf(state, mesh=NO_PLACE[case])), limits=LIMITS)
         assert caught.value.path == "w"
         assert str(caught.value).startswith("w: ")
 
@@ -316,14 +316,14 @@ class TestPlaces:
         manifest, _ = staged({"w": dtensor(mesh, Shard(0), Shard(1), shape=(4, 6))})
         dist.destroy_process_group()
         with pytest.raises(DeviceMeshError, match="init_process_group"):
-            check_meshes(manifest, limits=LIMITS)
+            check_meshes(Frame.of(manifest), limits=LIMITS)
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
         with pytest.raises(DeviceMeshError, match="has 1 ranks"):
-            check_meshes(manifest, limits=LIMITS)
+            check_meshes(Frame.of(manifest), limits=LIMITS)
         dist.destroy_process_group()
         dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=WORLD)
         with pytest.raises(DeviceMeshError, match=r"init_device_mesh\('cpu', \(2, 2\)"):
-            check_meshes(manifest, limits=LIMITS)
+            check_meshes(Frame.of(manifest), limits=LIMITS)
 
     @pytest.mark.parametrize(
         ("placements", "fits"),
@@ -342,10 +342,10 @@ class TestPlaces:
             {"w": dtensor(mesh, *placements, shape=(4, 3))}, coordinate=t(0, 0)
         )
         if fits:
-            check_meshes(manifest, limits=LIMITS)
+            check_meshes(Frame.of(manifest), limits=LIMITS)
         else:
             with pytest.raises(DeviceMeshError, match="another part"):
-                check_meshes(manifest, limits=LIMITS)
+                check_meshes(Frame.of(manifest), limits=LIMITS)
 
 
 class TestTemplate:
@@ -445,7 +445,7 @@ class TestShardedTensor:
         tree: Any = copy.deepcopy(manifest.tree)
         tree[2][0][2][1][SHARDED.index("group")] = t(*group)
         with pytest.raises(DeviceMeshError):
-            check_meshes(replace(manifest, tree=tree), limits=LIMITS)
+            check_meshes(Frame.of(replace(manifest, tree=tree)), limits=LIMITS)
 
     def test_too_many_shards(self, state: dict[str, Any]) -> None:
         """Comparing them would take for ever."""
@@ -454,7 +454,7 @@ class TestShardedTensor:
         shards = t(*[((n, 0), (1, 3), 1, "cpu") for n in range(2000)])
         tree[2][0][2][1][SHARDED.index("shards")] = shards
         with pytest.raises(LimitExceededError, match="shards"):
-            check_meshes(replace(manifest, tree=tree), limits=LIMITS)
+            check_meshes(Frame.of(replace(manifest, tree=tree)), limits=LIMITS)
 
 
 def test_nothing_is_imported_before_it_is_needed() -> None:
@@ -478,4 +478,4 @@ def test_a_torch_without_process_groups(
     manifest, _ = staged({"w": dtensor(mesh, Shard(0), Shard(1), shape=(4, 6))})
     monkeypatch.setattr(dist, "is_available", lambda: False)
     with pytest.raises(DeviceMeshError, match=r"no torch\.distributed"):
-        check_meshes(manifest, limits=LIMITS)
+        check_meshes(Frame.of(manifest), limits=LIMITS)

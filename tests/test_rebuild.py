@@ -12,7 +12,7 @@ import torch
 
 from aiockpt.errors import LimitExceededError, RemoteProtocolError
 from aiockpt.rebuild import Frame, assemble, tensors_over
-from aiockpt.wire.layout import Entry
+from aiockpt.wire.entries import Entries, Entry
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import (
     CONJ,
@@ -91,7 +91,7 @@ class TestTensors:
 
 
 def _with_entry(entry: Entry) -> Manifest:
-    return replace(manifest_of(None), entries=(entry,))
+    return replace(manifest_of(None), entries=Entries.of({"w": entry}))
 
 
 ENDLESS: Node = ["ext", "range", ["tuple", [0, 1 << 52, 1]]]

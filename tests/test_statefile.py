@@ -111,7 +111,7 @@ async def staged(state: object) -> bytes:
     snapshot.release()
     stager.trim()
     bridge.close()
-    return manifest.header + data
+    return bytes(manifest.header) + data
 
 
 class TestOurs:

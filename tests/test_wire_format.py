@@ -44,7 +44,7 @@ def test_package_writes_the_published_bytes() -> None:
         tree=["dict", ["w", "t", "lr"], [["tensor", 0], ["tensor", 1], 0.1]],
         digests=[digest([SEGMENT])],
     )
-    assert manifest.header + SEGMENT == published_file()
+    assert bytes(manifest.header) + SEGMENT == published_file()
 
 
 def test_package_reads_the_published_bytes() -> None:

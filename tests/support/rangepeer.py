@@ -93,7 +93,7 @@ class RangePeer:
             return web.Response(body=self.manifest.header, headers=headers)
         if request.headers.get("If-Match") not in (None, headers["ETag"]):
             return web.Response(status=412)
-        whole = self.manifest.header + self.segment
+        whole = bytes(self.manifest.header) + self.segment
         first, last = map(
             int, request.headers["Range"].removeprefix("bytes=").split("-")
         )

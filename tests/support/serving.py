@@ -63,7 +63,7 @@ class Memory:
     @property
     def file(self) -> bytes:
         """The file that this is."""
-        return self.manifest.header + bytes(self.data)
+        return bytes(self.manifest.header) + bytes(self.data)
 
     @property
     def etag(self) -> str:

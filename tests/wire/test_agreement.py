@@ -124,7 +124,7 @@ def test_safetensors_reads_what_we_write(found: list[Storage]) -> None:
         tree=["list", [["tensor", index] for index in range(len(found))]],
         digests=[digest([segment])] * len(ChunkGrid(size, 1 << 16)),
     )
-    theirs = dict(safetensors.deserialize(manifest.header + segment))
+    theirs = dict(safetensors.deserialize(bytes(manifest.header) + segment))
     assert theirs.keys() == set(manifest.names)
     for name, entry in zip(manifest.names, manifest.entries, strict=True):
         assert tuple(theirs[name]["shape"]) == entry.shape

@@ -452,7 +452,7 @@ def test_a_truncated_header_with_its_own_length_is_noticed(manifest: Manifest) -
 def test_trailing_bytes_are_noticed(manifest: Manifest) -> None:
     """The header ends where it says."""
     with pytest.raises(RemoteProtocolError):
-        decode(manifest.header + b" ")
+        decode(bytes(manifest.header) + b" ")
 
 
 def test_every_flipped_bit_is_noticed(manifest: Manifest) -> None:
