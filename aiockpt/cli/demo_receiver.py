@@ -90,16 +90,17 @@ def _is_retry(event: TransferEvent) -> bool:
 
 @dataclass(slots=True)
 class _Cutter:
-    """Ends all connections through a proxy once half of the bytes are there."""
+    """Ends all connections through a proxy once half of the chunks are there."""
 
     proxy: FaultProxy
     cut_at: int = 0
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def __call__(self, progress: Progress) -> None:
-        half = progress.bytes_total / 2
-        if not self.cut_at and 0 < half <= progress.bytes_done:
-            self.cut_at = progress.bytes_done
+        # A chunk is counted while its connection goes on with the next one.
+        half = progress.chunks_total / 2
+        if not self.cut_at and 0 < half <= progress.chunks_done:
+            self.cut_at = self.proxy.statistics().bytes_down
             self.tasks.append(asyncio.create_task(self.proxy.cut_all()))
 
 
