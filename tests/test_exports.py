@@ -14,7 +14,7 @@ import pytest
 import aiockpt
 from aiockpt import errors
 
-NEEDS_TORCH = {"HTTPTransport", "register_leaf"}
+NEEDS_TORCH = {"HTTPTransport", "PGTransport", "register_leaf"}
 HEAVY = ("torch", "aiohttp", "anyio", "numpy")
 
 
