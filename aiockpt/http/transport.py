@@ -266,16 +266,13 @@ class HTTPTransport(CheckpointTransport[T]):
         source = parse_metadata(metadata)
         limit = self._timeout if timeout is None else seconds(timeout)
         deadline = Deadline(limit, stop="fetch_manifest")
-        options = ReceiveOptions(
-            into=into,
-            progress=progress,
-            terms=Terms(
-                limits=self._limits,
-                allow_pickle=self._allow_pickle,
-                direct=direct,
-                ports=port_for,
-            ),
+        terms = Terms(
+            limits=self._limits,
+            allow_pickle=self._allow_pickle,
+            direct=direct,
+            ports=port_for,
         )
+        options = ReceiveOptions(into=into, progress=progress, terms=terms)
         receive = Receive(self._client, self._bridge, options, deadline)
         with self._lifetime.call():
             try:

@@ -189,16 +189,13 @@ class PGTransport(CheckpointTransport[T]):
         deadline = Deadline(limit, stop="fetch_manifest")
         if into is None and self._state_dict is not None:
             into = self._state_dict()
-        options = ReceiveOptions(
-            into=into,
-            progress=progress,
-            terms=Terms(
-                limits=self._limits,
-                allow_pickle=self._allow_pickle,
-                direct=direct,
-                ports=port_for,
-            ),
+        terms = Terms(
+            limits=self._limits,
+            allow_pickle=self._allow_pickle,
+            direct=direct,
+            ports=port_for,
         )
+        options = ReceiveOptions(into=into, progress=progress, terms=terms)
         receive = Receive(step, self._bridge, options, deadline)
         with self._lifetime.call():
             self._health.check()
