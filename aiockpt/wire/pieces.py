@@ -33,12 +33,15 @@ def decode_entries(header: Bytes, start: int) -> Entries:
         msgspec.MsgspecError: malformed, or no entries.
         RemoteProtocolError: two have one name, or this is not how we write them.
     """
-    start += header[start : start + 1] == b","
+    comma = header[start : start + 1] == b","
+    start += comma
     try:
         entries = _decode(_pieces(header, start, _PIECE_BYTES))
     except msgspec.MsgspecError:
         # A name may end like an entry does, and malformed text is not ours to judge.
         entries = _decode(_pieces(header, start, len(header)))
+    if comma != bool(len(entries)):
+        raise RemoteProtocolError("the header is not in canonical form")
     if len(set(entries.names)) != len(entries):
         raise RemoteProtocolError("the header has two entries of the same name")
     return entries

@@ -65,6 +65,15 @@ def test_another_spelling_is_refused(old: bytes, new: bytes) -> None:
         decode_entries(text.replace(old, new), 0)
 
 
+@pytest.mark.parametrize(
+    "text", [b",}", whole(many())[1:]], ids=["too many", "missing"]
+)
+def test_the_comma_after_the_metadata_belongs_to_an_entry(text: bytes) -> None:
+    """The pieces alone would not tell."""
+    with pytest.raises(RemoteProtocolError, match="canonical"):
+        decode_entries(text, 0)
+
+
 @pytest.mark.parametrize("damage", [-1, 300_000, 500_001])
 def test_malformed_text_is_refused_in_any_piece(damage: int) -> None:
     """Text that no decoder would take whole is not taken in pieces either."""
