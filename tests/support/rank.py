@@ -11,21 +11,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import aiockpt.testing.leaves  # noqa: F401 - both ends register its types
 from groups import Transport, joined, store_in
 from transports import weights
 
 MIB_SENT = 256
 LONG = 600
-
-
-async def pass_on(transport: Transport, rank: int, count: int) -> None:
-    """Receive from the rank below, send to the rank above, in a ring."""
-    step = 0
-    while True:
-        step += 1
-        state = await transport.recv_checkpoint(rank - 1, "", step, LONG)
-        await transport.send_checkpoint([(rank + 1) % count], step, state, LONG)
 
 
 async def send(transport: Transport, rank: int, count: int) -> None:
@@ -85,8 +75,7 @@ async def left(transport: Transport, timeout: float) -> None:
 
 
 LIVES: dict[str, Callable[[Transport, int, int], Any]] = {
-    life.__name__: life
-    for life in (pass_on, send, receive, answer, idle, leave, leave_late)
+    life.__name__: life for life in (send, receive, answer, idle, leave, leave_late)
 }
 
 
