@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
 from aiockpt import ProcessGroupError, Progress, TransferTimeoutError
 from aiockpt.testing import assert_same

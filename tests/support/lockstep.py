@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # noqa: F401 - an optimizer imports it: early, so that leak checks skip it
+import torch._dynamo
 from torch import distributed
 
 from aiockpt import PeerFailedError
