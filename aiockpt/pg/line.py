@@ -22,7 +22,6 @@ from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
 from aiockpt._tasks import together
 from aiockpt.errors import (
-    AiockptError,
     PeerFailedError,
     ProcessGroupError,
     RemoteProtocolError,
@@ -70,12 +69,12 @@ class Line:
         ends early, the group is well; otherwise it is broken, and the peer is told.
         """
         talked: list[T] = []
-        failed: list[AiockptError] = []
+        failed: list[Exception] = []
 
         async def hold() -> None:
             try:
                 talked.append(await talk(self))
-            except AiockptError as error:
+            except Exception as error:
                 if not self._over:
                     raise
                 failed.append(error)

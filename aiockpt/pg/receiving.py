@@ -37,9 +37,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveOptions:
-    """What one receive needs to know beside whom to ask."""
+    """What one receive needs to know beside whom to ask.
+
+    ``template`` gives what to receive into where ``into`` is None.
+    """
 
     into: object | None
+    template: Callable[[], object] | None
     progress: Callable[[Progress], None] | None
     terms: Terms
 
@@ -64,8 +68,9 @@ class Receive:
         self._options = options
         self._deadline = deadline
         self._progress = Meter(options.progress)
+        self._into = options.into
         self._template: Template | None = None
-        self._unfit: AiockptError | None = None
+        self._unfit: Exception | None = None
         self._destination: Destination | None = None
 
     async def run(self, line: Line) -> object:
@@ -91,7 +96,7 @@ class Receive:
 
     def annotate(self, error: AiockptError) -> None:
         """Say in the error what a receive into a template leaves behind."""
-        if self._options.into is not None:
+        if self._into is not None:
             touched = self._destination is not None and self._destination.touched
             done = "was modified" if touched else "was not modified"
             error.add_note(f"the template {done}")
@@ -121,10 +126,12 @@ class Receive:
 
     async def _look(self) -> None:
         try:
-            if self._options.into is not None:
+            if self._into is None and self._options.template is not None:
+                self._into = self._options.template()
+            if self._into is not None:
                 self._template = await self._bridge.run(self._describe)
-        except AiockptError as error:
-            self._unfit = error  # the sender is told when it comes
+        except Exception as error:  # noqa: BLE001 - raised when the sender has come
+            self._unfit = error  # and is told
 
     async def _answer(self, line: Line, kind: Kind, doing: Awaitable[T]) -> T:
         """Do what the sender waits for, and tell it how that went."""
@@ -168,7 +175,7 @@ class Receive:
     def _describe(self) -> Template:
         terms = self._options.terms
         return Template(
-            self._options.into, limits=terms.limits, allow_pickle=terms.allow_pickle
+            self._into, limits=terms.limits, allow_pickle=terms.allow_pickle
         )
 
     def _choose(self, manifest: Manifest) -> Destination:

@@ -51,7 +51,7 @@ class PGTransport(CheckpointTransport[T]):
         timeout: Default deadline of a send or a receive.
         device: Where the group's backend wants its tensors.
         state_dict: Called at every receive, on the loop; what it returns is received
-            into, unless ``into`` is given.
+            into, unless ``into`` is given. What it raises is told to the sender.
         chunk_bytes: Bytes that one digest is for, a multiple of 64.
         limits: What a receive accepts.
         allow_pickle: Let leaves that nothing else carries travel as pickles, which
@@ -187,15 +187,15 @@ class PGTransport(CheckpointTransport[T]):
             raise LocalProtocolError("the sender is an HTTPTransport; use one here too")
         limit = self._timeout if timeout is None else seconds(timeout)
         deadline = Deadline(limit, stop="fetch_manifest")
-        if into is None and self._state_dict is not None:
-            into = self._state_dict()
         terms = Terms(
             limits=self._limits,
             allow_pickle=self._allow_pickle,
             direct=direct,
             ports=port_for,
         )
-        options = ReceiveOptions(into=into, progress=progress, terms=terms)
+        options = ReceiveOptions(
+            into=into, template=self._state_dict, progress=progress, terms=terms
+        )
         receive = Receive(step, self._bridge, options, deadline)
         with self._lifetime.call():
             self._health.check()

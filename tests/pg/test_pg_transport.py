@@ -170,6 +170,37 @@ async def test_the_state_dict_of_the_constructor_is_filled() -> None:
         assert_same(ours, weights(1.0))
 
 
+def raises() -> dict[str, Any]:
+    """Fail as a caller's own code does."""
+    raise KeyError("not trained yet")
+
+
+@pytest.mark.parametrize(
+    ("own", "kind"),
+    [
+        (raises, KeyError),
+        (lambda: {"w": torch.ones(3)}, TemplateMismatchError),
+        (lambda: {"w0": object()}, UnsupportedLeafError),
+    ],
+    ids=["raises", "does not fit", "is none"],
+)
+async def test_a_state_dict_that_fails_is_told(own: Any, kind: type[Exception]) -> None:
+    """The sender does not wait, and the next receive may have another template."""
+    sending, receiving = await gloo_groups(2)
+    async with (
+        Transport(sending, timeout=20) as sender,
+        Transport(receiving, 20, torch.device("cpu"), own) as receiver,
+    ):
+        started = time.monotonic()
+        sent, got = await both(sender, receiver, weights())
+        assert time.monotonic() - started < 10
+        assert type(got) is kind
+        assert isinstance(sent, PeerFailedError)
+        assert kind.__name__ in sent.reason
+        into = weights(0.0)
+        assert_same(await moved(sender, receiver, weights(), into=into), into)
+
+
 async def test_who_is_no_rank_is_refused() -> None:
     """At once, and with its number."""
     async with transports() as (transport, _):
