@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from aiockpt import ProcessGroupError, Progress, TransferTimeoutError
 from aiockpt.testing import assert_same
+from groups import Transport
 from rank import MIB_SENT
 from rankprocesses import ranks, transport
 from transports import MIB, weights
@@ -20,6 +22,24 @@ from transports import MIB, weights
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
 SLACK = 0.5
+
+
+Call = Callable[[Transport], Coroutine[Any, Any, object]]
+
+
+def large(fill: float) -> dict[str, Any]:
+    """Return what a rank sends, or a template for it."""
+    return weights(fill, mib=MIB_SENT, count=64)
+
+
+async def receive(ours: Transport) -> object:
+    """Receive from rank 1."""
+    return await ours.recv_checkpoint(1, "", 1)
+
+
+async def send(ours: Transport) -> object:
+    """Send to it."""
+    return await ours.send_checkpoint([1], 1, weights())
 
 
 @contextmanager
@@ -30,24 +50,30 @@ def within(seconds: float) -> Iterator[None]:
     assert time.monotonic() - started < seconds + SLACK
 
 
-async def test_a_dead_sender_is_an_error_at_once(tmp_path: Path) -> None:
-    """It died before it sent anything."""
+@pytest.mark.parametrize("waiting", [True, False], ids=["while it waits", "before"])
+@pytest.mark.parametrize("call", [receive, send])
+async def test_a_dead_peer_is_an_error_at_once(
+    tmp_path: Path, call: Call, *, waiting: bool
+) -> None:
+    """It died before it sent, or received, anything; the deadline is far away."""
     async with ranks(tmp_path, "idle") as (group, (peer,)), transport(group) as ours:
-        receiving = asyncio.create_task(ours.recv_checkpoint(1, "", 1))
+        calling = asyncio.create_task(call(ours)) if waiting else None
         await asyncio.sleep(0.1)
         peer.kill()
+        await peer.wait()
         with within(5), pytest.raises(ProcessGroupError, match="make a new group") as e:
-            await receiving
+            await (calling or call(ours))
         assert e.value.rank == 1
-        with pytest.raises(ProcessGroupError, match="make a new group"):
-            await ours.recv_checkpoint(1, "", 1)
+        for other in (receive, send):
+            with within(0), pytest.raises(ProcessGroupError, match="make a new group"):
+                await other(ours)
 
 
 @pytest.mark.allow_leaks("threads", "fds")  # of the wait that its death did not end
 @pytest.mark.parametrize("direct", [False, True])
 async def test_a_sender_killed_half_way(tmp_path: Path, *, direct: bool) -> None:
-    """A template is untouched, or the error says that it is not."""
-    into = weights(0.0, mib=MIB_SENT, count=64)
+    """P11: a template is untouched, or the error says that it is not."""
+    into = large(0.0)
     async with ranks(tmp_path, "send") as (group, (peer,)), transport(group) as ours:
 
         def kill(progress: Progress) -> None:
@@ -61,24 +87,55 @@ async def test_a_sender_killed_half_way(tmp_path: Path, *, direct: bool) -> None
     words = "was modified" if direct else "was not modified"
     assert f"the template {words}" in caught.value.__notes__
     if not direct:
-        assert_same(into, weights(0.0, mib=MIB_SENT, count=64))
+        assert_same(into, large(0.0))
 
 
 @pytest.mark.allow_leaks("threads", "fds")  # of the wait that its death did not end
 async def test_a_receiver_killed_half_way_disturbs_no_other(tmp_path: Path) -> None:
     """The other one gets all of it, and the error names the dead one, and soon."""
     async with (
-        ranks(tmp_path, "receive", "receive") as (group, (dying, _)),
-        transport(group, timeout=5) as ours,
+        ranks(tmp_path, "die_half_way", "receive") as (group, (dying, _)),
+        transport(group, chunk_bytes=MIB) as ours,
     ):
-        state = weights(mib=4 * MIB_SENT, count=64)
-        sending = asyncio.create_task(ours.send_checkpoint([1, 2], 1, state))
-        await asyncio.sleep(0.3)
-        dying.kill()
-        with within(5), pytest.raises(ProcessGroupError) as caught:
+        sending = asyncio.create_task(ours.send_checkpoint([1, 2], 1, large(1.0)))
+        assert await dying.wait() == -signal.SIGKILL
+        with within(10), pytest.raises(ProcessGroupError) as caught:
             await sending
         assert caught.value.rank == 1
         assert not hasattr(caught.value, "__notes__"), "rank 2 has it"
+
+
+@pytest.mark.allow_leaks("threads", "fds")  # the waiting ones
+@pytest.mark.parametrize("direct", [False, True])
+async def test_a_sender_stopped_half_way(tmp_path: Path, *, direct: bool) -> None:
+    """The deadline ends it, and the error says what it leaves of the template."""
+    into = large(0.0)
+    async with ranks(tmp_path, "send") as (group, (peer,)), transport(group) as ours:
+
+        def stop(progress: Progress) -> None:
+            if progress.bytes_done > MIB_SENT * MIB / 10:
+                peer.send_signal(signal.SIGSTOP)
+
+        options: Any = {"into": into, "direct": direct, "progress": stop}
+        with within(2), pytest.raises(TransferTimeoutError, match="rank 1") as caught:
+            await ours.recv_checkpoint(1, "", 1, 2, **options)
+    words = "was modified" if direct else "was not modified"
+    assert f"the template {words}" in caught.value.__notes__
+    if not direct:
+        assert_same(into, large(0.0))
+
+
+@pytest.mark.allow_leaks("threads", "fds")  # the waiting ones
+async def test_a_receiver_stopped_half_way(tmp_path: Path) -> None:
+    """The deadline ends the send, and the group."""
+    async with (
+        ranks(tmp_path, "stop_half_way") as (group, _),
+        transport(group, chunk_bytes=MIB) as ours,
+    ):
+        with within(2), pytest.raises(TransferTimeoutError, match="rank 1"):
+            await ours.send_checkpoint([1], 1, large(1.0), 2)
+        with pytest.raises(ProcessGroupError, match="make a new group"):
+            await ours.send_checkpoint([1], 1, {})
 
 
 @pytest.mark.allow_leaks("threads", "fds")  # the waiting one, which its deadline ends
@@ -111,21 +168,22 @@ async def test_a_stopped_peer_ends_with_the_deadline(tmp_path: Path, role: str) 
 
 @pytest.mark.allow_leaks("threads", "fds")  # the waiting ones, as above
 async def test_a_stopped_receiver_holds_up_no_other(tmp_path: Path) -> None:
-    """The other one has the checkpoint, and sends it back, before the deadline."""
+    """P12: the other one has it, and sends it back, before the deadline."""
     async with (
         ranks(tmp_path, "receive", "answer") as (group, (peer, _)),
         transport(group) as ours,
     ):
         peer.send_signal(signal.SIGSTOP)
         state = weights(mib=8)
-        sending = asyncio.create_task(ours.send_checkpoint([1, 2], 1, state, timeout=5))
+        sending = asyncio.create_task(ours.send_checkpoint([1, 2], 1, state, timeout=3))
         assert_same(await ours.recv_checkpoint(2, "", 1), state)
         assert not sending.done()
         with pytest.raises(TransferTimeoutError, match="rank 1"):
             await sending
 
 
-@pytest.mark.parametrize("life", ["leave", "leave_late"])
+@pytest.mark.asyncio(loop_factories=["asyncio"])  # the loop of the test matters little
+@pytest.mark.parametrize("life", ["leave", "leave_sending", "leave_late"])
 async def test_the_interpreter_exits_beside_a_waiting_thread(
     tmp_path: Path, life: str
 ) -> None:

@@ -6,11 +6,14 @@ WHAT is how it spends its life, until it is killed: a function below.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
+from aiockpt import Progress
 from groups import Transport, joined, store_in
 from transports import weights
 
@@ -31,6 +34,26 @@ async def receive(transport: Transport, rank: int, count: int) -> None:
         await transport.recv_checkpoint(0, "", 1, LONG)
 
 
+async def die_half_way(transport: Transport, rank: int, count: int) -> None:
+    """Be killed in the middle of what rank 0 sends."""
+    await struck(transport, signal.SIGKILL)
+
+
+async def stop_half_way(transport: Transport, rank: int, count: int) -> None:
+    """Be stopped there."""
+    await struck(transport, signal.SIGSTOP)
+
+
+async def struck(transport: Transport, number: int) -> None:
+    """Receive, and get a signal once some of it is there."""
+
+    def strike(progress: Progress) -> None:
+        if progress.bytes_done > progress.bytes_total / 10:
+            os.kill(os.getpid(), number)
+
+    await transport.recv_checkpoint(0, "", 1, LONG, progress=strike)
+
+
 async def answer(transport: Transport, rank: int, count: int) -> None:
     """Receive from rank 0, and send it back."""
     state = await transport.recv_checkpoint(0, "", 1, LONG)
@@ -45,13 +68,18 @@ async def idle(transport: Transport, rank: int, count: int) -> None:
 
 async def leave(transport: Transport, rank: int, count: int) -> None:
     """Wait for what never comes, lose patience, and leave the threads behind."""
-    await left(transport, LONG)
+    await left(transport.recv_checkpoint(0, "", 1, LONG))
+
+
+async def leave_sending(transport: Transport, rank: int, count: int) -> None:
+    """Do the same as a sender, in the middle of a message."""
+    await left(transport.send_checkpoint([0], 1, weights(mib=MIB_SENT), LONG))
 
 
 async def leave_late(transport: Transport, rank: int, count: int) -> None:
-    """Do the same; the threads come back while the interpreter ends."""
+    """Leave a thread behind that comes back while the interpreter ends."""
     globals()["ends slowly"] = EndsSlowly()
-    await left(transport, 1)
+    await left(transport.recv_checkpoint(0, "", 1, 1))
 
 
 class EndsSlowly:
@@ -64,10 +92,9 @@ class EndsSlowly:
         self._sleep(2)
 
 
-async def left(transport: Transport, timeout: float) -> None:
-    """Begin to receive, and stop."""
-    receive = transport.recv_checkpoint(0, "", 1, timeout)
-    task = asyncio.create_task(receive)
+async def left(call: Coroutine[Any, Any, object]) -> None:
+    """Begin it, and stop."""
+    task = asyncio.create_task(call)
     await asyncio.sleep(0.2)
     task.cancel()
     await asyncio.wait({task})
@@ -75,7 +102,11 @@ async def left(transport: Transport, timeout: float) -> None:
 
 
 LIVES: dict[str, Callable[[Transport, int, int], Any]] = {
-    life.__name__: life for life in (send, receive, answer, idle, leave, leave_late)
+    life.__name__: life
+    for life in (
+        *(send, receive, die_half_way, stop_half_way, answer, idle),
+        *(leave, leave_sending, leave_late),
+    )
 }
 
 
