@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from typing import Any
 
@@ -13,12 +14,19 @@ from aiockpt import (
     PeerFailedError,
     ProcessGroupError,
     Progress,
+    RemoteProtocolError,
+    StepNotFoundError,
     TemplateMismatchError,
     TransferTimeoutError,
+    UnsupportedLeafError,
 )
+from aiockpt.memory import Arena
 from aiockpt.pg import messages, mover
-from aiockpt.testing import assert_same
+from aiockpt.pg import transport as room
+from aiockpt.pg.frames import FRAME_BYTES
+from aiockpt.testing import FakeAccelerator, assert_same
 from groups import Transport, both, gloo_groups, moved, transports
+from transports import weights
 
 pytestmark = pytest.mark.asyncio
 
@@ -69,6 +77,19 @@ class TestWhatTravels:
             sent, got = await both(sender, receiver, {"x": Bomb()})
         assert "Bomb" in str(sent)
         assert isinstance(got, PeerFailedError)
+        assert "executed" not in capsys.readouterr().out
+
+    async def test_a_pickle_is_not_loaded(self, capsys: pytest.CaptureFixture) -> None:
+        """P1: what a sender pickled all the same is refused by the receiver."""
+        ours, theirs = await gloo_groups(2)
+        async with (
+            Transport(ours, allow_pickle=True) as sender,
+            Transport(theirs) as receiver,
+        ):
+            sent, got = await both(sender, receiver, {"x": Bomb()})
+            assert isinstance(got, RemoteProtocolError)
+            assert isinstance(sent, PeerFailedError)
+            assert_same(await moved(sender, receiver, weights()), weights())
         assert "executed" not in capsys.readouterr().out
 
     async def test_parameters_and_flags_survive(self) -> None:
@@ -163,6 +184,83 @@ class TestTemplates:
             into = {"w": whole[3:7]}
             await moved(sender, receiver, state, into=into, direct=direct)
         assert whole.tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 0, 0]
+
+    @pytest.mark.parametrize("direct", [False, True])
+    async def test_a_template_on_another_device_leaves_no_copy(
+        self, monkeypatch: pytest.MonkeyPatch, *, direct: bool
+    ) -> None:
+        """P16: its tensors are filled where they are; what was beside them is gone."""
+        device = FakeAccelerator(held=False)
+        monkeypatch.setattr(room, "port_for", device.port_for)
+        state, into = weights(1.0), weights(0.0)
+        home = into["w0"].data_ptr()
+        async with transports() as (sender, receiver):
+            got = await moved(sender, receiver, state, into=into, direct=direct)
+            assert got["w0"] is into["w0"]
+            assert got["w0"].data_ptr() == home
+            assert_same(into, state)
+            assert device.copied == into["w0"].nbytes
+            del got
+            gc.collect()
+            assert not [each for each in gc.get_objects() if open_arena(each)]
+            assert not device.pinned
+
+    async def test_a_template_without_memory_is_refused(self) -> None:
+        """P16: rather than given some, where nobody asked for it."""
+        into = {"w0": torch.empty(1 << 18, device="meta")}
+        async with transports() as (sender, receiver):
+            sent, got = await both(sender, receiver, weights(), into=into)
+            assert isinstance(got, UnsupportedLeafError)
+            assert got.path == "w0"
+            assert isinstance(sent, PeerFailedError)
+
+
+def open_arena(found: object) -> bool:
+    """Say whether it is host memory that holds, or held, a checkpoint."""
+    return type(found) is Arena and bool(found.nbytes)
+
+
+class TestOrder:
+    """Who sends what, and when, is checked before anything large moves."""
+
+    async def test_another_step_costs_a_frame(self) -> None:
+        """P15: the step is offered by itself, before even the header is sent."""
+        ours, theirs = await gloo_groups(2)
+        counted = Counted(ours)
+        async with Transport(counted) as sender, Transport(theirs) as receiver:
+            _, got = await both(sender, receiver, weights(), 7, wanted=5)
+        assert isinstance(got, StepNotFoundError)
+        assert counted.messages == [FRAME_BYTES] * 2, "the offer, and the farewell"
+
+    async def test_a_misfit_costs_the_header(self) -> None:
+        """P7, P8, P9: no byte of the data segment is sent."""
+        ours, theirs = await gloo_groups(2)
+        counted = Counted(ours)
+        into = {"w0": torch.zeros(3)}
+        async with Transport(counted) as sender, Transport(theirs) as receiver:
+            _, got = await both(sender, receiver, weights(), into=into)
+        assert isinstance(got, TemplateMismatchError)
+        assert sum(counted.messages) < 8 << 10
+
+    async def test_a_late_receiver_holds_up_no_other(self) -> None:
+        """P12: nor what is sent to the other one next."""
+        async with transports(3) as (sender, first, second):
+            calls = [
+                sender.send_checkpoint([2, 1], 1, weights(1.0)),
+                sender.send_checkpoint([1], 2, weights(2.0)),
+                sender.send_checkpoint([1, 2], 3, weights(3.0)),
+            ]
+            sends = [asyncio.create_task(call) for call in calls]
+            for step in (1, 2, 3):
+                got = await first.recv_checkpoint(0, "", step)
+                assert_same(got, weights(float(step)))
+            await sends[1]
+            assert not sends[0].done()
+            assert not sends[2].done()
+            for step in (1, 3):
+                got = await second.recv_checkpoint(0, "", step)
+                assert_same(got, weights(float(step)))
+            await asyncio.gather(*sends)
 
 
 class TestDeadlines:

@@ -14,7 +14,7 @@ import pytest
 
 from aiockpt import ProcessGroupError, Progress, TransferTimeoutError
 from aiockpt.testing import assert_same
-from groups import Transport
+from groups import Transport, joined, store_in, summed
 from rank import MIB_SENT
 from rankprocesses import ranks, transport
 from transports import MIB, weights
@@ -132,8 +132,9 @@ async def test_a_receiver_stopped_half_way(tmp_path: Path) -> None:
         ranks(tmp_path, "stop_half_way") as (group, _),
         transport(group, chunk_bytes=MIB) as ours,
     ):
+        state = large(1.0)
         with within(2), pytest.raises(TransferTimeoutError, match="rank 1"):
-            await ours.send_checkpoint([1], 1, large(1.0), 2)
+            await ours.send_checkpoint([1], 1, state, 2)
         with pytest.raises(ProcessGroupError, match="make a new group"):
             await ours.send_checkpoint([1], 1, {})
 
@@ -180,6 +181,27 @@ async def test_a_stopped_receiver_holds_up_no_other(tmp_path: Path) -> None:
         assert not sending.done()
         with pytest.raises(TransferTimeoutError, match="rank 1"):
             await sending
+
+
+@pytest.mark.allow_leaks("threads", "fds")  # the waiting ones
+async def test_a_broken_group_breaks_no_other(tmp_path: Path) -> None:
+    """P17: the same ranks go on training, by the group that they train by."""
+    async with ranks(tmp_path, "train") as (group, (peer,)), transport(group) as ours:
+        training = await joined(store_in(str(tmp_path / "store of training"), 2), 0, 2)
+        assert await summed(training, 10) == 11
+
+        def give_up(_: Progress) -> None:
+            receiving.cancel()
+
+        receiving = asyncio.create_task(
+            ours.recv_checkpoint(1, "", 1, progress=give_up)
+        )
+        await asyncio.wait({receiving})
+        assert receiving.cancelled()
+        assert "broken" in repr(ours)
+        assert peer.stdout is not None
+        assert b"broken" in await peer.stdout.readline()
+        assert await summed(training, 20) == 21
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])  # the loop of the test matters little

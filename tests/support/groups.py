@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
+import torch
 from torch import distributed
 
 from aiockpt import PGTransport
@@ -30,13 +32,22 @@ def store_in(path: str, count: int) -> Any:
 
 
 async def joined(store: Any, rank: int, count: int) -> Any:
-    """Join a group, which waits for the others: in a thread."""
+    """Join a group, which waits for the others."""
+    group = partial(distributed.ProcessGroupGloo, store, rank, count, TIMEOUT)
+    return await in_a_thread(group)
+
+
+async def summed(group: Any, number: float) -> float:
+    """Add up the numbers of all ranks, as training does with gradients."""
+    total = torch.tensor([number])
+    await in_a_thread(lambda: group.allreduce([total]).wait())
+    return float(total)
+
+
+async def in_a_thread(call: Callable[[], Any]) -> Any:
+    """Call what blocks; nothing of it is left when this returns."""
     made: list[Any] = []
-
-    def make() -> None:
-        made.append(distributed.ProcessGroupGloo(store, rank, count, TIMEOUT))
-
-    thread = threading.Thread(target=make)
+    thread = threading.Thread(target=lambda: made.append(call()))
     thread.start()
     while thread.is_alive():  # noqa: ASYNC110 - joining it would block the loop
         await asyncio.sleep(0.001)

@@ -11,14 +11,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
-from aiockpt import Progress
-from groups import Transport, joined, store_in
+from aiockpt import ProcessGroupError, Progress
+from groups import Transport, joined, store_in, summed
 from transports import weights
 
 MIB_SENT = 256
 LONG = 600
+TRAINING = f"{sys.argv[1]} of training"
 
 
 async def send(transport: Transport, rank: int, count: int) -> None:
@@ -59,6 +61,18 @@ async def answer(transport: Transport, rank: int, count: int) -> None:
     state = await transport.recv_checkpoint(0, "", 1, LONG)
     await transport.send_checkpoint([0], 1, state, LONG)
     await asyncio.Event().wait()
+
+
+async def train(transport: Transport, rank: int, count: int) -> None:
+    """Add up numbers with rank 0, before and after a send to it that fails."""
+    training = await joined(store_in(TRAINING, count), rank, count)
+    await summed(training, rank)
+    with suppress(ProcessGroupError):
+        state = weights(mib=MIB_SENT, count=64)
+        await transport.send_checkpoint([0], 1, state, LONG)
+        print("was received", flush=True)
+    print(repr(transport), flush=True)
+    await summed(training, rank)
 
 
 async def idle(transport: Transport, rank: int, count: int) -> None:
@@ -104,7 +118,7 @@ async def left(call: Coroutine[Any, Any, object]) -> None:
 LIVES: dict[str, Callable[[Transport, int, int], Any]] = {
     life.__name__: life
     for life in (
-        *(send, receive, die_half_way, stop_half_way, answer, idle),
+        *(send, receive, die_half_way, stop_half_way, answer, train, idle),
         *(leave, leave_sending, leave_late),
     )
 }
