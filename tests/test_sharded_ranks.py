@@ -17,15 +17,17 @@ SECONDS = 150
 pytestmark = pytest.mark.timeout(SECONDS + 30)
 
 
-def started(scenario: str, ranks: int, directory: Path) -> list[subprocess.Popen[str]]:
+def started(
+    scenario: str, ranks: int, directory: Path, program: str = "sharded_rank.py"
+) -> list[subprocess.Popen[str]]:
     """Start the ranks of one job."""
     directory.mkdir()
     package = Path(aiockpt.__file__).parents[1]
     paths = os.pathsep.join([str(package), str(SUPPORT)])
-    program = [sys.executable, str(SUPPORT / "sharded_rank.py"), scenario]
+    command = [sys.executable, str(SUPPORT / program), scenario]
     return [
         subprocess.Popen(
-            [*program, str(rank), str(ranks), str(directory)],
+            [*command, str(rank), str(ranks), str(directory)],
             env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -59,6 +61,7 @@ def test_what_a_rank_may_take_from_another(tmp_path: Path) -> None:
 
 
 def test_two_jobs(tmp_path: Path) -> None:
-    """FSDP2 models of two worlds that share no process group."""
-    sending = started("sending_job", 2, tmp_path / "sending")
-    joined([*sending, *started("receiving_job", 2, tmp_path / "receiving")])
+    """FSDP2 models of two worlds: over HTTP, and over a group of a rank of either."""
+    sending = started("sending_job", 2, tmp_path / "sending", "job_rank.py")
+    receiving = started("receiving_job", 2, tmp_path / "receiving", "job_rank.py")
+    joined([*sending, *receiving])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -25,7 +25,7 @@ pytestmark = [
 PROMPT = 5.0
 """Seconds in which the other end hears of it; its own deadline is much later."""
 
-Side = Callable[[Transport, int], Awaitable[Any]]
+Side = Callable[[Transport, int], Coroutine[Any, Any, None]]
 
 
 def state(step: int) -> dict[str, Any]:

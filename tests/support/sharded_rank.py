@@ -1,7 +1,7 @@
 """One rank of a job with distributed tensors: a program that a test starts many of.
 
 ``python sharded_rank.py SCENARIO RANK WORLD DIRECTORY``; the ranks of one job share a
-directory, and a sending and a receiving job the one above. It prints ``done``.
+directory. It prints ``done``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-import time
 import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -36,7 +35,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from aiockpt import DeviceMeshError, HTTPTransport, Progress, TemplateMismatchError
+from aiockpt import (
+    DeviceMeshError,
+    HTTPTransport,
+    Progress,
+    TemplateMismatchError,
+)
 from aiockpt.testing import assert_same
 
 TIMEOUT = 60
@@ -248,57 +252,17 @@ async def refused(kind: type[Exception], text: str, receiving: Any) -> None:
         await receiving
 
 
-async def sending_job() -> None:
-    """Train, offer, and stay until the other job is through."""
-    net, optimizer = training(init_device_mesh("cpu", (WORLD,)), seed=1)
-    step(net, optimizer)
-    async with transport() as sender:
-        state = state_of(net, optimizer)
-        await sender.send_checkpoint([0], step=1, state_dict=state)
-        handed = DIRECTORY.parent / f"metadata{RANK}"
-        handed.with_suffix(".part").write_text(sender.metadata())
-        handed.with_suffix(".part").rename(handed)
-        await appears(DIRECTORY.parent / f"through{RANK}")
-    losses = DIRECTORY.parent / f"loss{RANK}"
-    assert float(losses.read_text()) == step(net, optimizer)
-
-
-async def receiving_job() -> None:
-    """Receive into a model of its own, in another world of process groups."""
-    mesh = init_device_mesh("cpu", (WORLD,))
-    handed = DIRECTORY.parent / f"metadata{RANK}"
-    await appears(handed)
-    net, optimizer = training(mesh, seed=2)
-    load(await received(handed.read_text()), net, optimizer)
-    (DIRECTORY.parent / f"loss{RANK}").write_text(repr(step(net, optimizer)))
-    (DIRECTORY.parent / f"through{RANK}").touch()
-
-
-async def appears(path: Path) -> None:
-    """Wait for another process to make a file."""
-    until = time.monotonic() + TIMEOUT
-    while not path.exists():  # noqa: ASYNC240 - nothing else runs on this loop
-        assert time.monotonic() < until, f"{path.name} never came"
-        await asyncio.sleep(0.05)
-
-
-SCENARIOS: dict[str, Callable[[], Any]] = {
-    each.__name__: each
-    for each in (fully_sharded_and_parallel, other_ranks, sending_job, receiving_job)
-}
-
-
-def main() -> None:
+def main(*scenarios: Callable[[], Any]) -> None:
     """Run one scenario as one rank."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", UserWarning)  # torch's, about its own hooks
     store = f"file://{DIRECTORY / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=RANK, world_size=WORLD)
-    asyncio.run(SCENARIOS[sys.argv[1]]())
+    asyncio.run({each.__name__: each for each in scenarios}[sys.argv[1]]())
     dist.barrier()
     dist.destroy_process_group()
     print("done")
 
 
 if __name__ == "__main__":
-    main()
+    main(fully_sharded_and_parallel, other_ranks)
