@@ -15,7 +15,7 @@ from aiockpt._deadline import Deadline
 from aiockpt._device import port_for
 from aiockpt._lifetime import Lifetime
 from aiockpt.destination import Terms
-from aiockpt.errors import AiockptError, LocalProtocolError
+from aiockpt.errors import AiockptError, LocalProtocolError, ProcessGroupError
 from aiockpt.observe import Progress
 from aiockpt.pg.group import Group, Health
 from aiockpt.pg.line import Line
@@ -93,7 +93,10 @@ class PGTransport(CheckpointTransport[T]):
 
     def __repr__(self) -> str:
         broken = " broken" if self._health.broken else ""
-        return f"<PGTransport ranks={self._group.size()}{broken}>"
+        try:
+            return f"<PGTransport ranks={self._size()}{broken}>"
+        except ProcessGroupError:
+            return f"<PGTransport without a group{broken}>"
 
     def metadata(self) -> str:
         """Return a constant: a rank finds another one by the group.
@@ -225,9 +228,15 @@ class PGTransport(CheckpointTransport[T]):
 
     def _peer(self, rank: int) -> int:
         # Whether it is this one is not asked: torchft's groups do not know theirs.
-        if not 0 <= rank < self._group.size():
-            raise ValueError(f"{rank} is no rank of a group of {self._group.size()}")
+        if not 0 <= rank < (size := self._size()):
+            raise ValueError(f"{rank} is no rank of a group of {size}")
         return rank
+
+    def _size(self) -> int:
+        try:
+            return self._group.size()
+        except Exception as error:  # torchft's has none until it is configured
+            raise ProcessGroupError(str(error)) from error
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:
