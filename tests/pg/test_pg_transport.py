@@ -297,10 +297,11 @@ async def test_the_threads_left_behind_end_with_the_deadline() -> None:
     async with transports() as (sender, _):
         with pytest.raises(TransferTimeoutError):
             await sender.send_checkpoint([1], 1, sample(), SOON)
-    for thread in set(threading.enumerate()) - before:
-        assert thread.daemon
-        while thread.is_alive():  # noqa: ASYNC110 - joining it would block
-            await asyncio.sleep(0.01)
+    async with asyncio.timeout(2):
+        for thread in set(threading.enumerate()) - before:
+            assert thread.daemon
+            while thread.is_alive():  # noqa: ASYNC110 - joining it would block
+                await asyncio.sleep(0.01)
 
 
 async def test_disallow_waits_for_a_send_that_is_under_way() -> None:
