@@ -228,7 +228,8 @@ class PGTransport(CheckpointTransport[T]):
 
     def _peer(self, rank: int) -> int:
         # Whether it is this one is not asked: torchft's groups do not know theirs.
-        if not 0 <= rank < (size := self._size()):
+        size = self._size()
+        if not 0 <= rank < size:
             raise ValueError(f"{rank} is no rank of a group of {size}")
         return rank
 

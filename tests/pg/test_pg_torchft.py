@@ -15,7 +15,7 @@ from torch import distributed
 
 from aiockpt import ProcessGroupError, TransferTimeoutError
 from aiockpt.testing import assert_same
-from groups import Transport, in_a_thread, moved
+from groups import Transport, in_a_thread, moved, store_at
 from transports import weights
 from wrapped import Wrapped
 
@@ -103,7 +103,7 @@ async def test_torchft_s_own_groups() -> None:
     room = pytest.importorskip(
         "torchft.process_group", reason="torchft is not installed"
     )
-    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = store_at()
     address = f"127.0.0.1:{store.port}/quorum"
     groups = [room.ProcessGroupGloo(timedelta(seconds=20)) for _ in range(2)]
     async with over(*groups) as transports:
@@ -113,6 +113,7 @@ async def test_torchft_s_own_groups() -> None:
         ]
         await asyncio.gather(*map(in_a_thread, calls))
         await exchange(*transports)
-        await moved(*transports, {"many": [torch.ones(3)] * 1000})
+        ours, theirs = transports
+        await moved(ours, theirs, {"many": [torch.ones(3)] * 1000})
     for group in groups:
         group.shutdown()

@@ -26,6 +26,12 @@ async def gloo_groups(count: int) -> list[Any]:
     return await asyncio.gather(*(joined(store, rank, count) for rank in range(count)))
 
 
+def store_at() -> Any:
+    """Return the server of a store on this machine, at a free port."""
+    tcp_store = distributed.TCPStore  # type: ignore[attr-defined]
+    return tcp_store("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 def store_in(path: str, count: int) -> Any:
     """Return what ranks in other processes find one another by."""
     return distributed.FileStore(path, count)  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from groups import joined
 __all__ = ["Wrapped"]
 
 
-class WrappedWork(distributed.Work):  # type: ignore[name-defined]
+class WrappedWork(distributed.Work):
     """Passes a wait on; it is a Work, but not one of the backend."""
 
     def __init__(self, work: Any) -> None:
@@ -33,7 +33,7 @@ class Wrapped(distributed.ProcessGroup):
     """
 
     def __init__(self) -> None:
-        super().__init__(0, 1)
+        super().__init__(0, 1)  # type: ignore[call-arg]  # torch has a second one
         self._parent: Any = None
 
     async def configure(self, store: Any, rank: int, count: int) -> None:
