@@ -26,7 +26,7 @@ from aiockpt.pg.frames import Frame, Kind
 from aiockpt.pg.line import Line
 from aiockpt.pg.messages import Memory, messages_of
 from aiockpt.template import Template
-from aiockpt.wire.chunks import digest
+from aiockpt.wire.chunks import DIGEST_DIGITS, digest
 from aiockpt.wire.limits import enforce
 from aiockpt.wire.manifest import Manifest, Outline, decode_header
 
@@ -185,36 +185,30 @@ class Receive:
         outline, memory = coming.outline, coming.goal.memory
         coming.goal.begin()
         arrivals = Arrivals()
-        found: list[IntegrityError] = []
+        actual: list[str] = []
+        expected = bytearray()
 
-        async def verify() -> None:
+        async def seal() -> None:
             for chunk in range(len(outline.grid)):
-                _, stop = outline.grid.range(chunk)
+                start, stop = outline.grid.range(chunk)
                 await arrivals.reach(stop)
-                if not found:
-                    try:
-                        await self._verify(outline, memory, chunk)
-                    except IntegrityError as error:
-                        found.append(error)
+                found = await self._bridge.run(_digest, memory, start, stop)
+                actual.append(found)
+                self._progress.add(stop - start, 1)
 
-        tell = arrivals.tell
-        receive = partial(line.receive_segment, memory, coming.messages, tell)
-        await together([partial(self._prepare, coming), verify, receive])
-        return found[0] if found else None
+        async def receive() -> None:
+            await line.receive_segment(memory, coming.messages, arrivals.tell)
+            if coming.messages:
+                expected.extend(await line.receive(DIGEST_DIGITS * len(outline.grid)))
+
+        await together([partial(self._prepare, coming), seal, receive])
+        return _damage(expected.decode("ascii", "replace"), actual)
 
     async def _prepare(self, coming: _Coming) -> None:
         """Have memory ready ahead of the bytes: gloo has one thread for both."""
         grid = coming.outline.grid
         for chunk in range(len(grid)):
             await coming.goal.prepare(*grid.range(chunk))
-
-    async def _verify(self, outline: Outline, memory: Memory, chunk: int) -> None:
-        start, stop = outline.grid.range(chunk)
-        expected = outline.digests[chunk]
-        actual = await self._bridge.run(_digest, memory, start, stop)
-        if actual != expected:
-            raise IntegrityError(expected=expected, actual=actual, chunk=chunk)
-        self._progress.add(stop - start, 1)
 
     def _stop(self, name: str) -> None:
         self._deadline.stop = name
@@ -223,6 +217,15 @@ class Receive:
 
 def _digest(memory: Memory, start: int, stop: int) -> str:
     return digest(memory.buffers(start, stop))
+
+
+def _damage(expected: str, actual: Sequence[str]) -> IntegrityError | None:
+    """Return the first chunk that is not what was sent."""
+    for chunk, found in enumerate(actual):
+        sent = expected[chunk * DIGEST_DIGITS :][:DIGEST_DIGITS]
+        if found != sent:
+            return IntegrityError(expected=sent, actual=found, chunk=chunk)
+    return None
 
 
 async def _whole(goal: Destination, damage: IntegrityError | None) -> object:

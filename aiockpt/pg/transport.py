@@ -22,7 +22,7 @@ from aiockpt.pg.line import Line
 from aiockpt.pg.mover import Mover
 from aiockpt.pg.receiving import Receive, ReceiveOptions
 from aiockpt.pg.sending import Send
-from aiockpt.staging import Stager
+from aiockpt.staging import Stager, StagerOptions
 from aiockpt.transport import CheckpointTransport, T, Timeout, seconds
 from aiockpt.wire.limits import Limits
 
@@ -89,6 +89,7 @@ class PGTransport(CheckpointTransport[T]):
             zero_copy=True,
             allow_pickle=allow_pickle,
             limits=limits,
+            options=StagerOptions(seal=False),
         )
 
     def __repr__(self) -> str:
