@@ -23,6 +23,7 @@ from aiockpt._deadline import Deadline
 from aiockpt._tasks import together
 from aiockpt.errors import (
     AiockptError,
+    IntegrityError,
     PeerFailedError,
     ProcessGroupError,
     RemoteProtocolError,
@@ -31,6 +32,7 @@ from aiockpt.pg.frames import FRAME_BYTES, Frame, Kind
 from aiockpt.pg.group import Health
 from aiockpt.pg.messages import Memory
 from aiockpt.pg.mover import Mover
+from aiockpt.pg.sealing import Sealing
 
 __all__ = ["Line"]
 
@@ -129,19 +131,20 @@ class Line:
         return await self._apart(self._mover.receive, nbytes)
 
     async def send_segment(
-        self, memory: Memory, messages: Iterable[tuple[int, int]]
+        self, memory: Memory, messages: Iterable[tuple[int, int]], sealing: Sealing
     ) -> None:
-        """Send the data segment."""
-        await self._apart(self._mover.send_segment, memory, messages)
+        """Send the data segment, and the digests of its chunks."""
+        await self._apart(self._mover.send_segment, memory, messages, sealing)
+        if digits := sealing.digits():
+            await self.send(digits)
 
     async def receive_segment(
-        self,
-        memory: Memory,
-        messages: Iterable[tuple[int, int]],
-        on_arrived: Callable[[int], None],
-    ) -> None:
-        """Receive the data segment; tell, from a thread, up to where it is there."""
-        await self._apart(self._mover.receive_segment, memory, messages, on_arrived)
+        self, memory: Memory, messages: Iterable[tuple[int, int]], sealing: Sealing
+    ) -> IntegrityError | None:
+        """Receive the data segment; return what was damaged on the way."""
+        await self._apart(self._mover.receive_segment, memory, messages, sealing)
+        digits = sealing.digits()
+        return sealing.damage(await self.receive(len(digits))) if digits else None
 
     async def _apart(self, move: Callable[[float, *Args], T], *args: *Args) -> T:
         remaining = self._deadline.when - asyncio.get_running_loop().time()

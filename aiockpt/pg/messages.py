@@ -7,18 +7,26 @@ one copy where their memory is not one run. A message is bounded, so a copy is s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Final, Protocol
-
-import torch
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple, Protocol
 
 from aiockpt.wire.manifest import Manifest
 
-__all__ = ["Landing", "Memory", "messages_of", "outgoing", "plan_messages"]
+__all__ = [
+    "Expected",
+    "Landing",
+    "Memory",
+    "messages_of",
+    "outgoing",
+    "plan_messages",
+]
 
 LARGE_BYTES: Final = 256 << 10
-TOGETHER_BYTES: Final = 2 << 20
+TOGETHER_BYTES: Final = 1 << 20
 MESSAGE_BYTES: Final = 16 << 20
+
+BESIDE: Final = 8
+"""Messages that may be under way beside their places."""
 
 
 class Memory(Protocol):
@@ -58,28 +66,58 @@ def _pieces(start: int, stop: int) -> list[tuple[int, int]]:
     return [(at, min(at + MESSAGE_BYTES, stop)) for at in starts]
 
 
-def outgoing(memory: Memory, start: int, stop: int) -> torch.Tensor:
-    """Return the bytes of a message as a tensor: the memory itself, or a copy."""
+def outgoing(memory: Memory, start: int, stop: int) -> memoryview:
+    """Return the bytes of a message: the memory itself, or a copy."""
     views = memory.buffers(start, stop)
-    whole = views[0] if len(views) == 1 else bytearray().join(views)
-    return torch.frombuffer(whole, dtype=torch.uint8)
+    return views[0] if len(views) == 1 else memoryview(bytearray().join(views))
 
 
 class Landing:
-    """Where a message arrives: in its place, or beside it until it is complete."""
+    """Where messages arrive: in their place, or beside it until they are complete.
 
-    __slots__ = ("_arrived", "_views", "tensor")
+    Memory beside their places is used again and again.
+    """
 
-    def __init__(self, memory: Memory, start: int, stop: int) -> None:
-        views = memory.buffers(start, stop)
-        self._views = views if len(views) > 1 else []
-        self._arrived = memoryview(bytearray(stop - start if self._views else 0))
-        target = self._arrived if self._views else views[0]
-        self.tensor = torch.frombuffer(target, dtype=torch.uint8)
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._spare: list[bytearray] = []
+        self._beside = 0
 
-    def settle(self) -> None:
+    @property
+    def crowded(self) -> bool:
+        """Whether more memory beside the places would be too much."""
+        return self._beside >= BESIDE
+
+    def expect(self, start: int, stop: int) -> Expected:
+        """Return where the message with these bytes is going to arrive."""
+        views = self._memory.buffers(start, stop)
+        if len(views) == 1:
+            return Expected(start, views[0], ())
+        self._beside += 1
+        nbytes = stop - start
+        large = nbytes > TOGETHER_BYTES
+        if large or not self._spare:
+            block = bytearray(max(nbytes, TOGETHER_BYTES))
+        else:
+            block = self._spare.pop()
+        return Expected(start, memoryview(block)[:nbytes], views)
+
+    def settle(self, arrived: Expected) -> None:
         """Bring what has arrived to its place."""
         at = 0
-        for view in self._views:
-            view[:] = self._arrived[at : at + len(view)]
+        for view in arrived.places:
+            view[:] = arrived.data[at : at + len(view)]
             at += len(view)
+        if arrived.places:
+            self._beside -= 1
+            block = arrived.data.obj
+            if isinstance(block, bytearray) and len(block) == TOGETHER_BYTES:
+                self._spare.append(block)
+
+
+class Expected(NamedTuple):
+    """A message on its way: where it arrives, and its places if that is beside them."""
+
+    start: int
+    data: memoryview
+    places: Sequence[memoryview]

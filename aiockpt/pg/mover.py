@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, NamedTuple
 
@@ -18,7 +17,8 @@ import torch
 
 from aiockpt.errors import ProcessGroupError
 from aiockpt.pg.group import Group, Pending
-from aiockpt.pg.messages import Landing, Memory, outgoing
+from aiockpt.pg.messages import Expected, Landing, Memory, outgoing
+from aiockpt.pg.sealing import Sealing
 
 __all__ = ["Mover"]
 
@@ -32,12 +32,11 @@ _WINDOW: Final = 16
 
 
 class _Message(NamedTuple):
-    """A message under way."""
+    """A message under way: on the device it may have other memory than here."""
 
     work: Pending
-    landing: Landing | None
-    tensor: torch.Tensor
-    stop: int
+    here: torch.Tensor
+    there: torch.Tensor
 
 
 class Mover:
@@ -65,23 +64,22 @@ class Mover:
 
     def send(self, until: float, data: bytearray) -> None:
         """Send bytes in one message."""
-        self._wait(self._post_send(_tensor(data), 0), until)
+        self._wait(self._post_send(memoryview(data)), until)
 
     def receive(self, until: float, nbytes: int) -> bytearray:
         """Receive that many bytes (one at least) in one message."""
         data = bytearray(nbytes)
-        self._wait(self._post_receive(_Bytes(data), 0, nbytes), until)
+        self._wait(self._post_receive(memoryview(data)), until)
         return data
 
     def say_last(self, until: float, frame: bytearray) -> None:
         """Send the frame that the peer keeps vigil for."""
-        self._wait(self._post_send(_tensor(frame), 0, lane=_VIGIL), until)
+        self._wait(self._post_send(memoryview(frame), lane=_VIGIL), until)
 
     def hear_last(self, until: float, nbytes: int) -> bytearray:
         """Keep vigil: receive that frame, or fail when the peer dies."""
         data = bytearray(nbytes)
-        message = self._post_receive(_Bytes(data), 0, nbytes, lane=_VIGIL)
-        self._wait(message, until)
+        self._wait(self._post_receive(memoryview(data), lane=_VIGIL), until)
         return data
 
     def leave_behind(self) -> None:
@@ -91,11 +89,15 @@ class Mover:
     def give_up(self, frame: bytearray) -> object:
         """Begin to send that frame; return what must be kept, for nobody waits."""
         with suppress(ProcessGroupError):
-            return self._post_send(_tensor(frame), 0, lane=_VIGIL)
+            return self._post_send(memoryview(frame), lane=_VIGIL)
         return None
 
     def send_segment(
-        self, until: float, memory: Memory, messages: Iterable[tuple[int, int]]
+        self,
+        until: float,
+        memory: Memory,
+        messages: Iterable[tuple[int, int]],
+        sealing: Sealing,
     ) -> None:
         """Send these ranges of a segment, a message for each."""
         window: deque[_Message] = deque()
@@ -103,8 +105,9 @@ class Mover:
             if len(window) == _WINDOW:
                 self._wait(window.popleft(), until)
             self._go_on()
-            tensor = outgoing(memory, start, stop)
-            window.append(self._post_send(tensor, stop))
+            data = outgoing(memory, start, stop)
+            sealing.add(start, data)
+            window.append(self._post_send(data))
         while window:
             self._wait(window.popleft(), until)
 
@@ -113,48 +116,52 @@ class Mover:
         until: float,
         memory: Memory,
         messages: Iterable[tuple[int, int]],
-        on_arrived: Callable[[int], None],
+        sealing: Sealing,
     ) -> None:
-        """Receive them; tell up to where the segment is there."""
-        window: deque[_Message] = deque()
+        """Receive them."""
+        landing = Landing(memory)
+        window: deque[tuple[_Message, Expected]] = deque()
+
+        def land() -> None:
+            message, arrived = window.popleft()
+            self._wait(message, until)
+            sealing.add(arrived.start, arrived.data)
+            landing.settle(arrived)
+            self._go_on()
+
         for start, stop in messages:
-            if len(window) == _WINDOW:
-                on_arrived(self._wait(window.popleft(), until))
-            self._go_on()
-            window.append(self._post_receive(memory, start, stop))
+            while len(window) == _WINDOW or landing.crowded:
+                land()
+            expected = landing.expect(start, stop)
+            window.append((self._post_receive(expected.data), expected))
         while window:
-            on_arrived(self._wait(window.popleft(), until))
-            self._go_on()
+            land()
 
     def _go_on(self) -> None:
         if self._left_behind:
             raise ProcessGroupError("it was given up", rank=self.rank)
 
-    def _post_send(self, tensor: torch.Tensor, stop: int, lane: int = 0) -> _Message:
-        tag = lane + self._out
-        there = tensor.to(self._device)
+    def _post_send(self, data: memoryview, lane: int = 0) -> _Message:
+        here = torch.frombuffer(data, dtype=torch.uint8)
+        there = here.to(self._device)
         try:
-            work = self._group.send([there], self.rank, tag)
+            work = self._group.send([there], self.rank, lane + self._out)
         except Exception as error:
             raise self._failed(error) from error
-        return _Message(work, None, there, stop)
+        return _Message(work, there, there)
 
-    def _post_receive(
-        self, memory: Memory, start: int, stop: int, lane: int = 0
-    ) -> _Message:
-        tag = lane + self._in
-        landing = Landing(memory, start, stop)
-        there = landing.tensor
-        if there.device != self._device:
-            there = torch.empty_like(there, device=self._device)
+    def _post_receive(self, data: memoryview, lane: int = 0) -> _Message:
+        here = there = torch.frombuffer(data, dtype=torch.uint8)
+        if here.device != self._device:
+            there = torch.empty_like(here, device=self._device)
         try:
-            work = self._group.recv([there], self.rank, tag)
+            work = self._group.recv([there], self.rank, lane + self._in)
         except Exception as error:
             raise self._failed(error) from error
-        return _Message(work, landing, there, stop)
+        return _Message(work, here, there)
 
-    def _wait(self, message: _Message, until: float) -> int:
-        """Block until a message has moved; return where it ends in the segment."""
+    def _wait(self, message: _Message, until: float) -> None:
+        """Block until a message has moved."""
         remaining = max(until - time.monotonic(), 0.001)  # 0 means something else
         try:
             if not message.work.wait(timedelta(seconds=remaining)):
@@ -163,27 +170,9 @@ class Mover:
             raise
         except Exception as error:
             raise self._failed(error) from error
-        landing = message.landing
-        if landing is not None:
-            if message.tensor is not landing.tensor:
-                landing.tensor.copy_(message.tensor)
-            landing.settle()
-        return message.stop
+        if message.here is not message.there:
+            message.here.copy_(message.there)
 
     def _failed(self, error: Exception) -> ProcessGroupError:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return ProcessGroupError(first, rank=self.rank)
-
-
-@dataclass(frozen=True, slots=True)
-class _Bytes:
-    """Memory that is one run of bytes."""
-
-    data: bytearray
-
-    def buffers(self, start: int, stop: int) -> list[memoryview]:
-        return [memoryview(self.data)[start:stop]]
-
-
-def _tensor(data: bytearray) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=torch.uint8)

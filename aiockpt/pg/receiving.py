@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -21,12 +23,11 @@ from aiockpt.errors import (
     StepNotFoundError,
 )
 from aiockpt.observe import Progress, TransferEvent, emit
-from aiockpt.pg.arrivals import Arrivals
 from aiockpt.pg.frames import Frame, Kind
 from aiockpt.pg.line import Line
-from aiockpt.pg.messages import Memory, messages_of
+from aiockpt.pg.messages import messages_of
+from aiockpt.pg.sealing import Sealing
 from aiockpt.template import Template
-from aiockpt.wire.chunks import DIGEST_DIGITS, digest
 from aiockpt.wire.limits import enforce
 from aiockpt.wire.manifest import Manifest, Outline, decode_header
 
@@ -182,27 +183,28 @@ class Receive:
 
         The rest comes in any case: what is under way cannot be called off.
         """
-        outline, memory = coming.outline, coming.goal.memory
         coming.goal.begin()
-        arrivals = Arrivals()
-        actual: list[str] = []
-        expected = bytearray()
-
-        async def seal() -> None:
-            for chunk in range(len(outline.grid)):
-                start, stop = outline.grid.range(chunk)
-                await arrivals.reach(stop)
-                found = await self._bridge.run(_digest, memory, start, stop)
-                actual.append(found)
-                self._progress.add(stop - start, 1)
+        sealing = Sealing(coming.outline.grid, self._teller())
+        damage: list[IntegrityError | None] = []
 
         async def receive() -> None:
-            await line.receive_segment(memory, coming.messages, arrivals.tell)
-            if coming.messages:
-                expected.extend(await line.receive(DIGEST_DIGITS * len(outline.grid)))
+            memory, messages = coming.goal.memory, coming.messages
+            damage.append(await line.receive_segment(memory, messages, sealing))
 
-        await together([partial(self._prepare, coming), seal, receive])
-        return _damage(expected.decode("ascii", "replace"), actual)
+        await together([partial(self._prepare, coming), receive])
+        return damage[0]
+
+    def _teller(self) -> Callable[[int], None] | None:
+        """Return what a thread calls for each chunk that has arrived."""
+        if self._options.progress is None:
+            return None
+        loop = asyncio.get_running_loop()
+
+        def tell(nbytes: int) -> None:
+            with suppress(RuntimeError):  # a closed loop has nobody to tell
+                loop.call_soon_threadsafe(self._progress.add, nbytes, 1)
+
+        return tell
 
     async def _prepare(self, coming: _Coming) -> None:
         """Have memory ready ahead of the bytes: gloo has one thread for both."""
@@ -213,19 +215,6 @@ class Receive:
     def _stop(self, name: str) -> None:
         self._deadline.stop = name
         self._progress.at(name)
-
-
-def _digest(memory: Memory, start: int, stop: int) -> str:
-    return digest(memory.buffers(start, stop))
-
-
-def _damage(expected: str, actual: Sequence[str]) -> IntegrityError | None:
-    """Return the first chunk that is not what was sent."""
-    for chunk, found in enumerate(actual):
-        sent = expected[chunk * DIGEST_DIGITS :][:DIGEST_DIGITS]
-        if found != sent:
-            return IntegrityError(expected=sent, actual=found, chunk=chunk)
-    return None
 
 
 async def _whole(goal: Destination, damage: IntegrityError | None) -> object:

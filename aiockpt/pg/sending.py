@@ -17,8 +17,8 @@ from aiockpt.observe import TransferEvent, emit
 from aiockpt.pg.frames import Kind
 from aiockpt.pg.line import Line
 from aiockpt.pg.messages import messages_of
+from aiockpt.pg.sealing import Sealing
 from aiockpt.staging import Snapshot, Stager
-from aiockpt.wire.chunks import digest
 
 __all__ = ["OpenLine", "Send"]
 
@@ -91,14 +91,8 @@ class Send:
         messages: Sequence[tuple[int, int]],
     ) -> None:
         self._deadline.stop = "serve"
-        sealing = _Sealing(snapshot, self._bridge)
-        deliver = partial(self._deliver, snapshot, messages, sealing)
-
-        async def deliver_all() -> None:
-            await self._each(ranks, deliver)
-            sealing.stop()
-
-        await together([sealing.run, deliver_all])
+        sealing = Sealing(snapshot.manifest.grid)
+        await self._each(ranks, partial(self._deliver, snapshot, messages, sealing))
         if self._errors:
             first, *others = (error for _, error in sorted(self._errors.items()))
             for other in others:
@@ -109,7 +103,7 @@ class Send:
         self,
         snapshot: Snapshot,
         messages: Sequence[tuple[int, int]],
-        sealing: _Sealing,
+        sealing: Sealing,
         line: Line,
     ) -> None:
         step, header = snapshot.manifest.step, snapshot.manifest.header
@@ -117,9 +111,7 @@ class Send:
         await line.hear(Kind.ACCEPT)
         await line.send(bytearray(header))
         await line.hear(Kind.ACCEPT)
-        await line.send_segment(snapshot, messages)
-        if messages:
-            await line.send(await sealing.digests())
+        await line.send_segment(snapshot, messages, sealing)
         await line.hear(Kind.DONE)
 
     async def _each(
@@ -135,32 +127,3 @@ class Send:
                 self._errors[rank] = error
 
         await together([partial(attempt, rank) for rank in ranks])
-
-
-class _Sealing:
-    """Computes the chunks' digests while they are sent, or ahead of it."""
-
-    def __init__(self, snapshot: Snapshot, bridge: Bridge) -> None:
-        self._snapshot = snapshot
-        self._bridge = bridge
-        self._found = bytearray()
-        self._ended = asyncio.Event()
-
-    async def run(self) -> None:
-        grid = self._snapshot.manifest.grid
-        for chunk in range(len(grid)):
-            if not self._ended.is_set():
-                self._found += await self._bridge.run(self._digest, *grid.range(chunk))
-        self._ended.set()
-
-    def stop(self) -> None:
-        """Compute no more: nobody waits for it."""
-        self._ended.set()
-
-    async def digests(self) -> bytearray:
-        """Return all of them, in hex digits."""
-        await self._ended.wait()
-        return self._found
-
-    def _digest(self, start: int, stop: int) -> bytes:
-        return digest(self._snapshot.views(start, stop)).encode()
