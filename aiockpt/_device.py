@@ -16,7 +16,15 @@ import torch
 
 from aiockpt.memory import Arena
 
-__all__ = ["Accelerator", "Event", "Port", "PortFor", "completed", "port_for"]
+__all__ = [
+    "Accelerator",
+    "Event",
+    "Port",
+    "PortFor",
+    "completed",
+    "numbered",
+    "port_for",
+]
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
@@ -129,6 +137,13 @@ def port_for(device: torch.device) -> Port | None:
     if device not in _ports:
         _ports[device] = Accelerator(device)
     return _ports[device]
+
+
+def numbered(device: torch.device) -> torch.device:
+    """Return a device with its number: the thread's current one, if it has none."""
+    if device.type == "cpu" or ":" in str(device):
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 async def completed(event: Event) -> None:

@@ -8,10 +8,11 @@ one copy where their memory is not one run. A message is bounded, so a copy is s
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
+from aiockpt.memory import Memory
 from aiockpt.wire.manifest import Manifest
 
 __all__ = ["Landing", "Memory", "messages_of", "outgoing", "plan_messages"]
@@ -19,13 +20,6 @@ __all__ = ["Landing", "Memory", "messages_of", "outgoing", "plan_messages"]
 LARGE_BYTES: Final = 256 << 10
 TOGETHER_BYTES: Final = 2 << 20
 MESSAGE_BYTES: Final = 16 << 20
-
-
-class Memory(Protocol):
-    """Host memory that holds a data segment."""
-
-    def buffers(self, start: int, stop: int) -> list[memoryview]:
-        """Return the writable bytes of ``[start, stop)``, in order."""
 
 
 def messages_of(manifest: Manifest) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Moves bytes between this rank and another one: blocking, in threads.
+"""Moves bytes of host memory between this rank and another one: blocking, in threads.
 
 Messages keep their order, up to 16 are under way at once, and a thread that was left
 behind begins no other one.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import torch
 
@@ -20,22 +20,30 @@ from aiockpt.errors import ProcessGroupError
 from aiockpt.pg.group import Group, Pending
 from aiockpt.pg.messages import Landing, Memory, outgoing
 
-__all__ = ["Mover"]
+__all__ = ["Lands", "Message", "Mover"]
 
 # A group that is not ours alone may use small tags.
 _FORWARD: Final = 0x61696F00  # from a sender to a receiver
 _BACKWARD: Final = 0x61696F01
 _VIGIL: Final = 2  # more, for the last frame
 
-_WINDOW: Final = 16
-"""Messages under way at once, so that none waits for a round trip."""
+
+class Lands(Protocol):
+    """Where a message arrives."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What is received into."""
+
+    def settle(self) -> None:
+        """Bring what has arrived to its place."""
 
 
-class _Message(NamedTuple):
+class Message(NamedTuple):
     """A message under way."""
 
     work: Pending
-    landing: Landing | None
+    landing: Lands | None
     tensor: torch.Tensor
     stop: int
 
@@ -47,21 +55,19 @@ class Mover:
     at ``until``, a moment of ``time.monotonic``.
     """
 
-    def __init__(
-        self, group: Group, rank: int, device: torch.device, *, sending: bool
-    ) -> None:
+    tagged = True
+    """Whether messages find their receiver by tag, and need no order."""
+
+    window = 16
+    """Messages under way at once, so that none waits for a round trip."""
+
+    def __init__(self, group: Group, rank: int, *, sending: bool) -> None:
         self.rank = rank
         self._group = group
-        self._device = device
         self._out, self._in = _FORWARD, _BACKWARD
         if not sending:
             self._out, self._in = _BACKWARD, _FORWARD
         self._left_behind = False
-
-    @property
-    def tagged(self) -> bool:
-        """Whether messages find their receiver by tag, and need no order."""
-        return self._device.type == "cpu"
 
     def send(self, until: float, data: bytearray) -> None:
         """Send bytes in one message."""
@@ -98,12 +104,12 @@ class Mover:
         self, until: float, memory: Memory, messages: Iterable[tuple[int, int]]
     ) -> None:
         """Send these ranges of a segment, a message for each."""
-        window: deque[_Message] = deque()
+        window: deque[Message] = deque()
         for start, stop in messages:
-            if len(window) == _WINDOW:
+            if len(window) == self.window:
                 self._wait(window.popleft(), until)
             self._go_on()
-            tensor = outgoing(memory, start, stop)
+            tensor = self._outgoing(memory, start, stop)
             window.append(self._post_send(tensor, stop))
         while window:
             self._wait(window.popleft(), until)
@@ -116,9 +122,9 @@ class Mover:
         on_arrived: Callable[[int], None],
     ) -> None:
         """Receive them; tell up to where the segment is there."""
-        window: deque[_Message] = deque()
+        window: deque[Message] = deque()
         for start, stop in messages:
-            if len(window) == _WINDOW:
+            if len(window) == self.window:
                 on_arrived(self._wait(window.popleft(), until))
             self._go_on()
             window.append(self._post_receive(memory, start, stop))
@@ -130,44 +136,48 @@ class Mover:
         if self._left_behind:
             raise ProcessGroupError("it was given up", rank=self.rank)
 
-    def _post_send(self, tensor: torch.Tensor, stop: int, lane: int = 0) -> _Message:
+    # A device has its own way of doing what follows.
+
+    def _outgoing(self, memory: Memory, start: int, stop: int) -> torch.Tensor:
+        return outgoing(memory, start, stop)
+
+    def _landing(self, memory: Memory, start: int, stop: int) -> Lands:
+        return Landing(memory, start, stop)
+
+    def _post_send(self, tensor: torch.Tensor, stop: int, lane: int = 0) -> Message:
         tag = lane + self._out
-        there = tensor.to(self._device)
         try:
-            work = self._group.send([there], self.rank, tag)
+            work = self._group.send([tensor], self.rank, tag)
         except Exception as error:
             raise self._failed(error) from error
-        return _Message(work, None, there, stop)
+        return Message(work, None, tensor, stop)
 
     def _post_receive(
         self, memory: Memory, start: int, stop: int, lane: int = 0
-    ) -> _Message:
+    ) -> Message:
         tag = lane + self._in
-        landing = Landing(memory, start, stop)
-        there = landing.tensor
-        if there.device != self._device:
-            there = torch.empty_like(there, device=self._device)
+        landing = self._landing(memory, start, stop)
         try:
-            work = self._group.recv([there], self.rank, tag)
+            work = self._group.recv([landing.tensor], self.rank, tag)
         except Exception as error:
             raise self._failed(error) from error
-        return _Message(work, landing, there, stop)
+        return Message(work, landing, landing.tensor, stop)
 
-    def _wait(self, message: _Message, until: float) -> int:
-        """Block until a message has moved; return where it ends in the segment."""
+    def _ended(self, work: Pending, until: float) -> bool:
         remaining = max(until - time.monotonic(), 0.001)  # 0 means something else
+        return work.wait(timedelta(seconds=remaining))
+
+    def _wait(self, message: Message, until: float) -> int:
+        """Block until a message has moved; return where it ends in the segment."""
         try:
-            if not message.work.wait(timedelta(seconds=remaining)):
+            if not self._ended(message.work, until):
                 raise ProcessGroupError("it did not end well", rank=self.rank)
         except ProcessGroupError:
             raise
         except Exception as error:
             raise self._failed(error) from error
-        landing = message.landing
-        if landing is not None:
-            if message.tensor is not landing.tensor:
-                landing.tensor.copy_(message.tensor)
-            landing.settle()
+        if message.landing is not None:
+            message.landing.settle()
         return message.stop
 
     def _failed(self, error: Exception) -> ProcessGroupError:

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 ALGORITHM = "xxh3-128"
-DEVICE_ALGORITHM = "multilinear-xxh3-128"  # aiockpt.pg.folding computes it
+DEVICE_ALGORITHM = "multilinear-xxh3-128"  # aiockpt.pg.device computes it
 DIGEST_DIGITS = 32
 CHUNK_ALIGNMENT = 64
 MIN_CHUNK_BYTES = 64 * 1024
