@@ -169,6 +169,8 @@ class Line:
             what = "it was cut short" if _is_cut(error) else f"{error}"
             frame = Frame(Kind.FAILED, 0, text=f"the other end gave up: {what}")
             self._bridge.post(self._give_up, frame.encode())
+        else:
+            self._health.remains.append(self._mover)
 
     def _give_up(self, frame: bytearray) -> None:
         self._health.remains.append(self._mover.give_up(frame))

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from aiockpt._bridge import Bridge
-from aiockpt._device import numbered, port_for
+from aiockpt._device import Accelerator, numbered, port_for
 from aiockpt.destination import Destination, Terms, destination_of
 from aiockpt.memory import Memory
 from aiockpt.pg.device.board import Board, decode_placement
@@ -27,7 +27,7 @@ from aiockpt.wire.layout import LENGTH_BYTES
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import ForeignHeader, Manifest, decode_header, header_length
 
-__all__ = ["Medium", "Offered", "Parcel", "medium_of"]
+__all__ = ["DeviceMedium", "Medium", "Offered", "Parcel", "medium_of"]
 
 _THREADS = 2
 
@@ -92,8 +92,9 @@ def medium_of(
 ) -> Medium:
     """Return the medium of a transport whose group wants its tensors on ``device``."""
     device = numbered(device)
-    port = port_for(device)
-    made = partial(_Device, Board(device, port)) if port else _Host
+    made: Callable[..., Medium] = _Host
+    if (port := port_for(device)) is not None:
+        made = partial(DeviceMedium, Board(device, port, Accelerator(device)))
     return made(
         bridge, chunk_bytes=chunk_bytes, allow_pickle=allow_pickle, limits=limits
     )
@@ -145,7 +146,7 @@ class _Host:
         return await self._bridge.run(_digest, memory, start, stop)
 
 
-class _Device:
+class DeviceMedium:
     """The memory of a device, whose communicator has an order in place of tags.
 
     Both ends must keep it: one conversation at a time.
@@ -173,6 +174,7 @@ class _Device:
         )
 
     async def stage(self, state_dict: object, *, step: int) -> Parcel:
+        """Return a snapshot; the state dict must not change until it is released."""
         snapshot = await self._stager.stage(state_dict, step=step)
         manifest = snapshot.manifest
         offer = bytes(manifest.header) + snapshot.placement
@@ -182,9 +184,11 @@ class _Device:
         """Do nothing: no memory is kept."""
 
     def mover(self, group: Group, rank: int, *, sending: bool) -> Mover:
+        """Return one whose messages are on the device."""
         return DeviceMover(group, rank, self._board, sending=sending)
 
     def read(self, offer: bytearray, limits: Limits) -> Offered:
+        """Return the manifest, and what is on the sender's device."""
         length = header_length(bytes(offer[:LENGTH_BYTES]), limits=limits)
         header, placement = memoryview(offer)[:length], memoryview(offer)[length:]
         found = decode_header(header, limits=limits, algorithm=DEVICE_ALGORITHM)
@@ -197,11 +201,13 @@ class _Device:
         template: Template | None,
         terms: Terms,
     ) -> Destination:
+        """Return where it goes: to this device what is on the sender's."""
         return device_destination_of(
             manifest, placement, self._board, template, terms, self._bridge
         )
 
     async def digest(self, memory: Memory, start: int, stop: int) -> str:
+        """Return the digest of a chunk, computed where it is."""
         if not isinstance(memory, Segment):
             raise TypeError(f"{memory} is not on the device")
         return await self._board.digest(memory, start, stop, self._bridge)

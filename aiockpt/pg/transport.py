@@ -48,7 +48,10 @@ class PGTransport(CheckpointTransport[T]):
         pg: The group: gloo for host memory, NCCL for CUDA; a
             ``torch.distributed.ProcessGroup``, or torchft's. It stays the caller's.
         timeout: Default deadline of a send or a receive.
-        device: Where the group's backend wants its tensors.
+        device: Where the group's backend wants its tensors. What is on such a device
+            is sent from there, received there and verified there, and never comes to
+            the host; this has not been measured. Calls then take turns, and both ends
+            must make them in the same order.
         state_dict: Called at every receive, on the loop; what it returns is received
             into, unless ``into`` is given.
         chunk_bytes: Bytes that one digest is for, a multiple of 64.

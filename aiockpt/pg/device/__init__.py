@@ -13,8 +13,9 @@ destination tensors of its own, or those of a template
 mover       messages between two ranks, on the side stream
 =========== =================================================================
 
-All work is enqueued on the port's side stream, in this order: behind the event that
-the caller's stream had reached when it called, and behind one another. A wait for a
-group's operation holds up that stream, not a thread: threads poll an event behind it
-until the deadline. ``Work.wait`` with a timeout would abort the communicator.
+All work is enqueued on side streams, behind what the caller's stream had been given
+when it called. A wait for a group's operation holds up a stream, not a thread: threads
+poll an event behind it until the deadline. (``Work.wait`` with a timeout would block,
+and abort the communicator at its end.) So messages have a stream of their own, and
+what is digested or loaded has arrived before.
 """

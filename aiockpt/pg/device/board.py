@@ -16,11 +16,16 @@ __all__ = ["Board", "decode_placement", "encode_placement"]
 
 
 class Board:
-    """A device, its port, and what is done on it."""
+    """A device, and what is done on it.
 
-    def __init__(self, device: torch.device, port: Port) -> None:
+    It has two ports, that is two side streams: messages wait for a peer on that of
+    ``line``, and nothing else must wait with them.
+    """
+
+    def __init__(self, device: torch.device, port: Port, line: Port) -> None:
         self.device = device
         self.port = port
+        self.line = line
         self._keys: torch.Tensor | None = None
 
     def __repr__(self) -> str:

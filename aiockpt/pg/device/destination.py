@@ -68,7 +68,7 @@ class _Fresh(Fresh):
         self.memory = self._segment
 
     def begin(self) -> None:
-        self._segment.after = self._board.port.fence()
+        self._segment.after = self._board.line.fence()
 
     async def prepare(self, start: int, stop: int) -> None:
         """Do nothing: what is for the host is copied there, not received."""
@@ -103,7 +103,7 @@ class _InTemplate(InTemplate):
 
     def begin(self) -> None:
         super().begin()
-        self._segment.after = self._board.port.fence()
+        self._segment.after = self._board.line.fence()
 
     async def prepare(self, start: int, stop: int) -> None:
         """Do nothing: what is for the host is copied there, not received."""
@@ -132,7 +132,7 @@ def _blocks(
 ) -> Homes:
     homes = in_blocks(bounds, entries, apart=apart, allocate=board.allocate)
     # What this thread's stream still does with memory that was freed comes first.
-    with board.port.aside(board.port.fence()):
+    with board.line.aside(board.line.fence()):
         return homes
 
 

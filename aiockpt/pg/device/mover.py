@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from aiockpt._device import Event
+from aiockpt.errors import ProcessGroupError
 from aiockpt.pg.device.board import Board
 from aiockpt.pg.device.segment import Segment
 from aiockpt.pg.group import Group, Pending
@@ -31,22 +32,25 @@ class DeviceMover(Mover):
     def __init__(self, group: Group, rank: int, board: Board, *, sending: bool) -> None:
         super().__init__(group, rank, sending=sending)
         self._board = board
+        # Nobody waits any more for what a failure leaves here, but its memory must not
+        # become somebody else's: the device may still read it, or write to it.
+        self._under_way: dict[int, Message] = {}
 
     def send(self, until: float, data: bytearray) -> None:
         """Do so by way of the device."""
-        with self._board.port.aside():
+        with self._board.line.aside():
             super().send(until, data)
 
     def receive(self, until: float, nbytes: int) -> bytearray:
         """Do so by way of the device."""
-        with self._board.port.aside():
+        with self._board.line.aside():
             return super().receive(until, nbytes)
 
     def send_segment(
         self, until: float, memory: Memory, messages: Iterable[tuple[int, int]]
     ) -> None:
         """Do so behind what staged the segment."""
-        with self._board.port.aside():
+        with self._board.line.aside():
             super().send_segment(until, memory, messages)
 
     def receive_segment(
@@ -57,7 +61,7 @@ class DeviceMover(Mover):
         on_arrived: Callable[[int], None],
     ) -> None:
         """Do so behind what still uses the memory."""
-        with self._board.port.aside(self._aboard(memory, 0, 0).after):
+        with self._board.line.aside(self._aboard(memory, 0, 0).after):
             super().receive_segment(until, memory, messages, on_arrived)
 
     def _outgoing(self, memory: Memory, start: int, stop: int) -> torch.Tensor:
@@ -73,13 +77,30 @@ class DeviceMover(Mover):
         return Segment(self._board.device, memory, bounds, {})
 
     def _post_send(self, tensor: torch.Tensor, stop: int, lane: int = 0) -> Message:
-        return super()._post_send(tensor.to(self._board.device), stop, lane)
+        there = tensor.to(self._board.device)
+        return self._kept(super()._post_send(there, stop, lane))
+
+    def _post_receive(
+        self, memory: Memory, start: int, stop: int, lane: int = 0
+    ) -> Message:
+        return self._kept(super()._post_receive(memory, start, stop, lane))
+
+    def _kept(self, message: Message) -> Message:
+        self._under_way[id(message)] = message
+        return message
+
+    def _wait(self, message: Message, until: float) -> int:
+        stop = super()._wait(message, until)
+        if message.landing is not None:  # which may have copied what has arrived
+            self._reach(self._board.line.mark(), until)
+        del self._under_way[id(message)]
+        return stop
 
     def _ended(self, work: Pending, until: float) -> bool:
         # With a timeout NCCL's wait blocks, and aborts the communicator at its end.
         # Without one only the side stream waits.
         ended = work.wait()
-        self._reach(self._board.port.mark(), until)
+        self._reach(self._board.line.mark(), until)
         return ended
 
     def _reach(self, event: Event, until: float) -> None:
@@ -87,7 +108,7 @@ class DeviceMover(Mover):
         while not event.query():
             self._go_on()
             if time.monotonic() >= until:
-                raise TimeoutError("the wait for it timed out")
+                raise ProcessGroupError("the wait for it timed out", rank=self.rank)
             time.sleep(pause)
             pause = min(2 * pause, _LAST_POLL)
 

@@ -114,8 +114,10 @@ class DeviceStager:
         """
         after = self._board.port.fence()
         job = await self._bridge.run(self._look_at, state_dict)
+        fences = job.plan.fences()
         try:
-            memory, events = await self._bridge.run(job.begin, after, job.plan.fences())
+            await completed(after)  # so that no thread waits for what comes before
+            memory, events = await self._bridge.run(job.begin, after, fences)
             for event in events:
                 await completed(event)
             digests = await self._digest(job, memory)
