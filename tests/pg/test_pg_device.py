@@ -129,11 +129,11 @@ class TestMixed:
     ) -> None:
         """And received into it; small ones travel together, over one copy."""
         sent, received = watched(monkeypatch)
-        state = {
+        state: dict[str, Any] = {
             "large": ours.put(torch.ones(MIB)),
             "small": [ours.put(torch.ones(1000)) for _ in range(100)],
         }
-        into = {
+        into: dict[str, Any] = {
             "large": theirs.put(torch.zeros(MIB)),
             "small": [theirs.put(torch.zeros(1000)) for _ in range(100)],
         }
