@@ -16,8 +16,16 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
-__all__ = ["Arena", "ArenaPool", "available_memory", "return_freed", "view_of_address"]
+__all__ = [
+    "Arena",
+    "ArenaPool",
+    "Memory",
+    "available_memory",
+    "return_freed",
+    "view_of_address",
+]
 
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -30,6 +38,13 @@ _MADV_POPULATE_WRITE = 23
 _HUGE_PAGE = 2 << 20
 _STRIDE = 8 << 20
 _QUICK = 1e-3
+
+
+class Memory(Protocol):
+    """Memory that holds a data segment, or has at least a place for each byte."""
+
+    def buffers(self, start: int, stop: int) -> list[memoryview]:
+        """Return the writable bytes of ``[start, stop)``, in order."""
 
 
 class Arena:

@@ -32,7 +32,7 @@ from aiockpt.pg.frames import FRAME_BYTES, Frame, Kind
 from aiockpt.pg.group import Health
 from aiockpt.pg.messages import Memory
 from aiockpt.pg.mover import Mover
-from aiockpt.pg.sealing import Sealing
+from aiockpt.pg.sealing import Sealing, damage
 
 __all__ = ["Line"]
 
@@ -135,7 +135,7 @@ class Line:
     ) -> None:
         """Send the data segment, and the digests of its chunks."""
         await self._apart(self._mover.send_segment, memory, messages, sealing)
-        if digits := sealing.digits():
+        if digits := await sealing.digits():
             await self.send(digits)
 
     async def receive_segment(
@@ -143,8 +143,9 @@ class Line:
     ) -> IntegrityError | None:
         """Receive the data segment; return what was damaged on the way."""
         await self._apart(self._mover.receive_segment, memory, messages, sealing)
-        digits = sealing.digits()
-        return sealing.damage(await self.receive(len(digits))) if digits else None
+        if not (found := await sealing.digits()):
+            return None
+        return damage(await self.receive(len(found)), found)
 
     async def _apart(self, move: Callable[[float, *Args], T], *args: *Args) -> T:
         remaining = self._deadline.when - asyncio.get_running_loop().time()
@@ -172,6 +173,8 @@ class Line:
             what = "it was cut short" if _is_cut(error) else f"{error}"
             frame = Frame(Kind.FAILED, 0, text=f"the other end gave up: {what}")
             self._bridge.post(self._give_up, frame.encode())
+        else:
+            self._health.remains.append(self._mover)
 
     def _give_up(self, frame: bytearray) -> None:
         self._health.remains.append(self._mover.give_up(frame))

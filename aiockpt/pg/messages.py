@@ -8,18 +8,14 @@ one copy where their memory is not one run. A message is bounded, so a copy is s
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final
 
+import torch
+
+from aiockpt.memory import Memory
 from aiockpt.wire.manifest import Manifest
 
-__all__ = [
-    "Expected",
-    "Landing",
-    "Memory",
-    "messages_of",
-    "outgoing",
-    "plan_messages",
-]
+__all__ = ["Landings", "Memory", "messages_of", "outgoing", "plan_messages"]
 
 LARGE_BYTES: Final = 256 << 10
 TOGETHER_BYTES: Final = 1 << 20
@@ -27,13 +23,6 @@ MESSAGE_BYTES: Final = 16 << 20
 
 BESIDE: Final = 8
 """Messages that may be under way beside their places."""
-
-
-class Memory(Protocol):
-    """Host memory that holds a data segment."""
-
-    def buffers(self, start: int, stop: int) -> list[memoryview]:
-        """Return the writable bytes of ``[start, stop)``, in order."""
 
 
 def messages_of(manifest: Manifest) -> list[tuple[int, int]]:
@@ -66,58 +55,49 @@ def _pieces(start: int, stop: int) -> list[tuple[int, int]]:
     return [(at, min(at + MESSAGE_BYTES, stop)) for at in starts]
 
 
-def outgoing(memory: Memory, start: int, stop: int) -> memoryview:
+def outgoing(memory: Memory, start: int, stop: int) -> torch.Tensor:
     """Return the bytes of a message: the memory itself, or a copy."""
     views = memory.buffers(start, stop)
-    return views[0] if len(views) == 1 else memoryview(bytearray().join(views))
+    whole = views[0] if len(views) == 1 else bytearray().join(views)
+    return torch.frombuffer(whole, dtype=torch.uint8)
 
 
-class Landing:
-    """Where messages arrive: in their place, or beside it until they are complete.
+class Landings:
+    """Where messages arrive: in their places, or beside them until they are complete.
 
-    Memory beside their places is used again and again.
+    Memory beside the places is used again and again.
     """
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._spare: list[bytearray] = []
-        self._beside = 0
+        self._beside: dict[int, tuple[bytearray, Sequence[memoryview]]] = {}
 
     @property
     def crowded(self) -> bool:
         """Whether more memory beside the places would be too much."""
-        return self._beside >= BESIDE
+        return len(self._beside) >= BESIDE
 
-    def expect(self, start: int, stop: int) -> Expected:
-        """Return where the message with these bytes is going to arrive."""
-        views = self._memory.buffers(start, stop)
+    def expect(self, start: int, stop: int) -> torch.Tensor:
+        """Return where these bytes of the segment are going to arrive."""
+        views, nbytes = self._memory.buffers(start, stop), stop - start
         if len(views) == 1:
-            return Expected(start, views[0], ())
-        self._beside += 1
-        nbytes = stop - start
-        large = nbytes > TOGETHER_BYTES
-        if large or not self._spare:
+            return torch.frombuffer(views[0], dtype=torch.uint8)
+        if nbytes > TOGETHER_BYTES or not self._spare:
             block = bytearray(max(nbytes, TOGETHER_BYTES))
         else:
             block = self._spare.pop()
-        return Expected(start, memoryview(block)[:nbytes], views)
+        self._beside[start] = block, views
+        return torch.frombuffer(block, dtype=torch.uint8, count=nbytes)
 
-    def settle(self, arrived: Expected) -> None:
-        """Bring what has arrived to its place."""
-        at = 0
-        for view in arrived.places:
-            view[:] = arrived.data[at : at + len(view)]
+    def settle(self, start: int) -> None:
+        """Bring what has arrived to its places."""
+        if start not in self._beside:
+            return
+        block, views = self._beside.pop(start)
+        arrived, at = memoryview(block), 0
+        for view in views:
+            view[:] = arrived[at : at + len(view)]
             at += len(view)
-        if arrived.places:
-            self._beside -= 1
-            block = arrived.data.obj
-            if isinstance(block, bytearray) and len(block) == TOGETHER_BYTES:
-                self._spare.append(block)
-
-
-class Expected(NamedTuple):
-    """A message on its way: where it arrives, and its places if that is beside them."""
-
-    start: int
-    data: memoryview
-    places: Sequence[memoryview]
+        if len(block) == TOGETHER_BYTES:
+            self._spare.append(block)

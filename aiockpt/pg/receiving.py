@@ -15,7 +15,7 @@ from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
 from aiockpt._meter import Meter
 from aiockpt._tasks import together
-from aiockpt.destination import Destination, Terms, destination_of
+from aiockpt.destination import Destination, Terms
 from aiockpt.errors import (
     AiockptError,
     IntegrityError,
@@ -25,11 +25,11 @@ from aiockpt.errors import (
 from aiockpt.observe import Progress, TransferEvent, emit
 from aiockpt.pg.frames import Frame, Kind
 from aiockpt.pg.line import Line
+from aiockpt.pg.medium import Medium
 from aiockpt.pg.messages import messages_of
-from aiockpt.pg.sealing import Sealing
 from aiockpt.template import Template
 from aiockpt.wire.limits import enforce
-from aiockpt.wire.manifest import Manifest, Outline, decode_header
+from aiockpt.wire.manifest import Manifest, Outline
 
 __all__ = ["Receive", "ReceiveOptions"]
 
@@ -58,9 +58,15 @@ class Receive:
     """One call of ``recv_checkpoint``, for ``step``."""
 
     def __init__(
-        self, step: int, bridge: Bridge, options: ReceiveOptions, deadline: Deadline
+        self,
+        step: int,
+        bridge: Bridge,
+        medium: Medium,
+        options: ReceiveOptions,
+        deadline: Deadline,
     ) -> None:
         self._step = step
+        self._medium = medium
         self._bridge = bridge
         self._options = options
         self._deadline = deadline
@@ -100,9 +106,9 @@ class Receive:
     async def _receive(self, line: Line) -> tuple[_Coming, object]:
         offer = await self._hear_offer(line)
         await self._answer(line, Kind.ACCEPT, self._consider(offer))
-        header = await line.receive(offer.nbytes)
-        coming = await self._answer(line, Kind.ACCEPT, self._make_room(header))
-        del header
+        told = await line.receive(offer.nbytes)
+        coming = await self._answer(line, Kind.ACCEPT, self._make_room(told))
+        del told
         self._stop("fetch_chunk")
         damage = await self._fetch(line, coming)
         self._stop("rebuild")
@@ -154,16 +160,19 @@ class Receive:
         limit = self._options.terms.limits.max_header_bytes
         enforce("the header's length", offer.nbytes, limit)
 
-    async def _make_room(self, header: bytearray) -> _Coming:
+    async def _make_room(self, told: bytearray) -> _Coming:
         limits = self._options.terms.limits
-        found = await self._bridge.run(partial(decode_header, header, limits=limits))
+        offered = await self._bridge.run(self._medium.read, told, limits)
+        found = offered.manifest
         if not isinstance(found, Manifest) or found.step != self._step:
             raise RemoteProtocolError("the header is not that of the offer")
         outline = found.outline
         self._progress.expect(outline)
         self._stop("allocate")
         messages = await self._bridge.run(messages_of, found)
-        self._destination = await self._bridge.run(self._choose, found)
+        self._destination = await self._bridge.run(
+            self._choose, found, offered.placement
+        )
         return _Coming(outline, messages, self._destination)
 
     def _describe(self) -> Template:
@@ -172,11 +181,11 @@ class Receive:
             self._options.into, limits=terms.limits, allow_pickle=terms.allow_pickle
         )
 
-    def _choose(self, manifest: Manifest) -> Destination:
+    def _choose(self, manifest: Manifest, placement: Sequence[int]) -> Destination:
         template, self._template = self._template, None
         terms = self._options.terms
         manifest = manifest.without_header()
-        return destination_of(manifest, template, terms, self._bridge)
+        return self._medium.destination(manifest, placement, template, terms)
 
     async def _fetch(self, line: Line, coming: _Coming) -> IntegrityError | None:
         """Receive and verify everything; return what was damaged on the way.
@@ -184,11 +193,12 @@ class Receive:
         The rest comes in any case: what is under way cannot be called off.
         """
         coming.goal.begin()
-        sealing = Sealing(coming.outline.grid, self._teller())
         damage: list[IntegrityError | None] = []
 
         async def receive() -> None:
             memory, messages = coming.goal.memory, coming.messages
+            grid = coming.outline.grid
+            sealing = self._medium.sealing(memory, grid, self._teller())
             damage.append(await line.receive_segment(memory, messages, sealing))
 
         await together([partial(self._prepare, coming), receive])
