@@ -16,11 +16,11 @@ from typing import TypeAlias
 
 import torch
 
-from aiockpt._backings import Backings
+from aiockpt._backings import Backings, Part
 from aiockpt._device import Event, Pair, PortFor
 from aiockpt.memory import Arena, view_of_address
 
-__all__ = ["CopyPlan", "Fences"]
+__all__ = ["CopyPlan", "Fences", "InPlace", "once", "part_pairs", "raw_bytes"]
 
 Fences: TypeAlias = dict[torch.device, Event]
 
@@ -50,7 +50,16 @@ def _physical(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_WORDS.get(tensor.itemsize, tensor.dtype))
 
 
-def _once(destination: torch.Tensor, source: torch.Tensor) -> Pair:
+def part_pairs(parts: Iterable[Part], place: torch.Tensor) -> Iterator[Pair]:
+    """Yield each part's elements in the entry's bytes, and where the state has them."""
+    for part in parts:
+        tensor = _physical(part.tensor)
+        there = place.view(tensor.dtype)
+        first = int(there.storage_offset()) + part.offset
+        yield there.as_strided(tensor.shape, part.stride, first), tensor
+
+
+def once(destination: torch.Tensor, source: torch.Tensor) -> Pair:
     """Leave out the repetitions of expanded dimensions, which cannot be written."""
     for dim, stride in enumerate(destination.stride()):
         if not stride:
@@ -59,6 +68,12 @@ def _once(destination: torch.Tensor, source: torch.Tensor) -> Pair:
                 source.narrow(dim, 0, 1),
             )
     return destination, source
+
+
+def raw_bytes(tensor: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+    """Return bytes of a tensor's storage, counted from the storage's start."""
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return raw.set_(tensor.untyped_storage(), offset, (nbytes,), (1,))
 
 
 class CopyPlan:
@@ -157,12 +172,12 @@ class CopyPlan:
         for entry in self._backings.parts:
             start, stop = self._starts[entry], self._stops[entry]
             ctypes.memset(self._arena.address + start, 0, stop - start)
-        pairs = (_once(host, tensor) for host, tensor in self._parts())
+        pairs = (once(host, tensor) for host, tensor in self._parts())
         return self._move_parts(pairs, after)
 
     def load_parts(self, after: Fences) -> list[Event]:
         """Copy it back, all at once."""
-        pairs = (_once(tensor, host) for host, tensor in self._parts())
+        pairs = (once(tensor, host) for host, tensor in self._parts())
         return self._move_parts(pairs, after)
 
     def _move_parts(self, pairs: Iterable[Pair], after: Fences) -> list[Event]:
@@ -182,11 +197,7 @@ class CopyPlan:
         """Yield each part's elements in the arena, and where the state has them."""
         for entry, parts in self._backings.parts.items():
             start, stop = self._starts[entry], self._stops[entry]
-            for part in parts:
-                tensor = _physical(part.tensor)
-                host = self._host(start, stop - start).view(tensor.dtype)
-                first = int(host.storage_offset()) + part.offset
-                yield host.as_strided(tensor.shape, part.stride, first), tensor
+            yield from part_pairs(parts, self._host(start, stop - start))
 
     def in_place(self) -> InPlace:
         """Return the segment as memory: the state's own wherever that is possible.
@@ -242,11 +253,9 @@ class CopyPlan:
             backing = self._backings[entry]
             if backing.parts or backing.tensor.device != device or first >= held:
                 continue
-            storage = backing.tensor.untyped_storage()
-            offset = backing.address - storage.data_ptr()
+            offset = backing.address - backing.tensor.untyped_storage().data_ptr()
             offset += first - self._starts[entry]
-            raw = torch.empty(0, dtype=torch.uint8, device=device)
-            raw.set_(storage, offset, (held - first,), (1,))
+            raw = raw_bytes(backing.tensor, offset, held - first)
             yield self._host(first, held - first), raw
 
     def _host(self, start: int, nbytes: int) -> torch.Tensor:

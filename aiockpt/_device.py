@@ -8,15 +8,23 @@ what training has already enqueued and training goes on meanwhile.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol, TypeAlias, cast
 
 import torch
 
 from aiockpt.memory import Arena
 
-__all__ = ["Accelerator", "Event", "Port", "PortFor", "completed", "port_for"]
+__all__ = [
+    "Accelerator",
+    "Event",
+    "Port",
+    "PortFor",
+    "completed",
+    "numbered",
+    "port_for",
+]
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
@@ -46,6 +54,15 @@ class Port(Protocol):
         Both tensors must live until the returned event has completed.
         """
 
+    def aside(self, after: Event | None = None) -> AbstractContextManager[object]:
+        """Let what this thread enqueues in a block go to the side stream.
+
+        With ``after``, it and all that follows on that stream run behind the event.
+        """
+
+    def mark(self) -> Event:
+        """Mark what the side stream has been given so far."""
+
     def synchronize(self) -> None:
         """Block the calling thread until the side stream is idle."""
 
@@ -72,10 +89,19 @@ class Accelerator:
         return cast("Event", stream.record_event())
 
     def copy(self, pairs: Iterable[Pair], *, after: Event) -> Event:
-        self._side.wait_event(after)
-        with self._module.device(self.device), self._module.stream(self._side):
+        with self.aside(after):
             for destination, source in pairs:
                 destination.copy_(source, non_blocking=True)
+        return self.mark()
+
+    @contextmanager
+    def aside(self, after: Event | None = None) -> Iterator[None]:
+        if after is not None:
+            self._side.wait_event(after)
+        with self._module.device(self.device), self._module.stream(self._side):
+            yield
+
+    def mark(self) -> Event:
         return cast("Event", self._side.record_event())
 
     def synchronize(self) -> None:
@@ -111,6 +137,13 @@ def port_for(device: torch.device) -> Port | None:
     if device not in _ports:
         _ports[device] = Accelerator(device)
     return _ports[device]
+
+
+def numbered(device: torch.device) -> torch.device:
+    """Return a device with its number: the thread's current one, if it has none."""
+    if device.type == "cpu" or ":" in str(device):
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 async def completed(event: Event) -> None:

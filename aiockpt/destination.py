@@ -11,28 +11,38 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import sub
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
 from aiockpt._backings import Backings
 from aiockpt._bridge import Bridge
-from aiockpt._copy import CopyPlan, InPlace
+from aiockpt._copy import CopyPlan, Fences
 from aiockpt._device import Event, PortFor, completed
 from aiockpt.errors import LimitExceededError
-from aiockpt.memory import Arena, available_memory
-from aiockpt.rebuild import Frame, assemble, check_meshes, parts_over, tensors_over
+from aiockpt.memory import Arena, Memory, available_memory
+from aiockpt.rebuild import (
+    Away,
+    Frame,
+    assemble,
+    check_meshes,
+    parts_over,
+    tensors_over,
+)
 from aiockpt.template import Match, Template
 from aiockpt.wire.limits import Limits, enforce
 from aiockpt.wire.manifest import Manifest
 
-__all__ = ["Destination", "Terms", "destination_of"]
+__all__ = ["Destination", "Fresh", "InTemplate", "Terms", "destination_of"]
 
 # A receiver with less to spare would take the host down with it.
 _SHARE_OF_MEMORY = 0.9
 
 # Tensors per call into torch, which keeps the interpreter lock for all of them.
 _SLICE = 1000
+
+
+_NOTHING: Final[Away] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +59,7 @@ class Destination(Protocol):
     """Somewhere to receive into."""
 
     @property
-    def memory(self) -> Arena | InPlace:
+    def memory(self) -> Memory:
         """The data segment."""
 
     @property
@@ -84,19 +94,26 @@ def destination_of(
     """
     if template is None:
         check_meshes(Frame.of(manifest), limits=terms.limits)
-        return _Fresh(manifest, terms, bridge)
-    return _InTemplate(manifest, template.match(manifest), terms, bridge)
+        return Fresh(manifest, terms, bridge)
+    return InTemplate(manifest, template.match(manifest), terms, bridge)
 
 
-class _Fresh:
-    """Tensors over an arena of their own, made before their bytes arrive."""
+class Fresh:
+    """Tensors over an arena of their own, made before their bytes arrive.
+
+    Those that are ``away`` have other memory.
+    """
 
     touched = False
 
-    def __init__(self, manifest: Manifest, terms: Terms, bridge: Bridge) -> None:
+    def __init__(
+        self, manifest: Manifest, terms: Terms, bridge: Bridge, away: Away = _NOTHING
+    ) -> None:
         self._terms, self._bridge = terms, bridge
-        self.memory = _allocate(manifest, manifest.segment_bytes, terms.limits)
-        self._tensors = tensors_over(manifest, self.memory.buffer)
+        used = manifest.segment_bytes - _nbytes(away)
+        self._arena = _allocate(manifest, used, terms.limits)
+        self.memory: Memory = self._arena
+        self._tensors = tensors_over(manifest, self._arena.buffer, away=away)
         self._frame = Frame.of(manifest)
 
     def begin(self) -> None:
@@ -104,7 +121,7 @@ class _Fresh:
 
     async def prepare(self, start: int, stop: int) -> None:
         """Have the pages mapped, which may take longer than their bytes."""
-        await self._bridge.run(self.memory.populate, start, stop)
+        await self._bridge.run(self._arena.populate, start, stop)
 
     async def assemble(self) -> object:
         """Put the tensors into the tree."""
@@ -114,18 +131,28 @@ class _Fresh:
         """Do nothing: everything is in its place."""
 
 
-class _InTemplate:
-    """The tensors of a template, at the end or (``direct``) from the beginning."""
+class InTemplate:
+    """The tensors of a template, at the end or (``direct``) from the beginning.
+
+    Entries that are ``away`` are somebody else's, and ``match`` has nothing for them.
+    """
 
     def __init__(
-        self, manifest: Manifest, match: Match, terms: Terms, bridge: Bridge
+        self,
+        manifest: Manifest,
+        match: Match,
+        terms: Terms,
+        bridge: Bridge,
+        *,
+        away: Away = _NOTHING,
     ) -> None:
+        self._away = away
         self._match, self._terms, self._bridge = match, terms, bridge
         self._frame, self._grid = Frame.of(manifest), manifest.grid
         self._numbers = range(manifest.tensor_count)
         # Who has no values to make needs no more of the manifest.
         self._manifest = manifest if match.parts or match.blobs else None
-        entries, used = manifest.entries, manifest.segment_bytes
+        entries, used = manifest.entries, manifest.segment_bytes - _nbytes(away)
         if terms.direct:
             used -= _at_home(match.backings, terms.ports)
         self._arena = _allocate(manifest, used, terms.limits)
@@ -136,7 +163,7 @@ class _InTemplate:
             arena=self._arena,
             port_for=terms.ports,
         )
-        self.memory: Arena | InPlace = self._arena
+        self.memory: Memory = self._arena
         if terms.direct:
             self.memory = self._copies.in_place()
         self.touched = False
@@ -160,12 +187,12 @@ class _InTemplate:
         Once begun it goes on to its end, also if cancelled (on a device, in the
         background), so that a template is never half filled.
         """
-        fences = self._copies.fences()
+        fences = self._fences()
         try:
             for event in await self._bridge.run(self._load, fences):
                 await completed(event)
         except BaseException:
-            self._bridge.post(self._copies.drain)  # keeps the memory until it is idle
+            self._bridge.post(self._drain)  # keeps the memory until it is idle
             raise
         await self._bridge.run(self._arena.close)
 
@@ -180,9 +207,16 @@ class _InTemplate:
             return {}
         parts, blobs = self._match.parts, self._match.blobs
         buffer = self._arena.buffer
-        return parts_over(self._manifest, buffer, parts=parts, blobs=blobs)
+        away = self._away
+        return parts_over(self._manifest, buffer, parts=parts, blobs=blobs, away=away)
 
-    def _load(self, fences: dict[torch.device, Event]) -> list[Event]:
+    def _fences(self) -> Fences:
+        return self._copies.fences()
+
+    def _drain(self) -> None:
+        self._copies.drain()
+
+    def _load(self, fences: Fences) -> list[Event]:
         _mark_changed(self._match.changed())
         self.touched = True
         events = self._copies.load_parts(fences)
@@ -207,6 +241,10 @@ def _put(
         allow_pickle=terms.allow_pickle,
         wholes=wholes,
     )
+
+
+def _nbytes(away: Away) -> int:
+    return sum(data.numel() for data in away.values())
 
 
 def _allocate(manifest: Manifest, nbytes: int, limits: Limits) -> Arena:

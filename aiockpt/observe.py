@@ -29,7 +29,8 @@ class Progress:
             ``fetch_chunk``, ``load`` or ``rebuild``.
         bytes_done: Bytes of the data segment that have arrived.
         bytes_total: Bytes of the data segment; 0 until the manifest is known.
-        chunks_done: Chunks whose digest matched.
+        chunks_done: Chunks whose digest matched; over a process group, where digests
+            come last, chunks that have arrived.
         chunks_total: Chunks of the data segment.
         rate: Bytes per second since the first chunk was asked for.
     """

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from mmap import mmap
+from typing import TypeAlias
 
 import torch
 
@@ -29,6 +30,7 @@ from aiockpt.wire.paths import Node
 from aiockpt.wire.untree import decode_tree
 
 __all__ = [
+    "Away",
     "Frame",
     "assemble",
     "check_meshes",
@@ -37,16 +39,23 @@ __all__ = [
     "tensors_over",
 ]
 
+Away: TypeAlias = Mapping[int, torch.Tensor]
+"""Entries whose bytes are not in the segment's buffer but in these tensors."""
+
 _CODE_DTYPES = {code: DTYPES[name] for code, name in CODES.items()}
 
 
 def tensors_over(
-    manifest: Manifest, buffer: mmap | memoryview, *, base: int = 0
+    manifest: Manifest,
+    buffer: mmap | memoryview,
+    *,
+    base: int = 0,
+    away: Away | None = None,
 ) -> list[torch.Tensor]:
     """Return the tensors by number, over the segment that starts at ``base``.
 
     Every entry becomes a storage of its own, which keeps ``buffer`` alive; views of
-    an entry share its storage.
+    an entry share its storage. Entries that are ``away`` have their bytes elsewhere.
 
     Raises:
         RemoteProtocolError: torch has no such tensor: its flags do not fit its
@@ -54,13 +63,20 @@ def tensors_over(
     """
     with collector_paused(), _blaming_the_manifest():
         tensors = entry_tensors(manifest.entries, buffer, base=base)
+        for number, data in (away or {}).items():
+            tensors[number] = _typed(manifest.entries[number], data)
         bases = tensors.copy()
         tensors += (_view(bases[spec.storage], spec) for spec in manifest.views)
     return tensors
 
 
 def parts_over(
-    manifest: Manifest, buffer: memoryview, *, parts: Set[int], blobs: Set[int]
+    manifest: Manifest,
+    buffer: memoryview,
+    *,
+    parts: Set[int],
+    blobs: Set[int],
+    away: Away | None = None,
 ) -> dict[int, torch.Tensor]:
     """Return only the tensors that values are made of, by number.
 
@@ -70,16 +86,20 @@ def parts_over(
     Raises:
         RemoteProtocolError: as `tensors_over`.
     """
-    count = len(manifest.entries)
+    count, away = len(manifest.entries), away or {}
+
+    def dense(number: int) -> torch.Tensor:
+        entry, data = manifest.entries[number], away.get(number)
+        return _dense(entry, buffer, 0) if data is None else _typed(entry, data)
+
     with collector_paused(), _blaming_the_manifest():
         # Views of an entry share its memory, as the parts of a tied leaf do.
         bases: dict[int, torch.Tensor] = {}
-        found = {n: _dense(manifest.entries[n], buffer, 0) for n in blobs if n < count}
+        found = {number: dense(number) for number in blobs if number < count}
         for number in parts:
             spec = manifest.tensor(number)
             if spec.storage not in bases:
-                dense = _dense(manifest.entries[spec.storage], buffer, 0)
-                bases[spec.storage] = dense.clone()
+                bases[spec.storage] = dense(spec.storage).clone()
             base = bases[spec.storage]
             found[number] = base if number < count else _view(base, spec)
     return found
@@ -102,9 +122,7 @@ def entry_tensors(
 
 
 def _dense(entry: Entry, buffer: mmap | memoryview, base: int) -> torch.Tensor:
-    dtype = _CODE_DTYPES.get(entry.dtype)
-    if dtype is None:
-        raise RemoteProtocolError(f"torch has no dtype for {entry.dtype!r}")
+    dtype = _dtype(entry)
     start, stop = entry.data_offsets
     if start == stop:
         return torch.empty(entry.shape, dtype=dtype)
@@ -113,9 +131,20 @@ def _dense(entry: Entry, buffer: mmap | memoryview, base: int) -> torch.Tensor:
     return flat if len(entry.shape) == 1 else flat.view(entry.shape)
 
 
+def _typed(entry: Entry, data: torch.Tensor) -> torch.Tensor:
+    return data.view(_dtype(entry)).view(entry.shape)
+
+
+def _dtype(entry: Entry) -> torch.dtype:
+    dtype = _CODE_DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise RemoteProtocolError(f"torch has no dtype for {entry.dtype!r}")
+    return dtype
+
+
 def _view(base: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     dtype = DTYPES[spec.dtype]
-    tensor = torch.empty(0, dtype=dtype).set_(
+    tensor = torch.empty(0, dtype=dtype, device=base.device).set_(
         base.untyped_storage(), spec.offset, spec.shape, spec.stride
     )
     if spec.flags & CONJ:
@@ -195,4 +224,6 @@ def _bytes(frame: Frame, number: int, tensors: Sequence[torch.Tensor]) -> bytes:
     if number >= frame.entries or tensors[number].dtype != torch.uint8:
         raise RemoteProtocolError(f"bytes cannot come from tensor {number}")
     tensor = tensors[number]
+    if tensor.device.type != "cpu":  # whose address means nothing here
+        raise RemoteProtocolError(f"bytes cannot come from {tensor.device}")
     return ctypes.string_at(tensor.data_ptr(), tensor.numel())

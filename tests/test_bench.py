@@ -10,14 +10,22 @@ import pytest
 
 from aiockpt.bench import main
 from aiockpt.bench.footprint import Footprint
+from aiockpt.bench.memory import TOUCHED
 from aiockpt.bench.process import BenchError, Worker
 from aiockpt.bench.report import Report, as_markdown, as_text
 from aiockpt.bench.rounds import Candidate, take_turns
-from aiockpt.bench.rows import Row, rows_of_footprint, rows_of_speed, rows_of_ticker
+from aiockpt.bench.rows import (
+    Row,
+    rows_of_footprint,
+    rows_of_group,
+    rows_of_speed,
+    rows_of_ticker,
+)
 from aiockpt.bench.shapes import SHAPES, cut, looks_right, numbered, shape_of
 from aiockpt.bench.statistics import Sample, Series, best, percentile
 
 MIB = 1 << 20
+OURS_BY_GROUP = ("aiockpt, fresh", "aiockpt, in place")
 
 
 def series(name: str, *seconds: float, nbytes: int = 10**9) -> Series:
@@ -42,6 +50,18 @@ def test_a_tiny_run_yields_a_table_and_valid_json(
         for samples in found["samples"]["1m"].values()
         for sample in samples
     )
+
+
+@pytest.mark.timeout(300)  # as above
+def test_a_tiny_run_over_a_process_group_yields_the_same_table(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Our transport takes turns with torch's own; torchft's is not installed here."""
+    options = ["--transport", "pg", "--size", "0.004", "--repeat", "1", "--shapes"]
+    assert main([*options, "1m", "--no-torchft"]) == 0
+    found = capsys.readouterr().out
+    assert "receive in place " in found
+    assert "torch's own, fresh: " in found
 
 
 def test_too_little_memory_is_an_error_before_anything_starts(
@@ -196,6 +216,31 @@ def test_rows_compare_with_the_references() -> None:
     assert {row.verdict for row in rows_of_ticker(shape, found)} == {"ok"}
 
 
+@pytest.mark.parametrize(
+    ("key", "seconds", "verdicts"),
+    [
+        ("1m", 1.0, ["ok", "ok", "ok", "ok", ""]),
+        ("1m", 1.2, ["MISSED", "ok", "MISSED", "MISSED", ""]),
+        ("100k", 0.25, ["ok", "ok", "MISSED", "ok", ""]),
+    ],
+)
+def test_a_process_group_is_compared_with_two_others(
+    key: str, seconds: float, verdicts: Sequence[str]
+) -> None:
+    """Twice as fast as torchft into fresh memory, eight times with small tensors."""
+    others = {
+        "torchft, fresh": 2.0,
+        "torch's own, fresh": 2.0,
+        "torchft, in place": 1.0,
+        "torch's own, in place": 1.0,
+        f"raw socket, {TOUCHED}, x1": 1.0,
+    }
+    found = {name: series(name, each) for name, each in others.items()}
+    found |= {name: series(name, seconds) for name in OURS_BY_GROUP}
+    rows = list(rows_of_group(shape_of(key, 2**31), found))
+    assert [row.verdict for row in rows] == verdicts
+
+
 def test_many_small_tensors_have_one_speed_target() -> None:
     """There, the number of tensors decides, so raw bytes are no measure."""
     row = Row(what="w", shape="s", value=1.0, unit="GB/s", reference_value=2.0)
@@ -204,7 +249,9 @@ def test_many_small_tensors_have_one_speed_target() -> None:
 
 def test_memory_has_ceilings() -> None:
     """Percent of the state dict when fresh, MiB when in place."""
-    found = Footprint(state=100 * MIB, fresh=5 * MIB, in_place=65 * MIB, rival=None)
+    found = Footprint(
+        state=100 * MIB, fresh=5 * MIB, in_place=65 * MIB, rival=None, rival_name=""
+    )
     rows = list(rows_of_footprint(shape_of("1m", MIB), found))
     assert [row.verdict for row in rows] == ["ok", "MISSED"]
     assert [row.target for row in rows] == ["at most 5 %", "at most 64 MiB"]

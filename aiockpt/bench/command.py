@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 
-from aiockpt.bench.footprint import measure_footprint
+from aiockpt.bench.footprint import Footprint, measure_footprint
+from aiockpt.bench.group_measuring import (
+    GroupPair,
+    measure_group_footprint,
+    measure_group_shape,
+)
 from aiockpt.bench.machine import describe_machine
 from aiockpt.bench.measuring import Pair, Plan, measure_shape
 from aiockpt.bench.options import Options, parse
 from aiockpt.bench.process import BenchError, Worker
 from aiockpt.bench.report import Report, as_json, as_markdown, as_text
 from aiockpt.bench.rival import is_installed
-from aiockpt.bench.rows import rows_of_footprint, rows_of_speed, rows_of_ticker
+from aiockpt.bench.rows import (
+    Row,
+    rows_of_footprint,
+    rows_of_group,
+    rows_of_speed,
+    rows_of_ticker,
+)
 from aiockpt.bench.shapes import Shape, shape_of
+from aiockpt.bench.statistics import Series
 from aiockpt.memory import available_memory
 
 __all__ = ["run"]
+
+_ROLES = {"http": ("sender", "receiver"), "pg": ("group sender", "group receiver")}
 
 _COPIES = 5  # of the state dict, in both processes together, at most
 
@@ -54,9 +69,11 @@ def _measure(options: Options) -> Report:
         connections=options.connections,
         rival=options.torchft and is_installed(),
     )
-    with Worker("sender") as sender, Worker("receiver") as receiver:
+    measure = _over_http if options.transport == "http" else _over_group
+    roles = _ROLES[options.transport]
+    with Worker(roles[0]) as sender, Worker(roles[1]) as receiver:
         for shape in _shapes(options):
-            _measure_shape(Pair(sender, receiver, shape, plan.size), plan, report)
+            measure(sender, receiver, shape, plan, report)
     order = list(dict.fromkeys(row.what for row in report.rows))
     report.rows.sort(key=lambda row: order.index(row.what))
     return report
@@ -71,13 +88,35 @@ def _shapes(options: Options) -> Iterable[Shape]:
     return shapes.values()
 
 
-def _measure_shape(pair: Pair, plan: Plan, report: Report) -> None:
-    shape = pair.shape
-    found = measure_shape(pair, plan, lambda text: _note(shape, text))
+def _over_http(
+    sender: Worker, receiver: Worker, shape: Shape, plan: Plan, report: Report
+) -> None:
+    pair = Pair(sender, receiver, shape, plan.size)
+    found = measure_shape(pair, plan, partial(_note, shape))
     _note(shape, "memory")
-    footprint = measure_footprint(pair.sender, shape, plan.size, rival=plan.rival)
+    footprint = measure_footprint(sender, shape, plan.size, rival=plan.rival)
+    _add(report, shape, found, rows_of_speed(shape, found), footprint)
+
+
+def _over_group(
+    sender: Worker, receiver: Worker, shape: Shape, plan: Plan, report: Report
+) -> None:
+    pair = GroupPair(sender, receiver, shape, plan.size)
+    found = measure_group_shape(pair, plan, partial(_note, shape))
+    _note(shape, "memory")
+    footprint = measure_group_footprint(sender, shape, plan.size, rival=plan.rival)
+    _add(report, shape, found, rows_of_group(shape, found), footprint)
+
+
+def _add(
+    report: Report,
+    shape: Shape,
+    found: Mapping[str, Series],
+    rows: Iterable[Row],
+    footprint: Footprint,
+) -> None:
     report.series[shape] = found
-    report.rows += rows_of_speed(shape, found)
+    report.rows += rows
     report.rows += rows_of_footprint(shape, footprint)
     report.rows += rows_of_ticker(shape, found)
 

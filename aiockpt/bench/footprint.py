@@ -20,12 +20,14 @@ class Footprint:
         fresh: Beyond ``state``, while receiving into fresh memory.
         in_place: Beyond the template, while receiving into it.
         rival: As ``fresh``, by torchft; None where it was not measured.
+        rival_name: Which of its transports that is.
     """
 
     state: int
     fresh: int
     in_place: int
     rival: int | None
+    rival_name: str
 
 
 def measure_footprint(
@@ -38,7 +40,13 @@ def measure_footprint(
     fresh = _fresh(shape, size, metadata) - state
     theirs = _rival(sender, shape, size) - state if rival else None
     sender.call("retract")
-    return Footprint(state=state, fresh=fresh, in_place=in_place, rival=theirs)
+    return Footprint(
+        state=state,
+        fresh=fresh,
+        in_place=in_place,
+        rival=theirs,
+        rival_name="torchft, num_chunks=0",
+    )
 
 
 def _in_place(shape: Shape, size: int, metadata: str) -> tuple[int, int]:

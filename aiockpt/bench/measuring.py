@@ -13,7 +13,7 @@ from aiockpt.bench.shapes import Shape
 from aiockpt.bench.statistics import Sample, Series
 from aiockpt.bench.timed import Cost
 
-__all__ = ["Pair", "Plan", "measure_shape"]
+__all__ = ["Pair", "Plan", "idle", "measure_shape", "sample_of"]
 
 _IDLE = 0.5
 
@@ -33,6 +33,17 @@ class Plan:
     repeat: int
     connections: Sequence[int]
     rival: bool
+
+
+def sample_of(sender: Cost, receiver: Cost) -> Sample:
+    """Return what a transfer cost both ends; its time is the receiver's."""
+    return Sample(
+        seconds=receiver["seconds"],
+        sender_cpu=sender["cpu"],
+        receiver_cpu=receiver["cpu"],
+        sender_lags=sender["lags"],
+        receiver_lags=receiver["lags"],
+    )
 
 
 class Pair:
@@ -55,13 +66,7 @@ class Pair:
             mine: Cost = self.receiver.call(do, **arguments)
         finally:
             theirs: Cost = self.sender.call("watched")
-        return Sample(
-            seconds=mine["seconds"],
-            sender_cpu=theirs["cpu"],
-            receiver_cpu=mine["cpu"],
-            sender_lags=theirs["lags"],
-            receiver_lags=mine["lags"],
-        )
+        return sample_of(theirs, mine)
 
     def sent(self, do: str, **arguments: object) -> Sample:
         """Have the sender do it, alone."""
@@ -112,6 +117,11 @@ class Pair:
         )
 
 
+def idle(pair: Pair) -> Candidate:
+    """Return what the tickers do while nothing else happens."""
+    return Candidate("idle", lambda: pair.received("idle", seconds=_IDLE))
+
+
 def measure_shape(pair: Pair, plan: Plan, note: Note) -> dict[str, Series]:
     """Measure everything that has a time."""
     found: dict[str, Series] = {}
@@ -126,7 +136,7 @@ def measure_shape(pair: Pair, plan: Plan, note: Note) -> dict[str, Series]:
 
 def _receive_fresh(pair: Pair, plan: Plan) -> list[Candidate]:
     return [
-        Candidate("idle", lambda: pair.received("idle", seconds=_IDLE)),
+        idle(pair),
         *pair.raw(FRESH, plan.connections),
         pair.ours("aiockpt, fresh", into=False),
         *(pair.rivals() if plan.rival else ()),

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from aiockpt.bench.shapes import SHAPES
 
-__all__ = ["Options", "parse"]
+__all__ = ["TRANSPORTS", "Options", "parse"]
+
+TRANSPORTS = ("http", "pg")
 
 _SIZE, _REPEAT = 2.0, 5
 _QUICK_SIZE, _QUICK_REPEAT = 0.25, 3
@@ -20,6 +22,7 @@ _LEAST = 1 / 1024  # GiB
 class Options:
     """What was asked for; ``size`` is in bytes."""
 
+    transport: str
     size: int
     repeat: int
     shapes: tuple[str, ...]
@@ -35,6 +38,7 @@ def parse(argv: Sequence[str]) -> Options:
     given = _parser().parse_args(argv)
     size = given.size or (_QUICK_SIZE if given.quick else _SIZE)
     return Options(
+        transport=given.transport,
         size=int(size * 2**30),
         repeat=given.repeat or (_QUICK_REPEAT if given.quick else _REPEAT),
         shapes=tuple(dict.fromkeys(given.shapes)),
@@ -53,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
         "and, where it is installed, torchft.",
     )
     add = parser.add_argument
+    add("--transport", choices=TRANSPORTS, default=TRANSPORTS[0],
+        help="HTTP, or a process group over gloo; http")  # fmt: skip
     add("--size", type=_size, metavar="GIB", help=f"of a state dict; {_SIZE:g}")
     add("--repeat", type=_count, metavar="N", help=f"of each candidate; {_REPEAT}")
     add("--shapes", nargs="+", choices=SHAPES, default=SHAPES, help="of tensors; all")

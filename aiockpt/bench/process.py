@@ -24,6 +24,7 @@ class Worker:
 
     def __init__(self, role: str) -> None:
         self._role = role
+        self._doing = ""
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by __exit__
         self._process = subprocess.Popen(  # noqa: S603 - our own module
             [sys.executable, "-m", "aiockpt.bench.worker", role],
@@ -59,17 +60,31 @@ class Worker:
         Raises:
             BenchError: it failed, or the process is gone.
         """
+        self.begin(do, **arguments)
+        return self.finish()
+
+    def begin(self, do: str, **arguments: object) -> None:
+        """Have a command begun, for commands that two processes do together."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        self._doing = do
         with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps({"do": do, "with": arguments}) + "\n")
             self._process.stdin.flush()
+
+    def finish(self) -> Any:
+        """Return the result of what was begun.
+
+        Raises:
+            BenchError: it failed, or the process is gone.
+        """
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise BenchError(f"the {self._role} is gone: {self._last_words()}")
         answer = json.loads(line)
         if "error" in answer:
-            raise BenchError(f"the {self._role} could not {do}: {answer['error']}")
+            what = f"the {self._role} could not {self._doing}"
+            raise BenchError(f"{what}: {answer['error']}")
         return answer["ok"]
 
     def _last_words(self) -> str:

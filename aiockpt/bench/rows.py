@@ -10,13 +10,23 @@ from aiockpt.bench.memory import FRESH, TOUCHED
 from aiockpt.bench.shapes import Shape
 from aiockpt.bench.statistics import Series, best, percentile
 
-__all__ = ["Row", "rows_of_footprint", "rows_of_speed", "rows_of_ticker"]
+__all__ = [
+    "Row",
+    "rows_of_footprint",
+    "rows_of_group",
+    "rows_of_speed",
+    "rows_of_ticker",
+]
 
 _TIMES_TORCHFT = 2.0
 _TIMES_TORCHFT_MANY = 10.0
+_TIMES_TORCHFT_PG = {False: 2.0, True: 8.0}  # of many small tensors?
+_TIMES_TORCHFT_PG_PLACED = {False: 0.9, True: 8.0}
+_TIMES_TORCH = 1.0
 _OF_RAW_FRESH = 0.7
 _OF_RAW_TOUCHED = 0.6
 _OF_MEMCPY = 0.6
+_FRESH, _PLACED = "receive into fresh memory", "receive in place"
 _MAX_LAG = 20.0  # ms
 _MAX_FRESH = 5.0  # percent of the state dict
 _MAX_IN_PLACE = 64.0  # MiB
@@ -84,14 +94,13 @@ def rows_of_speed(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:
     fresh, in_place = found["aiockpt, fresh"], found["aiockpt, in place"]
     rival = _TIMES_TORCHFT if large else _TIMES_TORCHFT_MANY
     raw_fresh, raw_touched = f"raw socket, {FRESH}", f"raw socket, {TOUCHED}"
-    into_fresh, placed = "receive into fresh memory", "receive in place"
     cold, warm = found["aiockpt, stage cold"], found["aiockpt, stage warm"]
     for what, ours, reference, target in (
-        (into_fresh, fresh, best(found, "torchft"), rival),
-        (into_fresh, fresh, found.get(f"{raw_fresh}, x1"), _OF_RAW_FRESH * large),
-        (into_fresh, fresh, best(found, raw_fresh), 0),
-        (placed, in_place, found.get(f"{raw_touched}, x1"), _OF_RAW_TOUCHED * large),
-        (placed, in_place, best(found, raw_touched), 0),
+        (_FRESH, fresh, best(found, "torchft"), rival),
+        (_FRESH, fresh, found.get(f"{raw_fresh}, x1"), _OF_RAW_FRESH * large),
+        (_FRESH, fresh, best(found, raw_fresh), 0),
+        (_PLACED, in_place, found.get(f"{raw_touched}, x1"), _OF_RAW_TOUCHED * large),
+        (_PLACED, in_place, best(found, raw_touched), 0),
         (
             "stage, new memory",
             cold,
@@ -106,15 +115,36 @@ def rows_of_speed(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:
         ),
     ):
         if reference is not None:
-            yield Row(
-                what=what,
-                shape=str(shape),
-                value=ours.speed,
-                unit="GB/s",
-                reference=reference.name,
-                reference_value=reference.speed,
-                at_least=target or None,
-            )
+            yield _speed(shape, what, ours, reference, target)
+
+
+def rows_of_group(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:
+    """Yield the transfers over a process group beside those of others."""
+    into_fresh, in_place = found["aiockpt, fresh"], found["aiockpt, in place"]
+    many = not shape.is_large
+    for what, ours, reference, target in (
+        (_FRESH, into_fresh, "torchft, fresh", _TIMES_TORCHFT_PG[many]),
+        (_FRESH, into_fresh, "torch's own, fresh", _TIMES_TORCH),
+        (_PLACED, in_place, "torchft, in place", _TIMES_TORCHFT_PG_PLACED[many]),
+        (_PLACED, in_place, "torch's own, in place", _TIMES_TORCH),
+        (_PLACED, in_place, f"raw socket, {TOUCHED}, x1", 0),
+    ):
+        if reference in found:
+            yield _speed(shape, what, ours, found[reference], target)
+
+
+def _speed(
+    shape: Shape, what: str, ours: Series, reference: Series, target: float
+) -> Row:
+    return Row(
+        what=what,
+        shape=str(shape),
+        value=ours.speed,
+        unit="GB/s",
+        reference=reference.name,
+        reference_value=reference.speed,
+        at_least=target or None,
+    )
 
 
 def rows_of_footprint(shape: Shape, found: Footprint) -> Iterator[Row]:
@@ -125,7 +155,7 @@ def rows_of_footprint(shape: Shape, found: Footprint) -> Iterator[Row]:
         shape=str(shape),
         value=100 * found.fresh / found.state,
         unit="%",
-        reference="" if rival is None else "torchft, num_chunks=0",
+        reference="" if rival is None else found.rival_name,
         reference_value=rival,
         at_most=_MAX_FRESH,
     )

@@ -1,4 +1,4 @@
-"""One of the two processes: ``python -m aiockpt.bench.worker sender | receiver``.
+"""One of the two processes: ``python -m aiockpt.bench.worker ROLE``.
 
 It reads commands from its standard input, one JSON object a line,
 ``{"do": name, "with": {...}}``, and answers ``{"ok": value}`` or ``{"error": text}`` on
@@ -16,12 +16,18 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from aiockpt._bridge import Bridge
+from aiockpt.bench.group import GroupReceiver, GroupSender
 from aiockpt.bench.receiver import Receiver
 from aiockpt.bench.sender import Sender
 
 __all__ = ["main"]
 
-_ROLES: dict[str, type[Sender | Receiver]] = {"sender": Sender, "receiver": Receiver}
+_ROLES: dict[str, type[Sender | Receiver]] = {
+    "sender": Sender,
+    "receiver": Receiver,
+    "group sender": GroupSender,
+    "group receiver": GroupReceiver,
+}
 _THREADS = 16
 
 

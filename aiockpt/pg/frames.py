@@ -9,9 +9,12 @@ and the sender before it has offered anything::
     header                            →
                                       ←   ACCEPT: it fits, and I have the memory
     data segment, message by message  →
+    digests of its chunks             →
                                       ←   DONE: every digest matched
     FAILED why                        →   (in place of the OFFER)
                                       ←   FAILED why (in place of ACCEPT or DONE)
+
+The digests in the header are zeros, for it is sent before they are computed.
 
 So whoever fails tells the other, and nothing is under way when a conversation ends.
 Beside it each end sends one frame more, which the other one waits for all the time: BYE

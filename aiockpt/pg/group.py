@@ -16,7 +16,7 @@ __all__ = ["Group", "Health", "Pending"]
 class Pending(Protocol):
     """An operation under way: ``torch.distributed.Work``, or torchft's."""
 
-    def wait(self, timeout: timedelta, /) -> bool:
+    def wait(self, timeout: timedelta = ..., /) -> bool:
         """Block until it has ended; raise when it failed."""
 
 

@@ -22,6 +22,7 @@ from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
 from aiockpt._tasks import together
 from aiockpt.errors import (
+    IntegrityError,
     PeerFailedError,
     ProcessGroupError,
     RemoteProtocolError,
@@ -30,6 +31,7 @@ from aiockpt.pg.frames import FRAME_BYTES, Frame, Kind
 from aiockpt.pg.group import Health
 from aiockpt.pg.messages import Memory
 from aiockpt.pg.mover import Mover
+from aiockpt.pg.sealing import Sealing, damage
 
 __all__ = ["Line"]
 
@@ -128,19 +130,21 @@ class Line:
         return await self._apart(self._mover.receive, nbytes)
 
     async def send_segment(
-        self, memory: Memory, messages: Iterable[tuple[int, int]]
+        self, memory: Memory, messages: Iterable[tuple[int, int]], sealing: Sealing
     ) -> None:
-        """Send the data segment."""
-        await self._apart(self._mover.send_segment, memory, messages)
+        """Send the data segment, and the digests of its chunks."""
+        await self._apart(self._mover.send_segment, memory, messages, sealing)
+        if digits := await sealing.digits():
+            await self.send(digits)
 
     async def receive_segment(
-        self,
-        memory: Memory,
-        messages: Iterable[tuple[int, int]],
-        on_arrived: Callable[[int], None],
-    ) -> None:
-        """Receive the data segment; tell, from a thread, up to where it is there."""
-        await self._apart(self._mover.receive_segment, memory, messages, on_arrived)
+        self, memory: Memory, messages: Iterable[tuple[int, int]], sealing: Sealing
+    ) -> IntegrityError | None:
+        """Receive the data segment; return what was damaged on the way."""
+        await self._apart(self._mover.receive_segment, memory, messages, sealing)
+        if not (found := await sealing.digits()):
+            return None
+        return damage(await self.receive(len(found)), found)
 
     async def _apart(self, move: Callable[[float, *Args], T], *args: *Args) -> T:
         remaining = self._deadline.when - asyncio.get_running_loop().time()
@@ -168,6 +172,8 @@ class Line:
             what = "it was cut short" if _is_cut(error) else f"{error}"
             frame = Frame(Kind.FAILED, 0, text=f"the other end gave up: {what}")
             self._bridge.post(self._give_up, frame.encode())
+        else:
+            self._health.remains.append(self._mover)
 
     def _give_up(self, frame: bytearray) -> None:
         self._health.remains.append(self._mover.give_up(frame))

@@ -7,25 +7,22 @@ one copy where their memory is not one run. A message is bounded, so a copy is s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Final, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 import torch
 
+from aiockpt.memory import Memory
 from aiockpt.wire.manifest import Manifest
 
-__all__ = ["Landing", "Memory", "messages_of", "outgoing", "plan_messages"]
+__all__ = ["Landings", "Memory", "messages_of", "outgoing", "plan_messages"]
 
 LARGE_BYTES: Final = 256 << 10
-TOGETHER_BYTES: Final = 2 << 20
+TOGETHER_BYTES: Final = 1 << 20
 MESSAGE_BYTES: Final = 16 << 20
 
-
-class Memory(Protocol):
-    """Host memory that holds a data segment."""
-
-    def buffers(self, start: int, stop: int) -> list[memoryview]:
-        """Return the writable bytes of ``[start, stop)``, in order."""
+BESIDE: Final = 8
+"""Messages that may be under way beside their places."""
 
 
 def messages_of(manifest: Manifest) -> list[tuple[int, int]]:
@@ -59,27 +56,48 @@ def _pieces(start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def outgoing(memory: Memory, start: int, stop: int) -> torch.Tensor:
-    """Return the bytes of a message as a tensor: the memory itself, or a copy."""
+    """Return the bytes of a message: the memory itself, or a copy."""
     views = memory.buffers(start, stop)
     whole = views[0] if len(views) == 1 else bytearray().join(views)
     return torch.frombuffer(whole, dtype=torch.uint8)
 
 
-class Landing:
-    """Where a message arrives: in its place, or beside it until it is complete."""
+class Landings:
+    """Where messages arrive: in their places, or beside them until they are complete.
 
-    __slots__ = ("_arrived", "_views", "tensor")
+    Memory beside the places is used again and again.
+    """
 
-    def __init__(self, memory: Memory, start: int, stop: int) -> None:
-        views = memory.buffers(start, stop)
-        self._views = views if len(views) > 1 else []
-        self._arrived = memoryview(bytearray(stop - start if self._views else 0))
-        target = self._arrived if self._views else views[0]
-        self.tensor = torch.frombuffer(target, dtype=torch.uint8)
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._spare: list[bytearray] = []
+        self._beside: dict[int, tuple[bytearray, Sequence[memoryview]]] = {}
 
-    def settle(self) -> None:
-        """Bring what has arrived to its place."""
-        at = 0
-        for view in self._views:
-            view[:] = self._arrived[at : at + len(view)]
+    @property
+    def crowded(self) -> bool:
+        """Whether more memory beside the places would be too much."""
+        return len(self._beside) >= BESIDE
+
+    def expect(self, start: int, stop: int) -> torch.Tensor:
+        """Return where these bytes of the segment are going to arrive."""
+        views, nbytes = self._memory.buffers(start, stop), stop - start
+        if len(views) == 1:
+            return torch.frombuffer(views[0], dtype=torch.uint8)
+        if nbytes > TOGETHER_BYTES or not self._spare:
+            block = bytearray(max(nbytes, TOGETHER_BYTES))
+        else:
+            block = self._spare.pop()
+        self._beside[start] = block, views
+        return torch.frombuffer(block, dtype=torch.uint8, count=nbytes)
+
+    def settle(self, start: int) -> None:
+        """Bring what has arrived to its places."""
+        if start not in self._beside:
+            return
+        block, views = self._beside.pop(start)
+        arrived, at = memoryview(block), 0
+        for view in views:
+            view[:] = arrived[at : at + len(view)]
             at += len(view)
+        if len(block) == TOGETHER_BYTES:
+            self._spare.append(block)

@@ -1,4 +1,4 @@
-"""Moves bytes between this rank and another one: blocking, in threads.
+"""Moves bytes of host memory between this rank and another one: blocking, in threads.
 
 Messages keep their order, up to 16 are under way at once, and a thread that was left
 behind begins no other one.
@@ -8,36 +8,45 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import torch
 
 from aiockpt.errors import ProcessGroupError
 from aiockpt.pg.group import Group, Pending
-from aiockpt.pg.messages import Landing, Memory, outgoing
+from aiockpt.pg.messages import Landings, Memory, outgoing
+from aiockpt.pg.sealing import Sealing
 
-__all__ = ["Mover"]
+__all__ = ["Lands", "Message", "Mover"]
 
 # A group that is not ours alone may use small tags.
 _FORWARD: Final = 0x61696F00  # from a sender to a receiver
 _BACKWARD: Final = 0x61696F01
 _VIGIL: Final = 2  # more, for the last frame
 
-_WINDOW: Final = 16
-"""Messages under way at once, so that none waits for a round trip."""
+
+class Lands(Protocol):
+    """Where messages arrive."""
+
+    @property
+    def crowded(self) -> bool:
+        """Whether one must have come to its place before another one is expected."""
+
+    def expect(self, start: int, stop: int) -> torch.Tensor:
+        """Return what these bytes of the segment are received into."""
+
+    def settle(self, start: int) -> None:
+        """Bring what has arrived to its place."""
 
 
-class _Message(NamedTuple):
+class Message(NamedTuple):
     """A message under way."""
 
     work: Pending
-    landing: Landing | None
     tensor: torch.Tensor
-    stop: int
 
 
 class Mover:
@@ -47,42 +56,35 @@ class Mover:
     at ``until``, a moment of ``time.monotonic``.
     """
 
-    def __init__(
-        self, group: Group, rank: int, device: torch.device, *, sending: bool
-    ) -> None:
+    tagged = True
+    """Whether messages find their receiver by tag, and need no order."""
+
+    window = 16
+    """Messages under way at once, so that none waits for a round trip."""
+
+    def __init__(self, group: Group, rank: int, *, sending: bool) -> None:
         self.rank = rank
         self._group = group
-        self._device = device
         self._out, self._in = _FORWARD, _BACKWARD
         if not sending:
             self._out, self._in = _BACKWARD, _FORWARD
         self._left_behind = False
 
-    @property
-    def tagged(self) -> bool:
-        """Whether messages find their receiver by tag, and need no order."""
-        return self._device.type == "cpu"
-
     def send(self, until: float, data: bytearray) -> None:
         """Send bytes in one message."""
-        self._wait(self._post_send(_tensor(data), 0), until)
+        self._wait(self._post_send(_tensor(data)), until)
 
     def receive(self, until: float, nbytes: int) -> bytearray:
         """Receive that many bytes (one at least) in one message."""
-        data = bytearray(nbytes)
-        self._wait(self._post_receive(_Bytes(data), 0, nbytes), until)
-        return data
+        return self._receive(until, bytearray(nbytes))
 
     def say_last(self, until: float, frame: bytearray) -> None:
         """Send the frame that the peer keeps vigil for."""
-        self._wait(self._post_send(_tensor(frame), 0, lane=_VIGIL), until)
+        self._wait(self._post_send(_tensor(frame), lane=_VIGIL), until)
 
     def hear_last(self, until: float, nbytes: int) -> bytearray:
         """Keep vigil: receive that frame, or fail when the peer dies."""
-        data = bytearray(nbytes)
-        message = self._post_receive(_Bytes(data), 0, nbytes, lane=_VIGIL)
-        self._wait(message, until)
-        return data
+        return self._receive(until, bytearray(nbytes), lane=_VIGIL)
 
     def leave_behind(self) -> None:
         """Let threads that still move something begin nothing else."""
@@ -91,20 +93,25 @@ class Mover:
     def give_up(self, frame: bytearray) -> object:
         """Begin to send that frame; return what must be kept, for nobody waits."""
         with suppress(ProcessGroupError):
-            return self._post_send(_tensor(frame), 0, lane=_VIGIL)
+            return self._post_send(_tensor(frame), lane=_VIGIL)
         return None
 
     def send_segment(
-        self, until: float, memory: Memory, messages: Iterable[tuple[int, int]]
+        self,
+        until: float,
+        memory: Memory,
+        messages: Iterable[tuple[int, int]],
+        sealing: Sealing,
     ) -> None:
         """Send these ranges of a segment, a message for each."""
-        window: deque[_Message] = deque()
+        window: deque[Message] = deque()
         for start, stop in messages:
-            if len(window) == _WINDOW:
+            if len(window) == self.window:
                 self._wait(window.popleft(), until)
             self._go_on()
-            tensor = outgoing(memory, start, stop)
-            window.append(self._post_send(tensor, stop))
+            data = self._outgoing(memory, start, stop)
+            sealing.add(start, data)
+            window.append(self._post_send(data))
         while window:
             self._wait(window.popleft(), until)
 
@@ -113,76 +120,81 @@ class Mover:
         until: float,
         memory: Memory,
         messages: Iterable[tuple[int, int]],
-        on_arrived: Callable[[int], None],
+        sealing: Sealing,
     ) -> None:
-        """Receive them; tell up to where the segment is there."""
-        window: deque[_Message] = deque()
+        """Receive them."""
+        landings = self._landings(memory)
+        window: deque[tuple[int, Message]] = deque()
+
+        def land() -> None:
+            start, message = window.popleft()
+            self._wait(message, until)
+            sealing.add(start, message.tensor)
+            landings.settle(start)
+            self._go_on()
+
         for start, stop in messages:
-            if len(window) == _WINDOW:
-                on_arrived(self._wait(window.popleft(), until))
-            self._go_on()
-            window.append(self._post_receive(memory, start, stop))
+            while len(window) == self.window or landings.crowded:
+                land()
+            expected = landings.expect(start, stop)
+            window.append((start, self._post_receive(expected)))
         while window:
-            on_arrived(self._wait(window.popleft(), until))
-            self._go_on()
+            land()
+
+    def _receive(self, until: float, data: bytearray, lane: int = 0) -> bytearray:
+        here = _tensor(data)
+        there = self._room(here)
+        self._wait(self._post_receive(there, lane), until)
+        if there is not here:
+            here.copy_(there)
+        return data
 
     def _go_on(self) -> None:
         if self._left_behind:
             raise ProcessGroupError("it was given up", rank=self.rank)
 
-    def _post_send(self, tensor: torch.Tensor, stop: int, lane: int = 0) -> _Message:
-        tag = lane + self._out
-        there = tensor.to(self._device)
+    # A device has its own way of doing what follows.
+
+    def _outgoing(self, memory: Memory, start: int, stop: int) -> torch.Tensor:
+        return outgoing(memory, start, stop)
+
+    def _landings(self, memory: Memory) -> Lands:
+        return Landings(memory)
+
+    def _room(self, here: torch.Tensor) -> torch.Tensor:
+        return here
+
+    def _post_send(self, tensor: torch.Tensor, lane: int = 0) -> Message:
         try:
-            work = self._group.send([there], self.rank, tag)
+            work = self._group.send([tensor], self.rank, lane + self._out)
         except Exception as error:
             raise self._failed(error) from error
-        return _Message(work, None, there, stop)
+        return Message(work, tensor)
 
-    def _post_receive(
-        self, memory: Memory, start: int, stop: int, lane: int = 0
-    ) -> _Message:
-        tag = lane + self._in
-        landing = Landing(memory, start, stop)
-        there = landing.tensor
-        if there.device != self._device:
-            there = torch.empty_like(there, device=self._device)
+    def _post_receive(self, tensor: torch.Tensor, lane: int = 0) -> Message:
         try:
-            work = self._group.recv([there], self.rank, tag)
+            work = self._group.recv([tensor], self.rank, lane + self._in)
         except Exception as error:
             raise self._failed(error) from error
-        return _Message(work, landing, there, stop)
+        return Message(work, tensor)
 
-    def _wait(self, message: _Message, until: float) -> int:
-        """Block until a message has moved; return where it ends in the segment."""
+    def _ended(self, work: Pending, until: float) -> bool:
         remaining = max(until - time.monotonic(), 0.001)  # 0 means something else
+        return work.wait(timedelta(seconds=remaining))
+
+    def _wait(self, message: Message, until: float) -> None:
+        """Block until a message has moved."""
         try:
-            if not message.work.wait(timedelta(seconds=remaining)):
+            if not self._ended(message.work, until):
                 raise ProcessGroupError("it did not end well", rank=self.rank)
         except ProcessGroupError:
             raise
         except Exception as error:
             raise self._failed(error) from error
-        landing = message.landing
-        if landing is not None:
-            if message.tensor is not landing.tensor:
-                landing.tensor.copy_(message.tensor)
-            landing.settle()
-        return message.stop
 
     def _failed(self, error: Exception) -> ProcessGroupError:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return ProcessGroupError(first, rank=self.rank)
-
-
-@dataclass(frozen=True, slots=True)
-class _Bytes:
-    """Memory that is one run of bytes."""
-
-    data: bytearray
-
-    def buffers(self, start: int, stop: int) -> list[memoryview]:
-        return [memoryview(self.data)[start:stop]]
 
 
 def _tensor(data: bytearray) -> torch.Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -13,7 +15,7 @@ from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
 from aiockpt._meter import Meter
 from aiockpt._tasks import together
-from aiockpt.destination import Destination, Terms, destination_of
+from aiockpt.destination import Destination, Terms
 from aiockpt.errors import (
     AiockptError,
     IntegrityError,
@@ -21,14 +23,13 @@ from aiockpt.errors import (
     StepNotFoundError,
 )
 from aiockpt.observe import Progress, TransferEvent, emit
-from aiockpt.pg.arrivals import Arrivals
 from aiockpt.pg.frames import Frame, Kind
 from aiockpt.pg.line import Line
-from aiockpt.pg.messages import Memory, messages_of
+from aiockpt.pg.medium import Medium
+from aiockpt.pg.messages import messages_of
 from aiockpt.template import Template
-from aiockpt.wire.chunks import digest
 from aiockpt.wire.limits import enforce
-from aiockpt.wire.manifest import Manifest, Outline, decode_header
+from aiockpt.wire.manifest import Manifest, Outline
 
 __all__ = ["Receive", "ReceiveOptions"]
 
@@ -61,9 +62,15 @@ class Receive:
     """One call of ``recv_checkpoint``, for ``step``."""
 
     def __init__(
-        self, step: int, bridge: Bridge, options: ReceiveOptions, deadline: Deadline
+        self,
+        step: int,
+        bridge: Bridge,
+        medium: Medium,
+        options: ReceiveOptions,
+        deadline: Deadline,
     ) -> None:
         self._step = step
+        self._medium = medium
         self._bridge = bridge
         self._options = options
         self._deadline = deadline
@@ -104,9 +111,9 @@ class Receive:
     async def _receive(self, line: Line) -> tuple[_Coming, object]:
         offer = await self._hear_offer(line)
         await self._answer(line, Kind.ACCEPT, self._consider(offer))
-        header = await line.receive(offer.nbytes)
-        coming = await self._answer(line, Kind.ACCEPT, self._make_room(header))
-        del header
+        told = await line.receive(offer.nbytes)
+        coming = await self._answer(line, Kind.ACCEPT, self._make_room(told))
+        del told
         self._stop("fetch_chunk")
         damage = await self._fetch(line, coming)
         self._stop("rebuild")
@@ -160,16 +167,19 @@ class Receive:
         limit = self._options.terms.limits.max_header_bytes
         enforce("the header's length", offer.nbytes, limit)
 
-    async def _make_room(self, header: bytearray) -> _Coming:
+    async def _make_room(self, told: bytearray) -> _Coming:
         limits = self._options.terms.limits
-        found = await self._bridge.run(partial(decode_header, header, limits=limits))
+        offered = await self._bridge.run(self._medium.read, told, limits)
+        found = offered.manifest
         if not isinstance(found, Manifest) or found.step != self._step:
             raise RemoteProtocolError("the header is not that of the offer")
         outline = found.outline
         self._progress.expect(outline)
         self._stop("allocate")
         messages = await self._bridge.run(messages_of, found)
-        self._destination = await self._bridge.run(self._choose, found)
+        self._destination = await self._bridge.run(
+            self._choose, found, offered.placement
+        )
         return _Coming(outline, messages, self._destination)
 
     def _describe(self) -> Template:
@@ -178,36 +188,40 @@ class Receive:
             self._into, limits=terms.limits, allow_pickle=terms.allow_pickle
         )
 
-    def _choose(self, manifest: Manifest) -> Destination:
+    def _choose(self, manifest: Manifest, placement: Sequence[int]) -> Destination:
         template, self._template = self._template, None
         terms = self._options.terms
         manifest = manifest.without_header()
-        return destination_of(manifest, template, terms, self._bridge)
+        return self._medium.destination(manifest, placement, template, terms)
 
     async def _fetch(self, line: Line, coming: _Coming) -> IntegrityError | None:
         """Receive and verify everything; return what was damaged on the way.
 
         The rest comes in any case: what is under way cannot be called off.
         """
-        outline, memory = coming.outline, coming.goal.memory
         coming.goal.begin()
-        arrivals = Arrivals()
-        found: list[IntegrityError] = []
+        damage: list[IntegrityError | None] = []
 
-        async def verify() -> None:
-            for chunk in range(len(outline.grid)):
-                _, stop = outline.grid.range(chunk)
-                await arrivals.reach(stop)
-                if not found:
-                    try:
-                        await self._verify(outline, memory, chunk)
-                    except IntegrityError as error:
-                        found.append(error)
+        async def receive() -> None:
+            memory, messages = coming.goal.memory, coming.messages
+            grid = coming.outline.grid
+            sealing = self._medium.sealing(memory, grid, self._teller())
+            damage.append(await line.receive_segment(memory, messages, sealing))
 
-        tell = arrivals.tell
-        receive = partial(line.receive_segment, memory, coming.messages, tell)
-        await together([partial(self._prepare, coming), verify, receive])
-        return found[0] if found else None
+        await together([partial(self._prepare, coming), receive])
+        return damage[0]
+
+    def _teller(self) -> Callable[[int], None] | None:
+        """Return what a thread calls for each chunk that has arrived."""
+        if self._options.progress is None:
+            return None
+        loop = asyncio.get_running_loop()
+
+        def tell(nbytes: int) -> None:
+            with suppress(RuntimeError):  # a closed loop has nobody to tell
+                loop.call_soon_threadsafe(self._progress.add, nbytes, 1)
+
+        return tell
 
     async def _prepare(self, coming: _Coming) -> None:
         """Have memory ready ahead of the bytes: gloo has one thread for both."""
@@ -215,21 +229,9 @@ class Receive:
         for chunk in range(len(grid)):
             await coming.goal.prepare(*grid.range(chunk))
 
-    async def _verify(self, outline: Outline, memory: Memory, chunk: int) -> None:
-        start, stop = outline.grid.range(chunk)
-        expected = outline.digests[chunk]
-        actual = await self._bridge.run(_digest, memory, start, stop)
-        if actual != expected:
-            raise IntegrityError(expected=expected, actual=actual, chunk=chunk)
-        self._progress.add(stop - start, 1)
-
     def _stop(self, name: str) -> None:
         self._deadline.stop = name
         self._progress.at(name)
-
-
-def _digest(memory: Memory, start: int, stop: int) -> str:
-    return digest(memory.buffers(start, stop))
 
 
 async def _whole(goal: Destination, damage: IntegrityError | None) -> object:

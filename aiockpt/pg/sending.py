@@ -16,8 +16,8 @@ from aiockpt.errors import AiockptError
 from aiockpt.observe import TransferEvent, emit
 from aiockpt.pg.frames import Kind
 from aiockpt.pg.line import Line
+from aiockpt.pg.medium import Medium, Parcel
 from aiockpt.pg.messages import messages_of
-from aiockpt.staging import Snapshot, Stager
 
 __all__ = ["OpenLine", "Send"]
 
@@ -30,13 +30,13 @@ class Send:
 
     def __init__(
         self,
-        stager: Stager,
+        medium: Medium,
         turn: asyncio.Lock,
         bridge: Bridge,
         deadline: Deadline,
         open_line: OpenLine,
     ) -> None:
-        self._stager = stager
+        self._medium = medium
         self._turn = turn
         self._bridge = bridge
         self._deadline = deadline
@@ -53,14 +53,14 @@ class Send:
         with ExitStack() as stack:
             try:
                 async with self._turn:  # or two sends to a rank may change places
-                    snapshot = await self._stager.stage(state_dict, step=step)
-                    stack.callback(snapshot.release)
-                    messages = await self._bridge.run(messages_of, snapshot.manifest)
+                    parcel = await self._medium.stage(state_dict, step=step)
+                    stack.callback(parcel.release)
+                    messages = await self._bridge.run(messages_of, parcel.manifest)
             except AiockptError as error:
                 await self._tell(ranks, step, error)
                 raise
-            await self._deliver_all(ranks, snapshot, messages)
-        nbytes, elapsed = snapshot.manifest.segment_bytes, time.monotonic() - started
+            await self._deliver_all(ranks, parcel, messages)
+        nbytes, elapsed = parcel.manifest.segment_bytes, time.monotonic() - started
         emit(
             TransferEvent(
                 stop="serve",
@@ -86,11 +86,11 @@ class Send:
     async def _deliver_all(
         self,
         ranks: Sequence[int],
-        snapshot: Snapshot,
+        parcel: Parcel,
         messages: Sequence[tuple[int, int]],
     ) -> None:
         self._deadline.stop = "serve"
-        deliver = partial(self._deliver, snapshot=snapshot, messages=messages)
+        deliver = partial(self._deliver, parcel=parcel, messages=messages)
         await self._each(ranks, deliver)
         if self._errors:
             first, *others = (error for _, error in sorted(self._errors.items()))
@@ -99,14 +99,13 @@ class Send:
             raise first
 
     async def _deliver(
-        self, line: Line, snapshot: Snapshot, messages: Sequence[tuple[int, int]]
+        self, line: Line, parcel: Parcel, messages: Sequence[tuple[int, int]]
     ) -> None:
-        step, header = snapshot.manifest.step, snapshot.manifest.header
-        await line.say(Kind.OFFER, step, len(header))
+        await line.say(Kind.OFFER, parcel.manifest.step, len(parcel.offer))
         await line.hear(Kind.ACCEPT)
-        await line.send(bytearray(header))
+        await line.send(bytearray(parcel.offer))
         await line.hear(Kind.ACCEPT)
-        await line.send_segment(snapshot, messages)
+        await line.send_segment(parcel.memory, messages, parcel.sealing)
         await line.hear(Kind.DONE)
 
     async def _each(

@@ -19,10 +19,9 @@ from aiockpt.errors import AiockptError, LocalProtocolError, ProcessGroupError
 from aiockpt.observe import Progress
 from aiockpt.pg.group import Group, Health
 from aiockpt.pg.line import Line
-from aiockpt.pg.mover import Mover
+from aiockpt.pg.medium import medium_of
 from aiockpt.pg.receiving import Receive, ReceiveOptions
 from aiockpt.pg.sending import Send
-from aiockpt.staging import Stager
 from aiockpt.transport import CheckpointTransport, T, Timeout, seconds
 from aiockpt.wire.limits import Limits
 
@@ -49,7 +48,10 @@ class PGTransport(CheckpointTransport[T]):
         pg: The group: gloo for host memory, NCCL for CUDA; a
             ``torch.distributed.ProcessGroup``, or torchft's. It stays the caller's.
         timeout: Default deadline of a send or a receive.
-        device: Where the group's backend wants its tensors.
+        device: Where the group's backend wants its tensors. What is on such a device
+            is sent from there, received there and verified there, and never comes to
+            the host; this has not been measured. Calls then take turns, and both ends
+            must make them in the same order.
         state_dict: Called at every receive, on the loop; what it returns is received
             into, unless ``into`` is given. What it raises is told to the sender.
         chunk_bytes: Bytes that one digest is for, a multiple of 64.
@@ -71,7 +73,6 @@ class PGTransport(CheckpointTransport[T]):
     ) -> None:
         self._group = pg
         self._timeout = seconds(timeout)
-        self._device = device
         self._state_dict = state_dict
         self._limits = limits
         self._allow_pickle = allow_pickle
@@ -81,12 +82,10 @@ class PGTransport(CheckpointTransport[T]):
         self._sends: set[asyncio.Future[None]] = set()
         self._turns: dict[tuple[bool, int], asyncio.Lock] = {}
         self._bridge = Bridge(threads=_THREADS, name="aiockpt-pg")
-        self._stager = Stager(
+        self._medium = medium_of(
+            device,
             self._bridge,
-            threads=_THREADS,
             chunk_bytes=chunk_bytes,
-            # A send ends when everything has been sent: it needs no copy until then.
-            zero_copy=True,
             allow_pickle=allow_pickle,
             limits=limits,
         )
@@ -137,7 +136,7 @@ class PGTransport(CheckpointTransport[T]):
             self._health.check()
             async with Deadline(limit, stop="stage") as deadline:
                 line = partial(self._line, sending=True, deadline=deadline)
-                send = Send(self._stager, self._staging, self._bridge, deadline, line)
+                send = Send(self._medium, self._staging, self._bridge, deadline, line)
                 await send.run(ranks, step, state_dict)
 
     async def disallow_checkpoint(self) -> None:
@@ -199,7 +198,7 @@ class PGTransport(CheckpointTransport[T]):
         options = ReceiveOptions(
             into=into, template=self._state_dict, progress=progress, terms=terms
         )
-        receive = Receive(step, self._bridge, options, deadline)
+        receive = Receive(step, self._bridge, self._medium, options, deadline)
         with self._lifetime.call():
             self._health.check()
             try:
@@ -220,7 +219,7 @@ class PGTransport(CheckpointTransport[T]):
         goes on by itself.
         """
         self._bridge.refuse()
-        self._stager.close()
+        self._medium.close()
         await self._lifetime.end(
             partial(self._lifetime.calls_ended, timeout=_CLOSING),
             partial(self._bridge.aclose, timeout=_CLOSING),
@@ -256,11 +255,11 @@ class PGTransport(CheckpointTransport[T]):
         """Wait for the turn, then hold one conversation with ``rank``."""
         async with self._turn(rank, sending=sending):
             self._health.check()
-            mover = Mover(self._group, rank, self._device, sending=sending)
+            mover = self._medium.mover(self._group, rank, sending=sending)
             yield Line(mover, self._health, self._bridge, deadline)
 
     def _turn(self, rank: int, *, sending: bool) -> asyncio.Lock:
         # Messages of host memory have tags. A communicator of a device has an order
         # only, which both ends must keep: one thing at a time.
-        key = (sending, rank) if self._device.type == "cpu" else (True, -1)
+        key = (sending, rank) if self._medium.tagged else (True, -1)
         return self._turns.setdefault(key, asyncio.Lock())

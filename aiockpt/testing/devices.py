@@ -11,7 +11,8 @@ Its memory is host memory, so a CPU tensor is a tensor on the device::
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from threading import Condition
 from typing import Final
 
@@ -124,6 +125,20 @@ class FakeAccelerator:
         works += [_Copy(self, *pair) for pair in pairs]
         self._enqueue(self._side, *works, done.reached)
         return done
+
+    @contextmanager
+    def aside(self, after: Event | None = None) -> Iterator[None]:
+        """Wait for the event and the side stream; then what the thread does is done."""
+        if after is not None:
+            after.synchronize()
+        self.synchronize()
+        yield
+
+    def mark(self) -> Event:
+        """Mark what the side stream has been given so far."""
+        event = self._event()
+        self._enqueue(self._side, event.reached)
+        return event
 
     def synchronize(self) -> None:
         """Block the calling thread until the side stream is idle."""

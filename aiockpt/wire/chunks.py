@@ -17,6 +17,7 @@ from aiockpt.errors import LocalProtocolError, RemoteProtocolError
 __all__ = [
     "ALGORITHM",
     "CHUNK_ALIGNMENT",
+    "DEVICE_ALGORITHM",
     "DIGEST_DIGITS",
     "MIN_CHUNK_BYTES",
     "ChunkGrid",
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 ALGORITHM = "xxh3-128"
+DEVICE_ALGORITHM = "multilinear-xxh3-128"  # aiockpt.pg.device computes it
 DIGEST_DIGITS = 32
 CHUNK_ALIGNMENT = 64
 MIN_CHUNK_BYTES = 64 * 1024

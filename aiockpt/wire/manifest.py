@@ -73,6 +73,7 @@ def build_manifest(
     views: Sequence[TensorSpec] = (),
     tree: Node,
     digests: Sequence[str],
+    algorithm: str = ALGORITHM,
 ) -> Manifest:
     """Return the manifest of a staged checkpoint, its header encoded.
 
@@ -87,13 +88,13 @@ def build_manifest(
         version=VERSION,
         step=step,
         chunk_bytes=chunk_bytes,
-        algorithm=ALGORITHM,
+        algorithm=algorithm,
         digests="".join(digests),
         entries=len(entries),
         views=tuple(views),
         tree=msgspec.Raw(msgspec.json.encode(tree)),
     )
-    if fault := fault_of(document, entries):
+    if fault := fault_of(document, entries, algorithm):
         raise LocalProtocolError(f"cannot describe step {step}: {fault}")
     return _manifest(document, entries, tree, encode_header(entries, document))
 
@@ -132,11 +133,15 @@ def header_length(first8: bytes | memoryview, *, limits: Limits) -> int:
 
 
 def decode_header(
-    data: bytes | bytearray | memoryview | mmap, *, limits: Limits
+    data: bytes | bytearray | memoryview | mmap,
+    *,
+    limits: Limits,
+    algorithm: str = ALGORITHM,
 ) -> Manifest | ForeignHeader:
     """Return what a complete header (its 8 length bytes included) says.
 
-    A map is not copied: nobody may write to it any more.
+    A map is not copied: nobody may write to it any more. ``algorithm`` is that of the
+    digests that the reader can compute.
 
     Everything but the tree is validated: a Manifest that this returns can be
     allocated, fetched and viewed without further checks. `decode_tree` validates
@@ -157,9 +162,9 @@ def decode_header(
         limits.max_nodes + _VALUES_PER_TENSOR * limits.max_tensors,
     )
     header = memoryview(raw)[LENGTH_BYTES:]
-    own = bytes(header[: len(PREFIX)]) == PREFIX
-    decode = _decode_own if own else _decode_foreign
-    return decode(raw, header, limits)
+    if bytes(header[: len(PREFIX)]) == PREFIX:
+        return _decode_own(raw, header, limits, algorithm)
+    return _decode_foreign(raw, header, limits)
 
 
 @contextmanager
@@ -186,7 +191,9 @@ _MEMBERS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _STRINGS: Final = msgspec.json.Decoder(dict[str, str])
 
 
-def _decode_own(raw: Bytes, header: memoryview, limits: Limits) -> Manifest:
+def _decode_own(
+    raw: Bytes, header: memoryview, limits: Limits, algorithm: str
+) -> Manifest:
     claimed = bytes(header[ID_SLICE]).decode("ascii", "replace")
     if (actual := snapshot_id_of(header)) != claimed:
         raise IntegrityError(expected=claimed, actual=actual)
@@ -195,7 +202,7 @@ def _decode_own(raw: Bytes, header: memoryview, limits: Limits) -> Manifest:
         entries = decode_entries(raw, start)
     tensors = len(entries) + len(document.views)
     enforce("the number of tensors", tensors, limits.max_tensors)
-    if fault := fault_of(document, entries):
+    if fault := fault_of(document, entries, algorithm):
         raise RemoteProtocolError(f"the header contradicts itself: {fault}")
     text = bytes(document.tree)
     enforce_values("the number of nodes in the tree", text, limits.max_nodes)

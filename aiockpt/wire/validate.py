@@ -16,7 +16,6 @@ from operator import eq, mod, mul, sub
 from typing import Final
 
 from aiockpt.wire.chunks import (
-    ALGORITHM,
     CHUNK_ALIGNMENT,
     DIGEST_DIGITS,
     MIN_CHUNK_BYTES,
@@ -44,7 +43,9 @@ def _at(entries: Entries, index: int, what: str) -> str:
     return f"entry {entries.names[index][:100]!r}: {what}"
 
 
-def fault_of(document: ManifestDocument, entries: Entries) -> str | None:
+def fault_of(
+    document: ManifestDocument, entries: Entries, algorithm: str
+) -> str | None:
     """Return the first contradiction within one of our headers."""
     if not 0 <= document.step <= INT64_MAX:
         return f"step {document.step} is not between 0 and 2**63 - 1"
@@ -53,7 +54,7 @@ def fault_of(document: ManifestDocument, entries: Entries) -> str | None:
     return (
         tiling_fault(entries, _WRITTEN_BYTES, 1)
         or entries_fault(entries)
-        or grid_fault(document, entries.nbytes)
+        or grid_fault(document, entries.nbytes, algorithm)
         or views_fault(document.views, entries)
     )
 
@@ -116,10 +117,12 @@ def _overflows(shape: tuple[int, ...]) -> bool:
     return 16 * prod(size or 1 for size in shape) > INT64_MAX
 
 
-def grid_fault(document: ManifestDocument, segment_bytes: int) -> str | None:
+def grid_fault(
+    document: ManifestDocument, segment_bytes: int, algorithm: str
+) -> str | None:
     """The chunk grid is sane, and has one digest for each chunk."""
-    if document.algorithm != ALGORITHM:
-        return f"digest algorithm {document.algorithm[:40]!r}; known: {ALGORITHM!r}"
+    if document.algorithm != algorithm:
+        return f"digest algorithm {document.algorithm[:40]!r}; known: {algorithm!r}"
     chunk_bytes = document.chunk_bytes
     if chunk_bytes <= 0 or chunk_bytes % CHUNK_ALIGNMENT:
         return f"chunks of {chunk_bytes} bytes, no multiple of {CHUNK_ALIGNMENT}"

@@ -8,7 +8,6 @@ that times out breaks the group. What holds instead is in this directory.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -16,10 +15,9 @@ import time
 import xml.etree.ElementTree as ET
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch._dynamo  # noqa: F401 - an optimizer imports it: early, so that leak checks skip it
@@ -27,49 +25,9 @@ import torch._dynamo  # noqa: F401 - an optimizer imports it: early, so that lea
 import aiockpt
 import groups
 import lockstep
-from aiockpt import PeerFailedError, PGTransport
-from aiockpt.testing.conformance import Endings, RoundTrips, Templates
-from aiockpt.transport import Timeout
-
-Transport = PGTransport[Any]
-
-
-class Rendezvous(RoundTrips[Transport], Templates[Transport]):
-    """Both ends call at the same time: a send goes out with each receive."""
-
-    def setup_method(self) -> None:
-        """Start with nothing to send."""
-        self._offers: dict[int, tuple[object, int]] = {}
-
-    async def send(self, sender: Transport, state: object, *, step: int = 1) -> None:
-        """Remember what the next receive is going to meet."""
-        sender.metadata()  # raises once it is closed
-        self._offers[id(sender)] = state, step
-
-    async def receive(
-        self,
-        sender: Transport,
-        receiver: Transport,
-        *,
-        step: int = 1,
-        timeout: Timeout | None = None,
-        **options: Any,
-    ) -> Any:
-        """Send and receive; a receiver's own error counts, not what its peer says."""
-        limit = self.timeout if timeout is None else timeout
-        receive: Any = receiver.recv_checkpoint
-        receiving = receive(0, sender.metadata(), step, limit, **options)
-        if id(sender) not in self._offers:
-            return await receiving
-        state, offered = self._offers[id(sender)]
-        sending = asyncio.create_task(
-            sender.send_checkpoint([1], offered, state, self.timeout)
-        )
-        try:
-            return await receiving
-        finally:
-            with suppress(PeerFailedError):
-                await sending
+from aiockpt.testing.conformance import Endings
+from groups import Transport
+from rendezvous import Rendezvous
 
 
 @pytest.mark.asyncio

@@ -127,7 +127,7 @@ class TestWhatTravels:
     async def test_small_tensors_share_messages(self) -> None:
         """P13: 5,000 tensors are a handful of messages, not 5,000 waits."""
         state = {f"t{n}": torch.full((1024,), float(n)) for n in range(5000)}
-        assert len(await sent_messages(state)) < 20
+        assert len(await sent_messages(state)) < 30
 
     async def test_a_large_tensor_is_sent_from_its_own_memory(
         self, monkeypatch: pytest.MonkeyPatch

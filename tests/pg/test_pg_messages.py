@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.pg.messages import (
+    BESIDE,
     LARGE_BYTES,
     MESSAGE_BYTES,
     TOGETHER_BYTES,
-    Landing,
+    Landings,
     outgoing,
     plan_messages,
 )
@@ -78,18 +79,30 @@ def test_bytes_find_their_place(start: int, stop: int) -> None:
     ours, theirs = Pieces([10, 20, 30]), Pieces([60])
     theirs.entries[0][:] = range(60)
     for source, target in ((theirs, ours), (ours, Pieces([60]))):
-        landing = Landing(target, start, stop)
-        landing.tensor.copy_(outgoing(source, start, stop))
-        landing.settle()
+        landings = Landings(target)
+        landings.expect(start, stop).copy_(outgoing(source, start, stop))
+        landings.settle(start)
         assert b"".join(target.buffers(start, stop)) == bytes(range(start, stop))
 
 
 def test_one_run_of_memory_is_not_copied() -> None:
     """What is received is where it belongs, and what is sent is the tensor's own."""
     pieces = Pieces([10, 20])
-    Landing(pieces, 10, 30).tensor.fill_(7)
+    Landings(pieces).expect(10, 30).fill_(7)
     assert pieces.entries[1] == bytes([7] * 20)
     sent = outgoing(pieces, 10, 30)
     pieces.entries[1][0] = 1
     assert sent[0] == 1
     assert sent.dtype is torch.uint8
+
+
+def test_memory_beside_the_places_is_bounded_and_used_again() -> None:
+    """However many small tensors there are."""
+    landings = Landings(Pieces([10] * 20))
+    for start in range(0, 20 * BESIDE, 20):
+        assert not landings.crowded
+        landings.expect(start, start + 20)
+    assert landings.crowded
+    first = landings.expect(160, 180).data_ptr()
+    landings.settle(160)
+    assert landings.expect(160, 180).data_ptr() == first

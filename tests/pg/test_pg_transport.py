@@ -30,7 +30,7 @@ from aiockpt.observe import add_hook
 from aiockpt.pg.frames import Frame, Kind
 from aiockpt.testing import assert_same
 from aiockpt.testing.suite.base import TURNS, cancelled_after, sample
-from groups import Transport, both, gloo_groups, moved, transports
+from groups import Transport, both, flip_bits, gloo_groups, moved, transports
 from transports import weights
 
 pytestmark = pytest.mark.asyncio
@@ -108,16 +108,8 @@ async def test_an_empty_state_and_nobody_to_send_it_to() -> None:
 
 async def test_a_flipped_bit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """P18: the template is untouched, both ends hear of it, and the group goes on."""
-    from aiockpt.pg import messages, mover
-
-    def flip(memory: Any, start: int, stop: int) -> torch.Tensor:
-        tensor = whole(memory, start, stop).clone()
-        tensor[-1] ^= 1
-        return tensor
-
-    whole = messages.outgoing
     async with transports() as (sender, receiver):
-        monkeypatch.setattr(mover, "outgoing", flip)
+        flip_bits(monkeypatch)
         into = weights(2.0)
         sent, got = await both(sender, receiver, weights(), into=into)
         assert isinstance(got, IntegrityError)

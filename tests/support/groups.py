@@ -10,10 +10,12 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed
 
 from aiockpt import PGTransport
+from aiockpt.pg.mover import Mover
 
 Transport = PGTransport[Any]
 
@@ -90,3 +92,23 @@ async def both(
         receiver.recv_checkpoint(0, "", options.pop("wanted", step), **options),
         return_exceptions=True,
     )
+
+
+def flip_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the last bit of every message of a data segment change on its way."""
+    segment, post = Mover.send_segment, Mover._post_send
+    flipping: set[Mover] = set()
+
+    def send_segment(mover: Mover, *arguments: Any) -> None:
+        flipping.add(mover)
+        segment(mover, *arguments)
+        flipping.discard(mover)
+
+    def post_send(mover: Mover, tensor: torch.Tensor, lane: int = 0) -> Any:
+        if mover in flipping:
+            tensor = tensor.clone()
+            tensor[-1] ^= 128
+        return post(mover, tensor, lane)
+
+    monkeypatch.setattr(Mover, "send_segment", send_segment)
+    monkeypatch.setattr(Mover, "_post_send", post_send)

@@ -1,0 +1,348 @@
+"""The path of a transport whose group moves a device's memory, without the device."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiockpt import (
+    IntegrityError,
+    PeerFailedError,
+    ProcessGroupError,
+    RemoteProtocolError,
+    TransferTimeoutError,
+)
+from aiockpt.pg.device import folding
+from aiockpt.pg.device.board import decode_placement, encode_placement
+from aiockpt.pg.device.mover import DeviceMover
+from aiockpt.pg.device.segment import Segment
+from aiockpt.testing import FakeAccelerator, assert_same
+from aiockpt.testing.suite.base import sample
+from boards import CPU, FakeBoard, device_transports
+from groups import Transport, both, flip_bits, moved
+from rendezvous import Rendezvous
+from serving import settle
+
+MIB = 1 << 20
+KEYS = folding.keys(CPU)
+
+
+def idle_board(**options: Any) -> FakeBoard:
+    """Return a device that does everything at once."""
+    return FakeBoard(FakeAccelerator(held=False), **options)
+
+
+def mixed(board: FakeBoard, fill: float) -> dict[str, Any]:
+    """Return tensors of the device and of the host, large and small, side by side."""
+    flat = board.put(torch.full((40, 10), fill))
+    return {
+        "large": board.put(torch.full((MIB,), fill)),
+        "host large": torch.full((MIB // 2,), fill),
+        **{f"small {n}": board.put(torch.full((n,), fill)) for n in range(20)},
+        **{f"host small {n}": torch.full((n,), fill) for n in range(20)},
+        "half": flat[:, ::2],
+        "tied": flat.t(),
+        "sparse": board.put(torch.full((64, 64), fill))[:, ::8],
+        "bytes": b"of the host",
+        "odd": board.put(torch.full((7,), 3, dtype=torch.uint8))[1:],
+        "scalar": board.put(torch.full((), fill, dtype=torch.bfloat16)),
+        "nothing": board.put(torch.empty(0, 3)),
+    }
+
+
+@pytest.mark.asyncio
+class TestConformance(Rendezvous):
+    """The public suite, with every tensor on the device."""
+
+    @pytest.fixture(autouse=True)
+    def _patched(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+
+    @asynccontextmanager
+    async def transports(self, count: int) -> AsyncIterator[Sequence[Transport]]:
+        """Make a group for every test."""
+        boards = [idle_board(all_its_own=True) for _ in range(count)]
+        async with device_transports(self._patch, *boards) as made:
+            yield made
+
+    @pytest.mark.allow_error_logs
+    @pytest.mark.allow_leaks("fds")  # pytest keeps the log, whose frames keep the group
+    async def test_a_progress_that_raises_disturbs_nothing(self) -> None:
+        """Somebody else's bug is logged."""
+        await super().test_a_progress_that_raises_disturbs_nothing()
+
+
+@pytest.mark.asyncio
+class TestMixed:
+    """A state dict of which a part is on the device."""
+
+    @pytest.fixture
+    def ours(self) -> FakeBoard:
+        """Give the sender's device."""
+        return idle_board()
+
+    @pytest.fixture
+    def theirs(self) -> FakeBoard:
+        """Give the receiver's."""
+        return idle_board()
+
+    async def test_each_tensor_arrives_where_it_was(
+        self, ours: FakeBoard, theirs: FakeBoard, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """On the device or in host memory, bit by bit."""
+        state = mixed(ours, 1.5)
+        async with device_transports(monkeypatch, ours, theirs) as (sender, receiver):
+            got = await moved(sender, receiver, state)
+        assert_same(got, state)
+        tensors = {k: v for k, v in state.items() if k != "bytes"}
+        assert {k: theirs.owns(got[k]) for k in tensors} == {
+            k: ours.owns(tensor) for k, tensor in tensors.items()
+        }
+
+    @pytest.mark.parametrize("direct", [False, True])
+    async def test_a_template_decides_where_they_go(
+        self,
+        ours: FakeBoard,
+        theirs: FakeBoard,
+        monkeypatch: pytest.MonkeyPatch,
+        direct: bool,
+    ) -> None:
+        """What is on one end's device may be in the other's host memory."""
+        state, into = mixed(ours, 1.5), mixed(theirs, 0.0)
+        into["large"] = torch.zeros(MIB)
+        into["host large"] = theirs.put(torch.zeros(MIB // 2))
+        before = {key: value for key, value in into.items() if key != "bytes"}
+        async with device_transports(monkeypatch, ours, theirs) as (sender, receiver):
+            got = await moved(sender, receiver, state, into=into, direct=direct)
+        assert all(got[key] is tensor for key, tensor in before.items())
+        assert_same(got, state)
+
+    async def test_large_ones_are_sent_from_their_memory(
+        self, ours: FakeBoard, theirs: FakeBoard, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """And received into it; small ones travel together, over one copy."""
+        sent, received = watched(monkeypatch)
+        state: dict[str, Any] = {
+            "large": ours.put(torch.ones(MIB)),
+            "small": [ours.put(torch.ones(1000)) for _ in range(100)],
+        }
+        into: dict[str, Any] = {
+            "large": theirs.put(torch.zeros(MIB)),
+            "small": [theirs.put(torch.zeros(1000)) for _ in range(100)],
+        }
+        async with device_transports(monkeypatch, ours, theirs) as (sender, receiver):
+            await moved(sender, receiver, state, into=into, direct=True)
+        assert_same(into, state)
+        assert [nbytes for _, nbytes in sent] == [4 * MIB, 400_000]
+        assert sent[0][0] == state["large"].data_ptr()
+        assert received[0][0] == into["large"].data_ptr()
+        assert ours.allocated == theirs.allocated == 0
+
+    async def test_what_lies_on_the_host_takes_little_of_the_device(
+        self, ours: FakeBoard, theirs: FakeBoard, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It crosses in messages of 16 MiB at most, of which few are under way."""
+        rooms: list[int] = []
+        room = Segment.room
+
+        def counted(segment: Segment, nbytes: int) -> torch.Tensor:
+            rooms.append(nbytes)
+            return room(segment, nbytes)
+
+        monkeypatch.setattr(Segment, "room", counted)
+        state = {"w": torch.ones(10 * MIB)}
+        async with device_transports(
+            monkeypatch, ours, theirs, chunk_bytes=8 * MIB
+        ) as (sender, receiver):
+            got = await moved(sender, receiver, state)
+        assert_same(got, state)
+        assert not theirs.owns(got["w"])
+        assert ours.allocated == theirs.allocated == 0
+        assert max(rooms) <= 16 * MIB
+        assert DeviceMover.window * 16 * MIB <= 64 * MIB
+
+    async def test_damage_is_noticed(
+        self, ours: FakeBoard, theirs: FakeBoard, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """On the device too: the template is untouched, and both ends hear of it."""
+        state, into = mixed(ours, 1.5), mixed(theirs, 0.0)
+        async with device_transports(monkeypatch, ours, theirs) as (sender, receiver):
+            with monkeypatch.context() as patch:
+                flip_bits(patch)
+                sent, got = await both(sender, receiver, state, into=into)
+            assert isinstance(got, IntegrityError)
+            assert isinstance(sent, PeerFailedError)
+            assert_same(into, mixed(idle_board(), 0.0))
+            assert_same(await moved(sender, receiver, sample()), sample())
+
+
+@pytest.mark.asyncio
+class TestStreams:
+    """The device has much to do before."""
+
+    async def test_a_send_waits_for_the_producer(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What training has enqueued is sent, and nothing before it has run."""
+        ours, theirs = FakeBoard(device := FakeAccelerator()), idle_board()
+        sent, _ = watched(monkeypatch)
+        weight = ours.put(torch.zeros(MIB))
+        device.produce(lambda: weight.fill_(7))
+        async with device_transports(monkeypatch, ours, theirs) as (sender, receiver):
+            moving = asyncio.create_task(moved(sender, receiver, {"w": weight}))
+            await settle(lambda: bool(device.events))
+            await asyncio.sleep(0.05)
+            assert not sent
+            device.held = False
+            device.run()
+            got = await moving
+        assert got["w"].unique().tolist() == [7]
+
+    @pytest.mark.parametrize("direct", [False, True])
+    async def test_a_receive_waits_for_what_still_uses_the_template(
+        self, monkeypatch: pytest.MonkeyPatch, direct: bool
+    ) -> None:
+        """It is not written to before that has run."""
+        ours, theirs = idle_board(), FakeBoard(device := FakeAccelerator())
+        into = {"w": theirs.put(torch.zeros(MIB))}
+        seen: list[float] = []
+        device.produce(lambda: seen.append(into["w"].max().item()))
+        device.produce(lambda: into["w"].fill_(5))
+        state = {"w": ours.put(torch.full((MIB,), 7.0))}
+        async with device_transports(monkeypatch, ours, theirs) as (sender, receiver):
+            moving = asyncio.create_task(
+                moved(sender, receiver, state, into=into, direct=direct)
+            )
+            await settle(lambda: bool(device.events))
+            await asyncio.sleep(0.05)
+            assert into["w"].max() == 0
+            device.held = False
+            device.run()
+            await moving
+        assert seen == [0]
+        assert into["w"].unique().tolist() == [7]
+
+    async def test_one_conversation_at_a_time(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A communicator has an order and no tags: two destinations take turns."""
+        boards = [idle_board(all_its_own=True) for _ in range(3)]
+        ranks: list[int] = []
+        gather = DeviceMover._outgoing
+
+        def noted(mover: DeviceMover, *where: Any) -> torch.Tensor:
+            ranks.append(mover.rank)
+            return gather(mover, *where)
+
+        monkeypatch.setattr(DeviceMover, "_outgoing", noted)
+        state = {"w": torch.ones(8 * MIB)}
+        async with device_transports(monkeypatch, *boards) as (sender, *receivers):
+            _, *got = await asyncio.gather(
+                sender.send_checkpoint([1, 2], 1, state),
+                *(each.recv_checkpoint(0, "", 1) for each in receivers),
+            )
+        assert ranks == sorted(ranks)
+        assert len(ranks) == 4
+        for each in got:
+            assert_same(each, state)
+
+
+@pytest.mark.asyncio
+@pytest.mark.allow_leaks("threads", "fds")  # gloo waits on, as the device would
+async def test_what_is_under_way_is_kept_after_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device may still write to it; so it must not become somebody else's."""
+    boards = [idle_board(), idle_board()]
+    async with device_transports(monkeypatch, *boards) as (_, receiver):
+        with pytest.raises(TransferTimeoutError):
+            await receiver.recv_checkpoint(0, "", 1, timeout=0.2)
+        with pytest.raises(ProcessGroupError):
+            await receiver.recv_checkpoint(0, "", 1)
+        (mover,) = receiver._health.remains
+        assert isinstance(mover, DeviceMover)
+        assert [message.tensor.nbytes for message in mover._under_way.values()] == [
+            1024
+        ]
+
+
+class TestFolding:
+    """The digest that a device computes."""
+
+    @given(st.integers(1, 3 * folding._ROW), st.integers(0, 5), st.integers(0))
+    def test_it_is_what_the_text_says(self, size: int, lead: int, seed: int) -> None:
+        """Whatever the length, wherever the bytes start."""
+        make = torch.Generator().manual_seed(seed % 2**63)
+        data = torch.randint(256, (lead + size,), generator=make, dtype=torch.uint8)
+        row = folding.fold(data[lead:], KEYS)[-1]
+        last = (size - 1) // folding._ROW * folding._ROW
+        rest = bytes(data[lead + last :].tolist())
+        words = [
+            int.from_bytes(rest[at : at + 4].ljust(4, b"\0"), "little", signed=True)
+            for at in range(0, len(rest), 4)
+        ]
+        for found, key in zip(row.tolist(), KEYS.tolist(), strict=True):
+            total = sum(map(int.__mul__, words, key)) % 2**64
+            assert found % 2**64 == total
+
+    @pytest.mark.parametrize("bit", range(8))
+    @pytest.mark.parametrize("at", [0, 3, 70_000, MIB - 1])
+    def test_no_flipped_bit_escapes(self, bit: int, at: int) -> None:
+        """Two flipped signs neither."""
+        data = torch.zeros(MIB, dtype=torch.uint8)
+        before = folding.fold(data, KEYS)
+        for place in (at, at ^ 4):
+            data[place] ^= 1 << bit
+            assert not folding.fold(data, KEYS).equal(before)
+
+    def test_slices_do_not_matter(self) -> None:
+        """A long chunk is folded piece by piece, to bound the memory."""
+        data = torch.arange(9 * MIB, dtype=torch.int64).to(torch.uint8)
+        parts = [folding.fold(each, KEYS) for each in data.split(MIB)]
+        assert folding.fold(data, KEYS).equal(torch.cat(parts))
+
+
+@given(st.sets(st.integers(0, 40)))
+def test_a_placement_survives_the_way(own: set[int]) -> None:
+    """A bit for each entry."""
+    data = encode_placement(41, own)
+    assert decode_placement(data, 41) == sorted(own)
+    with pytest.raises(RemoteProtocolError, match="which tensors are where"):
+        decode_placement(data, 49)
+
+
+def watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return where large messages are sent from, and received into."""
+    sent: list[tuple[int, int]] = []
+    received: list[tuple[int, int]] = []
+    outgoing, landings = DeviceMover._outgoing, DeviceMover._landings
+
+    def out(mover: DeviceMover, *where: Any) -> torch.Tensor:
+        tensor = outgoing(mover, *where)
+        sent.append((tensor.data_ptr(), tensor.nbytes))
+        return tensor
+
+    def into(mover: DeviceMover, memory: Any) -> Any:
+        found = landings(mover, memory)
+        expect = found.expect
+
+        def noted(start: int, stop: int) -> torch.Tensor:
+            tensor = expect(start, stop)
+            received.append((tensor.data_ptr(), tensor.nbytes))
+            return tensor
+
+        monkeypatch.setattr(found, "expect", noted)
+        return found
+
+    monkeypatch.setattr(DeviceMover, "_outgoing", out)
+    monkeypatch.setattr(DeviceMover, "_landings", into)
+    return sent, received
