@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from mmap import mmap
 from typing import Final, TypeVar, TypeVarTuple
 
 from aiockpt._bridge import Bridge
@@ -127,7 +128,13 @@ class Line:
 
     async def receive(self, nbytes: int) -> bytearray:
         """Receive that many bytes in one message."""
-        return await self._apart(self._mover.receive, nbytes)
+        data = bytearray(nbytes)
+        await self.fill(data)
+        return data
+
+    async def fill(self, data: bytearray | mmap) -> None:
+        """Receive as many bytes as it holds in one message."""
+        await self._apart(self._mover.receive, data)
 
     async def send_segment(
         self, memory: Memory, messages: Iterable[tuple[int, int]], sealing: Sealing

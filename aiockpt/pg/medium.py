@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from mmap import mmap
 from typing import Protocol
 
 import torch
@@ -69,7 +70,7 @@ class Medium(Protocol):
     def mover(self, group: Group, rank: int, *, sending: bool) -> Mover:
         """Return what moves messages between this rank and another one."""
 
-    def read(self, offer: bytearray, limits: Limits) -> Offered:
+    def read(self, offer: mmap, limits: Limits) -> Offered:
         """Return what a sender has said; see `decode_header`."""
 
     def destination(
@@ -142,7 +143,7 @@ class _Host:
     def mover(self, group: Group, rank: int, *, sending: bool) -> Mover:
         return Mover(group, rank, sending=sending)
 
-    def read(self, offer: bytearray, limits: Limits) -> Offered:
+    def read(self, offer: mmap, limits: Limits) -> Offered:
         return Offered(decode_header(offer, limits=limits))
 
     def destination(
@@ -205,9 +206,9 @@ class DeviceMedium:
         """Return one whose messages are on the device."""
         return DeviceMover(group, rank, self._board, sending=sending)
 
-    def read(self, offer: bytearray, limits: Limits) -> Offered:
+    def read(self, offer: mmap, limits: Limits) -> Offered:
         """Return the manifest, and what is on the sender's device."""
-        length = header_length(bytes(offer[:LENGTH_BYTES]), limits=limits)
+        length = header_length(offer[:LENGTH_BYTES], limits=limits)
         header, placement = memoryview(offer)[:length], memoryview(offer)[length:]
         found = decode_header(header, limits=limits, algorithm=DEVICE_ALGORITHM)
         return Offered(found, decode_placement(placement, len(found.entries)))

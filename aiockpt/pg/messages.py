@@ -15,14 +15,14 @@ import torch
 from aiockpt.memory import Memory
 from aiockpt.wire.manifest import Manifest
 
-__all__ = ["Landings", "Memory", "messages_of", "outgoing", "plan_messages"]
+__all__ = ["Landings", "Leavings", "Memory", "messages_of", "plan_messages"]
 
 LARGE_BYTES: Final = 256 << 10
 TOGETHER_BYTES: Final = 1 << 20
-MESSAGE_BYTES: Final = 16 << 20
+MESSAGE_BYTES: Final = 4 << 20
 
 BESIDE: Final = 8
-"""Messages that may be under way beside their places."""
+"""Messages that may be under way beside their places, at either end."""
 
 
 def messages_of(manifest: Manifest) -> list[tuple[int, int]]:
@@ -55,11 +55,29 @@ def _pieces(start: int, stop: int) -> list[tuple[int, int]]:
     return [(at, min(at + MESSAGE_BYTES, stop)) for at in starts]
 
 
-def outgoing(memory: Memory, start: int, stop: int) -> torch.Tensor:
-    """Return the bytes of a message: the memory itself, or a copy."""
-    views = memory.buffers(start, stop)
-    whole = views[0] if len(views) == 1 else bytearray().join(views)
-    return torch.frombuffer(whole, dtype=torch.uint8)
+class Leavings:
+    """Messages that leave: from the memory itself, or from a copy."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._copies: set[int] = set()
+
+    @property
+    def crowded(self) -> bool:
+        """Whether more copies would be too much."""
+        return len(self._copies) >= BESIDE
+
+    def take(self, start: int, stop: int) -> torch.Tensor:
+        """Return these bytes of the segment."""
+        views = self._memory.buffers(start, stop)
+        if len(views) == 1:
+            return torch.frombuffer(views[0], dtype=torch.uint8)
+        self._copies.add(start)
+        return torch.frombuffer(bytearray().join(views), dtype=torch.uint8)
+
+    def gone(self, start: int) -> None:
+        """Let go of a copy that has been sent."""
+        self._copies.discard(start)
 
 
 class Landings:

@@ -1,7 +1,7 @@
 """Moves bytes of host memory between this rank and another one: blocking, in threads.
 
-Messages keep their order, up to 16 are under way at once, and a thread that was left
-behind begins no other one.
+Messages keep their order, many are under way at once, and a thread that was left behind
+begins no other one.
 """
 
 from __future__ import annotations
@@ -11,21 +11,36 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
+from mmap import mmap
 from typing import Final, NamedTuple, Protocol
 
 import torch
 
 from aiockpt.errors import ProcessGroupError
 from aiockpt.pg.group import Group, Pending
-from aiockpt.pg.messages import Landings, Memory, outgoing
+from aiockpt.pg.messages import Landings, Leavings, Memory
 from aiockpt.pg.sealing import Sealing
 
-__all__ = ["Lands", "Message", "Mover"]
+__all__ = ["Lands", "Leaves", "Message", "Mover"]
 
 # A group that is not ours alone may use small tags.
 _FORWARD: Final = 0x61696F00  # from a sender to a receiver
 _BACKWARD: Final = 0x61696F01
 _VIGIL: Final = 2  # more, for the last frame
+
+
+class Leaves(Protocol):
+    """Where messages come from."""
+
+    @property
+    def crowded(self) -> bool:
+        """Whether one must be gone before another one is taken."""
+
+    def take(self, start: int, stop: int) -> torch.Tensor:
+        """Return these bytes of the segment."""
+
+    def gone(self, start: int) -> None:
+        """Let go of what was taken."""
 
 
 class Lands(Protocol):
@@ -59,8 +74,11 @@ class Mover:
     tagged = True
     """Whether messages find their receiver by tag, and need no order."""
 
+    ahead = 256
+    """Messages that are sent at once: what moves them finds the next one there."""
+
     window = 16
-    """Messages under way at once, so that none waits for a round trip."""
+    """Messages that are awaited at once, so that none waits for a round trip."""
 
     def __init__(self, group: Group, rank: int, *, sending: bool) -> None:
         self.rank = rank
@@ -74,9 +92,9 @@ class Mover:
         """Send bytes in one message."""
         self._wait(self._post_send(_tensor(data)), until)
 
-    def receive(self, until: float, nbytes: int) -> bytearray:
-        """Receive that many bytes (one at least) in one message."""
-        return self._receive(until, bytearray(nbytes))
+    def receive(self, until: float, into: bytearray | mmap) -> None:
+        """Receive as many bytes (one at least) as it holds, in one message."""
+        self._receive(until, into)
 
     def say_last(self, until: float, frame: bytearray) -> None:
         """Send the frame that the peer keeps vigil for."""
@@ -84,7 +102,9 @@ class Mover:
 
     def hear_last(self, until: float, nbytes: int) -> bytearray:
         """Keep vigil: receive that frame, or fail when the peer dies."""
-        return self._receive(until, bytearray(nbytes), lane=_VIGIL)
+        frame = bytearray(nbytes)
+        self._receive(until, frame, lane=_VIGIL)
+        return frame
 
     def leave_behind(self) -> None:
         """Let threads that still move something begin nothing else."""
@@ -104,16 +124,23 @@ class Mover:
         sealing: Sealing,
     ) -> None:
         """Send these ranges of a segment, a message for each."""
-        window: deque[Message] = deque()
+        leavings = self._leavings(memory)
+        window: deque[tuple[int, Message]] = deque()
+
+        def leave() -> None:
+            start, message = window.popleft()
+            self._wait(message, until)
+            leavings.gone(start)
+
         for start, stop in messages:
-            if len(window) == self.window:
-                self._wait(window.popleft(), until)
+            while len(window) == self.ahead or leavings.crowded:
+                leave()
             self._go_on()
-            data = self._outgoing(memory, start, stop)
+            data = leavings.take(start, stop)
             sealing.add(start, data)
-            window.append(self._post_send(data))
+            window.append((start, self._post_send(data)))
         while window:
-            self._wait(window.popleft(), until)
+            leave()
 
     def receive_segment(
         self,
@@ -141,13 +168,12 @@ class Mover:
         while window:
             land()
 
-    def _receive(self, until: float, data: bytearray, lane: int = 0) -> bytearray:
-        here = _tensor(data)
+    def _receive(self, until: float, into: bytearray | mmap, lane: int = 0) -> None:
+        here = _tensor(into)
         there = self._room(here)
         self._wait(self._post_receive(there, lane), until)
         if there is not here:
             here.copy_(there)
-        return data
 
     def _go_on(self) -> None:
         if self._left_behind:
@@ -155,8 +181,8 @@ class Mover:
 
     # A device has its own way of doing what follows.
 
-    def _outgoing(self, memory: Memory, start: int, stop: int) -> torch.Tensor:
-        return outgoing(memory, start, stop)
+    def _leavings(self, memory: Memory) -> Leaves:
+        return Leavings(memory)
 
     def _landings(self, memory: Memory) -> Lands:
         return Landings(memory)
@@ -197,5 +223,5 @@ class Mover:
         return ProcessGroupError(first, rank=self.rank)
 
 
-def _tensor(data: bytearray) -> torch.Tensor:
+def _tensor(data: bytearray | mmap) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8)

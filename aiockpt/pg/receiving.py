@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from mmap import mmap
 from typing import TypeVar
 
 from aiockpt._bridge import Bridge
@@ -111,9 +112,9 @@ class Receive:
     async def _receive(self, line: Line) -> tuple[_Coming, object]:
         offer = await self._hear_offer(line)
         await self._answer(line, Kind.ACCEPT, self._consider(offer))
-        told = await line.receive(offer.nbytes)
+        told = [mmap(-1, offer.nbytes)]
+        await line.fill(told[0])
         coming = await self._answer(line, Kind.ACCEPT, self._make_room(told))
-        del told
         self._stop("fetch_chunk")
         damage = await self._fetch(line, coming)
         self._stop("rebuild")
@@ -167,19 +168,19 @@ class Receive:
         limit = self._options.terms.limits.max_header_bytes
         enforce("the header's length", offer.nbytes, limit)
 
-    async def _make_room(self, told: bytearray) -> _Coming:
+    async def _make_room(self, told: list[mmap]) -> _Coming:
         limits = self._options.terms.limits
-        offered = await self._bridge.run(self._medium.read, told, limits)
-        found = offered.manifest
+        # Taken out of the list: it weighs much, and nobody needs it any more.
+        offered = await self._bridge.run(self._medium.read, told.pop(), limits)
+        found, placement = offered.manifest, offered.placement
+        del offered
         if not isinstance(found, Manifest) or found.step != self._step:
             raise RemoteProtocolError("the header is not that of the offer")
-        outline = found.outline
+        outline, found = found.outline, found.without_header()
         self._progress.expect(outline)
         self._stop("allocate")
         messages = await self._bridge.run(messages_of, found)
-        self._destination = await self._bridge.run(
-            self._choose, found, offered.placement
-        )
+        self._destination = await self._bridge.run(self._choose, found, placement)
         return _Coming(outline, messages, self._destination)
 
     def _describe(self) -> Template:
@@ -191,7 +192,6 @@ class Receive:
     def _choose(self, manifest: Manifest, placement: Sequence[int]) -> Destination:
         template, self._template = self._template, None
         terms = self._options.terms
-        manifest = manifest.without_header()
         return self._medium.destination(manifest, placement, template, terms)
 
     async def _fetch(self, line: Line, coming: _Coming) -> IntegrityError | None:

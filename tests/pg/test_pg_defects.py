@@ -21,11 +21,17 @@ from aiockpt import (
     UnsupportedLeafError,
 )
 from aiockpt.memory import Arena
-from aiockpt.pg import messages, mover
 from aiockpt.pg import transport as room
 from aiockpt.pg.frames import FRAME_BYTES
 from aiockpt.testing import FakeAccelerator, assert_same
-from groups import Transport, both, gloo_groups, moved, transports
+from groups import (
+    Transport,
+    both,
+    gloo_groups,
+    moved,
+    transports,
+    watch_leaving,
+)
 from transports import weights
 
 pytestmark = pytest.mark.asyncio
@@ -135,13 +141,7 @@ class TestWhatTravels:
         """P14: and, with ``direct``, received into the template's."""
         seen: list[int] = []
 
-        def watch(memory: Any, start: int, stop: int) -> torch.Tensor:
-            tensor = outgoing(memory, start, stop)
-            seen.append(tensor.data_ptr())
-            return tensor
-
-        outgoing = messages.outgoing
-        monkeypatch.setattr(mover, "outgoing", watch)
+        watch_leaving(monkeypatch, lambda _, data: seen.append(data.data_ptr()))
         state = {"w": torch.zeros(1 << 20)}
         async with transports() as (sender, receiver):
             await moved(sender, receiver, state)
@@ -280,13 +280,7 @@ class TestDeadlines:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """P15: a sender that is slow at every message does not stretch it."""
-
-        def late(memory: Any, start: int, stop: int) -> torch.Tensor:
-            time.sleep(0.2)
-            return outgoing(memory, start, stop)
-
-        outgoing = messages.outgoing
-        monkeypatch.setattr(mover, "outgoing", late)
+        watch_leaving(monkeypatch, lambda *_: time.sleep(0.2))
         state = {f"w{n}": torch.zeros(1 << 18) for n in range(20)}
         async with transports() as (sender, receiver):
             sending = asyncio.create_task(sender.send_checkpoint([1], 1, state))

@@ -23,10 +23,11 @@ from aiockpt.pg.device import folding
 from aiockpt.pg.device.board import decode_placement, encode_placement
 from aiockpt.pg.device.mover import DeviceMover
 from aiockpt.pg.device.segment import Segment
+from aiockpt.pg.messages import MESSAGE_BYTES
 from aiockpt.testing import FakeAccelerator, assert_same
 from aiockpt.testing.suite.base import sample
 from boards import CPU, FakeBoard, device_transports
-from groups import Transport, both, flip_bits, moved
+from groups import Transport, both, flip_bits, moved, watch_leaving
 from rendezvous import Rendezvous
 from serving import settle
 
@@ -148,7 +149,7 @@ class TestMixed:
     async def test_what_lies_on_the_host_takes_little_of_the_device(
         self, ours: FakeBoard, theirs: FakeBoard, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """It crosses in messages of 16 MiB at most, of which few are under way."""
+        """It crosses in messages of 4 MiB at most, of which few are under way."""
         rooms: list[int] = []
         room = Segment.room
 
@@ -165,8 +166,8 @@ class TestMixed:
         assert_same(got, state)
         assert not theirs.owns(got["w"])
         assert ours.allocated == theirs.allocated == 0
-        assert max(rooms) <= 16 * MIB
-        assert DeviceMover.window * 16 * MIB <= 64 * MIB
+        assert max(rooms) <= MESSAGE_BYTES
+        assert DeviceMover.window * MESSAGE_BYTES <= 64 * MIB
 
     async def test_damage_is_noticed(
         self, ours: FakeBoard, theirs: FakeBoard, monkeypatch: pytest.MonkeyPatch
@@ -235,13 +236,9 @@ class TestStreams:
         """A communicator has an order and no tags: two destinations take turns."""
         boards = [idle_board(all_its_own=True) for _ in range(3)]
         ranks: list[int] = []
-        gather = DeviceMover._outgoing
-
-        def noted(mover: DeviceMover, *where: Any) -> torch.Tensor:
-            ranks.append(mover.rank)
-            return gather(mover, *where)
-
-        monkeypatch.setattr(DeviceMover, "_outgoing", noted)
+        watch_leaving(
+            monkeypatch, lambda mover, _: ranks.append(mover.rank), DeviceMover
+        )
         state = {"w": torch.ones(8 * MIB)}
         async with device_transports(monkeypatch, *boards) as (sender, *receivers):
             _, *got = await asyncio.gather(
@@ -249,7 +246,7 @@ class TestStreams:
                 *(each.recv_checkpoint(0, "", 1) for each in receivers),
             )
         assert ranks == sorted(ranks)
-        assert len(ranks) == 4
+        assert len(ranks) == 2 * 32 * MIB // MESSAGE_BYTES
         for each in got:
             assert_same(each, state)
 
@@ -324,12 +321,10 @@ def watched(
     """Return where large messages are sent from, and received into."""
     sent: list[tuple[int, int]] = []
     received: list[tuple[int, int]] = []
-    outgoing, landings = DeviceMover._outgoing, DeviceMover._landings
+    landings = DeviceMover._landings
 
-    def out(mover: DeviceMover, *where: Any) -> torch.Tensor:
-        tensor = outgoing(mover, *where)
+    def out(_: object, tensor: torch.Tensor) -> None:
         sent.append((tensor.data_ptr(), tensor.nbytes))
-        return tensor
 
     def into(mover: DeviceMover, memory: Any) -> Any:
         found = landings(mover, memory)
@@ -343,6 +338,6 @@ def watched(
         monkeypatch.setattr(found, "expect", noted)
         return found
 
-    monkeypatch.setattr(DeviceMover, "_outgoing", out)
+    watch_leaving(monkeypatch, out, DeviceMover)
     monkeypatch.setattr(DeviceMover, "_landings", into)
     return sent, received

@@ -15,7 +15,7 @@ from aiockpt.pg.messages import (
     MESSAGE_BYTES,
     TOGETHER_BYTES,
     Landings,
-    outgoing,
+    Leavings,
     plan_messages,
 )
 
@@ -80,7 +80,7 @@ def test_bytes_find_their_place(start: int, stop: int) -> None:
     theirs.entries[0][:] = range(60)
     for source, target in ((theirs, ours), (ours, Pieces([60]))):
         landings = Landings(target)
-        landings.expect(start, stop).copy_(outgoing(source, start, stop))
+        landings.expect(start, stop).copy_(Leavings(source).take(start, stop))
         landings.settle(start)
         assert b"".join(target.buffers(start, stop)) == bytes(range(start, stop))
 
@@ -90,7 +90,7 @@ def test_one_run_of_memory_is_not_copied() -> None:
     pieces = Pieces([10, 20])
     Landings(pieces).expect(10, 30).fill_(7)
     assert pieces.entries[1] == bytes([7] * 20)
-    sent = outgoing(pieces, 10, 30)
+    sent = Leavings(pieces).take(10, 30)
     pieces.entries[1][0] = 1
     assert sent[0] == 1
     assert sent.dtype is torch.uint8
@@ -106,3 +106,14 @@ def test_memory_beside_the_places_is_bounded_and_used_again() -> None:
     first = landings.expect(160, 180).data_ptr()
     landings.settle(160)
     assert landings.expect(160, 180).data_ptr() == first
+
+
+def test_copies_that_leave_are_bounded() -> None:
+    """However many small tensors there are."""
+    leavings = Leavings(Pieces([10] * 20))
+    for start in range(0, 20 * BESIDE, 20):
+        assert not leavings.crowded
+        leavings.take(start, start + 20)
+    assert leavings.crowded
+    leavings.gone(0)
+    assert not leavings.crowded

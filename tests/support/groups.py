@@ -112,3 +112,26 @@ def flip_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Mover, "send_segment", send_segment)
     monkeypatch.setattr(Mover, "_post_send", post_send)
+
+
+def watch_leaving(
+    monkeypatch: pytest.MonkeyPatch,
+    watch: Callable[[Mover, torch.Tensor], object],
+    kind: type[Mover] = Mover,
+) -> None:
+    """Call ``watch`` with every message of a data segment before it is sent."""
+    leavings = kind._leavings
+
+    def watched(mover: Mover, memory: Any) -> Any:
+        found = leavings(mover, memory)
+        take = found.take
+
+        def taken(start: int, stop: int) -> torch.Tensor:
+            tensor = take(start, stop)
+            watch(mover, tensor)
+            return tensor
+
+        monkeypatch.setattr(found, "take", taken)
+        return found
+
+    monkeypatch.setattr(kind, "_leavings", watched)

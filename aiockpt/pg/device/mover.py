@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from mmap import mmap
 from typing import Final
 
 import torch
@@ -14,7 +15,7 @@ from aiockpt.pg.device.board import Board
 from aiockpt.pg.device.segment import Segment
 from aiockpt.pg.group import Group, Pending
 from aiockpt.pg.messages import Memory
-from aiockpt.pg.mover import Lands, Message, Mover
+from aiockpt.pg.mover import Lands, Leaves, Message, Mover
 from aiockpt.pg.sealing import Sealing
 
 __all__ = ["DeviceMover"]
@@ -27,7 +28,7 @@ class DeviceMover(Mover):
     """A `Mover` whose messages are on a device, and on its side stream."""
 
     tagged = False
-    window = 4  # a message that is no tensor's own memory takes 16 MiB of the device
+    ahead = window = 16  # of 4 MiB, where a message is no tensor's own memory
 
     def __init__(self, group: Group, rank: int, board: Board, *, sending: bool) -> None:
         super().__init__(group, rank, sending=sending)
@@ -41,10 +42,10 @@ class DeviceMover(Mover):
         with self._board.line.aside():
             super().send(until, data)
 
-    def receive(self, until: float, nbytes: int) -> bytearray:
+    def receive(self, until: float, into: bytearray | mmap) -> None:
         """Do so by way of the device."""
         with self._board.line.aside():
-            return super().receive(until, nbytes)
+            super().receive(until, into)
 
     def send_segment(
         self,
@@ -69,8 +70,8 @@ class DeviceMover(Mover):
             super().receive_segment(until, memory, messages, sealing)
             self._reach(self._board.line.mark(), until)
 
-    def _outgoing(self, memory: Memory, start: int, stop: int) -> torch.Tensor:
-        return _aboard(memory).gather(start, stop)
+    def _leavings(self, memory: Memory) -> Leaves:
+        return _Leavings(_aboard(memory))
 
     def _landings(self, memory: Memory) -> Lands:
         return _Landings(_aboard(memory))
@@ -107,6 +108,22 @@ class DeviceMover(Mover):
                 raise ProcessGroupError("the wait for it timed out", rank=self.rank)
             time.sleep(pause)
             pause = min(2 * pause, _LAST_POLL)
+
+
+class _Leavings:
+    """Messages that leave the device."""
+
+    crowded = False
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+
+    def take(self, start: int, stop: int) -> torch.Tensor:
+        """Return these bytes of the segment: the memory itself, or a copy."""
+        return self._segment.gather(start, stop)
+
+    def gone(self, start: int) -> None:
+        """Do nothing: the memory of a copy goes with it."""
 
 
 class _Landings:

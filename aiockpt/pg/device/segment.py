@@ -17,7 +17,7 @@ import torch
 from aiockpt._backings import Backing, Backings
 from aiockpt._copy import part_pairs, raw_bytes
 from aiockpt._device import Event, Pair
-from aiockpt.pg.messages import LARGE_BYTES, TOGETHER_BYTES, Landings, Memory, outgoing
+from aiockpt.pg.messages import LARGE_BYTES, TOGETHER_BYTES, Landings, Leavings, Memory
 
 __all__ = ["Home", "Homes", "Segment", "in_blocks", "in_state", "pairs"]
 
@@ -178,10 +178,15 @@ class Segment:
     def gather(self, start: int, stop: int) -> torch.Tensor:
         """Return a range as bytes on the device: the memory itself, or a copy."""
         found = [
-            outgoing(self._host, first, last).to(self.device) if data is None else data
+            Leavings(self._host).take(first, last).to(self.device)
+            if data is None
+            else data
             for first, last, data in self.spans(start, stop)
         ]
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _brought(self, start: int, stop: int) -> torch.Tensor:
+        return Leavings(self._host).take(start, stop).to(self.device)
 
     def scatter(self, start: int, stop: int, arrived: torch.Tensor) -> None:
         """Bring a range that has arrived on the device to its places."""
