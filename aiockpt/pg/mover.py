@@ -28,6 +28,9 @@ _FORWARD: Final = 0x61696F00  # from a sender to a receiver
 _BACKWARD: Final = 0x61696F01
 _VIGIL: Final = 2  # more, for the last frame
 
+_SHARE: Final = 4
+"""Of the messages under way, one in how many is waited for at once."""
+
 
 class Leaves(Protocol):
     """Where messages come from."""
@@ -74,10 +77,10 @@ class Mover:
     tagged = True
     """Whether messages find their receiver by tag, and need no order."""
 
-    ahead = 256
+    ahead = 128
     """Messages that are sent at once: what moves them finds the next one there."""
 
-    window = 16
+    window = 32
     """Messages that are awaited at once, so that none waits for a round trip."""
 
     def __init__(self, group: Group, rank: int, *, sending: bool) -> None:
@@ -127,20 +130,18 @@ class Mover:
         leavings = self._leavings(memory)
         window: deque[tuple[int, Message]] = deque()
 
-        def leave() -> None:
-            start, message = window.popleft()
-            self._wait(message, until)
-            leavings.gone(start)
+        def leave(share: int = 1) -> None:
+            for start, _ in self._moved(window, share, until):
+                leavings.gone(start)
 
         for start, stop in messages:
-            while len(window) == self.ahead or leavings.crowded:
-                leave()
+            if len(window) == self.ahead or leavings.crowded:
+                leave(_SHARE)
             self._go_on()
             data = leavings.take(start, stop)
             sealing.add(start, data)
             window.append((start, self._post_send(data)))
-        while window:
-            leave()
+        leave()
 
     def receive_segment(
         self,
@@ -153,20 +154,31 @@ class Mover:
         landings = self._landings(memory)
         window: deque[tuple[int, Message]] = deque()
 
-        def land() -> None:
-            start, message = window.popleft()
-            self._wait(message, until)
-            sealing.add(start, message.tensor)
-            landings.settle(start)
+        def land(share: int = 1) -> None:
+            for start, message in self._moved(window, share, until):
+                sealing.add(start, message.tensor)
+                landings.settle(start)
             self._go_on()
 
         for start, stop in messages:
-            while len(window) == self.window or landings.crowded:
-                land()
+            if len(window) == self.window or landings.crowded:
+                land(_SHARE)
             expected = landings.expect(start, stop)
             window.append((start, self._post_receive(expected)))
-        while window:
-            land()
+        land()
+
+    def _moved(
+        self, window: deque[tuple[int, Message]], share: int, until: float
+    ) -> list[tuple[int, Message]]:
+        """Take the oldest messages out of the window when they are through.
+
+        ``share`` of 4 means a quarter. The last one is waited for first, so that this
+        thread is woken only once: those that move the bytes need the processor.
+        """
+        oldest = [window.popleft() for _ in range(-(-len(window) // share))]
+        for _, message in reversed(oldest):
+            self._wait(message, until)
+        return oldest
 
     def _receive(self, until: float, into: bytearray | mmap, lane: int = 0) -> None:
         here = _tensor(into)

@@ -102,7 +102,9 @@ async def test_a_receiver_killed_half_way_disturbs_no_other(tmp_path: Path) -> N
         with within(10), pytest.raises(ProcessGroupError) as caught:
             await sending
         assert caught.value.rank == 1
-        assert getattr(caught.value, "__notes__", []) == [], "rank 2 has it"
+        # Its wait for the last word of the dead one may have failed, too.
+        notes = getattr(caught.value, "__notes__", [])
+        assert all("with rank 1 failed" in note for note in notes), "rank 2 has it"
 
 
 @pytest.mark.allow_leaks("threads", "fds")  # the waiting ones
