@@ -23,9 +23,11 @@ that a caller would guess::
     ├── StateDictError                    what the caller passed (ValueError)
     │   ├── UnsupportedLeafError              and where (TypeError)
     │   ├── TemplateMismatchError             ``into`` does not fit
+    │   ├── MissingKeysError                  the checkpoint lacks them (RuntimeError)
     │   └── DeviceMeshError                   no such process group or rank here
     ├── StagingError                      the copy off the device failed
     ├── StorageError                      not written, or no checkpoint (OSError)
+    │   └── CheckpointNotFoundError           no whole one is there (FileNotFoundError)
     ├── WorkerError                       the checkpoint process died or raised
     └── ClosedError                       used after close (RuntimeError)
 
@@ -280,6 +282,20 @@ class TemplateMismatchError(StateDictError):
         )
 
 
+class MissingKeysError(StateDictError, RuntimeError):
+    """A strict load found no ``keys`` of the template in the checkpoint."""
+
+    def __init__(self, path: str, keys: list[str]) -> None:
+        super().__init__()
+        self.path = path
+        self.keys = keys
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.keys[:10])
+        more = f" and {len(self.keys) - 10} more" if len(self.keys) > 10 else ""
+        return f"{self.path} is missing keys: {shown}{more}"
+
+
 class DeviceMeshError(StateDictError):
     """A distributed tensor has no place among this process's process groups."""
 
@@ -306,6 +322,10 @@ class StorageError(AiockptError, OSError):
 
     def __str__(self) -> str:
         return f"{self.path}: {self.detail}"
+
+
+class CheckpointNotFoundError(StorageError, FileNotFoundError):
+    """No whole checkpoint is there; ``detail`` says what there is."""
 
 
 class WorkerError(AiockptError):
