@@ -113,39 +113,52 @@ class Arena:
 
 
 class ArenaPool:
-    """Keeps at most one free arena warm for the next user of about the same size.
+    """Keeps free arenas warm for the next users of about the same size.
 
-    ``dispose`` closes an arena somewhere else: unmapping gigabytes takes a while.
-    Every method may be called from any thread.
+    ``keep`` says how many; those that came back last stay. ``dispose`` closes an arena
+    somewhere else: unmapping gigabytes takes a while. Every method may be called from
+    any thread.
     """
 
-    def __init__(self, *, shared: bool, dispose: Callable[[Arena], None]) -> None:
+    def __init__(
+        self, *, shared: bool, keep: int, dispose: Callable[[Arena], None]
+    ) -> None:
         self._shared = shared
+        self._keep = keep
         self._dispose = dispose
         self._lock = threading.Lock()
-        self._free: Arena | None = None
+        self._free: list[Arena] = []
         self._closed = False
 
     def take(self, nbytes: int) -> Arena:
-        """Return an arena of at least ``nbytes``, reused if one is free and fits."""
-        arena = self._swap(None)
-        if arena is not None:
-            if nbytes <= arena.nbytes <= 2 * nbytes:
-                return arena
-            self._dispose(arena)
+        """Return an arena of at least ``nbytes``, reused if one is free and fits.
+
+        If none fits, the one that came back last makes room for the new one.
+        """
+        with self._lock:
+            fits = [a for a in self._free if nbytes <= a.nbytes <= 2 * nbytes]
+            found = fits[-1:] or self._free[-1:]
+            for arena in found:
+                self._free.remove(arena)
+        if fits:
+            return fits[-1]
+        self._dispose_all(found)
         return Arena(nbytes, shared=self._shared)
 
     def give_back(self, arena: Arena) -> None:
-        """Take an arena back; an older free one returns to the system."""
-        unused = self._swap(arena)
-        if unused is not None:
-            self._dispose(unused)
+        """Take an arena back; the oldest free one returns to the system for it."""
+        with self._lock:
+            self._free.append(arena)
+            most = 0 if self._closed else self._keep
+            surplus = self._free[: len(self._free) - most]
+            self._free = self._free[len(surplus) :]
+        self._dispose_all(surplus)
 
     def trim(self) -> None:
-        """Return the free arena to the system."""
-        arena = self._swap(None)
-        if arena is not None:
-            self._dispose(arena)
+        """Return the free arenas to the system."""
+        with self._lock:
+            unused, self._free = self._free, []
+        self._dispose_all(unused)
 
     def close(self) -> None:
         """Keep nothing from now on: what comes back returns to the system."""
@@ -153,13 +166,9 @@ class ArenaPool:
             self._closed = True
         self.trim()
 
-    def _swap(self, arena: Arena | None) -> Arena | None:
-        """Keep ``arena``; return what is not kept (any more)."""
-        with self._lock:
-            if self._closed and arena is not None:
-                return arena
-            unused, self._free = self._free, arena
-            return unused
+    def _dispose_all(self, arenas: list[Arena]) -> None:
+        for arena in arenas:
+            self._dispose(arena)
 
 
 def view_of_address(address: int, nbytes: int, owner: object) -> memoryview:

@@ -2,18 +2,21 @@
 
 ``describe`` → ``stage`` → ``seal``: the copies run chunk by chunk, in threads for host
 memory and on a side stream for a device, and each chunk's digest is computed while
-the chunk is still warm in the cache. The loop only waits.
+the chunk is still warm in the cache. The loop only waits. A checkpointer, whose trainer
+waits for the copies, leaves the digests to the process that writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from aiockpt._bridge import Bridge
 from aiockpt._copy import CopyPlan, Fences, InPlace
 from aiockpt._device import Event, PortFor, completed, port_for
+from aiockpt._inline import Inline
+from aiockpt._snapshot import Snapshot
 from aiockpt._tasks import together
 from aiockpt.errors import AiockptError, StagingError
 from aiockpt.flatten import Description, describe
@@ -24,65 +27,34 @@ from aiockpt.wire.chunks import (
     ChunkGrid,
     digest,
 )
-from aiockpt.wire.layout import Entry, Storage
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import Manifest, build_manifest
+from aiockpt.wire.relabel import UNSEALED, with_step
 
-__all__ = ["Snapshot", "Stager"]
+__all__ = ["Snapshot", "Stager", "StagerOptions"]
+
+# What is copied at once where no digest is computed beside it: long enough that the
+# way to a thread and back costs nothing, short enough to cancel.
+_SPAN = 64 << 20
 
 
-class Snapshot:
-    """One staged checkpoint: bytes that never change, counted while they are read.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagerOptions:
+    """How snapshots are made; the defaults are a transport's.
 
-    It starts with one reference, its maker's. ``live`` says that the bytes are the
-    state dict's own memory (``zero_copy``), which a writer may change once the
-    reader-writer lock says so.
+    Attributes:
+        shared: Stage into memory that another process can map.
+        kept: How many free arenas are kept warm for the next snapshots.
+        seal: Compute digests; else the manifest is unsealed (`wire.relabel`).
+        pin: Page-lock arenas where a device gains from it.
+        poll: Poll for the end of a device's copies; else a thread blocks until then.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        memory: Arena | InPlace,
-        *,
-        live: bool,
-        on_free: Callable[[], None],
-    ) -> None:
-        self.manifest = manifest
-        self.live = live
-        self._memory = memory
-        self._references = 1
-        self._on_free = on_free
-
-    def __repr__(self) -> str:
-        manifest = self.manifest
-        return (
-            f"<Snapshot step={manifest.step} bytes={manifest.segment_bytes} "
-            f"references={self._references}>"
-        )
-
-    def views(self, start: int, stop: int) -> list[memoryview]:
-        """Return the bytes ``[start, stop)`` of the data segment, in order."""
-        return [view.toreadonly() for view in self.buffers(start, stop)]
-
-    def buffers(self, start: int, stop: int) -> list[memoryview]:
-        """Return the same as torch wants them: writable, though nobody writes."""
-        return self._memory.buffers(start, stop)
-
-    def relabelled(self, manifest: Manifest) -> Snapshot:
-        """Return a snapshot of the same memory with another manifest."""
-        self.acquire()
-        return Snapshot(manifest, self._memory, live=self.live, on_free=self.release)
-
-    def acquire(self) -> None:
-        """Count one more reader of the memory."""
-        assert self._references > 0, "the memory has another user already"
-        self._references += 1
-
-    def release(self) -> None:
-        """Give one reference back; the last one frees the memory."""
-        self._references -= 1
-        if not self._references:
-            self._on_free()
+    shared: bool = False
+    kept: int = 1
+    seal: bool = True
+    pin: bool = True
+    poll: bool = True
 
 
 @dataclass(slots=True)
@@ -97,7 +69,7 @@ class _Job:
 
 
 class Stager:
-    """Makes snapshots; keeps one arena warm for the next one.
+    """Makes snapshots; keeps arenas warm for the next ones.
 
     Args:
         bridge: Where copies and digests run.
@@ -106,18 +78,20 @@ class Stager:
         zero_copy: Serve contiguous host tensors from their own memory.
         allow_pickle: Carry leaves that nothing else can as pickles.
         limits: Nesting and counts that are accepted.
+        options: What kind of memory, and what else is done.
         ports: Finds the port of a device; tests give a fake one.
     """
 
     def __init__(
         self,
-        bridge: Bridge,
+        bridge: Bridge | Inline,
         *,
         threads: int,
         chunk_bytes: int,
         zero_copy: bool,
         allow_pickle: bool,
         limits: Limits,
+        options: StagerOptions = StagerOptions(),
         ports: PortFor = port_for,
     ) -> None:
         if chunk_bytes < MIN_CHUNK_BYTES or chunk_bytes % CHUNK_ALIGNMENT:
@@ -131,13 +105,16 @@ class Stager:
         self._zero_copy = zero_copy
         self._allow_pickle = allow_pickle
         self._limits = limits
+        self._options = options
         self._ports = ports
         self._pool = ArenaPool(
-            shared=False, dispose=lambda arena: bridge.post(arena.close)
+            shared=options.shared,
+            keep=options.kept,
+            dispose=lambda arena: bridge.post(arena.close),
         )
 
     async def stage(self, state_dict: object, *, step: int) -> Snapshot:
-        """Return a sealed snapshot; the state dict may be mutated from then on.
+        """Return a snapshot; the state dict may be mutated from then on.
 
         Raises:
             UnsupportedLeafError: a leaf cannot travel; nothing was copied.
@@ -166,7 +143,7 @@ class Stager:
 
         If cancelled, ``snapshot`` is as before.
         """
-        manifest = await self._bridge.run(_with_step, snapshot.manifest, step)
+        manifest = await self._bridge.run(with_step, snapshot.manifest, step)
         return snapshot.relabelled(manifest)
 
     def trim(self) -> None:
@@ -212,44 +189,53 @@ class Stager:
             port_for=self._ports,
         )
         plans.append(plan)
-        for port in plan.ports.values():
+        for port in plan.ports.values() if self._options.pin else ():
             arena.pin(port.pin)
         memory = plan.in_place() if self._zero_copy else arena
         grid = ChunkGrid(description.segment_bytes, self._chunk_bytes)
         return _Job(description, grid, plan, memory, self._zero_copy)
 
     async def _copy(self, job: _Job) -> list[str]:
-        """Copy and digest every chunk, ``threads`` at a time; return the digests."""
+        """Copy everything, ``threads`` pieces at a time; return the chunks' digests."""
         fences = job.plan.fences()
         dense = await self._bridge.run(job.plan.stage_parts, fences)
-        digests = [""] * len(job.grid)
-        remaining = iter(range(len(job.grid)))
+        digests = [UNSEALED] * len(job.grid)
+        seal, grid = self._options.seal, job.grid
+        pieces = grid if seal else ChunkGrid(grid.segment_bytes, _SPAN)
+        remaining = iter(range(len(pieces)))
 
         async def worker() -> None:
-            for chunk in remaining:
-                digests[chunk] = await self._copy_chunk(job, chunk, fences, dense)
+            for piece in remaining:
+                start, stop = pieces.range(piece)
+                await self._copy_device(job, start, stop, fences, dense)
+                copy = _copy_and_digest if seal else _copy_host
+                found = await self._bridge.run(copy, job, start, stop)
+                if found is not None:
+                    digests[piece] = found
 
-        await together([worker] * self._threads)
+        await together([worker] * min(self._threads, len(pieces)))
         return digests
 
-    async def _copy_chunk(
-        self,
-        job: _Job,
-        chunk: int,
-        fences: Fences,
-        dense: Iterable[Event],
-    ) -> str:
-        start, stop = job.grid.range(chunk)
-        if fences:
-            copies = await self._bridge.run(job.plan.stage_device, start, stop, fences)
-            for event in (*dense, *copies):
+    async def _copy_device(
+        self, job: _Job, start: int, stop: int, fences: Fences, dense: Iterable[Event]
+    ) -> None:
+        if not fences:
+            return
+        copies = await self._bridge.run(job.plan.stage_device, start, stop, fences)
+        for event in (*dense, *copies):
+            if self._options.poll:
                 await completed(event)
-        return await self._bridge.run(_copy_and_digest, job, start, stop)
+            else:
+                await self._bridge.run(event.synchronize)
+
+
+def _copy_host(job: _Job, start: int, stop: int) -> None:
+    if not job.live:
+        job.plan.stage_host(start, stop)
 
 
 def _copy_and_digest(job: _Job, start: int, stop: int) -> str:
-    if not job.live:
-        job.plan.stage_host(start, stop)
+    _copy_host(job, start, stop)
     return digest(job.memory.buffers(start, stop))
 
 
@@ -262,22 +248,3 @@ def _seal(job: _Job, step: int, digests: Sequence[str]) -> Manifest:
         tree=job.description.tree,
         digests=digests,
     )
-
-
-def _with_step(manifest: Manifest, step: int) -> Manifest:
-    return build_manifest(
-        step=step,
-        chunk_bytes=manifest.chunk_bytes,
-        storages=[
-            Storage(name, entry.dtype, entry.shape, _length(entry), align=1)
-            for name, entry in zip(manifest.names, manifest.entries, strict=True)
-        ],
-        views=manifest.views,
-        tree=manifest.tree,
-        digests=manifest.digests,
-    )
-
-
-def _length(entry: Entry) -> int:
-    start, stop = entry.data_offsets
-    return stop - start

@@ -152,7 +152,7 @@ class TestPool:
 
     def pool(self) -> tuple[ArenaPool, list[Arena]]:
         disposed: list[Arena] = []
-        return ArenaPool(shared=False, dispose=disposed.append), disposed
+        return ArenaPool(shared=False, keep=1, dispose=disposed.append), disposed
 
     def test_a_free_arena_is_taken_again(self) -> None:
         """If it is about as large as what is wanted."""
@@ -179,6 +179,29 @@ class TestPool:
         pool.give_back(one)
         pool.give_back(two)
         assert disposed == [one]
+
+    def test_as_many_are_kept_as_were_asked_for(self) -> None:
+        """What came back last is taken first: it may still be in a cache."""
+        disposed: list[Arena] = []
+        pool = ArenaPool(shared=True, keep=2, dispose=disposed.append)
+        one, two, three = (pool.take(1000) for _ in range(3))
+        for arena in (one, two, three):
+            pool.give_back(arena)
+        assert disposed == [one]
+        assert pool.take(1000) is three
+        assert pool.take(1000) is two
+        for arena in (one, two, three):
+            arena.close()
+
+    def test_one_that_fits_is_found_beside_one_that_does_not(self) -> None:
+        """Checkpoints of two sizes may take turns."""
+        disposed: list[Arena] = []
+        pool = ArenaPool(shared=False, keep=2, dispose=disposed.append)
+        small, large = pool.take(100), pool.take(10_000)
+        pool.give_back(small)
+        pool.give_back(large)
+        assert pool.take(100) is small
+        assert disposed == []
 
     def test_trimming_keeps_nothing(self) -> None:
         """What nobody uses returns to the system."""
@@ -226,7 +249,7 @@ class TestAvailableMemory:
 def test_a_closed_pool_keeps_nothing() -> None:
     """What comes back after the end returns to the system, as does what was free."""
     disposed: list[Arena] = []
-    pool = ArenaPool(shared=False, dispose=disposed.append)
+    pool = ArenaPool(shared=False, keep=1, dispose=disposed.append)
     first, second = pool.take(100), pool.take(200)
     pool.give_back(first)
     pool.close()
@@ -241,7 +264,7 @@ def test_a_closed_pool_keeps_nothing() -> None:
 def test_threads_may_share_a_pool() -> None:
     """An arena has one user at a time, and none is lost."""
     disposed: list[Arena] = []
-    pool = ArenaPool(shared=False, dispose=disposed.append)
+    pool = ArenaPool(shared=False, keep=1, dispose=disposed.append)
     taken: set[int] = set()
 
     def use() -> None:
