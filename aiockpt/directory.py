@@ -5,7 +5,7 @@ A checkpoint is a directory with a file per rank and, written last, a *marker*::
     checkpoints/step-100/checkpoint_0.safetensors, ..., commit.json
 
 What is not whole has another name, beside it: ``.step-100.part`` is being built,
-``.step-100.old`` stood there before (where a file system cannot exchange two names), and
+``.step-100.old`` stood there before (where a file system cannot exchange names), and
 ``.step-100.*.trash`` is being removed. So at the name itself there is wholly the old
 checkpoint or wholly the new one, whatever dies when.
 
@@ -27,6 +27,7 @@ from msgspec import Meta
 
 from aiockpt.errors import CheckpointNotFoundError, StorageError
 from aiockpt.storage import named
+from aiockpt.wire.entries import Count
 
 __all__ = [
     "MARKER",
@@ -52,9 +53,7 @@ MARKER: Final = "commit.json"
 _VERSION: Final = 1
 _MARKER_LIMIT: Final = 64 << 20
 _STEP = re.compile(r"([0-9]{1,18})$")
-_HIDDEN = re.compile(r"\.(.+)\.(part|old)", re.DOTALL)
-
-Count = Annotated[int, Meta(ge=0, lt=2**63)]
+_OLD = re.compile(r"\.(.+)\.old", re.DOTALL)
 
 
 class RankFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -194,11 +193,10 @@ def _names_in(directory: Path) -> Iterator[Path]:
     names: dict[str, None] = {}
     with named(directory), suppress(FileNotFoundError):
         for each in os.scandir(directory):
-            hidden = _HIDDEN.fullmatch(each.name)
-            if hidden is None:
+            if not each.name.startswith("."):
                 names[each.name] = None
-            elif hidden[2] == "old":
-                names[hidden[1]] = None
+            elif old := _OLD.fullmatch(each.name):
+                names[old[1]] = None
     return (directory / name for name in names)
 
 

@@ -63,9 +63,28 @@ class CheckpointWriterConfig:
 
     Attributes:
         write_barrier_timeout_secs: How long it waits for the other ranks.
+        fsync: Have the disk confirm everything, so that a checkpoint outlives a power
+            failure as well; without, it outlives the process.
+        keep_last: How many checkpoints of a directory stay when one is saved; None
+            keeps all. The last whole one always stays.
+        keep_every: Those whose step is a multiple of this stay too.
+        chunk_bytes: Bytes that one digest is for in a synchronous save.
+        allow_pickle: Carry leaves that nothing else can as pickles in a synchronous
+            save; they run code when they are loaded.
     """
 
     write_barrier_timeout_secs: float = 600
+    fsync: bool = True
+    keep_last: int | None = None
+    keep_every: int | None = None
+    chunk_bytes: int = 4 << 20
+    allow_pickle: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("keep_last", "keep_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
