@@ -9,10 +9,19 @@ reader     `CheckpointReader`: whole, in place, or only some keys
 sync       `SyncCheckpointer`: saves and loads without an event loop
 base       `Checkpointer`, what all of them promise
 stager     `CheckpointStager`, `DefaultStager`: the copy that training waits for
-channel    messages between the trainer and the checkpoint process
+messages   what trainer and checkpoint process say to each other
+failures   exceptions as data, between the two
+channel    the socket between the two
+submission what was handed over to be written
+handover   whatever was staged becomes memory that the process can map
 process    `CheckpointProcess`: the trainer's end of the checkpoint process
-worker     what runs in that process
-keeper     hands the last staged snapshot to a restarted trainer
+supervisor keeps one such process running; `watched` is one of them
+thread     `CheckpointThread`: the same promises kept by a thread
+defaults   the init functions, if nobody says otherwise
+worker     what runs in the process
+control    the process's end of the socket, beside the writer
+jobs       one write, in whatever thread or process it happens
+keeper     hands the last staged snapshot to a restarted trainer: `recover`
 background `AsyncCheckpointer`: stages, and leaves the writing to the process
 builder    `make_sync_checkpointer`, `make_async_checkpointer`
 ========== ==================================================================
