@@ -21,6 +21,7 @@ __all__ = [
     "Barrier",
     "Meeting",
     "Phase",
+    "barrier_config_for",
     "create_barrier_from_config",
     "default_rank_info",
     "register_barrier",
@@ -71,7 +72,8 @@ class Barrier(ABC):
 
         Raises:
             PeerFailedError: another rank failed, or was not waited for any longer.
-            TransferTimeoutError: not all came in time.
+            TransferTimeoutError: not all came in time, and no rank goes on.
+            TransportError: not all came, or nobody knows.
         """
         del meeting
         if failure is None:
@@ -79,12 +81,11 @@ class Barrier(ABC):
 
     def close(self) -> None:
         """Let go of what it holds."""
-        return None
+        return
 
 
 _classes: Final[dict[str, type[Barrier]]] = {}
 _HOMES: Final = {
-    "directory": ("aiockpt.checkpointers.directory_barrier", "DirectoryBarrier"),
     "dist_barrier": ("aiockpt.checkpointers.group_barrier", "DistBarrier"),
     "tcp_store": ("aiockpt.checkpointers.store_barrier", "TCPStoreBarrier"),
 }
@@ -102,15 +103,15 @@ def create_barrier_from_config(
     """Make the barrier that ``config`` names, in the process that will wait at it.
 
     ``global_rank`` and ``global_world_size`` are given to a class that takes them,
-    where ``barrier_args`` has none. One rank needs no barrier; several without a type
-    meet in the directory that they save to.
+    where ``barrier_args`` has none. Without a type, see `barrier_config_for`.
 
     Raises:
-        ValueError: no such type.
+        ValueError: no such type, or several ranks and no way to meet.
     """
-    if config.barrier_type is None and rank_info.global_world_size == 1:
+    config = barrier_config_for(config, rank_info, apart=False)
+    if config.barrier_type is None:
         return None
-    make = _class_of(config.barrier_type or "directory")
+    make = _class_of(config.barrier_type)
     known = {
         "global_rank": rank_info.global_rank,
         "global_world_size": rank_info.global_world_size,
@@ -118,6 +119,32 @@ def create_barrier_from_config(
     taken = inspect.signature(make).parameters
     given = {name: value for name, value in known.items() if name in taken}
     return make(**(given | dict(config.barrier_args)))
+
+
+def barrier_config_for(
+    config: BarrierConfig, rank_info: RankInfo, *, apart: bool
+) -> BarrierConfig:
+    """Say how ranks meet where ``config`` does not; in the trainer's process.
+
+    One rank needs no barrier. Several, with torch.distributed initialized, meet in a
+    process group, or (``apart``: in a process of their own) in the TCP store that the
+    default process group was made with.
+
+    Raises:
+        ValueError: there are several ranks, and nothing where they could meet.
+    """
+    if config.barrier_type is not None or rank_info.global_world_size == 1:
+        return config
+    if not _distributed_is_initialized():
+        raise ValueError(
+            f"{rank_info.global_world_size} ranks need somewhere to meet: name it by "
+            "BarrierConfig, or initialize torch.distributed first"
+        )
+    if not apart:
+        return BarrierConfig("dist_barrier")
+    from aiockpt.checkpointers.store_barrier import default_store_arguments
+
+    return BarrierConfig("tcp_store", default_store_arguments())
 
 
 def _class_of(name: str) -> Callable[..., Barrier]:
@@ -132,9 +159,15 @@ def _class_of(name: str) -> Callable[..., Barrier]:
 
 def default_rank_info() -> RankInfo:
     """Say who this process is in torch's default process group; alone without one."""
+    if not _distributed_is_initialized():
+        return RankInfo(0, 1)
+    distributed = sys.modules["torch.distributed"]
+    return RankInfo(distributed.get_rank(), distributed.get_world_size())
+
+
+def _distributed_is_initialized() -> bool:
+    # Not imported for this: who has initialized it has imported it.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available():
-        return RankInfo(0, 1)
-    if not distributed.is_initialized():
-        return RankInfo(0, 1)
-    return RankInfo(distributed.get_rank(), distributed.get_world_size())
+        return False
+    return bool(distributed.is_initialized())

@@ -14,7 +14,12 @@ from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.hooks import WriterHook, finish
 from aiockpt.commit import Draft, remove_tree
 from aiockpt.directory import StrPath, part_of, settle, step_of
-from aiockpt.errors import PeerFailedError, StorageError, TransportError
+from aiockpt.errors import (
+    PeerFailedError,
+    StorageError,
+    TransferTimeoutError,
+    TransportError,
+)
 from aiockpt.memory import Arena, ArenaPool
 from aiockpt.retention import retire, sweep
 from aiockpt.snapshotfile import Sealed, Source, Viewed, write_source
@@ -205,8 +210,7 @@ class _Save:
         try:
             self._barrier.meet(self._meeting(phase))
         except TransportError as error:
-            # Of those that just were not there in time, somebody may still commit.
-            if isinstance(error, PeerFailedError):
+            if _is_final(phase, error):
                 draft.discard()
             detail = f"it was not committed: {error}"
             raise StorageError(str(self.target), detail) from error
@@ -219,3 +223,10 @@ class _Save:
             place=part_of(self.target),
             timeout=self._timeout,
         )
+
+
+def _is_final(phase: Phase, error: TransportError) -> bool:
+    """Say whether certainly nobody commits any more what this rank has written."""
+    if phase == "committed":  # rank 0 is the one that would
+        return isinstance(error, PeerFailedError) and not error.rank
+    return isinstance(error, PeerFailedError | TransferTimeoutError)
