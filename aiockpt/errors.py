@@ -29,6 +29,7 @@ that a caller would guess::
     ├── StorageError                      not written, or no checkpoint (OSError)
     │   └── CheckpointNotFoundError           no whole one is there (FileNotFoundError)
     ├── WorkerError                       the checkpoint process died or raised
+    ├── SaveInProgressError               two saves are under way (BlockingIOError)
     └── ClosedError                       used after close (RuntimeError)
 
 An exception carries its facts as attributes and composes its sentence from them.
@@ -337,6 +338,18 @@ class WorkerError(AiockptError):
         super().__init__(detail)
         self.exitcode = exitcode
         self.remote_traceback = remote_traceback
+
+
+class SaveInProgressError(AiockptError, BlockingIOError):
+    """A save was refused, as the policy says: ``under_way`` others are not written."""
+
+    def __init__(self, path: str, *, under_way: int) -> None:
+        super().__init__()
+        self.path = path
+        self.under_way = under_way
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.under_way} saves before it are not written yet"
 
 
 class ClosedError(AiockptError, RuntimeError):

@@ -123,15 +123,15 @@ class CheckpointProcess(BackgroundWriter):
             snapshot = await self._handover.snapshot(staged, path, keywords)
             try:
                 parcel = await self._handover.parcel(snapshot, keywords)
+                try:
+                    await self._supervisor.running()
+                except BaseException:
+                    os.close(parcel)
+                    raise
+                # From here to the return nothing is awaited, so nothing can cut in.
                 self._count += 1
                 submission = Submission(self._count, path, snapshot, progress)
-                message = Write(
-                    number=submission.number,
-                    path=text_of(path),
-                    header_bytes=len(snapshot.manifest.header),
-                    segment_bytes=snapshot.manifest.segment_bytes,
-                )
-                await self._supervisor.send(submission, message, parcel)
+                self._supervisor.send(submission, _message(submission), parcel)
             finally:
                 snapshot.release()
         return submission
@@ -153,7 +153,7 @@ class CheckpointProcess(BackgroundWriter):
         await self._end(partial(self._supervisor.close, timeout=limit))
 
     async def aclose(self) -> None:
-        """Do the same."""
+        """Close it; another name for :meth:`close`."""
         await self.close()
 
     async def abandon(self) -> None:
@@ -167,6 +167,16 @@ class CheckpointProcess(BackgroundWriter):
             last,
             partial(self._bridge.aclose, timeout=_CLOSING),
         )
+
+
+def _message(submission: Submission) -> Write:
+    manifest = submission.snapshot.manifest
+    return Write(
+        number=submission.number,
+        path=text_of(submission.path),
+        header_bytes=len(manifest.header),
+        segment_bytes=manifest.segment_bytes,
+    )
 
 
 def _setup(rank_info: RankInfo, config: CheckpointProcessConfig) -> Setup:

@@ -89,7 +89,7 @@ class CheckpointStager(ABC):
         """
 
     @abstractmethod
-    async def aclose(self) -> None:
+    async def close(self) -> None:
         """Let go of all memory."""
 
 
@@ -139,7 +139,7 @@ class DefaultStager(CheckpointStager):
             snapshot = await self._stager.stage(state_dict, step=step)
         return StagedState(snapshot, allow_pickle=self._config.allow_pickle)
 
-    async def aclose(self) -> None:
+    async def close(self) -> None:
         """Let go of all memory; that of a state which is still staged goes with it."""
         self._stager.close()
         steps = [partial(self._lifetime.calls_ended, timeout=_CLOSING)]

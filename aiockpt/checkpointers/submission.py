@@ -116,9 +116,9 @@ class BackgroundWriter(ABC):
         """Call off a submission that has not begun; say whether it was."""
 
     @abstractmethod
-    async def aclose(self) -> None:
+    async def close(self) -> None:
         """Finish what was handed over within a time of its own, then end."""
 
     async def abandon(self) -> None:
         """End as if this process had died; where that is possible."""
-        await self.aclose()
+        await self.close()

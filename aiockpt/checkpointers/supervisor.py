@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from contextlib import suppress
 from typing import Final
 
@@ -71,58 +70,17 @@ class Supervisor:
         Raises:
             WorkerError: they failed, or it could not be started.
         """
-        child = await self._running()
+        child = await self.running()
         await child.prepared.wait()
         if child.failure is not None:
             raise child.failure
 
-    async def send(self, submission: Submission, message: Write, parcel: int) -> None:
-        """Hand over a write, and own its parcel.
+    async def running(self) -> Watched:
+        """Return the process that is watched; start one if there is none.
 
         Raises:
-            WorkerError: no process could be started.
+            WorkerError: none can be started.
         """
-        try:
-            child = await self._running()
-        except BaseException:
-            os.close(parcel)
-            raise
-        sent = Sent(submission, message, parcel)
-        self._sent[submission.number] = sent
-        child.post(sent)
-
-    def drop(self, submission: Submission) -> None:
-        """Ask to forget a write; the submission settles either way."""
-        if self._child is not None:
-            self._child.channel.send(Drop(submission.number))
-
-    async def close(self, *, timeout: float) -> None:
-        """Have the process finish and end; kill it after ``timeout`` seconds."""
-        self._closing = True
-        if self._next is not None:  # it was never watched
-            await self._running()
-        if self._child is not None:
-            self._close_by = asyncio.get_running_loop().time() + timeout
-            self._child.channel.send(Close())
-            self._child.changed.set()
-        if self._watching is not None:
-            await asyncio.wait({self._watching})
-
-    async def abandon(self) -> None:
-        """Leave the process to itself, as if this one had died."""
-        self._closing = True
-        child = await self._running()
-        child.channel.send(Close(keep=True))
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait({self._watching})
-        child.leave()
-        self._fail_all(WorkerError("the process was left to itself"))
-
-    # ------------------------------------------------------------ one process
-
-    async def _running(self) -> Watched:
-        """Return the process that is watched; start one if there is none."""
         while self._child is None:
             child = self._next or Child(self._recipe)
             self._next = child
@@ -139,6 +97,50 @@ class Supervisor:
             if self._next is child:
                 self._watch(child)
         return self._child
+
+    def send(self, submission: Submission, message: Write, parcel: int) -> None:
+        """Hand over a write to the process that :meth:`running` returned, right after.
+
+        The parcel is the supervisor's from now on.
+        """
+        assert self._child is not None
+        sent = Sent(submission, message, parcel)
+        self._sent[submission.number] = sent
+        self._child.post(sent)
+
+    def drop(self, submission: Submission) -> None:
+        """Ask to forget a write; the submission settles either way."""
+        if self._child is not None:
+            self._child.channel.send(Drop(submission.number))
+
+    async def close(self, *, timeout: float) -> None:
+        """Have the process finish and end; kill it after ``timeout`` seconds."""
+        self._closing = True
+        if self._next is not None:  # it was never watched
+            await self.running()
+        if self._child is not None:
+            self._close_by = asyncio.get_running_loop().time() + timeout
+            self._child.channel.send(Close())
+            self._child.changed.set()
+        if self._watching is not None:
+            await asyncio.wait({self._watching})
+
+    async def abandon(self) -> None:
+        """Leave the process to itself, as if this one had died."""
+        self._closing = True
+        child = await self.running()
+        child.channel.send(Close(keep=True))
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait({self._watching})
+        child.leave()
+        self._fail_all(
+            WorkerError(
+                "it was left to the checkpoint process, which this one has left"
+            )
+        )
+
+    # ------------------------------------------------------------ one process
 
     def _give_up(self, child: Child) -> None:
         child.close()
@@ -190,14 +192,15 @@ class Supervisor:
 
     async def _replace(self) -> None:
         """Start the next process, and hand it what the last one has not begun."""
-        waiting = list(self._sent.values())
+        waiting = list(self._sent)
         try:
-            child = await self._running()
+            child = await self.running()
         except AiockptError as error:
             logger.error("%s", error)
             self._fail_all(error)
             return
-        for sent in waiting:
+        for number in waiting:
+            sent = self._sent[number]
             if sent.tries < _TRIES:
                 child.post(sent)
             else:
