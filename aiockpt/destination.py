@@ -26,7 +26,7 @@ from aiockpt.template import Match, Template
 from aiockpt.wire.limits import Limits, enforce
 from aiockpt.wire.manifest import Manifest
 
-__all__ = ["Destination", "Terms", "destination_of"]
+__all__ = ["Destination", "Terms", "destination_of", "mark_changed"]
 
 # A receiver with less to spare would take the host down with it.
 _SHARE_OF_MEMORY = 0.9
@@ -183,7 +183,7 @@ class _InTemplate:
         return parts_over(self._manifest, buffer, parts=parts, blobs=blobs)
 
     def _load(self, fences: dict[torch.device, Event]) -> list[Event]:
-        _mark_changed(self._match.changed())
+        mark_changed(self._match.changed())
         self.touched = True
         events = self._copies.load_parts(fences)
         for chunk in range(len(self._grid)):
@@ -239,7 +239,7 @@ def _at_home(backings: Backings, ports: PortFor) -> int:
     return nbytes
 
 
-def _mark_changed(tensors: Iterable[torch.Tensor]) -> None:
+def mark_changed(tensors: Iterable[torch.Tensor]) -> None:
     """Tell autograd that the memory changes behind its back."""
     counted = [tensor for tensor in tensors if not tensor.is_inference()]
     for start in range(0, len(counted), _SLICE):

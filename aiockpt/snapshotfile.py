@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from aiockpt.errors import StorageError
-from aiockpt.storage import named
+from aiockpt.storage import after, named
 from aiockpt.wire.manifest import Manifest
 
 __all__ = ["BLOCK", "Sealed", "Source", "Viewed", "write_source"]
@@ -110,16 +110,7 @@ def _write(fd: int, views: Sequence[memoryview], at: int) -> None:
         while left:
             written = os.pwritev(fd, left, at)
             at += written
-            left = _after(left, written)
-
-
-def _after(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """Return what is left of views when their first ``nbytes`` have been written."""
-    for index, view in enumerate(views):
-        if nbytes < view.nbytes:
-            return [view[nbytes:], *views[index + 1 :]]
-        nbytes -= view.nbytes
-    return []
+            left = after(left, written)
 
 
 @contextmanager

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 from typing import Any
 
-from aiockpt._bridge import Bridge
+from aiockpt._blocking import run_blocking
 
 __all__ = ["WriterHook", "finish"]
 
@@ -31,32 +30,9 @@ class WriterHook(ABC):
 
 def finish(outcome: Awaitable[None] | None) -> None:
     """Run what a coroutine function returned to its end, on a loop of its own."""
-    if not inspect.isawaitable(outcome):
-        return
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        asyncio.run(_awaited(outcome))
-    else:
-        _finish_apart(outcome)
+    if inspect.isawaitable(outcome):
+        run_blocking(_awaited(outcome))
 
 
 async def _awaited(outcome: Awaitable[None]) -> None:
     await outcome
-
-
-def _finish_apart(outcome: Awaitable[None]) -> None:
-    """Do so in another thread, since a loop already runs in this one."""
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            asyncio.run(_awaited(outcome))
-        except BaseException as error:  # noqa: BLE001 - it is raised below
-            failures.append(error)
-
-    bridge = Bridge(threads=1, name="aiockpt-hook")
-    bridge.post(run)
-    bridge.close()
-    for failure in failures:
-        raise failure
