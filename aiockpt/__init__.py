@@ -41,6 +41,28 @@ from aiockpt.errors import (
 )
 
 if TYPE_CHECKING:
+    from aiockpt.checkpointers.background import AsyncCheckpointer
+    from aiockpt.checkpointers.base import Checkpointer
+    from aiockpt.checkpointers.builder import (
+        make_async_checkpointer,
+        make_sync_checkpointer,
+    )
+    from aiockpt.checkpointers.config import (
+        BarrierConfig,
+        CheckpointerConfig,
+        CheckpointProcessConfig,
+        CheckpointStagerConfig,
+        CheckpointWriterConfig,
+        RankInfo,
+    )
+    from aiockpt.checkpointers.handle import CheckpointerStatistics, SaveHandle
+    from aiockpt.checkpointers.process import CheckpointProcess
+    from aiockpt.checkpointers.recovery import Recovered, recover
+    from aiockpt.checkpointers.stager import (
+        CheckpointStager,
+        DefaultStager,
+        StagedState,
+    )
     from aiockpt.flatten import register_leaf
     from aiockpt.http.transport import HTTPTransport
     from aiockpt.observe import Progress, TransferEvent
@@ -52,11 +74,22 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AiockptError",
+    "AsyncCheckpointer",
     "AuthenticationError",
+    "BarrierConfig",
     "CheckpointChangedError",
     "CheckpointNotFoundError",
+    "CheckpointProcess",
+    "CheckpointProcessConfig",
+    "CheckpointStager",
+    "CheckpointStagerConfig",
     "CheckpointTransport",
+    "CheckpointWriterConfig",
+    "Checkpointer",
+    "CheckpointerConfig",
+    "CheckpointerStatistics",
     "ClosedError",
+    "DefaultStager",
     "DeviceMeshError",
     "HTTPTransport",
     "IntegrityError",
@@ -70,8 +103,12 @@ __all__ = [
     "ProcessGroupError",
     "Progress",
     "ProtocolError",
+    "RankInfo",
+    "Recovered",
     "RemoteProtocolError",
+    "SaveHandle",
     "SaveInProgressError",
+    "StagedState",
     "StagingError",
     "StateDictError",
     "StepNotFoundError",
@@ -86,18 +123,39 @@ __all__ = [
     "UnsupportedLeafError",
     "WorkerError",
     "__version__",
+    "make_async_checkpointer",
+    "make_sync_checkpointer",
+    "recover",
     "register_leaf",
 ]
 
 # Where each lazy name lives; the imports under TYPE_CHECKING tell type checkers the
 # same, and tests/test_exports.py holds the two together.
 _HOMES = {
+    "AsyncCheckpointer": "aiockpt.checkpointers.background",
+    "BarrierConfig": "aiockpt.checkpointers.config",
+    "CheckpointProcess": "aiockpt.checkpointers.process",
+    "CheckpointProcessConfig": "aiockpt.checkpointers.config",
+    "CheckpointStager": "aiockpt.checkpointers.stager",
+    "CheckpointStagerConfig": "aiockpt.checkpointers.config",
     "CheckpointTransport": "aiockpt.transport",
+    "CheckpointWriterConfig": "aiockpt.checkpointers.config",
+    "Checkpointer": "aiockpt.checkpointers.base",
+    "CheckpointerConfig": "aiockpt.checkpointers.config",
+    "CheckpointerStatistics": "aiockpt.checkpointers.handle",
+    "DefaultStager": "aiockpt.checkpointers.stager",
     "HTTPTransport": "aiockpt.http.transport",
     "Limits": "aiockpt.wire.limits",
     "PGTransport": "aiockpt.pg.transport",
     "Progress": "aiockpt.observe",
+    "RankInfo": "aiockpt.checkpointers.config",
+    "Recovered": "aiockpt.checkpointers.recovery",
+    "SaveHandle": "aiockpt.checkpointers.handle",
+    "StagedState": "aiockpt.checkpointers.stager",
     "TransferEvent": "aiockpt.observe",
+    "make_async_checkpointer": "aiockpt.checkpointers.builder",
+    "make_sync_checkpointer": "aiockpt.checkpointers.builder",
+    "recover": "aiockpt.checkpointers.recovery",
     "register_leaf": "aiockpt.flatten",
 }
 

@@ -21,7 +21,11 @@ defaults   the init functions, if nobody says otherwise
 worker     what runs in the process
 control    the process's end of the socket, beside the writer
 jobs       one write, in whatever thread or process it happens
-keeper     hands the last staged snapshot to a restarted trainer: `recover`
+keeper     keeps the last staged snapshot for a restarted trainer
+rendezvous where the two meet
+recovery   `recover`, what a restarted trainer calls
+handle     one save as its caller sees it, and the account of all
+loading    a load that can be cancelled
 background `AsyncCheckpointer`: stages, and leaves the writing to the process
 builder    `make_sync_checkpointer`, `make_async_checkpointer`
 ========== ==================================================================

@@ -21,6 +21,7 @@ from aiockpt.checkpointers.handle import (
     SaveHandle,
     meter,
 )
+from aiockpt.checkpointers.loading import load
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.stager import CheckpointStager, StagedState
 from aiockpt.checkpointers.submission import BackgroundWriter, Submission
@@ -147,21 +148,21 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         strict: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Return the state dict at ``path``; see :class:`.CheckpointReader`.
+        """Return the state dict at ``path``; see :meth:`CheckpointReader.read`.
 
-        If cancelled, ``state_dict`` may be filled in part.
+        If cancelled, ``state_dict`` may be filled in part, and is left alone from
+        then on.
         """
         with self._lifetime.call():
-            read = partial(
-                self._reader.read,
+            return await load(
+                self._bridge,
+                self._reader,
                 path,
                 state_dict,
                 map_location=default_map_location,
                 strict=strict,
                 **kwargs,
             )
-            loaded, _ = await self._bridge.run(read)
-        return loaded
 
     def statistics(self) -> CheckpointerStatistics:
         """Return how many saves there were, and what they took."""

@@ -83,21 +83,13 @@ def make_async_checkpointer(
     make_writer = checkpoint_writer_init_fn or configured_writer
     arguments = dict(checkpoint_writer_init_args or {})
     if checkpoint_writer_init_fn is None:
-        apart = config.use_process
-        arguments = {
-            "writer_config": config.writer_config,
-            "barrier_config": barrier_config_for(
-                config.barrier_config, rank_info, apart=apart
-            ),
-            "commit_hook": commit_hook,
-            **arguments,
-        }
+        arguments = {**_writer_args(config, rank_info, commit_hook), **arguments}
+    staging, process = config.staging_config, config.process_config
     writer: BackgroundWriter
-    staging = config.staging_config
     if config.use_process:
         writer = CheckpointProcess(
             rank_info,
-            config.process_config,
+            process,
             subprocess_init_fn,
             subprocess_init_args,
             make_writer,
@@ -107,19 +99,32 @@ def make_async_checkpointer(
     else:
         # Nobody else maps it, and private memory has huge pages.
         staging = replace(staging, use_shared_memory=False)
+        make = partial(make_writer, **{"rank_info": rank_info, **arguments})
+        timeout = process.subprocess_shutdown_timeout_secs
         writer = CheckpointThread(
-            partial(make_writer, **{"rank_info": rank_info, **arguments}),
-            shutdown_timeout_secs=config.process_config.subprocess_shutdown_timeout_secs,
-            staging_config=staging,
+            make, shutdown_timeout_secs=timeout, staging_config=staging
         )
     return AsyncCheckpointer(
         DefaultStager(staging),
         writer,
-        CheckpointReader(rank_info),
+        CheckpointReader(rank_info, allow_pickle=staging.allow_pickle),
         busy_policy=config.busy_policy,
         raise_on_failure=config.raise_on_failure,
-        keep_last=config.use_process and config.process_config.keep_last_seconds > 0,
+        keep_last=config.use_process and process.keep_last_seconds > 0,
     )
+
+
+def _writer_args(
+    config: CheckpointerConfig, rank_info: RankInfo, hook: WriterHook | None
+) -> dict[str, Any]:
+    barrier = barrier_config_for(
+        config.barrier_config, rank_info, apart=config.use_process
+    )
+    return {
+        "writer_config": config.writer_config,
+        "barrier_config": barrier,
+        "commit_hook": hook,
+    }
 
 
 def _check_policy(config: CheckpointerConfig, rank_info: RankInfo) -> None:

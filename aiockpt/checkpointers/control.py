@@ -122,9 +122,16 @@ class Control:
     # ---------------------------------------------------- for the main thread
 
     def report(self, message: FromWorker) -> None:
-        """Tell the trainer."""
+        """Tell the trainer soon."""
         self._started.wait()
         self._loop.call_soon_threadsafe(self._channel.send, message)
+
+    def declare(self, message: FromWorker) -> None:
+        """Tell the trainer now: what comes next may be the end of this process."""
+        self.report(message)
+        sent = threading.Event()
+        self._loop.call_soon_threadsafe(sent.set)
+        sent.wait()
 
     def sealed(self, number: int, manifest: Manifest) -> None:
         """Remember the digests of the last snapshot, if somebody may ask for it."""

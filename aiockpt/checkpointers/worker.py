@@ -82,7 +82,7 @@ def _work(inbox: Inbox, control: Control) -> None:
     except BaseException as error:  # noqa: BLE001 - it is the trainer's to know
         control.report(Ended(0, failure=failure_of(error)))
         return
-    control.report(Ready())
+    control.declare(Ready())
     while isinstance(job := inbox.take(), Job):
         _write(writer, job, control)
     if callable(close := getattr(writer, "close", None)):
@@ -115,7 +115,7 @@ def _lower_priority(setup: Setup) -> None:
 
 def _write(writer: Any, job: Job, control: Control) -> None:
     number = job.request.number
-    control.report(Begun(number))
+    control.declare(Begun(number))
     began = time.monotonic()
     failure = None
     try:
