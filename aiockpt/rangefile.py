@@ -28,7 +28,7 @@ Verify: TypeAlias = Literal["full", "sampled", "none"]
 
 OnBytes: TypeAlias = Callable[[int], None]
 
-_BLOCK: Final = 4 << 20
+_BLOCK: Final = 2 << 20  # what is digested while it is in the cache
 _SPAN: Final = 32 << 20  # of what a thread takes at once where no digest says
 _EVERY: Final = 16
 _MAX_VIEWS: Final = 1024
