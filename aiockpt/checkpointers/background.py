@@ -133,6 +133,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         except (SaveInProgressError, ClosedError, LocalProtocolError):
             raise
         except Exception as error:
+            await self._writer.forsake(handle.path, handle.step, str(error))
             self._account.failed(handle, error)  # and training goes on
             if self._raises:
                 handle.observed = True

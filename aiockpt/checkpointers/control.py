@@ -7,13 +7,14 @@ nothing hangs, and notices when the trainer has gone.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import threading
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from aiockpt.checkpointers.channel import Channel
 from aiockpt.checkpointers.jobs import Job
@@ -23,6 +24,7 @@ from aiockpt.checkpointers.messages import (
     Close,
     Drop,
     Dropped,
+    Forsake,
     FromWorker,
     Setup,
     Write,
@@ -31,6 +33,8 @@ from aiockpt.checkpointers.messages import (
 from aiockpt.wire.manifest import Manifest
 
 __all__ = ["Control", "Inbox", "Preparation"]
+
+logger = logging.getLogger("aiockpt")
 
 BEAT: Final = 1.0
 """Seconds between two signs of life while something is being written."""
@@ -44,12 +48,15 @@ class Preparation:
     parcel: int
 
 
+Work: TypeAlias = Preparation | Job | Forsake
+
+
 class Inbox:
     """What the main thread is to do, in order. For threads."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._work: deque[Preparation | Job] = deque()
+        self._work: deque[Work] = deque()
         self._closed = False
         self._at_work = False
 
@@ -61,13 +68,13 @@ class Inbox:
         """Whether there is anything to do, or something is being done."""
         return self._at_work or bool(self._work)
 
-    def put(self, work: Preparation | Job) -> None:
+    def put(self, work: Work) -> None:
         """Add what is to be done."""
         with self._changed:
             self._work.append(work)
             self._changed.notify()
 
-    def take(self) -> Preparation | Job | None:
+    def take(self) -> Work | None:
         """Wait for the next thing to do; None: there will be nothing more."""
         with self._changed:
             self._at_work = False
@@ -117,7 +124,11 @@ class Control:
 
     def run(self) -> None:
         """Serve until :meth:`finish`. For a thread."""
-        asyncio.run(self._serve())
+        try:
+            asyncio.run(self._serve())
+        except BaseException:
+            logger.exception("the checkpoint process is deaf, and ends")
+            os._exit(1)
 
     # ---------------------------------------------------- for the main thread
 
@@ -189,6 +200,8 @@ class Control:
             if self._keeper is not None:
                 self._keeper.hold(job)
             self._inbox.put(job)
+        elif isinstance(message, Forsake):
+            self._inbox.put(message)
         elif isinstance(message, Drop):
             self._drop(message.number)
         else:

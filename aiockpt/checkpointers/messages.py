@@ -23,6 +23,7 @@ __all__ = [
     "Drop",
     "Dropped",
     "Ended",
+    "Forsake",
     "FromWorker",
     "Progressed",
     "Ready",
@@ -64,6 +65,14 @@ class Write(msgspec.Struct, tag=True, frozen=True):
     path: str
     header_bytes: int
     segment_bytes: int
+
+
+class Forsake(msgspec.Struct, tag=True, frozen=True):
+    """Tell the other ranks that this one has nothing to write."""
+
+    path: str
+    step: int
+    reason: str
 
 
 class Drop(msgspec.Struct, tag=True, frozen=True):
@@ -113,7 +122,7 @@ class Alive(msgspec.Struct, tag=True, frozen=True):
     """Nothing new, and nothing hangs."""
 
 
-ToWorker: TypeAlias = Setup | Write | Drop | Close
+ToWorker: TypeAlias = Setup | Write | Forsake | Drop | Close
 FromWorker: TypeAlias = Ready | Begun | Progressed | Dropped | Ended | Alive
 
 encode = msgspec.json.encode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -19,15 +20,17 @@ from aiockpt.checkpointers.defaults import (
     default_writer_init_fn,
 )
 from aiockpt.checkpointers.handover import Handover, text_of
-from aiockpt.checkpointers.messages import Setup, Write
+from aiockpt.checkpointers.messages import Forsake, Setup, Write
 from aiockpt.checkpointers.process_launch import Recipe
 from aiockpt.checkpointers.rendezvous import runtime_dir
 from aiockpt.checkpointers.submission import BackgroundWriter, Submission
 from aiockpt.checkpointers.supervisor import Supervisor
+from aiockpt.errors import WorkerError
 
 __all__ = ["CheckpointProcess"]
 
 _CLOSING: Final = 5.0
+_LONGEST: Final = 4096
 
 
 class CheckpointProcess(BackgroundWriter):
@@ -71,6 +74,7 @@ class CheckpointProcess(BackgroundWriter):
             {"rank_info": rank_info, **(checkpoint_writer_init_args or {})},
             partial(_setup, rank_info, config),
         )
+        self._ranks = rank_info.global_world_size
         self._config = config
         self._lifetime = Lifetime("the checkpoint process")
         self._bridge = Bridge(threads=2, name="aiockpt-process")
@@ -142,6 +146,13 @@ class CheckpointProcess(BackgroundWriter):
             self._supervisor.drop(submission)
             await submission.settled()
         return not submission.begun
+
+    async def forsake(self, path: str, step: int, reason: str) -> None:
+        """Tell the other ranks, if there are any, that this one saves nothing."""
+        if self._ranks > 1:
+            message = Forsake(text_of(path), step, reason[:_LONGEST])
+            with suppress(WorkerError):  # then it reaches nobody
+                await self._supervisor.forsake(message)
 
     async def close(self) -> None:
         """Let the child finish what it was given, and end it.

@@ -119,6 +119,10 @@ class BackgroundWriter(ABC):
     async def close(self) -> None:
         """Finish what was handed over within a time of its own, then end."""
 
+    @abstractmethod
+    async def forsake(self, path: str, step: int, reason: str) -> None:
+        """Tell the other ranks, if there are any, that this one saves nothing."""
+
     async def abandon(self) -> None:
         """End as if this process had died; where that is possible."""
         await self.close()

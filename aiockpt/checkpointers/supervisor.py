@@ -13,7 +13,7 @@ from typing import Final
 
 from aiockpt._bridge import Bridge
 from aiockpt.checkpointers.config import CheckpointProcessConfig
-from aiockpt.checkpointers.messages import Close, Drop, Write
+from aiockpt.checkpointers.messages import Close, Drop, Forsake, Write
 from aiockpt.checkpointers.process_launch import Child, Recipe
 from aiockpt.checkpointers.submission import Submission
 from aiockpt.checkpointers.watched import Sent, Watched
@@ -112,6 +112,11 @@ class Supervisor:
         """Ask to forget a write; the submission settles either way."""
         if self._child is not None:
             self._child.channel.send(Drop(submission.number))
+
+    async def forsake(self, message: Forsake) -> None:
+        """Tell the process that a save will not come."""
+        child = await self.running()
+        child.channel.send(message)
 
     async def close(self, *, timeout: float) -> None:
         """Have the process finish and end; kill it after ``timeout`` seconds."""

@@ -82,6 +82,10 @@ class CheckpointThread(BackgroundWriter):
         await submission.settled()
         return not submission.begun
 
+    async def forsake(self, path: str, step: int, reason: str) -> None:
+        """Tell the other ranks, if there are any, that this one saves nothing."""
+        self._bridge.post(self._forsake, text_of(path), step, reason)
+
     async def close(self) -> None:
         """Finish what was handed over within its time, then end."""
         await self._lifetime.end(
@@ -112,6 +116,15 @@ class CheckpointThread(BackgroundWriter):
         finally:
             del self._waiting[submission]
 
+    def _forsake(self, path: str, step: int, reason: str) -> None:
+        if callable(abandon := getattr(self._made(), "abandon", None)):
+            abandon(path, step, reason)
+
+    def _made(self) -> Any:
+        if self._writer is None:
+            self._writer = self._make_writer()
+        return self._writer
+
     def _perform(
         self,
         loop: asyncio.AbstractEventLoop,
@@ -124,14 +137,11 @@ class CheckpointThread(BackgroundWriter):
                 return False
             submission.begun = True
         loop.call_soon_threadsafe(submission.begin)
-        if self._writer is None:
-            self._writer = self._make_writer()
         snapshot = submission.snapshot
-        whole = _Sealed(snapshot)
         perform(
-            self._writer,
+            self._made(),
             text_of(submission.path),
-            whole,
+            _Sealed(snapshot),
             keywords,
             memory=partial(_memory, snapshot),
             report=lambda done: _advance(loop, submission, done),

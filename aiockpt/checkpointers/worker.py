@@ -6,6 +6,7 @@ Nothing here needs torch unless a writer has a ``write`` of its own.
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import multiprocessing.spawn  # noqa: TID251 - this is the checkpoint process
 import os
@@ -32,6 +33,7 @@ from aiockpt.checkpointers.jobs import (
 from aiockpt.checkpointers.messages import (
     Begun,
     Ended,
+    Forsake,
     Progressed,
     Ready,
     Setup,
@@ -39,6 +41,8 @@ from aiockpt.checkpointers.messages import (
 )
 
 __all__ = ["main"]
+
+logger = logging.getLogger("aiockpt")
 
 # ioprio_set(2) has no name in the C library.
 _IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
@@ -83,8 +87,11 @@ def _work(inbox: Inbox, control: Control) -> None:
         control.report(Ended(0, failure=failure_of(error)))
         return
     control.declare(Ready())
-    while isinstance(job := inbox.take(), Job):
-        _write(writer, job, control)
+    while (work := inbox.take()) is not None:
+        if isinstance(work, Job):
+            _write(writer, work, control)
+        elif isinstance(work, Forsake):
+            _forsake(writer, work)
     if callable(close := getattr(writer, "close", None)):
         close()
 
@@ -127,15 +134,29 @@ def _write(writer: Any, job: Job, control: Control) -> None:
     control.report(Ended(number, time.monotonic() - began, failure))
 
 
+def _forsake(writer: Any, work: Forsake) -> None:
+    if callable(abandon := getattr(writer, "abandon", None)):
+        try:
+            abandon(work.path, work.step, work.reason)
+        except Exception:
+            logger.warning("the other ranks were not told", exc_info=True)
+
+
 def _perform(writer: Any, job: Job, control: Control) -> None:
-    keywords = decode_keywords(job.keywords)
+    path = job.request.path
     snapshot = MappedSnapshot(trusted_header(job.header), job.arena)
+    try:
+        keywords = decode_keywords(job.keywords)
+    except Exception as error:
+        _forsake(writer, Forsake(path, snapshot.manifest.step, str(error)))
+        snapshot.close()
+        raise
     try:
         snapshot.manifest = sealed(snapshot)
         control.sealed(job.request.number, snapshot.manifest)
         perform(
             writer,
-            job.request.path,
+            path,
             snapshot,
             keywords,
             memory=lambda: _private(snapshot, job.arena),
