@@ -20,7 +20,7 @@ from aiockpt._backings import Backings
 from aiockpt._device import Event, Pair, PortFor
 from aiockpt.memory import Arena, view_of_address
 
-__all__ = ["CopyPlan", "Fences"]
+__all__ = ["CopyPlan", "Fences", "once"]
 
 Fences: TypeAlias = dict[torch.device, Event]
 
@@ -50,7 +50,7 @@ def _physical(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_WORDS.get(tensor.itemsize, tensor.dtype))
 
 
-def _once(destination: torch.Tensor, source: torch.Tensor) -> Pair:
+def once(destination: torch.Tensor, source: torch.Tensor) -> Pair:
     """Leave out the repetitions of expanded dimensions, which cannot be written."""
     for dim, stride in enumerate(destination.stride()):
         if not stride:
@@ -157,12 +157,12 @@ class CopyPlan:
         for entry in self._backings.parts:
             start, stop = self._starts[entry], self._stops[entry]
             ctypes.memset(self._arena.address + start, 0, stop - start)
-        pairs = (_once(host, tensor) for host, tensor in self._parts())
+        pairs = (once(host, tensor) for host, tensor in self._parts())
         return self._move_parts(pairs, after)
 
     def load_parts(self, after: Fences) -> list[Event]:
         """Copy it back, all at once."""
-        pairs = (_once(tensor, host) for host, tensor in self._parts())
+        pairs = (once(tensor, host) for host, tensor in self._parts())
         return self._move_parts(pairs, after)
 
     def _move_parts(self, pairs: Iterable[Pair], after: Fences) -> list[Event]:

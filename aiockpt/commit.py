@@ -118,7 +118,8 @@ class Draft:
                 self._put_marker(encode_commit(step, files))
                 unused = [*self._put_in_place()]
             except BaseException:
-                self._remove_others(files)
+                with suppress(OSError):
+                    self._remove_others(files)
                 raise
             self._sync(self.target.parent)
         return unused
@@ -191,12 +192,19 @@ class Draft:
             if error.errno not in _OCCUPIED:
                 raise
             if _exchange(self.part, self.target):
-                yield trash(self.part)
+                yield from _discarded(self.part)
             else:
                 yield from _discarded(old)
-                os.rename(self.target, old)
-                os.rename(self.part, self.target)
+                self._replace_by_way_of(old)
         yield from _discarded(old)
+
+    def _replace_by_way_of(self, old: Path) -> None:
+        os.rename(self.target, old)
+        try:
+            os.rename(self.part, self.target)
+        except BaseException:
+            os.rename(old, self.target)
+            raise
 
     def _sync(self, directory: Path) -> None:
         if self._durable:
@@ -245,7 +253,8 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _discarded(path: Path) -> Iterator[Path]:
-    with suppress(FileNotFoundError):
+    """Yield what a directory is called as trash, if it is there and can be moved."""
+    with suppress(OSError):
         yield trash(path)
 
 

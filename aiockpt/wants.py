@@ -13,6 +13,7 @@ from typing import Final
 
 import torch
 
+from aiockpt._copy import once
 from aiockpt._device import Event, Port, PortFor
 from aiockpt._distributed import has_version
 from aiockpt.content import Content
@@ -123,7 +124,8 @@ class Wants:
         """Copy what could not be read straight to where it belongs."""
         with torch.no_grad():
             for target, source in self._copies:
-                target.copy_(source)
+                destination, origin = once(target, source)
+                destination.copy_(origin)
 
     def _want(self, source: torch.Tensor, target: torch.Tensor | None) -> bool:
         """Take it down; False if its bytes are not a content's."""
