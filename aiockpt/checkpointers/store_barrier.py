@@ -8,6 +8,7 @@ by one decision that all of its ranks read: all came, or who failed and why.
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +27,11 @@ __all__ = ["TCPStoreBarrier", "default_store_arguments"]
 _ALL_CAME: Final = "all came"
 _LATE: Final = "late"
 _LEGACY: Final = 600.0
+_OF_A_ROUND: Final = ("arrived", "decision", "read")
+
+# How long the host of the store stays for those who have not read how it went.
+_PARTING: Final = 5.0
+_POLL: Final = 0.005
 
 
 @register_barrier
@@ -106,8 +112,19 @@ class TCPStoreBarrier(Barrier):
             raise TransportError(f"the store at {where} failed: {error}") from error
 
     def close(self) -> None:
-        """Disconnect; the host ends the store."""
+        """Disconnect. The host lets the others read the last decision first."""
+        if self._is_master and self._store is not None and self._done:
+            with suppress(RuntimeError):
+                self._wait_for_readers(self._store)
         self._store = None
+
+    def _wait_for_readers(self, store: Store) -> None:
+        key, number = self._done[-1]
+        until = time.monotonic() + _PARTING
+        while store.add(f"{key}/{number}/read", 0) < self._world_size:
+            if time.monotonic() > until:
+                return
+            time.sleep(_POLL)
 
     def _connect(self) -> Store:
         if self._store is None:
@@ -126,6 +143,7 @@ class TCPStoreBarrier(Barrier):
         key = f"{self._prefix}/{meeting}"
         decision = self._arrive(store, key, failure)
         if failure is not None:
+            self._read(store, decision)
             return
         limits = (meeting.timeout, self._longest)
         timeout = min(limit for limit in limits if limit is not None)
@@ -133,6 +151,7 @@ class TCPStoreBarrier(Barrier):
             store.wait([decision], timedelta(seconds=timeout))
         late = f"{_LATE}:{self._rank}:rank {self._rank} waited for {timeout:.3g} s"
         found = _text(store.compare_set(decision, "", late))
+        self._read(store, decision)
         if found == late:
             raise TransferTimeoutError(f"the barrier ({meeting})", timeout)
         if found != _ALL_CAME:
@@ -140,6 +159,11 @@ class TCPStoreBarrier(Barrier):
             raise PeerFailedError(int(rank), reason)
         if meeting.phase == "written" and not self._rank:
             self._forget(store)
+
+    @staticmethod
+    def _read(store: Store, decision: str) -> None:
+        """Say that this rank needs the store no longer, for the time being."""
+        store.add(f"{decision.removesuffix('decision')}read", 1)
 
     def _arrive(self, store: Store, key: str, failure: str | None) -> str:
         """Take part in the round that is on; return the key of its decision."""
@@ -173,7 +197,7 @@ class TCPStoreBarrier(Barrier):
         *past, now = self._done
         self._done = [now]
         for key, number in past:
-            for name in ("round", f"{number}/arrived", f"{number}/decision"):
+            for name in ("round", *(f"{number}/{name}" for name in _OF_A_ROUND)):
                 store.delete_key(f"{key}/{name}")
 
 
