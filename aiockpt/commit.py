@@ -31,7 +31,7 @@ from aiockpt.directory import (
     rank_file,
 )
 from aiockpt.errors import StorageError
-from aiockpt.storage import named
+from aiockpt.storage import named, sync_directory
 from aiockpt.wire.layout import ID_SLICE, LENGTH_BYTES, PREFIX
 
 __all__ = ["Draft", "is_at", "lock", "remove_tree", "trash"]
@@ -208,7 +208,7 @@ class Draft:
 
     def _sync(self, directory: Path) -> None:
         if self._durable:
-            _sync_directory(directory)
+            sync_directory(directory)
 
 
 def _check_free(target: Path) -> None:
@@ -287,11 +287,3 @@ def is_at(path: Path, fd: int) -> bool:
     with suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
     return False
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 from aiockpt.errors import StorageError
 from aiockpt.storage import after, named
-from aiockpt.wire.manifest import Manifest
+from aiockpt.wire.manifest import ForeignHeader, Manifest
 
 __all__ = ["BLOCK", "Sealed", "Source", "Viewed", "write_source"]
 
@@ -57,8 +57,8 @@ class Source(Protocol):
     def views(self, start: int, stop: int) -> Sequence[memoryview]:
         """Return ``[start, stop)``; asked for once each, in order, before the rest."""
 
-    def seal(self) -> Manifest:
-        """Return the manifest; asked for when all bytes were."""
+    def seal(self) -> Manifest | ForeignHeader:
+        """Return the header; asked for when all bytes were."""
 
 
 class Sealed:
@@ -78,8 +78,8 @@ class Sealed:
         return self._snapshot.manifest
 
 
-def write_source(path: Path, fd: int, source: Source, *, durable: bool) -> Manifest:
-    """Fill an empty file, of which ``path`` is only the name; return the manifest.
+def write_source(path: Path, fd: int, source: Source, *, durable: bool) -> None:
+    """Fill an empty file, of which ``path`` is only the name.
 
     With ``durable``, everything is on the disk afterwards.
 
@@ -96,12 +96,11 @@ def write_source(path: Path, fd: int, source: Source, *, durable: bool) -> Manif
             if durable and (stop - started >= _WRITEBACK or stop == size):
                 _start_writeback(fd, base + started, stop - started)
                 started = stop
-        manifest = source.seal()
-        assert manifest.header_bytes == base, "the header would run into the segment"
-        _write(fd, [memoryview(manifest.header)], 0)
+        sealed = source.seal()
+        assert sealed.header_bytes == base, "the header would run into the segment"
+        _write(fd, [memoryview(sealed.header)], 0)
         if durable:
             os.fsync(fd)
-    return manifest
 
 
 def _write(fd: int, views: Sequence[memoryview], at: int) -> None:

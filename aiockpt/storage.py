@@ -17,7 +17,14 @@ from aiockpt.wire.layout import LENGTH_BYTES
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import ForeignHeader, Manifest, decode_header, header_length
 
-__all__ = ["after", "digest_of", "named", "read_header", "verify_chunks"]
+__all__ = [
+    "after",
+    "digest_of",
+    "named",
+    "read_header",
+    "sync_directory",
+    "verify_chunks",
+]
 
 _BLOCK = 1 << 20
 
@@ -107,3 +114,12 @@ def after(views: list[memoryview], nbytes: int) -> list[memoryview]:
             return [view[nbytes:], *views[index + 1 :]]
         nbytes -= view.nbytes
     return []
+
+
+def sync_directory(path: Path) -> None:
+    """Have the disk confirm the names in a directory."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -144,7 +144,7 @@ class TestReplacing:
             renames.append((load(path), new.name))
             os.replace(old, new)
 
-        monkeypatch.setattr(commit.os, "rename", rename)
+        monkeypatch.setattr(os, "rename", rename)
         save(path, {"a": 2})
         seen = [state for state, _ in renames]
         assert load(path) == {"a": 2}

@@ -247,7 +247,7 @@ class TestTemplate:
     def test_strict_refuses_them(self, tmp_path: Path) -> None:
         """Before anything is changed; a RuntimeError that names them."""
         path = save(tmp_path / "s", {"a": torch.ones(3), "n": 1})
-        template = {"a": torch.zeros(3), "n": 0, "b": None}
+        template: dict[str, Any] = {"a": torch.zeros(3), "n": 0, "b": None}
         with pytest.raises(MissingKeysError, match="is missing keys: b") as caught:
             load(path, template, strict=True)
         assert isinstance(caught.value, RuntimeError)

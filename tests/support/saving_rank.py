@@ -90,7 +90,11 @@ def main(rank: int, port: int, directory: str, kind: str, life: str) -> None:
         hook = Fatal() if life == "before" and step == 2 else None
         if life in ("at", "after") and step == 2:
             barrier = FatalBarrier(barrier, life)
-        state = {"rank": rank, "step": step, "w": torch.full((50_000,), float(step))}
+        state: dict[str, Any] = {
+            "rank": rank,
+            "step": step,
+            "w": torch.full((50_000,), float(step)),
+        }
         if life == "fails" and step == 2:
             state = {"unknown": object()}
         if life == "stays-away" and step == 2:
