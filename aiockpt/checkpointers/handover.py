@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from aiockpt._bridge import Bridge
@@ -57,30 +58,42 @@ class Handover:
         if not self._shared or (arena is not None and arena.fd >= 0):
             found.acquire()
             return found
-        return await self._bridge.run(self._copied, found)
+        copied = Arena(found.manifest.segment_bytes, shared=True)
+        try:
+            await self._bridge.run(_copy, found, copied)
+        except BaseException:
+            copied.close()
+            raise
+        free = partial(self._bridge.post, copied.close)
+        return Snapshot(found.manifest, copied, live=False, on_free=free)
 
-    async def parcel(self, snapshot: Snapshot, keywords: Mapping[str, Any]) -> int:
-        """Return the parcel that goes with a snapshot.
+    async def parcel(
+        self, snapshot: Snapshot, path: str, keywords: Mapping[str, Any]
+    ) -> tuple[str, int]:
+        """Return the path for another process, and the parcel for the snapshot.
 
         Raises:
             UnsupportedLeafError: a keyword cannot travel.
         """
-        return await self._bridge.run(_parcel, snapshot, keywords)
+        made: list[int] = []
+        try:
+            text = await self._bridge.run(_parcel, made, snapshot, path, keywords)
+        except BaseException:
+            for fd in made:  # a cancel came too late to prevent it
+                os.close(fd)
+            raise
+        return text, made[0]
 
     def close(self) -> None:
         """Keep no memory from now on."""
         self._stager.close()
 
-    def _copied(self, snapshot: Snapshot) -> Snapshot:
-        manifest = snapshot.manifest
-        arena = Arena(manifest.segment_bytes, shared=True)
-        for start in range(0, manifest.segment_bytes, _BLOCK):
-            stop = min(start + _BLOCK, manifest.segment_bytes)
-            _copy_to(arena.fd, snapshot.views(start, stop), start)
-        free = arena.close
-        return Snapshot(
-            manifest, arena, live=False, on_free=lambda: self._bridge.post(free)
-        )
+
+def _copy(snapshot: Snapshot, arena: Arena) -> None:
+    size = snapshot.manifest.segment_bytes
+    for start in range(0, size, _BLOCK):
+        stop = min(start + _BLOCK, size)
+        _copy_to(arena.fd, snapshot.views(start, stop), start)
 
 
 def _copy_to(fd: int, views: Iterable[memoryview], at: int) -> None:
@@ -92,5 +105,9 @@ def _copy_to(fd: int, views: Iterable[memoryview], at: int) -> None:
             rest, at = rest[done:], at + done
 
 
-def _parcel(snapshot: Snapshot, keywords: Mapping[str, Any]) -> int:
-    return pack(snapshot.manifest.header, encode_keywords(keywords))
+def _parcel(
+    made: list[int], snapshot: Snapshot, path: str, keywords: Mapping[str, Any]
+) -> str:
+    encoded = encode_keywords(keywords)
+    made.append(pack(snapshot.manifest.header, encoded))
+    return text_of(path)

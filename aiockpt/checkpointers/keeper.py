@@ -15,7 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from aiockpt.checkpointers.jobs import Job
+from aiockpt._bridge import Bridge
+from aiockpt.checkpointers.jobs import Job, MappedSnapshot, sealed, trusted_header
 from aiockpt.checkpointers.messages import encode, pack
 from aiockpt.checkpointers.rendezvous import (
     DONE,
@@ -38,6 +39,7 @@ _LOOK: Final = 1.0
 class _Held:
     number: int
     path: str
+    header: bytes
     arena: int
     manifest: Manifest | None = None
 
@@ -66,14 +68,15 @@ class Keeper:
         self._guests: set[socket.socket] = set()
         self._done = asyncio.Event()
         self._until = 0.0
+        self._sealing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"<Keeper {self._name or 'idle'} held={len(self._held)}>"
 
     def hold(self, job: Job) -> None:
         """Take another snapshot for the last one."""
-        request = job.request
-        self._held.append(_Held(request.number, request.path, os.dup(job.arena)))
+        number, path = job.request.number, job.request.path
+        self._held.append(_Held(number, path, job.header, os.dup(job.arena)))
         if len(self._held) > 2:
             self._held.popleft().close()
 
@@ -97,11 +100,15 @@ class Keeper:
             return
         loop = asyncio.get_running_loop()
         self._until = loop.time() + self._seconds
+        last = self._held[-1]
         try:
-            self._listen(os.path.dirname(self._held[-1].path))
+            self._listen(os.path.dirname(last.path))
         except OSError as error:
             logger.error("the last snapshot is not kept: %s", error)
             self._done.set()
+            return
+        if last.manifest is None:  # the writer may be busy for long
+            self._sealing = loop.create_task(self._seal_it(last))
 
     async def ended(self) -> None:
         """Wait until the snapshot has a new owner, or the time is up."""
@@ -117,6 +124,8 @@ class Keeper:
         loop = asyncio.get_running_loop()
         for guest in tuple(self._guests):
             self._leave(guest)
+        if self._sealing is not None:
+            self._sealing.cancel()
         if self._listener is not None:
             loop.remove_reader(self._listener)
             self._listener.close()
@@ -124,6 +133,13 @@ class Keeper:
             self._remove()
         while self._held:
             self._held.pop().close()
+
+    async def _seal_it(self, held: _Held) -> None:
+        bridge = Bridge(threads=1, name="aiockpt-seal")
+        try:
+            self.seal(held.number, await bridge.run(_sealed, held))
+        finally:
+            await bridge.aclose(timeout=_LOOK)
 
     def _listen(self, directory: str) -> None:
         name = socket_name(directory, self._rank)
@@ -197,3 +213,11 @@ class Keeper:
         self._guests.discard(guest)
         asyncio.get_running_loop().remove_reader(guest)
         guest.close()
+
+
+def _sealed(held: _Held) -> Manifest:
+    snapshot = MappedSnapshot(trusted_header(held.header), held.arena)
+    try:
+        return sealed(snapshot)
+    finally:
+        snapshot.close()

@@ -126,7 +126,7 @@ class CheckpointProcess(BackgroundWriter):
         with self._lifetime.call():
             snapshot = await self._handover.snapshot(staged, path, keywords)
             try:
-                parcel = await self._handover.parcel(snapshot, keywords)
+                text, parcel = await self._handover.parcel(snapshot, path, keywords)
                 try:
                     await self._supervisor.running()
                 except BaseException:
@@ -135,7 +135,7 @@ class CheckpointProcess(BackgroundWriter):
                 # From here to the return nothing is awaited, so nothing can cut in.
                 self._count += 1
                 submission = Submission(self._count, path, snapshot, progress)
-                self._supervisor.send(submission, _message(submission), parcel)
+                self._supervisor.send(submission, _message(submission, text), parcel)
             finally:
                 snapshot.release()
         return submission
@@ -180,11 +180,11 @@ class CheckpointProcess(BackgroundWriter):
         )
 
 
-def _message(submission: Submission) -> Write:
+def _message(submission: Submission, path: str) -> Write:
     manifest = submission.snapshot.manifest
     return Write(
         number=submission.number,
-        path=text_of(submission.path),
+        path=path,
         header_bytes=len(manifest.header),
         segment_bytes=manifest.segment_bytes,
     )

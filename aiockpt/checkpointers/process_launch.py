@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import context  # noqa: TID251 - as above
+from multiprocessing import context, process  # noqa: TID251 - as above
 from multiprocessing.reduction import ForkingPickler  # noqa: TID251 - as above
 from typing import Any, Final
 
@@ -65,7 +65,8 @@ class Recipe:
     ) -> None:
         self._content = (init, init_args, make_writer, dict(writer_args))
         self.setup = setup
-        os.close(self.parcel()[0])
+        _refuse_to_nest()
+        self._pickled(_Spawning())
 
     def __repr__(self) -> str:
         return f"<Recipe {self._content[2]!r}>"
@@ -73,9 +74,14 @@ class Recipe:
     def parcel(self) -> tuple[int, list[int]]:
         """Return the parcel for a new process, and the descriptors that it inherits."""
         spawning = _Spawning()
+        pickled = self._pickled(spawning)
+        facts = msgspec.json.encode(_preparation(imports_main=b"__main__" in pickled))
+        return pack(len(facts).to_bytes(8, "little"), facts, pickled), spawning.fds
+
+    def _pickled(self, spawning: _Spawning) -> bytes:
         context.set_spawning_popen(spawning)  # type: ignore[arg-type]
         try:
-            pickled = bytes(ForkingPickler.dumps(self._content))
+            return bytes(ForkingPickler.dumps(self._content))
         except Exception as error:
             raise LocalProtocolError(
                 "an init function of the checkpoint process, or an argument of it, "
@@ -83,19 +89,19 @@ class Recipe:
             ) from error
         finally:
             context.set_spawning_popen(None)
-        facts = msgspec.json.encode(_preparation(imports_main=b"__main__" in pickled))
-        return pack(len(facts).to_bytes(8, "little"), facts, pickled), spawning.fds
+
+
+def _refuse_to_nest() -> None:
+    if getattr(process.current_process(), "_inheriting", False):
+        raise LocalProtocolError(
+            "the checkpoint process has imported the main module, which makes a "
+            "checkpointer at once: guard it by `if __name__ == '__main__':`"
+        )
 
 
 def _preparation(*, imports_main: bool) -> dict[str, Any]:
     """Return what ``multiprocessing.spawn.prepare`` needs there."""
-    try:
-        found = multiprocessing.spawn.get_preparation_data("aiockpt-checkpoint")
-    except RuntimeError as error:
-        raise LocalProtocolError(
-            "the checkpoint process has imported the main module, which makes a "
-            "checkpointer at once: guard it by `if __name__ == '__main__':`"
-        ) from error
+    found = multiprocessing.spawn.get_preparation_data("aiockpt-checkpoint")
     wanted = {"log_to_stderr", "log_level", "name", "sys_path", "sys_argv", "dir"}
     wanted.add("orig_dir")
     if imports_main:

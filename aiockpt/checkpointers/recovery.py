@@ -83,54 +83,58 @@ async def recover(
     """
     rank = (rank_info or default_rank_info()).global_rank
     bridge = Bridge(threads=1, name="aiockpt-recover")
+    keeper = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    keeper.settimeout(seconds(timeout))
+    place = os.fspath(directory), rank, runtime_of(runtime_dir)
+    take = partial(_take, keeper, *place, allow_pickle=allow_pickle)
     try:
-        place = os.fspath(directory), rank, runtime_of(runtime_dir)
-        take = partial(_recover, *place, seconds(timeout), allow_pickle=allow_pickle)
-        return await bridge.run(take)
+        taken = await bridge.run(take)
+        keeper.settimeout(0)
+        keeper.send(DONE)  # not before it is certain that the caller gets it
     finally:
+        keeper.close()
         await bridge.aclose(timeout=_CLOSING)
+    return taken
 
 
-def _recover(
-    directory: str, rank: int, runtime: str, timeout: float, *, allow_pickle: bool
+def _take(
+    keeper: socket.socket,
+    directory: str,
+    rank: int,
+    runtime: str,
+    *,
+    allow_pickle: bool,
 ) -> Recovered:
-    with _connect(directory, rank, runtime, timeout) as keeper:
-        if not is_ours(keeper):
-            raise WorkerError("the process that keeps the snapshot is another user's")
-        try:
-            data, fds = receive(keeper)
-        except TimeoutError:
-            raise WorkerError(
-                f"the process that keeps the snapshot said nothing for {timeout:g} s"
-            ) from None
-        if not data:
-            raise _nothing(directory, rank)
-        parcel, arena = fds
-        try:
-            manifest = trusted_header(unpack(parcel))
-            state = _rebuilt(manifest, arena, directory, allow_pickle=allow_pickle)
-        finally:
-            os.close(arena)
-        keeper.send(DONE)
+    _connect(keeper, directory, rank, runtime)
+    try:
+        data, fds = receive(keeper)
+    except TimeoutError:
+        limit = keeper.gettimeout()
+        raise WorkerError(
+            f"the process that keeps the snapshot said nothing for {limit:g} s"
+        ) from None
+    if not data:
+        raise _nothing(directory, rank)
+    parcel, arena = fds
+    try:
+        manifest = trusted_header(unpack(parcel))
+        state = _rebuilt(manifest, arena, directory, allow_pickle=allow_pickle)
+    finally:
+        os.close(arena)
     kept = msgspec.json.decode(data, type=Kept)
     return Recovered(state, kept.step, kept.path)
 
 
-def _connect(directory: str, rank: int, runtime: str, timeout: float) -> socket.socket:
+def _connect(keeper: socket.socket, directory: str, rank: int, runtime: str) -> None:
     if not os.path.isdir(runtime):
         raise _nothing(directory, rank)
-    keeper = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        keeper.settimeout(timeout)
         with private_directory(runtime) as fd:
             keeper.connect(address(fd, socket_name(directory, rank)))
     except (FileNotFoundError, ConnectionRefusedError):
-        keeper.close()
         raise _nothing(directory, rank) from None
-    except BaseException:
-        keeper.close()
-        raise
-    return keeper
+    if not is_ours(keeper):
+        raise WorkerError("the process that keeps the snapshot is another user's")
 
 
 def _nothing(directory: str, rank: int) -> CheckpointNotFoundError:

@@ -77,10 +77,11 @@ class CheckpointThread(BackgroundWriter):
     async def drop(self, submission: Submission) -> bool:
         """Call off a submission that has not begun; say whether it was."""
         with self._lock:
-            if not submission.begun:
-                self._dropped.add(submission)
-        await submission.settled()
-        return not submission.begun
+            if submission.begun or submission.ended.done():
+                return False
+            self._dropped.add(submission)
+        submission.finish(written=False)
+        return True
 
     async def forsake(self, path: str, step: int, reason: str) -> None:
         """Tell the other ranks, if there are any, that this one saves nothing."""

@@ -101,13 +101,20 @@ def _prepare(preparation: Preparation) -> Any:
     content = unpack(preparation.parcel)
     size = int.from_bytes(content[:8], "little")
     facts = msgspec.json.decode(content[8 : 8 + size])
-    # Also imports the trainer's main module, if the functions below are in it.
-    multiprocessing.spawn.prepare(facts)
-    init, init_args, make_writer, writer_args = ForkingPickler.loads(
-        content[8 + size :]
-    )
+    init, init_args, make_writer, writer_args = _imported(facts, content[8 + size :])
     init(*init_args)
     return make_writer(**writer_args)
+
+
+def _imported(facts: dict[str, Any], pickled: bytes) -> Any:
+    own: Any = multiprocessing.process.current_process()
+    own._inheriting = True  # noqa: SLF001 - so that a process made now is refused
+    try:
+        # Also imports the trainer's main module, if the functions are in it.
+        multiprocessing.spawn.prepare(facts)
+        return ForkingPickler.loads(pickled)
+    finally:
+        del own._inheriting  # noqa: SLF001 - as above
 
 
 def _lower_priority(setup: Setup) -> None:
