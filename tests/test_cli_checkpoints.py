@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,11 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     line = capsys.readouterr().err.strip()
     assert "\n" not in line
     return line
+
+
+def convert(*arguments: object) -> None:
+    """Run a conversion that works."""
+    assert main(["convert", *map(str, arguments)]) == 0
 
 
 class TestLs:
@@ -154,32 +160,23 @@ class TestConvert:
         del state["rng"]
         torch.save(state, tmp_path / "a.pt")
         chain = ["a.pt", "first-8", middle, "last-10"]
-        for source, target in zip(chain, chain[1:], strict=False):
-            assert (
-                main(["convert", str(tmp_path / source), str(tmp_path / target)]) == 0
-            )
+        for source, target in pairwise(chain):
+            convert(tmp_path / source, tmp_path / target)
         assert_same(load(tmp_path / "last-10"), state)
         assert checkpoint_at(tmp_path / "last-10").step == 10
         assert names(tmp_path) == sorted(chain)
 
     def test_a_plain_file(self, tmp_path: Path) -> None:
         """Other tools find nothing of ours in it."""
-        state = {
-            "x.w": torch.randn(3, 4).half(),
-            "y": torch.arange(5),
-            "z": torch.ones(0),
-        }
+        state = {"x.w": torch.randn(3, 4).half(), "y": torch.arange(5)}
+        state["z"] = torch.ones(0)
         save(tmp_path / "s-1", state)
-        assert (
-            main(["convert", str(tmp_path / "s-1"), str(tmp_path / "m.safetensors")])
-            == 0
-        )
+        convert(tmp_path / "s-1", tmp_path / "m.safetensors")
         found = load_file(tmp_path / "m.safetensors")
         assert_same({name: found[name] for name in state}, state)
         assert b"aiockpt" not in (tmp_path / "m.safetensors").read_bytes()
         save_file(state, tmp_path / "n.safetensors")
-        command = ["convert", str(tmp_path / "n.safetensors"), str(tmp_path / "s-2")]
-        assert main([*command, "--step", "77"]) == 0
+        convert(tmp_path / "n.safetensors", tmp_path / "s-2", "--step", 77)
         assert checkpoint_at(tmp_path / "s-2").step == 77
         assert_same(load(tmp_path / "s-2", dict.fromkeys(state)), state)
 
@@ -227,7 +224,7 @@ class TestConvert:
         target = tmp_path / "m.pt"
         message = error_of(capsys, "convert", path, target)
         assert "choose one with --rank" in message
-        assert main(["convert", str(path), str(target), "--rank", "1"]) == 0
+        convert(path, target, "--rank", 1)
         assert load(target) == {"rank": 1}
 
     def test_nothing_is_overwritten(
