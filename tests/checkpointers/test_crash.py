@@ -20,7 +20,15 @@ import aiockpt
 from aiockpt.checkpointers import recovery
 from aiockpt.errors import CheckpointNotFoundError, StorageError, WorkerError
 from aiockpt.testing import assert_same
-from checkpointing import PATIENCE, Gate, eventually, is_running, loaded, wait_until
+from checkpointing import (
+    PATIENCE,
+    Gate,
+    eventually,
+    is_running,
+    loaded,
+    state_of,
+    wait_until,
+)
 from commandline import ENVIRONMENT
 
 pytestmark = pytest.mark.asyncio
@@ -289,6 +297,7 @@ class TestRecovery:
             await made.killed()
             await eventually(lambda: any((tmp_path / "run").glob("*.sock")), "it")
             os.kill(made.child, signal.SIGSTOP)
+            await eventually(lambda: state_of(made.child) == "T", "the stop")
             began = time.monotonic()
             with pytest.raises(WorkerError, match="said nothing"):
                 await aiockpt.recover(

@@ -150,13 +150,17 @@ async def eventually(condition: Callable[[], Any], what: str) -> None:
         await asyncio.sleep(0.01)
 
 
+def state_of(pid: int) -> str:
+    """Return the letter that stands for a process's state; nothing if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
 def is_running(pid: int) -> bool:
     """Tell whether a process is there, and is no zombie."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
+    return state_of(pid) not in ("", "Z")
 
 
 def has_torch(pid: int) -> bool:
