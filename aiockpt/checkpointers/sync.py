@@ -48,7 +48,7 @@ class SyncCheckpointer(Checkpointer):
     def save(self, state_dict: Any, path: StrPath, **kwargs: Any) -> None:
         """Write the state dict; returns when all ranks have committed it.
 
-        Nobody may mutate it meanwhile. See :meth:`CheckpointWriter.write`.
+        Nobody may mutate it meanwhile. See :meth:`.CheckpointWriter.write`.
 
         Raises:
             UnsupportedLeafError: a leaf cannot be saved.
@@ -67,7 +67,7 @@ class SyncCheckpointer(Checkpointer):
         strict: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Return the state dict at ``path``; see :meth:`CheckpointReader.read`.
+        """Return the state dict at ``path``; see :meth:`.CheckpointReader.read`.
 
         Raises:
             MissingKeysError: with ``strict``, if the checkpoint lacks keys.
