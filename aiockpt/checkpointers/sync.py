@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
 from aiockpt.checkpointers.base import Checkpointer
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.writer import CheckpointWriter
-from aiockpt.directory import StrPath
+from aiockpt.directory import StrPath, step_of
 from aiockpt.errors import ClosedError
+from aiockpt.observe import TransferEvent, emit
 
 __all__ = ["SyncCheckpointer"]
 
@@ -56,7 +62,8 @@ class SyncCheckpointer(Checkpointer):
             ClosedError: after :meth:`close`.
         """
         self._check()
-        self._writer.write(path, state_dict, **kwargs)
+        with _told("write", path, kwargs.get("step", step_of(path))):
+            self._writer.write(path, state_dict, **kwargs)
 
     def load(
         self,
@@ -76,13 +83,14 @@ class SyncCheckpointer(Checkpointer):
             ClosedError: after :meth:`close`.
         """
         self._check()
-        loaded, _ = self._reader.read(
-            path,
-            state_dict,
-            map_location=default_map_location,
-            strict=strict,
-            **kwargs,
-        )
+        with _told("load", path, None):
+            loaded, _ = self._reader.read(
+                path,
+                state_dict,
+                map_location=default_map_location,
+                strict=strict,
+                **kwargs,
+            )
         return loaded
 
     def close(self) -> None:
@@ -94,3 +102,19 @@ class SyncCheckpointer(Checkpointer):
     def _check(self) -> None:
         if self._closed:
             raise ClosedError("the checkpointer")
+
+
+@contextmanager
+def _told(stop: str, path: StrPath, step: int | None) -> Iterator[None]:
+    """Emit an event when a call has ended well."""
+    started = time.monotonic()
+    yield
+    emit(
+        TransferEvent(
+            stop=stop,
+            step=step,
+            seconds=time.monotonic() - started,
+            detail=os.fspath(path).partition("#")[0],
+            level=logging.INFO,
+        )
+    )

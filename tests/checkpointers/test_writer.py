@@ -25,6 +25,7 @@ from aiockpt.errors import (
 )
 from aiockpt.livestate import LiveState
 from aiockpt.memory import Arena, ArenaPool
+from aiockpt.observe import TransferEvent, add_hook
 from aiockpt.snapshotfile import BLOCK, write_source
 from aiockpt.storage import read_header, verify_chunks
 from aiockpt.testing import assert_same
@@ -330,6 +331,21 @@ class TestFailures:
             checkpointer.save({}, tmp_path / "s")
         with pytest.raises(ClosedError):
             checkpointer.load(tmp_path / "s")
+
+
+def test_events(tmp_path: Path) -> None:
+    """A hook hears of every save and load."""
+    heard: list[TransferEvent] = []
+    remove = add_hook(heard.append)
+    with sync_checkpointer() as checkpointer:
+        checkpointer.save({"a": 1}, tmp_path / "s-3")
+        checkpointer.load(tmp_path / "s-3")
+    remove()
+    assert [(event.stop, event.step) for event in heard] == [
+        ("write", 3),
+        ("load", None),
+    ]
+    assert all(event.detail == str(tmp_path / "s-3") for event in heard)
 
 
 def test_reprs(tmp_path: Path) -> None:
