@@ -1,4 +1,4 @@
-"""One of the two processes: ``python -m aiockpt.bench.worker sender | receiver``.
+"""One of the processes: ``python -m aiockpt.bench.worker sender | receiver | saver``.
 
 It reads commands from its standard input, one JSON object a line,
 ``{"do": name, "with": {...}}``, and answers ``{"ok": value}`` or ``{"error": text}`` on
@@ -17,11 +17,16 @@ from typing import Any, TextIO
 
 from aiockpt._bridge import Bridge
 from aiockpt.bench.receiver import Receiver
+from aiockpt.bench.saver import Saver
 from aiockpt.bench.sender import Sender
 
 __all__ = ["main"]
 
-_ROLES: dict[str, type[Sender | Receiver]] = {"sender": Sender, "receiver": Receiver}
+_ROLES: dict[str, type[Sender | Receiver | Saver]] = {
+    "sender": Sender,
+    "receiver": Receiver,
+    "saver": Saver,
+}
 _THREADS = 16
 
 
@@ -33,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
         asyncio.run(_obey(_ROLES[argv[0]], answers))
 
 
-async def _obey(role: type[Sender | Receiver], answers: TextIO) -> None:
+async def _obey(role: type[Sender | Receiver | Saver], answers: TextIO) -> None:
     bridge = Bridge(threads=_THREADS, name="bench")
     worker = role(bridge)
     async for line in await _input():
