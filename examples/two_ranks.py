@@ -15,20 +15,20 @@ def run(rank: int, directory: str) -> None:
     distributed.init_process_group(
         "gloo", init_method=f"file://{directory}/.store", rank=rank, world_size=2
     )
-    part = {"shard": torch.full((1000,), float(rank)), "step": 0}
+    shard = torch.full((1000,), float(rank))
     config = aiockpt.CheckpointerConfig(
         writer_config=aiockpt.CheckpointWriterConfig(keep_last=2)
     )
     # The rank is found, and so is where to meet: a group beside the default one.
     with aiockpt.make_sync_checkpointer(config) as checkpointer:
         for step in (10, 20, 30):
-            part["shard"] += 1
-            part["step"] = step
+            shard += 1
             # Returns on both ranks when the checkpoint is there for everybody.
+            part = {"shard": shard, "step": step}
             checkpointer.save(part, f"{directory}/step-{step}")
         newest = aiockpt.latest(directory)
         assert newest is not None
-        mine = checkpointer.load(newest.path, {"shard": part["shard"], "step": None})
+        mine = checkpointer.load(newest.path, {"shard": shard, "step": None})
     print(f"rank {rank}: step {mine['step']}, {mine['shard'][0]:.0f} everywhere")
     distributed.destroy_process_group()
 

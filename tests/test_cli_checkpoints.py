@@ -188,7 +188,7 @@ class TestConvert:
             ([torch.ones(2)], "this is a list"),
             ({"a": torch.ones(2, 3).t()}, "a shares memory"),
             ({"a": torch.nn.Parameter(torch.ones(2))}, "a shares memory"),
-            ({"a": (w := torch.ones(2)), "b": w}, "all of its names"),
+            (dict.fromkeys("ab", torch.ones(2)), "all of its names"),
             ({"a": torch.ones(4), 3: torch.ones(1)}, "3 is none"),
         ],
         ids=str,
