@@ -21,6 +21,14 @@ __all__ = ["DeviceMemory", "Place", "PlacedLanding", "host_memory"]
 _TURNS: Final = 2
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A copy under way; it must be kept until its end."""
+
+    end: Event
+    source: torch.Tensor
+
+
 class DeviceMemory:
     """A dense tensor on a device, as bytes that are copied to it."""
 
@@ -32,11 +40,11 @@ class DeviceMemory:
         storage = tensor.untyped_storage()
         self._raw.set_(storage, offset, (tensor.numel() * tensor.itemsize,), (1,))
 
-    def put(self, start: int, view: memoryview) -> Event:
+    def put(self, start: int, view: memoryview) -> Sent:
         """Enqueue the copy of ``view`` to the bytes that begin at ``start``."""
         source = torch.frombuffer(view, dtype=torch.uint8)
         pairs = [(self._raw[start : start + view.nbytes], source)]
-        return self.port.copy(pairs, after=self._after)
+        return Sent(self.port.copy(pairs, after=self._after), source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +71,7 @@ class _Turning:
         for arena in self._arenas:
             for port in landing.ports:
                 arena.pin(port.pin)
-        self._events: list[list[Event]] = [[] for _ in range(_TURNS)]
+        self._sent: list[list[Sent]] = [[] for _ in range(_TURNS)]
         self._now = 0
 
     def turn(self, nbytes: int) -> memoryview:
@@ -76,7 +84,7 @@ class _Turning:
         """Send on what is for devices."""
         if self._landing.ports:
             view = self._arenas[self._now].buffer
-            self._events[self._now] += self._landing.sent(start, stop, view)
+            self._sent[self._now] += self._landing.send(start, stop, view)
 
     def close(self) -> None:
         """Wait for the copies to devices; unmap."""
@@ -85,9 +93,9 @@ class _Turning:
             arena.close()
 
     def _wait(self, turn: int) -> None:
-        for event in self._events[turn]:
-            event.synchronize()
-        self._events[turn].clear()
+        for each in self._sent[turn]:
+            each.end.synchronize()
+        self._sent[turn].clear()
 
 
 class PlacedLanding:
@@ -136,21 +144,22 @@ class PlacedLanding:
             found.append(spare[at - start : stop - start])
         return found
 
-    def sent(self, start: int, stop: int, view: memoryview) -> list[Event]:
+    def send(self, start: int, stop: int, view: memoryview) -> list[Sent]:
         """Enqueue the copies to devices; ``view`` has the bytes from ``start`` on."""
-        events = []
+        sent = []
         for place in self._between(start, stop):
             if isinstance(place.memory, DeviceMemory):
                 first, last = max(place.start, start), min(place.stop, stop)
                 piece = view[first - start : last - start]
-                events.append(place.memory.put(first - place.start, piece))
-        return events
+                sent.append(place.memory.put(first - place.start, piece))
+        return sent
 
     def pass_on(self, memory: memoryview) -> None:
         """Send to devices what lies in the data segment's own memory."""
         for place in self._places:
             if isinstance(place.memory, DeviceMemory):
-                place.memory.put(0, memory[place.start : place.stop]).synchronize()
+                sent = place.memory.put(0, memory[place.start : place.stop])
+                sent.end.synchronize()
 
     def _between(self, start: int, stop: int) -> Iterable[Place]:
         first = max(bisect_right(self._starts, start) - 1, 0)

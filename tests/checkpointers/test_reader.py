@@ -43,6 +43,7 @@ from saved import (
     flip,
     load,
     read,
+    run_beside,
     save,
     sync_checkpointer,
     training_state,
@@ -439,13 +440,15 @@ class TestDevice:
         assert not device.pinned  # any more
         assert bool(device.copied) != bool(way.get("mmap"))
 
-    def test_a_template_on_it(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("held", [False, True])
+    def test_a_template_on_it(self, tmp_path: Path, held: bool) -> None:
         """Its bytes are copied to it while the next ones are read."""
-        state = training_state()
+        state = {**training_state(), "large": torch.randn(40 * CHUNK)}
         path = save(tmp_path / "s", state)
-        device = FakeAccelerator(held=False)
+        device = FakeAccelerator(held=held)
         loader = CheckpointReader(ALONE, ports=device.port_for)
-        found, _ = loader.read(path, zeroed(state))
+        template = zeroed(state)
+        found, _ = run_beside(device, lambda: loader.read(path, template))
         assert_same(found, state)
         assert device.copied
         assert not device.pinned

@@ -40,6 +40,7 @@ from saved import (
     config,
     load,
     names,
+    run_beside,
     save,
     sync_checkpointer,
     training_state,
@@ -171,7 +172,7 @@ class TestDevice:
         state = {"a": torch.randn(CHUNK), "t": torch.randn(9, 5).t(), "n": 1}
         pool = ArenaPool(shared=False, keep=1, dispose=Arena.close)
         for step in (1, 2):
-            live = _run_beside(
+            live = run_beside(
                 device,
                 lambda step=step: LiveState(
                     state,
@@ -183,7 +184,7 @@ class TestDevice:
                 ),
             )
             with live, (tmp_path / "f").open("w+b") as file:
-                _run_beside(
+                run_beside(
                     device,
                     lambda live=live, file=file: write_source(
                         tmp_path / "f", file.fileno(), live, durable=False
@@ -201,19 +202,6 @@ class TestDevice:
         with pytest.raises((StagingError, UnsupportedLeafError, StorageError)):
             writer.write(tmp_path / "s", state)
         assert names(tmp_path) == []
-
-
-def _run_beside(device: FakeAccelerator, call: Any) -> Any:
-    """Make a blocking call while a device works."""
-
-    async def main() -> Any:
-        working = asyncio.create_task(asyncio.to_thread(call))
-        while not working.done():
-            device.run()
-            await asyncio.sleep(0.001)
-        return await working
-
-    return asyncio.run(main())
 
 
 class TestHooks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import OrderedDict
 from pathlib import Path
@@ -14,6 +15,7 @@ from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.sync import SyncCheckpointer
 from aiockpt.checkpointers.writer import CheckpointWriter
+from aiockpt.testing.devices import FakeAccelerator
 
 ALONE = RankInfo(0, 1)
 CHUNK = 64 << 10
@@ -87,3 +89,16 @@ def flip(path: Path, offset: int) -> None:
 def names(directory: Path) -> list[str]:
     """Return everything in a directory, hidden or not."""
     return sorted(os.listdir(directory))
+
+
+def run_beside(device: FakeAccelerator, call: Any) -> Any:
+    """Make a blocking call while a device works."""
+
+    async def main() -> Any:
+        working = asyncio.create_task(asyncio.to_thread(call))
+        while not working.done():
+            device.run()
+            await asyncio.sleep(0.001)
+        return await working
+
+    return asyncio.run(main())
