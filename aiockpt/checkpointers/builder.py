@@ -44,7 +44,10 @@ def make_sync_checkpointer(
     rank_info = rank_info or default_rank_info()
     barrier = barrier_config_for(config.barrier_config, rank_info, apart=False)
     writer = configured_writer(rank_info, config.writer_config, barrier, commit_hook)
-    return SyncCheckpointer(writer, CheckpointReader(rank_info))
+    allow_pickle = config.writer_config.allow_pickle
+    return SyncCheckpointer(
+        writer, CheckpointReader(rank_info, allow_pickle=allow_pickle)
+    )
 
 
 def make_async_checkpointer(
