@@ -149,7 +149,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         strict: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Return the state dict at ``path``; see :meth:`CheckpointReader.read`.
+        """Return the state dict at ``path``; see :meth:`.CheckpointReader.read`.
 
         If cancelled, ``state_dict`` may be filled in part, and is left alone from
         then on.

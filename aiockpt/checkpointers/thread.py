@@ -63,7 +63,7 @@ class CheckpointThread(BackgroundWriter):
         keywords: Mapping[str, Any],
         progress: Callable[[int], None] | None = None,
     ) -> Submission:
-        """Hand over a snapshot, or a state dict; see :class:`BackgroundWriter`."""
+        """Hand over a snapshot, or a state dict; see :class:`.BackgroundWriter`."""
         with self._lifetime.call():
             snapshot = await self._handover.snapshot(staged, path, keywords)
             self._count += 1
