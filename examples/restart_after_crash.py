@@ -13,10 +13,10 @@ import aiockpt
 
 
 async def train(place: str, crash_at: int) -> None:
-    state = {"weight": torch.zeros(1000), "step": 0}
+    weight, done = torch.zeros(1000), 0
     try:
         found = await aiockpt.recover(f"{place}/all", runtime_dir=f"{place}/run")
-        state = found.state_dict
+        weight, done = found.state_dict["weight"], found.step
         print(f"took over step {found.step} from memory")
     except aiockpt.CheckpointNotFoundError:
         newest = aiockpt.latest(f"{place}/all")
@@ -26,13 +26,12 @@ async def train(place: str, crash_at: int) -> None:
     )
     config = aiockpt.CheckpointerConfig(process_config=process)
     async with aiockpt.make_async_checkpointer(config) as checkpointer:
-        for step in range(state["step"] + 1, 10):
-            state["weight"] += 1
-            state["step"] = step
-            await checkpointer.save(state, f"{place}/all/step-{step}")
+        for step in range(done + 1, 10):
+            weight += 1
+            await checkpointer.save({"weight": weight}, f"{place}/all/step-{step}")
             if step == crash_at:
                 os.kill(os.getpid(), signal.SIGKILL)  # in the middle of everything
-    print(f"done at step {state['step']}, weight {state['weight'][0]:.0f}")
+    print(f"done at step {step}, weight {weight[0]:.0f}")
 
 
 def main() -> int:

@@ -241,12 +241,12 @@ class TestChild:
     @pytest.mark.parametrize("what", ["function", "argument"])
     async def test_what_cannot_be_pickled_is_refused_at_once(self, what: str) -> None:
         """Not in the first save."""
-        option: dict[str, Any] = {
+        options: dict[str, dict[str, Any]] = {
             "function": {"subprocess_init_fn": lambda: None},
             "argument": {"subprocess_init_args": (lambda: None,)},
-        }[what]
+        }
         with pytest.raises(LocalProtocolError, match="cannot be pickled"):
-            CheckpointProcess(ALONE, **option)
+            CheckpointProcess(ALONE, **options[what])
 
 
 class TestFailure:
