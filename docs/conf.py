@@ -18,8 +18,10 @@ nitpicky = True
 nitpick_ignore_regex = [
     (
         r"py:.*",
-        r"(aiohttp|asyncio|collections|datetime|logging|msgspec|os|pathlib|ssl|torch|"
-        r"typing)(\..*)?",
+        (
+            r"(aiohttp|asyncio|collections|datetime|logging|msgspec|os|pathlib|ssl|torch"
+            r"|typing)(\..*)?"
+        ),
     ),
     (r"py:(class|obj)", r"(aiockpt\..*\.)?[BT]"),  # type variables
 ]
