@@ -32,6 +32,7 @@ class Submission:
     ) -> None:
         self.number = number
         self.path = path
+        self.step = snapshot.manifest.step
         self.nbytes = snapshot.manifest.segment_bytes
         self.begun = False
         self.seconds = 0.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Final
 
@@ -175,9 +176,9 @@ class Supervisor:
             self._fail_all(error)
         else:
             logger.warning("%s; another one is started", error)
-            self._fail_begun(error)
+            lost = self._fail_begun(error)
             self.restarts += 1
-            await self._replace()
+            await self._replace([_forsaken(each, error) for each in lost])
 
     async def _outlive(self, child: Watched) -> str:
         """Wait for the end of a process; kill it when something is overdue."""
@@ -195,8 +196,11 @@ class Supervisor:
                     await child.changed.wait()
         return ""
 
-    async def _replace(self) -> None:
-        """Start the next process, and hand it what the last one has not begun."""
+    async def _replace(self, lost: Iterable[Forsake]) -> None:
+        """Start the next process, and hand it what the last one has not begun.
+
+        It also tells the ranks that wait for what is lost.
+        """
         waiting = list(self._sent)
         try:
             child = await self.running()
@@ -204,6 +208,8 @@ class Supervisor:
             logger.error("%s", error)
             self._fail_all(error)
             return
+        for forsaken in lost:
+            child.channel.send(forsaken)
         for number in waiting:
             sent = self._sent[number]
             if sent.tries < _TRIES:
@@ -211,10 +217,11 @@ class Supervisor:
             else:
                 self._fail(sent, WorkerError("the checkpoint process dies of it"))
 
-    def _fail_begun(self, error: AiockptError) -> None:
-        for sent in [*self._sent.values()]:
-            if sent.submission.begun:
-                self._fail(sent, error)
+    def _fail_begun(self, error: AiockptError) -> list[Sent]:
+        lost = [sent for sent in self._sent.values() if sent.submission.begun]
+        for sent in lost:
+            self._fail(sent, error)
+        return lost
 
     def _fail_all(self, error: AiockptError) -> None:
         for sent in [*self._sent.values()]:
@@ -223,6 +230,10 @@ class Supervisor:
     def _fail(self, sent: Sent, error: AiockptError) -> None:
         del self._sent[sent.submission.number]
         sent.end(error)
+
+
+def _forsaken(lost: Sent, error: AiockptError) -> Forsake:
+    return Forsake(lost.message.path, lost.submission.step, str(error))
 
 
 def _obituary(reason: str, exitcode: int | None) -> str:

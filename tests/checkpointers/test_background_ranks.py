@@ -70,17 +70,20 @@ async def test_a_rank_that_cannot_stage_tells_the_other(
     assert said[failing][1].startswith("2 UnsupportedLeafError")
     assert said[1 - failing][1].startswith("2 StorageError")
     assert f"rank {failing} gave up" in said[1 - failing][1]
-    assert time.monotonic() - began < 20 + 10  # it did not wait for its timeout
+    assert time.monotonic() - began < 100  # it did not wait for its timeout
     assert find_checkpoint(tmp_path / "c" / "step-2") is None
     check_whole(tmp_path / "c", 1)
 
 
 async def test_a_rank_whose_process_is_killed_fails_the_save(tmp_path: Path) -> None:
-    """On both sides; nothing torn is there."""
+    """On both sides, and at once: its successor tells; nothing torn is there."""
+    began = time.monotonic()
     said = await run(tmp_path / "c", "tcp_store", "well", "child-dies")
     assert said[1][1].startswith("2 WorkerError")
     assert "signal 9" in said[1][1]
     assert said[0][1].startswith("2 StorageError")
+    assert "rank 1 gave up: the checkpoint process ended" in said[0][1]
+    assert time.monotonic() - began < 100  # it did not wait for its timeout
     assert find_checkpoint(tmp_path / "c" / "step-2") is None
     check_whole(tmp_path / "c", 1)
 

@@ -49,7 +49,7 @@ async def main(rank: int, port: str, directory: str, kind: str, life: str) -> No
         barrier = aiockpt.BarrierConfig(kind, arguments)
         info = aiockpt.RankInfo(rank, 2)
     config = aiockpt.CheckpointerConfig(
-        writer_config=aiockpt.CheckpointWriterConfig(write_barrier_timeout_secs=20),
+        writer_config=aiockpt.CheckpointWriterConfig(write_barrier_timeout_secs=100),
         barrier_config=barrier,
     )
     hook = Fatal(f"{directory}.mark") if life == "child-dies" else None
