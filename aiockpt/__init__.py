@@ -13,16 +13,19 @@ from aiockpt.errors import (
     AiockptError,
     AuthenticationError,
     CheckpointChangedError,
+    CheckpointNotFoundError,
     ClosedError,
     DeviceMeshError,
     IntegrityError,
     LimitExceededError,
     LocalProtocolError,
+    MissingKeysError,
     PeerFailedError,
     PeerUnreachableError,
     ProcessGroupError,
     ProtocolError,
     RemoteProtocolError,
+    SaveInProgressError,
     StagingError,
     StateDictError,
     StepNotFoundError,
@@ -38,6 +41,36 @@ from aiockpt.errors import (
 )
 
 if TYPE_CHECKING:
+    from aiockpt.checkpointers.background import AsyncCheckpointer
+    from aiockpt.checkpointers.barriers import Barrier, register_barrier
+    from aiockpt.checkpointers.base import Checkpointer
+    from aiockpt.checkpointers.builder import (
+        make_async_checkpointer,
+        make_sync_checkpointer,
+    )
+    from aiockpt.checkpointers.config import (
+        BarrierConfig,
+        CheckpointerConfig,
+        CheckpointProcessConfig,
+        CheckpointStagerConfig,
+        CheckpointWriterConfig,
+        RankInfo,
+    )
+    from aiockpt.checkpointers.group_barrier import DistBarrier
+    from aiockpt.checkpointers.handle import CheckpointerStatistics, SaveHandle
+    from aiockpt.checkpointers.hooks import WriterHook
+    from aiockpt.checkpointers.process import CheckpointProcess
+    from aiockpt.checkpointers.reader import CheckpointReader
+    from aiockpt.checkpointers.recovery import Recovered, recover
+    from aiockpt.checkpointers.stager import (
+        CheckpointStager,
+        DefaultStager,
+        StagedState,
+    )
+    from aiockpt.checkpointers.store_barrier import TCPStoreBarrier
+    from aiockpt.checkpointers.sync import SyncCheckpointer
+    from aiockpt.checkpointers.writer import CheckpointWriter
+    from aiockpt.directory import Checkpoint, latest, list_checkpoints
     from aiockpt.flatten import register_leaf
     from aiockpt.http.transport import HTTPTransport
     from aiockpt.observe import Progress, TransferEvent
@@ -49,27 +82,52 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AiockptError",
+    "AsyncCheckpointer",
     "AuthenticationError",
+    "Barrier",
+    "BarrierConfig",
+    "Checkpoint",
     "CheckpointChangedError",
+    "CheckpointNotFoundError",
+    "CheckpointProcess",
+    "CheckpointProcessConfig",
+    "CheckpointReader",
+    "CheckpointStager",
+    "CheckpointStagerConfig",
     "CheckpointTransport",
+    "CheckpointWriter",
+    "CheckpointWriterConfig",
+    "Checkpointer",
+    "CheckpointerConfig",
+    "CheckpointerStatistics",
     "ClosedError",
+    "DefaultStager",
     "DeviceMeshError",
+    "DistBarrier",
     "HTTPTransport",
     "IntegrityError",
     "LimitExceededError",
     "Limits",
     "LocalProtocolError",
+    "MissingKeysError",
     "PGTransport",
     "PeerFailedError",
     "PeerUnreachableError",
     "ProcessGroupError",
     "Progress",
     "ProtocolError",
+    "RankInfo",
+    "Recovered",
     "RemoteProtocolError",
+    "SaveHandle",
+    "SaveInProgressError",
+    "StagedState",
     "StagingError",
     "StateDictError",
     "StepNotFoundError",
     "StorageError",
+    "SyncCheckpointer",
+    "TCPStoreBarrier",
     "TemplateMismatchError",
     "TransferEvent",
     "TransferInterruptedError",
@@ -79,19 +137,55 @@ __all__ = [
     "UnavailableError",
     "UnsupportedLeafError",
     "WorkerError",
+    "WriterHook",
     "__version__",
+    "latest",
+    "list_checkpoints",
+    "make_async_checkpointer",
+    "make_sync_checkpointer",
+    "recover",
+    "register_barrier",
     "register_leaf",
 ]
 
 # Where each lazy name lives; the imports under TYPE_CHECKING tell type checkers the
 # same, and tests/test_exports.py holds the two together.
 _HOMES = {
+    "AsyncCheckpointer": "aiockpt.checkpointers.background",
+    "Barrier": "aiockpt.checkpointers.barriers",
+    "BarrierConfig": "aiockpt.checkpointers.config",
+    "Checkpoint": "aiockpt.directory",
+    "CheckpointProcess": "aiockpt.checkpointers.process",
+    "CheckpointProcessConfig": "aiockpt.checkpointers.config",
+    "CheckpointReader": "aiockpt.checkpointers.reader",
+    "CheckpointStager": "aiockpt.checkpointers.stager",
+    "CheckpointStagerConfig": "aiockpt.checkpointers.config",
     "CheckpointTransport": "aiockpt.transport",
+    "CheckpointWriter": "aiockpt.checkpointers.writer",
+    "CheckpointWriterConfig": "aiockpt.checkpointers.config",
+    "Checkpointer": "aiockpt.checkpointers.base",
+    "CheckpointerConfig": "aiockpt.checkpointers.config",
+    "CheckpointerStatistics": "aiockpt.checkpointers.handle",
+    "DefaultStager": "aiockpt.checkpointers.stager",
+    "DistBarrier": "aiockpt.checkpointers.group_barrier",
     "HTTPTransport": "aiockpt.http.transport",
     "Limits": "aiockpt.wire.limits",
     "PGTransport": "aiockpt.pg.transport",
     "Progress": "aiockpt.observe",
+    "RankInfo": "aiockpt.checkpointers.config",
+    "Recovered": "aiockpt.checkpointers.recovery",
+    "SaveHandle": "aiockpt.checkpointers.handle",
+    "StagedState": "aiockpt.checkpointers.stager",
+    "SyncCheckpointer": "aiockpt.checkpointers.sync",
+    "TCPStoreBarrier": "aiockpt.checkpointers.store_barrier",
     "TransferEvent": "aiockpt.observe",
+    "WriterHook": "aiockpt.checkpointers.hooks",
+    "latest": "aiockpt.directory",
+    "list_checkpoints": "aiockpt.directory",
+    "make_async_checkpointer": "aiockpt.checkpointers.builder",
+    "make_sync_checkpointer": "aiockpt.checkpointers.builder",
+    "recover": "aiockpt.checkpointers.recovery",
+    "register_barrier": "aiockpt.checkpointers.barriers",
     "register_leaf": "aiockpt.flatten",
 }
 

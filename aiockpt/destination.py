@@ -33,7 +33,14 @@ from aiockpt.template import Match, Template
 from aiockpt.wire.limits import Limits, enforce
 from aiockpt.wire.manifest import Manifest
 
-__all__ = ["Destination", "Fresh", "InTemplate", "Terms", "destination_of"]
+__all__ = [
+    "Destination",
+    "Fresh",
+    "InTemplate",
+    "Terms",
+    "destination_of",
+    "mark_changed",
+]
 
 # A receiver with less to spare would take the host down with it.
 _SHARE_OF_MEMORY = 0.9
@@ -217,7 +224,7 @@ class InTemplate:
         self._copies.drain()
 
     def _load(self, fences: Fences) -> list[Event]:
-        _mark_changed(self._match.changed())
+        mark_changed(self._match.changed())
         self.touched = True
         events = self._copies.load_parts(fences)
         for chunk in range(len(self._grid)):
@@ -277,7 +284,7 @@ def _at_home(backings: Backings, ports: PortFor) -> int:
     return nbytes
 
 
-def _mark_changed(tensors: Iterable[torch.Tensor]) -> None:
+def mark_changed(tensors: Iterable[torch.Tensor]) -> None:
     """Tell autograd that the memory changes behind its back."""
     counted = [tensor for tensor in tensors if not tensor.is_inference()]
     for start in range(0, len(counted), _SLICE):

@@ -23,10 +23,13 @@ that a caller would guess::
     ├── StateDictError                    what the caller passed (ValueError)
     │   ├── UnsupportedLeafError              and where (TypeError)
     │   ├── TemplateMismatchError             ``into`` does not fit
+    │   ├── MissingKeysError                  the checkpoint lacks them (RuntimeError)
     │   └── DeviceMeshError                   no such process group or rank here
     ├── StagingError                      the copy off the device failed
     ├── StorageError                      not written, or no checkpoint (OSError)
+    │   └── CheckpointNotFoundError           no whole one is there (FileNotFoundError)
     ├── WorkerError                       the checkpoint process died or raised
+    ├── SaveInProgressError               two saves are under way (BlockingIOError)
     └── ClosedError                       used after close (RuntimeError)
 
 An exception carries its facts as attributes and composes its sentence from them.
@@ -280,6 +283,20 @@ class TemplateMismatchError(StateDictError):
         )
 
 
+class MissingKeysError(StateDictError, RuntimeError):
+    """A strict load found no ``keys`` of the template in the checkpoint."""
+
+    def __init__(self, path: str, keys: list[str]) -> None:
+        super().__init__()
+        self.path = path
+        self.keys = keys
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.keys[:10])
+        more = f" and {len(self.keys) - 10} more" if len(self.keys) > 10 else ""
+        return f"{self.path} is missing keys: {shown}{more}"
+
+
 class DeviceMeshError(StateDictError):
     """A distributed tensor has no place among this process's process groups."""
 
@@ -308,6 +325,10 @@ class StorageError(AiockptError, OSError):
         return f"{self.path}: {self.detail}"
 
 
+class CheckpointNotFoundError(StorageError, FileNotFoundError):
+    """No whole checkpoint is there; ``detail`` says what there is."""
+
+
 class WorkerError(AiockptError):
     """The checkpoint process died, or raised ``remote_traceback``."""
 
@@ -317,6 +338,18 @@ class WorkerError(AiockptError):
         super().__init__(detail)
         self.exitcode = exitcode
         self.remote_traceback = remote_traceback
+
+
+class SaveInProgressError(AiockptError, BlockingIOError):
+    """A save was refused, as the policy says: ``under_way`` others are not written."""
+
+    def __init__(self, path: str, *, under_way: int) -> None:
+        super().__init__()
+        self.path = path
+        self.under_way = under_way
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.under_way} saves before it are not written yet"
 
 
 class ClosedError(AiockptError, RuntimeError):

@@ -22,12 +22,12 @@ logger = logging.getLogger("aiockpt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a receive is.
+    """How far a receive is, or a background write.
 
     Attributes:
         stop: The stop that it is at: ``fetch_manifest``, ``allocate``,
-            ``fetch_chunk``, ``load`` or ``rebuild``.
-        bytes_done: Bytes of the data segment that have arrived.
+            ``fetch_chunk``, ``load`` or ``rebuild``; ``write``.
+        bytes_done: Bytes of the data segment that have arrived, or were written.
         bytes_total: Bytes of the data segment; 0 until the manifest is known.
         chunks_done: Chunks whose digest matched; over a process group, where digests
             come last, chunks that have arrived.
@@ -50,7 +50,8 @@ class TransferEvent:
     Attributes:
         stop: The stop's name, or what interrupted it: ``stage``, ``publish``,
             ``retract``, ``evict``, ``serve``, ``fetch_manifest``, ``fetch_chunk``,
-            ``retry``, ``recv``.
+            ``retry``, ``recv``; of a checkpointer ``stage``, ``write``, ``skip``,
+            ``load``.
         step: The checkpoint's step, where known.
         peer: The other end without credentials, where there is one.
         nbytes: Bytes moved.

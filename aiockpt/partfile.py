@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from aiockpt.errors import StorageError
-from aiockpt.storage import digest_of, named
+from aiockpt.storage import digest_of, named, sync_directory
 from aiockpt.wire.layout import LENGTH_BYTES, PREFIX
 from aiockpt.wire.manifest import Manifest
 
@@ -133,7 +133,7 @@ class PartFile:
             os.replace(self.path, self._target)
             # Not before: a part file that stays must be writable for the next receive.
             _permit(self._fd, permissions, added=0)
-            _sync_directory(self._target.parent)
+            sync_directory(self._target.parent)
 
     def discard(self) -> None:
         """Remove the part file."""
@@ -228,11 +228,3 @@ def _reserve(path: Path, fd: int, size: int) -> None:
 def _free_space(fd: int) -> int:
     system = os.fstatvfs(fd)
     return system.f_bavail * system.f_frsize
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -15,12 +15,12 @@ import torch
 
 from aiockpt.errors import StorageError
 from aiockpt.rebuild import Frame, assemble, entry_tensors, tensors_over
-from aiockpt.storage import read_header, verify_chunks
+from aiockpt.storage import named, read_header, verify_chunks
 from aiockpt.wire.dtypes import CODE_BITS, CODES
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import ForeignHeader, Manifest
 
-__all__ = ["StateFile", "read_state_file"]
+__all__ = ["StateFile", "is_torch_file", "load_torch", "read_state_file"]
 
 _ZIP = b"PK\x03\x04"
 _PICKLE = b"\x80"
@@ -43,13 +43,8 @@ def read_state_file(path: Path, *, limits: Limits) -> StateFile:
         IntegrityError: a chunk, or the header, of our file is damaged.
         RemoteProtocolError: its tree holds what this process has not registered.
     """
-    try:
-        with path.open("rb") as file:
-            start = file.read(_OPENING_BRACE + 1)
-    except OSError as error:
-        raise StorageError(str(path), error.strerror or str(error)) from error
-    if not start.endswith(b"{") and start.startswith((_ZIP, _PICKLE)):
-        return StateFile(_load_torch(path, mapped=start.startswith(_ZIP)), None)
+    if is_torch_file(path):
+        return StateFile(load_torch(path), None)
     header = read_header(path, limits=limits)
     if isinstance(header, ForeignHeader):
         return StateFile(_read_foreign(path, header), None)
@@ -78,7 +73,28 @@ def _map(path: Path) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
-def _load_torch(path: Path, *, mapped: bool) -> object:
+def is_torch_file(path: Path) -> bool:
+    """Say whether a file looks like one of ``torch.save``.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    start = _start_of(path)
+    return not start.endswith(b"{") and start.startswith((_ZIP, _PICKLE))
+
+
+def _start_of(path: Path) -> bytes:
+    with named(path), path.open("rb") as file:
+        return file.read(_OPENING_BRACE + 1)
+
+
+def load_torch(path: Path) -> object:
+    """Return what a file of ``torch.save`` holds, mapped where its format allows it.
+
+    Raises:
+        StorageError: it is damaged, or holds what only running code brings back.
+    """
+    mapped = _start_of(path).startswith(_ZIP)
     try:
         return torch.load(  # noqa: TID251 - weights_only unpickles no code
             path, map_location="cpu", mmap=mapped, weights_only=True

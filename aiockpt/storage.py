@@ -17,7 +17,14 @@ from aiockpt.wire.layout import LENGTH_BYTES
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import ForeignHeader, Manifest, decode_header, header_length
 
-__all__ = ["digest_of", "named", "read_header", "verify_chunks"]
+__all__ = [
+    "after",
+    "digest_of",
+    "named",
+    "read_header",
+    "sync_directory",
+    "verify_chunks",
+]
 
 _BLOCK = 1 << 20
 
@@ -98,3 +105,21 @@ def named(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise StorageError(str(path), error.strerror or str(error)) from error
+
+
+def after(views: list[memoryview], nbytes: int) -> list[memoryview]:
+    """Return what is left of views when their first ``nbytes`` are done with."""
+    for index, view in enumerate(views):
+        if nbytes < view.nbytes:
+            return [view[nbytes:], *views[index + 1 :]]
+        nbytes -= view.nbytes
+    return []
+
+
+def sync_directory(path: Path) -> None:
+    """Have the disk confirm the names in a directory."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -18,9 +18,12 @@ nitpicky = True
 nitpick_ignore_regex = [
     (
         r"py:.*",
-        r"(aiohttp|asyncio|collections|datetime|logging|ssl|torch|typing)(\..*)?",
+        (
+            r"(aiohttp|asyncio|collections|datetime|logging|msgspec|os|pathlib|ssl|torch"
+            r"|typing)(\..*)?"
+        ),
     ),
-    (r"py:(class|obj)", r"(aiockpt\..*\.)?T"),  # type variables
+    (r"py:(class|obj)", r"(aiockpt\..*\.)?[BT]"),  # type variables
 ]
 
 autodoc_member_order = "bysource"

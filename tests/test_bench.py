@@ -64,6 +64,30 @@ def test_a_tiny_run_over_a_process_group_yields_the_same_table(
     assert "torch's own, fresh: " in found
 
 
+@pytest.mark.timeout(300)  # a process imports torch, and starts some that save
+def test_a_tiny_run_of_the_checkpointer_yields_its_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row that has a target is there, and nothing is left on the disk."""
+    monkeypatch.chdir(tmp_path)
+    options = ["--checkpointer", "--size", "0.004", "--repeat", "1", "--no-torchft"]
+    assert main([*options, "--markdown"]) == 0
+    table = capsys.readouterr().out
+    for what in (
+        "save until it may be mutated",
+        "first save until it may be mutated",
+        "save until it is durable",
+        "SyncCheckpointer, no fsync",
+        "load, verified",
+        "load, mapped and unverified",
+        "load one key",
+        "slowdown of Python beside the write",
+        "death of the process noticed",
+    ):
+        assert f"| {what} | 4 x 1 MiB | " in table
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_too_little_memory_is_an_error_before_anything_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -14,7 +14,20 @@ import pytest
 import aiockpt
 from aiockpt import errors
 
-NEEDS_TORCH = {"HTTPTransport", "PGTransport", "register_leaf"}
+NEEDS_TORCH = {
+    "AsyncCheckpointer",
+    "CheckpointProcess",
+    "CheckpointStager",
+    "DefaultStager",
+    "HTTPTransport",
+    "PGTransport",
+    "Recovered",
+    "StagedState",
+    "make_async_checkpointer",
+    "make_sync_checkpointer",
+    "recover",
+    "register_leaf",
+}
 HEAVY = ("torch", "aiohttp", "anyio", "numpy")
 
 

@@ -27,6 +27,7 @@ from aiockpt.bench.rows import (
     rows_of_speed,
     rows_of_ticker,
 )
+from aiockpt.bench.saving import measure_saving, rows_of_saving
 from aiockpt.bench.shapes import Shape, shape_of
 from aiockpt.bench.statistics import Series
 from aiockpt.memory import available_memory
@@ -63,6 +64,9 @@ def _require_memory(options: Options) -> None:
 def _measure(options: Options) -> Report:
     facts = {**asdict(options), "json": str(options.json)}
     report = Report(machine=describe_machine(), options=facts)
+    if options.checkpointer:
+        _measure_saving(report, options)
+        return report
     plan = Plan(
         size=options.size,
         repeat=options.repeat,
@@ -77,6 +81,19 @@ def _measure(options: Options) -> Report:
     order = list(dict.fromkeys(row.what for row in report.rows))
     report.rows.sort(key=lambda row: order.index(row.what))
     return report
+
+
+def _measure_saving(report: Report, options: Options) -> None:
+    for shape in _shapes(options):
+        found = measure_saving(
+            shape,
+            options.size,
+            options.repeat,
+            partial(_note, shape),
+            rivals=options.torchft,
+        )
+        report.series[shape] = dict(found.series())
+        report.rows += rows_of_saving(shape, found)
 
 
 def _shapes(options: Options) -> Iterable[Shape]:

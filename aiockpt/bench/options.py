@@ -28,6 +28,7 @@ class Options:
     shapes: tuple[str, ...]
     connections: tuple[int, ...]
     torchft: bool
+    checkpointer: bool
     json: Path | None
     markdown: bool
     check: bool
@@ -37,13 +38,15 @@ def parse(argv: Sequence[str]) -> Options:
     """Return the options; exits with a message for wrong ones."""
     given = _parser().parse_args(argv)
     size = given.size or (_QUICK_SIZE if given.quick else _SIZE)
+    shapes = SHAPES[:1] if given.checkpointer else SHAPES
     return Options(
         transport=given.transport,
         size=int(size * 2**30),
         repeat=given.repeat or (_QUICK_REPEAT if given.quick else _REPEAT),
-        shapes=tuple(dict.fromkeys(given.shapes)),
+        shapes=tuple(dict.fromkeys(given.shapes or shapes)),
         connections=tuple(dict.fromkeys((1, given.connections))),
         torchft=given.torchft,
+        checkpointer=given.checkpointer,
         json=given.json,
         markdown=given.markdown,
         check=given.check,
@@ -61,12 +64,14 @@ def _parser() -> argparse.ArgumentParser:
         help="HTTP, or a process group over gloo; http")  # fmt: skip
     add("--size", type=_size, metavar="GIB", help=f"of a state dict; {_SIZE:g}")
     add("--repeat", type=_count, metavar="N", help=f"of each candidate; {_REPEAT}")
-    add("--shapes", nargs="+", choices=SHAPES, default=SHAPES, help="of tensors; all")
+    add("--shapes", nargs="+", choices=SHAPES, help="of tensors; all")
     add("--connections", type=_count, default=4, metavar="N",
         help="of raw copies, beside 1; 4")  # fmt: skip
     add("--quick", action="store_true",
         help=f"{_QUICK_SIZE} GiB, {_QUICK_REPEAT} repeats")  # fmt: skip
     add("--no-torchft", dest="torchft", action="store_false", help="leave torchft out")
+    add("--checkpointer", action="store_true",
+        help="measure saving instead, below the working directory")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="write all samples there")
     add("--markdown", action="store_true", help="print tables for a document")
     add("--check", action="store_true", help="exit with 1 if a target is missed")

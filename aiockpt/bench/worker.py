@@ -18,15 +18,17 @@ from typing import Any, TextIO
 from aiockpt._bridge import Bridge
 from aiockpt.bench.group import GroupReceiver, GroupSender
 from aiockpt.bench.receiver import Receiver
+from aiockpt.bench.saver import Saver
 from aiockpt.bench.sender import Sender
 
 __all__ = ["main"]
 
-_ROLES: dict[str, type[Sender | Receiver]] = {
+_ROLES: dict[str, type[Sender | Receiver | Saver]] = {
     "sender": Sender,
     "receiver": Receiver,
     "group sender": GroupSender,
     "group receiver": GroupReceiver,
+    "saver": Saver,
 }
 _THREADS = 16
 
@@ -39,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
         asyncio.run(_obey(_ROLES[argv[0]], answers))
 
 
-async def _obey(role: type[Sender | Receiver], answers: TextIO) -> None:
+async def _obey(role: type[Sender | Receiver | Saver], answers: TextIO) -> None:
     bridge = Bridge(threads=_THREADS, name="bench")
     worker = role(bridge)
     async for line in await _input():

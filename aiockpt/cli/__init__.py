@@ -1,4 +1,4 @@
-"""The command line: ``aiockpt serve | fetch | inspect | verify | bench | demo``.
+"""The command line: ``aiockpt serve | fetch | ls | inspect | verify | convert | ...``.
 
 Each command is a module: ``configure`` adds its arguments, ``run`` does it and returns
 the exit code. Nothing that needs torch or aiohttp is imported before a command runs.
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from aiockpt import __version__
-from aiockpt.cli import demo, fetch, inspect, serve, verify
+from aiockpt.cli import convert, demo, fetch, inspect, ls, serve, verify
 from aiockpt.cli.text import printable
 from aiockpt.errors import AiockptError
 
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (serve, fetch, inspect, verify):
+    for command in (serve, fetch, ls, inspect, verify, convert):
         command.configure(commands)
     commands.add_parser("bench", help="measure this library on this machine")
     demo.configure(commands)

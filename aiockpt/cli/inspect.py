@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from aiockpt.cli.options import Commands, add_client_options, address, step
+from aiockpt.cli.rankfiles import one_file
 from aiockpt.cli.report import as_json, as_text
 from aiockpt.errors import LocalProtocolError
 from aiockpt.storage import read_header
@@ -24,9 +25,13 @@ def configure(commands: Commands) -> None:
         "inspect",
         help="show what a checkpoint holds",
         description="Show the tensors, the tree and the digests of a checkpoint, at a "
-        "peer or in a file; any safetensors file will do. Only its header is read.",
+        "peer, in a checkpoint directory or in a file; any safetensors file will do. "
+        "Only its header is read.",
     )
-    parser.add_argument("what", metavar="URL|FILE", help="a peer's URL, or a file")
+    parser.add_argument(
+        "what", metavar="URL|PATH", help="a peer's URL, a directory, or a file"
+    )
+    parser.add_argument("--rank", type=step, metavar="N", help="of a directory")
     parser.add_argument("--step", type=step, metavar="N", help="the step at a peer")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     add_client_options(parser)
@@ -48,7 +53,8 @@ def _read(arguments: argparse.Namespace) -> tuple[str, Manifest | ForeignHeader]
     """Return the header, and a name for it that holds no secret."""
     what: str = arguments.what
     if "://" not in what:
-        return what, read_header(Path(what), limits=Limits())
+        path = one_file(Path(what), arguments.rank)
+        return str(path), read_header(path, limits=Limits())
     try:
         arguments.url = address(what)
     except argparse.ArgumentTypeError as error:

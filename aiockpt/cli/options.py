@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from aiockpt.errors import LocalProtocolError
-from aiockpt.wire.http import Source, parse_metadata
+from aiockpt.wire.address import Address, parse_address
 
 __all__ = [
     "Address",
@@ -25,42 +24,18 @@ __all__ = [
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"  # noqa: SLF001 - no public name
 """What a command adds its parser to."""
 
-_OF_STEP = re.compile(r"(.*/)(0|[1-9][0-9]{0,18})(?:/(?:full|metadata))?/")
 _SIZE = re.compile(
     r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?(?:(?:([KMGT])(I?))?B)?", re.IGNORECASE
 )
 _PREFIXES = ["", "K", "M", "G", "T"]
-_LATEST = re.compile(r"(.*/)latest/")
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """A peer, and the step that the URL names, if any."""
-
-    source: Source
-    step: int | None
 
 
 def address(text: str) -> Address:
-    """Parse what names a checkpoint: metadata, ``.../100`` or ``.../100/full``.
-
-    Metadata always ends with a slash before its capability, so a prefix that ends in
-    a number is not taken for a step.
-    """
-    location, mark, token = text.partition("#")
-    if re.fullmatch(r"[a-z]+://[^/]+", location):
-        location += "/checkpoint/"  # just host and port: the prefix by default
+    """Parse what names a checkpoint at a peer; see `parse_address`."""
     try:
-        source = parse_metadata(f"{location}{mark}{token}")
+        return parse_address(text)
     except LocalProtocolError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    if location.endswith("/"):
-        return Address(source, None)
-    if found := _OF_STEP.fullmatch(source.base_url):
-        return Address(Source(found[1], source.token), int(found[2]))
-    if found := _LATEST.fullmatch(source.base_url):
-        return Address(Source(found[1], source.token), None)
-    return Address(source, None)
 
 
 def seconds(text: str) -> float:

@@ -1,4 +1,4 @@
-"""``aiockpt verify``: every chunk of a file against its digest."""
+"""``aiockpt verify``: every chunk of a file, or of a checkpoint, by its digest."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from aiockpt.cli.options import Commands
+from aiockpt.cli.rankfiles import checkpoint_or_file
 from aiockpt.cli.text import format_bytes, printable
 from aiockpt.errors import IntegrityError
 from aiockpt.storage import read_header, verify_chunks
@@ -22,23 +23,39 @@ def configure(commands: Commands) -> None:
     """Add the command."""
     parser = commands.add_parser(
         "verify",
-        help="verify every chunk of a file",
-        description="Verify the header and every chunk of a file that aiockpt wrote. "
-        "Exits with 1 if it is damaged, and with 2 if it is a safetensors file without "
-        "digests, in which there is nothing to verify.",
+        help="verify every chunk of a file or a checkpoint directory",
+        description="Verify the header and every chunk of a file that aiockpt wrote, "
+        "or of all files of a checkpoint directory. Exits with 1 if something is "
+        "damaged, and with 2 if it is a safetensors file without digests, in which "
+        "there is nothing to verify.",
     )
-    parser.add_argument("file", metavar="FILE", type=Path)
+    parser.add_argument("file", metavar="PATH", type=Path)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify the whole file, also after the first damage."""
-    path: Path = arguments.file
+    """Verify everything, also after the first damage."""
+    found = checkpoint_or_file(arguments.file)
+    if isinstance(found, Path):
+        return _verify(found)
+    codes = [
+        _verify(found.path / name, expected=file.snapshot)
+        for name, file in sorted(found.files.items())
+    ]
+    return max(codes)
+
+
+def _verify(path: Path, *, expected: str | None = None) -> int:
+    """Verify one file; ``expected`` is the snapshot that it must be."""
     header = read_header(path, limits=Limits())
     shown = printable(str(path))
     if isinstance(header, ForeignHeader):
         print(f"{shown}: well formed, but it has no digests to verify", file=sys.stderr)
         return 2
+    if expected not in (None, header.snapshot_id):
+        detail = f"it is snapshot {header.snapshot_id}, the marker names {expected}"
+        print(f"aiockpt: error: {shown}: {detail}", file=sys.stderr)
+        return 1
     damage = list(verify_chunks(path, header))
     if damage:
         print(f"aiockpt: error: {shown}: {_describe(damage, header)}", file=sys.stderr)

@@ -117,3 +117,19 @@ def misspelled() -> object:
 
 assert_type(aiockpt.__version__, str)
 assert_type(aiockpt.Limits().max_depth, int)
+
+
+async def in_the_background() -> None:
+    """A save gives a handle, and its end says what became of it."""
+    config = aiockpt.CheckpointerConfig(busy_policy="skip")
+    async with aiockpt.make_async_checkpointer(config) as checkpointer:
+        assert_type(checkpointer, aiockpt.AsyncCheckpointer)
+        handle = await checkpointer.save({"a": 1}, "step-1", timeout=3, epoch=1)
+        assert_type(handle, aiockpt.SaveHandle)
+        assert_type(await handle.written(), bool)
+        assert_type(handle.error, BaseException | None)
+        assert_type(checkpointer.statistics().written, int)
+        assert_type(await checkpointer.close(), tuple[BaseException, ...])
+    found = await aiockpt.recover("checkpoints", timeout=timedelta(seconds=1))
+    assert_type(found.step, int)
+    aiockpt.CheckpointerConfig(busy_policy="hope")  # type: ignore[arg-type]

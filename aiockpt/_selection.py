@@ -1,0 +1,66 @@
+"""Which values of a state dict are meant, by their dotted paths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+__all__ = ["Select", "Selection", "below", "item"]
+
+Select: TypeAlias = Iterable[str] | Callable[[str], bool]
+"""Dotted paths, with all that is below each; or a function that is asked for each."""
+
+
+def below(path: str, key: object) -> str:
+    """Return the path of what a dict has under ``key``."""
+    return f"{path}.{key}" if path else f"{key}"
+
+
+def item(path: str, index: int) -> str:
+    """Return the path of what a list has at ``index``."""
+    return f"{path}[{index}]"
+
+
+class Selection:
+    """Says which paths are selected; remembers those that were never met."""
+
+    def __init__(self, select: Select | None) -> None:
+        self._asks = select if callable(select) else None
+        wanted = () if select is None or callable(select) else select
+        if isinstance(wanted, str):
+            raise TypeError(f"select takes a list of paths, not the string {wanted!r}")
+        self._wanted = dict.fromkeys(wanted, False)
+        self.everything = select is None
+
+    def __repr__(self) -> str:
+        return f"<Selection {list(self._wanted) or self._asks or 'everything'}>"
+
+    def takes(self, path: str) -> bool:
+        """Say whether everything at and below a path is selected."""
+        if self._asks is not None:
+            return False
+        found = [each for each in self._wanted if _reaches(each, path)]
+        for each in found:
+            self._wanted[each] = True
+        return self.everything or bool(found)
+
+    def takes_leaf(self, path: str) -> bool:
+        """Say whether a value is selected in which nothing can be selected apart."""
+        return self.takes(path) if self._asks is None else bool(self._asks(path))
+
+    def enters(self, path: str) -> bool:
+        """Say whether something below a path may be selected, or all of it is."""
+        if self.everything or self._asks is not None:
+            return True
+        return any(_reaches(path, each) for each in self._wanted) or self.takes(path)
+
+    def unmet(self) -> list[str]:
+        """Return the selected paths that were not found."""
+        return [path for path, met in self._wanted.items() if not met]
+
+
+def _reaches(upper: str, lower: str) -> bool:
+    """Say whether ``lower`` is at or below ``upper``."""
+    if not upper or lower == upper:
+        return True
+    return lower.startswith(upper) and lower[len(upper)] in ".["

@@ -1,0 +1,48 @@
+"""Plain files as references: written with large writes, with and without fsync."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["Figures", "clean", "timed_call", "write_raw"]
+
+Figures = dict[str, float]
+"""What one measurement found, by name; ``seconds`` is always there."""
+
+_PIECE = 8 << 20
+
+
+def write_raw(path: Path, memory: memoryview, *, fsync: bool) -> float:
+    """Write a new file; return the seconds."""
+    started = time.perf_counter()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        rest = memory
+        while rest:
+            rest = rest[os.write(fd, rest[:_PIECE]) :]
+        if fsync:
+            os.fsync(fd)
+        return time.perf_counter() - started
+    finally:
+        os.close(fd)
+
+
+def timed_call(work: Callable[[], object]) -> float:
+    """Return the seconds that a call takes."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def clean(directory: Path) -> None:
+    """Remove what was written, and wait until the disk has nothing left to do."""
+    for each in directory.iterdir():
+        if each.is_dir():
+            shutil.rmtree(each)
+        else:
+            each.unlink()
+    os.sync()

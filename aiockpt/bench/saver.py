@@ -1,0 +1,205 @@
+"""The training process of the checkpointer's benchmark: it saves, loads and trains."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aiockpt._bridge import Bridge
+from aiockpt.bench.disk import Figures, clean, timed_call, write_raw
+from aiockpt.bench.memory import TOUCHED, fresh, touch
+from aiockpt.bench.raw import memcpy
+from aiockpt.bench.shapes import bytes_of, cut, numbered, shape_of
+from aiockpt.bench.torch_savers import RIVALS, RivalSave, write_whole
+from aiockpt.checkpointers.builder import (
+    make_async_checkpointer,
+    make_sync_checkpointer,
+)
+from aiockpt.checkpointers.config import (
+    CheckpointerConfig,
+    CheckpointWriterConfig,
+    RankInfo,
+)
+from aiockpt.checkpointers.process import CheckpointProcess
+
+__all__ = ["Saver"]
+
+_SPIN = 1.0
+_SLICE = 0.02
+
+
+class Saver:
+    """The commands that the process obeys; see `aiockpt.bench.worker`."""
+
+    def __init__(self, bridge: Bridge) -> None:
+        self._bridge = bridge
+        self._place = Path()
+        self._flat = torch.empty(0, dtype=torch.uint8)
+        self._state: dict[str, torch.Tensor] = {}
+        self._ours: Any = None
+
+    async def prepare(self, key: str, size: int, place: str) -> None:
+        """Build the state dict; save in ``place``."""
+        self._place = Path(place)
+        shape = shape_of(key, size)
+        self._flat = numbered(shape.nbytes)
+        self._state = cut(self._flat, shape)
+
+    async def release(self) -> None:
+        """Close the checkpointer, and forget everything."""
+        ours, self._ours = self._ours, None
+        if ours is not None:
+            await ours.close()
+        self._state, self._flat = {}, torch.empty(0, dtype=torch.uint8)
+
+    # -------------------------------------------------------------- references
+
+    async def memcpy(self, kind: str) -> Figures:
+        """Copy the same bytes in one thread."""
+        memory = fresh(kind, self._flat.nbytes)
+        if kind == TOUCHED:
+            touch(memory)
+        return {"seconds": memcpy(memory, bytes_of(self._flat))}
+
+    async def write_raw(self, *, fsync: bool) -> Figures:
+        """Write the same bytes to a plain file."""
+        path, memory = self._place / "raw", bytes_of(self._flat)
+        return self._cleaned({"seconds": write_raw(path, memory, fsync=fsync)})
+
+    # ------------------------------------------------------------------ saving
+
+    async def save(self, *, first: bool) -> Figures:
+        """Save in the background: until it may be mutated, until it is durable."""
+        async with self._checkpointer(first=first) as ours:
+            started = time.perf_counter()
+            handle = await ours.save(self._state, self._place / "step-1")
+            staged = time.perf_counter() - started
+            await handle.written()
+            seconds = time.perf_counter() - started
+        return self._cleaned({"staged": staged, "seconds": seconds})
+
+    async def spin_beside(self) -> Figures:
+        """Compute in plain Python while a save is written; what that costs, in %."""
+        usual = await _spin(_for(_SPIN))
+        async with self._checkpointer(first=False) as ours:
+            handle = await ours.save(self._state, self._place / "step-1")
+            beside = await _spin(lambda: not handle.done())
+        return self._cleaned({"seconds": 1.0, "slowdown": 100 * (1 - beside / usual)})
+
+    async def save_rival(self, name: str) -> Figures:
+        """Save by one of torch's asynchronous checkpointers, once it is warm."""
+        rival: RivalSave = RIVALS[name]()
+        try:
+            await self._bridge.run(rival.save, self._state, self._place / "warm")
+            usual = await _spin(_for(_SPIN))
+            found = await self._bridge.run(
+                rival.begin, self._state, self._place / "step-1"
+            )
+            beside = await _spin(lambda: not rival.done())
+            found |= await self._bridge.run(rival.finish)
+            found["slowdown"] = 100 * (1 - beside / usual)
+        finally:
+            await self._bridge.run(rival.close)
+        return self._cleaned(found)
+
+    async def save_here(self) -> Figures:
+        """Save by the synchronous checkpointer, without fsync."""
+        config = CheckpointerConfig(writer_config=CheckpointWriterConfig(fsync=False))
+        with make_sync_checkpointer(config, RankInfo(0, 1)) as ours:
+            work = partial(ours.save, self._state, self._place / "step-1")
+            return self._cleaned({"seconds": timed_call(work)})
+
+    async def write_whole(self, how: str) -> Figures:
+        """Save to one file by torch or by safetensors."""
+        seconds = write_whole(how, self._state, self._place / "file")
+        return self._cleaned({"seconds": seconds})
+
+    async def killed(self) -> Figures:
+        """Kill the process that writes; how long until that is known here."""
+        process = CheckpointProcess(RankInfo(0, 1))
+        await process.ready()
+        submission = await process.submit(self._state, str(self._place / "step-1"), {})
+        await submission.settled()
+        pid = process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        started = time.perf_counter()
+        await asyncio.wait({submission.ended})
+        seconds = time.perf_counter() - started
+        await process.close()
+        return self._cleaned({"seconds": seconds})
+
+    # ----------------------------------------------------------------- loading
+
+    async def keep_one(self) -> None:
+        """Save what is loaded from then on; it stays in the system's cache."""
+        with make_sync_checkpointer(rank_info=RankInfo(0, 1)) as ours:
+            ours.save(self._state, self._place / "kept")
+
+    async def load(self, how: str) -> Figures:
+        """Load it: ``whole``, ``mapped``, or ``one`` key."""
+        known: dict[str, dict[str, Any]] = {
+            "whole": {},
+            "mapped": {"mmap": True, "verify": "none"},
+            "one": {"select": [next(iter(self._state))]},
+        }
+        with make_sync_checkpointer(rank_info=RankInfo(0, 1)) as ours:
+            return {
+                "seconds": timed_call(
+                    partial(ours.load, self._place / "kept", **known[how])
+                )
+            }
+
+    async def clean(self) -> None:
+        """Remove what was saved."""
+        clean(self._place)
+
+    def _cleaned(self, found: Figures) -> Figures:
+        clean(self._place)
+        return found
+
+    @asynccontextmanager
+    async def _checkpointer(self, *, first: bool) -> AsyncIterator[Any]:
+        """Give a checkpointer that has never saved, or one that has, twice."""
+        if first:
+            async with make_async_checkpointer(rank_info=RankInfo(0, 1)) as new:
+                await _ready(new)
+                yield new
+            return
+        if self._ours is None:
+            self._ours = make_async_checkpointer(rank_info=RankInfo(0, 1))
+            await _ready(self._ours)
+            await (await self._ours.save(self._state, self._place / "warm")).written()
+            clean(self._place)
+        yield self._ours
+
+
+async def _ready(checkpointer: Any) -> None:
+    """Wait until its process runs, as it does when training gets to its first save."""
+    await checkpointer._writer.ready()  # noqa: SLF001 - users have no need of this
+
+
+def _for(seconds: float) -> Callable[[], bool]:
+    until = time.perf_counter() + seconds
+    return lambda: time.perf_counter() < until
+
+
+async def _spin(going: Callable[[], bool]) -> float:
+    """Count in plain Python, as a training loop computes; return the speed."""
+    count, started = 0, time.perf_counter()
+    while going():
+        until = time.perf_counter() + _SLICE
+        while time.perf_counter() < until:
+            for _ in range(1000):
+                count += 1
+        await asyncio.sleep(0)
+    return count / (time.perf_counter() - started)

@@ -1,0 +1,138 @@
+"""The two factories: a checkpointer with everything it needs, from one config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from aiockpt.checkpointers.background import AsyncCheckpointer
+from aiockpt.checkpointers.barriers import barrier_config_for, default_rank_info
+from aiockpt.checkpointers.config import CheckpointerConfig, RankInfo
+from aiockpt.checkpointers.defaults import (
+    configured_writer,
+    default_subprocess_init_fn,
+)
+from aiockpt.checkpointers.hooks import WriterHook
+from aiockpt.checkpointers.process import CheckpointProcess
+from aiockpt.checkpointers.reader import CheckpointReader
+from aiockpt.checkpointers.stager import DefaultStager
+from aiockpt.checkpointers.submission import BackgroundWriter
+from aiockpt.checkpointers.sync import SyncCheckpointer
+from aiockpt.checkpointers.thread import CheckpointThread
+
+__all__ = ["make_async_checkpointer", "make_sync_checkpointer"]
+
+
+def make_sync_checkpointer(
+    config: CheckpointerConfig = CheckpointerConfig(),  # noqa: B008 - frozen
+    rank_info: RankInfo | None = None,
+    commit_hook: WriterHook | None = None,
+) -> SyncCheckpointer:
+    """Return a checkpointer that saves and loads without an event loop.
+
+    Args:
+        config: How to write, and how ranks commit together.
+        rank_info: Who this process is; found from ``torch.distributed`` by default,
+            else it is alone.
+        commit_hook: Called around each commit.
+
+    Raises:
+        ValueError: several ranks, and nothing that they could meet at.
+    """
+    rank_info = rank_info or default_rank_info()
+    barrier = barrier_config_for(config.barrier_config, rank_info, apart=False)
+    writer = configured_writer(rank_info, config.writer_config, barrier, commit_hook)
+    allow_pickle = config.writer_config.allow_pickle
+    return SyncCheckpointer(
+        writer, CheckpointReader(rank_info, allow_pickle=allow_pickle)
+    )
+
+
+def make_async_checkpointer(
+    config: CheckpointerConfig = CheckpointerConfig(),  # noqa: B008 - frozen
+    rank_info: RankInfo | None = None,
+    subprocess_init_fn: Callable[..., object] = default_subprocess_init_fn,
+    subprocess_init_args: tuple[Any, ...] = (),
+    checkpoint_writer_init_fn: Callable[..., Any] | None = None,
+    checkpoint_writer_init_args: Mapping[str, Any] | None = None,
+    *,
+    commit_hook: WriterHook | None = None,
+) -> AsyncCheckpointer:
+    """Return a checkpointer that saves in the background.
+
+    Its process starts now; no loop needs to run yet. It works with an accelerator and
+    without.
+
+    Args:
+        config: Everything that can be chosen.
+        rank_info: Who this process is; found from ``torch.distributed`` by default,
+            else it is alone.
+        subprocess_init_fn: Called first in the process, with ``subprocess_init_args``;
+            not with ``use_process=False``.
+        checkpoint_writer_init_fn: Makes the writer, from ``rank_info`` and
+            ``checkpoint_writer_init_args``, where it writes; the config's
+            ``writer_config`` and ``barrier_config`` are then its own affair.
+        commit_hook: Called around each commit by the default writer, where it writes.
+
+    Raises:
+        ValueError: several ranks, and nothing that they could meet at; or with a
+            policy that each of them would follow on its own.
+        LocalProtocolError: what the process needs cannot be pickled.
+    """
+    rank_info = rank_info or default_rank_info()
+    _check_policy(config, rank_info)
+    make_writer = checkpoint_writer_init_fn or configured_writer
+    arguments = dict(checkpoint_writer_init_args or {})
+    if checkpoint_writer_init_fn is None:
+        arguments = {**_writer_args(config, rank_info, commit_hook), **arguments}
+    staging, process = config.staging_config, config.process_config
+    writer: BackgroundWriter
+    if config.use_process:
+        writer = CheckpointProcess(
+            rank_info,
+            process,
+            subprocess_init_fn,
+            subprocess_init_args,
+            make_writer,
+            arguments,
+            staging_config=staging,
+        )
+    else:
+        # Nobody else maps it, and private memory has huge pages.
+        staging = replace(staging, use_shared_memory=False)
+        make = partial(make_writer, **{"rank_info": rank_info, **arguments})
+        timeout = process.subprocess_shutdown_timeout_secs
+        writer = CheckpointThread(
+            make, shutdown_timeout_secs=timeout, staging_config=staging
+        )
+    return AsyncCheckpointer(
+        DefaultStager(staging),
+        writer,
+        CheckpointReader(rank_info, allow_pickle=staging.allow_pickle),
+        busy_policy=config.busy_policy,
+        raise_on_failure=config.raise_on_failure,
+        keep_last=config.use_process and process.keep_last_seconds > 0,
+    )
+
+
+def _writer_args(
+    config: CheckpointerConfig, rank_info: RankInfo, hook: WriterHook | None
+) -> dict[str, Any]:
+    barrier = barrier_config_for(
+        config.barrier_config, rank_info, apart=config.use_process
+    )
+    return {
+        "writer_config": config.writer_config,
+        "barrier_config": barrier,
+        "commit_hook": hook,
+    }
+
+
+def _check_policy(config: CheckpointerConfig, rank_info: RankInfo) -> None:
+    if rank_info.global_world_size > 1 and config.busy_policy != "wait":
+        raise ValueError(
+            f"with busy_policy={config.busy_policy!r} some ranks might save a step "
+            "that others do not; several ranks need 'wait'"
+        )

@@ -1,0 +1,149 @@
+"""One end of a Unix socket between two processes, on an event loop.
+
+Packets, not a stream: a message arrives whole with its descriptors, or not at all, and
+what the trainer has sent is read even if the trainer is killed right after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from aiockpt.checkpointers.messages import MAX_MESSAGE, encode
+
+__all__ = ["Channel", "pair", "receive"]
+
+_MAX_FDS: Final = 4
+_BUFFER: Final = 1 << 20
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Return two ends that are connected."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+    return ends
+
+
+def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """Return the next packet and its descriptors; nothing at the end.
+
+    Raises:
+        BlockingIOError: there is none yet, and the socket does not block.
+        OSError: the connection has failed.
+    """
+    data, fds, flags, _ = socket.recv_fds(sock, MAX_MESSAGE, _MAX_FDS)
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        for fd in fds:
+            os.close(fd)
+        raise OSError("a message was cut short")
+    return data, fds
+
+
+class Channel:
+    """Sends without waiting, and calls back with what arrives.
+
+    Args:
+        sock: The end; the channel owns it.
+        on_message: Called on the loop with each packet and its descriptors, which are
+            then its own.
+        on_end: Called once when the other end is gone, after the last message.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        on_message: Callable[[bytes, list[int]], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        sock.settimeout(0)
+        self._sock = sock
+        self._on_message = on_message
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._queue: deque[tuple[bytes, list[int]]] = deque()
+        self._ended = False
+        self._loop.add_reader(sock, self.read)
+
+    def __repr__(self) -> str:
+        return f"<Channel queued={len(self._queue)}>"
+
+    def send(self, message: object, fds: Sequence[int] = ()) -> None:
+        """Send as soon as the socket takes it; the descriptors stay the caller's.
+
+        To an end that is gone nothing is sent: ``on_end`` tells.
+        """
+        data = encode(message)
+        if self._ended:
+            return
+        if self._queue:
+            self._enqueue(data, fds)
+            return
+        try:
+            socket.send_fds(self._sock, [data], list(fds))
+        except BlockingIOError:
+            self._loop.add_writer(self._sock, self._flush)
+            self._enqueue(data, fds)
+        except OSError:
+            pass  # it is gone; what it said before can still be read
+
+    @property
+    def full(self) -> bool:
+        """Whether what is sent now would wait."""
+        return bool(self._queue)
+
+    def read(self) -> None:
+        """Call back with everything that has arrived."""
+        while not self._ended:
+            try:
+                data, fds = receive(self._sock)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                continue  # said once, before what the dead end has sent
+            except OSError:
+                data, fds = b"", []
+            if data:
+                self._on_message(data, fds)
+            else:
+                self._end()
+
+    def close(self) -> None:
+        """Close the end; nothing is called back any more. Idempotent."""
+        self._ended = True
+        if self._sock.fileno() >= 0:
+            self._loop.remove_reader(self._sock)
+            self._loop.remove_writer(self._sock)
+            self._sock.close()
+        for _, fds in self._queue:
+            _close_all(fds)
+        self._queue.clear()
+
+    def _enqueue(self, data: bytes, fds: Sequence[int]) -> None:
+        self._queue.append((data, [os.dup(fd) for fd in fds]))
+
+    def _flush(self) -> None:
+        while self._queue:
+            data, fds = self._queue[0]
+            try:
+                socket.send_fds(self._sock, [data], fds)
+            except BlockingIOError:
+                return
+            except OSError:
+                pass
+            self._queue.popleft()
+            _close_all(fds)
+        self._loop.remove_writer(self._sock)
+
+    def _end(self) -> None:
+        self.close()
+        self._on_end()
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

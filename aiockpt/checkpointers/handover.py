@@ -1,0 +1,113 @@
+"""Whatever was staged becomes memory that the checkpoint process can map."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from aiockpt._bridge import Bridge
+from aiockpt._snapshot import Snapshot
+from aiockpt.checkpointers.config import CheckpointStagerConfig
+from aiockpt.checkpointers.jobs import encode_keywords
+from aiockpt.checkpointers.messages import pack
+from aiockpt.checkpointers.stager import StagedState, stager_of
+from aiockpt.directory import step_of
+from aiockpt.memory import Arena
+
+__all__ = ["Handover", "text_of"]
+
+_BLOCK = 64 << 20
+
+
+def text_of(path: str | os.PathLike[str]) -> str:
+    """Return a path that means the same in another process; an address is kept."""
+    text = os.fspath(path)
+    return text if "://" in text else os.path.abspath(text)
+
+
+class Handover:
+    """Makes snapshots of what is handed over, in memory of the wanted kind.
+
+    Args:
+        bridge: Where copies run.
+        config: How a plain state dict is staged.
+        shared: Whether another process is to map them.
+    """
+
+    def __init__(
+        self, bridge: Bridge, config: CheckpointStagerConfig, *, shared: bool
+    ) -> None:
+        self._bridge = bridge
+        self._shared = shared
+        self._stager = stager_of(bridge, config, shared=shared, kept=1)
+
+    def __repr__(self) -> str:
+        return f"<Handover shared={self._shared}>"
+
+    async def snapshot(
+        self, staged: Any, path: str, keywords: Mapping[str, Any]
+    ) -> Snapshot:
+        """Return a snapshot with a reference that is the caller's."""
+        found = staged.snapshot if isinstance(staged, StagedState) else staged
+        if not isinstance(found, Snapshot):
+            step = keywords.get("step", step_of(path))
+            return await self._stager.stage(found, step=step)
+        arena = found.arena
+        if not self._shared or (arena is not None and arena.fd >= 0):
+            found.acquire()
+            return found
+        copied = Arena(found.manifest.segment_bytes, shared=True)
+        try:
+            await self._bridge.run(_copy, found, copied)
+        except BaseException:
+            copied.close()
+            raise
+        free = partial(self._bridge.post, copied.close)
+        return Snapshot(found.manifest, copied, live=False, on_free=free)
+
+    async def parcel(
+        self, snapshot: Snapshot, path: str, keywords: Mapping[str, Any]
+    ) -> tuple[str, int]:
+        """Return the path for another process, and the parcel for the snapshot.
+
+        Raises:
+            UnsupportedLeafError: a keyword cannot travel.
+        """
+        made: list[int] = []
+        try:
+            text = await self._bridge.run(_parcel, made, snapshot, path, keywords)
+        except BaseException:
+            for fd in made:  # a cancel came too late to prevent it
+                os.close(fd)
+            raise
+        return text, made[0]
+
+    def close(self) -> None:
+        """Keep no memory from now on."""
+        self._stager.close()
+
+
+def _copy(snapshot: Snapshot, arena: Arena) -> None:
+    size = snapshot.manifest.segment_bytes
+    for start in range(0, size, _BLOCK):
+        stop = min(start + _BLOCK, size)
+        _copy_to(arena.fd, snapshot.views(start, stop), start)
+
+
+def _copy_to(fd: int, views: Iterable[memoryview], at: int) -> None:
+    # Not by assignment, which would keep the interpreter lock.
+    for view in views:
+        rest = view
+        while rest:
+            done = os.pwrite(fd, rest, at)
+            rest, at = rest[done:], at + done
+
+
+def _parcel(
+    made: list[int], snapshot: Snapshot, path: str, keywords: Mapping[str, Any]
+) -> str:
+    encoded = encode_keywords(keywords)
+    made.append(pack(snapshot.manifest.header, encoded))
+    return text_of(path)

@@ -1,0 +1,152 @@
+"""What the trainer and the checkpoint process say to each other: plain data.
+
+A message is one packet of a Unix socket: JSON, and beside it the descriptors that it
+speaks of. What may be large lies in memory that one of these stands for: a *parcel*, or
+the arena with the data segment.
+"""
+
+from __future__ import annotations
+
+import os
+from mmap import mmap
+from typing import Final, TypeAlias
+
+import msgspec
+
+from aiockpt.checkpointers.failures import Failure
+
+__all__ = [
+    "MAX_MESSAGE",
+    "Alive",
+    "Begun",
+    "Close",
+    "Drop",
+    "Dropped",
+    "Ended",
+    "Forsake",
+    "FromWorker",
+    "Progressed",
+    "Ready",
+    "Setup",
+    "ToWorker",
+    "Write",
+    "decode_from_worker",
+    "decode_to_worker",
+    "encode",
+    "pack",
+    "unpack",
+]
+
+MAX_MESSAGE: Final = 192 << 10  # a packet must fit the socket's buffer
+
+
+class Setup(msgspec.Struct, tag=True, frozen=True):
+    """The first one. Its parcel holds the init functions.
+
+    ``trainer`` is the process to outlive. The other fields are the config's.
+    """
+
+    trainer: int
+    nice: int
+    io_idle: bool
+    write_timeout: float
+    keep_last: float
+    runtime_dir: str
+    rank: int
+
+
+class Write(msgspec.Struct, tag=True, frozen=True):
+    """Write a snapshot: its parcel, then its arena.
+
+    The parcel holds ``header_bytes`` of an unsealed header, then the keywords.
+    """
+
+    number: int
+    path: str
+    header_bytes: int
+    segment_bytes: int
+
+
+class Forsake(msgspec.Struct, tag=True, frozen=True):
+    """Tell the other ranks that this one has nothing to write."""
+
+    path: str
+    step: int
+    reason: str
+
+
+class Drop(msgspec.Struct, tag=True, frozen=True):
+    """Forget a write that has not begun."""
+
+    number: int
+
+
+class Close(msgspec.Struct, tag=True, frozen=True):
+    """Finish what was handed over, then end; ``keep``: as if the trainer had died."""
+
+    keep: bool = False
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The init functions have returned."""
+
+
+class Begun(msgspec.Struct, tag=True, frozen=True):
+    """A write is under way, and cannot be dropped any more."""
+
+    number: int
+
+
+class Progressed(msgspec.Struct, tag=True, frozen=True):
+    """So many bytes of the segment have been taken by the writer."""
+
+    number: int
+    nbytes: int
+
+
+class Dropped(msgspec.Struct, tag=True, frozen=True):
+    """A write was forgotten before it began."""
+
+    number: int
+
+
+class Ended(msgspec.Struct, tag=True, frozen=True):
+    """A write has ended (0: the setup), well or with a failure."""
+
+    number: int
+    seconds: float = 0.0
+    failure: Failure | None = None
+
+
+class Alive(msgspec.Struct, tag=True, frozen=True):
+    """Nothing new, and nothing hangs."""
+
+
+ToWorker: TypeAlias = Setup | Write | Forsake | Drop | Close
+FromWorker: TypeAlias = Ready | Begun | Progressed | Dropped | Ended | Alive
+
+encode = msgspec.json.encode
+decode_to_worker = msgspec.json.Decoder(ToWorker).decode
+decode_from_worker = msgspec.json.Decoder(FromWorker).decode
+
+
+def pack(*parts: bytes | memoryview | mmap) -> int:
+    """Return the descriptor of a parcel; it is the caller's."""
+    fd = os.memfd_create("aiockpt-parcel", os.MFD_CLOEXEC)
+    try:
+        with open(fd, "wb", buffering=0, closefd=False) as file:
+            for part in parts:
+                rest = memoryview(part)
+                while rest:
+                    rest = rest[file.write(rest) :]
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def unpack(fd: int) -> bytes:
+    """Return what a parcel holds, and close it."""
+    with open(fd, "rb", buffering=0) as file:
+        # Its offset is shared with who wrote it.
+        return os.pread(file.fileno(), os.fstat(fd).st_size, 0)

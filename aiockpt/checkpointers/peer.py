@@ -1,0 +1,171 @@
+"""Loading from a peer: the chunks that are wanted, fetched by the client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, closing, contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from aiockpt._blocking import run_blocking
+from aiockpt._bridge import Bridge
+from aiockpt.checkpointers.sources import Reading
+from aiockpt.content import Content
+from aiockpt.errors import AiockptError, StepNotFoundError
+from aiockpt.http.client import CheckpointClient, ClientConfig
+from aiockpt.http.credentials import find_credentials
+from aiockpt.rangefile import Landing, OnBytes, Verify
+from aiockpt.wire.address import Address, parse_address
+from aiockpt.wire.manifest import Manifest
+
+__all__ = ["open_peer"]
+
+_THREADS: Final = 2
+_CONNECTIONS: Final = 4
+_STALL_TIMEOUT: Final = 10.0
+
+
+@contextmanager
+def open_peer(text: str, reading: Reading) -> Iterator[Content]:
+    """Give what a peer serves: the step of the URL, or else what it serves now.
+
+    Raises:
+        StepNotFoundError: it does not serve that step.
+        TransportError, AuthenticationError: it could not be asked.
+        LocalProtocolError: this is no such URL.
+    """
+    peer = _Peer(parse_address(text), _config(reading))
+    manifest = run_blocking(peer.find())
+    fetch = _PeerFetch(peer, manifest)
+    fetch.content = Content(
+        manifest, fetch, limits=reading.limits, allow_pickle=reading.allow_pickle
+    )
+    yield fetch.content
+
+
+def _config(reading: Reading) -> ClientConfig:
+    known = find_credentials(None, insecure=False, env=os.environ)
+    return ClientConfig(
+        max_concurrency=_CONNECTIONS,
+        stall_timeout=_STALL_TIMEOUT,
+        connect_timeout=_STALL_TIMEOUT,
+        reconnect_timeout=_STALL_TIMEOUT,
+        token=known.to_send,
+        limits=reading.limits,
+        ssl_context=None,
+    )
+
+
+class _PeerFetch:
+    """A `content.Fetch` of what a peer serves; the client verifies every chunk."""
+
+    content: Content
+
+    def __init__(self, peer: _Peer, manifest: Manifest) -> None:
+        self._peer = peer
+        self._manifest = manifest
+
+    def __call__(
+        self, landing: Landing, *, verify: Verify, on_bytes: OnBytes | None
+    ) -> None:
+        """Fetch the chunks that ``landing`` wants bytes of."""
+        del verify
+        grid = self._manifest.grid
+        chunks = {
+            chunk: None
+            for start, stop in landing.ranges()
+            for chunk in range(grid.index_of(start), grid.index_of(stop - 1) + 1)
+        }
+        target = _Target(landing, self.content.memory)
+        run_blocking(self._peer.fetch(self._manifest, target, [*chunks], on_bytes))
+        landing.pass_on(self.content.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A landing as the client sees it: what it does not want goes to the content."""
+
+    landing: Landing
+    memory: memoryview
+
+    def buffers(self, start: int, stop: int) -> list[memoryview]:
+        return [*self.landing.lay(start, stop, self.memory[start:stop])]
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """Where to ask, and how; every call is on a loop of its own."""
+
+    address: Address
+    config: ClientConfig
+
+    async def find(self) -> Manifest:
+        """Return the manifest."""
+        source, step = self.address.source, self.address.step
+        with closing(Bridge(threads=1, name="aiockpt-peer")) as bridge:
+            async with aclosing(self._client(bridge)) as client:
+                if step is None:
+                    step = (await client.fetch_latest(source)).step
+                return await client.fetch_manifest(
+                    source, step, deadline=0.0, on_retry=_give_up
+                )
+
+    async def fetch(
+        self,
+        manifest: Manifest,
+        target: _Target,
+        chunks: Sequence[int],
+        on_bytes: OnBytes | None,
+    ) -> None:
+        """Fetch chunks into ``target``."""
+        with closing(Bridge(threads=_THREADS, name="aiockpt-peer")) as bridge:
+            async with aclosing(self._client(bridge)) as client:
+                meter = _Meter(on_bytes)
+                with meter.raising():
+                    await client.fetch_chunks(
+                        self.address.source,
+                        manifest.outline,
+                        target,
+                        chunks,
+                        on_progress=meter.add,
+                    )
+
+    def _client(self, bridge: Bridge) -> CheckpointClient:
+        return CheckpointClient(self.config, None, run=bridge.run)
+
+
+class _Meter:
+    """Hands on how many bytes came; what the listener raises ends the fetch."""
+
+    def __init__(self, on_bytes: OnBytes | None) -> None:
+        self._on_bytes = on_bytes
+        self._task = asyncio.current_task()
+        self._failure: BaseException | None = None
+
+    def add(self, nbytes: int, chunks: int) -> None:
+        del chunks
+        if self._on_bytes is None or self._failure is not None:
+            return
+        try:
+            self._on_bytes(nbytes)
+        except BaseException as error:  # noqa: BLE001 - `raising` raises it
+            self._failure = error
+            assert self._task is not None
+            self._task.cancel()
+
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._failure is None:
+                raise
+            raise self._failure from None
+
+
+def _give_up(error: AiockptError) -> None:
+    # The client itself would wait until the step is published.
+    if isinstance(error, StepNotFoundError):
+        raise error

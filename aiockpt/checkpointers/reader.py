@@ -1,0 +1,206 @@
+"""Loading: a rank's state dict, whole or in part, from a directory, file or peer."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from aiockpt._device import PortFor, port_for
+from aiockpt._selection import Select, Selection
+from aiockpt.checkpointers.config import RankInfo
+from aiockpt.checkpointers.sources import Loaded, Reading, is_url, open_sources
+from aiockpt.content import Content, check_memory
+from aiockpt.directory import StrPath
+from aiockpt.errors import AiockptError, MissingKeysError
+from aiockpt.filling import Filling
+from aiockpt.landing import PlacedLanding
+from aiockpt.rangefile import OnBytes, Verify
+from aiockpt.wants import Wants
+from aiockpt.wire.limits import Limits
+
+__all__ = ["CheckpointReader", "MapLocation"]
+
+logger = logging.getLogger("aiockpt")
+
+MapLocation = Any
+"""A device, its name, a dict of such, or a function, as ``torch.load`` takes it."""
+
+_SHOWN = 10
+
+
+class CheckpointReader:
+    """Reads one rank's share of a checkpoint.
+
+    Args:
+        rank_info: Whose file it reads.
+        limits: What it accepts; by default as much as there is memory for.
+        allow_pickle: Accept leaves that were saved as pickles, which run code.
+        ports: Finds the port of a device; tests give a fake one.
+    """
+
+    def __init__(
+        self,
+        rank_info: RankInfo,
+        *,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
+        allow_pickle: bool = False,
+        ports: PortFor = port_for,
+    ) -> None:
+        self._rank_info = rank_info
+        self._limits = limits
+        self._allow_pickle = allow_pickle
+        self._ports = ports
+
+    def __repr__(self) -> str:
+        rank = self._rank_info
+        return f"<CheckpointReader rank={rank.global_rank}/{rank.global_world_size}>"
+
+    def read(
+        self,
+        path: StrPath,
+        state_dict: Any = None,
+        *,
+        map_location: MapLocation = None,
+        strict: bool = False,
+        select: Select | None = None,
+        verify: Verify = "full",
+        mmap: bool = False,
+        on_bytes: OnBytes | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, list[str]]:
+        """Return the state dict, and the wanted keys that the checkpoint lacks.
+
+        Args:
+            path: A checkpoint's directory; a safetensors file, a directory of such, or
+                a file of ``torch.save``, by whatever tool; a directory of the seed's
+                files; or a peer's URL, ``http://host:port/checkpoint/100``, or what
+                its ``metadata()`` says.
+            state_dict: A template: only its keys are read. Its tensors are filled, its
+                dicts get the other values; None as a value takes what there is.
+            map_location: Where tensors go that have no place in the template.
+            strict: Raise if a key is missing, before a byte is read.
+            select: Only these dotted paths, and what is below them; or a function of
+                the path that is asked for each value.
+            verify: Compare the digest of every chunk that is read (``full``), of every
+                16th (``sampled``), or of none.
+            mmap: Return tensors over a private mapping of the file, which is read
+                when they are used. It must not be truncated meanwhile.
+            on_bytes: Called with numbers of bytes as they are read, from any thread;
+                what it raises ends the reading.
+            kwargs: Of ``save``, for readers that take them; not needed here.
+
+        Raises:
+            CheckpointNotFoundError: no whole checkpoint is there.
+            StorageError: it cannot be read.
+            IntegrityError: a chunk has a wrong digest. A note says whether tensors of
+                the template may hold bytes of it.
+            TemplateMismatchError: a value of the template is of another type, shape
+                or dtype; nothing was changed.
+            MissingKeysError: with ``strict``; nothing was changed.
+        """
+        del kwargs
+        reading = Reading(
+            rank=self._rank_info.global_rank,
+            limits=self._limits,
+            allow_pickle=self._allow_pickle,
+            verify=verify,
+            mmap=mmap,
+            on_bytes=on_bytes,
+        )
+        with open_sources(path, reading) as loaded:
+            shown = os.fspath(path).partition("#")[0]  # a URL's secret stays ours
+            task = _Load(shown if is_url(path) else os.fspath(path), loaded, reading)
+            device = device_of(map_location)
+            if not loaded.contents and not mmap and device is None:
+                device = torch.device("cpu")  # what is mapped is copied
+            if state_dict is None and select is None and device is None:
+                return task.whole(), []
+            wants = Wants(loaded.contents, device=device, ports=self._ports)
+            selection = Selection(select)
+            return task.part(state_dict, Filling(selection, wants), wants, strict)
+
+
+class _Load:
+    """One call of `CheckpointReader.read`, when it is known what is there."""
+
+    def __init__(self, path: str, loaded: Loaded, reading: Reading) -> None:
+        self._path = path
+        self._loaded = loaded
+        self._reading = reading
+
+    def whole(self) -> object:
+        """Read everything into memory of its own."""
+        for content in self._loaded.contents:
+            content.read_whole(
+                verify=self._reading.verify, on_bytes=self._reading.on_bytes
+            )
+        return self._loaded.state()
+
+    def part(
+        self,
+        template: object | None,
+        filling: Filling,
+        wants: Wants,
+        strict: bool,  # noqa: FBT001 - of one caller
+    ) -> tuple[object, list[str]]:
+        """Read what is wanted, to where it is wanted."""
+        how = self._reading
+        for content in self._loaded.contents:
+            content.read_values(verify=how.verify, on_bytes=how.on_bytes)
+        result = filling.plan(template, self._loaded.state())
+        self._report(filling.missing, strict=strict)
+        try:
+            self._read([*wants.places()], wants)
+        except AiockptError as error:
+            if template is not None:
+                done = "was modified" if wants.touched else "was not modified"
+                error.add_note(f"the template {done}")
+            raise
+        wants.finish()
+        filling.finish()
+        return result, filling.missing
+
+    def _read(self, places: Sequence[tuple[Content, Any]], wants: Wants) -> None:
+        how = self._reading
+        landings = [(content, PlacedLanding(each)) for content, each in places]
+        nbytes = sum(
+            stop - start for _, land in landings for start, stop in land.ranges()
+        )
+        check_memory(nbytes, how.limits)
+        wants.begin()
+        for content, landing in landings:
+            if content.mapped:
+                content.verify_ranges(
+                    landing.ranges(), verify=how.verify, on_bytes=how.on_bytes
+                )
+            elif landing.ranges():
+                content.fetch(landing, verify=how.verify, on_bytes=how.on_bytes)
+
+    def _report(self, missing: list[str], *, strict: bool) -> None:
+        if missing and strict:
+            raise MissingKeysError(self._path, missing)
+        if missing:
+            shown = ", ".join(missing[:_SHOWN])
+            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            logger.warning("%s is missing keys: %s%s", self._path, shown, more)
+
+
+def device_of(map_location: MapLocation) -> torch.device | None:
+    """Return where a ``map_location`` sends what was saved from host memory.
+
+    A checkpoint does not say on which device a tensor was.
+    """
+    if isinstance(map_location, dict):
+        map_location = map_location.get("cpu")
+    elif isinstance(map_location, Callable):  # type: ignore[arg-type]
+        probe = torch.empty(1, dtype=torch.uint8).untyped_storage()
+        mapped = map_location(probe, "cpu")
+        map_location = None if mapped is None else mapped.device
+    if map_location is None:
+        return None
+    device = torch.device(map_location)
+    return None if device.type == "cpu" else device

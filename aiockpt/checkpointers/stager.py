@@ -1,0 +1,175 @@
+"""The copy that training waits for: a state dict becomes a snapshot in an arena.
+
+No digests, no encoding of bytes, no file: whoever writes does the rest. The arenas are
+kept and reused, so that only the first saves pay for new memory.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import Any, Final, Self
+
+from aiockpt._bridge import Bridge
+from aiockpt._device import PortFor, port_for
+from aiockpt._inline import Inline
+from aiockpt._lifetime import Lifetime
+from aiockpt._snapshot import Snapshot
+from aiockpt.checkpointers.config import CheckpointStagerConfig
+from aiockpt.rebuild import Frame, assemble, tensors_over
+from aiockpt.staging import Stager, StagerOptions
+from aiockpt.wire.limits import Limits
+
+__all__ = ["CheckpointStager", "DefaultStager", "StagedState", "stager_of"]
+
+_ARENAS: Final = 2  # one is written while the next save is staged
+_CLOSING: Final = 5.0
+_LIMITS: Final = Limits(max_header_bytes=1 << 40)
+
+
+class StagedState:
+    """A staged state dict, and the memory that it lies in.
+
+    It is a context manager, which releases it; so does the checkpointer that it is
+    given to, when it is written.
+    """
+
+    def __init__(self, snapshot: Snapshot, *, allow_pickle: bool = False) -> None:
+        self.snapshot = snapshot
+        self._allow_pickle = allow_pickle
+        self._released = False
+
+    def __repr__(self) -> str:
+        return f"<StagedState {self.snapshot!r}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its tensors."""
+        return self.snapshot.manifest.segment_bytes
+
+    def state_dict(self) -> Any:
+        """Return the state dict: tensors over the arena, ties and containers kept.
+
+        They are valid until :meth:`release`: then another save takes the memory.
+        """
+        manifest = self.snapshot.manifest
+        found = self.snapshot.buffers(0, manifest.segment_bytes)
+        tensors = tensors_over(manifest, found[0] if found else memoryview(b""))
+        return assemble(
+            Frame.of(manifest),
+            tensors,
+            limits=_LIMITS,
+            allow_pickle=self._allow_pickle,
+        )
+
+    def release(self) -> None:
+        """Let the next save have the memory. Idempotent."""
+        if not self._released:
+            self._released = True
+            self.snapshot.release()
+
+
+class CheckpointStager(ABC):
+    """Takes a state dict out of training's way. A class of one's own may do so too.
+
+    ``stage`` may return a :class:`StagedState` or a state dict of one's own memory.
+    """
+
+    @abstractmethod
+    async def stage(self, state_dict: Any, **kwargs: Any) -> Any:
+        """Return what is staged; ``state_dict`` may be mutated from then on.
+
+        ``kwargs`` are those of ``save``.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Let go of all memory."""
+
+
+class DefaultStager(CheckpointStager):
+    """Stages into arenas that are shared with the checkpoint process, and reused.
+
+    Args:
+        config: What kind of memory, and who copies.
+        ports: Finds the port of a device; tests give a fake one.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointStagerConfig = CheckpointStagerConfig(),  # noqa: B008 - frozen
+        *,
+        ports: PortFor = port_for,
+    ) -> None:
+        self._config = config
+        self._lifetime = Lifetime("the stager")
+        self._bridge: Bridge | None = None
+        if config.use_async_staging:
+            self._bridge = Bridge(threads=config.threads, name="aiockpt-stage")
+        self._stager = stager_of(
+            self._bridge or Inline(),
+            config,
+            shared=config.use_shared_memory,
+            kept=_ARENAS,
+            ports=ports,
+        )
+
+    def __repr__(self) -> str:
+        return f"<DefaultStager {self._config}>"
+
+    async def stage(
+        self, state_dict: Any, *, step: int = 0, **kwargs: Any
+    ) -> StagedState:
+        """Copy a state dict; it may be mutated when this returns.
+
+        Raises:
+            UnsupportedLeafError: a leaf cannot be saved; nothing was copied.
+            StagingError: a copy failed.
+
+        If cancelled, waits for the copy of at most 64 MiB and keeps nothing.
+        """
+        del kwargs  # other stagers may want them
+        with self._lifetime.call():
+            snapshot = await self._stager.stage(state_dict, step=step)
+        return StagedState(snapshot, allow_pickle=self._config.allow_pickle)
+
+    async def close(self) -> None:
+        """Let go of all memory; that of a state which is still staged goes with it."""
+        self._stager.close()
+        steps = [partial(self._lifetime.calls_ended, timeout=_CLOSING)]
+        if self._bridge is not None:
+            steps.append(partial(self._bridge.aclose, timeout=_CLOSING))
+        await self._lifetime.end(*steps)
+
+
+def stager_of(
+    bridge: Bridge | Inline,
+    config: CheckpointStagerConfig,
+    *,
+    shared: bool,
+    kept: int,
+    ports: PortFor = port_for,
+) -> Stager:
+    """Return a stager that copies and does nothing else."""
+    return Stager(
+        bridge,
+        threads=config.threads,
+        chunk_bytes=config.chunk_bytes,
+        zero_copy=False,
+        allow_pickle=config.allow_pickle,
+        limits=_LIMITS,
+        options=StagerOptions(
+            shared=shared,
+            kept=kept,
+            seal=False,
+            pin=config.use_pinned_memory,
+            poll=config.use_non_blocking_copy,
+        ),
+        ports=ports,
+    )

@@ -1,0 +1,226 @@
+"""Ranks meet in a TCP store: no process group is needed, and any process can come.
+
+Nothing depends on what a process remembers, so a writer that died may be replaced.
+For each meeting the store has the *rounds* in which ranks have tried it; a round ends
+by one decision that all of its ranks read: all came, or who failed and why.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch.distributed as dist
+
+from aiockpt.checkpointers.barriers import Barrier, Meeting, register_barrier
+from aiockpt.errors import PeerFailedError, TransferTimeoutError, TransportError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["TCPStoreBarrier", "default_store_arguments"]
+
+_ALL_CAME: Final = "all came"
+_LATE: Final = "late"
+_LEGACY: Final = 600.0
+_OF_A_ROUND: Final = ("arrived", "decision", "read")
+
+# How long the host of the store stays for those who have not read how it went.
+_PARTING: Final = 5.0
+_POLL: Final = 0.005
+
+
+@register_barrier
+class TCPStoreBarrier(Barrier):
+    """Meets in a ``torch.distributed.TCPStore``, which rank 0 hosts.
+
+    Args:
+        global_rank: This rank.
+        global_world_size: How many there are.
+        barrier_prefix: Keeps the keys apart from those of others in the same store.
+        timeout_barrier_init_secs: How long the store is tried to be reached.
+        use_checkpoint_barrier_tcpstore_libuv: Let the host use libuv.
+        tcpstore_port: The store's port; by default ``MASTER_PORT``.
+        master_address: Its host; by default ``MASTER_ADDR``.
+        timeout_secs: Waits no longer than this, if the writer would.
+        is_master: Whether this process hosts the store; by default rank 0 does, unless
+            torchrun's agent hosts it at that address already.
+    """
+
+    barrier_type = "tcp_store"
+
+    def __init__(
+        self,
+        global_rank: int,
+        global_world_size: int,
+        barrier_prefix: str = "aiockpt",
+        timeout_barrier_init_secs: float = 30,
+        use_checkpoint_barrier_tcpstore_libuv: bool = True,  # noqa: FBT001, FBT002 - the seed's
+        tcpstore_port: int | None = None,
+        master_address: str | None = None,
+        timeout_secs: float | None = None,
+        *,
+        is_master: bool | None = None,
+    ) -> None:
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        hosted = agent and tcpstore_port is None
+        self._rank, self._world_size = global_rank, global_world_size
+        self._prefix = barrier_prefix
+        self._address = master_address or os.environ.get("MASTER_ADDR", "localhost")
+        port = os.environ.get("MASTER_PORT") if tcpstore_port is None else tcpstore_port
+        if port is None:
+            raise ValueError("tcp_store needs tcpstore_port, or MASTER_PORT to be set")
+        self._port = int(port)
+        self._init_timeout = timeout_barrier_init_secs
+        self._libuv = use_checkpoint_barrier_tcpstore_libuv
+        self._longest = timeout_secs
+        self._is_master = (
+            not (global_rank or hosted) if is_master is None else is_master
+        )
+        self._store: Store | None = None
+        self._done: list[tuple[str, int]] = []
+        if self._is_master:
+            self._connect()
+
+    def __repr__(self) -> str:
+        where = f"{self._address}:{self._port}"
+        return f"<TCPStoreBarrier {where} rank={self._rank}/{self._world_size}>"
+
+    def execute_barrier(self) -> None:
+        """Block until every rank has called this."""
+        self.meet(
+            Meeting(
+                name="execute_barrier",
+                step=0,
+                phase="committed",
+                place=Path(),
+                timeout=_LEGACY,
+            )
+        )
+
+    def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
+        """Block until every rank is there; with ``failure``, tell them and go on."""
+        try:
+            self._meet(meeting, failure)
+        except RuntimeError as error:
+            self._store = None  # the next meeting connects again
+            where = f"{self._address}:{self._port}"
+            raise TransportError(f"the store at {where} failed: {error}") from error
+
+    def close(self) -> None:
+        """Disconnect. The host lets the others read the last decision first."""
+        if self._is_master and self._store is not None and self._done:
+            with suppress(RuntimeError):
+                self._wait_for_readers(self._store)
+        self._store = None
+
+    def _wait_for_readers(self, store: Store) -> None:
+        key, number = self._done[-1]
+        until = time.monotonic() + _PARTING
+        while store.add(f"{key}/{number}/read", 0) < self._world_size:
+            if time.monotonic() > until:
+                return
+            time.sleep(_POLL)
+
+    def _connect(self) -> Store:
+        if self._store is None:
+            self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                self._address,
+                self._port,
+                timeout=timedelta(seconds=self._init_timeout),
+                is_master=self._is_master,
+                wait_for_workers=False,
+                use_libuv=self._libuv,
+            )
+        return self._store
+
+    def _meet(self, meeting: Meeting, failure: str | None) -> None:
+        store = self._connect()
+        key = f"{self._prefix}/{meeting}"
+        decision = self._arrive(store, key, failure)
+        if failure is not None:
+            self._read(store, decision)
+            return
+        limits = (meeting.timeout, self._longest)
+        timeout = min(limit for limit in limits if limit is not None)
+        with suppress(dist.DistStoreError):
+            store.wait([decision], timedelta(seconds=timeout))
+        late = f"{_LATE}:{self._rank}:rank {self._rank} waited for {timeout:.3g} s"
+        found = _text(store.compare_set(decision, "", late))
+        self._read(store, decision)
+        if found == late:
+            raise TransferTimeoutError(f"the barrier ({meeting})", timeout)
+        if found != _ALL_CAME:
+            _, rank, reason = found.split(":", 2)
+            raise PeerFailedError(int(rank), reason)
+        if meeting.phase == "written" and not self._rank:
+            self._forget(store)
+
+    @staticmethod
+    def _read(store: Store, decision: str) -> None:
+        """Say that this rank needs the store no longer, for the time being."""
+        store.add(f"{decision.removesuffix('decision')}read", 1)
+
+    def _arrive(self, store: Store, key: str, failure: str | None) -> str:
+        """Take part in the round that is on; return the key of its decision."""
+        number = int(_text(store.compare_set(f"{key}/round", "", "1")))
+        while self._rank in self._arrived(store, f"{key}/{number}/arrived"):
+            number += 1  # this rank was in that one already, perhaps in another life
+        self._raise(store, f"{key}/round", number)
+        decision = f"{key}/{number}/decision"
+        arrived = f"{key}/{number}/arrived"
+        store.append(arrived, f"{self._rank},")  # type: ignore[attr-defined]
+        if failure is not None:
+            store.compare_set(decision, "", f"failed:{self._rank}:{failure}")
+        elif len(self._arrived(store, arrived)) == self._world_size:
+            store.compare_set(decision, "", _ALL_CAME)
+        self._done.append((key, number))
+        return decision
+
+    @staticmethod
+    def _arrived(store: Store, key: str) -> set[int]:
+        text = _text(store.get(key)) if store.check([key]) else ""
+        return {int(rank) for rank in text.split(",") if rank}
+
+    @staticmethod
+    def _raise(store: Store, key: str, number: int) -> None:
+        now = _text(store.get(key))
+        while int(now) < number:
+            now = _text(store.compare_set(key, now, str(number)))
+
+    def _forget(self, store: Store) -> None:
+        """Remove the keys of earlier meetings: all ranks have come from there."""
+        *past, now = self._done
+        self._done = [now]
+        for key, number in past:
+            for name in ("round", *(f"{number}/{name}" for name in _OF_A_ROUND)):
+                store.delete_key(f"{key}/{name}")
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def default_store_arguments() -> dict[str, object]:
+    """Return what a barrier is made with that meets where the default group did.
+
+    Raises:
+        ValueError: that was no TCP store.
+    """
+    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - no other way
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        raise ValueError(
+            f"torch.distributed was initialized with a {type(store).__name__}, where "
+            "other processes cannot meet: name a tcp_store by BarrierConfig"
+        )
+    return {
+        "master_address": store.host,
+        "tcpstore_port": store.port,
+        "is_master": False,
+    }

@@ -1,0 +1,88 @@
+"""``aiockpt ls``: the whole checkpoints of a directory, and what is not whole."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from aiockpt.cli.options import Commands
+from aiockpt.cli.text import format_bytes, format_table, printable
+from aiockpt.directory import MARKER, Checkpoint, list_checkpoints
+from aiockpt.storage import named
+
+__all__ = ["configure", "run"]
+
+_HEADS = ("NAME", "STEP", "RANKS", "SIZE", "SAVED")
+
+
+def configure(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "ls",
+        help="list the checkpoints of a directory",
+        description="List the whole checkpoints of a directory by step. What looks "
+        "like one and is not whole, because a save did not finish, is named on stderr.",
+    )
+    parser.add_argument("directory", metavar="DIR", type=Path)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the list."""
+    place: Path = arguments.directory
+    with named(place):
+        names = sorted(each.name for each in os.scandir(place) if each.is_dir())
+    found = list_checkpoints(place)
+    if arguments.json:
+        json.dump([_described(each) for each in found], sys.stdout, indent=2)
+        print()
+    elif found:
+        rows = [_row(each) for each in found]
+        print(format_table(_HEADS, rows, right=(1, 2, 3)))
+    whole = {each.name for each in found}
+    for name in _unfinished(place, names, whole):
+        print(f"{printable(name)}: not whole", file=sys.stderr)
+    return 0
+
+
+def _unfinished(place: Path, names: list[str], whole: set[str]) -> Iterator[str]:
+    """Yield directories that a save, or a removal, has not finished."""
+    for name in names:
+        hidden = name.startswith(".") and name.endswith((".part", ".old", ".trash"))
+        ours = any((place / name).glob("checkpoint_*.safetensors"))
+        marked = (place / name / MARKER).exists()
+        if name not in whole and (hidden or ours or marked):
+            yield name
+
+
+def _described(checkpoint: Checkpoint) -> dict[str, object]:
+    return {
+        "name": checkpoint.name,
+        "path": str(checkpoint.path),
+        "step": checkpoint.step,
+        "world_size": checkpoint.world_size,
+        "bytes": checkpoint.nbytes,
+        "saved": _saved(checkpoint),
+    }
+
+
+def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_saved(checkpoint)))
+    return (
+        printable(checkpoint.name),
+        str(checkpoint.step),
+        str(checkpoint.world_size),
+        format_bytes(checkpoint.nbytes),
+        when,
+    )
+
+
+def _saved(checkpoint: Checkpoint) -> float:
+    with named(checkpoint.path):
+        return (checkpoint.path / MARKER).stat().st_mtime

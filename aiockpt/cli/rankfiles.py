@@ -1,0 +1,38 @@
+"""The files that a path on the command line stands for: itself, or those of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from aiockpt.directory import Checkpoint, checkpoint_at
+from aiockpt.errors import LocalProtocolError
+
+__all__ = ["checkpoint_or_file", "one_file"]
+
+
+def checkpoint_or_file(path: Path) -> Checkpoint | Path:
+    """Return the checkpoint at a path; or the path, where there is no directory.
+
+    Raises:
+        CheckpointNotFoundError: it is a directory without a whole checkpoint.
+    """
+    return checkpoint_at(path) if path.is_dir() else path
+
+
+def one_file(path: Path, rank: int | None) -> Path:
+    """Return the file of one rank.
+
+    Raises:
+        LocalProtocolError: several ranks, and none was chosen; or a file was given.
+        CheckpointNotFoundError: no whole checkpoint, or no such rank in it.
+    """
+    found = checkpoint_or_file(path)
+    if isinstance(found, Path):
+        if rank is not None:
+            raise LocalProtocolError("--rank is for checkpoint directories")
+        return found
+    if rank is None and found.world_size > 1:
+        raise LocalProtocolError(
+            f"{found.world_size} ranks wrote {path}: choose one with --rank"
+        )
+    return found.file_of(rank or 0)

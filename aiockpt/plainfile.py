@@ -1,0 +1,69 @@
+"""A flat state dict as a safetensors file with nothing of ours in it."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from aiockpt.errors import StateDictError
+from aiockpt.livestate import LiveState
+from aiockpt.wire.layout import LENGTH_BYTES
+from aiockpt.wire.manifest import ForeignHeader, Manifest
+from aiockpt.wire.pieces import encode_entries
+from aiockpt.wire.references import tensor_paths
+
+__all__ = ["PlainSource"]
+
+_METADATA: Final = {"format": "pt"}
+_START: Final = b'{"__metadata__":{"format":"pt"}'
+_PADDING: Final = 8
+
+
+class PlainSource:
+    """A live state as a `snapshotfile.Source` of a plain file.
+
+    Raises:
+        StateDictError: it is no dict of names and tensors, or one of the tensors is
+            more than a dtype, a shape and bytes of its own.
+    """
+
+    def __init__(self, live: LiveState, state: Any) -> None:
+        self._live = live
+        manifest = live.seal()
+        _check(manifest, state)
+        text = bytearray(_START)
+        for piece in encode_entries(manifest.entries):
+            text += piece
+        text += b"}"
+        text += b" " * (-len(text) % _PADDING)
+        header = len(text).to_bytes(LENGTH_BYTES, "little") + text
+        self._header = ForeignHeader(manifest.entries, _METADATA, bytes(header))
+        self.header_bytes = self._header.header_bytes
+        self.segment_bytes = live.segment_bytes
+
+    def views(self, start: int, stop: int) -> list[memoryview]:
+        """Return ``[start, stop)``."""
+        return self._live.views(start, stop)
+
+    def seal(self) -> ForeignHeader:
+        """Return the header."""
+        return self._header
+
+
+def _check(manifest: Manifest, state: Any) -> None:
+    if type(state) is not dict:
+        kind = type(state).__name__
+        raise StateDictError(f"a plain file holds a dict of tensors, this is a {kind}")
+    for name, value in state.items():
+        if type(name) is not str or not hasattr(value, "dtype"):
+            detail = f"a plain file holds tensors by name, and {name!r} is none"
+            raise StateDictError(detail)
+    paths = tensor_paths(manifest.tree)
+    entries = len(manifest.entries)
+    for number, path in paths.items():
+        if number >= entries:
+            raise StateDictError(
+                f"{path} shares memory, is a parameter, or is not contiguous; a plain "
+                "file cannot say so"
+            )
+    if sorted(manifest.names) != sorted(state):
+        raise StateDictError("a plain file cannot hold all of its names")

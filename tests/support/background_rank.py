@@ -1,0 +1,77 @@
+"""One of two ranks that save in the background, and commit from their processes.
+
+``background_rank.py RANK PORT DIRECTORY KIND LIFE`` saves steps 1 and 2, and says how
+each went. KIND is ``tcp_store`` (at PORT) or ``default`` (that of the process group).
+LIFE is ``well``, ``unsavable`` (step 2 cannot be staged), ``child-dies`` (its process
+is killed in step 2) or ``dies`` (it is killed when step 2 was handed over).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import aiockpt
+from aiockpt.checkpointers.hooks import WriterHook
+
+
+class Fatal(WriterHook):
+    """Dies in step 2, when the file is written; once."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def pre_commit(self, path: str, **kwargs: Any) -> None:
+        if path.endswith("2") and not os.path.exists(self.mark):
+            open(self.mark, "x").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def post_commit(self, path: str, **kwargs: Any) -> None:
+        pass
+
+
+async def main(rank: int, port: str, directory: str, kind: str, life: str) -> None:
+    """Live that life."""
+    barrier = aiockpt.BarrierConfig()
+    info = None
+    if kind == "default":
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
+        )
+    else:
+        arguments = {"tcpstore_port": int(port), "master_address": "127.0.0.1"}
+        barrier = aiockpt.BarrierConfig(kind, arguments)
+        info = aiockpt.RankInfo(rank, 2)
+    config = aiockpt.CheckpointerConfig(
+        writer_config=aiockpt.CheckpointWriterConfig(write_barrier_timeout_secs=100),
+        barrier_config=barrier,
+    )
+    hook = Fatal(f"{directory}.mark") if life == "child-dies" else None
+    made = aiockpt.make_async_checkpointer(config, info, commit_hook=hook)
+    async with made as checkpointer:
+        for step in (1, 2):
+            state: dict[str, Any] = {"w": torch.full((1000,), float(step)), "r": rank}
+            if life == "unsavable" and step == 2:
+                state["bad"] = object()
+            handle = await checkpointer.save(state, f"{directory}/step-{step}")
+            if life == "dies" and step == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                await handle.written()
+                print(step, "saved", flush=True)
+            except aiockpt.AiockptError as error:
+                print(step, type(error).__name__, error, flush=True)
+    if kind == "default":
+        dist.barrier()  # the store is rank 0's
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    place, port, directory, kind, life = sys.argv[1:]
+    asyncio.run(main(int(place), port, directory, kind, life))

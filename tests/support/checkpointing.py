@@ -1,0 +1,168 @@
+"""Writers that wait, fail and die on demand, in whatever process they are made.
+
+What a child imports from here comes without torch, which takes a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
+from aiockpt.checkpointers.hooks import WriterHook
+from aiockpt.checkpointers.writer import CheckpointWriter
+from aiockpt.wire.limits import Limits
+
+PATIENCE = 60.0
+"""Seconds that a slow machine may take to start a process."""
+
+
+class Gate:
+    """Lets a writer in another process through, once for each :meth:`open`."""
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self.path = str(path)
+        # Both ends, so that neither side waits for the other one to come.
+        self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+
+    def open(self, times: int = 1) -> None:
+        """Let it through."""
+        os.write(self._fd, b"x" * times)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def pass_gate(gate: str) -> None:
+    """Wait until the gate is open, however long."""
+    fd = os.open(gate, os.O_RDWR)
+    try:
+        os.read(fd, 1)
+    finally:
+        os.close(fd)
+
+
+class GatedWriter(CheckpointWriter):
+    """Waits at a gate before each write."""
+
+    def __init__(self, rank_info: RankInfo, gate: str) -> None:
+        super().__init__(CheckpointWriterConfig(), rank_info)
+        self._gate = gate
+
+    def write_snapshot(self, path: Any, snapshot: Any, **kwargs: Any) -> None:
+        pass_gate(self._gate)
+        super().write_snapshot(path, snapshot, **kwargs)
+
+
+class Troubled(CheckpointWriter):
+    """Does to a write what its ``trouble`` says."""
+
+    def __init__(self, rank_info: RankInfo) -> None:
+        super().__init__(CheckpointWriterConfig(), rank_info)
+
+    def write_snapshot(
+        self, path: Any, snapshot: Any, trouble: str = "", **kwargs: Any
+    ) -> None:
+        if trouble == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if trouble == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if trouble == "exit":
+            os._exit(3)
+        if trouble == "raise":
+            raise ZeroDivisionError("on purpose")
+        if trouble == "system-exit":
+            raise SystemExit(4)
+        super().write_snapshot(path, snapshot, **kwargs)
+
+
+class OwnFormat:
+    """A writer as the seed's users write them: it gets a path and a state dict."""
+
+    def __init__(self, rank_info: RankInfo, suffix: str = ".own") -> None:
+        self.rank, self.suffix = rank_info.global_rank, suffix
+
+    def write(self, path: str, state_dict: Any, **kwargs: Any) -> None:
+        import torch
+
+        os.makedirs(path, exist_ok=True)
+        torch.save([state_dict, kwargs], f"{path}/{self.rank}{self.suffix}")
+        for value in state_dict.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()  # its own until it returns
+
+
+class Diary(WriterHook):
+    """Writes down what it was called with."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def _note(self, what: str, path: str, kwargs: Any) -> None:
+        with open(self.path, "a") as file:
+            print(what, os.path.basename(path), sorted(kwargs.items()), file=file)
+
+    def pre_commit(self, path: str, **kwargs: Any) -> None:
+        self._note("pre", path, kwargs)
+
+    async def post_commit(self, path: str, **kwargs: Any) -> None:
+        self._note("post", path, kwargs)
+
+
+def note_pid(path: str) -> None:
+    """Say where a child's init function ran."""
+    Path(path).write_text(str(os.getpid()))
+
+
+def refuse() -> None:
+    """Fail to initialise."""
+    raise LookupError("no such environment")
+
+
+def loaded(path: Path, rank: int = 0) -> Any:
+    """Return the state dict of a checkpoint's file, every digest verified."""
+    from aiockpt.statefile import read_state_file
+
+    assert (path / "commit.json").exists(), f"{path} was not committed"
+    file = path / f"checkpoint_{rank}.safetensors"
+    return read_state_file(file, limits=Limits()).state
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> None:
+    """Poll for what another process does; block."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen"
+        time.sleep(0.01)
+
+
+async def eventually(condition: Callable[[], Any], what: str) -> None:
+    """Poll for what happens elsewhere; the loop runs."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen"
+        await asyncio.sleep(0.01)
+
+
+def state_of(pid: int) -> str:
+    """Return the letter that stands for a process's state; nothing if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def is_running(pid: int) -> bool:
+    """Tell whether a process is there, and is no zombie."""
+    return state_of(pid) not in ("", "Z")
+
+
+def has_torch(pid: int) -> bool:
+    """Tell whether a process has loaded torch."""
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
