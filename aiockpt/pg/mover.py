@@ -135,7 +135,7 @@ class Mover:
                 leavings.gone(start)
 
         for start, stop in messages:
-            if len(window) == self.ahead or leavings.crowded:
+            while len(window) == self.ahead or leavings.crowded:
                 leave(_SHARE)
             self._go_on()
             data = leavings.take(start, stop)
@@ -161,7 +161,7 @@ class Mover:
             self._go_on()
 
         for start, stop in messages:
-            if len(window) == self.window or landings.crowded:
+            while len(window) == self.window or landings.crowded:
                 land(_SHARE)
             expected = landings.expect(start, stop)
             window.append((start, self._post_receive(expected)))
