@@ -20,7 +20,6 @@ from transports import weights
 
 MIB_SENT = 256
 LONG = 600
-TRAINING = f"{sys.argv[1]} of training"
 
 
 async def send(transport: Transport, rank: int, count: int) -> None:
@@ -65,7 +64,8 @@ async def answer(transport: Transport, rank: int, count: int) -> None:
 
 async def train(transport: Transport, rank: int, count: int) -> None:
     """Add up numbers with rank 0, before and after a send to it that fails."""
-    training = await joined(store_in(TRAINING, count), rank, count)
+    path = f"{sys.argv[1]} of training"
+    training = await joined(store_in(path, count), rank, count)
     await summed(training, rank)
     with suppress(ProcessGroupError):
         state = weights(mib=MIB_SENT, count=64)
