@@ -28,6 +28,9 @@ _FORWARD: Final = 0x61696F00  # from a sender to a receiver
 _BACKWARD: Final = 0x61696F01
 _VIGIL: Final = 2  # more, for the last frame
 
+_LONGEST: Final = 365 * 86400.0
+"""Seconds of one wait: gloo overflows where nobody has set a deadline."""
+
 
 class Leaves(Protocol):
     """Where messages come from."""
@@ -156,9 +159,9 @@ class Mover:
         def land() -> None:
             start, message = window.popleft()
             self._wait(message, until)
+            self._go_on()
             sealing.add(start, message.tensor)
             landings.settle(start)
-            self._go_on()
 
         for start, stop in messages:
             while len(window) == self.window or landings.crowded:
@@ -206,7 +209,7 @@ class Mover:
 
     def _ended(self, work: Pending, until: float) -> bool:
         remaining = max(until - time.monotonic(), 0.001)  # 0 means something else
-        return work.wait(timedelta(seconds=remaining))
+        return work.wait(timedelta(seconds=min(remaining, _LONGEST)))
 
     def _wait(self, message: Message, until: float) -> None:
         """Block until a message has moved."""
