@@ -220,6 +220,12 @@ class CopyPlan:
                 found += self._arena.buffers(own, last)
         return found
 
+    def versions(self) -> array[int]:
+        """Return how often torch has written to each tensor that is used in place."""
+        columns = zip(self._backings.tensors, self._addresses, strict=True)
+        live = (tensor for tensor, address in columns if address)
+        return array("q", (0 if t.is_inference() else t._version for t in live))  # noqa: SLF001
+
     def span(self) -> tuple[int, int]:
         """Return the addresses between which all host memory of the state lies."""
         columns = zip(self._addresses, self._starts, self._held, strict=True)
@@ -276,6 +282,15 @@ class InPlace:
         self._plan = plan
         self._base = start
         self._window = view_of_address(start, stop - start, plan)
+        self._versions: array[int] | None = None
+
+    def watch(self) -> None:
+        """Remember the state, so that `changed` can tell."""
+        self._versions = self._plan.versions()
+
+    def changed(self) -> bool:
+        """Say whether torch has written to one of the tensors since."""
+        return self._versions is not None and self._versions != self._plan.versions()
 
     def buffers(self, start: int, stop: int) -> list[memoryview]:
         """Return the writable views that hold ``[start, stop)``, in order."""

@@ -53,6 +53,10 @@ class Snapshot:
         """Return the same as torch wants them: writable, though nobody writes."""
         return self._memory.buffers(start, stop)
 
+    def changed(self) -> bool:
+        """Say whether memory that is watched has changed, as far as torch knows."""
+        return isinstance(self._memory, InPlace) and self._memory.changed()
+
     def relabelled(self, manifest: Manifest) -> Snapshot:
         """Return a snapshot of the same memory with another manifest."""
         self.acquire()

@@ -192,6 +192,8 @@ class Stager:
         for port in plan.ports.values() if self._options.pin else ():
             arena.pin(port.pin)
         memory = plan.in_place() if self._zero_copy else arena
+        if isinstance(memory, InPlace) and not self._options.seal:
+            memory.watch()  # whoever computes the digests later asks
         grid = ChunkGrid(description.segment_bytes, self._chunk_bytes)
         return _Job(description, grid, plan, memory, self._zero_copy)
 

@@ -14,7 +14,8 @@ and the sender before it has offered anything::
     FAILED why                        →   (in place of the OFFER)
                                       ←   FAILED why (in place of ACCEPT or DONE)
 
-The digests in the header are zeros, for it is sent before they are computed.
+The digests in the header do not count: those of host memory are zeros there, for it is
+sent before they are computed.
 
 So whoever fails tells the other, and nothing is under way when a conversation ends.
 Beside it each end sends one frame more, which the other one waits for all the time: BYE
@@ -43,7 +44,7 @@ _VERSION: Final = 1
 _HEAD: Final = struct.Struct("<8sHHqqI")
 _TEXT_BYTES: Final = FRAME_BYTES - _HEAD.size
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
-_STEPS: Final = range(2**63)
+_MAX_STEP: Final = 2**63 - 1
 
 
 class Kind(enum.IntEnum):
@@ -71,7 +72,7 @@ class Frame:
     def encode(self) -> bytearray:
         """Return the frame's bytes; a text that is too long is cut."""
         text = self.text.encode("utf-8", "replace")[:_TEXT_BYTES]
-        step = self.step if self.step in _STEPS else -1
+        step = self.step if 0 <= self.step <= _MAX_STEP else -1
         frame = bytearray(FRAME_BYTES)
         head = (_MAGIC, _VERSION, self.kind, step, self.nbytes, len(text))
         _HEAD.pack_into(frame, 0, *head)

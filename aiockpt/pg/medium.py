@@ -133,7 +133,7 @@ class _Host:
             manifest,
             bytes(manifest.header),
             snapshot,
-            HostSealing(manifest.grid),
+            HostSealing(manifest.grid, torn=snapshot.changed),
             snapshot.release,
         )
 

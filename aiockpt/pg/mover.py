@@ -31,6 +31,9 @@ _VIGIL: Final = 2  # more, for the last frame
 _SHARE: Final = 4
 """Of the messages under way, one in how many is waited for at once."""
 
+_LONGEST: Final = 365 * 86400.0
+"""Seconds of one wait: gloo overflows where nobody has set a deadline."""
+
 
 class Leaves(Protocol):
     """Where messages come from."""
@@ -155,10 +158,11 @@ class Mover:
         window: deque[tuple[int, Message]] = deque()
 
         def land(share: int = 1) -> None:
-            for start, message in self._moved(window, share, until):
+            moved = self._moved(window, share, until)
+            self._go_on()
+            for start, message in moved:
                 sealing.add(start, message.tensor)
                 landings.settle(start)
-            self._go_on()
 
         for start, stop in messages:
             while len(window) == self.window or landings.crowded:
@@ -218,7 +222,7 @@ class Mover:
 
     def _ended(self, work: Pending, until: float) -> bool:
         remaining = max(until - time.monotonic(), 0.001)  # 0 means something else
-        return work.wait(timedelta(seconds=remaining))
+        return work.wait(timedelta(seconds=min(remaining, _LONGEST)))
 
     def _wait(self, message: Message, until: float) -> None:
         """Block until a message has moved."""

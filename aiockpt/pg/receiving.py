@@ -20,9 +20,11 @@ from aiockpt.destination import Destination, Terms
 from aiockpt.errors import (
     AiockptError,
     IntegrityError,
+    LimitExceededError,
     RemoteProtocolError,
     StepNotFoundError,
 )
+from aiockpt.memory import available_memory
 from aiockpt.observe import Progress, TransferEvent, emit
 from aiockpt.pg.frames import Frame, Kind
 from aiockpt.pg.line import Line
@@ -111,8 +113,7 @@ class Receive:
 
     async def _receive(self, line: Line) -> tuple[_Coming, object]:
         offer = await self._hear_offer(line)
-        await self._answer(line, Kind.ACCEPT, self._consider(offer))
-        told = [mmap(-1, offer.nbytes)]
+        told = [await self._answer(line, Kind.ACCEPT, self._consider(offer))]
         await line.fill(told[0])
         coming = await self._answer(line, Kind.ACCEPT, self._make_room(told))
         self._stop("fetch_chunk")
@@ -158,7 +159,8 @@ class Receive:
         except AiockptError as lost:
             error.add_note(f"the sender could not be told: {lost}")
 
-    async def _consider(self, offer: Frame) -> None:
+    async def _consider(self, offer: Frame) -> mmap:
+        """Return memory for the header of what is offered."""
         if self._unfit is not None:
             raise self._unfit
         if offer.step != self._step:
@@ -167,6 +169,7 @@ class Receive:
             raise RemoteProtocolError("the offer has no header")
         limit = self._options.terms.limits.max_header_bytes
         enforce("the header's length", offer.nbytes, limit)
+        return await self._bridge.run(_room, offer.nbytes)
 
     async def _make_room(self, told: list[mmap]) -> _Coming:
         limits = self._options.terms.limits
@@ -232,6 +235,14 @@ class Receive:
     def _stop(self, name: str) -> None:
         self._deadline.stop = name
         self._progress.at(name)
+
+
+def _room(nbytes: int) -> mmap:
+    try:
+        return mmap(-1, nbytes)
+    except (OSError, OverflowError, ValueError) as error:
+        what, limit = "the header, for which there is no memory,", available_memory()
+        raise LimitExceededError(what, limit=limit, actual=nbytes) from error
 
 
 async def _whole(goal: Destination, damage: IntegrityError | None) -> object:

@@ -16,6 +16,7 @@ from xxhash import xxh3_128
 from aiockpt.errors import IntegrityError
 from aiockpt.memory import view_of_address
 from aiockpt.wire.chunks import DIGEST_DIGITS, ChunkGrid
+from aiockpt.wire.relabel import UNSEALED
 
 __all__ = ["HostSealing", "OnChunk", "Sealing", "damage"]
 
@@ -37,10 +38,18 @@ class HostSealing:
     """Finds the digests of a segment in host memory.
 
     Several threads may bring the same bytes, each in order: the first one counts.
+    ``torn`` says at the end whether they have changed since the first one was taken;
+    if so, there are no digests that match them.
     """
 
-    def __init__(self, grid: ChunkGrid, on_chunk: OnChunk | None = None) -> None:
+    def __init__(
+        self,
+        grid: ChunkGrid,
+        on_chunk: OnChunk | None = None,
+        torn: Callable[[], bool] | None = None,
+    ) -> None:
         self._grid = grid
+        self._torn = torn
         self._on_chunk = on_chunk
         self._lock = threading.Lock()
         self._state = xxh3_128()
@@ -69,6 +78,8 @@ class HostSealing:
     def _end_chunk(self, nbytes: int) -> None:
         self._digests.append(self._state.hexdigest())
         self._state = xxh3_128()
+        if len(self._digests) == len(self._grid) and self._torn and self._torn():
+            self._digests = [UNSEALED] * len(self._grid)
         if self._on_chunk is not None:
             self._on_chunk(nbytes)
 
@@ -80,6 +91,8 @@ class HostSealing:
 
 def damage(sent: bytearray, found: bytearray) -> IntegrityError | None:
     """Return what is wrong with the first chunk that is not what was sent."""
+    if sent == found:
+        return None
     for chunk, at in enumerate(range(0, len(found), DIGEST_DIGITS)):
         digests = (digits[at : at + DIGEST_DIGITS] for digits in (sent, found))
         expected, actual = (each.decode("ascii", "replace") for each in digests)

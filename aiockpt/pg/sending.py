@@ -56,7 +56,7 @@ class Send:
                     parcel = await self._medium.stage(state_dict, step=step)
                     stack.callback(parcel.release)
                     messages = await self._bridge.run(messages_of, parcel.manifest)
-            except AiockptError as error:
+            except Exception as error:
                 await self._tell(ranks, step, error)
                 raise
             await self._deliver_all(ranks, parcel, messages)
@@ -72,7 +72,7 @@ class Send:
             )
         )
 
-    async def _tell(self, ranks: Sequence[int], step: int, error: AiockptError) -> None:
+    async def _tell(self, ranks: Sequence[int], step: int, error: Exception) -> None:
         """Say why nothing comes."""
         why = f"{type(error).__name__}: {error}"
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from operator import index
 from typing import Final, cast
 
 import torch
@@ -128,6 +129,7 @@ class PGTransport(CheckpointTransport[T]):
         If cancelled before anything was sent, receivers go on waiting; later, the
         transport is broken.
         """
+        step = int(index(step))
         ranks = [self._peer(rank) for rank in dst_ranks]
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"dst_ranks has a rank twice: {dst_ranks}")
@@ -184,7 +186,7 @@ class PGTransport(CheckpointTransport[T]):
 
         If cancelled once it waits for the sender, the transport is broken.
         """
-        rank = self._peer(src_rank)
+        step, rank = int(index(step)), self._peer(src_rank)
         if metadata.startswith("http"):
             raise LocalProtocolError("the sender is an HTTPTransport; use one here too")
         limit = self._timeout if timeout is None else seconds(timeout)

@@ -185,9 +185,6 @@ class Segment:
         ]
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _brought(self, start: int, stop: int) -> torch.Tensor:
-        return Leavings(self._host).take(start, stop).to(self.device)
-
     def scatter(self, start: int, stop: int, arrived: torch.Tensor) -> None:
         """Bring a range that has arrived on the device to its places."""
         places, sources = [], []
