@@ -93,7 +93,7 @@ class Saver:
         async with self._checkpointer(first=False) as ours:
             handle = await ours.save(self._state, self._place / "step-1")
             beside = await _spin(lambda: not handle.done())
-        return self._cleaned({"seconds": 1.0, "slowdown": 100 * (1 - beside / usual)})
+        return self._cleaned({"seconds": 1.0, **_slowdown(usual, beside)})
 
     async def save_rival(self, name: str) -> Figures:
         """Save by one of torch's asynchronous checkpointers, once it is warm."""
@@ -106,7 +106,7 @@ class Saver:
             )
             beside = await _spin(lambda: not rival.done())
             found |= await self._bridge.run(rival.finish)
-            found["slowdown"] = 100 * (1 - beside / usual)
+            found |= _slowdown(usual, beside)
         finally:
             await self._bridge.run(rival.close)
         return self._cleaned(found)
@@ -193,13 +193,23 @@ def _for(seconds: float) -> Callable[[], bool]:
     return lambda: time.perf_counter() < until
 
 
-async def _spin(going: Callable[[], bool]) -> float:
-    """Count in plain Python, as a training loop computes; return the speed."""
-    count, started = 0, time.perf_counter()
+def _slowdown(usual: tuple[float, float], beside: tuple[float, float]) -> Figures:
+    """Return in % how much slower it was, and how much of that is no lack of cores."""
+    wall, cpu = (100 * (1 - b / u) for u, b in zip(usual, beside, strict=True))
+    return {"slowdown": wall, "interference": cpu}
+
+
+async def _spin(going: Callable[[], bool]) -> tuple[float, float]:
+    """Count in plain Python, as a training loop computes.
+
+    Returns the speed, and the speed while the loop had a core.
+    """
+    count, started, had = 0, time.perf_counter(), time.thread_time()
     while going():
         until = time.perf_counter() + _SLICE
         while time.perf_counter() < until:
             for _ in range(1000):
                 count += 1
         await asyncio.sleep(0)
-    return count / (time.perf_counter() - started)
+    seconds, cpu = time.perf_counter() - started, time.thread_time() - had
+    return count / seconds, count / max(cpu, 1e-6)

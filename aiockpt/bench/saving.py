@@ -35,6 +35,10 @@ _OF_FRESH_MEMCPY = 1 / 3
 _OF_RAW = 1 / 1.15
 _OF_LOAD = 1 / 1.3
 _MAX_SLOWDOWN = 5.0  # percent
+_SLOWDOWNS = (
+    ("slowdown of Python beside the write", "slowdown", _MAX_SLOWDOWN),
+    ("the same per second of its core", "interference", _MAX_SLOWDOWN),
+)
 _MAX_QUICK = 20.0  # ms
 _MAX_DEATH = 100.0  # ms
 
@@ -83,7 +87,7 @@ def measure_saving(
         Worker("saver") as saver,
     ):
         saver.call("prepare", key=shape.key, size=size, place=place)
-        for phase in (_copying, _saving, _loading):
+        for phase in (_saving, _loading):
             take_turns(phase(saver, found, rivals=rivals), repeat, note)
     return found
 
@@ -101,17 +105,9 @@ def _measurement(
     return lambda: found.note(name, saver.call(do, **arguments))
 
 
-def _copying(saver: Worker, found: Found, *, rivals: bool) -> list[Candidate]:
-    return [
-        *(
-            _run(saver, found, f"memcpy, {kind}", "memcpy", kind=kind)
-            for kind in (TOUCHED, SMALL, FRESH)
-        ),
-    ]
-
-
 def _saving(saver: Worker, found: Found, *, rivals: bool) -> list[Candidate]:
     candidates = [
+        *_copies(saver, found, TOUCHED, SMALL),
         _run(saver, found, "raw write", "write_raw", fsync=False),
         _run(saver, found, "raw write and fsync", "write_raw", fsync=True),
         _run(saver, found, "first save", "save", first=True),
@@ -144,8 +140,18 @@ def _loading(saver: Worker, found: Found, *, rivals: bool) -> list[Candidate]:
     saver.call("clean")
     saver.call("keep_one")
     return [
-        _run(saver, found, f"load, {how}", "load", how=how)
-        for how in ("whole", "mapped", "one")
+        *_copies(saver, found, FRESH),
+        *(
+            _run(saver, found, f"load, {how}", "load", how=how)
+            for how in ("whole", "mapped", "one")
+        ),
+    ]
+
+
+def _copies(saver: Worker, found: Found, *kinds: str) -> list[Candidate]:
+    """Return the references, which take turns with what is compared with them."""
+    return [
+        _run(saver, found, f"memcpy, {kind}", "memcpy", kind=kind) for kind in kinds
     ]
 
 
@@ -212,12 +218,13 @@ def _rows_of_slowdown(shape: Shape, found: Found) -> Iterator[Row]:
         **{f"torch {n}": f"torch {n}, " for n in _RIVALS},
     }
     for name, prefix in names.items():
-        slowdown = found.value(name, "slowdown")
-        if slowdown is not None:
-            yield Row(
-                what=f"{prefix}slowdown of Python beside the write",
-                shape=str(shape),
-                value=max(slowdown, 0.0),
-                unit="%",
-                at_most=None if prefix else _MAX_SLOWDOWN,
-            )
+        for what, figure, limit in _SLOWDOWNS:
+            slowdown = found.value(name, figure)
+            if slowdown is not None:
+                yield Row(
+                    what=f"{prefix}{what}",
+                    shape=str(shape),
+                    value=max(slowdown, 0.0),
+                    unit="%",
+                    at_most=None if prefix else limit,
+                )

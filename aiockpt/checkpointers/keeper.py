@@ -162,14 +162,15 @@ class Keeper:
 
     def _is_there(self) -> bool:
         """Tell whether the socket is still this one's, and not a successor's."""
-        with suppress(OSError), private_directory(self._runtime_dir) as fd:
-            return os.stat(self._name, dir_fd=fd).st_ino == self._inode
+        with suppress(OSError):
+            path = os.path.join(self._runtime_dir, self._name)
+            return os.lstat(path).st_ino == self._inode
         return False
 
     def _remove(self) -> None:
         if self._is_there():
-            with suppress(OSError), private_directory(self._runtime_dir) as fd:
-                os.unlink(self._name, dir_fd=fd)
+            with suppress(OSError):
+                os.unlink(os.path.join(self._runtime_dir, self._name))
 
     def _accept(self) -> None:
         assert self._listener is not None
