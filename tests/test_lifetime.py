@@ -256,7 +256,7 @@ class TestShutdown:
         await shutdown
         with pytest.raises(ClosedError):
             await send
-        assert sender._offering._stager._pool._free is None
+        assert sender._offering._stager._pool._free == []
 
     @pytest.mark.parametrize("advertise", [None, "http://proxy.example/checkpoint"])
     async def test_nothing_works_after_it(self, advertise: str | None) -> None:
