@@ -22,9 +22,8 @@ from aiockpt.errors import AiockptError, StagingError
 from aiockpt.flatten import Description, describe
 from aiockpt.memory import Arena, ArenaPool
 from aiockpt.wire.chunks import (
-    CHUNK_ALIGNMENT,
-    MIN_CHUNK_BYTES,
     ChunkGrid,
+    check_chunk_bytes,
     digest,
 )
 from aiockpt.wire.limits import Limits
@@ -94,11 +93,7 @@ class Stager:
         options: StagerOptions = StagerOptions(),
         ports: PortFor = port_for,
     ) -> None:
-        if chunk_bytes < MIN_CHUNK_BYTES or chunk_bytes % CHUNK_ALIGNMENT:
-            raise ValueError(
-                f"chunk_bytes must be a multiple of {CHUNK_ALIGNMENT}, at least "
-                f"{MIN_CHUNK_BYTES}, got {chunk_bytes}"
-            )
+        check_chunk_bytes(chunk_bytes)
         self._bridge = bridge
         self._threads = threads
         self._chunk_bytes = chunk_bytes

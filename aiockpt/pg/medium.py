@@ -19,11 +19,11 @@ from aiockpt.pg.device.destination import device_destination_of
 from aiockpt.pg.device.mover import DeviceMover
 from aiockpt.pg.device.sealing import DeviceSealing, Sealed
 from aiockpt.pg.device.segment import Segment
-from aiockpt.pg.device.staging import DeviceStager
+from aiockpt.pg.device.staging import DeviceSnapshot, DeviceStager
 from aiockpt.pg.group import Group
 from aiockpt.pg.mover import Mover
 from aiockpt.pg.sealing import HostSealing, OnChunk, Sealing
-from aiockpt.staging import Stager, StagerOptions
+from aiockpt.staging import Snapshot, Stager, StagerOptions
 from aiockpt.template import Template
 from aiockpt.wire.chunks import DEVICE_ALGORITHM, ChunkGrid
 from aiockpt.wire.layout import LENGTH_BYTES
@@ -40,7 +40,7 @@ class Parcel:
     """A snapshot that is ready to be sent, and what a receiver is told first."""
 
     manifest: Manifest
-    offer: bytes = field(repr=False)
+    offer: bytearray = field(repr=False)
     memory: Memory
     sealing: Sealing
     release: Callable[[], None]
@@ -131,7 +131,7 @@ class _Host:
         manifest = snapshot.manifest
         return Parcel(
             manifest,
-            bytes(manifest.header),
+            await _offer(snapshot, self._bridge),
             snapshot,
             HostSealing(manifest.grid, torn=snapshot.changed),
             snapshot.release,
@@ -195,7 +195,7 @@ class DeviceMedium:
         """Return a snapshot; the state dict must not change until it is released."""
         snapshot = await self._stager.stage(state_dict, step=step)
         manifest = snapshot.manifest
-        offer = bytes(manifest.header) + snapshot.placement
+        offer = await _offer(snapshot, self._bridge) + snapshot.placement
         sealed = Sealed(manifest.digests)
         return Parcel(manifest, offer, snapshot.memory, sealed, snapshot.release)
 
@@ -232,3 +232,12 @@ class DeviceMedium:
         if not isinstance(memory, Segment):
             raise TypeError(f"{memory} is not on the device")
         return DeviceSealing(self._board, self._bridge, memory, grid, on_chunk)
+
+
+async def _offer(snapshot: Snapshot | DeviceSnapshot, bridge: Bridge) -> bytearray:
+    """Copy the header for all receivers, in a thread: it may be long."""
+    try:
+        return await bridge.run(bytearray, snapshot.manifest.header)
+    except BaseException:
+        snapshot.release()
+        raise

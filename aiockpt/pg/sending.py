@@ -103,7 +103,7 @@ class Send:
     ) -> None:
         await line.say(Kind.OFFER, parcel.manifest.step, len(parcel.offer))
         await line.hear(Kind.ACCEPT)
-        await line.send(bytearray(parcel.offer))
+        await line.send(parcel.offer)
         await line.hear(Kind.ACCEPT)
         await line.send_segment(parcel.memory, messages, parcel.sealing)
         await line.hear(Kind.DONE)

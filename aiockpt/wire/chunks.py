@@ -22,6 +22,7 @@ __all__ = [
     "MIN_CHUNK_BYTES",
     "ChunkGrid",
     "RangeNotSatisfiable",
+    "check_chunk_bytes",
     "digest",
     "format_content_range",
     "format_range",
@@ -72,6 +73,15 @@ class ChunkGrid:
         if not 0 <= offset < self.segment_bytes:
             raise IndexError(f"byte {offset} of {self.segment_bytes}")
         return offset // self.chunk_bytes
+
+
+def check_chunk_bytes(chunk_bytes: int) -> None:
+    """Raise ValueError for a chunk grid that no checkpoint has."""
+    if chunk_bytes < MIN_CHUNK_BYTES or chunk_bytes % CHUNK_ALIGNMENT:
+        raise ValueError(
+            f"chunk_bytes must be a multiple of {CHUNK_ALIGNMENT}, at least "
+            f"{MIN_CHUNK_BYTES}, got {chunk_bytes}"
+        )
 
 
 def digest(views: Iterable[memoryview | bytes | bytearray]) -> str:

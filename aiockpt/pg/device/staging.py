@@ -23,7 +23,7 @@ from aiockpt.flatten import Description, describe
 from aiockpt.memory import Arena
 from aiockpt.pg.device.board import Board, encode_placement
 from aiockpt.pg.device.segment import Bounds, Segment, in_blocks, in_state, pairs
-from aiockpt.wire.chunks import DEVICE_ALGORITHM, ChunkGrid
+from aiockpt.wire.chunks import DEVICE_ALGORITHM, ChunkGrid, check_chunk_bytes
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import Manifest, build_manifest
 
@@ -101,6 +101,7 @@ class DeviceStager:
         limits: Limits,
         ports: PortFor,
     ) -> None:
+        check_chunk_bytes(chunk_bytes)
         self._bridge, self._board, self._ports = bridge, board, ports
         self._chunk_bytes = chunk_bytes
         self._allow_pickle, self._limits = allow_pickle, limits
