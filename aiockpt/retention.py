@@ -94,8 +94,9 @@ def _linked_from(directory: StrPath) -> Iterator[Path]:
 def sweep(directory: StrPath, *, shared: bool) -> list[Path]:
     """Remove what saves that died left behind; return what is gone.
 
-    Directories of others stay, whatever they are called. What a process of this host is writing is locked, and stays. With ``shared``, other
-    hosts may be writing whose locks this one cannot see: an hour must have passed.
+    Directories of others stay, whatever they are called. What a process of this host
+    is writing is locked, and stays. With ``shared``, other hosts may be writing whose
+    locks this one cannot see: an hour must have passed.
     """
     place = Path(directory)
     with suppress(OSError):
