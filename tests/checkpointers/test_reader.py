@@ -203,7 +203,7 @@ class TestReplaced:
     ) -> None:
         """It begins again, with the new one."""
         path = save(tmp_path / "s-1", {"a": torch.zeros(CHUNK)})
-        found = sources.checkpoint_at
+        found = directory.checkpoint_at
 
         def checkpoint_at(place: Path) -> Any:
             checkpoint = found(place)
