@@ -20,7 +20,7 @@ from aiockpt.landing import Place, PlacedLanding
 from aiockpt.memory import Arena, available_memory
 from aiockpt.rangefile import Filed, Landing, OnBytes, Verify, read_ranges
 from aiockpt.rebuild import Frame, assemble, tensors_over
-from aiockpt.storage import named, read_header
+from aiockpt.storage import header_of, named
 from aiockpt.wire.dtypes import CODE_BITS, CODES
 from aiockpt.wire.limits import Limits, enforce
 from aiockpt.wire.manifest import ForeignHeader, Manifest
@@ -176,35 +176,44 @@ def _arena(nbytes: int) -> Arena:
         raise LimitExceededError(what, limit=limit, actual=nbytes) from error
 
 
-def manifest_of_file(path: Path, *, limits: Limits) -> Manifest:
-    """Return what a safetensors file holds; one of another tool has no digests.
+def manifest_of_file(path: Path, fd: int, *, limits: Limits) -> Manifest:
+    """Return what an open safetensors file holds; another tool's has no digests.
 
     Raises:
         StorageError: it cannot be read, or holds a dtype that torch lacks.
         IntegrityError: the header of our file is damaged.
     """
-    header = read_header(path, limits=limits)
+    header = header_of(path, fd, limits=limits)
     return header if isinstance(header, Manifest) else _adopted(path, header)
 
 
 def content_of_file(
-    path: Path, manifest: Manifest, *, limits: Limits, allow_pickle: bool, mapped: bool
+    path: Path,
+    fd: int,
+    manifest: Manifest,
+    *,
+    limits: Limits,
+    allow_pickle: bool,
+    mapped: bool,
 ) -> Content:
-    """Return a file as content; ``mapped`` is its memory, else a new arena is."""
-    filed = Filed(path, manifest.header_bytes, manifest.grid, manifest.digests)
+    """Return a file as content, which is read while it is open.
+
+    ``mapped`` is its memory, which outlives that; else a new arena is.
+    """
+    filed = Filed(path, fd, manifest.header_bytes, manifest.grid, manifest.digests)
     return Content(
         manifest,
         partial(read_ranges, filed),
         limits=limits,
         allow_pickle=allow_pickle,
-        mapping=_mapping(path) if mapped else None,
+        mapping=_mapping(path, fd) if mapped else None,
     )
 
 
-def _mapping(path: Path) -> mmap.mmap:
-    with named(path), path.open("rb") as file:
+def _mapping(path: Path, fd: int) -> mmap.mmap:
+    with named(path):
         # Private: writing to a tensor does not change the file.
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
 
 
 def _adopted(path: Path, header: ForeignHeader) -> Manifest:

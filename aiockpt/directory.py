@@ -38,6 +38,7 @@ __all__ = [
     "checkpoint_at",
     "encode_commit",
     "find_checkpoint",
+    "identity",
     "latest",
     "list_checkpoints",
     "old_of",
@@ -51,6 +52,7 @@ StrPath: TypeAlias = str | os.PathLike[str]
 
 MARKER: Final = "commit.json"
 _VERSION: Final = 1
+_TRIES: Final = 10  # while others replace it
 _MARKER_LIMIT: Final = 64 << 20
 _STEP = re.compile(r"([0-9]{1,18})$")
 _OLD = re.compile(r"\.(.+)\.old", re.DOTALL)
@@ -124,12 +126,15 @@ def settle(path: StrPath) -> Path:
     """Return where a checkpoint of this name lies, links followed.
 
     Raises:
-        StorageError: it has no name (``/``), or is a link to itself.
+        StorageError: it has no name (``/``), or none that the system can look up.
     """
     try:
         settled = Path(path).resolve()
-    except (OSError, RuntimeError) as error:
-        raise StorageError(str(path), str(error)) from error
+        with suppress(FileNotFoundError, NotADirectoryError):
+            settled.stat()  # what is too long, or not ours to see, says so
+    except (OSError, RuntimeError, ValueError) as error:  # ValueError: a NUL in it
+        said = getattr(error, "strerror", None) or str(error)
+        raise StorageError(str(path), said) from error
     if not settled.name:
         raise StorageError(str(path), "it is the root; name a directory in it")
     return settled
@@ -159,11 +164,23 @@ def checkpoint_at(path: StrPath) -> Checkpoint:
         StorageError: its marker is damaged, or of a later version.
     """
     place = settle(path)
-    if (found := _checkpoint_in(place, place.name)) is not None:
-        return found
-    if not place.exists() and (found := _checkpoint_in(old_of(place), place.name)):
-        return found
+    for _ in range(_TRIES):
+        before = identity(place)
+        if (found := _checkpoint_in(place, place.name)) is not None:
+            return found
+        if not before and (found := _checkpoint_in(old_of(place), place.name)):
+            return found
+        if identity(place) == before:  # else it was being replaced meanwhile
+            break
     raise CheckpointNotFoundError(str(path), _what_is_at(place))
+
+
+def identity(place: Path) -> tuple[int, int] | None:
+    """Return what tells a directory from one that takes its name; None without one."""
+    with suppress(OSError):
+        found = place.stat()
+        return found.st_dev, found.st_ino
+    return None
 
 
 def find_checkpoint(path: StrPath) -> Checkpoint | None:
@@ -205,12 +222,19 @@ def _checkpoint_in(place: Path, name: str) -> Checkpoint | None:
     commit = _read_marker(place / MARKER)
     if commit is None:
         return None
-    for file, said in commit.files.items():
-        if "/" in file or file.startswith("."):
-            raise StorageError(str(place / MARKER), f"{file!r} names no file in it")
-        if _size(place / file) != said.bytes:
-            return None
+    _check_files(place / MARKER, commit)
+    if any(_size(place / file) != said.bytes for file, said in commit.files.items()):
+        return None
     return Checkpoint(place, name, commit.step, commit.world_size, commit.files)
+
+
+def _check_files(path: Path, commit: Commit) -> None:
+    """Refuse a marker that does not name one file for each rank, and no other."""
+    if len(commit.files) != commit.world_size:
+        detail = f"it names {len(commit.files)} files, of {commit.world_size} ranks"
+        raise StorageError(str(path), detail)
+    for name in commit.files.keys() - map(rank_file, range(commit.world_size)):
+        raise StorageError(str(path), f"{name!r} names no file in it of a rank")
 
 
 def _size(path: Path) -> int:

@@ -66,9 +66,10 @@ class Landing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Filed:
-    """A data segment in a file; no ``digests`` where another tool wrote it."""
+    """A data segment in an open file; no ``digests`` where another tool wrote it."""
 
     path: Path
+    fd: int
     base: int
     grid: ChunkGrid
     digests: Sequence[str]
@@ -94,9 +95,8 @@ def read_ranges(
         IntegrityError: a chunk has another digest; its bytes may have been landed.
     """
     tasks = [*_tasks(file, landing.ranges(), verify)]
-    with named(file.path), file.path.open("rb", buffering=0) as opened:
-        reading = _Reading(file, opened.fileno(), landing, on_bytes)
-        reading.run(tasks)
+    with named(file.path):
+        _Reading(file, landing, on_bytes).run(tasks)
 
 
 def _tasks(
@@ -134,10 +134,8 @@ def _verified(file: Filed, verify: Verify) -> Callable[[int], bool]:
 class _Reading:
     """One call of `read_ranges`."""
 
-    def __init__(
-        self, file: Filed, fd: int, landing: Landing, on_bytes: OnBytes | None
-    ) -> None:
-        self._file, self._fd = file, fd
+    def __init__(self, file: Filed, landing: Landing, on_bytes: OnBytes | None) -> None:
+        self._file = file
         self._landing = landing
         self._on_bytes = on_bytes
         self._telling = threading.Lock()
@@ -191,7 +189,7 @@ class _Reading:
         for first in range(0, len(views), _MAX_VIEWS):
             left = [*views[first : first + _MAX_VIEWS]]
             while left:
-                got = os.preadv(self._fd, left, at)
+                got = os.preadv(self._file.fd, left, at)
                 if not got:
                     raise StorageError(str(self._file.path), f"it ends at byte {at}")
                 at += got

@@ -20,7 +20,9 @@ from aiockpt.wire.manifest import ForeignHeader, Manifest, decode_header, header
 __all__ = [
     "after",
     "digest_of",
+    "header_of",
     "named",
+    "opened",
     "read_header",
     "sync_directory",
     "verify_chunks",
@@ -36,11 +38,30 @@ def read_header(path: Path, *, limits: Limits) -> Manifest | ForeignHeader:
         StorageError: it cannot be read, is no safetensors file, or is truncated.
         IntegrityError: the header of our file is damaged.
     """
-    with named(path), path.open("rb", buffering=0) as file:
+    with opened(path) as fd:
+        return header_of(path, fd, limits=limits)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """Open a regular file for reading; give its descriptor.
+
+    Raises:
+        StorageError: there is none, or it cannot be read.
+    """
+    with named(path):
+        file = path.open("rb", buffering=0)
+    with file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise StorageError(str(path), "it is not a regular file")
-        header = _decode(path, file.fileno(), limits)
-        _check_size(path, header, os.fstat(file.fileno()).st_size)
+        yield file.fileno()
+
+
+def header_of(path: Path, fd: int, *, limits: Limits) -> Manifest | ForeignHeader:
+    """Return what :func:`read_header` does, of an open file."""
+    with named(path):
+        header = _decode(path, fd, limits)
+        _check_size(path, header, os.fstat(fd).st_size)
     return header
 
 

@@ -120,7 +120,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
             TransferTimeoutError: with ``raise_on_failure``; as all other failures do,
                 it fails the handle otherwise.
 
-        If cancelled, nothing was handed over, or everything was and is written.
+        If cancelled, nothing was handed over; other ranks are told, and fail theirs.
         """
         if self._raises:
             self._raise_unobserved()
@@ -131,6 +131,9 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
                 if goes:
                     await self._save(handle, began, state_dict, progress, kwargs)
         except (SaveInProgressError, ClosedError, LocalProtocolError):
+            raise
+        except asyncio.CancelledError:  # it was not handed over, and others wait for it
+            await self._writer.forsake(handle.path, handle.step, "it was cancelled")
             raise
         except Exception as error:
             await self._writer.forsake(handle.path, handle.step, str(error))

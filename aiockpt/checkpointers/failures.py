@@ -10,7 +10,7 @@ import msgspec
 from aiockpt import errors
 from aiockpt.errors import AiockptError, WorkerError
 
-__all__ = ["Failure", "failure_of", "raised"]
+__all__ = ["Failure", "failure_of", "plain", "raised"]
 
 Fact: TypeAlias = str | int | float | bool | None
 
@@ -43,14 +43,19 @@ def failure_of(error: BaseException) -> Failure:
             for name, value in vars(error).items()
             if not name.startswith("_")
         }
-    text = (str(error) or repr(error))[:_LONGEST]
-    return Failure(type(error).__name__, text, lines[-_LONGEST:], facts)
+    text = plain(str(error) or repr(error))[:_LONGEST]
+    return Failure(type(error).__name__, text, plain(lines)[-_LONGEST:], facts)
+
+
+def plain(text: str) -> str:
+    """Return text that can be sent: without the bytes of a path that are none."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _short(value: object) -> Fact:
     if value is None or isinstance(value, (bool, int, float)):
         return value
-    return str(value)[:_LONGEST]
+    return plain(str(value))[:_LONGEST]
 
 
 def raised(failure: Failure, doing: str) -> AiockptError:

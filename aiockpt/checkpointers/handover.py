@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -14,11 +15,13 @@ from aiockpt.checkpointers.jobs import encode_keywords
 from aiockpt.checkpointers.messages import pack
 from aiockpt.checkpointers.stager import StagedState, stager_of
 from aiockpt.directory import step_of
+from aiockpt.errors import StorageError
 from aiockpt.memory import Arena
 
 __all__ = ["Handover", "text_of"]
 
 _BLOCK = 64 << 20
+_LONGEST_PATH = 16 << 10
 
 
 def text_of(path: str | os.PathLike[str]) -> str:
@@ -74,6 +77,7 @@ class Handover:
 
         Raises:
             UnsupportedLeafError: a keyword cannot travel.
+        StorageError: nothing can have so long a path.
         """
         made: list[int] = []
         try:
@@ -108,6 +112,9 @@ def _copy_to(fd: int, views: Iterable[memoryview], at: int) -> None:
 def _parcel(
     made: list[int], snapshot: Snapshot, path: str, keywords: Mapping[str, Any]
 ) -> str:
+    absolute = text_of(path)
+    if len(absolute) > _LONGEST_PATH:  # it would not fit a message
+        raise StorageError(f"{absolute[:100]}…", os.strerror(errno.ENAMETOOLONG))
     encoded = encode_keywords(keywords)
     made.append(pack(snapshot.manifest.header, encoded))
-    return text_of(path)
+    return absolute

@@ -75,7 +75,7 @@ class Keeper:
 
     def hold(self, job: Job) -> None:
         """Take another snapshot for the last one."""
-        number, path = job.request.number, job.request.path
+        number, path = job.request.number, os.fsdecode(job.request.path)
         self._held.append(_Held(number, path, job.header, os.dup(job.arena)))
         if len(self._held) > 2:
             self._held.popleft().close()
@@ -192,7 +192,7 @@ class Keeper:
             return  # it is still being sealed
         parcel = pack(held.manifest.header)
         try:
-            message = encode(Kept(held.path, held.manifest.step))
+            message = encode(Kept(os.fsencode(held.path), held.manifest.step))
             socket.send_fds(guest, [message], [parcel, held.arena])
         except OSError:
             self._leave(guest)

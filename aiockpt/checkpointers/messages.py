@@ -2,7 +2,7 @@
 
 A message is one packet of a Unix socket: JSON, and beside it the descriptors that it
 speaks of. What may be large lies in memory that one of these stands for: a *parcel*, or
-the arena with the data segment.
+the arena with the data segment. Paths are bytes: not all are text that JSON can hold.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Write(msgspec.Struct, tag=True, frozen=True):
     """
 
     number: int
-    path: str
+    path: bytes
     header_bytes: int
     segment_bytes: int
 
@@ -70,7 +70,7 @@ class Write(msgspec.Struct, tag=True, frozen=True):
 class Forsake(msgspec.Struct, tag=True, frozen=True):
     """Tell the other ranks that this one has nothing to write."""
 
-    path: str
+    path: bytes
     step: int
     reason: str
 

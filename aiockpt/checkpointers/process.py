@@ -19,13 +19,14 @@ from aiockpt.checkpointers.defaults import (
     default_subprocess_init_fn,
     default_writer_init_fn,
 )
+from aiockpt.checkpointers.failures import plain
 from aiockpt.checkpointers.handover import Handover, text_of
 from aiockpt.checkpointers.messages import Forsake, Setup, Write
 from aiockpt.checkpointers.process_launch import Recipe
 from aiockpt.checkpointers.rendezvous import runtime_dir
 from aiockpt.checkpointers.submission import BackgroundWriter, Submission
 from aiockpt.checkpointers.supervisor import Supervisor
-from aiockpt.errors import WorkerError
+from aiockpt.errors import ClosedError, WorkerError
 
 __all__ = ["CheckpointProcess"]
 
@@ -150,8 +151,11 @@ class CheckpointProcess(BackgroundWriter):
     async def forsake(self, path: str, step: int, reason: str) -> None:
         """Tell the other ranks, if there are any, that this one saves nothing."""
         if self._ranks > 1:
-            message = Forsake(text_of(path), step, reason[:_LONGEST])
-            with suppress(WorkerError):  # then it reaches nobody
+            message = Forsake(
+                os.fsencode(text_of(path)), step, plain(reason)[:_LONGEST]
+            )
+            # If it cannot be told, or not any more, it reaches nobody.
+            with suppress(WorkerError, ClosedError), self._lifetime.call():
                 await self._supervisor.forsake(message)
 
     async def close(self) -> None:
@@ -184,7 +188,7 @@ def _message(submission: Submission, path: str) -> Write:
     manifest = submission.snapshot.manifest
     return Write(
         number=submission.number,
-        path=path,
+        path=os.fsencode(path),
         header_bytes=len(manifest.header),
         segment_bytes=manifest.segment_bytes,
     )

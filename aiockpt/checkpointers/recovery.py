@@ -122,7 +122,7 @@ def _take(
     finally:
         os.close(arena)
     kept = msgspec.json.decode(data, type=Kept)
-    return Recovered(state, kept.step, kept.path)
+    return Recovered(state, kept.step, os.fsdecode(kept.path))
 
 
 def _connect(keeper: socket.socket, directory: str, rank: int, runtime: str) -> None:

@@ -38,7 +38,7 @@ DONE = b"done"
 class Kept(msgspec.Struct, frozen=True):
     """What is handed over with a parcel of the sealed header, and the arena."""
 
-    path: str
+    path: bytes
     step: int
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import msgspec
 
@@ -17,6 +17,7 @@ from aiockpt.directory import (
     MARKER,
     StrPath,
     checkpoint_at,
+    identity,
     old_of,
     rank_file,
     settle,
@@ -24,7 +25,7 @@ from aiockpt.directory import (
 from aiockpt.errors import CheckpointNotFoundError, IntegrityError, StorageError
 from aiockpt.rangefile import OnBytes, Verify
 from aiockpt.statefile import is_torch_file, load_torch
-from aiockpt.storage import named
+from aiockpt.storage import named, opened
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import Manifest
 
@@ -33,6 +34,7 @@ __all__ = ["Loaded", "Reading", "is_url", "open_sources"]
 _PEER = re.compile(r"https?://", re.IGNORECASE)
 _SUFFIX: Final = ".safetensors"
 _INDEX: Final = ".safetensors.index.json"
+_TRIES: Final = 10  # while others replace it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,58 +88,85 @@ def open_sources(path: StrPath, reading: Reading) -> Iterator[Loaded]:
             yield Loaded([content])
         return
     place = settle(path)
-    if place.is_file():
-        yield _of_file(place, reading)
-    else:
-        yield _of_directory(place, reading)
+    with ExitStack() as files:
+        if place.is_file():
+            yield _of_file(place, reading, files)
+        else:
+            yield _of_directory(place, reading, files)
 
 
-def _of_file(path: Path, reading: Reading) -> Loaded:
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A safetensors file: opened once, since another may take its name meanwhile."""
+
+    path: Path
+    fd: int
+    manifest: Manifest
+
+    @classmethod
+    def at(cls, path: Path, reading: Reading, files: ExitStack) -> Self:
+        fd = files.enter_context(opened(path))
+        return cls(path, fd, manifest_of_file(path, fd, limits=reading.limits))
+
+    def content(self, reading: Reading) -> Content:
+        return content_of_file(
+            self.path,
+            self.fd,
+            self.manifest,
+            limits=reading.limits,
+            allow_pickle=reading.allow_pickle,
+            mapped=reading.mmap,
+        )
+
+
+def _of_file(path: Path, reading: Reading, files: ExitStack) -> Loaded:
     if is_torch_file(path):
         return Loaded([], load_torch(path))
-    return Loaded(
-        [_content(path, manifest_of_file(path, limits=reading.limits), reading)]
-    )
+    return Loaded([_Opened.at(path, reading, files).content(reading)])
 
 
-def _content(path: Path, manifest: Manifest, reading: Reading) -> Content:
-    return content_of_file(
-        path,
-        manifest,
-        limits=reading.limits,
-        allow_pickle=reading.allow_pickle,
-        mapped=reading.mmap,
-    )
-
-
-def _of_directory(place: Path, reading: Reading) -> Loaded:
+def _of_directory(place: Path, reading: Reading, files: ExitStack) -> Loaded:
     """Read the rank's file, which is ours, the seed's; or another tool's shards."""
     if (place / MARKER).exists() or not place.exists() or old_of(place).exists():
-        return _of_checkpoint(place, reading)
+        return _of_checkpoint(place, reading, files)
     legacy = place / f"checkpoint_{reading.rank}.pt"
     if legacy.is_file():
-        return _of_file(legacy, reading)
-    shards = _shards(place)
-    if not shards or (place / rank_file(reading.rank)).exists():
-        return _of_checkpoint(place, reading)  # it says what is wrong
-    manifests = [manifest_of_file(each, limits=reading.limits) for each in shards]
-    if len(shards) > 1 and any(manifest.digests for manifest in manifests):
+        return _of_file(legacy, reading, files)
+    names = _shards(place)
+    if not names or (place / rank_file(reading.rank)).exists():
+        return _of_checkpoint(place, reading, files)  # it says what is wrong
+    shards = [_Opened.at(each, reading, files) for each in names]
+    if len(shards) > 1 and any(shard.manifest.digests for shard in shards):
         raise CheckpointNotFoundError(
             str(place), "it holds several files, and no marker that says which belong"
         )
-    pairs = zip(shards, manifests, strict=True)
-    return Loaded([_content(path, manifest, reading) for path, manifest in pairs])
+    return Loaded([shard.content(reading) for shard in shards])
 
 
-def _of_checkpoint(place: Path, reading: Reading) -> Loaded:
+def _of_checkpoint(place: Path, reading: Reading, files: ExitStack) -> Loaded:
+    for _ in range(_TRIES):
+        before = identity(place)
+        try:
+            return Loaded([_rank_file(place, reading, files).content(reading)])
+        except (StorageError, IntegrityError):
+            if identity(place) == before:  # else it was being replaced meanwhile
+                raise
+    raise StorageError(str(place), "it is replaced faster than it can be read")
+
+
+def _rank_file(place: Path, reading: Reading, files: ExitStack) -> _Opened:
+    """Open the file that the marker names.
+
+    Raises:
+        IntegrityError: another file has its name.
+    """
     checkpoint = checkpoint_at(place)
-    path = checkpoint.file_of(reading.rank)
-    manifest = manifest_of_file(path, limits=reading.limits)
-    expected = checkpoint.files[path.name].snapshot
-    if manifest.snapshot_id != expected:
-        actual = manifest.snapshot_id
-        raise IntegrityError(expected=expected, actual=actual, url=str(path))
-    return Loaded([_content(path, manifest, reading)])
+    found = _Opened.at(checkpoint.file_of(reading.rank), reading, files)
+    expected = checkpoint.files[found.path.name].snapshot
+    actual = found.manifest.snapshot_id
+    if actual != expected:
+        raise IntegrityError(expected=expected, actual=actual, url=str(found.path))
+    return found
 
 
 def _shards(place: Path) -> list[Path]:

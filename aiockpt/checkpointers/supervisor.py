@@ -14,6 +14,7 @@ from typing import Final
 
 from aiockpt._bridge import Bridge
 from aiockpt.checkpointers.config import CheckpointProcessConfig
+from aiockpt.checkpointers.failures import plain
 from aiockpt.checkpointers.messages import Close, Drop, Forsake, Write
 from aiockpt.checkpointers.process_launch import Child, Recipe
 from aiockpt.checkpointers.submission import Submission
@@ -233,7 +234,7 @@ class Supervisor:
 
 
 def _forsaken(lost: Sent, error: AiockptError) -> Forsake:
-    return Forsake(lost.message.path, lost.submission.step, str(error))
+    return Forsake(lost.message.path, lost.submission.step, plain(str(error)))
 
 
 def _obituary(reason: str, exitcode: int | None) -> str:

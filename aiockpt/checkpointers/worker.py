@@ -144,18 +144,18 @@ def _write(writer: Any, job: Job, control: Control) -> None:
 def _forsake(writer: Any, work: Forsake) -> None:
     if callable(abandon := getattr(writer, "abandon", None)):
         try:
-            abandon(work.path, work.step, work.reason)
+            abandon(os.fsdecode(work.path), work.step, work.reason)
         except Exception:
             logger.warning("the other ranks were not told", exc_info=True)
 
 
 def _perform(writer: Any, job: Job, control: Control) -> None:
-    path = job.request.path
+    path = os.fsdecode(job.request.path)
     snapshot = MappedSnapshot(trusted_header(job.header), job.arena)
     try:
         keywords = decode_keywords(job.keywords)
     except Exception as error:
-        _forsake(writer, Forsake(path, snapshot.manifest.step, str(error)))
+        _forsake(writer, Forsake(job.request.path, snapshot.manifest.step, str(error)))
         snapshot.close()
         raise
     try:

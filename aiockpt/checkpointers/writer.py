@@ -92,7 +92,7 @@ class CheckpointWriter:
         with source:
             self._save(path, save, source, kwargs)
 
-    def write_snapshot(self, path: StrPath, snapshot: Viewed, **kwargs: Any) -> None:
+    def write_snapshot(self, path: StrPath, snapshot: Viewed, /, **kwargs: Any) -> None:
         """Write what was staged and sealed already; else as :meth:`write`.
 
         Raises:

@@ -12,10 +12,10 @@ import pytest
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.directory import find_checkpoint, latest
-from checkpointing import eventually
+from checkpointing import wait_until
 from rankprocesses import SUPPORT, process
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.timeout(150)
 
 WELL = ["1 saved", "2 saved"]
 
@@ -27,7 +27,7 @@ def free_port() -> str:
         return str(bound.getsockname()[1])
 
 
-async def run(directory: Path, kind: str, *lives: str) -> list[list[str]]:
+async def run_ranks(directory: Path, kind: str, *lives: str) -> list[list[str]]:
     """Run two ranks to their ends; return what each said."""
     command, port = str(SUPPORT / "background_rank.py"), free_port()
     async with (
@@ -36,6 +36,11 @@ async def run(directory: Path, kind: str, *lives: str) -> list[list[str]]:
     ):
         said = await asyncio.gather(first.communicate(), second.communicate())
     return [out.decode().splitlines() for out, _ in said]
+
+
+def run(directory: Path, kind: str, *lives: str) -> list[list[str]]:
+    """Do so from a plain test: the loops that count are the ranks'."""
+    return asyncio.run(run_ranks(directory, kind, *lives))
 
 
 def check_whole(directory: Path, step: int) -> None:
@@ -48,9 +53,9 @@ def check_whole(directory: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tcp_store", "default"])
-async def test_both_save(tmp_path: Path, kind: str) -> None:
+def test_both_save(tmp_path: Path, kind: str) -> None:
     """Where they meet is found, or said; either way it reaches the processes."""
-    assert await run(tmp_path / "c", kind, "well", "well") == [WELL, WELL]
+    assert run(tmp_path / "c", kind, "well", "well") == [WELL, WELL]
     newest = latest(tmp_path / "c")
     assert newest is not None
     assert (newest.step, newest.world_size) == (2, 2)
@@ -59,14 +64,12 @@ async def test_both_save(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-async def test_a_rank_that_cannot_stage_tells_the_other(
-    tmp_path: Path, failing: int
-) -> None:
+def test_a_rank_that_cannot_stage_tells_the_other(tmp_path: Path, failing: int) -> None:
     """Which fails at once, and does not wait for its file."""
     lives = ["well", "well"]
     lives[failing] = "unsavable"
     began = time.monotonic()
-    said = await run(tmp_path / "c", "tcp_store", *lives)
+    said = run(tmp_path / "c", "tcp_store", *lives)
     assert said[failing][1].startswith("2 UnsupportedLeafError")
     assert said[1 - failing][1].startswith("2 StorageError")
     assert f"rank {failing} gave up" in said[1 - failing][1]
@@ -75,10 +78,21 @@ async def test_a_rank_that_cannot_stage_tells_the_other(
     check_whole(tmp_path / "c", 1)
 
 
-async def test_a_rank_whose_process_is_killed_fails_the_save(tmp_path: Path) -> None:
+def test_a_rank_that_is_cancelled_tells_the_other(tmp_path: Path) -> None:
+    """It has handed nothing over, and the other one would wait for it."""
+    began = time.monotonic()
+    said = run(tmp_path / "c", "tcp_store", "well", "hasty")
+    assert said[1][1] == "2 cancelled"
+    assert said[0][1].startswith("2 StorageError")
+    assert "rank 1 gave up: it was cancelled" in said[0][1]
+    assert time.monotonic() - began < 100  # it did not wait for its timeout
+    assert find_checkpoint(tmp_path / "c" / "step-2") is None
+
+
+def test_a_rank_whose_process_is_killed_fails_the_save(tmp_path: Path) -> None:
     """On both sides, and at once: its successor tells; nothing torn is there."""
     began = time.monotonic()
-    said = await run(tmp_path / "c", "tcp_store", "well", "child-dies")
+    said = run(tmp_path / "c", "tcp_store", "well", "child-dies")
     assert said[1][1].startswith("2 WorkerError")
     assert "signal 9" in said[1][1]
     assert said[0][1].startswith("2 StorageError")
@@ -88,11 +102,11 @@ async def test_a_rank_whose_process_is_killed_fails_the_save(tmp_path: Path) -> 
     check_whole(tmp_path / "c", 1)
 
 
-async def test_a_trainer_that_dies_does_not_take_the_save_with_it(
+def test_a_trainer_that_dies_does_not_take_the_save_with_it(
     tmp_path: Path,
 ) -> None:
     """Its process has it, and commits it with the other rank's."""
-    said = await run(tmp_path / "c", "tcp_store", "well", "dies")
+    said = run(tmp_path / "c", "tcp_store", "well", "dies")
     assert said == [WELL, ["1 saved"]]
-    await eventually(lambda: find_checkpoint(tmp_path / "c" / "step-2"), "the commit")
+    wait_until(lambda: find_checkpoint(tmp_path / "c" / "step-2"), "the commit")
     check_whole(tmp_path / "c", 2)

@@ -74,6 +74,10 @@ class TestWhole:
             (b"\xff", "no marker"),
             (b'{"aiockpt": 2}', "format version 2; this side knows version 1"),
             (b'{"aiockpt": 1, "step": -1, "world_size": 1, "files": {}}', "no marker"),
+            (
+                b'{"aiockpt": 1, "step": 1, "world_size": 1, "files": {}}',
+                "names 0 files",
+            ),
         ],
     )
     def test_a_marker_of_another_kind(
@@ -93,6 +97,34 @@ class TestWhole:
         (path / MARKER).write_text(text)
         with pytest.raises(StorageError, match="names no file in it"):
             load(path)
+
+    @pytest.mark.parametrize("ranks", [2, 10**18])
+    def test_a_marker_that_does_not_name_every_rank(
+        self, tmp_path: Path, ranks: int
+    ) -> None:
+        """Rank 1 would find out too late that its file never was."""
+        path = save(tmp_path / "step-7", {"a": 1})
+        text = (path / MARKER).read_text().replace('size": 1', f'size": {ranks}')
+        (path / MARKER).write_text(text)
+        with pytest.raises(StorageError, match=f"names 1 files, of {ranks} ranks"):
+            load(path)
+        assert latest(tmp_path) is None
+
+    def test_a_marker_with_an_impossible_name(self, tmp_path: Path) -> None:
+        """It does not hide the checkpoints beside it."""
+        path = save(tmp_path / "step-7", {"a": 1})
+        save(tmp_path / "step-6", {"a": 1})
+        text = (path / MARKER).read_text().replace(FILE, "a\\u0000b")
+        (path / MARKER).write_text(text)
+        assert steps(tmp_path) == [6]
+
+    @pytest.mark.parametrize("name", ["a\0b", "x" * 300, "x" * 5000])
+    def test_an_impossible_path(self, tmp_path: Path, name: str) -> None:
+        """It is no checkpoint, and nothing can be saved there."""
+        with pytest.raises(StorageError):
+            save(tmp_path / name, {"a": 1})
+        with pytest.raises(StorageError):
+            load(tmp_path / name)
 
     def test_nothing_is_there(self, tmp_path: Path) -> None:
         """Each case is said in its own words."""
@@ -255,6 +287,22 @@ class TestRetention:
         save(tmp_path / "s-2", {"a": 2}, keep_last=1)
         assert state == {"a": [1, 2]}
 
+    def test_links_are_no_checkpoints(self, tmp_path: Path) -> None:
+        """They do not count, and what they name stays, wherever it is."""
+        elsewhere = save(tmp_path / "elsewhere" / "s-9", {"a": 9})
+        place = tmp_path / "checkpoints"
+        best = save(place / "s-1", {"a": 1})
+        (place / "best").symlink_to(best)
+        (place / "other").symlink_to(elsewhere)
+        (place / "newest").symlink_to("s-4")
+        (place / "nothing").symlink_to("nothing")
+        for step in (2, 3, 4):
+            save(place / f"s-{step}", {"a": step}, keep_last=2)
+        found = ["best", "newest", "nothing", "other", "s-1", "s-3", "s-4"]
+        assert names(place) == found
+        assert load(place / "best") == {"a": 1}
+        assert load(place / "other") == {"a": 9}
+
 
 class TestSweep:
     """What died is cleaned up by the next save, and what lives is not."""
@@ -295,6 +343,27 @@ class TestSweep:
         (tmp_path / ".hidden").touch()
         sweep(tmp_path, shared=False)
         assert names(tmp_path) == [".hidden", "s-1"]
+
+    @pytest.mark.parametrize(
+        "name", [".photos.part", ".config.old", ".mail.trash", ".s-1.part"]
+    )
+    def test_what_others_call_so_stays(self, tmp_path: Path, name: str) -> None:
+        """A checkpointer removes what it has made."""
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious").touch()
+        (tmp_path / "config").mkdir()
+        save(tmp_path / "s-2", {"a": 1})
+        assert names(tmp_path / name) == ["precious"]
+
+    def test_links_are_not_followed(self, tmp_path: Path) -> None:
+        """What they name is elsewhere."""
+        path = save(tmp_path / "elsewhere" / "s-1", {"a": 1})
+        (tmp_path / "checkpoints").mkdir()
+        for suffix in ("part", "old", "0123abcd.trash"):
+            (tmp_path / "checkpoints" / f".s-1.{suffix}").symlink_to(path)
+        save(tmp_path / "checkpoints" / "s-1", {"a": 1})
+        sweep(tmp_path / "checkpoints", shared=False)
+        assert load(path) == {"a": 1}
 
     def test_a_new_save_goes_on_in_the_directory_of_a_dead_one(
         self, tmp_path: Path

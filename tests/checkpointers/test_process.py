@@ -123,6 +123,36 @@ class TestWriting:
         said = "a [('epoch', 3), ('why', ('x', None))]"
         assert diary.read_text() == f"pre {said}\npost {said}\n"
 
+    async def test_any_keyword_may_be_used(self, tmp_path: Path) -> None:
+        """Also those that are names of parameters within."""
+        diary = tmp_path / "diary"
+        async with process(
+            checkpoint_writer_init_fn=configured_writer,
+            checkpoint_writer_init_args={"commit_hook": Diary(str(diary))},
+        ) as made:
+            await made.write(state(), tmp_path / "a", snapshot=3)
+        assert diary.read_text().startswith("pre a [('snapshot', 3)]\n")
+
+    async def test_a_path_that_is_no_text(self, tmp_path: Path) -> None:
+        """Names of files are bytes; what fails there is told too."""
+        path = tmp_path / os.fsdecode(b"step\xff-1")
+        async with process() as made:
+            await made.write(state(), path)
+            assert_same(loaded(path), state())
+            (tmp_path / os.fsdecode(b"\xff")).touch()
+            with pytest.raises(StorageError, match=r"\\udcff"):
+                await made.write(state(), tmp_path / os.fsdecode(b"\xff") / "a")
+            assert made.restarts == 0
+
+    async def test_a_path_that_is_too_long(self, tmp_path: Path) -> None:
+        """It is refused at once, also if it would fit no message."""
+        async with process() as made:
+            for name in ("x" * 300, "x" * 5000, "x" * 500_000):
+                with pytest.raises(StorageError, match="name too long"):
+                    await made.write(state(), tmp_path / name)
+            await made.write(state(), tmp_path / "a")
+            assert made.restarts == 0
+
     async def test_a_keyword_that_is_no_data_is_refused(self, tmp_path: Path) -> None:
         """In the caller, by its name; the process is as before."""
         async with process() as made:

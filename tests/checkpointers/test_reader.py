@@ -18,8 +18,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from safetensors.torch import save_file
 
-from aiockpt import HTTPTransport
-from aiockpt.checkpointers import reader
+from aiockpt import HTTPTransport, directory
+from aiockpt.checkpointers import reader, sources
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader, device_of
 from aiockpt.directory import MARKER
@@ -172,6 +172,63 @@ class TestDamage:
             load(path, template)
         assert caught.value.__notes__ == ["the template was modified"]
         assert template["n"] == 0
+
+
+class TestReplaced:
+    """What is loaded is one checkpoint, although another takes its name meanwhile."""
+
+    @pytest.mark.parametrize("how", [*WAYS, {"gone": True}])
+    def test_while_it_is_read(self, tmp_path: Path, how: dict[str, Any]) -> None:
+        """Its file was opened once, and is read to the end."""
+        path = save(tmp_path / "s-1", {"a": torch.ones(CHUNK), "step": 1})
+        how = dict(how)
+        gone = how.pop("gone", False)
+
+        def select(name: str) -> bool:
+            """Replace it when its header was read, and nothing else."""
+            if name == "a" and gone:
+                save(tmp_path / "s-2", {"a": 2}, keep_last=1)
+            elif name == "a":
+                save(path, {"a": torch.zeros(CHUNK), "step": 1})
+            return True
+
+        assert_same(
+            load(path, select=select, **how), {"a": torch.ones(CHUNK), "step": 1}
+        )
+        assert path.exists() is not gone
+
+    @pytest.mark.parametrize("size", [1, CHUNK])
+    def test_between_its_marker_and_its_file(
+        self, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It begins again, with the new one."""
+        path = save(tmp_path / "s-1", {"a": torch.zeros(CHUNK)})
+        found = directory.checkpoint_at
+
+        def checkpoint_at(place: Path) -> Any:
+            checkpoint = found(place)
+            monkeypatch.undo()
+            save(path, {"a": torch.ones(size)})
+            return checkpoint
+
+        monkeypatch.setattr(sources, "checkpoint_at", checkpoint_at)
+        assert_same(load(path), {"a": torch.ones(size)})
+
+    def test_between_its_marker_and_its_size(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """There is always a whole one of this name."""
+        path = save(tmp_path / "s-1", {"a": torch.zeros(CHUNK)})
+        read_marker = directory._read_marker
+
+        def replace(marker: Path) -> Any:
+            commit = read_marker(marker)
+            monkeypatch.undo()
+            save(path, {"a": 1})
+            return commit
+
+        monkeypatch.setattr(directory, "_read_marker", replace)
+        assert directory.checkpoint_at(path).path == path
 
 
 class TestTemplate:

@@ -1,9 +1,10 @@
 """One of two ranks that save in the background, and commit from their processes.
 
 ``background_rank.py RANK PORT DIRECTORY KIND LIFE`` saves steps 1 and 2, and says how
-each went. KIND is ``tcp_store`` (at PORT) or ``default`` (that of the process group).
-LIFE is ``well``, ``unsavable`` (step 2 cannot be staged), ``child-dies`` (its process
-is killed in step 2) or ``dies`` (it is killed when step 2 was handed over).
+each went. Rank 1 does so on uvloop's loop. KIND is ``tcp_store`` (at PORT) or
+``default`` (that of the process group). LIFE is ``well``, ``unsavable`` (step 2 cannot
+be staged), ``hasty`` (it cancels the save of step 2), ``child-dies`` (its process is
+killed in step 2) or ``dies`` (it is killed when step 2 was handed over).
 """
 
 from __future__ import annotations
@@ -59,7 +60,12 @@ async def main(rank: int, port: str, directory: str, kind: str, life: str) -> No
             state: dict[str, Any] = {"w": torch.full((1000,), float(step)), "r": rank}
             if life == "unsavable" and step == 2:
                 state["bad"] = object()
-            handle = await checkpointer.save(state, f"{directory}/step-{step}")
+            try:
+                async with asyncio.timeout(0 if (life, step) == ("hasty", 2) else None):
+                    handle = await checkpointer.save(state, f"{directory}/step-{step}")
+            except TimeoutError:
+                print(step, "cancelled", flush=True)
+                continue
             if life == "dies" and step == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
@@ -72,6 +78,17 @@ async def main(rank: int, port: str, directory: str, kind: str, life: str) -> No
         dist.destroy_process_group()
 
 
+def uvloop_if_there() -> Any:
+    """Return what makes the other loop, so that both are tested together."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
 if __name__ == "__main__":
     place, port, directory, kind, life = sys.argv[1:]
-    asyncio.run(main(int(place), port, directory, kind, life))
+    own_loop = uvloop_if_there() if place == "1" else None
+    with asyncio.Runner(loop_factory=own_loop) as runner:
+        runner.run(main(int(place), port, directory, kind, life))

@@ -55,7 +55,7 @@ class GatedWriter(CheckpointWriter):
         super().__init__(CheckpointWriterConfig(), rank_info)
         self._gate = gate
 
-    def write_snapshot(self, path: Any, snapshot: Any, **kwargs: Any) -> None:
+    def write_snapshot(self, path: Any, snapshot: Any, /, **kwargs: Any) -> None:
         pass_gate(self._gate)
         super().write_snapshot(path, snapshot, **kwargs)
 
@@ -67,7 +67,7 @@ class Troubled(CheckpointWriter):
         super().__init__(CheckpointWriterConfig(), rank_info)
 
     def write_snapshot(
-        self, path: Any, snapshot: Any, trouble: str = "", **kwargs: Any
+        self, path: Any, snapshot: Any, /, trouble: str = "", **kwargs: Any
     ) -> None:
         if trouble == "die":
             os.kill(os.getpid(), signal.SIGKILL)
