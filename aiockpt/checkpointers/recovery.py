@@ -88,12 +88,14 @@ async def recover(
     place = os.fspath(directory), rank, runtime_of(runtime_dir)
     take = partial(_take, keeper, *place, allow_pickle=allow_pickle)
     try:
-        taken = await bridge.run(take)
+        try:
+            taken = await bridge.run(take)
+        finally:
+            await bridge.aclose(timeout=_CLOSING)
         keeper.settimeout(0)
-        keeper.send(DONE)  # not before it is certain that the caller gets it
+        keeper.send(DONE)  # behind the last await: now the caller gets it for certain
     finally:
         keeper.close()
-        await bridge.aclose(timeout=_CLOSING)
     return taken
 
 
