@@ -79,7 +79,7 @@ async def recover(
         IntegrityError: it is damaged; it stays where it is.
         WorkerError: who keeps it does not answer, or is of another user.
 
-    If cancelled, it is taken over or stays where it is.
+    If cancelled, it stays where it is, for a later call.
     """
     rank = (rank_info or default_rank_info()).global_rank
     bridge = Bridge(threads=1, name="aiockpt-recover")
