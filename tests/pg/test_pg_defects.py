@@ -273,7 +273,7 @@ class TestDeadlines:
             started = time.monotonic()
             with pytest.raises(TransferTimeoutError):
                 await receiver.recv_checkpoint(0, "", 1)
-            assert time.monotonic() - started < 0.8
+            assert time.monotonic() - started < 5  # 20 without it
 
     @pytest.mark.allow_leaks("threads", "fds")  # the waiting ones
     async def test_a_deadline_is_for_all_waits_together(
@@ -287,7 +287,7 @@ class TestDeadlines:
             started = time.monotonic()
             with pytest.raises(TransferTimeoutError):
                 await receiver.recv_checkpoint(0, "", 1, 1)
-            assert time.monotonic() - started < 1.5
+            assert time.monotonic() - started < 3  # the messages take 4
             with pytest.raises(ProcessGroupError):
                 await sending  # it is told, and does not wait for its own
 
