@@ -268,13 +268,13 @@ async def test_shutdown_ends_calls_at_once() -> None:
     """A call under way does not keep it waiting."""
     async with transports() as (sender, _):
         waiting = [
-            asyncio.create_task(sender.send_checkpoint([1], 1, sample(), 10)),
-            asyncio.create_task(sender.recv_checkpoint(1, "", 1, 10)),
+            asyncio.create_task(sender.send_checkpoint([1], 1, sample(), 2)),
+            asyncio.create_task(sender.recv_checkpoint(1, "", 1, 2)),
         ]
         await asyncio.sleep(0.1)
         started = time.monotonic()
         await sender.shutdown()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 1.5
         for task in waiting:
             with pytest.raises(ClosedError):
                 await task
