@@ -7,10 +7,13 @@ from typing import Any
 
 from aiohttp import web
 
+from aiockpt.errors import LocalProtocolError
 from aiockpt.http import embed
+from aiockpt.http.handlers import CheckpointService
 from aiockpt.http.transport import HTTPTransport
+from aiockpt.wire.http import LATEST
 
-__all__ = ["APP_KEY", "create_app", "get_transport", "routes", "setup"]
+__all__ = ["APP_KEY", "create_app", "get_transport", "routes", "serves", "setup"]
 
 APP_KEY: web.AppKey[HTTPTransport[Any]] = web.AppKey("aiockpt", HTTPTransport)
 """Where :func:`setup` keeps the transport, unless it is told another key."""
@@ -31,8 +34,10 @@ def setup(
     transport in the same app, give another prefix and another key.
 
     Raises:
+        LocalProtocolError: the app has a transport at this prefix or with this key.
         RuntimeError: the app has started already.
     """
+    _check_free(app, prefix, app_key)
     app[app_key] = transport
     app.add_routes(routes(transport, prefix))
     app.on_shutdown.append(_end(transport))
@@ -61,6 +66,27 @@ def get_transport(
     if isinstance(source, web.Application):
         return source[app_key]
     return source.config_dict[app_key]
+
+
+def serves(request: web.Request) -> bool:
+    """Tell whether a transport answers ``request``, for middlewares to step aside.
+
+    One that demands credentials must: the transport demands its own, in the same
+    header. So must one that renders errors, for peers act upon the transport's.
+    """
+    handler = request.match_info.handler
+    return isinstance(getattr(handler, "__self__", None), CheckpointService)
+
+
+def _check_free(
+    app: web.Application, prefix: str, app_key: web.AppKey[HTTPTransport[Any]]
+) -> None:
+    taken = {resource.canonical for resource in app.router.resources()}
+    if app_key in app or f"{prefix.rstrip('/')}/{LATEST}" in taken:
+        raise LocalProtocolError(
+            f"the app has a transport at {prefix!r} or under {app_key!r} already: give "
+            "a second one another prefix= and an app_key= of its own"
+        )
 
 
 def _end(transport: HTTPTransport[Any]) -> Callable[[web.Application], Any]:
