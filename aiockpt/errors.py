@@ -30,6 +30,7 @@ that a caller would guess::
     │   └── CheckpointNotFoundError           no whole one is there (FileNotFoundError)
     ├── WorkerError                       the checkpoint process died or raised
     ├── SaveInProgressError               two saves are under way (BlockingIOError)
+    ├── MissingExtraError                 a library is not installed (ImportError)
     └── ClosedError                       used after close (RuntimeError)
 
 An exception carries its facts as attributes and composes its sentence from them.
@@ -350,6 +351,18 @@ class SaveInProgressError(AiockptError, BlockingIOError):
 
     def __str__(self) -> str:
         return f"{self.path}: {self.under_way} saves before it are not written yet"
+
+
+class MissingExtraError(AiockptError, ImportError):
+    """An optional library is not installed; ``extra`` brings it."""
+
+    def __init__(self, library: str, *, extra: str) -> None:
+        super().__init__()
+        self.library = library
+        self.extra = extra
+
+    def __str__(self) -> str:
+        return f"{self.library} is not installed: pip install 'aiockpt[{self.extra}]'"
 
 
 class ClosedError(AiockptError, RuntimeError):

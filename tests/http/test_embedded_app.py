@@ -372,6 +372,7 @@ class TestReverseProxy:
             assert_same(await receive(host.model, receiver, 7), weights(7.0, mib=3))
             assert_same(await receive(host.average, receiver, 3), weights(3.0, mib=3))
             token = parse_metadata(host.model.metadata()).token
+            assert token is not None
             assert token not in "".join(proxy.seen)
 
     async def test_a_transport_without_a_token_answers_to_its_public_name(self) -> None:
