@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
+import sys
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,6 +20,7 @@ import pytest_asyncio
 from aiohttp import web
 
 import aiockpt.http
+import hosting_process
 from aiockpt import (
     AiockptError,
     AuthenticationError,
@@ -27,6 +33,7 @@ from aiockpt import (
 from aiockpt.testing import assert_same
 from aiockpt.wire.http import parse_metadata
 from hosting import Host, certified, example, running, running_example
+from hosting_process import MIB_OFFERED
 from reverseproxy import reverse_proxy
 from serving import settle
 from transports import (
@@ -40,6 +47,7 @@ from transports import (
 pytestmark = pytest.mark.asyncio
 
 PROBLEM = "application/problem+json"
+HOSTING = Path(hosting_process.__file__)
 CORS = "Access-Control-Allow-Origin"
 
 
@@ -185,6 +193,32 @@ def listening_on(base: str) -> socket.socket:
     port = urlsplit(base).port
     assert port is not None
     return socket.create_server(("127.0.0.1", port))
+
+
+def refuses(port: int) -> bool:
+    """Tell whether nobody listens there any more."""
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) != 0
+
+
+@asynccontextmanager
+async def process(script: Path, *arguments: str) -> AsyncIterator[Process]:
+    """Run a Python program that finds this package, and see to its end."""
+    paths = [Path(aiockpt.__file__).parents[1], script.parent]
+    running = await asyncio.create_subprocess_exec(
+        sys.executable,
+        script,
+        *arguments,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield running
+    finally:
+        if running.returncode is None:
+            running.kill()
+        await running.communicate()
 
 
 def giving_up(cut: asyncio.Event) -> Any:
@@ -516,6 +550,27 @@ class TestShutdown:
                 proxy.go_on.set()
                 with pytest.raises(TransferTimeoutError, match="is busy"):
                     await received  # the proxy says 502, as during a restart
+
+    @pytest.mark.timeout(120)  # a process imports torch
+    async def test_a_process_that_is_asked_to_end_ends_well(self) -> None:
+        """SIGTERM: the body under way comes to its end, then ``run_app`` returns."""
+        async with (
+            reverse_proxy(pause=MIB) as proxy,
+            transport(token="shared", timeout=60) as receiver,
+            process(HOSTING, proxy.url, "shared") as hosting,
+        ):
+            assert hosting.stdout is not None
+            port = int(await hosting.stdout.readline())
+            proxy.upstream = f"http://127.0.0.1:{port}/ckpt/"
+            received = asyncio.create_task(receiver.recv_checkpoint(0, proxy.url, 7))
+            await proxy.paused.wait()
+            hosting.terminate()
+            await settle(lambda: refuses(port))
+            assert hosting.returncode is None
+            proxy.go_on.set()
+            assert_same(await received, weights(mib=MIB_OFFERED))
+            output, errors = await hosting.communicate()
+            assert (hosting.returncode, output, errors) == (0, b"ended\n", b"")
 
     async def test_what_the_application_itself_receives_ends_with_it(self) -> None:
         """Its background task learns why, before it is cancelled."""
