@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from aiockpt.errors import LocalProtocolError
 from aiockpt.http import embed
@@ -40,8 +40,11 @@ def setup(
     _check_free(app, prefix, app_key)
     app[app_key] = transport
     app.add_routes(routes(transport, prefix))
-    app.on_shutdown.append(_end(transport))
-    app.cleanup_ctx.append(_lifetime(transport))
+    end = _End(transport)
+    app.on_response_prepare.append(end.close_connection)
+    app.on_shutdown.insert(0, end.begin)
+    app.on_shutdown.append(end.finish)
+    app.cleanup_ctx.append(end.lifetime)
 
 
 def create_app(transport: HTTPTransport[Any]) -> web.Application:
@@ -89,19 +92,29 @@ def _check_free(
         )
 
 
-def _end(transport: HTTPTransport[Any]) -> Callable[[web.Application], Any]:
-    async def end(_: web.Application) -> None:
+class _End:
+    """The end of an application, and of the transport with it."""
+
+    def __init__(self, transport: HTTPTransport[Any]) -> None:
+        self._transport = transport
+        self._has_begun = False
+
+    async def begin(self, _: web.Application) -> None:
+        self._has_begun = True
+
+    async def finish(self, _: web.Application) -> None:
         # While connections still live: readers get their grace, waiters an answer.
-        await transport.shutdown()
+        await self._transport.shutdown()
 
-    return end
-
-
-def _lifetime(
-    transport: HTTPTransport[Any],
-) -> Callable[[web.Application], AsyncIterator[None]]:
-    async def context(_: web.Application) -> AsyncIterator[None]:
+    async def lifetime(self, _: web.Application) -> AsyncIterator[None]:
         yield  # a start that fails skips the signal of the shutdown
-        await transport.shutdown()
+        await self._transport.shutdown()
 
-    return context
+    async def close_connection(
+        self, _: web.Request, response: web.StreamResponse
+    ) -> None:
+        # aiohttp told the idle connections of its end before; for one that came to be
+        # since, and is idle once this is sent, it would wait the whole timeout.
+        if self._has_begun:
+            response.force_close()
+            response.headers[hdrs.CONNECTION] = "close"
