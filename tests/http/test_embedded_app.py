@@ -558,9 +558,7 @@ class TestShutdown:
             app = web.Application()
             mount(app, sender, "setup")
             async with transport() as receiver:
-                async with running(
-                    app, listening, ssl_context=server, shutdown_timeout=3
-                ):
+                async with running(app, listening, ssl_context=server):
                     await sender.send_checkpoint([], 7, weights(mib=64))
                     received = asyncio.create_task(receive(sender, receiver, 7))
                     await proxy.paused.wait()
@@ -579,7 +577,7 @@ class TestShutdown:
             sender = transport(advertise=proxy.url, grace=1, insecure=True)
             app = web.Application()
             mount(app, sender, "setup")
-            async with running(app, listening) as host:
+            async with running(app, listening, shutdown_timeout=60) as host:
                 await sender.send_checkpoint([], 7, weights(mib=64))
                 received = asyncio.create_task(receive(sender, receiver, 7))
                 await proxy.paused.wait()
@@ -610,7 +608,8 @@ class TestShutdown:
             await proxy.paused.wait()
             hosting.terminate()
             await settle(lambda: refuses(port))
-            assert hosting.returncode is None
+            ended = hosting.returncode
+            assert ended is None
             proxy.go_on.set()
             assert_same(await received, weights(mib=MIB_OFFERED))
             output, errors = await hosting.communicate()

@@ -62,9 +62,9 @@ async def running(
     listening: socket.socket | None = None,
     *,
     ssl_context: ssl.SSLContext | None = None,
-    shutdown_timeout: float = 60,
+    shutdown_timeout: float = 5,
 ) -> AsyncIterator[Host]:
-    """Run an application on loopback, with aiohttp's patience for connections."""
+    """Run an application on loopback."""
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=shutdown_timeout)
     await runner.setup()
     listening = listening or socket.create_server(("127.0.0.1", 0))

@@ -26,7 +26,7 @@ def main(public: str, token: str) -> None:
     app.on_startup.append(offer)
     listening = socket.create_server(("127.0.0.1", 0))
     print(listening.getsockname()[1], flush=True)
-    web.run_app(app, sock=listening, print=None)
+    web.run_app(app, sock=listening, print=None, shutdown_timeout=5)
     print("ended", flush=True)
 
 
