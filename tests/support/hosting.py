@@ -16,6 +16,7 @@ import trustme
 from aiohttp import web
 
 import aiockpt.http
+from runners import ending
 from transports import Transport
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "embedding.py"
@@ -71,10 +72,8 @@ async def running(
     site = web.SockSite(runner, listening, ssl_context=ssl_context)
     await site.start()
     scheme = "https" if ssl_context else "http"
-    try:
+    async with ending(runner):
         yield Host(app, runner, f"{scheme}://127.0.0.1:{listening.getsockname()[1]}")
-    finally:
-        await runner.cleanup()
 
 
 @asynccontextmanager

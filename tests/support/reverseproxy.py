@@ -12,6 +12,8 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
+from runners import ending
+
 # Of one connection, and not of the message (RFC 9110 section 7.6.1).
 HOP_BY_HOP = ("Connection", "Keep-Alive", "TE", "Trailer", "Transfer-Encoding")
 PATH = "/outside/app/"
@@ -107,8 +109,8 @@ async def reverse_proxy(
         await site.start()
         scheme = "https" if ssl_context else "http"
         proxy.url = f"{scheme}://127.0.0.1:{site.port}{PATH}"
-        try:
-            yield proxy
-        finally:
-            proxy.go_on.set()
-            await runner.cleanup()
+        async with ending(runner):
+            try:
+                yield proxy
+            finally:
+                proxy.go_on.set()
