@@ -12,7 +12,7 @@ import pytest
 import aiockpt
 
 EXAMPLES = sorted(Path(__file__).parents[1].glob("examples/*.py"))
-LINES = 60
+LINES = 80
 SECONDS = 120
 TESTED = str(Path(aiockpt.__file__).parents[1])  # the example imports this one, too
 
@@ -43,7 +43,7 @@ def test_example_runs(example: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_is_short(example: Path) -> None:
-    """It fits on one screen and says first what it shows."""
+    """It is read in a few minutes, and says first what it shows."""
     text = example.read_text()
     assert len(text.splitlines()) <= LINES
     assert text.startswith('"""')

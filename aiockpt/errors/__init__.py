@@ -30,6 +30,7 @@ that a caller would guess::
     │   └── CheckpointNotFoundError           no whole one is there (FileNotFoundError)
     ├── WorkerError                       the checkpoint process died or raised
     ├── SaveInProgressError               two saves are under way (BlockingIOError)
+    ├── MissingExtraError                 a library is not installed (ImportError)
     └── ClosedError                       used after close (RuntimeError)
 
 An exception carries its facts as attributes and composes its sentence from them.
@@ -41,6 +42,7 @@ from aiockpt.errors.local import (
     CheckpointNotFoundError,
     ClosedError,
     DeviceMeshError,
+    MissingExtraError,
     MissingKeysError,
     SaveInProgressError,
     StagingError,
@@ -84,6 +86,7 @@ __all__ = [
     "IntegrityError",
     "LimitExceededError",
     "LocalProtocolError",
+    "MissingExtraError",
     "MissingKeysError",
     "PeerFailedError",
     "PeerUnreachableError",

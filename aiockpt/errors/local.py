@@ -8,6 +8,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "ClosedError",
     "DeviceMeshError",
+    "MissingExtraError",
     "MissingKeysError",
     "SaveInProgressError",
     "StagingError",
@@ -120,6 +121,18 @@ class SaveInProgressError(AiockptError, BlockingIOError):
 
     def __str__(self) -> str:
         return f"{self.path}: {self.under_way} saves before it are not written yet"
+
+
+class MissingExtraError(AiockptError, ImportError):
+    """An optional library is not installed; ``extra`` brings it."""
+
+    def __init__(self, library: str, *, extra: str) -> None:
+        super().__init__()
+        self.library = library
+        self.extra = extra
+
+    def __str__(self) -> str:
+        return f"{self.library} is not installed: pip install 'aiockpt[{self.extra}]'"
 
 
 class ClosedError(AiockptError, RuntimeError):

@@ -13,6 +13,7 @@ from aiohttp import web
 
 import aiockpt
 import aiockpt.http
+import aiockpt.prometheus
 
 
 class InMemory(aiockpt.CheckpointTransport[dict[str, int]]):
@@ -71,6 +72,20 @@ def embedded(app: web.Application) -> None:
     """An application gets its transport back by a typed key."""
     aiockpt.http.setup(app, aiockpt.HTTPTransport[dict[str, int]](), prefix="/weights")
     assert_type(aiockpt.http.get_transport(app), aiockpt.HTTPTransport[Any])
+
+
+def asked(request: web.Request) -> None:
+    """A middleware is told whom a request is for."""
+    assert_type(aiockpt.http.serves(request), bool)
+
+
+def exported(app: web.Application) -> None:
+    """Transports and checkpointers have figures, what is neither has none."""
+    transport = aiockpt.HTTPTransport[dict[str, int]]()
+    exporter = aiockpt.prometheus.setup(app, {"model": transport}, "/metrics")
+    assert_type(exporter, aiockpt.prometheus.Exporter)
+    exporter.add("saves", aiockpt.make_async_checkpointer())
+    exporter.add("nothing", transport.metadata())  # type: ignore[arg-type]
 
 
 @aiockpt.register_leaf
