@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.hooks import WriterHook
+from aiockpt.checkpointers.reader import CheckpointReader
+from aiockpt.checkpointers.sync import SyncCheckpointer
 from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.directory import latest
 from aiockpt.errors import (
@@ -25,7 +27,7 @@ from aiockpt.errors import (
 )
 from aiockpt.livestate import LiveState
 from aiockpt.memory import Arena, ArenaPool
-from aiockpt.observe import TransferEvent, add_hook
+from aiockpt.observe import Progress, TransferEvent, add_hook
 from aiockpt.snapshotfile import BLOCK, write_source
 from aiockpt.storage import read_header, verify_chunks
 from aiockpt.testing import assert_same
@@ -334,6 +336,60 @@ def test_events(tmp_path: Path) -> None:
         ("load", None),
     ]
     assert all(event.detail == str(tmp_path / "s-3") for event in heard)
+
+
+class TestAccount:
+    """Numbers and progress, in the words of the asynchronous one (C16)."""
+
+    def test_statistics_count_everything(self, tmp_path: Path) -> None:
+        """Also what failed; the caller was kept as long as it took."""
+        with sync_checkpointer() as checkpointer:
+            assert checkpointer.statistics().saves == 0
+            for step in (1, 2):
+                checkpointer.save({"a": torch.ones(1000)}, tmp_path / f"s-{step}")
+            with pytest.raises(UnsupportedLeafError):
+                checkpointer.save({"a": object()}, tmp_path / "s-3")
+            now = checkpointer.statistics()
+        assert (now.saves, now.written, now.failed, now.under_way) == (3, 2, 1, 0)
+        assert now.bytes_written == 2 * 4000
+        assert now.stall_seconds == now.write_seconds > 0
+        assert (now.skipped, now.replaced, now.restarts) == (0, 0, 0)
+
+    def test_progress_is_told(self, tmp_path: Path) -> None:
+        """Block by block, to the end; hooks do not get it."""
+        told: list[Progress] = []
+        hook = Hook(tmp_path)
+        with sync_checkpointer(hook) as checkpointer:
+            state = {"a": torch.ones(3 * BLOCK // 4)}
+            checkpointer.save(state, tmp_path / "s-3", progress=told.append)
+        done = [each.bytes_done for each in told]
+        assert done == [0, BLOCK, 2 * BLOCK, 3 * BLOCK]
+        assert {(each.stop, each.bytes_total) for each in told} == {("write", done[-1])}
+        assert [kwargs for _, _, kwargs, _ in hook.calls] == [{}, {}]
+
+    @pytest.mark.allow_error_logs
+    def test_a_progress_that_raises_does_not_matter(self, tmp_path: Path) -> None:
+        """It is somebody else's code."""
+
+        def refuse(_: Progress) -> None:
+            raise KeyError
+
+        with sync_checkpointer() as checkpointer:
+            checkpointer.save({"a": 1}, tmp_path / "s-3", progress=refuse)
+        assert load(tmp_path / "s-3") == {"a": 1}
+
+    def test_a_writer_of_ones_own_is_counted_too(self, tmp_path: Path) -> None:
+        """It is asked with the words that it knows."""
+
+        class Own(CheckpointWriter):
+            def write(self, path: Any, state_dict: Any, **kwargs: Any) -> None:
+                assert kwargs == {"epoch": 3}
+                super().write(path, state_dict, **kwargs)
+
+        reader = CheckpointReader(ALONE)
+        with SyncCheckpointer(Own(config(), ALONE), reader) as made:
+            made.save({"a": 1}, tmp_path / "s", progress=print, epoch=3)
+            assert made.statistics().written == 1
 
 
 def test_reprs(tmp_path: Path) -> None:
