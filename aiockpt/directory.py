@@ -27,6 +27,7 @@ from msgspec import Meta
 
 from aiockpt.errors import CheckpointNotFoundError, StorageError
 from aiockpt.storage import named
+from aiockpt.transport import exact_step
 from aiockpt.wire.entries import Count
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "part_of",
     "rank_file",
     "settle",
+    "step_for",
     "step_of",
 ]
 
@@ -120,6 +122,16 @@ def step_of(path: StrPath) -> int:
     """Return the number at the end of a checkpoint's name; 0 if there is none."""
     found = _STEP.search(Path(path).name)
     return int(found[1]) if found else 0
+
+
+def step_for(path: StrPath, keywords: Mapping[str, object]) -> int:
+    """Return the step of a save: its ``step`` keyword, else :func:`step_of` its path.
+
+    Raises:
+        TypeError, ValueError: what was given is no step.
+    """
+    given = keywords.get("step")
+    return step_of(path) if given is None else exact_step(given)
 
 
 def settle(path: StrPath) -> Path:
