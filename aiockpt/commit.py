@@ -39,6 +39,7 @@ __all__ = ["Draft", "is_at", "lock", "remove_tree", "trash"]
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
 _NO_EXCHANGE: Final = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
+_LONG: Final = 40
 _OCCUPIED: Final = {errno.ENOTEMPTY, errno.EEXIST}
 
 _HEAD_BYTES: Final = 4096  # of a header, in which its step stands
@@ -260,8 +261,10 @@ def _discarded(path: Path) -> Iterator[Path]:
 
 def trash(path: Path) -> Path:
     """Take a directory's name away in one step; return what to remove."""
-    name = path.name.removeprefix(".")
-    unused = path.with_name(f".{name}.{secrets.token_hex(4)}.trash")
+    name, suffix = path.name.removeprefix("."), f".{secrets.token_hex(4)}.trash"
+    if len(name) > _LONG:  # so as not to become longer, which may be too long
+        name = name[: -len(f".{suffix}")]
+    unused = path.with_name(f".{name}{suffix}")
     os.rename(path, unused)
     return unused
 

@@ -230,6 +230,40 @@ class TestReplacing:
             assert draft.temporary.exists()
 
 
+class TestLongNames:
+    """A name of any length is saved, replaced and retired; or is refused at once."""
+
+    @pytest.mark.parametrize("length", [230, 239, 240, 248, 249])
+    @pytest.mark.parametrize("letter", ["x", "\N{BLACK STAR}"])
+    @pytest.mark.parametrize("exchange", [True, False])
+    def test_it_fits(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        length: int,
+        letter: str,
+        exchange: bool,
+    ) -> None:
+        """Nothing is left of what is replaced, or retired: its trash has a name too."""
+        if not exchange:
+            monkeypatch.setattr(commit, "_exchange", lambda *_: False)
+        room = length - len("9")
+        fill = letter * (room // len(letter.encode()))
+        name = fill + "x" * (room - len(fill.encode()))
+        assert len(os.fsencode(f"{name}9")) == length
+        for step in (1, 2, 2, 3):
+            save(tmp_path / f"{name}{step}", {"a": step}, keep_last=1)
+        assert names(tmp_path) == [f"{name}3"]
+        assert load(tmp_path / f"{name}3") == {"a": 3}
+
+    @pytest.mark.parametrize("length", [250, 255, 256, 5000])
+    def test_it_does_not(self, tmp_path: Path, length: int) -> None:
+        """What is built beside it would have too long a name."""
+        with pytest.raises(StorageError, match="File name too long"):
+            save(tmp_path / ("x" * length), {"a": 1})
+        assert names(tmp_path) == []
+
+
 class TestListing:
     """Lists and `latest` go by the step."""
 
