@@ -38,6 +38,7 @@ from aiockpt.errors import (
     UnavailableError,
     UnsupportedLeafError,
     WorkerError,
+    WorldSizeMismatchError,
 )
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ __all__ = [
     "UnavailableError",
     "UnsupportedLeafError",
     "WorkerError",
+    "WorldSizeMismatchError",
     "WriterHook",
     "__version__",
     "latest",

@@ -27,7 +27,8 @@ that a caller would guess::
     │   └── DeviceMeshError                   no such process group or rank here
     ├── StagingError                      the copy off the device failed
     ├── StorageError                      not written, or no checkpoint (OSError)
-    │   └── CheckpointNotFoundError           no whole one is there (FileNotFoundError)
+    │   ├── CheckpointNotFoundError           no whole one is there (FileNotFoundError)
+    │   └── WorldSizeMismatchError            more or fewer ranks load it than saved it
     ├── WorkerError                       the checkpoint process died or raised
     ├── SaveInProgressError               two saves are under way (BlockingIOError)
     └── ClosedError                       used after close (RuntimeError)
@@ -327,6 +328,25 @@ class StorageError(AiockptError, OSError):
 
 class CheckpointNotFoundError(StorageError, FileNotFoundError):
     """No whole checkpoint is there; ``detail`` says what there is."""
+
+
+class WorldSizeMismatchError(StorageError):
+    """``saved`` ranks wrote the checkpoint, and ``loading`` ranks load it."""
+
+    def __init__(self, path: str, *, saved: int, loading: int) -> None:
+        super().__init__(path, "")
+        self.saved = saved
+        self.loading = loading
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: {_ranks(self.saved)} wrote it, each its own part, and "
+            f"{_ranks(self.loading)} would load it; say rank= for one of these parts"
+        )
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 class WorkerError(AiockptError):

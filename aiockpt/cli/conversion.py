@@ -50,12 +50,11 @@ def convert(source: Path, target: Path, *, rank: int | None, step: int | None) -
 def _load(source: Path, rank: int | None) -> Any:
     if (source / MARKER).exists():
         source = one_file(source, rank)
-    return _read(source, rank=rank or 0)
+    return _read(source, rank=rank)
 
 
-def _read(path: Path, *, rank: int = 0) -> Any:
-    reader = CheckpointReader(RankInfo(rank, rank + 1))
-    return reader.read(path, mmap=True)[0]
+def _read(path: Path, *, rank: int | None = None) -> Any:
+    return CheckpointReader(_ALONE).read(path, mmap=True, rank=rank)[0]
 
 
 def _write_file(

@@ -32,6 +32,7 @@ from aiockpt.errors import (
     StepNotFoundError,
     StorageError,
     TemplateMismatchError,
+    WorldSizeMismatchError,
 )
 from aiockpt.testing import assert_same
 from aiockpt.testing.devices import FakeAccelerator
@@ -45,6 +46,7 @@ from saved import (
     read,
     run_beside,
     save,
+    save_by_two,
     sync_checkpointer,
     training_state,
 )
@@ -94,11 +96,43 @@ class TestWhole:
         """The second of what `read` returns is empty."""
         assert read(save(tmp_path / "s", {"a": 1})) == ({"a": 1}, [])
 
-    def test_each_rank_has_its_own_file(self, tmp_path: Path) -> None:
-        """And a rank that saved nothing is told so."""
-        path = save(tmp_path / "s", {"a": 1})
-        with pytest.raises(CheckpointNotFoundError, match="1 ranks wrote it"):
-            CheckpointReader(RankInfo(1, 2)).read(path)
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_as_many_ranks_load_it_as_have_saved_it(
+        self, tmp_path: Path, rank: int
+    ) -> None:
+        """Or each would have a part, and nobody would say that the rest is missing."""
+        pair = save_by_two(tmp_path / "pair")
+        alone = save(tmp_path / "alone", {"a": 1})
+        with pytest.raises(WorldSizeMismatchError) as caught:
+            load(pair)
+        assert (caught.value.saved, caught.value.loading) == (2, 1)
+        assert "2 ranks wrote it, each its own part, and 1 rank" in str(caught.value)
+        with pytest.raises(WorldSizeMismatchError, match=r"1 rank wrote .* 2 ranks "):
+            CheckpointReader(RankInfo(rank, 2)).read(alone)
+        assert CheckpointReader(RankInfo(rank, 2)).read(pair)[0] == {"rank": rank}
+
+    def test_a_part_may_be_named(self, tmp_path: Path) -> None:
+        """Then the numbers do not matter; nor do they for a file."""
+        pair = save_by_two(tmp_path / "pair")
+        alone = save(tmp_path / "alone", {"a": 1})
+        assert [load(pair, rank=rank) for rank in (0, 1)] == [{"rank": 0}, {"rank": 1}]
+        assert CheckpointReader(RankInfo(1, 2)).read(alone, rank=0)[0] == {"a": 1}
+        assert load(pair / "checkpoint_1.safetensors") == {"rank": 1}
+        with sync_checkpointer() as checkpointer:
+            assert checkpointer.load(pair, rank=1) == {"rank": 1}
+        with pytest.raises(CheckpointNotFoundError, match="none of them was 2"):
+            load(pair, rank=2)
+
+    def test_also_of_the_seeds(self, tmp_path: Path) -> None:
+        """Of which some may be on other machines; more than load are refused."""
+        for rank in (0, 1):
+            torch.save({"rank": rank}, tmp_path / f"checkpoint_{rank}.pt")
+        with pytest.raises(WorldSizeMismatchError, match="2 ranks wrote it"):
+            load(tmp_path)
+        assert load(tmp_path, rank=1) == {"rank": 1}
+        for size in (2, 4):
+            found, _ = CheckpointReader(RankInfo(1, size)).read(tmp_path)
+            assert found == {"rank": 1}
 
     def test_limits_are_kept(self, tmp_path: Path) -> None:
         """More than that is not read."""
