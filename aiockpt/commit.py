@@ -34,9 +34,10 @@ from aiockpt.errors import StorageError
 from aiockpt.storage import named, sync_directory
 from aiockpt.wire.layout import ID_SLICE, LENGTH_BYTES, PREFIX
 
-__all__ = ["Draft", "is_at", "lock", "remove_tree", "trash"]
+__all__ = ["Draft", "is_at", "lock", "remove_tree", "rename_to_new", "trash"]
 
 _AT_FDCWD: Final = -100
+_RENAME_NOREPLACE: Final = 1
 _RENAME_EXCHANGE: Final = 2
 _NO_EXCHANGE: Final = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 _LONG: Final = 40
@@ -242,10 +243,26 @@ def _described(path: Path, step: int) -> RankFile:
 
 def _exchange(one: Path, other: Path) -> bool:
     """Swap two names in one step; False where the system cannot."""
+    return _renamed(one, other, _RENAME_EXCHANGE)
+
+
+def rename_to_new(one: Path, other: Path) -> None:
+    """Rename, but replace nothing; where the system cannot, it looks first.
+
+    Raises:
+        FileExistsError: the name is taken.
+    """
+    if not _renamed(one, other, _RENAME_NOREPLACE):
+        if os.path.lexists(other):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(other))
+        os.rename(one, other)
+
+
+def _renamed(one: Path, other: Path, how: int) -> bool:
     if not hasattr(_libc, "renameat2"):
         return False
     names = os.fsencode(one), os.fsencode(other)
-    if not _libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE):
+    if not _libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], how):
         return True
     code = ctypes.get_errno()
     if code in _NO_EXCHANGE:
