@@ -14,6 +14,7 @@ Everything here blocks, and needs no tensors.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -27,7 +28,6 @@ from msgspec import Meta
 
 from aiockpt.errors import CheckpointNotFoundError, StorageError
 from aiockpt.storage import named
-from aiockpt.transport import exact_step
 from aiockpt.wire.entries import Count
 
 __all__ = [
@@ -46,9 +46,10 @@ __all__ = [
     "part_of",
     "rank_file",
     "settle",
-    "step_for",
     "step_of",
 ]
+
+logger = logging.getLogger("aiockpt")
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
@@ -124,16 +125,6 @@ def step_of(path: StrPath) -> int:
     return int(found[1]) if found else 0
 
 
-def step_for(path: StrPath, keywords: Mapping[str, object]) -> int:
-    """Return the step of a save: its ``step`` keyword, else :func:`step_of` its path.
-
-    Raises:
-        TypeError, ValueError: what was given is no step.
-    """
-    given = keywords.get("step")
-    return step_of(path) if given is None else exact_step(given)
-
-
 def settle(path: StrPath) -> Path:
     """Return where a checkpoint of this name lies, links followed.
 
@@ -205,11 +196,23 @@ def find_checkpoint(path: StrPath) -> Checkpoint | None:
 def list_checkpoints(directory: StrPath) -> list[Checkpoint]:
     """Return the whole checkpoints in a directory, by ascending step.
 
+    A warning names those that may be whole, and cannot be read.
+
     Raises:
         StorageError: the directory cannot be read; there is none if it does not exist.
     """
-    found = [each for each in map(find_checkpoint, _names_in(Path(directory))) if each]
+    found = [each for each in map(_readable, _names_in(Path(directory))) if each]
     return sorted(found, key=lambda each: (each.step, each.name))
+
+
+def _readable(path: Path) -> Checkpoint | None:
+    try:
+        return checkpoint_at(path)
+    except CheckpointNotFoundError:
+        return None
+    except StorageError as error:
+        logger.warning("a checkpoint is passed over: %s", error)
+        return None
 
 
 def latest(directory: StrPath) -> Checkpoint | None:

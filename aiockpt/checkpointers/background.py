@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
 from aiockpt._lifetime import Lifetime
-from aiockpt.checkpointers.base import Checkpointer
+from aiockpt.checkpointers.base import Checkpointer, step_for
 from aiockpt.checkpointers.config import BusyPolicy
 from aiockpt.checkpointers.handle import (
     Account,
@@ -25,7 +25,6 @@ from aiockpt.checkpointers.loading import load
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.stager import CheckpointStager, StagedState
 from aiockpt.checkpointers.submission import BackgroundWriter, Submission
-from aiockpt.directory import step_for
 from aiockpt.errors import ClosedError, LocalProtocolError, SaveInProgressError
 from aiockpt.observe import Progress
 from aiockpt.transport import Timeout, seconds

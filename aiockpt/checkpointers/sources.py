@@ -134,10 +134,13 @@ def _of_file(path: Path, reading: Reading, files: ExitStack) -> Loaded:
 
 def _of_directory(place: Path, reading: Reading, files: ExitStack) -> Loaded:
     """Read the rank's file, which is ours, the seed's; or another tool's shards."""
-    if (place / MARKER).exists() or not place.exists() or old_of(place).exists():
-        return _of_checkpoint(place, reading, files)
     legacy = place / f"checkpoint_{reading.rank}.pt"
-    if legacy.is_file():
+    with named(place):
+        ours = (place / MARKER).exists() or old_of(place).exists()
+        seeds = legacy.is_file()
+    if ours or not place.exists():
+        return _of_checkpoint(place, reading, files)
+    if seeds:
         _check_seed(place, reading)
         return _of_file(legacy, reading, files)
     names = _shards(place)

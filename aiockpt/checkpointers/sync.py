@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-from aiockpt.checkpointers.base import Checkpointer
+from aiockpt.checkpointers.base import Checkpointer, step_for
 from aiockpt.checkpointers.handle import CheckpointerStatistics, meter
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.writer import CheckpointWriter
-from aiockpt.directory import StrPath, step_for
+from aiockpt.directory import StrPath
 from aiockpt.errors import ClosedError
 from aiockpt.observe import Progress, TransferEvent, emit
 

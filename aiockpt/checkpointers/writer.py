@@ -9,11 +9,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from aiockpt._files import remove_tree
 from aiockpt.checkpointers.barriers import Barrier, Meeting, Phase
+from aiockpt.checkpointers.base import step_for
 from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.hooks import WriterHook, finish
-from aiockpt.commit import Draft, remove_tree
-from aiockpt.directory import StrPath, part_of, settle, step_for
+from aiockpt.commit import Draft
+from aiockpt.directory import StrPath, part_of, settle
 from aiockpt.errors import (
     PeerFailedError,
     StorageError,

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from aiockpt._files import is_at, lock, rename_to_new
 from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.cli.rankfiles import one_file
-from aiockpt.commit import is_at, lock, rename_to_new
 from aiockpt.directory import MARKER
 from aiockpt.errors import LocalProtocolError, StateDictError, StorageError
 from aiockpt.livestate import LiveState
