@@ -88,6 +88,8 @@ class Draft:
     def keep_file(self) -> None:
         """Give the file its name; with the directory entry on the disk if asked for."""
         with named(self.path):
+            if not self._durable:
+                os.close(os.dup(self.fd))  # what a network says at the end, it says now
             os.rename(self._temporary, self.path)
             self._sync(self.part)
 
@@ -127,10 +129,11 @@ class Draft:
             self.part.rmdir()  # the last rank's succeeds
 
     def close(self) -> None:
-        """Unlock. Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        """Unlock. Idempotent; never raises: what can fail of a write has been asked."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)
 
     def _file_of(self, rank: int) -> Path:
         return self.part / rank_file(rank)

@@ -175,7 +175,8 @@ def checkpoint_at(path: StrPath) -> Checkpoint:
             return found
         if identity(place) == before:  # else it was being replaced meanwhile
             break
-    raise CheckpointNotFoundError(str(path), _what_is_at(place))
+    with named(place):
+        raise CheckpointNotFoundError(str(path), _what_is_at(place))
 
 
 def identity(place: Path) -> tuple[int, int] | None:

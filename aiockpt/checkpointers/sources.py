@@ -96,10 +96,10 @@ def open_sources(path: StrPath, reading: Reading) -> Iterator[Loaded]:
         return
     place = settle(path)
     with ExitStack() as files:
-        if place.is_file():
-            yield _of_file(place, reading, files)
-        else:
-            yield _of_directory(place, reading, files)
+        with named(place):
+            found = _of_file if place.is_file() else _of_directory
+            loaded = found(place, reading, files)
+        yield loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +134,10 @@ def _of_file(path: Path, reading: Reading, files: ExitStack) -> Loaded:
 
 def _of_directory(place: Path, reading: Reading, files: ExitStack) -> Loaded:
     """Read the rank's file, which is ours, the seed's; or another tool's shards."""
-    legacy = place / f"checkpoint_{reading.rank}.pt"
-    with named(place):
-        ours = (place / MARKER).exists() or old_of(place).exists()
-        seeds = legacy.is_file()
-    if ours or not place.exists():
+    if (place / MARKER).exists() or not place.exists() or old_of(place).exists():
         return _of_checkpoint(place, reading, files)
-    if seeds:
+    legacy = place / f"checkpoint_{reading.rank}.pt"
+    if legacy.is_file():
         _check_seed(place, reading)
         return _of_file(legacy, reading, files)
     names = _shards(place)
@@ -156,8 +153,7 @@ def _of_directory(place: Path, reading: Reading, files: ExitStack) -> Loaded:
 
 def _check_seed(place: Path, reading: Reading) -> None:
     """Refuse files of more ranks than load; that some are elsewhere may be meant."""
-    with named(place):
-        saved = sum(_SEED.fullmatch(each) is not None for each in os.listdir(place))
+    saved = sum(_SEED.fullmatch(each) is not None for each in os.listdir(place))
     loading = reading.world_size
     if loading is not None and saved > loading:
         raise WorldSizeMismatchError(str(place), saved=saved, loading=loading)

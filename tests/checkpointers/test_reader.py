@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import errno
+import io
+import itertools
 import json
 import logging
 import os
@@ -206,6 +209,41 @@ class TestDamage:
             load(path, template)
         assert caught.value.__notes__ == ["the template was modified"]
         assert template["n"] == 0
+
+
+class TestFailingDisk:
+    """What cannot be read is an error of storage, wherever it fails."""
+
+    @pytest.mark.parametrize("call", ["pread", "preadv", "scandir", "stat", "open"])
+    @pytest.mark.parametrize("held", [False, True])
+    def test_at_each_call(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, held: bool
+    ) -> None:
+        """It is typed, names the file, and says what became of the template."""
+        path = save(tmp_path / "s", training_state(), chunk_bytes=CHUNK)
+        place = io if call == "open" else os
+        real = getattr(place, call)
+        for number in itertools.count():
+            left = [number]
+
+            def failing(*args: Any, left: list[int] = left, **more: Any) -> Any:
+                left[0] -= 1
+                if left[0] == -1:
+                    raise OSError(errno.EIO, "Input/output error")
+                return real(*args, **more)
+
+            monkeypatch.setattr(place, call, failing)
+            template = zeroed(training_state()) if held else None
+            try:
+                found = load(path, template)
+            except StorageError as error:
+                assert str(tmp_path) in str(error)  # noqa: PT017 - or it goes on
+            else:
+                assert_same(found, training_state())
+            finally:
+                monkeypatch.undo()
+            if left[0] >= 0:
+                break
 
 
 class TestReplaced:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from safetensors.torch import load_file
 
+from aiockpt import commit
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.hooks import WriterHook
 from aiockpt.checkpointers.reader import CheckpointReader
@@ -306,6 +307,32 @@ class TestFailures:
                 break
         assert 1 < doomed <= calls + 1
         assert load(tmp_path / "s")["a"] == 2
+
+    @pytest.mark.parametrize("fsync", [True, False])
+    def test_a_close_that_fails(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool
+    ) -> None:
+        """It matters before the commit, and only if the disk was not asked before."""
+        close, denied = os.close, []
+
+        def closed(fd: int) -> None:
+            mine = ".part" in os.readlink(f"/proc/self/fd/{fd}")
+            close(fd)
+            if mine:
+                denied.append(fd)
+                raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(os, "close", closed)
+        if fsync:
+            # The directory that was synced is closed, too.
+            monkeypatch.setattr(commit, "sync_directory", lambda _: None)
+            save(tmp_path / "s", {"a": 1}, fsync=True)
+        else:
+            with pytest.raises(StorageError, match="Input/output error"):
+                save(tmp_path / "s", {"a": 1}, fsync=False)
+        monkeypatch.undo()
+        assert names(tmp_path) == (["s"] if fsync else [])
+        assert bool(denied) != fsync
 
     def test_several_ranks_need_a_barrier(self) -> None:
         """Or there would be no telling who commits (C8)."""
