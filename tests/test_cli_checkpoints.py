@@ -15,6 +15,7 @@ from aiockpt.cli import main
 from aiockpt.commit import Draft
 from aiockpt.directory import MARKER, checkpoint_at
 from aiockpt.testing import assert_same
+from commandline import serving
 from saved import CHUNK, flip, load, names, save, save_by_two, training_state
 
 FILE = "checkpoint_0.safetensors"
@@ -132,6 +133,21 @@ class TestVerify:
         path, other = (save(tmp_path / f"s{i}", {"a": i}) for i in (1, 2))
         (other / FILE).rename(path / FILE)
         assert "the marker names" in error_of(capsys, "verify", path)
+
+
+class TestServe:
+    """A checkpoint's file is served as it is."""
+
+    def test_what_was_saved_is_loaded_from_a_peer(self, tmp_path: Path) -> None:
+        """Whole, or some of it; and what was served is saved again."""
+        state = training_state()
+        del state["rng"]
+        saved = save(tmp_path / "step-9", state)
+        with serving(saved / FILE) as running:
+            assert_same(load(running.metadata), state)
+            assert load(running.metadata, select=["step"]) == {"step": 100}
+            again = save(tmp_path / "step-10", load(running.metadata))
+        assert_same(load(again), state)
 
 
 class TestConvert:

@@ -478,7 +478,7 @@ class TestEnd:
 
 
 class TestCancel:
-    """At every await, and it stays usable."""
+    """C3: at every await, and it stays usable."""
 
     @pytest.mark.parametrize("where", [PROCESS, THREAD], ids=["process", "thread"])
     async def test_save(self, tmp_path: Path, where: CheckpointerConfig) -> None:

@@ -134,6 +134,17 @@ class TestFinishing:
             for step in range(1, words.count("save") + 1):
                 assert_same(loaded(made.path(step)), state(step))
 
+    async def test_a_writer_that_hangs_then_ends_too(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Within the time of a write: nobody is left who could kill it (C9)."""
+        monkeypatch.setitem(ENVIRONMENT, "WRITE_TIMEOUT", "0.5")
+        async with trainer(tmp_path, "save wait") as made:
+            await made.waits()
+            await made.killed()
+            await made.child_ends()
+            assert aiockpt.latest(made.path(1).parent) is None
+
     async def test_what_cannot_be_written_then_is_not_silent(
         self, tmp_path: Path
     ) -> None:
