@@ -120,6 +120,53 @@ class TestFile:
         state = {f"{i}": torch.full((3,), float(i)) for i in range(5000)}
         assert_same(load(save(tmp_path / "s", state)), state)
 
+    def test_it_is_written_in_large_pieces(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In order, however small the tensors are; the header comes last."""
+        written: list[tuple[int, int]] = []
+        real = os.pwritev
+
+        def seen(fd: int, views: Any, at: int) -> int:
+            done = real(fd, views, at)
+            written.append((at, done))
+            return done
+
+        monkeypatch.setattr(os, "pwritev", seen)
+        state = {f"{i}": torch.ones(BLOCK // 256) for i in range(320)}
+        path = save(tmp_path / "s", state) / FILE
+        *pieces, header = written
+        assert header == (0, pieces[0][0])
+        assert [size for _, size in pieces] == [BLOCK] * 5
+        assert pieces[-1][0] + BLOCK == path.stat().st_size
+
+    @pytest.mark.parametrize("fsync", [True, False])
+    def test_the_disk_confirms_each_step_before_the_next(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool
+    ) -> None:
+        """File, its name, marker, its name, and the name of the checkpoint."""
+        said: list[str] = []
+        place = tmp_path / "new"
+        real, rename = os.fsync, os.rename
+
+        def seen(fd: int) -> None:
+            real(fd)
+            said.append(f"sync {Path(os.readlink(f'/proc/self/fd/{fd}')).name}")
+
+        def renamed(one: Any, other: Any) -> None:
+            rename(one, other)
+            said.append(f"name {Path(other).name}")
+
+        monkeypatch.setattr(os, "fsync", seen)
+        monkeypatch.setattr(os, "rename", renamed)
+        save(place / "s", {"a": 1}, fsync=fsync)
+        expected = [
+            *(f"sync {tmp_path.name}", f"sync {FILE}.tmp", f"name {FILE}"),
+            *("sync .s.part", "sync commit.json.tmp", "name commit.json"),
+            *("sync .s.part", "name s", "sync new"),
+        ]
+        assert said == [each for each in expected if fsync or each[:4] == "name"]
+
     @pytest.mark.parametrize("state", [{}, None, [], {"a": torch.empty(0)}, 5])
     def test_nearly_nothing(self, tmp_path: Path, state: Any) -> None:
         """Is a checkpoint too."""
