@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aiockpt import commit, retention
+from aiockpt import _files, commit, retention
 from aiockpt.commit import Draft
 from aiockpt.directory import (
     MARKER,
@@ -336,7 +336,7 @@ class TestRetention:
         """The save is well, and a warning says what stays."""
         for step in (1, 2, 3):
             save(tmp_path / f"s-{step}", {"a": step})
-        trash = retention.trash
+        trash = _files.trash
 
         def stuck(path: Path) -> Path:
             if path.name == "s-1":
