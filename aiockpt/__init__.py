@@ -39,6 +39,7 @@ from aiockpt.errors import (
     UnavailableError,
     UnsupportedLeafError,
     WorkerError,
+    WorldSizeMismatchError,
 )
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ __all__ = [
     "UnavailableError",
     "UnsupportedLeafError",
     "WorkerError",
+    "WorldSizeMismatchError",
     "WriterHook",
     "__version__",
     "latest",

@@ -27,7 +27,8 @@ that a caller would guess::
     │   └── DeviceMeshError                   no such process group or rank here
     ├── StagingError                      the copy off the device failed
     ├── StorageError                      not written, or no checkpoint (OSError)
-    │   └── CheckpointNotFoundError           no whole one is there (FileNotFoundError)
+    │   ├── CheckpointNotFoundError           no whole one is there (FileNotFoundError)
+    │   └── WorldSizeMismatchError            more or fewer ranks load it than saved it
     ├── WorkerError                       the checkpoint process died or raised
     ├── SaveInProgressError               two saves are under way (BlockingIOError)
     ├── MissingExtraError                 a library is not installed (ImportError)
@@ -51,6 +52,7 @@ from aiockpt.errors.local import (
     TemplateMismatchError,
     UnsupportedLeafError,
     WorkerError,
+    WorldSizeMismatchError,
 )
 from aiockpt.errors.protocol import (
     IntegrityError,
@@ -106,4 +108,5 @@ __all__ = [
     "UnavailableError",
     "UnsupportedLeafError",
     "WorkerError",
+    "WorldSizeMismatchError",
 ]

@@ -17,6 +17,7 @@ __all__ = [
     "TemplateMismatchError",
     "UnsupportedLeafError",
     "WorkerError",
+    "WorldSizeMismatchError",
 ]
 
 
@@ -98,6 +99,25 @@ class StorageError(AiockptError, OSError):
 
 class CheckpointNotFoundError(StorageError, FileNotFoundError):
     """No whole checkpoint is there; ``detail`` says what there is."""
+
+
+class WorldSizeMismatchError(StorageError):
+    """``saved`` ranks wrote the checkpoint, and ``loading`` ranks load it."""
+
+    def __init__(self, path: str, *, saved: int, loading: int) -> None:
+        super().__init__(path, "")
+        self.saved = saved
+        self.loading = loading
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: {_ranks(self.saved)} wrote it, each its own part, and "
+            f"{_ranks(self.loading)} would load it; say rank= for one of these parts"
+        )
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 class WorkerError(AiockptError):

@@ -12,6 +12,7 @@ from aiockpt.http.options import require
 from aiockpt.http.shelf import Shelf
 from aiockpt.observe import TransferEvent, emit
 from aiockpt.staging import Snapshot, Stager
+from aiockpt.transport import exact_step
 
 __all__ = ["Offering"]
 
@@ -42,7 +43,7 @@ class Offering:
             StepNotFoundError: it was withdrawn meanwhile; nothing is offered.
             ClosedError: after, or because of, :meth:`close`.
         """
-        started = time.monotonic()
+        started, step = time.monotonic(), exact_step(step)
         before = self._shelf.retractions
         async with self._turn:
             self._check(step, before)
@@ -59,7 +60,7 @@ class Offering:
             StepNotFoundError: nothing is offered, or it was withdrawn meanwhile.
             ClosedError: after, or because of, :meth:`close`.
         """
-        before = self._shelf.retractions
+        before, step = self._shelf.retractions, exact_step(step)
         async with self._turn:
             self._check(step, before)
             offered = self._offered

@@ -16,6 +16,7 @@ from aiockpt.http.client import CheckpointClient
 from aiockpt.memory import return_freed
 from aiockpt.observe import Progress, TransferEvent, emit
 from aiockpt.template import Template
+from aiockpt.transport import exact_step
 from aiockpt.wire.http import Source
 from aiockpt.wire.manifest import Manifest, Outline
 
@@ -58,7 +59,7 @@ class Receive:
         If it fails or is cancelled, a template is as it was or holds the whole
         checkpoint, unless ``direct`` lets bytes into it as they arrive.
         """
-        started = time.monotonic()
+        started, step = time.monotonic(), exact_step(step)
         outline = await self._find(source, step)
         goal = await self._choose()
         await self._fetch(source, outline, goal)

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from operator import index
 from typing import Final, cast
 
 import torch
@@ -23,7 +22,7 @@ from aiockpt.pg.line import Line
 from aiockpt.pg.medium import medium_of
 from aiockpt.pg.receiving import Receive, ReceiveOptions
 from aiockpt.pg.sending import Send
-from aiockpt.transport import CheckpointTransport, T, Timeout, seconds
+from aiockpt.transport import CheckpointTransport, T, Timeout, exact_step, seconds
 from aiockpt.wire.limits import Limits
 
 __all__ = ["PGTransport"]
@@ -129,7 +128,7 @@ class PGTransport(CheckpointTransport[T]):
         If cancelled before anything was sent, receivers go on waiting; later, the
         transport is broken.
         """
-        step = int(index(step))
+        step = exact_step(step)
         ranks = [self._peer(rank) for rank in dst_ranks]
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"dst_ranks has a rank twice: {dst_ranks}")
@@ -186,7 +185,7 @@ class PGTransport(CheckpointTransport[T]):
 
         If cancelled once it waits for the sender, the transport is broken.
         """
-        step, rank = int(index(step)), self._peer(src_rank)
+        step, rank = exact_step(step), self._peer(src_rank)
         if metadata.startswith("http"):
             raise LocalProtocolError("the sender is an HTTPTransport; use one here too")
         limit = self._timeout if timeout is None else seconds(timeout)
