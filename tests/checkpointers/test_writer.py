@@ -123,7 +123,7 @@ class TestFile:
     def test_it_is_written_in_large_pieces(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """In order, however small the tensors are; the header comes last."""
+        """Aligned and in order, however small the tensors are; the header comes last."""
         written: list[tuple[int, int]] = []
         real = os.pwritev
 
@@ -137,8 +137,9 @@ class TestFile:
         path = save(tmp_path / "s", state) / FILE
         *pieces, header = written
         assert header == (0, pieces[0][0])
-        assert [size for _, size in pieces] == [BLOCK] * 5
-        assert pieces[-1][0] + BLOCK == path.stat().st_size
+        assert [at for at, _ in pieces[1:]] == [n * BLOCK for n in range(1, 6)]
+        assert sum(size for _, size in pieces) == 5 * BLOCK
+        assert sum(pieces[-1]) == path.stat().st_size
 
     @pytest.mark.parametrize("fsync", [True, False])
     def test_the_disk_confirms_each_step_before_the_next(
