@@ -8,9 +8,11 @@ a daemon, ends when it is told to, and a forked child finds that it has none.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeAlias, TypeVar
 
@@ -20,6 +22,7 @@ from aiockpt.errors import (
     ClosedError,
     LocalProtocolError,
     TransferTimeoutError,
+    TransportError,
 )
 
 __all__ = ["Portal"]
@@ -30,20 +33,30 @@ logger = logging.getLogger("aiockpt")
 
 Last: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
+_LEAVING = 0.5
 _MARGIN = 5.0  # a call that has not ended by itself this long after its time is left
 
 
-class Portal:
-    """Runs coroutine functions on a loop of its own, for any other thread."""
+_open: weakref.WeakSet[Portal] = weakref.WeakSet()
 
-    def __init__(self, what: str) -> None:
+
+class Portal:
+    """Runs coroutine functions on a loop of its own, for any other thread.
+
+    Who does not close it is left with ``at_exit`` being awaited, for a moment, when the
+    interpreter ends.
+    """
+
+    def __init__(self, what: str, *, at_exit: Last) -> None:
         self._what = what
+        self._at_exit = at_exit
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._last: asyncio.Future[Last] = self._loop.create_future()
         self._turn = threading.Lock()
         self._closed = False
         self._thread = start_daemon(f"aiockpt-{what}", self._serve)
+        _open.add(self)
 
     def __repr__(self) -> str:
         return f"<Portal of {self._what}{' closed' if self._closed else ''}>"
@@ -75,7 +88,7 @@ class Portal:
             return work.result(timeout + _MARGIN)
         except Exception as error:
             if work.cancelled():
-                raise ClosedError(self._what) from None
+                raise self._cancelled() from None
             if not work.done():
                 raise TransferTimeoutError(stop, timeout) from error
             raise
@@ -97,6 +110,11 @@ class Portal:
         if threading.current_thread() is not self._thread:
             self._thread.join(wait)
 
+    def _cancelled(self) -> AiockptError:
+        if self._closed:
+            return ClosedError(self._what)
+        return TransportError("the call was cancelled from within")
+
     def _check(self) -> None:
         if not self.is_ours:
             raise LocalProtocolError(
@@ -115,6 +133,12 @@ class Portal:
             await last()
         except Exception:
             logger.exception("%s did not close as it should", self._what)
+
+
+@atexit.register
+def _close_all() -> None:
+    for portal in tuple(_open):
+        portal.close(portal._at_exit, wait=_LEAVING)  # noqa: SLF001 - its own module
 
 
 async def _contained(fn: Callable[[], Coroutine[Any, Any, T]]) -> T:

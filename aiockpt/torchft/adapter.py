@@ -49,7 +49,8 @@ class Adapter(CheckpointTransport[T]):
         self._lingers = lingers
         self._offered = False
         self._retractions: set[asyncio.Task[None]] = set()
-        self._portal = Portal(type(transport).__name__)
+        abrupt = partial(transport.shutdown, wait=False)
+        self._portal = Portal(type(transport).__name__, at_exit=abrupt)
         try:
             start = partial(self._portal.call, timeout=_STARTING, stop="start")
             self._metadata: str = start(self._start)

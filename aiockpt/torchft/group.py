@@ -66,7 +66,7 @@ class PGTransport(CheckpointTransport[T]):
         self._options = options
         self._idle = threading.Event()
         self._idle.set()
-        self._portal = Portal("PGTransport")
+        self._portal = Portal("PGTransport", at_exit=_nothing)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} over {self._group}>"
@@ -109,11 +109,7 @@ class PGTransport(CheckpointTransport[T]):
 
         Calls that are under way fail. With ``wait=False`` this returns at once.
         """
-
-        async def nothing() -> None:
-            pass
-
-        self._portal.close(nothing, wait=_PATIENT if wait else _PROMPT)
+        self._portal.close(_nothing, wait=_PATIENT if wait else _PROMPT)
 
     def _ask(self) -> Callable[[], T] | None:
         """Call for the template here, where the caller's streams and groups are.
@@ -151,6 +147,10 @@ class PGTransport(CheckpointTransport[T]):
         return aiockpt.PGTransport[T](
             self._group, timeout, self._device, template, **self._options
         )
+
+
+async def _nothing() -> None:
+    pass
 
 
 def _fail(error: Exception) -> T:  # type: ignore[type-var]

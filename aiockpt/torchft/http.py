@@ -10,12 +10,15 @@ from typing_extensions import Unpack
 import aiockpt
 from aiockpt.http.statistics import TransportStatistics
 from aiockpt.torchft.adapter import Adapter
-from aiockpt.transport import Timeout
+from aiockpt.transport import Timeout, seconds
 from aiockpt.wire.limits import Limits
 
 __all__ = ["HTTPOptions", "HTTPTransport"]
 
 T = TypeVar("T")
+
+_STALL_TIMEOUT = 10.0
+_SHORTEST_STALL = 1.0
 
 
 class HTTPOptions(TypedDict, total=False):
@@ -53,12 +56,16 @@ class HTTPTransport(Adapter[T]):
         num_chunks: If not 0, how many ranges travel at once; the ends need not agree.
         **options: What :class:`aiockpt.HTTPTransport` takes; chiefly ``advertise`` and
             ``interface`` for the address, ``token`` and ``ssl_context``, and
-            ``allow_pickle``.
+            ``allow_pickle``. ``stall_timeout`` is a fifth of ``timeout`` by default, and
+            between 1 and 10 seconds.
     """
 
     def __init__(
         self, timeout: Timeout, num_chunks: int = 0, **options: Unpack[HTTPOptions]
     ) -> None:
+        # So that a connection that dies in silence is replaced well before a deadline.
+        patience = min(_STALL_TIMEOUT, max(seconds(timeout) / 5, _SHORTEST_STALL))
+        options.setdefault("stall_timeout", patience)
         transport = aiockpt.HTTPTransport[T](timeout, num_chunks, **options)
         self._http = transport
         super().__init__(transport, lingers=not options.get("zero_copy", False))
