@@ -98,8 +98,8 @@ class Portal:
     def close(self, last: Last, *, wait: float) -> None:
         """Await ``last()`` on the loop, then cancel what is left and end the thread.
 
-        Returns when it has ended, or after ``wait`` seconds; then it goes on by itself.
-        Idempotent; only the first one's ``last`` counts. Does nothing in a forked child.
+        Returns when it has ended, or after ``wait`` seconds; it then goes on by itself.
+        Idempotent; the first one's ``last`` counts. Does nothing in a forked child.
         """
         if not self.is_ours:
             return

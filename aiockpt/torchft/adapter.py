@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torchft.checkpointing.transport import CheckpointTransport
 
@@ -76,10 +75,8 @@ class Adapter(CheckpointTransport[T]):
         settle()
         self._offered = True
         limit = seconds(timeout)
-        send = self._transport.send_checkpoint
-        self._portal.call(
-            partial(send, dst_ranks, step, state_dict, limit), timeout=limit, stop="stage"
-        )
+        send = partial(self._transport.send_checkpoint, dst_ranks, step, state_dict)
+        self._portal.call(partial(send, limit), timeout=limit, stop="stage")
 
     def disallow_checkpoint(self) -> None:
         """Offer nothing any more. Never raises, and costs nothing if nothing is.
@@ -93,7 +90,7 @@ class Adapter(CheckpointTransport[T]):
         limit = _RETRACTING if self._lingers else _DRAINING
         try:
             self._portal.call(self._retract, timeout=limit, stop="retract")
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - it would end a healthy replica
             logger.warning("%s: retracting failed: %s", self, error)
 
     def recv_checkpoint(

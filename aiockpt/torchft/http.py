@@ -56,8 +56,8 @@ class HTTPTransport(Adapter[T]):
         num_chunks: If not 0, how many ranges travel at once; the ends need not agree.
         **options: What :class:`aiockpt.HTTPTransport` takes; chiefly ``advertise`` and
             ``interface`` for the address, ``token`` and ``ssl_context``, and
-            ``allow_pickle``. ``stall_timeout`` is a fifth of ``timeout`` by default, and
-            between 1 and 10 seconds.
+            ``allow_pickle``. By default ``stall_timeout`` is a fifth of ``timeout``,
+            and between 1 and 10 seconds.
     """
 
     def __init__(

@@ -8,10 +8,9 @@ fail with: each such test runs up to that point.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
-import torch
 import torchft.checkpointing
 import torchft.checkpointing.http_transport
 import torchft.checkpointing.pg_transport
@@ -28,11 +27,11 @@ calls: Counter[str] = Counter()
 class HTTPTransport(aiockpt.torchft.HTTPTransport[T]):
     """Ours, counting."""
 
-    def send_checkpoint(self, *args, **kwargs) -> None:
+    def send_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         calls["http sends"] += 1
         super().send_checkpoint(*args, **kwargs)
 
-    def recv_checkpoint(self, *args, **kwargs):
+    def recv_checkpoint(self, *args: Any, **kwargs: Any) -> T:
         calls["http receives"] += 1
         return super().recv_checkpoint(*args, **kwargs)
 
@@ -40,11 +39,11 @@ class HTTPTransport(aiockpt.torchft.HTTPTransport[T]):
 class PGTransport(aiockpt.torchft.PGTransport[T]):
     """Ours, counting."""
 
-    def send_checkpoint(self, *args, **kwargs) -> None:
+    def send_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         calls["pg sends"] += 1
         super().send_checkpoint(*args, **kwargs)
 
-    def recv_checkpoint(self, *args, **kwargs):
+    def recv_checkpoint(self, *args: Any, **kwargs: Any) -> T:
         calls["pg receives"] += 1
         return super().recv_checkpoint(*args, **kwargs)
 
@@ -54,7 +53,9 @@ torchft.checkpointing.http_transport.HTTPTransport = HTTPTransport
 torchft.manager.HTTPTransport = HTTPTransport
 torchft.checkpointing.pg_transport.PGTransport = PGTransport
 
-URLLIB = "asserts urllib's exceptions after it has received; ours is a TransferTimeoutError"
+URLLIB = (
+    "asserts urllib's exceptions after it has received; ours is a TransferTimeoutError"
+)
 FAILS = {
     "TestHTTPTransport::test_checkpoint_server_0_no_chunks": (
         URLLIB,
@@ -72,6 +73,7 @@ FAILS = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Expect what is listed to fail in its way."""
     for item in items:
         name = item.nodeid.partition("::")[2]
         if name in FAILS:
@@ -80,5 +82,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show that our classes were used."""
     counts = ", ".join(f"{count} {name}" for name, count in sorted(calls.items()))
     terminalreporter.write_line(f"through aiockpt: {counts or 'nothing'}")

@@ -76,6 +76,10 @@ def tell(event: str, **facts: object) -> None:
     print(json.dumps({"event": event, "at": time.time(), **facts}), flush=True)
 
 
+async def nothing() -> None:
+    """Close nothing: the process ends."""
+
+
 class Failing:
     """Fails once in the way that is named, at the first call that it concerns."""
 
@@ -157,7 +161,7 @@ class HTTP(Watched, aiockpt.torchft.HTTPTransport[State]):
         self._told = super().metadata()
         self._faults = [eval(each, vars(fault_kinds)) for each in options.faults]
         if self._faults:
-            self._portal_of_proxy = Portal("the proxy", at_exit=asyncio.Event().wait)
+            self._portal_of_proxy = Portal("the proxy", at_exit=nothing)
             self._told = self._portal_of_proxy.call(
                 self._proxied, timeout=5, stop="proxy"
             )
@@ -299,7 +303,7 @@ class Rank:
         """Take one step over data of this replica's own."""
         self.optimizer.zero_grad()
         loss: torch.Tensor = self.wrapped(torch.randn(8, 16)).square().mean()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         if not self.options.wrapper:
             for parameter in self.model.parameters():
                 assert parameter.grad is not None

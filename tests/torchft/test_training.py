@@ -13,9 +13,7 @@ pytestmark = pytest.mark.timeout(2 * SECONDS)
 
 @pytest.mark.parametrize("quorum", ["async", "sync"])
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_a_killed_replica_is_healed(
-    tmp_path: Path, replicas: int, quorum: str
-) -> None:
+def test_a_killed_replica_is_healed(tmp_path: Path, replicas: int, quorum: str) -> None:
     """The others train on; in the end all have the same model and optimizer."""
     options = {"async_quorum": quorum == "async", "wrapper": True}
     few = max(replicas - 1, 2)
