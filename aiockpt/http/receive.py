@@ -58,8 +58,9 @@ class Receive:
         If it fails or is cancelled, a template is as it was or holds the whole
         checkpoint, unless ``direct`` lets bytes into it as they arrive.
         """
-        started = time.monotonic()
+        asked = time.monotonic()
         outline = await self._find(source, step)
+        started = time.monotonic()
         goal = await self._choose()
         await self._fetch(source, outline, goal)
         self._stop("rebuild")
@@ -76,6 +77,7 @@ class Receive:
                 peer=source.base_url,
                 nbytes=outline.grid.segment_bytes,
                 seconds=time.monotonic() - started,
+                detail=f"found after {started - asked:.3f} s",
                 level=logging.INFO,
             )
         )
