@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +15,7 @@ from typing_extensions import Unpack
 import aiockpt
 from aiockpt._device import settle
 from aiockpt._portal import Portal
+from aiockpt.errors import TemplateMismatchError
 from aiockpt.pg.group import Group
 from aiockpt.transport import Timeout, seconds
 from aiockpt.wire.limits import Limits
@@ -21,6 +23,8 @@ from aiockpt.wire.limits import Limits
 __all__ = ["GroupOptions", "PGTransport"]
 
 T = TypeVar("T")
+
+logger = logging.getLogger("aiockpt")
 
 _METADATA = "aiockpt-process-group"
 _PROMPT = 0.2
@@ -48,7 +52,8 @@ class PGTransport(CheckpointTransport[T]):
             or a receive has the timeout that it is called with.
         device: Where the group's backend wants its tensors.
         state_dict: Called at every receive, in the calling thread. What it returns is
-            received into, once everything is verified.
+            received into, once everything is verified. If it does not fit, that
+            receive fails, and later ones do without it.
         **options: What :class:`aiockpt.PGTransport` takes.
     """
 
@@ -102,7 +107,13 @@ class PGTransport(CheckpointTransport[T]):
         limit = seconds(timeout)
         template = self._ask()
         fetch = partial(self._receive, src_rank, metadata, step, limit, template)
-        return self._portal.call(fetch, timeout=limit, stop="recv")
+        try:
+            return self._portal.call(fetch, timeout=limit, stop="recv")
+        except TemplateMismatchError as error:
+            # An optimizer has no state before its first step, for instance.
+            logger.warning("%s: from now on without a template: %s", self, error)
+            self._state_dict = None
+            raise
 
     def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
         """End the loop and its thread; the group is the caller's. Idempotent.

@@ -136,7 +136,7 @@ class TestFetchManifest:
             for seconds in (2.5, -1, 3600):
                 await client.fetch_manifest(peer.source(), STEP, deadline=soon(seconds))
         waits = [float(h["Prefer"].removeprefix("wait=")) for _, h in peer.requests]
-        assert waits == [pytest.approx(2.5, abs=0.2), 0, 30]
+        assert waits == [pytest.approx(2.5, abs=0.2), 0, 5]
 
     async def test_step_that_a_newer_one_replaced_is_an_error_at_once(self) -> None:
         """The error names the step that is served instead."""

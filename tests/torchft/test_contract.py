@@ -399,6 +399,23 @@ class TestPoint9Result:
             receive(make(), source.metadata(), 1)
 
 
+def test_point_10_the_caller_s_stream_is_waited_for(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the calling thread, whose stream it is, before the state is looked at."""
+    source = make()
+    settled: list[object] = []
+
+    class Stream:
+        def synchronize(self) -> None:
+            settled.append((threading.current_thread(), source.statistics().step))
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_stream", Stream)
+    send(source, 1, state())
+    assert settled == [(threading.current_thread(), None)]
+
+
 class TestPoint11Exceptions:
     """Nothing comes out but an Exception."""
 
