@@ -66,9 +66,11 @@ def test_closing_ends_what_is_under_way(portal: Portal) -> None:
     async def last() -> None:
         done.append("last")
 
-    closer = threading.Thread(
-        target=lambda: started.wait(5) and portal.close(last, wait=5)
-    )
+    def close() -> None:
+        started.wait(5)
+        portal.close(last, wait=5)
+
+    closer = threading.Thread(target=close)
     closer.start()
     with pytest.raises(ClosedError):
         call(portal, sleep, 60)

@@ -131,7 +131,7 @@ class TestFetchManifest:
         assert served == [None, STEP - 1]
 
     async def test_asks_the_peer_to_wait_no_longer_than_the_deadline(self) -> None:
-        """``Prefer: wait`` is the rest of the time, in pieces of half a minute."""
+        """``Prefer: wait`` is the rest of the time, in pieces of the stall timeout."""
         async with serving(SEGMENT) as peer, receiver() as client:
             for seconds in (2.5, -1, 3600):
                 await client.fetch_manifest(peer.source(), STEP, deadline=soon(seconds))

@@ -144,7 +144,7 @@ class TestPoint3Metadata:
 
     def test_other_hosts_can_use_it(self) -> None:
         """Without any option it names no loopback where there is another address."""
-        source = HTTPTransport(LIMIT)
+        source: Transport = HTTPTransport(LIMIT)
         try:
             host = urlsplit(source.metadata()).hostname
             with socket.create_connection((host, urlsplit(source.address()).port)):
