@@ -39,13 +39,15 @@ def cut_off_in_forks(connected: Connected) -> None:
 
 
 def _let_go() -> None:
-    for each in tuple(_sockets):
-        each.close()
-    # The loop, which a child has too and never runs, would close these descriptors a
-    # second time, when they may be somebody else's: they are made to point nowhere.
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    # A loop, which a child has too and never runs, would close the descriptors a second
+    # time, when they may be somebody else's; and uvloop keeps a socket from closing.
+    # So they are made to point nowhere.
+    found = [sock.fileno() for sock in tuple(_sockets)]
     for connected in tuple(_connected):
-        for descriptor in connected.descriptors():
+        found += connected.descriptors()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in found:
+        if descriptor >= 0:
             with suppress(OSError):
                 os.dup2(nowhere, descriptor, inheritable=False)
     os.close(nowhere)
