@@ -24,17 +24,20 @@ import torchft.checkpointing
 from torchft.checkpointing.transport_test import TIMEOUT_REGEX
 
 import aiockpt
+from aiockpt._portal import Portal
 from aiockpt.errors import (
     AiockptError,
     AuthenticationError,
     ClosedError,
     LocalProtocolError,
     PeerFailedError,
+    PeerUnreachableError,
     StepNotFoundError,
     TransferTimeoutError,
     UnsupportedLeafError,
 )
-from aiockpt.testing import assert_same
+from aiockpt.testing import FaultProxy, Refuse, StallAfter, assert_same
+from aiockpt.testing.fault_kinds import Fault
 from aiockpt.torchft import HTTPTransport, PGTransport, adapt
 from aiockpt.torchft.http import HTTPOptions
 
@@ -490,6 +493,49 @@ class TestPoint12FailedSource:
         assert_same(receive(heir, source.metadata(), 1), state(1.0))
 
 
+class TestPoint13Retries:
+    """What passes is tried again until the deadline, what does not is an answer."""
+
+    def test_a_source_that_comes_back_is_received_from(self, make: Make) -> None:
+        """It resets connections for longer than one receive has patience."""
+        source, heir = make(), make(reconnect_timeout=0.0)
+        send(source, 1, state())
+        with broken(source, [Refuse()] * 5, Fault()) as metadata:
+            assert_same(receive(heir, metadata, 1, 30), state())
+
+    def test_a_silent_connection_is_replaced_within_the_deadline(
+        self, make: Make
+    ) -> None:
+        """Although the peer may take its time to answer an early receiver."""
+        source, heir = make(), make(5)
+        send(source, 1, state())
+        with broken(source, [StallAfter(100)], Fault()) as metadata:
+            assert_same(receive(heir, metadata, 1, 5), state())
+
+    def test_a_dead_source_is_no_reason_to_wait_for_the_deadline(
+        self, make: Make
+    ) -> None:
+        """It refuses connections: the host is there and the process is not."""
+        source, heir = make(), make(reconnect_timeout=0.2)
+        source.shutdown()
+        started = time.monotonic()
+        with pytest.raises(PeerUnreachableError):
+            receive(heir, source.metadata(), 1, 60)
+        assert time.monotonic() - started < 20
+
+    def test_the_deadline_is_one_for_all_attempts(self, make: Make) -> None:
+        """And the last error is named."""
+        source, heir = make(), make(reconnect_timeout=0.0)
+        send(source, 1, state())
+        started = time.monotonic()
+        with (
+            broken(source, [], Refuse()) as metadata,
+            pytest.raises(TransferTimeoutError, match=r"after 1 s .* cannot reach"),
+        ):
+            receive(heir, metadata, 1, 1)
+        assert time.monotonic() - started < 5
+
+
 class TestPoint14Receivers:
     """Several at once, of which one may be dead."""
 
@@ -660,6 +706,21 @@ def forked(use: Callable[[], object]) -> Iterator[None]:
         assert os.waitpid(child, 0)[1] == 0
         for end in (*ready, *done):
             os.close(end)
+
+
+@contextmanager
+def broken(source: Transport, faults: list[Fault], otherwise: Fault) -> Iterator[str]:
+    """Put a proxy in front of a source; give the metadata that leads through it."""
+    told = urlsplit(source.metadata())
+    assert told.hostname is not None
+    assert told.port is not None
+    proxy = FaultProxy(told.hostname, told.port, faults=faults, otherwise=otherwise)
+    portal = Portal("the proxy", at_exit=proxy.aclose)
+    try:
+        portal.call(proxy.listen, timeout=5, stop="proxy")
+        yield told._replace(netloc=f"127.0.0.1:{proxy.port}").geturl()
+    finally:
+        portal.close(proxy.aclose, wait=5)
 
 
 @contextmanager

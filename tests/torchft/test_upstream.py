@@ -26,6 +26,7 @@ SKIPS = {
     "torchcomms not installed",
 }
 SECONDS = 240
+AGAIN = 3
 
 
 @pytest.mark.timeout(2 * SECONDS + 10)
@@ -42,24 +43,28 @@ SECONDS = 240
 def test_torchft_s_own_tests_pass(file: str, used: str) -> None:
     """All but those listed; and checkpoints went through our transports.
 
-    They have deadlines of a few seconds, which a busy machine may miss once.
+    What fails is run again alone: on a busy machine some tests hang now and then, with
+    torchft's own transport no less (the upscaling ones of DiLoCo in 2 of 4 runs).
     """
-    done = run(TORCHFT / file)
-    if done.returncode:
-        done = run(TORCHFT / file)
-    assert done.returncode == 0, done.stdout[-3000:]
+    done = run(str(TORCHFT / file))
     assert re.search(rf"through aiockpt: .*[1-9]\d* {used} receives", done.stdout)
     skipped = set(re.findall(r"^SKIPPED .*\.py:\d+: (.*)$", done.stdout, re.MULTILINE))
     assert skipped <= SKIPS
+    for _ in range(AGAIN):
+        failed = re.findall(r"^FAILED \S+?\.py::(\S+)", done.stdout, re.MULTILINE)
+        if done.returncode == 0 or not failed:
+            break
+        done = run(*(f"{TORCHFT / file}::{name}" for name in failed))
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
-def run(file: Path) -> subprocess.CompletedProcess[str]:
-    """Run pytest on a file of torchft's, with the plugin and none of our settings."""
+def run(*what: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest on tests of torchft's, with the plugin and none of our settings."""
     paths = [str(Path(aiockpt.__file__).parents[1]), str(SUPPORT)]
-    options = ["-p", "torchft_plugin", "-p", "no:cacheprovider", "-rs", "-q"]
+    options = ["-p", "torchft_plugin", "-p", "no:cacheprovider", "-rfs", "-q"]
     where = ["-c", os.devnull, f"--rootdir={TORCHFT}", "--timeout=120"]
     return subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *where, str(file)],
+        [sys.executable, "-m", "pytest", *options, *where, *what],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
