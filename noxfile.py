@@ -32,6 +32,14 @@ INSTALL_MODEL = ("--no-deps", *EXTRAS["demo"])
 PARALLEL = ("--numprocesses", "2", "--dist", "worksteal")
 
 
+# What needs torchft, which the other sessions do without.
+TORCHFT = (
+    "tests/torchft",
+    "tests/pg/test_pg_torchft.py",
+    "tests/test_examples.py::test_example_runs[torchft_ddp]",
+)
+
+
 def runs(python: str, version: str) -> bool:
     """Tell whether ``python`` runs and is of ``version``."""
     ask = "import sys; print('%d.%d' % sys.version_info[:2])"
@@ -115,6 +123,14 @@ def tests(session: nox.Session) -> None:
     if whole:
         session.install(*INSTALL_MODEL)
     session.run("pytest", *PARALLEL, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(python=WHOLE)
+def torchft(session: nox.Session) -> None:
+    """Train under torchft's Manager with our transports, and run its own tests."""
+    install(session, "test", "test-torch", "test-torchft")
+    session.install(*PINNED, TORCH, *EXTRAS["torchft"])
+    session.run("pytest", *(session.posargs or TORCHFT))
 
 
 @nox.session(python=WHOLE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,17 @@ def test_there_are_examples() -> None:
     assert EXAMPLES
 
 
+def is_left_out(example: Path) -> bool:
+    """Whether it needs torchft, which is not here: ``nox -s torchft`` runs it."""
+    return example.stem.startswith("torchft") and find_spec("torchft") is None
+
+
 @pytest.mark.timeout(SECONDS + 10)
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example",
+    [example for example in EXAMPLES if not is_left_out(example)],
+    ids=lambda path: path.stem,
+)
 def test_example_runs(example: Path, tmp_path: Path) -> None:
     """It ends by itself, without an error and without a warning."""
     done = subprocess.run(

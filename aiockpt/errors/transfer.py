@@ -84,15 +84,19 @@ class TransferTimeoutError(TransportError, TimeoutError):
 
 
 class PeerFailedError(TransportError):
-    """The peer at ``rank`` gave up for a reason of its own; its group is well."""
+    """The peer at ``rank``, or at ``url``, gave up for a reason of its own."""
 
-    def __init__(self, rank: int, reason: str) -> None:
+    def __init__(self, rank: int | None, reason: str, *, url: str = "") -> None:
         super().__init__()
         self.rank = rank
         self.reason = reason
+        self.url = url
 
     def __str__(self) -> str:
-        return f"rank {self.rank} gave up: {self.reason}"
+        who = self.url or "the sender"
+        if self.rank is not None:
+            who = f"rank {self.rank}"
+        return f"{who} gave up: {self.reason}"
 
 
 class ProcessGroupError(TransportError):

@@ -42,8 +42,6 @@ __all__ = ["CheckpointClient", "ClientConfig", "LatestInfo", "Run", "Target"]
 
 T = TypeVar("T")
 
-# Longer waits are asked for in pieces, or a dead peer would go unnoticed for as long.
-_MAX_WAIT = 30.0
 # An answer that took this long has waited: asking again at once is no busy loop.
 _WAITED = 0.5
 _SMALL = 1 << 20
@@ -179,7 +177,9 @@ class CheckpointClient:
     async def _fetch_manifest(
         self, source: Source, step: int, deadline: float, retrier: Retrier
     ) -> Manifest:
-        wait = min(max(deadline - _now(), 0.0), _MAX_WAIT)
+        # Longer waits are asked for in pieces: a connection that is dead meanwhile
+        # goes unnoticed for the wait and the stall timeout.
+        wait = min(max(deadline - _now(), 0.0), self._config.stall_timeout)
         exchange = Exchange(
             source=source,
             path=format_resource(Resource(ResourceKind.METADATA, step)),

@@ -8,6 +8,7 @@ import anyio
 
 from aiockpt._deadline import Deadline
 from aiockpt.errors import AiockptError, ClosedError, StepNotFoundError
+from aiockpt.http.failing import Failure
 from aiockpt.http.options import require
 from aiockpt.http.shelf import Shelf
 from aiockpt.observe import TransferEvent, emit
@@ -36,8 +37,13 @@ class Offering:
     def __repr__(self) -> str:
         return f"<Offering {self._offered}>"
 
-    async def offer(self, state_dict: object, step: int, deadline: Deadline) -> None:
-        """Stage ``state_dict`` and publish it. If it fails, the old offer stays.
+    async def offer(
+        self, state_dict: object, step: int, deadline: Deadline, receivers: int
+    ) -> None:
+        """Stage ``state_dict`` and publish it.
+
+        If it fails, the old offer stays, and those who wait for ``step`` are told:
+        as many as there are ``receivers``, or any number if that is 0.
 
         Raises:
             StepNotFoundError: it was withdrawn meanwhile; nothing is offered.
@@ -45,11 +51,17 @@ class Offering:
         """
         started, step = time.monotonic(), exact_step(step)
         before = self._shelf.retractions
-        async with self._turn:
-            self._check(step, before)
-            snapshot = await self._stager.stage(state_dict, step=step)
-            deadline.stop = "publish"
-            await self._publish(snapshot, before)
+        self._shelf.fail(None)
+        try:
+            async with self._turn:
+                self._check(step, before)
+                snapshot = await self._stager.stage(state_dict, step=step)
+                deadline.stop = "publish"
+                await self._publish(snapshot, before)
+        except BaseException as error:
+            if not self._closed and self._shelf.retractions == before:
+                self._shelf.fail(Failure.of(error, step=step, receivers=receivers))
+            raise
         nbytes, elapsed = snapshot.manifest.segment_bytes, time.monotonic() - started
         emit(TransferEvent(stop="publish", step=step, nbytes=nbytes, seconds=elapsed))
 

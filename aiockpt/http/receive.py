@@ -59,8 +59,9 @@ class Receive:
         If it fails or is cancelled, a template is as it was or holds the whole
         checkpoint, unless ``direct`` lets bytes into it as they arrive.
         """
-        started, step = time.monotonic(), exact_step(step)
+        asked, step = time.monotonic(), exact_step(step)
         outline = await self._find(source, step)
+        started = time.monotonic()
         goal = await self._choose()
         await self._fetch(source, outline, goal)
         self._stop("rebuild")
@@ -77,6 +78,7 @@ class Receive:
                 peer=source.base_url,
                 nbytes=outline.grid.segment_bytes,
                 seconds=time.monotonic() - started,
+                detail=f"found after {started - asked:.3f} s",
                 level=logging.INFO,
             )
         )

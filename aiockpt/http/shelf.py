@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 from aiockpt._rwlock import RWLock
 from aiockpt.errors import CheckpointChangedError, ClosedError, StepNotFoundError
+from aiockpt.http.failing import Failure
 from aiockpt.wire.manifest import Manifest
 
 __all__ = ["Published", "Servable", "Shelf", "ShelfStatistics"]
@@ -98,6 +99,7 @@ class Shelf:
         self._closed = False
         self._evicted = 0
         self._retractions = 0
+        self._failure: Failure | None = None
 
     def __repr__(self) -> str:
         now = self.statistics()
@@ -143,9 +145,18 @@ class Shelf:
             raise StepNotFoundError(servable.manifest.step)
         # Nothing is awaited between the last drain and this.
         old, self._current = self._current, Published(servable)
+        self._failure = None
         self._announce()
         if old is not None:
             self._supersede(old)
+
+    def fail(self, failure: Failure | None) -> None:
+        """Tell those who wait for the step of a failure that it does not come.
+
+        None forgets it, as a publication does. What is served is not touched.
+        """
+        self._failure = failure
+        self._announce()
 
     async def retract(self, *, grace: float) -> None:
         """Serve nothing; no byte of what was served is read once this returns.
@@ -155,6 +166,8 @@ class Shelf:
         a later retract returns.
         """
         self._retractions += 1
+        if self._failure is not None and self._failure.left is None:
+            self._failure = None
         old, self._current = self._current, None
         if old is not None:
             self._supersede(old)
@@ -173,6 +186,7 @@ class Shelf:
 
         Raises:
             StepNotFoundError: it did not come; ``serving`` says what is there.
+            PeerFailedError: nor will it come.
             ClosedError: the shelf is closed.
         """
         if wait > 0 and not self._settled(step):
@@ -222,13 +236,17 @@ class Shelf:
         if self._closed:
             return True
         now = self._current
-        return now is not None and (step is None or now.step >= step)
+        if now is not None and (step is None or now.step >= step):
+            return True
+        return self._failure is not None and self._failure.concerns(step)
 
     def _find(self, step: int | None) -> Published:
         now = self._current
         if self._closed:
             raise ClosedError("the shelf")
         if now is None or (step is not None and now.step != step):
+            if self._failure is not None and self._failure.concerns(step):
+                raise self._failure.tell()
             raise StepNotFoundError(step, serving=now.step if now else None)
         return now
 

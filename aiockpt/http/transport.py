@@ -155,11 +155,8 @@ class HTTPTransport(CheckpointTransport[T]):
     def metadata(self) -> str:
         """Return the URL to fetch from, with the capability in its fragment.
 
-        It works as soon as the transport exists: an early peer waits.
-
-        Raises:
-            ClosedError: after :meth:`shutdown`.
-            OSError: the address cannot be bound.
+        It works as soon as the transport exists. Raises ``ClosedError`` after
+        :meth:`shutdown`, and ``OSError`` when the address cannot be bound.
         """
         return format_metadata(self.address(), self._credentials.in_metadata)
 
@@ -196,7 +193,8 @@ class HTTPTransport(CheckpointTransport[T]):
     ) -> None:
         """Stage ``state_dict`` and offer it as ``step``; peers come and fetch it.
 
-        ``dst_ranks`` is not needed here: whoever holds the metadata may fetch.
+        Whoever holds the metadata may fetch. If this fails, those who wait for
+        ``step`` are told at once: as many as there are ``dst_ranks``, or all.
 
         Raises:
             UnsupportedLeafError: a leaf cannot travel; what was offered stays.
@@ -209,7 +207,7 @@ class HTTPTransport(CheckpointTransport[T]):
         with self._lifetime.call():
             async with Deadline(limit, stop="stage") as deadline:
                 await self._endpoint.start()
-                await self._offering.offer(state_dict, step, deadline)
+                await self._offering.offer(state_dict, step, deadline, len(dst_ranks))
 
     async def allow_checkpoint(self, step: int) -> None:
         """Offer what was sent last as ``step``, without staging it again.
@@ -223,8 +221,8 @@ class HTTPTransport(CheckpointTransport[T]):
     async def disallow_checkpoint(self) -> None:
         """Stop offering; readers get the grace, then their connections are cut.
 
-        Nothing is offered again until a later send. A send that is under way is not
-        waited for: it offers nothing, and raises ``StepNotFoundError``.
+        A send that is under way is not waited for: it offers nothing, and raises
+        ``StepNotFoundError``.
         """
         self._lifetime.bind()
         await self._offering.withdraw()
@@ -259,6 +257,7 @@ class HTTPTransport(CheckpointTransport[T]):
         Raises:
             TransferTimeoutError: the deadline passed.
             StepNotFoundError: a newer step has taken its place.
+            PeerFailedError: the sender could not send it.
             TemplateMismatchError: ``into`` does not fit.
             DeviceMeshError: a distributed tensor has no place among the ranks here.
             TransportError, ProtocolError, AuthenticationError: see the error tree.
@@ -285,7 +284,7 @@ class HTTPTransport(CheckpointTransport[T]):
     async def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
         """Stop serving and close everything; ``wait=False`` gives readers no grace.
 
-        Calls that are under way fail. If cancelled, the closing goes on by itself.
+        Calls under way fail. If cancelled, the closing goes on by itself.
         """
         self._lifetime.bind()
         if self._lifetime.closed and not wait:

@@ -19,6 +19,7 @@ from aiockpt.errors import (
     CheckpointChangedError,
     ClosedError,
     LocalProtocolError,
+    PeerFailedError,
     RemoteProtocolError,
     StepNotFoundError,
     TransportError,
@@ -93,6 +94,7 @@ _TABLE = (
         "The checkpoint was replaced",
         ("expected", "actual"),
     ),
+    _Row(PeerFailedError, 424, "sender-failed", "The sender gave up", ("reason",)),
     _Row(AuthenticationError, 401, "authentication", "Wrong or no credentials"),
     _Row(RangeNotSatisfiable, 416, "range", "Range not satisfiable", ("size",)),
     _Row(PeerBusy, 503, "busy", "Too many readers", ("retry_after",)),
@@ -144,6 +146,7 @@ class _Document(msgspec.Struct):
     type: str = ""
     detail: str = ""
     title: str = ""
+    reason: str = ""
     serving: int | None = None
     actual: str | int | None = None
 
@@ -212,6 +215,13 @@ def _changed(answer: _Answer) -> AiockptError:
     )
 
 
+def _sender_failed(answer: _Answer) -> AiockptError:
+    if not answer.ours:
+        return _unexpected(answer)
+    reason = _printable(answer.document.reason) or answer.detail
+    return PeerFailedError(None, reason, url=answer.url)
+
+
 def _refused(answer: _Answer) -> AiockptError:
     return AuthenticationError(answer.url, f"HTTP {answer.status}")
 
@@ -244,6 +254,7 @@ _BUILDERS: dict[int, Callable[[_Answer], AiockptError]] = {
     412: _changed,
     416: _bad_range,
     421: _misdirected,
+    424: _sender_failed,
     429: _busy,
     # A reverse proxy says 502 or 504 while the server behind it restarts.
     502: _busy,

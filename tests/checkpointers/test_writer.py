@@ -123,7 +123,7 @@ class TestFile:
     def test_it_is_written_in_large_pieces(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Aligned and in order, however small the tensors are; the header comes last."""
+        """Aligned, in order, however small the tensors are; the header comes last."""
         written: list[tuple[int, int]] = []
         real = os.pwritev
 
