@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -438,7 +439,8 @@ class TestAccount:
             state = {"a": torch.ones(3 * BLOCK // 4)}
             checkpointer.save(state, tmp_path / "s-3", progress=told.append)
         done = [each.bytes_done for each in told]
-        assert done == [0, BLOCK, 2 * BLOCK, 3 * BLOCK]
+        assert (done[0], done[-1], len(done)) == (0, 3 * BLOCK, 5)
+        assert all(0 < b - a <= BLOCK for a, b in pairwise(done))
         assert {(each.stop, each.bytes_total) for each in told} == {("write", done[-1])}
         assert [kwargs for _, _, kwargs, _ in hook.calls] == [{}, {}]
 
