@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
 __all__ = ["Select", "Selection", "below", "item"]
@@ -30,6 +30,7 @@ class Selection:
         if isinstance(wanted, str):
             raise TypeError(f"select takes a list of paths, not the string {wanted!r}")
         self._wanted = dict.fromkeys(wanted, False)
+        self._above = {upper for each in self._wanted for upper in _upwards(each)}
         self.everything = select is None
 
     def __repr__(self) -> str:
@@ -37,12 +38,12 @@ class Selection:
 
     def takes(self, path: str) -> bool:
         """Say whether everything at and below a path is selected."""
-        if self._asks is not None:
-            return False
-        found = [each for each in self._wanted if _reaches(each, path)]
+        if not self._wanted:
+            return self.everything
+        found = [each for each in _upwards(path) if each in self._wanted]
         for each in found:
             self._wanted[each] = True
-        return self.everything or bool(found)
+        return bool(found)
 
     def takes_leaf(self, path: str) -> bool:
         """Say whether a value is selected in which nothing can be selected apart."""
@@ -52,15 +53,18 @@ class Selection:
         """Say whether something below a path may be selected, or all of it is."""
         if self.everything or self._asks is not None:
             return True
-        return any(_reaches(path, each) for each in self._wanted) or self.takes(path)
+        return path in self._above or self.takes(path)
 
     def unmet(self) -> list[str]:
         """Return the selected paths that were not found."""
         return [path for path, met in self._wanted.items() if not met]
 
 
-def _reaches(upper: str, lower: str) -> bool:
-    """Say whether ``lower`` is at or below ``upper``."""
-    if not upper or lower == upper:
-        return True
-    return lower.startswith(upper) and lower[len(upper)] in ".["
+def _upwards(path: str) -> Iterator[str]:
+    """Yield a path and all that are above it: whatever ends before a dot or bracket."""
+    if path:
+        yield ""
+    for at, letter in enumerate(path):
+        if at and letter in ".[":
+            yield path[:at]
+    yield path

@@ -20,7 +20,7 @@ from aiockpt.wire.http import parse_prefer_wait
 __all__ = ["Awaiting", "transport_of"]
 
 _GLANCE = 0.25  # seconds between two looks at the client
-_RARE_GLANCE = 1.0  # those who wait for news are many, and wait nearly always
+_RARE_GLANCE = 0.5  # who waits for news waits nearly always; a server ends in a second
 
 
 class Awaiting:
