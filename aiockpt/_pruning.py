@@ -24,8 +24,8 @@ _Spot = tuple[list[Node], int, str]
 def pruned(tree: Node, selection: Selection) -> Node:
     """Return the tree without what is not selected; both share what is left.
 
-    The selection meets every path that there is. What is malformed stays for
-    `decode_tree` to refuse.
+    The selection meets every path but those below keys that are no scalars. What is
+    malformed stays for `decode_tree` to refuse.
     """
     top = [tree]
     spots: list[_Spot] = [(top, 0, "")]

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeAlias
+from typing import Final, TypeAlias
+
+from aiockpt.wire.limits import enforce
 
 __all__ = ["Select", "Selection", "below", "item"]
+
+_LONGEST: Final = 16 << 10
 
 Select: TypeAlias = Iterable[str] | Callable[[str], bool]
 """Dotted paths, with all that is below each; or a function that is asked for each."""
 
 
 def below(path: str, key: object) -> str:
-    """Return the path of what a dict has under ``key``."""
-    return f"{path}.{key}" if path else f"{key}"
+    """Return the path of what a dict has under ``key``.
+
+    Raises:
+        LimitExceededError: it is so long that a peer must want to waste our time.
+    """
+    found = f"{path}.{key}" if path else f"{key}"
+    enforce("the length of a path", len(found), _LONGEST)
+    return found
 
 
 def item(path: str, index: int) -> str:
@@ -30,6 +40,8 @@ class Selection:
         if isinstance(wanted, str):
             raise TypeError(f"select takes a list of paths, not the string {wanted!r}")
         self._wanted = dict.fromkeys(wanted, False)
+        # Where a wanted path may end in another: few lengths, however many paths.
+        self._sizes = sorted({*map(len, self._wanted)})
         self._above = {upper for each in self._wanted for upper in _upwards(each)}
         self.everything = select is None
 
@@ -40,7 +52,11 @@ class Selection:
         """Say whether everything at and below a path is selected."""
         if not self._wanted:
             return self.everything
-        found = [each for each in _upwards(path) if each in self._wanted]
+        found = [
+            upper
+            for size in self._sizes
+            if (upper := path[:size]) in self._wanted and _ends(path, size)
+        ]
         for each in found:
             self._wanted[each] = True
         return bool(found)
@@ -58,6 +74,11 @@ class Selection:
     def unmet(self) -> list[str]:
         """Return the selected paths that were not found."""
         return [path for path, met in self._wanted.items() if not met]
+
+
+def _ends(path: str, size: int) -> bool:
+    """Say whether a step of the path ends after ``size`` letters."""
+    return not size or size == len(path) or path[size : size + 1] in (".", "[")
 
 
 def _upwards(path: str) -> Iterator[str]:

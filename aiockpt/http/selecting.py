@@ -64,11 +64,9 @@ class _Part:
             select = cache(select)  # it is asked here, and again by the filling
         elif select is not None and not isinstance(select, str):
             select = [*select]
-        known = Selection(select)
-        tree = pruned(manifest.tree, known)
-        if unmet := known.unmet():
-            raise MissingKeysError(url, unmet)
         self._url, self._options = url, options
+        self._known = Selection(select)
+        tree = pruned(manifest.tree, self._known)
         self._selection = Selection(select)
         self._landing = PlacedLanding(())
         self._early: list[int] = []
@@ -102,10 +100,7 @@ class _Part:
         """
         filling = self._filling
         self._result = filling.plan(self._options.into, self.content.assemble())
-        if filling.missing:
-            raise MissingKeysError(self._url, filling.missing)
-        for path in self._selection.unmet():
-            raise TemplateMismatchError(path, expected="a value", actual="nothing")
+        self._check_met()
         for _, places in self._wants.places():
             self._landing = PlacedLanding(places)
         wanted = self._chunks(self._landing.ranges())
@@ -142,6 +137,15 @@ class _Part:
         """Return how many bytes these chunks have."""
         ranges = map(self.content.manifest.grid.range, chunks)
         return sum(stop - start for start, stop in ranges)
+
+    def _check_met(self) -> None:
+        """Raise if something is selected that is not there, or has no place."""
+        unmet = self._selection.unmet()
+        nowhere = {*unmet}.intersection(self._known.unmet())
+        if missing := {*self._filling.missing, *nowhere}:
+            raise MissingKeysError(self._url, sorted(missing))
+        for path in unmet:
+            raise TemplateMismatchError(path, expected="a value", actual="nothing")
 
     def _chunks(self, ranges: Iterable[tuple[int, int]]) -> list[int]:
         return chunks_over(self.content.manifest.grid, ranges)

@@ -60,7 +60,7 @@ class Selections(Conformance[T]):
                 await self.receive(sender, receiver, select="bias")
 
     async def test_a_path_that_is_not_there_is_an_error(self) -> None:
-        """Before a byte moves, and it names all of them."""
+        """It names all of them."""
         async with self.transports(2) as (sender, receiver):
             await self.send(sender, sample())
             with pytest.raises(MissingKeysError) as caught:
