@@ -3,6 +3,8 @@
 import asyncio
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from aiohttp import ClientSession
@@ -10,12 +12,16 @@ from aiohttp import ClientSession
 PARTS = Path(__file__).with_name("orchestrator_parts")
 
 
-async def start(part: str, *lines: str) -> tuple[Process, str]:
-    program = str(PARTS / f"{part}.py")
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, program, stdin=PIPE, stdout=PIPE
-    )
-    return process, await say(process, *lines)
+@asynccontextmanager
+async def running(part: str, *lines: str) -> AsyncIterator[tuple[Process, str]]:
+    program = sys.executable, str(PARTS / f"{part}.py")
+    process = await asyncio.create_subprocess_exec(*program, stdin=PIPE, stdout=PIPE)
+    try:
+        yield process, await say(process, *lines)
+    finally:  # also if a deadline or a cancel ends the block
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
 
 
 async def say(process: Process, *lines: str) -> str:
@@ -25,34 +31,30 @@ async def say(process: Process, *lines: str) -> str:
     return (await process.stdout.readline()).decode().strip()
 
 
-async def serves(session: ClientSession, url: str, step: int) -> int:
-    """Return how many requests were answered before this step answered one."""
-    asked = 0
-    while True:
+async def until_served(session: ClientSession, url: str, step: int) -> None:
+    served = None
+    while served != step:
         async with session.post(url, json=[1.0] * 64) as answer:
-            if (await answer.json())["step"] == step:
-                return asked
-        asked += 1
+            served = (await answer.json())["step"]
 
 
 async def main() -> None:
-    (trainer, metadata) = await start("trainer")
-    starting = (start("worker", metadata) for _ in range(2))
-    workers = dict(await asyncio.gather(*starting))
-    async with ClientSession() as session, asyncio.timeout(60):
-        for step in (1, 2, 3):
-            print(await say(trainer, ""))
-            asking = [serves(session, url, step) for url in workers.values()]
-            print("answered meanwhile:", *await asyncio.gather(*asking))
-        killed, _ = workers.popitem()
-        killed.kill()
-        await killed.wait()
-        print(await say(trainer, ""))
-        again, url = await start("worker", metadata)
-        await serves(session, url, 4)
-        print("a worker that was killed is back, with step 4")
-    for process in (again, *workers, trainer):
-        await process.communicate(b"")  # the end of its stdin ends it
+    async with (
+        asyncio.timeout(90),
+        ClientSession() as session,
+        running("trainer") as (trainer, metadata),
+        running("worker", metadata) as (_, kept),
+    ):
+        async with running("worker", metadata) as (_, other):
+            for step in (1, 2, 3):
+                print(await say(trainer, ""))
+                for url in (kept, other):
+                    await until_served(session, url, step)
+                    print(f"{url} serves step {step}")
+        print(await say(trainer, ""), "while a worker is gone")
+        async with running("worker", metadata) as (_, again):
+            await until_served(session, again, 4)
+            print(f"{again} is new, and serves step 4")
 
 
 if __name__ == "__main__":
