@@ -14,8 +14,8 @@ PARTS = Path(__file__).with_name("orchestrator_parts")
 
 @asynccontextmanager
 async def running(part: str, *lines: str) -> AsyncIterator[tuple[Process, str]]:
-    program = sys.executable, str(PARTS / f"{part}.py")
-    process = await asyncio.create_subprocess_exec(*program, stdin=PIPE, stdout=PIPE)
+    call = (sys.executable, str(PARTS / f"{part}.py"))
+    process = await asyncio.create_subprocess_exec(*call, stdin=PIPE, stdout=PIPE)
     try:
         yield process, await say(process, *lines)
     finally:  # also if a deadline or a cancel ends the block
@@ -31,11 +31,12 @@ async def say(process: Process, *lines: str) -> str:
     return (await process.stdout.readline()).decode().strip()
 
 
-async def until_served(session: ClientSession, url: str, step: int) -> None:
-    served = None
+async def until_served(session: ClientSession, url: str, step: int) -> int:
+    served = 0
     while served != step:
         async with session.post(url, json=[1.0] * 64) as answer:
             served = (await answer.json())["step"]
+    return served
 
 
 async def main() -> None:
@@ -49,12 +50,11 @@ async def main() -> None:
             for step in (1, 2, 3):
                 print(await say(trainer, ""))
                 for url in (kept, other):
-                    await until_served(session, url, step)
-                    print(f"{url} serves step {step}")
+                    print(url, "serves step", await until_served(session, url, step))
         print(await say(trainer, ""), "while a worker is gone")
         async with running("worker", metadata) as (_, again):
-            await until_served(session, again, 4)
-            print(f"{again} is new, and serves step 4")
+            step = await until_served(session, again, 4)
+            print(again, "is new, and serves step", step)
 
 
 if __name__ == "__main__":
