@@ -53,8 +53,7 @@ async def main() -> None:
                     print(url, "serves step", await until_served(session, url, step))
         print(await say(trainer, ""), "while a worker is gone")
         async with running("worker", metadata) as (_, again):
-            step = await until_served(session, again, 4)
-            print(again, "is new, and serves step", step)
+            print(again, "is new, and serves", await until_served(session, again, 4))
 
 
 if __name__ == "__main__":

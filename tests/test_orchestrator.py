@@ -213,7 +213,7 @@ async def test_the_loop_of_the_controller_stays_responsive(monkeypatch, capsys):
     finally:
         beating.cancel()
         await asyncio.wait({beating})
-    assert "serves step 4" in capsys.readouterr().out
+    assert "is new, and serves 4" in capsys.readouterr().out
     assert pulse.longest < 2  # to start an interpreter takes longer
 
 

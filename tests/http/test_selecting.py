@@ -128,7 +128,7 @@ def rich() -> dict[str, Any]:
     """Return a state with every kind of container, and values made of tensors."""
     torch.manual_seed(0)
     weight = torch.randn(300, 300)
-    return {
+    state: dict[Any, Any] = {
         "model": OrderedDict(embed=weight, head=weight, norm=torch.randn(7)),
         "optimizer": {
             "state": {0: {"step": 3, "avg": torch.randn(50)}, 1: {"step": 4}},
@@ -141,6 +141,7 @@ def rich() -> dict[str, Any]:
         "view": weight[3:5],
         "conj": torch.randn(5, dtype=torch.complex64).conj(),
     }
+    return state
 
 
 PATHS = [
@@ -175,7 +176,7 @@ async def test_the_result_is_that_of_a_load(path: str) -> None:
         for direct in (False, True):
             into, expected = zeroed(rich()), zeroed(rich())
             as_a_load(rich(), [path], expected)
-            options = {"select": [path], "direct": direct}
+            options: dict[str, Any] = {"select": [path], "direct": direct}
             got = await receive(sender, receiver, into=into, **options)
             assert got is into
             assert_same(into, expected)
@@ -211,7 +212,7 @@ async def test_a_sparse_tensor_is_returned_and_never_filled() -> None:
             with pytest.raises(UnsupportedLeafError, match="put None in its place"):
                 await receive(sender, receiver, into=into, select=[""], direct=direct)
             assert not into["w"].any()
-        into["sparse"] = None  # type: ignore[assignment]
+        into["sparse"] = None
         await receive(sender, receiver, into=into, select=[""])
         assert_same(into, state)
 
@@ -472,7 +473,7 @@ def test_pruning_a_deep_tree_is_no_recursion() -> None:
     tree: Any = ["blob", 0]
     for _ in range(5000):
         tree = ["list", [tree]]
-    left = pruned(tree, Selection(["x"]))
+    left: Any = pruned(tree, Selection(["x"]))
     while isinstance(left, list):
         left = left[1][0]
     assert left is None

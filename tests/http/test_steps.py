@@ -106,7 +106,7 @@ async def test_it_may_begin_before_the_peer_serves():
     async with transport() as receiver:
         sender = transport()  # its address is known, and nobody answers
         steps = receiver.steps(sender.metadata())
-        first = asyncio.create_task(anext(steps))
+        first = asyncio.ensure_future(anext(steps))
         await asyncio.sleep(0.05)
         async with sender:
             await publish(sender, 1)
@@ -119,7 +119,7 @@ async def test_a_retraction_is_waited_out():
         steps = receiver.steps(sender.metadata())
         await publish(sender, 1)
         assert await soon(steps) == 1
-        waiting = asyncio.create_task(anext(steps))
+        waiting = asyncio.ensure_future(anext(steps))
         await settle(lambda: sender.statistics().waiting == 1)
         for step in (2, 3):
             await sender.disallow_checkpoint()
@@ -146,7 +146,7 @@ async def test_a_deadline_or_a_cancel_loses_no_step():
         steps = receiver.steps(sender.metadata())
         for step in range(1, 4):
             await nothing(steps)
-            cancelled = asyncio.create_task(anext(steps))
+            cancelled = asyncio.ensure_future(anext(steps))
             await asyncio.sleep(0.01 * step)
             cancelled.cancel()
             await asyncio.wait({cancelled})
@@ -162,7 +162,7 @@ async def test_a_cancel_at_any_moment_loses_no_step():
         await publish(sender, 1)
         for turns in range(40):
             steps = receiver.steps(sender.metadata())
-            task = asyncio.create_task(anext(steps))
+            task = asyncio.ensure_future(anext(steps))
             for _ in range(turns):
                 await asyncio.sleep(0)
             task.cancel()
@@ -205,7 +205,7 @@ async def test_a_connection_that_breaks_during_the_wait_is_made_again():
     """What was published meanwhile is given."""
     async with pair() as (sender, receiver), proxied(sender) as proxy:
         steps = receiver.steps(through(proxy, sender))
-        waiting = asyncio.create_task(anext(steps))
+        waiting = asyncio.ensure_future(anext(steps))
         await settle(lambda: sender.statistics().waiting == 1)
         proxy.refuse()
         await proxy.cut_all()
@@ -224,7 +224,7 @@ async def test_a_peer_that_starts_again_is_found_again():
             await publish(first, 1)
             assert await soon(steps) == 1
             port = port_of(first)
-            waiting = asyncio.create_task(anext(steps))
+            waiting = asyncio.ensure_future(anext(steps))
             await settle(lambda: first.statistics().waiting == 1)
         await asyncio.sleep(0.1)
         async with transport(token="secret", port=port) as second:
@@ -294,7 +294,7 @@ async def test_shutdown_ends_the_wait():
     async with transport() as sender:
         receiver = transport()
         steps = receiver.steps(sender.metadata())
-        waiting = asyncio.create_task(anext(steps))
+        waiting = asyncio.ensure_future(anext(steps))
         await settle(lambda: sender.statistics().waiting == 1)
         async with asyncio.timeout(5):
             await receiver.shutdown()
