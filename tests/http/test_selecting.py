@@ -212,7 +212,7 @@ async def test_a_sparse_tensor_is_returned_and_never_filled() -> None:
             with pytest.raises(UnsupportedLeafError, match="put None in its place"):
                 await receive(sender, receiver, into=into, select=[""], direct=direct)
             assert not into["w"].any()
-        into["sparse"] = None
+        into["sparse"] = None  # type: ignore[assignment]
         await receive(sender, receiver, into=into, select=[""])
         assert_same(into, state)
 
