@@ -13,6 +13,8 @@ import pytest
 import aiockpt
 
 EXAMPLES = sorted(Path(__file__).parents[1].glob("examples/*.py"))
+# The processes that an example starts; it runs them.
+PARTS = sorted(Path(__file__).parents[1].glob("examples/*_parts/*.py"))
 LINES = 80
 SECONDS = 120
 TESTED = str(Path(aiockpt.__file__).parents[1])  # the example imports this one, too
@@ -51,7 +53,7 @@ def test_example_runs(example: Path, tmp_path: Path) -> None:
     assert done.stdout.strip(), "an example shows what happened"
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", [*EXAMPLES, *PARTS], ids=lambda path: path.stem)
 def test_example_is_short(example: Path) -> None:
     """It is read in a few minutes, and says first what it shows."""
     text = example.read_text()

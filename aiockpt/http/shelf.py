@@ -100,6 +100,7 @@ class Shelf:
         self._evicted = 0
         self._retractions = 0
         self._failure: Failure | None = None
+        self._withdrawals = 0
 
     def __repr__(self) -> str:
         now = self.statistics()
@@ -114,6 +115,11 @@ class Shelf:
     def retractions(self) -> int:
         """How often it was told to serve nothing."""
         return self._retractions
+
+    @property
+    def withdrawals(self) -> int:
+        """How often a retraction took something away."""
+        return self._withdrawals
 
     def statistics(self) -> ShelfStatistics:
         """Return what the shelf holds now, as one immutable record."""
@@ -170,6 +176,8 @@ class Shelf:
             self._failure = None
         old, self._current = self._current, None
         if old is not None:
+            self._withdrawals += 1
+            self._announce()
             self._supersede(old)
         await self._drain(list(self._superseded), grace)
 
@@ -189,14 +197,25 @@ class Shelf:
             PeerFailedError: nor will it come.
             ClosedError: the shelf is closed.
         """
-        if wait > 0 and not self._settled(step):
-            try:
-                async with asyncio.timeout(wait):
-                    while not self._settled(step):
-                        await self._news.wait()
-            except TimeoutError:
-                pass
+        await self._until(lambda: self._settled(step), wait)
         return self._find(step)
+
+    async def wait_past(self, step: int, *, wait: float) -> Published:
+        """Return what is served once it is newer than ``step``, as `wait_for` does.
+
+        Raises:
+            StepNotFoundError: nothing newer came, or what was served was retracted
+                meanwhile; ``serving`` says what is there.
+            ClosedError: the shelf is closed.
+        """
+        before = self._withdrawals
+        await self._until(
+            lambda: self._settled(step + 1) or self._withdrawals != before, wait
+        )
+        now = self._find(None)
+        if now.step <= step:
+            raise StepNotFoundError(None, serving=now.step)
+        return now
 
     @asynccontextmanager
     async def reading(
@@ -220,6 +239,17 @@ class Shelf:
         finally:
             lease.release()
             self._tidy(published)
+
+    async def _until(self, holds: Callable[[], bool], wait: float) -> None:
+        """Return when it holds, or after ``wait`` seconds."""
+        if wait <= 0 or holds():
+            return
+        try:
+            async with asyncio.timeout(wait):
+                while not holds():
+                    await self._news.wait()
+        except TimeoutError:
+            pass
 
     def _counting(self, evict: Callable[[], None]) -> Callable[[], None]:
         def evict_and_count() -> None:

@@ -14,6 +14,7 @@ from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
 from aiockpt._device import port_for
 from aiockpt._lifetime import Lifetime
+from aiockpt._selection import Select
 from aiockpt.destination import Terms
 from aiockpt.errors import AiockptError, LocalProtocolError, ProcessGroupError
 from aiockpt.observe import Progress
@@ -159,6 +160,7 @@ class PGTransport(CheckpointTransport[T]):
         *,
         into: T | None = None,
         direct: bool = False,
+        select: Select | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> T:
         """Receive ``step`` from ``src_rank``; it may be called before the send.
@@ -173,9 +175,13 @@ class PGTransport(CheckpointTransport[T]):
             direct: With ``into``: receive straight into its memory. A receive that
                 fails then says in a note whether the template was modified. One that
                 is cut short may still be written to until the group is destroyed.
+            select: Refused: a sender sends the same bytes to all ranks at once. An
+                ``HTTPTransport`` receives parts.
             progress: Called with :class:`.Progress` as bytes arrive.
 
         Raises:
+            LocalProtocolError: ``select`` was given; the group is well, and the send
+                still waits to be received.
             StepNotFoundError: the sender sends another step, which it is told.
             PeerFailedError: the sender cannot send, and says why; the group is well.
             ProcessGroupError: the group is broken.
@@ -186,6 +192,11 @@ class PGTransport(CheckpointTransport[T]):
         If cancelled once it waits for the sender, the transport is broken.
         """
         step, rank = exact_step(step), self._peer(src_rank)
+        if select is not None:
+            raise LocalProtocolError(
+                "a process group moves whole checkpoints only: receive without select, "
+                "or from an HTTPTransport"
+            )
         if metadata.startswith("http"):
             raise LocalProtocolError("the sender is an HTTPTransport; use one here too")
         limit = self._timeout if timeout is None else seconds(timeout)

@@ -112,6 +112,57 @@ async def test_waiting_is_bounded():
     assert caught.value.serving is None
 
 
+async def test_a_newer_step_is_waited_for():
+    """One that is as old as what the waiter has is none."""
+    shelf = Shelf()
+    await shelf.publish(Memory(step=7), grace=0)
+    assert (await shelf.wait_past(6, wait=60)).step == 7
+    waiting = asyncio.create_task(shelf.wait_past(7, wait=60))
+    await asyncio.sleep(0)
+    await shelf.publish(Memory(step=7, fill=1), grace=0)
+    await shelf.publish(Memory(step=8), grace=0)
+    assert (await waiting).step == 8
+    await shelf.close()
+
+
+@pytest.mark.parametrize("serving", [None, 7])
+async def test_waiting_for_a_newer_step_is_bounded(serving):
+    """The error says what there is."""
+    shelf = Shelf()
+    if serving is not None:
+        await shelf.publish(Memory(step=serving), grace=0)
+    for wait in (0, 0.01):
+        with pytest.raises(StepNotFoundError) as caught:
+            await shelf.wait_past(7, wait=wait)
+        assert (caught.value.step, caught.value.serving) == (None, serving)
+    await shelf.close()
+
+
+async def test_a_retraction_ends_the_wait_for_a_newer_step():
+    """Unless there was nothing to retract."""
+    shelf = Shelf()
+    await shelf.retract(grace=0)
+    assert shelf.withdrawals == 0
+    await shelf.publish(Memory(step=7), grace=0)
+    waiting = asyncio.create_task(shelf.wait_past(7, wait=60))
+    await asyncio.sleep(0)
+    await shelf.retract(grace=0)
+    with pytest.raises(StepNotFoundError):
+        await waiting
+    assert shelf.withdrawals == 1
+
+
+async def test_a_closed_shelf_fails_who_waits_for_a_newer_step():
+    """They hear of it at once."""
+    shelf = Shelf()
+    await shelf.publish(Memory(step=7), grace=0)
+    waiting = asyncio.create_task(shelf.wait_past(7, wait=60))
+    await asyncio.sleep(0)
+    await shelf.close()
+    with pytest.raises(ClosedError):
+        await waiting
+
+
 async def test_a_cancelled_waiter_leaves_the_others_waiting():
     """Cancelling one receiver's wait is nobody else's business."""
     shelf = Shelf()

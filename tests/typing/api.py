@@ -65,6 +65,13 @@ async def over_http() -> None:
             0, transport.metadata(), 7, timeout=1, into={"a": 1}, progress=print
         )
         assert_type(received, dict[str, int])
+        part = await transport.recv_checkpoint(0, "", 7, select=str.isidentifier)
+        assert_type(part, dict[str, int])
+        async for step in transport.steps(transport.metadata(), after=7):
+            assert_type(step, int)
+            await transport.recv_checkpoint(0, "", step, 1, select=["a"], into={"a": 1})
+        transport.steps("", after="7")  # type: ignore[arg-type]
+        await transport.recv_checkpoint(0, "", 7, 1, select=[1])  # type: ignore[list-item]
         transport.recv_checkpoint(0, "", "7", 1)  # type: ignore[arg-type, unused-coroutine]
 
 
