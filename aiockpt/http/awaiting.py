@@ -14,7 +14,8 @@ from aiohttp import web
 
 from aiockpt.errors import ClosedError, StepNotFoundError
 from aiockpt.http.guard import ServerConfig
-from aiockpt.http.shelf import Published, Shelf
+from aiockpt.http.published import Published
+from aiockpt.http.shelf import Shelf
 from aiockpt.wire.http import parse_prefer_wait
 
 __all__ = ["Awaiting", "transport_of"]

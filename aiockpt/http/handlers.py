@@ -26,6 +26,7 @@ from aiockpt.errors import (
 from aiockpt.http import sockets
 from aiockpt.http.awaiting import Awaiting, transport_of
 from aiockpt.http.guard import RefusedError, ServerConfig, admit
+from aiockpt.http.published import Published
 from aiockpt.http.replies import (
     COMMON_HEADERS,
     FileBody,
@@ -35,7 +36,7 @@ from aiockpt.http.replies import (
     plan_reply,
 )
 from aiockpt.http.sending import Outcome, Sending
-from aiockpt.http.shelf import Published, Shelf
+from aiockpt.http.shelf import Shelf
 from aiockpt.observe import TransferEvent, emit
 from aiockpt.wire import http
 

@@ -13,7 +13,7 @@ from http import HTTPStatus
 
 from aiockpt.errors import CheckpointChangedError
 from aiockpt.http.guard import RefusedError
-from aiockpt.http.shelf import Servable
+from aiockpt.http.published import Servable
 from aiockpt.wire import chunks, http
 from aiockpt.wire.manifest import Manifest
 

@@ -12,35 +12,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from aiockpt._rwlock import RWLock
 from aiockpt.errors import CheckpointChangedError, ClosedError, StepNotFoundError
 from aiockpt.http.failing import Failure
-from aiockpt.wire.manifest import Manifest
+from aiockpt.http.published import Published, Servable
 
-__all__ = ["Published", "Servable", "Shelf", "ShelfStatistics"]
-
-
-class Servable(Protocol):
-    """A checkpoint in memory, as the server sees it."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """What describes it; sealed."""
-
-    @property
-    def live(self) -> bool:
-        """Whether the memory belongs to the trainer, who will change it."""
-
-    def views(self, start: int, stop: int) -> list[memoryview]:
-        """Return the bytes ``[start, stop)`` of the data segment, in order."""
-
-    def acquire(self) -> None:
-        """Keep the memory as it is until :meth:`release`; counted."""
-
-    def release(self) -> None:
-        """Undo one :meth:`acquire`."""
+__all__ = ["Shelf", "ShelfStatistics"]
 
 
 class ShelfStatistics(NamedTuple):
@@ -51,42 +29,6 @@ class ShelfStatistics(NamedTuple):
     superseded: int
     oldest_reader: float
     evicted: int
-
-
-class Published:
-    """One checkpoint from its publication until its last reader is gone."""
-
-    __slots__ = ("_held", "lock", "servable")
-
-    def __init__(self, servable: Servable) -> None:
-        servable.acquire()
-        self._held = True
-        self.servable = servable
-        self.lock = RWLock()
-
-    def __repr__(self) -> str:
-        return f"<Published step={self.step} readers={self.lock.statistics().readers}>"
-
-    @property
-    def step(self) -> int:
-        """The step that names it."""
-        return self.servable.manifest.step
-
-    @property
-    def snapshot_id(self) -> str:
-        """The identity of its content."""
-        return self.servable.manifest.snapshot_id
-
-    @property
-    def on_shelf(self) -> bool:
-        """Whether the shelf still holds a reference, so that readers may come."""
-        return self._held
-
-    def let_go(self) -> None:
-        """Give up the shelf's reference; readers keep theirs. Idempotent."""
-        if self._held:
-            self._held = False
-            self.servable.release()
 
 
 class Shelf:
@@ -201,7 +143,9 @@ class Shelf:
         return self._find(step)
 
     async def wait_past(self, step: int, *, wait: float) -> Published:
-        """Return what is served once it is newer than ``step``, as `wait_for` does.
+        """Return what is served once it is newer than ``step``.
+
+        A send that fails is no news: the next one may be.
 
         Raises:
             StepNotFoundError: nothing newer came, or what was served was retracted
@@ -210,7 +154,7 @@ class Shelf:
         """
         before = self._withdrawals
         await self._until(
-            lambda: self._settled(step + 1) or self._withdrawals != before, wait
+            lambda: self._has_newer(step) or self._withdrawals != before, wait
         )
         now = self._find(None)
         if now.step <= step:
@@ -261,6 +205,10 @@ class Shelf:
     def _held(self) -> list[Published]:
         # The current one last: it is served until all others have been drained.
         return [*self._superseded, *([self._current] if self._current else [])]
+
+    def _has_newer(self, step: int) -> bool:
+        now = self._current
+        return self._closed or (now is not None and now.step > step)
 
     def _settled(self, step: int | None) -> bool:
         if self._closed:

@@ -169,7 +169,8 @@ async def test_silent_peer_is_given_up_after_the_stall_timeout(fast_path) -> Non
             with pytest.raises(TransferStalledError) as caught:
                 await fetch(client, peer, port=proxy.port)
             elapsed = time.monotonic() - start
-        assert 0.2 <= caught.value.idle <= elapsed < 5
+        assert caught.value.idle >= 0.2
+        assert elapsed < 5
         assert caught.value.chunk == 0
 
 

@@ -13,7 +13,8 @@ from aiockpt.errors import (
     StepNotFoundError,
 )
 from aiockpt.http.failing import Failure
-from aiockpt.http.shelf import Published, Shelf
+from aiockpt.http.published import Published
+from aiockpt.http.shelf import Shelf
 from serving import Memory, settle
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
@@ -409,3 +410,19 @@ class TestFailure:
         await shelf.publish(Memory(step=8), grace=0)
         assert (await shelf.wait_for(8, wait=0)).step == 8
         await shelf.close()
+
+
+async def test_a_failed_send_is_no_news():
+    """Who waits for a newer step waits for the send after it."""
+    shelf = Shelf()
+    await shelf.publish(Memory(step=7), grace=0)
+    waiting = asyncio.create_task(shelf.wait_past(7, wait=60))
+    await asyncio.sleep(0)
+    shelf.fail(Failure(8, "no", None))
+    with pytest.raises(StepNotFoundError):
+        await shelf.wait_past(7, wait=0.01)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await shelf.publish(Memory(step=8), grace=0)
+    assert (await waiting).step == 8
+    await shelf.close()
