@@ -6,11 +6,10 @@ import logging
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TypedDict, TypeVar
+from typing import TypedDict, TypeVar, Unpack
 
 import torch
 from torchft.checkpointing.transport import CheckpointTransport
-from typing_extensions import Unpack
 
 import aiockpt
 from aiockpt._device import settle

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ssl
-from typing import TypedDict, TypeVar
-
-from typing_extensions import Unpack
+from typing import TypedDict, TypeVar, Unpack
 
 import aiockpt
 from aiockpt.http.statistics import TransportStatistics
