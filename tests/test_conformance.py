@@ -1,14 +1,19 @@
-"""HTTPTransport passes the public suite, on every event loop."""
+"""HTTPTransport passes the public suite, on every event loop; users can run it, too."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch._dynamo  # noqa: F401 - an optimizer imports it: early, so that leak checks skip it
 
+import aiockpt
 from aiockpt import HTTPTransport
 from aiockpt.testing import TransportConformance
 
@@ -29,3 +34,42 @@ class TestHTTPTransport(TransportConformance[HTTPTransport[Any]]):
                 )
                 for _ in range(count)
             ]
+
+
+# What a user has who has neither numpy nor this project's settings of pytest.
+CONFTEST = """
+import sys
+sys.modules["numpy"] = None  # from here on it cannot be imported
+"""
+MODULE = """
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+import aiockpt
+from aiockpt.testing import TransportConformance
+
+
+@pytest.mark.asyncio
+class TestMine(TransportConformance[aiockpt.HTTPTransport]):
+    @asynccontextmanager
+    async def transports(self, count):
+        async with AsyncExitStack() as stack:
+            made = [aiockpt.HTTPTransport(host="127.0.0.1") for _ in range(count)]
+            yield [await stack.enter_async_context(each) for each in made]
+"""
+
+
+def test_the_suite_runs_in_a_project_of_its_own(tmp_path: Path) -> None:
+    """With default chunks, without numpy, and with markers that are checked."""
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_mine.py").write_text(MODULE)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--strict-markers", "-k", "leaf or progress"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(aiockpt.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout

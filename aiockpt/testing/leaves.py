@@ -6,6 +6,7 @@ import enum
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -164,6 +165,11 @@ def _nested(depth: int = 30) -> object:
     return value
 
 
+_NUMPY: Final[dict[str, Callable[[], object]]] = {
+    "numpy scalars": _numpy_scalars,
+    "numpy arrays": _numpy_arrays,
+}
+
 LEAVES: Final[dict[str, Callable[[], object]]] = {
     "every dtype": every_dtype,
     "every dtype, transposed": lambda: {k: v.t() for k, v in every_dtype().items()},
@@ -213,8 +219,6 @@ LEAVES: Final[dict[str, Callable[[], object]]] = {
         _quantized(dtype) for dtype in (torch.qint8, torch.quint8, torch.qint32)
     ],
     "quantized per channel": _per_channel,
-    "numpy scalars": _numpy_scalars,
-    "numpy arrays": _numpy_arrays,
     "singletons": lambda: [None, True, False],
     "ints": lambda: [0, -1, 2**53 - 1, 2**53, -(2**63), 2**200, -(2**200)],
     "floats": lambda: [0.0, -0.0, 0.1, 5e-324, float("inf"), float("-inf")],
@@ -239,8 +243,9 @@ LEAVES: Final[dict[str, Callable[[], object]]] = {
     "named tuple": lambda: Point(1.0, _floats(2)),
     "dataclass": lambda: Settings("n", _floats(2), {"weights": [_floats(1)]}),
     "deep nesting": _nested,
+    **(_NUMPY if find_spec("numpy") else {}),
 }
 """Name of a kind of leaf -> a function that makes a value with leaves of that kind.
 
-numpy is imported only by the kinds that need it.
+Those of numpy are there where it is installed; only they import it.
 """
