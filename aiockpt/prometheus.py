@@ -29,7 +29,7 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, float("inf"))
 
 
 class Observed(Protocol):
-    """What has figures: an ``HTTPTransport`` or an ``AsyncCheckpointer``."""
+    """What has figures: an ``HTTPTransport`` or a checkpointer."""
 
     def statistics(self) -> object:
         """Return them as a named tuple."""
