@@ -10,6 +10,7 @@ __all__ = [
     "Path",
     "format_path",
     "format_received",
+    "format_refusal",
     "is_unicode",
 ]
 
@@ -42,6 +43,13 @@ def format_received(path: Iterable[object]) -> str:
     """
     shown = (key if _is_plain(key) else type(key) for key in path)
     return format_path(shown)[:_LONGEST] or "the root"
+
+
+def format_refusal(error: Exception) -> str:
+    """Return what an error says of a peer's value, if that is plain, in short."""
+    if all(map(_is_plain, error.args)):
+        return repr(error)[:_LONGEST]
+    return type(error).__name__
 
 
 def _is_plain(key: object) -> bool:

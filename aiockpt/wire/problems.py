@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
@@ -148,6 +149,9 @@ class _Document(msgspec.Struct):
     actual: str | int | None = None
 
 
+_DOCUMENT: Final = msgspec.json.Decoder(_Document)
+
+
 @dataclass(frozen=True, slots=True)
 class _Answer:
     status: int
@@ -187,7 +191,7 @@ def from_problem(
 
 def _parse(body: bytes) -> _Document:
     try:
-        return msgspec.json.decode(body[:_MAX_BODY], type=_Document)
+        return _DOCUMENT.decode(body[:_MAX_BODY])
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return _Document()
 

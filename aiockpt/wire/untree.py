@@ -9,7 +9,7 @@ from typing import Any, Final, NoReturn, TypeAlias
 
 from aiockpt.errors import AiockptError, LimitExceededError, RemoteProtocolError
 from aiockpt.wire.limits import Limits
-from aiockpt.wire.paths import Node, format_received
+from aiockpt.wire.paths import Node, format_received, format_refusal
 from aiockpt.wire.registry import Registry
 from aiockpt.wire.scalars import parse_bytes, parse_float, parse_int, parse_str
 
@@ -267,7 +267,7 @@ def _ext(decoder: _Decoder, tag: str, node: Node) -> object:
         raise
     except Exception as error:
         path = format_received(decoder.path)
-        why = f"the decoder of {tag!r} refused {path}: {error!r:.200}"
+        why = f"the decoder of {tag!r} refused {path}: {format_refusal(error)}"
         raise RemoteProtocolError(why) from error
 
 
