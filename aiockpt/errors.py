@@ -20,6 +20,7 @@ that a caller would guess::
     │   ├── LimitExceededError                larger than the receiver allows
     │   └── IntegrityError                    a whole chunk with the wrong digest
     ├── AuthenticationError               wrong or no credentials (PermissionError)
+    │   └── ForgedManifestError               not of a sender that knows the key
     ├── StateDictError                    what the caller passed (ValueError)
     │   ├── UnsupportedLeafError              and where (TypeError)
     │   ├── TemplateMismatchError             ``into`` does not fit
@@ -246,6 +247,21 @@ class AuthenticationError(AiockptError, PermissionError):
         return (
             f"{self.url} refused the credentials{why}; pass the sender's metadata() "
             "whole, or the same token on both sides"
+        )
+
+
+class ForgedManifestError(AuthenticationError):
+    """The manifest has no MAC (``missing``), or none made with this side's key."""
+
+    def __init__(self, url: str, *, missing: bool) -> None:
+        super().__init__(url)
+        self.missing = missing
+
+    def __str__(self) -> str:
+        fault = "no MAC" if self.missing else "a MAC of another key or manifest"
+        return (
+            f"the manifest of {self.url} has {fault}; is it the sender that you mean, "
+            "and were both ends given the same manifest_key?"
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,9 @@ from aiockpt.errors import (
     StepNotFoundError,
 )
 from aiockpt.http import sockets
+from aiockpt.http.audit import VISIT, Auditor, Visit
 from aiockpt.http.guard import RefusedError, ServerConfig, admit
+from aiockpt.http.macs import ManifestMacs
 from aiockpt.http.replies import COMMON_HEADERS, FileBody, Reply, plan_reply
 from aiockpt.http.sending import Outcome, Sending
 from aiockpt.http.shelf import Published, Shelf
@@ -67,6 +70,8 @@ class CheckpointService:
         self._waiting = 0
         self._closed = False
         self._counts: Counter[str] = Counter()
+        self._macs = ManifestMacs(config.manifest_key)
+        self._auditor = Auditor()
 
     def __repr__(self) -> str:
         step = self.shelf.statistics().step
@@ -96,6 +101,19 @@ class CheckpointService:
         request: web.Request,
         answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
+        visit = request[VISIT] = Visit()
+        try:
+            response = await self._answered(request, answer)
+            visit.status = response.status
+            return response
+        finally:
+            self._auditor.note(visit.access(request))
+
+    async def _answered(
+        self,
+        request: web.Request,
+        answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
         self._counts["requests"] += 1
         try:
             self._admit(request)
@@ -111,7 +129,10 @@ class CheckpointService:
     def _admit(self, request: web.Request) -> None:
         if self._closed:
             raise ClosedError("the server")
-        admit(request.headers, self.config)
+        grant = admit(request.headers, self.config)
+        if grant is not None:
+            request[VISIT].receiver = grant.receiver
+            grant.check(request.match_info.get("step"), now=time.time())
         if request.method not in ("GET", "HEAD"):
             raise RefusedError(
                 HTTPStatus.METHOD_NOT_ALLOWED,
@@ -145,6 +166,8 @@ class CheckpointService:
         )
         manifest = published.servable.manifest
         reply = plan_reply(resource, manifest, request.headers, request.method)
+        if resource.kind is http.ResourceKind.METADATA:
+            reply.headers.update(await self._macs.headers_of(manifest))
         if request.method == "HEAD" or reply.status == HTTPStatus.NOT_MODIFIED:
             return web.StreamResponse(status=reply.status, headers=reply.headers)
         with self._admission():
@@ -196,6 +219,7 @@ class CheckpointService:
             if body.nbytes <= SMALL_BYTES:
                 data = b"".join(body.views(0, body.nbytes))
                 self._counts["bytes_sent"] += len(data)
+                request[VISIT].nbytes = len(data)
                 return web.Response(
                     status=reply.status, body=data, headers=reply.headers
                 )
@@ -219,6 +243,8 @@ class CheckpointService:
             outcome = sending.outcome or Outcome.GONE
             if outcome is not Outcome.SENT:
                 self._counts[outcome.value] += 1
+            visit = request[VISIT]
+            visit.nbytes, visit.outcome = sending.sent, outcome.value
             emit(_event_of(outcome, step, request, sending, loop.time() - began))
 
 

@@ -39,6 +39,7 @@ class Exchange:
     snapshot_id: str | None = None
     chunk: int | None = None
     allowance: float = 0.0
+    mac: str | None = None
     received: int = 0
     expected: int = 0
 

@@ -94,7 +94,13 @@ _TABLE = (
         "The checkpoint was replaced",
         ("expected", "actual"),
     ),
-    _Row(AuthenticationError, 401, "authentication", "Wrong or no credentials"),
+    _Row(
+        AuthenticationError,
+        401,
+        "authentication",
+        "Wrong or no credentials",
+        ("detail",),
+    ),
     _Row(RangeNotSatisfiable, 416, "range", "Range not satisfiable", ("size",)),
     _Row(PeerBusy, 503, "busy", "Too many readers", ("retry_after",)),
     _Row(ClosedError, 503, "closing", "The server is shutting down"),
@@ -217,7 +223,9 @@ def _changed(answer: _Answer) -> AiockptError:
 
 
 def _refused(answer: _Answer) -> AiockptError:
-    return AuthenticationError(answer.url, f"HTTP {answer.status}")
+    told = _printable(answer.document.detail) if answer.ours else ""
+    why = f"HTTP {answer.status}" + (f", {told}" if told else "")
+    return AuthenticationError(answer.url, why)
 
 
 def _busy(answer: _Answer) -> AiockptError:
