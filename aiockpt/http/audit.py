@@ -8,6 +8,7 @@ refusal for lack of credentials, answered. The record's only argument is an
 from __future__ import annotations
 
 import logging
+import re
 import time
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -22,6 +23,7 @@ _REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, 421)
 _BURST = 20  # lines about refusals in one period; whoever scans a port sends thousands
 _PERIOD = 60.0
 _LONGEST = 200
+_STEP = re.compile(r"[0-9]{1,19}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,7 @@ class Visit:
             receiver=self.receiver,
             method=request.method[:_LONGEST],
             path=request.rel_url.raw_path[:_LONGEST],
-            step=int(step) if step.isdecimal() and step.isascii() else None,
+            step=int(step) if _STEP.fullmatch(step) else None,
             status=self.status,
             nbytes=self.nbytes,
             outcome=self.outcome or ("refused" if refused else "sent"),

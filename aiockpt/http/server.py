@@ -22,6 +22,7 @@ from aiockpt.http.shelf import Shelf
 __all__ = ["CheckpointServer", "ServerConfig"]
 
 _KEEPALIVE = 75.0  # longer than the 60 s for which proxies keep idle connections
+_LINGERING = 1.0  # for the rest of a body, which no request here has any use for
 _SHUTDOWN = 1.0  # aiohttp may wait twice as long; handlers end at once when told
 
 
@@ -76,6 +77,7 @@ class CheckpointServer:
             logger=logger,
             handler_cancellation=True,
             keepalive_timeout=_KEEPALIVE,
+            lingering_time=_LINGERING,
             shutdown_timeout=_SHUTDOWN,
         )
         await self._runner.setup()
@@ -127,9 +129,10 @@ async def _wholly(coroutine: Coroutine[Any, Any, None]) -> None:
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    # aiohttp logs whatever a port scanner sends as an error with a traceback.
+    # aiohttp logs whatever a port scanner sends, and clients that leave before they
+    # were answered, as errors with a traceback.
     error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, HttpProcessingError)
+    return not isinstance(error, (HttpProcessingError, ConnectionError))
 
 
 logger = logging.getLogger("aiockpt.http")

@@ -28,6 +28,7 @@ from aiockpt.rebuild import Frame, assemble, tensors_over
 from aiockpt.testing.leaves import LEAVES
 from aiockpt.wire import chunks, http
 from aiockpt.wire.address import parse_address
+from aiockpt.wire.grants import make_token, read_token
 from aiockpt.wire.layout import ID_SLICE, PREFIX, snapshot_id_of
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import Manifest, decode_header
@@ -62,6 +63,7 @@ FIELDS = (
     *('"abc"', 'W/"abc", "d"', "*", "wait=5", 'wait="1.5"; x, respond-async', "120"),
     *("http://h:1/checkpoint/#token", "https://[fe80::1%25eth0]:1/a/7/full", "7"),
     "xxh3-128=" + "ab" * 16,
+    make_token("secret", "rank-3", step=7, expires=1e9),
 )
 PARSERS: tuple[Callable[[str], object], ...] = (
     lambda text: chunks.parse_range(text, 1000),
@@ -74,6 +76,7 @@ PARSERS: tuple[Callable[[str], object], ...] = (
     http.parse_metadata,
     parse_address,
     lambda text: http.parse_resource(text, text),
+    lambda text: read_token(text, "secret"),
     lambda text: http.if_match(text, "abc"),
     lambda text: http.if_none_match(text, "abc"),
     lambda text: http.if_range(text, "abc"),
