@@ -82,6 +82,7 @@ class Port:
         self._session = session
         self._owned = session is None
         self._reach = Reach(config.security)
+        self._resolver: CheckedResolver | None = None
         self._closed = False
 
     @property
@@ -95,6 +96,8 @@ class Port:
         session, self._session = self._session, None
         if self._owned and session is not None:
             await session.close()
+        if self._resolver is not None:  # a connector does not close what it was given
+            await self._resolver.close()
 
     @asynccontextmanager
     async def open(
@@ -178,10 +181,9 @@ class Port:
         if self._session is None:
             # No limit of connections: each transfer bounds its requests, and one that
             # waits in the pool would look like a peer that says nothing.
+            self._resolver = CheckedResolver(self._reach)
             self._session = ClientSession(
-                connector=aiohttp.TCPConnector(
-                    limit=0, resolver=CheckedResolver(self._reach)
-                ),
+                connector=aiohttp.TCPConnector(limit=0, resolver=self._resolver),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 trust_env=False,
             )

@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Sequence
 from socket import socket
 from typing import Any
 
-from aiohttp import web
+from aiohttp import http_parser, web
 from aiohttp.http import HttpProcessingError
 
 from aiockpt.errors import ClosedError
@@ -67,6 +67,11 @@ class CheckpointServer:
     async def _serve(
         self, sockets: Sequence[socket], ssl_context: ssl.SSLContext | None
     ) -> None:
+        if http_parser.HttpRequestParser is http_parser.HttpRequestParserPy:
+            logger.warning(
+                "aiohttp has no C parser here; the other one reads more than "
+                "HTTP allows, which matters behind a proxy"
+            )
         app = web.Application()
         app.add_routes(routes(self.service, self.service.config.prefix))
         app.router.add_get("/healthz", _healthz)

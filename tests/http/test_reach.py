@@ -58,6 +58,7 @@ class Book(AbstractResolver):
 
     def __init__(self, *answers: list[str]) -> None:
         self.answers = list(answers)
+        self.closed = False
 
     async def resolve(self, host: str, port: int = 0, family: Any = 0) -> Any:
         found = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
@@ -74,7 +75,7 @@ class Book(AbstractResolver):
         ]
 
     async def close(self) -> None:
-        pass
+        self.closed = True
 
 
 @pytest.fixture
@@ -109,6 +110,7 @@ async def test_a_name_that_changes_is_looked_up_once(book: Book) -> None:
         url = peer.base_url.replace("127.0.0.1", "trainer.example")
         found = await client.fetch_manifest(parse_metadata(url), STEP, deadline=soon())
     assert found == peer.manifest
+    assert book.closed
 
 
 @pytest.mark.parametrize("host", ["169.254.7.7", "fe80::1%eth0", "127.0.0.1", "::1"])

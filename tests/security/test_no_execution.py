@@ -27,9 +27,11 @@ async def told(peers: dict[str, RangePeer], directory: Path) -> list[dict[str, A
         *({"metadata": good, "into": into} for into in (False, True)),
         {"fetch": good},
     ]
-    for peer in list(peers.values())[1:]:
-        lines += [{"metadata": peer.base_url, "into": into} for into in (False, True)]
-        lines += [{"fetch": peer.base_url}]
+    for name, peer in list(peers.items())[1:]:
+        lines += [{"metadata": peer.base_url, "into": False}]
+        # A tree matters to a template, and all else to what writes a file.
+        tree = {"metadata": peer.base_url, "into": True}
+        lines += [tree if name.startswith("tree") else {"fetch": peer.base_url}]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-W", "ignore", str(SUPPORT / "audited.py"), str(directory)),
         stdin=subprocess.PIPE,
@@ -63,8 +65,8 @@ def test_no_sender_makes_a_receiver_run_anything(tmp_path: Path) -> None:
     assert len(names) > 60
     # A fetch writes to its target what it got, whatever that says, and reads it not.
     harmless = ("device", "exit 0", "exit 1")
-    for name, three in zip(names, zip(*[iter(bad)] * 3, strict=True), strict=True):
-        for each in three:
+    for name, both in zip(names, zip(*[iter(bad)] * 2, strict=True), strict=True):
+        for each in both:
             assert "Error: " in each["came"] or each["came"].startswith(harmless), name
             assert "must not" not in each["came"], name
     assert not mark.exists()
