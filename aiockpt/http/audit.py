@@ -1,8 +1,9 @@
 """Who fetched what: one line for each answer, on a logger of its own.
 
 ``aiockpt.audit`` gets a record for every request that a checkpoint's bytes, or a
-refusal for lack of credentials, answered. The record's only argument is an
-:class:`Access`, for programs that want more than a line.
+refusal for lack of credentials, answered. The record's argument is an :class:`Access`,
+for programs that want more than a line. All is at ``INFO``, so it is off until somebody
+turns it on.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ VISIT: web.RequestKey[Visit] = web.RequestKey("aiockpt.visit", Visit)
 
 
 class Auditor:
-    """Logs accesses: what was sent at INFO, a bounded number of refusals at WARNING."""
+    """Logs accesses at INFO; of refusals a bounded number, and the rest as a count."""
 
     def __init__(self) -> None:
         self._since = -_PERIOD
@@ -112,8 +113,8 @@ class Auditor:
         now = time.monotonic()
         if now - self._since >= _PERIOD:
             if self._refusals > _BURST:
-                logger.warning("%d more were refused", self._refusals - _BURST)
+                logger.info("%d more were refused", self._refusals - _BURST)
             self._since, self._refusals = now, 0
         self._refusals += 1
         if self._refusals <= _BURST:
-            logger.warning("%s", access)
+            logger.info("%s", access)

@@ -97,7 +97,7 @@ def insides() -> list[str]:
     ours = [
         each
         for each in gc.get_objects()
-        if type(each).__module__.startswith("aiockpt.")
+        if str(type(each).__module__).startswith("aiockpt.")
     ]
     texts = []
     for each in ours:
