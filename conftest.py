@@ -21,6 +21,7 @@ def elsewhere(namespace: dict[str, Any]) -> None:
     stack = namespace["_elsewhere"] = ExitStack()
     stack.callback(os.chdir, os.getcwd())
     os.chdir(stack.enter_context(tempfile.TemporaryDirectory()))
+    namespace["__name__"] = "__main__"  # what runs a script has; aiohttp's keys want it
 
 
 def back(namespace: dict[str, Any]) -> None:

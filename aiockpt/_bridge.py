@@ -24,12 +24,21 @@ from aiockpt.errors import ClosedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Bridge", "BridgeStatistics"]
+__all__ = ["Bridge", "BridgeStatistics", "start_daemon"]
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
 logger = logging.getLogger(__name__)
+
+
+def start_daemon(
+    name: str, fn: Callable[[*Args], object], *args: *Args
+) -> threading.Thread:
+    """Call ``fn(*args)`` in a thread that the interpreter's exit does not wait for."""
+    thread = threading.Thread(target=fn, args=args, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 class BridgeStatistics(NamedTuple):
@@ -133,11 +142,7 @@ class Bridge:
             raise ClosedError(self._name)
         call = _Call(functools.partial(contextvars.copy_context().run, fn, *args))
         ended: Future[None] = Future()
-        name = f"{self._name}-apart"
-        thread = threading.Thread(
-            target=_end_into, args=(call, ended), name=name, daemon=True
-        )
-        thread.start()
+        thread = start_daemon(f"{self._name}-apart", _end_into, call, ended)
         self._works.add(ended)
         try:
             await _ended(ended)
@@ -186,8 +191,7 @@ class Bridge:
         """
         self.refuse()
         ended: Future[None] = Future()
-        closer = threading.Thread(target=self._close_into, args=(ended,), daemon=True)
-        closer.start()
+        closer = start_daemon(f"{self._name}-closer", self._close_into, ended)
         try:
             async with asyncio.timeout(timeout):
                 await _ended(ended)

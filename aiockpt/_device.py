@@ -24,6 +24,7 @@ __all__ = [
     "completed",
     "numbered",
     "port_for",
+    "settle",
 ]
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -144,6 +145,15 @@ def numbered(device: torch.device) -> torch.device:
     if device.type == "cpu" or ":" in str(device):
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def settle() -> None:
+    """Block until what the calling thread's current stream has been given has run.
+
+    For a caller who hands tensors to another thread, whose current stream is another.
+    """
+    if torch.accelerator.is_available():
+        torch.accelerator.current_stream().synchronize()
 
 
 async def completed(event: Event) -> None:

@@ -139,7 +139,7 @@ def _ranks(payload: object) -> Ranks:
     steps = None if strides is None else _ints(strides, low=-_MAX)
     found = Ranks(_ints(sizes, low=1), steps, _ints(ranks, dims=None))
     count = found.count if steps is None else 1
-    _demand(bool(found.sizes) and len(found.ranks) == count, "the ranks of a mesh")
+    _demand(len(found.ranks) == count, "the ranks of a mesh")
     _demand(steps is None or len(steps) == len(found.sizes), "the ranks of a mesh")
     return found
 

@@ -82,6 +82,8 @@ class Meshes:
         if mesh not in self._found:
             self._found[mesh] = find_mesh(mesh)
             self._places[mesh] = mesh.grid.coordinate(this_rank(str(mesh)))
+        if not mesh.grid.sizes:
+            return self._found[mesh]
         at = self._places[mesh]
         if layout.held(at) != layout.held(layout.coordinate):
             detail = f"this rank is at {at} and holds another part of the tensor"
@@ -111,6 +113,8 @@ def find_mesh(mesh: Mesh) -> DeviceMesh:
 def _over_groups(mesh: Mesh) -> DeviceMesh:
     from torch.distributed.device_mesh import DeviceMesh
 
+    if not mesh.grid.sizes:
+        return _of_one(mesh)
     ranks = check_ranks(mesh.grid, str(mesh))
     groups = [_group_along(mesh, dim) for dim in range(len(mesh.grid.sizes))]
     grid = torch.tensor(ranks, dtype=torch.int).view(mesh.grid.sizes)
@@ -122,6 +126,14 @@ def _over_groups(mesh: Mesh) -> DeviceMesh:
     if hasattr(made, "_pg_registry"):  # torch.compile's, and newer than 2.10
         made._pg_registry.update((group.group_name, group) for group in groups)  # noqa: SLF001
     return made
+
+
+def _of_one(mesh: Mesh) -> DeviceMesh:
+    """Return a mesh without dimensions: its tensors are whole, and need no group."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    rank = torch.tensor(mesh.grid.ranks[0], dtype=torch.int)
+    return DeviceMesh(mesh.device_type, rank, _init_backend=False)
 
 
 def _group_along(mesh: Mesh, dim: int) -> dist.ProcessGroup:

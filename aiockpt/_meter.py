@@ -21,11 +21,19 @@ class Meter:
         self._started = 0.0
 
     def expect(self, outline: Outline) -> None:
-        """Set the totals."""
+        """Set the totals to those of the whole."""
         self._state = replace(
             self._state,
             bytes_total=outline.grid.segment_bytes,
             chunks_total=len(outline.grid),
+        )
+
+    def expect_more(self, nbytes: int, chunks: int) -> None:
+        """Raise the totals: this part is wanted, too."""
+        self._state = replace(
+            self._state,
+            bytes_total=self._state.bytes_total + nbytes,
+            chunks_total=self._state.chunks_total + chunks,
         )
 
     def at(self, stop: str) -> None:

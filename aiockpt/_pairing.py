@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TypeAlias
+from operator import itemgetter
+from typing import Final, TypeAlias
 
 import torch
 
@@ -25,6 +26,9 @@ __all__ = ["Misfit", "Pairing"]
 
 # What a tensor is here, and how it travelled, need not agree.
 _LOCAL_FLAGS = PARAMETER | REQUIRES_GRAD | COMPACTED
+
+# Tensors that are compared by one call: their numbers are objects meanwhile.
+_SLICE: Final = 512
 
 Misfit: TypeAlias = "tuple[str, str] | None"
 """What is expected and what there is, where a pair does not fit."""
@@ -48,6 +52,27 @@ class Pairing:
         self._shapes = manifest.entries.shapes
         self.tensors = Bijection(manifest.tensor_count, len(tensors))
         self.entries = Bijection(len(manifest.entries), len(tensors))
+
+    def add_all(self, theirs: Sequence[int], own: Sequence[int]) -> bool:
+        """Pair plain tensors, none of which is shared: most states have no others.
+
+        Returns False where one is something else, or does not fit; this pairing is of
+        no use then, and `add` finds out in another one.
+        """
+        if max(theirs, default=-1) >= len(self._dtypes):
+            return False
+        for start in range(0, len(theirs), _SLICE):
+            some, mine = theirs[start : start + _SLICE], own[start : start + _SLICE]
+            there, here = itemgetter(*some), itemgetter(*mine)
+            if (
+                there(self._dtypes) != here(self._drafts.codes)
+                or there(self._shapes) != here(self._drafts.shapes)
+                or not self.tensors.add_all(some, mine)
+            ):
+                return False
+        # A plain tensor has the number of its entry, on either side.
+        self.entries.there = self.tensors.there[: len(self._dtypes)]
+        return True
 
     def add(self, number: int, mine: int) -> Misfit:
         """Pair two tensors, and their entries, if they fit."""
@@ -104,6 +129,16 @@ class Bijection:
         self.there[theirs] = own
         self._back[own] = theirs
         return None
+
+    def add_all(self, theirs: Sequence[int], own: Sequence[int]) -> bool:
+        """Map new numbers to new ones, until one is not; return whether all were."""
+        there, back = self.there, self._back
+        for number, mine in zip(theirs, own, strict=True):
+            if there[number] >= 0 or back[mine] >= 0:
+                return False
+            there[number] = mine
+            back[mine] = number
+        return True
 
 
 def _comparable(spec: TensorSpec) -> tuple[object, ...]:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, TypeAlias
+
+from aiockpt.wire.limits import enforce
 
 __all__ = ["Select", "Selection", "below", "item"]
+
+_LONGEST: Final = 16 << 10
 
 Select: TypeAlias = Iterable[str] | Callable[[str], bool]
 """Dotted paths, with all that is below each; or a function that is asked for each."""
 
 
 def below(path: str, key: object) -> str:
-    """Return the path of what a dict has under ``key``."""
-    return f"{path}.{key}" if path else f"{key}"
+    """Return the path of what a dict has under ``key``.
+
+    Raises:
+        LimitExceededError: it is so long that a peer must want to waste our time.
+    """
+    found = f"{path}.{key}" if path else f"{key}"
+    enforce("the length of a path", len(found), _LONGEST)
+    return found
 
 
 def item(path: str, index: int) -> str:
@@ -30,6 +40,9 @@ class Selection:
         if isinstance(wanted, str):
             raise TypeError(f"select takes a list of paths, not the string {wanted!r}")
         self._wanted = dict.fromkeys(wanted, False)
+        # Where a wanted path may end in another: few lengths, however many paths.
+        self._sizes = sorted({*map(len, self._wanted)})
+        self._above = {upper for each in self._wanted for upper in _upwards(each)}
         self.everything = select is None
 
     def __repr__(self) -> str:
@@ -37,12 +50,16 @@ class Selection:
 
     def takes(self, path: str) -> bool:
         """Say whether everything at and below a path is selected."""
-        if self._asks is not None:
-            return False
-        found = [each for each in self._wanted if _reaches(each, path)]
+        if not self._wanted:
+            return self.everything
+        found = [
+            upper
+            for size in self._sizes
+            if (upper := path[:size]) in self._wanted and _ends(path, size)
+        ]
         for each in found:
             self._wanted[each] = True
-        return self.everything or bool(found)
+        return bool(found)
 
     def takes_leaf(self, path: str) -> bool:
         """Say whether a value is selected in which nothing can be selected apart."""
@@ -52,15 +69,23 @@ class Selection:
         """Say whether something below a path may be selected, or all of it is."""
         if self.everything or self._asks is not None:
             return True
-        return any(_reaches(path, each) for each in self._wanted) or self.takes(path)
+        return path in self._above or self.takes(path)
 
     def unmet(self) -> list[str]:
         """Return the selected paths that were not found."""
         return [path for path, met in self._wanted.items() if not met]
 
 
-def _reaches(upper: str, lower: str) -> bool:
-    """Say whether ``lower`` is at or below ``upper``."""
-    if not upper or lower == upper:
-        return True
-    return lower.startswith(upper) and lower[len(upper)] in ".["
+def _ends(path: str, size: int) -> bool:
+    """Say whether a step of the path ends after ``size`` letters."""
+    return not size or size == len(path) or path[size : size + 1] in (".", "[")
+
+
+def _upwards(path: str) -> Iterator[str]:
+    """Yield a path and all that are above it: whatever ends before a dot or bracket."""
+    if path:
+        yield ""
+    for at, letter in enumerate(path):
+        if at and letter in ".[":
+            yield path[:at]
+    yield path

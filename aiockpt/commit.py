@@ -8,12 +8,9 @@ Everything here blocks, and needs no tensors.
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import fcntl
 import os
 import re
-import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -22,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from aiockpt._files import exchange, is_at, lock, trash
 from aiockpt.directory import (
     MARKER,
     RankFile,
@@ -34,11 +32,8 @@ from aiockpt.errors import StorageError
 from aiockpt.storage import named, sync_directory
 from aiockpt.wire.layout import ID_SLICE, LENGTH_BYTES, PREFIX
 
-__all__ = ["Draft", "is_at", "lock", "remove_tree", "trash"]
+__all__ = ["Draft"]
 
-_AT_FDCWD: Final = -100
-_RENAME_EXCHANGE: Final = 2
-_NO_EXCHANGE: Final = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 _OCCUPIED: Final = {errno.ENOTEMPTY, errno.EEXIST}
 
 _HEAD_BYTES: Final = 4096  # of a header, in which its step stands
@@ -46,8 +41,6 @@ _STEP_SAID = re.compile(rb'\\"step\\":([0-9]{1,19})')
 
 _LOCK_TRIES: Final = 20
 _LOCK_PAUSE: Final = 0.05  # a sweep locks a file only to remove it
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Draft:
@@ -95,6 +88,8 @@ class Draft:
     def keep_file(self) -> None:
         """Give the file its name; with the directory entry on the disk if asked for."""
         with named(self.path):
+            if not self._durable:
+                os.close(os.dup(self.fd))  # what a network says at the end, it says now
             os.rename(self._temporary, self.path)
             self._sync(self.part)
 
@@ -134,10 +129,11 @@ class Draft:
             self.part.rmdir()  # the last rank's succeeds
 
     def close(self) -> None:
-        """Unlock. Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        """Unlock. Idempotent; never raises: what can fail of a write has been asked."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)
 
     def _file_of(self, rank: int) -> Path:
         return self.part / rank_file(rank)
@@ -191,7 +187,7 @@ class Draft:
         except OSError as error:
             if error.errno not in _OCCUPIED:
                 raise
-            if _exchange(self.part, self.target):
+            if exchange(self.part, self.target):
                 yield from _discarded(self.part)
             else:
                 yield from _discarded(old)
@@ -239,51 +235,7 @@ def _described(path: Path, step: int) -> RankFile:
     return RankFile(size, head[ID_SLICE].decode("ascii", "replace"))
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step; False where the system cannot."""
-    if not hasattr(_libc, "renameat2"):
-        return False
-    names = os.fsencode(one), os.fsencode(other)
-    if not _libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE):
-        return True
-    code = ctypes.get_errno()
-    if code in _NO_EXCHANGE:
-        return False
-    raise OSError(code, os.strerror(code), str(other))
-
-
 def _discarded(path: Path) -> Iterator[Path]:
     """Yield what a directory is called as trash, if it is there and can be moved."""
     with suppress(OSError):
         yield trash(path)
-
-
-def trash(path: Path) -> Path:
-    """Take a directory's name away in one step; return what to remove."""
-    name = path.name.removeprefix(".")
-    unused = path.with_name(f".{name}.{secrets.token_hex(4)}.trash")
-    os.rename(path, unused)
-    return unused
-
-
-def remove_tree(path: Path) -> None:
-    """Remove a directory as far as that is possible; a sweep does the rest."""
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def lock(fd: int) -> bool:
-    """Lock a file against other processes; True where it cannot be locked."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
-
-
-def is_at(path: Path, fd: int) -> bool:
-    """Tell whether the open file still has this name."""
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
-    return False

@@ -91,7 +91,7 @@ class Content:
 
     def read_values(self, *, verify: Verify, on_bytes: OnBytes | None) -> None:
         """Read what values other than tensors are made of, before they are made."""
-        places = [self.place(*each) for each in self._value_ranges()]
+        places = [self.place(*each) for each in self.value_ranges()]
         if not self.mapped and places:
             self.fetch(PlacedLanding(places), verify=verify, on_bytes=on_bytes)
 
@@ -129,7 +129,8 @@ class Content:
             allow_pickle=self._allow_pickle,
         )
 
-    def _value_ranges(self) -> list[tuple[int, int]]:
+    def value_ranges(self) -> list[tuple[int, int]]:
+        """Return what values other than tensors are made of."""
         entries, views = self.manifest.entries, self.manifest.views
         found = {
             number if number < len(entries) else views[number - len(entries)].storage

@@ -271,16 +271,16 @@ def _allocate(manifest: Manifest, nbytes: int, limits: Limits) -> Arena:
 
 def _at_home(backings: Backings, ports: PortFor) -> int:
     """Return how many bytes need no arena in a direct receive."""
-    hosts: dict[torch.device, bool] = {}
-    nbytes = 0
-    for entry, (tensor, size) in enumerate(
-        zip(backings.tensors, backings.sizes, strict=True)
-    ):
-        device = tensor.device
-        if device not in hosts:
-            hosts[device] = ports(device) is None
-        if hosts[device] and entry not in backings.parts:
-            nbytes += size
+    tensors, sizes, parts = backings.tensors, backings.sizes, backings.parts
+    devices = {tensor.device for tensor in tensors}
+    away = {device for device in devices if ports(device) is not None}
+    nbytes = sum(sizes) - sum(sizes[entry] for entry in parts)
+    if away:
+        nbytes -= sum(
+            size
+            for entry, (tensor, size) in enumerate(zip(tensors, sizes, strict=True))
+            if tensor.device in away and entry not in parts
+        )
     return nbytes
 
 

@@ -14,6 +14,7 @@ Everything here blocks, and needs no tensors.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -47,6 +48,8 @@ __all__ = [
     "settle",
     "step_of",
 ]
+
+logger = logging.getLogger("aiockpt")
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
@@ -172,7 +175,8 @@ def checkpoint_at(path: StrPath) -> Checkpoint:
             return found
         if identity(place) == before:  # else it was being replaced meanwhile
             break
-    raise CheckpointNotFoundError(str(path), _what_is_at(place))
+    with named(place):
+        raise CheckpointNotFoundError(str(path), _what_is_at(place))
 
 
 def identity(place: Path) -> tuple[int, int] | None:
@@ -193,11 +197,23 @@ def find_checkpoint(path: StrPath) -> Checkpoint | None:
 def list_checkpoints(directory: StrPath) -> list[Checkpoint]:
     """Return the whole checkpoints in a directory, by ascending step.
 
+    A warning names those that may be whole, and cannot be read.
+
     Raises:
         StorageError: the directory cannot be read; there is none if it does not exist.
     """
-    found = [each for each in map(find_checkpoint, _names_in(Path(directory))) if each]
+    found = [each for each in map(_readable, _names_in(Path(directory))) if each]
     return sorted(found, key=lambda each: (each.step, each.name))
+
+
+def _readable(path: Path) -> Checkpoint | None:
+    try:
+        return checkpoint_at(path)
+    except CheckpointNotFoundError:
+        return None
+    except StorageError as error:
+        logger.warning("a checkpoint is passed over: %s", error)
+        return None
 
 
 def latest(directory: StrPath) -> Checkpoint | None:

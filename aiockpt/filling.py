@@ -15,7 +15,7 @@ import torch
 
 from aiockpt._distributed import take_apart
 from aiockpt._selection import Selection, below, item
-from aiockpt.errors import TemplateMismatchError
+from aiockpt.errors import TemplateMismatchError, UnsupportedLeafError
 from aiockpt.wants import Wants
 
 __all__ = ["Filling"]
@@ -47,6 +47,7 @@ class Filling:
         Raises:
             TemplateMismatchError: a value of the template is of another type, or a
                 tensor of another shape or dtype, than the checkpoint's.
+            UnsupportedLeafError: a tensor of the template is sparse.
         """
         if template is not None:
             return self._into(template, found, "")
@@ -146,6 +147,7 @@ class Filling:
         _check_tensor(target, value, path)
         mine, theirs = take_apart(target, ()), take_apart(value, ())
         if mine is None and theirs is None:
+            _check_layout(target, path)
             self._wants.fill(target, value)
             return target
         if mine is None or theirs is None or not _same_layout(mine, theirs):
@@ -170,6 +172,13 @@ def _same_layout(mine: Any, theirs: Any) -> bool:
     if mine.tag != theirs.tag or len(mine.tensors) != len(theirs.tensors):
         return False
     return bool(mine.payload[1:-1] == theirs.payload[1:-1])
+
+
+def _check_layout(target: torch.Tensor, path: str) -> None:
+    """Refuse what is made of other tensors, whose sizes may differ from theirs."""
+    if target.layout is not torch.strided:
+        remedy = "what it is made of cannot be filled; put None in its place"
+        raise UnsupportedLeafError(path, f"{target.layout} tensor", remedy)
 
 
 def _check_tensor(target: torch.Tensor, value: object, path: str) -> None:

@@ -6,6 +6,7 @@ lies between the places goes to spare memory of the reading thread, and is forgo
 
 from __future__ import annotations
 
+import ctypes
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class DeviceMemory:
 
     def __init__(self, tensor: torch.Tensor, port: Port, after: Event) -> None:
         self.port = port
-        self._after = after
+        self.after = after
         self._raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         offset = tensor.storage_offset() * tensor.itemsize
         storage = tensor.untyped_storage()
@@ -44,7 +45,7 @@ class DeviceMemory:
         """Enqueue the copy of ``view`` to the bytes that begin at ``start``."""
         source = torch.frombuffer(view, dtype=torch.uint8)
         pairs = [(self._raw[start : start + view.nbytes], source)]
-        return Sent(self.port.copy(pairs, after=self._after), source)
+        return Sent(self.port.copy(pairs, after=self.after), source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,11 @@ class Place:
     start: int
     stop: int
     memory: memoryview | DeviceMemory
+
+
+def address_of(view: memoryview) -> int:
+    """Return where the bytes of a view are, of which there must be one."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def host_memory(tensor: torch.Tensor) -> memoryview:
@@ -160,6 +166,25 @@ class PlacedLanding:
             if isinstance(place.memory, DeviceMemory):
                 sent = place.memory.put(0, memory[place.start : place.stop])
                 sent.end.synchronize()
+
+    def fence(self) -> None:
+        """Let copies to devices wait for what this thread has enqueued until now."""
+        fences = {id(port): port.fence() for port in self.ports}
+        for place in self._places:
+            if isinstance(place.memory, DeviceMemory):
+                place.memory.after = fences[id(place.memory.port)]
+
+    def bring(self, memory: memoryview, start: int, stop: int) -> None:
+        """Copy ``[start, stop)`` from the data segment's own memory to host places."""
+        for place in self._between(start, stop):
+            there = place.memory
+            if isinstance(there, DeviceMemory) or there.obj is memory.obj:
+                continue
+            first, last = max(place.start, start), min(place.stop, stop)
+            target = there[first - place.start : last - place.start]
+            # Of a foreign function, so that the interpreter lock is free meanwhile.
+            source = memory[first:last]
+            ctypes.memmove(address_of(target), address_of(source), last - first)
 
     def _between(self, start: int, stop: int) -> Iterable[Place]:
         first = max(bisect_right(self._starts, start) - 1, 0)

@@ -28,7 +28,8 @@ class Progress:
         stop: The stop that it is at: ``fetch_manifest``, ``allocate``,
             ``fetch_chunk``, ``load`` or ``rebuild``; ``write``.
         bytes_done: Bytes of the data segment that have arrived, or were written.
-        bytes_total: Bytes of the data segment; 0 until the manifest is known.
+        bytes_total: Bytes of the data segment; 0 until the manifest is known. With
+            ``select`` those of the chunks that are fetched; it may grow once.
         chunks_done: Chunks whose digest matched; over a process group, where digests
             come last, chunks that have arrived.
         chunks_total: Chunks of the data segment.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
@@ -10,7 +11,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
-from aiockpt.commit import is_at, lock, remove_tree, trash
+from aiockpt._files import is_at, lock, remove_tree, trash
 from aiockpt.directory import (
     MARKER,
     Checkpoint,
@@ -76,10 +77,22 @@ def retire(
         keep_every=keep_every,
         spare=linked if spare is None else {spare, *linked},
     )
+    failures: list[StorageError] = []
     for checkpoint in found:
-        with named(checkpoint.path):
-            remove_tree(trash(checkpoint.path))
+        try:
+            _remove(checkpoint.path)
+        except StorageError as error:  # the others go all the same
+            failures.append(error)
+    for failure in failures:
+        raise failure
     return found
+
+
+def _remove(path: Path) -> None:
+    with named(path):
+        if not os.access(path, os.W_OK | os.X_OK):  # its files would stay, as trash
+            raise StorageError(str(path), os.strerror(errno.EACCES))
+        remove_tree(trash(path))
 
 
 def _linked_from(directory: StrPath) -> Iterator[Path]:

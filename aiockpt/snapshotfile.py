@@ -90,8 +90,7 @@ def write_source(path: Path, fd: int, source: Source, *, durable: bool) -> None:
     with named(path), _saying_what_is_free(path, fd, base + size):
         _reserve(fd, base + size)
         started = 0
-        for start in range(0, size, BLOCK):
-            stop = min(start + BLOCK, size)
+        for start, stop in _blocks(base, size):
             _write(fd, source.views(start, stop), base + start)
             if durable and (stop - started >= _WRITEBACK or stop == size):
                 _start_writeback(fd, base + started, stop - started)
@@ -101,6 +100,15 @@ def write_source(path: Path, fd: int, source: Source, *, durable: bool) -> None:
         _write(fd, [memoryview(sealed.header)], 0)
         if durable:
             os.fsync(fd)
+
+
+def _blocks(base: int, size: int) -> Iterator[tuple[int, int]]:
+    """Cut a segment where the file is at a multiple of a block, so at whole pages."""
+    start = 0
+    while start < size:
+        stop = min(start + BLOCK - (base + start) % BLOCK, size)
+        yield start, stop
+        start = stop
 
 
 def _write(fd: int, views: Sequence[memoryview], at: int) -> None:

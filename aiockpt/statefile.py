@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import re
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,12 +96,28 @@ def load_torch(path: Path) -> object:
         StorageError: it is damaged, or holds what only running code brings back.
     """
     mapped = _start_of(path).startswith(_ZIP)
+    if mapped:
+        _check_zip(path)
     try:
         return torch.load(  # noqa: TID251 - weights_only unpickles no code
             path, map_location="cpu", mmap=mapped, weights_only=True
         )
     except Exception as error:  # a damaged file makes torch raise anything
         raise StorageError(str(path), _reason(str(error))) from error
+
+
+def _check_zip(path: Path) -> None:
+    """Refuse compressed entries: torch writes none, and a small one may be huge."""
+    with named(path):
+        try:
+            with zipfile.ZipFile(path) as file:
+                entries = file.infolist()
+        except OSError:
+            raise
+        except Exception as error:  # a damaged file makes it raise anything
+            raise StorageError(str(path), f"torch cannot read it: {error}") from error
+    if any(each.compress_type != zipfile.ZIP_STORED for each in entries):
+        raise StorageError(str(path), "it is compressed, as no file of torch is")
 
 
 def _reason(text: str) -> str:

@@ -121,6 +121,9 @@ class Template:
 
     def _pair(self, manifest: Manifest, places: Places) -> Pairing:
         pairing = Pairing(manifest, self._tensors, self._drafts)
+        if pairing.add_all(places.theirs, places.own):
+            return pairing
+        pairing = Pairing(manifest, self._tensors, self._drafts)
         for place, misfit in enumerate(map(pairing.add, places.theirs, places.own)):
             if misfit is not None:
                 expected, actual = misfit

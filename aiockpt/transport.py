@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from datetime import timedelta
+from operator import index
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias
 
-__all__ = ["CheckpointTransport", "T", "Timeout", "seconds"]
+from aiockpt.wire.entries import INT64_MAX
+
+__all__ = ["CheckpointTransport", "T", "Timeout", "exact_step", "seconds"]
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -31,6 +34,23 @@ def seconds(timeout: Timeout) -> float:
     if not value >= 0:
         raise ValueError(f"timeout must not be negative, got {timeout!r}")
     return float(value)
+
+
+def exact_step(step: object) -> int:
+    """Return a step, of whatever integer type, as an ``int``.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is negative, or has more than 63 bits.
+    """
+    try:
+        number = int(index(step))  # type: ignore[arg-type]
+    except TypeError as error:
+        what = f"step must be an integer, got {step!r} ({type(step).__name__})"
+        raise TypeError(f"{what}; pass int(step)") from error
+    if not 0 <= number <= INT64_MAX:
+        raise ValueError(f"step must be from 0 to 2**63 - 1, got {number}")
+    return number
 
 
 class CheckpointTransport(ABC, Generic[T]):

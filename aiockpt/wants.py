@@ -122,9 +122,9 @@ class Wants:
 
     def finish(self) -> None:
         """Copy what could not be read straight to where it belongs."""
-        with torch.no_grad():
-            for target, source in self._copies:
-                destination, origin = once(target, source)
+        for target, source in self._copies:
+            destination, origin = once(target, source)
+            with torch.inference_mode(target.is_inference()), torch.no_grad():
                 destination.copy_(origin)
 
     def _want(self, source: torch.Tensor, target: torch.Tensor | None) -> bool:

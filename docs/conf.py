@@ -20,7 +20,7 @@ nitpick_ignore_regex = [
         r"py:.*",
         (
             r"(aiohttp|asyncio|collections|datetime|logging|msgspec|os|pathlib|ssl|torch"
-            r"|typing)(\..*)?"
+            r"|typing|web|CollectorRegistry)(\..*)?"
         ),
     ),
     (r"py:(class|obj)", r"(aiockpt\..*\.)?[BT]"),  # type variables

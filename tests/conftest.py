@@ -20,6 +20,7 @@ from leakcheck import KINDS, ErrorLog, Footprint, allowed_leaks
 
 HERE = Path(__file__).parent
 HAS_TORCH = find_spec("torch") is not None
+HAS_TORCHFT = HAS_TORCH and find_spec("torchft") is not None
 HAS_UVLOOP = find_spec("uvloop") is not None
 
 TORCH_FREE = (
@@ -42,6 +43,8 @@ def pytest_report_header() -> list[str]:
     lines = [f"aiockpt: {Path(aiockpt.__file__).parent}"]
     if not HAS_TORCH:
         lines.append("torch is not installed: only the torch-free rooms are tested")
+    elif not HAS_TORCHFT:
+        lines.append("torchft is not installed: tests/torchft runs in `nox -s torchft`")
     return lines
 
 
@@ -55,7 +58,9 @@ def pytest_configure() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out what cannot be imported without torch."""
+    """Leave out what cannot be imported without torch, or without torchft."""
+    if not HAS_TORCHFT and collection_path == HERE / "torchft":
+        return True
     if HAS_TORCH or not collection_path.name.startswith("test_"):
         return None
     inside = collection_path.relative_to(HERE).as_posix()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from aiockpt.bench import main
+from aiockpt.bench.embedded import during, rows_of_embedded
 from aiockpt.bench.footprint import Footprint
 from aiockpt.bench.memory import TOUCHED
 from aiockpt.bench.process import BenchError, Worker
@@ -23,8 +24,10 @@ from aiockpt.bench.rows import (
 )
 from aiockpt.bench.shapes import SHAPES, cut, looks_right, numbered, shape_of
 from aiockpt.bench.statistics import Sample, Series, best, percentile
+from aiockpt.bench.timed import Cost
 
 MIB = 1 << 20
+WITH_OR_WITHOUT = ("without", "with")
 OURS_BY_GROUP = ("aiockpt, fresh", "aiockpt, in place")
 
 
@@ -88,6 +91,54 @@ def test_a_tiny_run_of_the_checkpointer_yields_its_table(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.timeout(300)  # three processes import torch, one after the other
+def test_a_tiny_run_in_an_app_yields_its_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The app answers during the transfer, and its processes end."""
+    file = tmp_path / "bench.json"
+    options = ["--embedded", "--size", "0.06", "--repeat", "1"]
+    assert main([*options, "--markdown", "--json", str(file)]) == 0
+    table = capsys.readouterr().out
+    for what in (
+        "median of small requests",
+        "p99 of small requests",
+        "slowest small request",
+        "receive in place, meanwhile",
+    ):
+        assert f"| {what} | 61 x 1 MiB | " in table
+    found = json.loads(file.read_text())["samples"]["1m"]
+    alone, both = (
+        found[f"the app {how} the transfer"][0] for how in ("without", "with")
+    )
+    assert len(alone["latencies"]) > 10
+    assert 0 < len(both["latencies"]) < 1000
+    assert min(alone["latencies"] + both["latencies"]) > 0
+
+
+def test_only_requests_beside_the_transfer_count() -> None:
+    """What was answered before it, or sent after it, says nothing about it."""
+    cost: Cost = {"began": 10.0, "seconds": 1.0, "cpu": 0.0, "lags": []}
+    visits = [(9.8, 0.1), (9.9, 0.2), (10.5, 0.3), (10.9, 0.4), (11.1, 0.5)]
+    assert during(cost, visits) == [0.2, 0.3, 0.4]
+
+
+def test_small_requests_have_no_target() -> None:
+    """They are shown beside those of the app that does nothing else."""
+    requests = {"with": [0.001] * 98 + [0.5, 0.8], "without": [0.001] * 99 + [0.2]}
+    found = {
+        f"the app {how} the transfer": Series(
+            how, 10**9, [Sample(seconds=2.0, latencies=latencies)]
+        )
+        for how, latencies in requests.items()
+    }
+    found["the transfer without requests"] = series("x", 1.0)
+    rows = list(rows_of_embedded(shape_of("1m", MIB), found))
+    values = [(row.value, row.reference_value) for row in rows]
+    assert values == [(1, 1), (500, 1), (800, 200), (0.5, 1)]
+    assert {row.verdict for row in rows} == {""}
+
+
 def test_too_little_memory_is_an_error_before_anything_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -98,7 +149,14 @@ def test_too_little_memory_is_an_error_before_anything_starts(
 
 @pytest.mark.parametrize(
     "argv",
-    [["--size", "0"], ["--repeat", "0"], ["--shapes", "7m"], ["--connections", "x"]],
+    [
+        ["--size", "0"],
+        ["--repeat", "0"],
+        ["--shapes", "7m"],
+        ["--connections", "x"],
+        ["--embedded", "--checkpointer"],
+        ["--embedded", "--transport", "pg"],
+    ],
 )
 def test_wrong_arguments_are_refused(argv: Sequence[str]) -> None:
     """A benchmark of nothing would print nonsense."""

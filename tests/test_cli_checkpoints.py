@@ -11,34 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from aiockpt.checkpointers.barriers import Barrier
-from aiockpt.checkpointers.config import RankInfo
-from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.cli import main
 from aiockpt.commit import Draft
 from aiockpt.directory import MARKER, checkpoint_at
 from aiockpt.testing import assert_same
-from saved import CHUNK, config, flip, load, names, save, training_state
+from commandline import serving
+from saved import CHUNK, flip, load, names, save, save_by_two, training_state
 
 FILE = "checkpoint_0.safetensors"
 
 
-class Nobody(Barrier):
-    """Lets everybody through."""
-
-    def execute_barrier(self) -> None:
-        pass
-
-
 def save_two_ranks(path: Path) -> Path:
-    """Save a checkpoint of two ranks, the second one first."""
-    with Draft(path, 1, durable=False) as draft:
-        other = save(path.with_name("other-4"), {"rank": 1}) / FILE
-        draft.temporary.write_bytes(other.read_bytes())
-        draft.keep_file()
-        writer = CheckpointWriter(config(), RankInfo(0, 2), Nobody())
-        writer.write(path, {"rank": 0, "a": torch.zeros(CHUNK)})
-    return path
+    """Save a checkpoint of two ranks, of which one has a tensor."""
+    return save_by_two(path, {"a": torch.zeros(CHUNK)})
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -82,7 +67,7 @@ class TestLs:
         """One document."""
         save_two_ranks(tmp_path / "step-4")
         assert main(["ls", "--json", str(tmp_path)]) == 0
-        (_, found) = json.loads(capsys.readouterr().out)
+        (found,) = json.loads(capsys.readouterr().out)
         assert (found["name"], found["step"], found["world_size"]) == ("step-4", 4, 2)
         assert found["bytes"] == checkpoint_at(tmp_path / "step-4").nbytes
 
@@ -103,7 +88,7 @@ class TestInspect:
     ) -> None:
         """Of one rank, or of the one that is chosen."""
         path = save_two_ranks(tmp_path / "step-4")
-        assert main(["inspect", str(path.with_name("other-4"))]) == 0
+        assert main(["inspect", str(save(tmp_path / "alone-4", {}))]) == 0
         assert "step 4" in capsys.readouterr().out
         assert "choose one with --rank" in error_of(capsys, "inspect", path)
         assert "none of them was 2" in error_of(capsys, "inspect", path, "--rank", 2)
@@ -148,6 +133,21 @@ class TestVerify:
         path, other = (save(tmp_path / f"s{i}", {"a": i}) for i in (1, 2))
         (other / FILE).rename(path / FILE)
         assert "the marker names" in error_of(capsys, "verify", path)
+
+
+class TestServe:
+    """A checkpoint's file is served as it is."""
+
+    def test_what_was_saved_is_loaded_from_a_peer(self, tmp_path: Path) -> None:
+        """Whole, or some of it; and what was served is saved again."""
+        state = training_state()
+        del state["rng"]
+        saved = save(tmp_path / "step-9", state)
+        with serving(saved / FILE) as running:
+            assert_same(load(running.metadata), state)
+            assert load(running.metadata, select=["step"]) == {"step": 100}
+            again = save(tmp_path / "step-10", load(running.metadata))
+        assert_same(load(again), state)
 
 
 class TestConvert:

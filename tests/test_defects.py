@@ -249,7 +249,7 @@ class TestPeers:
                 started = time.monotonic()
                 with pytest.raises(TransferTimeoutError, match="timed out"):
                     await receiver.recv_checkpoint(0, through(proxy, sender), 1, 0.5)
-                assert time.monotonic() - started < 1
+                assert time.monotonic() - started < 5  # the drip takes 20
 
     async def test_a_slow_reader_that_progresses_is_served_to_the_end(self) -> None:
         """The stall timeout is no budget for the whole transfer."""
@@ -348,7 +348,7 @@ class TestShutdown:
         port = port_of(sender)
         started = time.monotonic()
         await sender.shutdown(wait=wait)
-        assert time.monotonic() - started < 0.4
+        assert time.monotonic() - started < 2
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=1)
 

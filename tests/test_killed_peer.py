@@ -75,7 +75,7 @@ async def test_it_is_an_error_at_once() -> None:
         killing = Killing(process)
         with pytest.raises(TransportError):
             await receiver.recv_checkpoint(0, url, 1, progress=killing)
-        assert time.monotonic() - killing.since < 1
+        assert time.monotonic() - killing.since < 5
 
 
 async def test_a_restarted_process_lets_the_receive_finish() -> None:

@@ -195,13 +195,13 @@ class TestShutdown:
         sender = transport()
         await sender.send_checkpoint([], 1, weights())
         for _ in range(4):
-            sender._bridge.post(time.sleep, 0.1)
+            sender._bridge.post(time.sleep, 0.5)
         longest, last = 0.0, time.monotonic()
         shutdown = asyncio.create_task(sender.shutdown())
         while not shutdown.done():
             await asyncio.sleep(0.001)
             longest, last = max(longest, time.monotonic() - last), time.monotonic()
-        assert longest < 0.09
+        assert longest < 0.45
 
     async def test_a_second_one_waits_for_the_first(self) -> None:
         """Whoever called it may exit the process."""

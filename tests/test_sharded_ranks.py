@@ -10,44 +10,47 @@ from pathlib import Path
 import pytest
 
 import aiockpt
+from forked import kill_all
 
 SUPPORT = Path(__file__).parent / "support"
 SECONDS = 150
 
 pytestmark = pytest.mark.timeout(SECONDS + 30)
 
+Job = tuple[subprocess.Popen[str], int]
+"""The process that leads the ranks of a job, and how many these are."""
+
 
 def started(
     scenario: str, ranks: int, directory: Path, program: str = "sharded_rank.py"
-) -> list[subprocess.Popen[str]]:
-    """Start the ranks of one job."""
+) -> Job:
+    """Start the ranks of one job: a process that forks into them."""
     directory.mkdir()
     package = Path(aiockpt.__file__).parents[1]
     paths = os.pathsep.join([str(package), str(SUPPORT)])
     command = [sys.executable, str(SUPPORT / program), scenario]
-    return [
-        subprocess.Popen(
-            [*command, str(rank), str(ranks), str(directory)],
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
+    leader = subprocess.Popen(
+        [*command, str(ranks), str(directory)],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    return leader, ranks
 
 
-def joined(processes: list[subprocess.Popen[str]]) -> None:
+def joined(*jobs: Job) -> None:
     """Wait for all of them; fail with what the first that failed said."""
     try:
-        for process in processes:
-            said, complained = process.communicate(timeout=SECONDS)
-            assert process.returncode == 0, complained
-            assert said.strip().endswith("done")
+        for leader, ranks in jobs:
+            said, complained = leader.communicate(timeout=SECONDS)
+            assert leader.returncode == 0, complained
+            assert said.count("done") == ranks
     finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+        for leader, _ in jobs:
+            kill_all(leader.pid)
+            leader.communicate()
 
 
 def test_fsdp_over_tensor_parallelism(tmp_path: Path) -> None:
@@ -64,4 +67,4 @@ def test_two_jobs(tmp_path: Path) -> None:
     """FSDP2 models of two worlds: over HTTP, and over a group of a rank of either."""
     sending = started("sending_job", 2, tmp_path / "sending", "job_rank.py")
     receiving = started("receiving_job", 2, tmp_path / "receiving", "job_rank.py")
-    joined([*sending, *receiving])
+    joined(sending, receiving)

@@ -515,7 +515,7 @@ class TestPeerThatGoes:
             started = time.monotonic()
             with pytest.raises(TransportError):
                 await task
-            assert time.monotonic() - started < 0.5
+            assert time.monotonic() - started < 5
 
     async def test_it_may_come_back(self) -> None:
         """With the same state; what had arrived is not fetched again."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 
+from aiockpt.bench.embedded import measure_embedded, rows_of_embedded
 from aiockpt.bench.footprint import Footprint, measure_footprint
 from aiockpt.bench.group_measuring import (
     GroupPair,
@@ -67,6 +68,9 @@ def _measure(options: Options) -> Report:
     if options.checkpointer:
         _measure_saving(report, options)
         return report
+    if options.embedded:
+        _measure_embedded(report, options)
+        return report
     plan = Plan(
         size=options.size,
         repeat=options.repeat,
@@ -94,6 +98,15 @@ def _measure_saving(report: Report, options: Options) -> None:
         )
         report.series[shape] = dict(found.series())
         report.rows += rows_of_saving(shape, found)
+
+
+def _measure_embedded(report: Report, options: Options) -> None:
+    for shape in _shapes(options):
+        found = measure_embedded(
+            shape, options.size, options.repeat, partial(_note, shape)
+        )
+        report.series[shape] = found
+        report.rows += rows_of_embedded(shape, found)
 
 
 def _shapes(options: Options) -> Iterable[Shape]:

@@ -35,7 +35,7 @@ class Plan:
     rival: bool
 
 
-def sample_of(sender: Cost, receiver: Cost) -> Sample:
+def sample_of(sender: Cost, receiver: Cost, latencies: Sequence[float] = ()) -> Sample:
     """Return what a transfer cost both ends; its time is the receiver's."""
     return Sample(
         seconds=receiver["seconds"],
@@ -43,6 +43,7 @@ def sample_of(sender: Cost, receiver: Cost) -> Sample:
         receiver_cpu=receiver["cpu"],
         sender_lags=sender["lags"],
         receiver_lags=receiver["lags"],
+        latencies=latencies,
     )
 
 

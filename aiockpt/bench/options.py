@@ -29,6 +29,7 @@ class Options:
     connections: tuple[int, ...]
     torchft: bool
     checkpointer: bool
+    embedded: bool
     json: Path | None
     markdown: bool
     check: bool
@@ -36,9 +37,14 @@ class Options:
 
 def parse(argv: Sequence[str]) -> Options:
     """Return the options; exits with a message for wrong ones."""
-    given = _parser().parse_args(argv)
+    parser = _parser()
+    given = parser.parse_args(argv)
+    http = given.transport == "http"
+    if given.embedded and (given.checkpointer or not http):
+        parser.error("--embedded is about HTTP in an app: no other subject with it")
     size = given.size or (_QUICK_SIZE if given.quick else _SIZE)
-    shapes = SHAPES[:1] if given.checkpointer else SHAPES
+    one = given.checkpointer or given.embedded
+    shapes = SHAPES[:1] if one else SHAPES
     return Options(
         transport=given.transport,
         size=int(size * 2**30),
@@ -47,6 +53,7 @@ def parse(argv: Sequence[str]) -> Options:
         connections=tuple(dict.fromkeys((1, given.connections))),
         torchft=given.torchft,
         checkpointer=given.checkpointer,
+        embedded=given.embedded,
         json=given.json,
         markdown=given.markdown,
         check=given.check,
@@ -72,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-torchft", dest="torchft", action="store_false", help="leave torchft out")
     add("--checkpointer", action="store_true",
         help="measure saving instead, below the working directory")  # fmt: skip
+    add("--embedded", action="store_true",
+        help="measure what a transfer costs the app that serves it")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="write all samples there")
     add("--markdown", action="store_true", help="print tables for a document")
     add("--check", action="store_true", help="exit with 1 if a target is missed")

@@ -113,7 +113,7 @@ def _detail_cells(report: Report) -> list[list[str]]:
 
 
 def _speed(series: Series) -> list[str]:
-    if series.name == "idle":
+    if series.name == "idle" or not series.nbytes:
         return [""] * 4
     slowest, fastest = series.speeds
     return [

@@ -71,8 +71,13 @@ class Saver:
         return {"seconds": memcpy(memory, bytes_of(self._flat))}
 
     async def write_raw(self, *, fsync: bool) -> Figures:
-        """Write the same bytes to a plain file."""
+        """Write the same bytes to a plain file.
+
+        The first large write after a pause is slow, whoever makes it: one goes before.
+        """
         path, memory = self._place / "raw", bytes_of(self._flat)
+        write_raw(path, memory, fsync=True)
+        clean(self._place)
         return self._cleaned({"seconds": write_raw(path, memory, fsync=fsync)})
 
     # ------------------------------------------------------------------ saving

@@ -27,6 +27,7 @@ class Sample:
         receiver_cpu: Seconds that the receiver's process computed meanwhile.
         sender_lags: How late the sender's ticker was, in seconds, tick by tick.
         receiver_lags: How late the receiver's ticker was.
+        latencies: How long small requests took meanwhile, one by one.
     """
 
     seconds: float
@@ -34,6 +35,7 @@ class Sample:
     receiver_cpu: float = 0.0
     sender_lags: Sequence[float] = ()
     receiver_lags: Sequence[float] = ()
+    latencies: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,11 @@ class Series:
     def receiver_lags(self) -> list[float]:
         """The receiver's ticks of all samples."""
         return [lag for sample in self.samples for lag in sample.receiver_lags]
+
+    @property
+    def latencies(self) -> list[float]:
+        """The small requests of all samples."""
+        return [took for sample in self.samples for took in sample.latencies]
 
 
 def best(series: Mapping[str, Series], prefix: str) -> Series | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypedDict, TypeVar
+from typing import NotRequired, TypedDict, TypeVar
 
 from aiockpt.bench.ticker import Ticker
 
@@ -14,11 +14,15 @@ T = TypeVar("T")
 
 
 class Cost(TypedDict):
-    """What an act took, as it travels between processes."""
+    """What an act took, as it travels between processes.
+
+    ``began`` is on the system's monotonic clock, which all of them share.
+    """
 
     seconds: float
     cpu: float
     lags: list[float]
+    began: NotRequired[float]
 
 
 class Watch:
@@ -28,17 +32,20 @@ class Watch:
         self._ticker = Ticker()
         self._cpu = 0.0
         self._started = 0.0
+        self._began = 0.0
 
     def start(self) -> None:
         """Count from now on."""
         self._ticker.start()
+        self._began = time.monotonic()
         self._cpu, self._started = time.process_time(), time.perf_counter()
 
     async def stop(self) -> Cost:
         """Return what was counted."""
         seconds = time.perf_counter() - self._started
         cpu = time.process_time() - self._cpu
-        return {"seconds": seconds, "cpu": cpu, "lags": await self._ticker.stop()}
+        lags = await self._ticker.stop()
+        return {"seconds": seconds, "cpu": cpu, "lags": lags, "began": self._began}
 
 
 async def timed(act: Callable[[], Awaitable[T]]) -> tuple[T, Cost]:

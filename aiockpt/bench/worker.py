@@ -1,4 +1,4 @@
-"""One of the two processes: ``python -m aiockpt.bench.worker ROLE``.
+"""One of the processes: ``python -m aiockpt.bench.worker ROLE``.
 
 It reads commands from its standard input, one JSON object a line,
 ``{"do": name, "with": {...}}``, and answers ``{"ok": value}`` or ``{"error": text}`` on
@@ -16,19 +16,24 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from aiockpt._bridge import Bridge
+from aiockpt.bench.app import AppSender
 from aiockpt.bench.group import GroupReceiver, GroupSender
 from aiockpt.bench.receiver import Receiver
 from aiockpt.bench.saver import Saver
 from aiockpt.bench.sender import Sender
+from aiockpt.bench.visitor import Visitor
 
 __all__ = ["main"]
 
-_ROLES: dict[str, type[Sender | Receiver | Saver]] = {
+_Role = type[Sender | Receiver | Saver | Visitor]
+_ROLES: dict[str, _Role] = {
     "sender": Sender,
     "receiver": Receiver,
     "group sender": GroupSender,
     "group receiver": GroupReceiver,
     "saver": Saver,
+    "app": AppSender,
+    "visitor": Visitor,
 }
 _THREADS = 16
 
@@ -41,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
         asyncio.run(_obey(_ROLES[argv[0]], answers))
 
 
-async def _obey(role: type[Sender | Receiver | Saver], answers: TextIO) -> None:
+async def _obey(role: _Role, answers: TextIO) -> None:
     bridge = Bridge(threads=_THREADS, name="bench")
     worker = role(bridge)
     async for line in await _input():

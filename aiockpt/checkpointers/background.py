@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
 from aiockpt._lifetime import Lifetime
-from aiockpt.checkpointers.base import Checkpointer
+from aiockpt.checkpointers.base import Checkpointer, step_for
 from aiockpt.checkpointers.config import BusyPolicy
 from aiockpt.checkpointers.handle import (
     Account,
@@ -25,7 +25,6 @@ from aiockpt.checkpointers.loading import load
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.stager import CheckpointStager, StagedState
 from aiockpt.checkpointers.submission import BackgroundWriter, Submission
-from aiockpt.directory import step_of
 from aiockpt.errors import ClosedError, LocalProtocolError, SaveInProgressError
 from aiockpt.observe import Progress
 from aiockpt.transport import Timeout, seconds
@@ -33,6 +32,7 @@ from aiockpt.transport import Timeout, seconds
 __all__ = ["AsyncCheckpointer"]
 
 _SLOTS: Final = 2  # one is being written, one waits
+_WITH_ITS_HEIR: Final = 3  # the one that waits stays until another was handed over
 _CLOSING: Final = 5.0
 
 
@@ -51,7 +51,8 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         checkpoint_process: Writes what was copied.
         reader: Loads.
         busy_policy: What a save does while two others are not written yet: ``wait``,
-            ``skip`` itself, ``replace`` the one that waits, or ``fail``.
+            ``skip`` itself, ``replace`` the one that waits as soon as it was handed
+            over itself, or ``fail``.
         raise_on_failure: Raise a failure from ``save``, the next ``save`` or
             ``close`` instead.
         keep_last: The process keeps the last staged snapshot when this one dies: its
@@ -116,6 +117,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
 
         Raises:
             SaveInProgressError: the policy is ``fail``, and two others are under way.
+            TypeError, ValueError: ``path`` is no path, or ``step`` no step.
             ClosedError: after :meth:`close`.
             TransferTimeoutError: with ``raise_on_failure``; as all other failures do,
                 it fails the handle otherwise.
@@ -124,7 +126,9 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         """
         if self._raises:
             self._raise_unobserved()
-        handle = SaveHandle(os.fspath(path), kwargs.get("step", step_of(path)))
+        handle = SaveHandle(os.fspath(path), step_for(path, kwargs))
+        if "step" in kwargs:
+            kwargs["step"] = handle.step
         began = time.monotonic()
         try:
             async with self._in_time(timeout), self._its_turn(handle) as goes:
@@ -205,19 +209,16 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
                 yield await self._find_room(handle)
 
     async def _find_room(self, handle: SaveHandle) -> bool:
-        while len(self._under_way) >= _SLOTS:
+        slots = _WITH_ITS_HEIR if self._policy == "replace" else _SLOTS
+        while len(self._under_way) >= slots:
             self._lifetime.check()
             if self._policy == "skip":
                 self._account.skipped(handle)
                 return False
             if self._policy == "fail":
                 raise SaveInProgressError(handle.path, under_way=len(self._under_way))
-            if self._policy == "replace":
-                # The last one: the one before it is being written, or about to be.
-                await self._writer.drop(next(reversed(self._under_way)))
-            else:
-                ends = [submission.ended for submission in self._under_way]
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            ends = [submission.ended for submission in self._under_way]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.sleep(0)  # those that ended leave
         return True
 
@@ -240,6 +241,9 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
             raise
         self._keep(staged)
         self._account.staged(handle, submission.nbytes, began)
+        if self._policy == "replace" and len(self._under_way) >= _SLOTS:
+            # The last one: the one before it is being written, or about to be.
+            self._writer.drop(next(reversed(self._under_way)))
         self._follow(handle, submission)
 
     def _keep(self, staged: Any) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Checkpointer"]
+from aiockpt.directory import StrPath, step_of
+from aiockpt.transport import exact_step
+
+__all__ = ["Checkpointer", "step_for"]
 
 
 class Checkpointer(ABC):
@@ -44,3 +48,13 @@ class Checkpointer(ABC):
     @abstractmethod
     def close(self) -> Any:
         """Let go of everything. Idempotent."""
+
+
+def step_for(path: StrPath, keywords: Mapping[str, object]) -> int:
+    """Return the step of a save: its ``step`` keyword, else :func:`step_of` its path.
+
+    Raises:
+        TypeError, ValueError: what was given is no step.
+    """
+    given = keywords.get("step")
+    return step_of(path) if given is None else exact_step(given)

@@ -122,6 +122,11 @@ class Control:
     def __repr__(self) -> str:
         return f"<Control ending={self._ending}>"
 
+    @property
+    def unheard(self) -> bool:
+        """Whether the trainer has gone, whom a failure would be told to."""
+        return self._ending and self._keep
+
     def run(self) -> None:
         """Serve until :meth:`finish`. For a thread."""
         try:

@@ -15,7 +15,7 @@ __all__ = ["Account", "CheckpointerStatistics", "SaveHandle", "meter"]
 
 
 class CheckpointerStatistics(NamedTuple):
-    """A moment of an asynchronous checkpointer.
+    """A moment of a checkpointer; a synchronous one skips and replaces nothing.
 
     Attributes:
         saves: Calls of ``save`` that were not cancelled.

@@ -10,11 +10,11 @@ from typing import Any
 
 from aiockpt._bridge import Bridge
 from aiockpt._snapshot import Snapshot
+from aiockpt.checkpointers.base import step_for
 from aiockpt.checkpointers.config import CheckpointStagerConfig
 from aiockpt.checkpointers.jobs import encode_keywords
 from aiockpt.checkpointers.messages import pack
 from aiockpt.checkpointers.stager import StagedState, stager_of
-from aiockpt.directory import step_of
 from aiockpt.errors import StorageError
 from aiockpt.memory import Arena
 
@@ -55,7 +55,7 @@ class Handover:
         """Return a snapshot with a reference that is the caller's."""
         found = staged.snapshot if isinstance(staged, StagedState) else staged
         if not isinstance(found, Snapshot):
-            step = keywords.get("step", step_of(path))
+            step = step_for(path, keywords)
             return await self._stager.stage(found, step=step)
         arena = found.arena
         if not self._shared or (arena is not None and arena.fd >= 0):

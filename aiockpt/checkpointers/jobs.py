@@ -101,7 +101,7 @@ class Job:
 class _Watched:
     """A snapshot that tells how far its reader is."""
 
-    def __init__(self, snapshot: Staged, report: Callable[[int], None]) -> None:
+    def __init__(self, snapshot: Staged, report: Callable[[int], object]) -> None:
         self.manifest = snapshot.manifest
         self._snapshot = snapshot
         self._report = report
@@ -157,7 +157,7 @@ def perform(
     keywords: Mapping[str, Any],
     *,
     memory: Callable[[], mmap.mmap | memoryview],
-    report: Callable[[int], None],
+    report: Callable[[int], object],
 ) -> None:
     """Have the writer write a sealed snapshot.
 

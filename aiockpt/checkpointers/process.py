@@ -141,12 +141,10 @@ class CheckpointProcess(BackgroundWriter):
                 snapshot.release()
         return submission
 
-    async def drop(self, submission: Submission) -> bool:
-        """Call off a submission that has not begun; say whether it was."""
+    def drop(self, submission: Submission) -> None:
+        """Call off a submission, unless it has begun."""
         if not submission.begun:
             self._supervisor.drop(submission)
-            await submission.settled()
-        return not submission.begun
 
     async def forsake(self, path: str, step: int, reason: str) -> None:
         """Tell the other ranks, if there are any, that this one saves nothing."""

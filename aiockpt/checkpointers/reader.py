@@ -70,6 +70,7 @@ class CheckpointReader:
         verify: Verify = "full",
         mmap: bool = False,
         on_bytes: OnBytes | None = None,
+        rank: int | None = None,
         **kwargs: Any,
     ) -> tuple[Any, list[str]]:
         """Return the state dict, and the wanted keys that the checkpoint lacks.
@@ -91,10 +92,14 @@ class CheckpointReader:
                 when they are used. It must not be truncated meanwhile.
             on_bytes: Called with numbers of bytes as they are read, from any thread;
                 what it raises ends the reading.
+            rank: Whose part to read, however many ranks wrote it and load it. By
+                default it is this one's, and there must be as many.
             kwargs: Of ``save``, for readers that take them; not needed here.
 
         Raises:
             CheckpointNotFoundError: no whole checkpoint is there.
+            WorldSizeMismatchError: more or fewer ranks wrote it, and no ``rank`` was
+                given.
             StorageError: it cannot be read.
             IntegrityError: a chunk has a wrong digest. A note says whether tensors of
                 the template may hold bytes of it.
@@ -103,8 +108,10 @@ class CheckpointReader:
             MissingKeysError: with ``strict``; nothing was changed.
         """
         del kwargs
+        info = self._rank_info
         reading = Reading(
-            rank=self._rank_info.global_rank,
+            rank=info.global_rank if rank is None else rank,
+            world_size=info.global_world_size if rank is None else None,
             limits=self._limits,
             allow_pickle=self._allow_pickle,
             verify=verify,

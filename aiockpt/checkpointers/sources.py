@@ -22,7 +22,12 @@ from aiockpt.directory import (
     rank_file,
     settle,
 )
-from aiockpt.errors import CheckpointNotFoundError, IntegrityError, StorageError
+from aiockpt.errors import (
+    CheckpointNotFoundError,
+    IntegrityError,
+    StorageError,
+    WorldSizeMismatchError,
+)
 from aiockpt.rangefile import OnBytes, Verify
 from aiockpt.statefile import is_torch_file, load_torch
 from aiockpt.storage import named, opened
@@ -32,6 +37,7 @@ from aiockpt.wire.manifest import Manifest
 __all__ = ["Loaded", "Reading", "is_url", "open_sources"]
 
 _PEER = re.compile(r"https?://", re.IGNORECASE)
+_SEED = re.compile(r"checkpoint_[0-9]+\.pt")
 _SUFFIX: Final = ".safetensors"
 _INDEX: Final = ".safetensors.index.json"
 _TRIES: Final = 10  # while others replace it
@@ -39,9 +45,10 @@ _TRIES: Final = 10  # while others replace it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How one load reads."""
+    """How one load reads: a rank's part, of as many as load (None: of any number)."""
 
     rank: int
+    world_size: int | None
     limits: Limits
     allow_pickle: bool
     verify: Verify
@@ -89,10 +96,10 @@ def open_sources(path: StrPath, reading: Reading) -> Iterator[Loaded]:
         return
     place = settle(path)
     with ExitStack() as files:
-        if place.is_file():
-            yield _of_file(place, reading, files)
-        else:
-            yield _of_directory(place, reading, files)
+        with named(place):
+            found = _of_file if place.is_file() else _of_directory
+            loaded = found(place, reading, files)
+        yield loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +138,7 @@ def _of_directory(place: Path, reading: Reading, files: ExitStack) -> Loaded:
         return _of_checkpoint(place, reading, files)
     legacy = place / f"checkpoint_{reading.rank}.pt"
     if legacy.is_file():
+        _check_seed(place, reading)
         return _of_file(legacy, reading, files)
     names = _shards(place)
     if not names or (place / rank_file(reading.rank)).exists():
@@ -141,6 +149,14 @@ def _of_directory(place: Path, reading: Reading, files: ExitStack) -> Loaded:
             str(place), "it holds several files, and no marker that says which belong"
         )
     return Loaded([shard.content(reading) for shard in shards])
+
+
+def _check_seed(place: Path, reading: Reading) -> None:
+    """Refuse files of more ranks than load; that some are elsewhere may be meant."""
+    saved = sum(_SEED.fullmatch(each) is not None for each in os.listdir(place))
+    loading = reading.world_size
+    if loading is not None and saved > loading:
+        raise WorldSizeMismatchError(str(place), saved=saved, loading=loading)
 
 
 def _of_checkpoint(place: Path, reading: Reading, files: ExitStack) -> Loaded:
@@ -159,8 +175,13 @@ def _rank_file(place: Path, reading: Reading, files: ExitStack) -> _Opened:
 
     Raises:
         IntegrityError: another file has its name.
+        WorldSizeMismatchError: the ranks are not as many as those that wrote it.
     """
-    checkpoint = checkpoint_at(place)
+    checkpoint, loading = checkpoint_at(place), reading.world_size
+    if loading not in (None, checkpoint.world_size):
+        assert loading is not None
+        saved = checkpoint.world_size
+        raise WorldSizeMismatchError(str(place), saved=saved, loading=loading)
     found = _Opened.at(checkpoint.file_of(reading.rank), reading, files)
     expected = checkpoint.files[found.path.name].snapshot
     actual = found.manifest.snapshot_id

@@ -18,6 +18,7 @@ from aiockpt._snapshot import Snapshot
 from aiockpt.checkpointers.config import CheckpointStagerConfig
 from aiockpt.rebuild import Frame, assemble, tensors_over
 from aiockpt.staging import Stager, StagerOptions
+from aiockpt.transport import exact_step
 from aiockpt.wire.limits import Limits
 
 __all__ = ["CheckpointStager", "DefaultStager", "StagedState", "stager_of"]
@@ -136,7 +137,8 @@ class DefaultStager(CheckpointStager):
         """
         del kwargs  # other stagers may want them
         with self._lifetime.call():
-            snapshot = await self._stager.stage(state_dict, step=step)
+            number = exact_step(step)
+            snapshot = await self._stager.stage(state_dict, step=number)
         return StagedState(snapshot, allow_pickle=self._config.allow_pickle)
 
     async def close(self) -> None:

@@ -29,8 +29,6 @@ _LATE: Final = "late"
 _LEGACY: Final = 600.0
 _OF_A_ROUND: Final = ("arrived", "decision", "read")
 
-# How long the host of the store stays for those who have not read how it went.
-_PARTING: Final = 5.0
 _POLL: Final = 0.005
 
 
@@ -47,6 +45,9 @@ class TCPStoreBarrier(Barrier):
         tcpstore_port: The store's port; by default ``MASTER_PORT``.
         master_address: Its host; by default ``MASTER_ADDR``.
         timeout_secs: Waits no longer than this, if the writer would.
+        timeout_parting_secs: How long the host, when it is closed, stays for those who
+            have not read how the last meeting went; for those who were given up there
+            it does not stay.
         is_master: Whether this process hosts the store; by default rank 0 does, unless
             torchrun's agent hosts it at that address already.
     """
@@ -64,6 +65,7 @@ class TCPStoreBarrier(Barrier):
         master_address: str | None = None,
         timeout_secs: float | None = None,
         *,
+        timeout_parting_secs: float = 5,
         is_master: bool | None = None,
     ) -> None:
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -78,6 +80,7 @@ class TCPStoreBarrier(Barrier):
         self._init_timeout = timeout_barrier_init_secs
         self._libuv = use_checkpoint_barrier_tcpstore_libuv
         self._longest = timeout_secs
+        self._parting = timeout_parting_secs
         self._is_master = (
             not (global_rank or hosted) if is_master is None else is_master
         )
@@ -120,11 +123,17 @@ class TCPStoreBarrier(Barrier):
 
     def _wait_for_readers(self, store: Store) -> None:
         key, number = self._done[-1]
-        until = time.monotonic() + _PARTING
-        while store.add(f"{key}/{number}/read", 0) < self._world_size:
+        until = time.monotonic() + self._parting
+        while store.add(f"{key}/{number}/read", 0) < self._expected(store, key, number):
             if time.monotonic() > until:
                 return
             time.sleep(_POLL)
+
+    def _expected(self, store: Store, key: str, number: int) -> int:
+        """Return how many ranks will read how a round went."""
+        if _text(store.get(f"{key}/{number}/decision")).startswith(_LATE):
+            return len(self._arrived(store, f"{key}/{number}/arrived"))
+        return self._world_size
 
     def _connect(self) -> Store:
         if self._store is None:

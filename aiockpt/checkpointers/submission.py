@@ -73,8 +73,11 @@ class Submission:
             self.ended.set_exception(error)
             # Whoever asks gets it. Nobody may: the checkpointer keeps account of it.
             self.ended.exception()
+            written = False
         self._settled.set()
         self._snapshot.release()
+        if written:
+            self.advance(self.nbytes)
 
     async def written(self) -> bool:
         """Wait for the end: True if it is written, False if it was dropped.
@@ -113,8 +116,8 @@ class BackgroundWriter(ABC):
         """
 
     @abstractmethod
-    async def drop(self, submission: Submission) -> bool:
-        """Call off a submission that has not begun; say whether it was."""
+    def drop(self, submission: Submission) -> None:
+        """Call off a submission, unless it has begun; it ends either way."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-from aiockpt.checkpointers.base import Checkpointer
+from aiockpt.checkpointers.base import Checkpointer, step_for
+from aiockpt.checkpointers.handle import CheckpointerStatistics, meter
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.writer import CheckpointWriter
-from aiockpt.directory import StrPath, step_of
+from aiockpt.directory import StrPath
 from aiockpt.errors import ClosedError
-from aiockpt.observe import TransferEvent, emit
+from aiockpt.observe import Progress, TransferEvent, emit
 
 __all__ = ["SyncCheckpointer"]
 
@@ -35,6 +36,7 @@ class SyncCheckpointer(Checkpointer):
         self._writer = writer
         self._reader = reader
         self._closed = False
+        self._account = _Account()
 
     def __enter__(self) -> Self:
         return self
@@ -51,10 +53,19 @@ class SyncCheckpointer(Checkpointer):
         closed = " closed" if self._closed else ""
         return f"<SyncCheckpointer {self._writer}{closed}>"
 
-    def save(self, state_dict: Any, path: StrPath, **kwargs: Any) -> None:
+    def save(
+        self,
+        state_dict: Any,
+        path: StrPath,
+        *,
+        progress: Callable[[Progress], None] | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Write the state dict; returns when all ranks have committed it.
 
         Nobody may mutate it meanwhile. See :meth:`.CheckpointWriter.write`.
+        ``progress`` is called with :class:`.Progress` as it is written, unless by a
+        writer with a ``write`` of its own.
 
         Raises:
             UnsupportedLeafError: a leaf cannot be saved.
@@ -62,8 +73,12 @@ class SyncCheckpointer(Checkpointer):
             ClosedError: after :meth:`close`.
         """
         self._check()
-        with _told("write", path, kwargs.get("step", step_of(path))):
-            self._writer.write(path, state_dict, **kwargs)
+        step, watch = step_for(path, kwargs), _Watch(progress)
+        with self._account.counted(watch), _told("write", path, step, watch):
+            if type(self._writer).write is CheckpointWriter.write:
+                self._writer.write_watched(path, state_dict, watch, **kwargs)
+            else:
+                self._writer.write(path, state_dict, **kwargs)
 
     def load(
         self,
@@ -83,7 +98,7 @@ class SyncCheckpointer(Checkpointer):
             ClosedError: after :meth:`close`.
         """
         self._check()
-        with _told("load", path, None):
+        with _told("load", path, None, _Watch(None)):
             loaded, _ = self._reader.read(
                 path,
                 state_dict,
@@ -92,6 +107,10 @@ class SyncCheckpointer(Checkpointer):
                 **kwargs,
             )
         return loaded
+
+    def statistics(self) -> CheckpointerStatistics:
+        """Return how many saves there were, and what they took."""
+        return self._account.statistics()
 
     def close(self) -> None:
         """Let go of the barrier and of memory. Idempotent."""
@@ -104,8 +123,67 @@ class SyncCheckpointer(Checkpointer):
             raise ClosedError("the checkpointer")
 
 
+class _Watch:
+    """Knows how many bytes one save has, and tells a caller how far it is."""
+
+    def __init__(self, progress: Callable[[Progress], None] | None) -> None:
+        self.nbytes = 0
+        self._progress = progress
+        self._tell: Callable[[int], None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Watch bytes={self.nbytes}>"
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._tell is None:
+            self.nbytes = total
+            self._tell = meter(self._progress, total)
+        if self._tell is not None:
+            self._tell(done)
+
+
+class _Account:
+    """Counts saves."""
+
+    def __init__(self) -> None:
+        self._saves = self._written = self._failed = self._bytes = 0
+        self._seconds = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Account {self.statistics()}>"
+
+    @contextmanager
+    def counted(self, watch: _Watch) -> Iterator[None]:
+        """Count what happens in the block as one save."""
+        began = time.monotonic()
+        self._saves += 1
+        try:
+            yield
+        except BaseException:
+            self._failed += 1
+            raise
+        self._written += 1
+        self._bytes += watch.nbytes
+        self._seconds = time.monotonic() - began
+
+    def statistics(self) -> CheckpointerStatistics:
+        """Return the numbers: the caller is kept for as long as a write takes."""
+        return CheckpointerStatistics(
+            saves=self._saves,
+            written=self._written,
+            failed=self._failed,
+            skipped=0,
+            replaced=0,
+            under_way=self._saves - self._written - self._failed,
+            bytes_written=self._bytes,
+            stall_seconds=self._seconds,
+            write_seconds=self._seconds,
+            restarts=0,
+        )
+
+
 @contextmanager
-def _told(stop: str, path: StrPath, step: int | None) -> Iterator[None]:
+def _told(stop: str, path: StrPath, step: int | None, watch: _Watch) -> Iterator[None]:
     """Emit an event when a call has ended well."""
     started = time.monotonic()
     yield
@@ -113,6 +191,7 @@ def _told(stop: str, path: StrPath, step: int | None) -> Iterator[None]:
         TransferEvent(
             stop=stop,
             step=step,
+            nbytes=watch.nbytes,
             seconds=time.monotonic() - started,
             detail=os.fspath(path).partition("#")[0],
             level=logging.INFO,

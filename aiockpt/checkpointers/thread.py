@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -13,11 +15,20 @@ from aiockpt._bridge import Bridge
 from aiockpt._lifetime import Lifetime
 from aiockpt._snapshot import Snapshot
 from aiockpt.checkpointers.config import CheckpointStagerConfig
+from aiockpt.checkpointers.failures import failure_of
 from aiockpt.checkpointers.handover import Handover, text_of
-from aiockpt.checkpointers.jobs import perform, sealed
+from aiockpt.checkpointers.jobs import (
+    decode_keywords,
+    encode_keywords,
+    perform,
+    sealed,
+)
 from aiockpt.checkpointers.submission import BackgroundWriter, Submission
+from aiockpt.errors import AiockptError, WorkerError
 
 __all__ = ["CheckpointThread"]
+
+logger = logging.getLogger("aiockpt")
 
 _CLOSING: Final = 5.0
 
@@ -26,7 +37,8 @@ class CheckpointThread(BackgroundWriter):
     """Writes checkpoints in one thread; nothing survives this process.
 
     It costs training some of the interpreter lock, and a write that hangs cannot be
-    ended: it is left behind after ``shutdown_timeout_secs``.
+    ended: it is left behind after ``shutdown_timeout_secs``. A loop that ends without
+    :meth:`close` waits for what was handed over.
 
     Args:
         make_writer: Makes the writer, in the thread.
@@ -51,7 +63,7 @@ class CheckpointThread(BackgroundWriter):
         self._count = 0
         self._waiting: dict[Submission, asyncio.Task[None]] = {}
         self._lock = threading.Lock()
-        self._dropped: set[Submission] = set()
+        self._called_off: set[Submission] = set()
 
     def __repr__(self) -> str:
         return f"<CheckpointThread writes={len(self._waiting)}>"
@@ -66,22 +78,23 @@ class CheckpointThread(BackgroundWriter):
         """Hand over a snapshot, or a state dict; see :class:`.BackgroundWriter`."""
         with self._lifetime.call():
             snapshot = await self._handover.snapshot(staged, path, keywords)
-            self._count += 1
-            submission = Submission(self._count, path, snapshot, progress)
-            snapshot.release()
+            try:
+                given = await self._staging.run(_travelled, keywords)
+                self._count += 1
+                submission = Submission(self._count, path, snapshot, progress)
+            except BaseException:
+                snapshot.release()
+                raise
+            # The thread releases it: a write that nobody waits for any more reads on.
             loop = asyncio.get_running_loop()
-            task = loop.create_task(self._write(submission, keywords))
-            self._waiting[submission] = task
+            self._waiting[submission] = loop.create_task(self._outlast(submission))
+            self._bridge.post(self._write, loop, submission, given)
         return submission
 
-    async def drop(self, submission: Submission) -> bool:
-        """Call off a submission that has not begun; say whether it was."""
-        with self._lock:
-            if submission.begun or submission.ended.done():
-                return False
-            self._dropped.add(submission)
-        submission.finish(written=False)
-        return True
+    def drop(self, submission: Submission) -> None:
+        """Call off a submission, unless it has begun."""
+        if self._call_off(submission):
+            submission.finish(written=False)
 
     async def forsake(self, path: str, step: int, reason: str) -> None:
         """Tell the other ranks, if there are any, that this one saves nothing."""
@@ -93,29 +106,94 @@ class CheckpointThread(BackgroundWriter):
             partial(self._lifetime.calls_ended, timeout=_CLOSING), self._finish
         )
 
+    # ------------------------------------------------------------ on the loop
+
+    async def _outlast(self, submission: Submission) -> None:
+        """Keep the loop until the thread has ended, also one that is about to close."""
+        while not submission.ended.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({submission.ended})
+        del self._waiting[submission]
+
+    def _end(
+        self, submission: Submission, seconds: float, failure: AiockptError | None
+    ) -> None:
+        submission.seconds = seconds
+        submission.finish(failure)
+        submission.snapshot.release()
+
     async def _finish(self) -> None:
         if self._waiting:
             await asyncio.wait(self._waiting.values(), timeout=self._timeout)
+        hangs = [*self._waiting]
+        for submission in hangs:
+            self._give_up(submission)
         self._handover.close()
         if callable(close := getattr(self._writer, "close", None)):
             self._bridge.post(close)
-        await self._bridge.aclose(timeout=_CLOSING)
+        await self._bridge.aclose(timeout=0 if hangs else _CLOSING)
         await self._staging.aclose(timeout=_CLOSING)
 
-    async def _write(self, submission: Submission, keywords: Mapping[str, Any]) -> None:
-        loop = asyncio.get_running_loop()
+    def _give_up(self, submission: Submission) -> None:
+        what = "was not begun" if self._call_off(submission) else "has not ended"
+        limit = f"{self._timeout:g} s (subprocess_shutdown_timeout_secs)"
+        detail = f"writing {submission.path} {what} within {limit}"
+        submission.finish(WorkerError(detail))
+
+    def _call_off(self, submission: Submission) -> bool:
+        with self._lock:
+            if submission.begun or submission.ended.done():
+                return False
+            self._called_off.add(submission)
+        submission.snapshot.release()  # the thread will not look at it
+        return True
+
+    # ---------------------------------------------------------- in the thread
+
+    def _write(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        submission: Submission,
+        keywords: Mapping[str, Any],
+    ) -> None:
+        if not self._begin(submission):
+            return
         began = time.monotonic()
+        failure: AiockptError | None = None
         try:
-            done = await self._bridge.run(self._perform, loop, submission, keywords)
-        except BaseException as error:
-            submission.finish(error)
-            if not isinstance(error, Exception):
-                raise
-        else:
-            submission.seconds = time.monotonic() - began
-            submission.finish(written=done)
-        finally:
-            del self._waiting[submission]
+            _tell(loop, submission.begin)
+            self._perform(loop, submission, keywords)
+        except BaseException as error:  # noqa: BLE001 - one failed write ends nothing else
+            failure = _told(error, submission.path)
+        seconds = time.monotonic() - began
+        if not _tell(loop, self._end, submission, seconds, failure):
+            # The loop was closed, and nobody else is left who could say so.
+            submission.snapshot.release()
+            if failure is not None:
+                said = f"{type(failure).__name__}: {failure}"  # which holds no frames
+                logger.error("%s is not saved: %s", submission.path, said)
+
+    def _begin(self, submission: Submission) -> bool:
+        with self._lock:
+            submission.begun = submission not in self._called_off
+            self._called_off.discard(submission)
+        return submission.begun
+
+    def _perform(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        submission: Submission,
+        keywords: Mapping[str, Any],
+    ) -> None:
+        snapshot = submission.snapshot
+        perform(
+            self._made(),
+            text_of(submission.path),
+            _Sealed(snapshot),
+            keywords,
+            memory=partial(_memory, snapshot),
+            report=lambda done: _tell(loop, submission.advance, done),
+        )
 
     def _forsake(self, path: str, step: int, reason: str) -> None:
         if callable(abandon := getattr(self._made(), "abandon", None)):
@@ -125,29 +203,6 @@ class CheckpointThread(BackgroundWriter):
         if self._writer is None:
             self._writer = self._make_writer()
         return self._writer
-
-    def _perform(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        submission: Submission,
-        keywords: Mapping[str, Any],
-    ) -> bool:
-        with self._lock:
-            if submission in self._dropped:
-                self._dropped.remove(submission)
-                return False
-            submission.begun = True
-        loop.call_soon_threadsafe(submission.begin)
-        snapshot = submission.snapshot
-        perform(
-            self._made(),
-            text_of(submission.path),
-            _Sealed(snapshot),
-            keywords,
-            memory=partial(_memory, snapshot),
-            report=lambda done: _advance(loop, submission, done),
-        )
-        return True
 
 
 class _Sealed:
@@ -161,12 +216,32 @@ class _Sealed:
         return f"<Sealed step={self.manifest.step}>"
 
 
+def _travelled(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keywords as they would arrive in a process; refuse what would not."""
+    return decode_keywords(encode_keywords(keywords))
+
+
+def _told(error: BaseException, path: str) -> AiockptError:
+    """Return what a checkpoint process would have told of it."""
+    if isinstance(error, AiockptError):
+        return error
+    facts = failure_of(error)
+    said = f"writing {path} raised {facts.kind}: {facts.text}"
+    found = WorkerError(said, remote_traceback=facts.traceback)
+    found.__cause__ = error
+    return found
+
+
 def _memory(snapshot: Snapshot) -> memoryview:
     (found,) = snapshot.buffers(0, snapshot.manifest.segment_bytes) or [memoryview(b"")]
     return found
 
 
-def _advance(
-    loop: asyncio.AbstractEventLoop, submission: Submission, done: int
-) -> None:
-    loop.call_soon_threadsafe(submission.advance, done)
+def _tell(
+    loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object
+) -> bool:
+    """Have the loop make a call; say whether there is a loop yet."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(call, *args)
+        return True
+    return False

@@ -21,7 +21,7 @@ import msgspec
 
 from aiockpt._bridge import Bridge
 from aiockpt.checkpointers.control import Control, Inbox, Preparation
-from aiockpt.checkpointers.failures import failure_of
+from aiockpt.checkpointers.failures import failure_of, plain
 from aiockpt.checkpointers.jobs import (
     Job,
     MappedSnapshot,
@@ -139,6 +139,9 @@ def _write(writer: Any, job: Job, control: Control) -> None:
     finally:
         job.close()
     control.report(Ended(number, time.monotonic() - began, failure))
+    if failure is not None and control.unheard:
+        path = plain(os.fsdecode(job.request.path))
+        logger.error("%s is not saved: %s: %s", path, failure.kind, failure.text)
 
 
 def _forsake(writer: Any, work: Forsake) -> None:

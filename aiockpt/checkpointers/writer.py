@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+from aiockpt._files import remove_tree
 from aiockpt.checkpointers.barriers import Barrier, Meeting, Phase
+from aiockpt.checkpointers.base import step_for
 from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.hooks import WriterHook, finish
-from aiockpt.commit import Draft, remove_tree
-from aiockpt.directory import StrPath, part_of, settle, step_of
+from aiockpt.commit import Draft
+from aiockpt.directory import StrPath, part_of, settle
 from aiockpt.errors import (
     PeerFailedError,
     StorageError,
@@ -24,9 +26,12 @@ from aiockpt.memory import Arena, ArenaPool
 from aiockpt.retention import retire, sweep
 from aiockpt.snapshotfile import Sealed, Source, Viewed, write_source
 
-__all__ = ["CheckpointWriter"]
+__all__ = ["CheckpointWriter", "Report"]
 
 logger = logging.getLogger("aiockpt")
+
+Report: TypeAlias = Callable[[int, int], None]
+"""Hears how many bytes of how many the writer has taken."""
 
 
 class CheckpointWriter:
@@ -75,12 +80,19 @@ class CheckpointWriter:
 
         Raises:
             UnsupportedLeafError: a leaf cannot be saved; its path is in ``path``.
+            TypeError, ValueError: ``step`` is none.
             StorageError: not written, or not committed; at ``path`` there is what was
                 there before.
         """
+        self.write_watched(path, state_dict, None, **kwargs)
+
+    def write_watched(
+        self, path: StrPath, state_dict: Any, report: Report | None, /, **kwargs: Any
+    ) -> None:
+        """Write as :meth:`write` does; ``report`` hears how many bytes of how many."""
         from aiockpt.livestate import LiveState
 
-        save = self._begin(path, kwargs.get("step", step_of(path)))
+        save = self._begin(path, step_for(path, kwargs))
         with save.reporting("written"):
             source = LiveState(
                 state_dict,
@@ -90,7 +102,10 @@ class CheckpointWriter:
                 pool=self._pool,
             )
         with source:
-            self._save(path, save, source, kwargs)
+            told = source if report is None else _Reporting(source, report)
+            self._save(path, save, told, kwargs)
+            if report is not None:
+                report(source.segment_bytes, source.segment_bytes)
 
     def write_snapshot(self, path: StrPath, snapshot: Viewed, /, **kwargs: Any) -> None:
         """Write what was staged and sealed already; else as :meth:`write`.
@@ -166,6 +181,23 @@ class CheckpointWriter:
             )
         except StorageError:
             logger.warning("old checkpoints are not removed", exc_info=True)
+
+
+class _Reporting:
+    """A source that tells how far its reader is."""
+
+    def __init__(self, source: Source, report: Report) -> None:
+        self.header_bytes = source.header_bytes
+        self.segment_bytes = source.segment_bytes
+        self.seal = source.seal
+        self._source, self._report = source, report
+
+    def __repr__(self) -> str:
+        return f"<Reporting {self._source!r}>"
+
+    def views(self, start: int, stop: int) -> Sequence[memoryview]:
+        self._report(start, self.segment_bytes)
+        return self._source.views(start, stop)
 
 
 class _Save:

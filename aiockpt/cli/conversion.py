@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from aiockpt._files import is_at, lock, rename_to_new
 from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.cli.rankfiles import one_file
 from aiockpt.directory import MARKER
-from aiockpt.errors import StateDictError, StorageError
+from aiockpt.errors import LocalProtocolError, StateDictError, StorageError
 from aiockpt.livestate import LiveState
 from aiockpt.memory import Arena, ArenaPool
 from aiockpt.plainfile import PlainSource
@@ -33,29 +36,36 @@ def convert(source: Path, target: Path, *, rank: int | None, step: int | None) -
     Raises:
         StorageError: it cannot be read or written, or ``target`` is there already.
         StateDictError: the other form cannot hold it exactly; nothing was written.
+        LocalProtocolError: ``rank`` or ``step`` mean nothing here.
     """
-    if target.exists() or target.is_symlink():
-        raise StorageError(str(target), "it is there already; choose another name")
+    _check_free(target)
+    write = _FORMS.get(target.suffix.lower())
+    if write is not None and step is not None:
+        raise LocalProtocolError("--step is for checkpoint directories")
     state = _load(source, rank)
-    if target.suffix == ".pt":
-        _write_file(target, state, _write_torch)
-    elif target.suffix == ".safetensors":
-        _write_file(target, state, _write_plain)
+    if write is not None:
+        _write_file(target, state, write)
     else:
         writer = CheckpointWriter(CheckpointWriterConfig(), _ALONE)
-        writer.write(target, state, **({} if step is None else {"step": step}))
+        writer.write(target, state, step=step)
         _compare(target, state)
 
 
+def _check_free(target: Path) -> None:
+    with named(target), suppress(FileNotFoundError):
+        target.lstat()
+        raise StorageError(str(target), "it is there already; choose another name")
+
+
 def _load(source: Path, rank: int | None) -> Any:
-    if (source / MARKER).exists():
-        source = one_file(source, rank)
-    return _read(source, rank=rank or 0)
+    with named(source):
+        if source.is_file() or (source / MARKER).exists():
+            source, rank = one_file(source, rank), None
+    return _read(source, rank=rank)
 
 
-def _read(path: Path, *, rank: int = 0) -> Any:
-    reader = CheckpointReader(RankInfo(rank, rank + 1))
-    return reader.read(path, mmap=True)[0]
+def _read(path: Path, *, rank: int | None = None) -> Any:
+    return CheckpointReader(_ALONE).read(path, mmap=True, rank=rank)[0]
 
 
 def _write_file(
@@ -63,27 +73,59 @@ def _write_file(
 ) -> None:
     """Write a file under another name, and rename it when it is found to be exact."""
     temporary = target.with_name(f".{target.name}.tmp")
-    with named(target):
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
-    try:
+    with _opened_locked(temporary) as fd:
         write(temporary, fd, state)
         _compare(temporary, state)
         with named(target):
             os.fsync(fd)
-            os.rename(temporary, target)
+            rename_to_new(temporary, target)
             sync_directory(target.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(fd)
+
+
+@contextmanager
+def _opened_locked(temporary: Path) -> Iterator[int]:
+    """Open what a dead conversion may have left; if the block fails, remove it."""
+    with named(temporary):
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(temporary, flags, 0o666)
+        try:
+            if not lock(fd) or not is_at(temporary, fd):
+                raise StorageError(str(temporary), "another process is writing it")
+            try:
+                os.ftruncate(fd, 0)
+                yield fd
+            finally:
+                with suppress(OSError):
+                    temporary.unlink()
+        finally:
+            os.close(fd)
+
+
+class _Noting(io.FileIO):
+    """A file that remembers why it could not be written: torch says something else."""
+
+    failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            rest = memoryview(data).cast("B")
+            while rest:
+                rest = rest[super().write(rest) or 0 :]
+        except OSError as error:
+            self.failure = error
+            raise
+        return len(memoryview(data).cast("B"))
 
 
 def _write_torch(path: Path, fd: int, state: Any) -> None:
-    with named(path), os.fdopen(fd, "wb", closefd=False) as file:
+    with named(path), _Noting(fd, "wb", closefd=False) as file:
         try:
             torch.save(state, file)  # noqa: TID251 - somebody else's format was asked for
         except Exception as error:
+            # Taken from the file, which torch keeps for ever after a failure.
+            failure, file.failure = file.failure, None
+            if failure is not None:
+                raise failure from None
             raise StateDictError(f"torch cannot save it: {error}") from error
 
 
@@ -95,12 +137,15 @@ def _write_plain(path: Path, fd: int, state: Any) -> None:
         write_source(path, fd, PlainSource(live, state), durable=False)
 
 
+_FORMS = {".pt": _write_torch, ".safetensors": _write_plain}
+
+
 def _compare(path: Path, state: Any) -> None:
     try:
         found = _read(path)
         if path.name.endswith(".safetensors.tmp"):  # its tensors have no order
             found = {name: found[name] for name in state}
         assert_same(found, state)
-    except (AssertionError, StorageError) as error:
+    except (AssertionError, RecursionError, StorageError) as error:
         detail = f"that form cannot hold it exactly: {error}"
         raise StateDictError(detail) from error

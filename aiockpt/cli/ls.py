@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from aiockpt.cli.options import Commands
@@ -46,19 +45,23 @@ def run(arguments: argparse.Namespace) -> int:
         rows = [_row(each) for each in found]
         print(format_table(_HEADS, rows, right=(1, 2, 3)))
     whole = {each.name for each in found}
-    for name in _unfinished(place, names, whole):
-        print(f"{printable(name)}: not whole", file=sys.stderr)
+    for name in names:
+        if name not in whole and (why := _what_is_wrong(place / name)):
+            print(f"{printable(name)}: {why}", file=sys.stderr)
     return 0
 
 
-def _unfinished(place: Path, names: list[str], whole: set[str]) -> Iterator[str]:
-    """Yield directories that a save, or a removal, has not finished."""
-    for name in names:
-        hidden = name.startswith(".") and name.endswith((".part", ".old", ".trash"))
-        ours = any((place / name).glob("checkpoint_*.safetensors"))
-        marked = (place / name / MARKER).exists()
-        if name not in whole and (hidden or ours or marked):
-            yield name
+def _what_is_wrong(path: Path) -> str:
+    """Say what a save, or a removal, has not finished; nothing of what is not ours."""
+    hidden = path.name.startswith(".")
+    if hidden and path.name.endswith((".part", ".old", ".trash")):
+        return "not whole"
+    try:
+        marked = (path / MARKER).exists()
+        ours = any(path.glob("checkpoint_*.safetensors"))
+        return "not whole" if ours or marked else ""
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
 
 
 def _described(checkpoint: Checkpoint) -> dict[str, object]:

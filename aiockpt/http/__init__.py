@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 from aiockpt._lazy import lazy
 
 if TYPE_CHECKING:
-    from aiockpt.http.embedding import APP_KEY, create_app, get_transport, routes, setup
+    from aiockpt.http.embedding import (
+        APP_KEY,
+        create_app,
+        get_transport,
+        routes,
+        serves,
+        setup,
+    )
     from aiockpt.http.transport import HTTPTransport
 
 __all__ = [
@@ -19,6 +26,7 @@ __all__ = [
     "create_app",
     "get_transport",
     "routes",
+    "serves",
     "setup",
 ]
 

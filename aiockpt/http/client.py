@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-import re
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -20,20 +18,18 @@ from aiockpt.errors import (
 from aiockpt.http.exchange import ClientConfig, Port, length_of
 from aiockpt.http.fetching import ChunkFetch, OnProgress, Prepare, Target
 from aiockpt.http.filler import Filler
+from aiockpt.http.latest import LatestInfo, ask_latest, step_of
 from aiockpt.http.retrying import OnRetry, Patience, Retrier, backoff, persist
 from aiockpt.http.stretch import plan
 from aiockpt.http.translating import Exchange, naming
 from aiockpt.observe import TransferEvent, emit
 from aiockpt.wire.grants import MAC_HEADER, check_manifest_mac
 from aiockpt.wire.http import (
-    LATEST,
-    STEP_HEADER,
     Resource,
     ResourceKind,
     Source,
     format_prefer_wait,
     format_resource,
-    parse_etag,
 )
 from aiockpt.wire.layout import LENGTH_BYTES
 from aiockpt.wire.limits import enforce
@@ -43,10 +39,9 @@ __all__ = ["CheckpointClient", "ClientConfig", "LatestInfo", "Run", "Target"]
 
 T = TypeVar("T")
 
-# Longer waits are asked for in pieces, or a dead peer would go unnoticed for as long.
-_MAX_WAIT = 30.0
 # An answer that took this long has waited: asking again at once is no busy loop.
 _WAITED = 0.5
+_POLL = 30.0  # seconds for which a peer is asked to wait for news
 _SMALL = 1 << 20
 
 
@@ -55,14 +50,6 @@ class Run(Protocol):
 
     def __call__(self, fn: Callable[[], T], /) -> Awaitable[T]:
         """Return what the function returns."""
-
-
-@dataclass(frozen=True, slots=True)
-class LatestInfo:
-    """What a peer serves now."""
-
-    step: int
-    snapshot_id: str
 
 
 class CheckpointClient:
@@ -127,8 +114,37 @@ class CheckpointClient:
             StepNotFoundError: nothing is published.
         """
         retrier = self._retrier()
-        attempt = partial(self._fetch_latest, source)
-        return await persist(attempt, retrier, self._teller(source, None, on_retry))
+        tell = self._teller(source, None, on_retry)
+        found = await persist(partial(ask_latest, self._port, source), retrier, tell)
+        assert found is not None, "only a request for a newer step may come back empty"
+        return found
+
+    async def wait_newer(
+        self, source: Source, after: int | None, *, reconnect_timeout: float
+    ) -> LatestInfo:
+        """Return what the peer serves once that is newer than step ``after``.
+
+        It waits until it is cancelled, which leaves nothing behind. A peer that is
+        silent, or busy, is asked again, ever more slowly.
+
+        Raises:
+            PeerUnreachableError, TransferStalledError, TransferInterruptedError: the
+                peer was silent for ``reconnect_timeout``, which may be infinite.
+            AuthenticationError, RemoteProtocolError: what the peer answered.
+        """
+        tell = self._teller(source, None, None)
+        polls = 0
+        while True:
+            asked, retrier = _now(), self._retrier(reconnect_timeout)
+            attempt = partial(ask_latest, self._port, source, after, wait=_POLL)
+            try:
+                found = await persist(attempt, retrier, tell)
+            except StepNotFoundError:
+                found = None
+            if found is not None:
+                return found
+            polls = 0 if _now() - asked > _WAITED else polls + 1
+            await asyncio.sleep(backoff(polls) if polls else 0)
 
     async def fetch_chunks(
         self,
@@ -180,7 +196,9 @@ class CheckpointClient:
     async def _fetch_manifest(
         self, source: Source, step: int, deadline: float, retrier: Retrier
     ) -> Manifest:
-        wait = min(max(deadline - _now(), 0.0), _MAX_WAIT)
+        # Longer waits are asked for in pieces: a connection that is dead meanwhile
+        # goes unnoticed for the wait and the stall timeout.
+        wait = min(max(deadline - _now(), 0.0), self._config.stall_timeout)
         exchange = Exchange(
             source=source,
             path=format_resource(Resource(ResourceKind.METADATA, step)),
@@ -231,18 +249,11 @@ class CheckpointClient:
             check_manifest_mac(key, view, exchange.mac, url=exchange.url)
         return decode_header(header, limits=self._config.limits)
 
-    async def _fetch_latest(self, source: Source) -> LatestInfo:
-        exchange = Exchange(source=source, path=LATEST, headers={}, status=200)
-        async with self._port.open(exchange, _ignore) as (answer, _):
-            step = _step_of(answer, exchange)
-            snapshot_id = parse_etag(answer.headers.get("ETag"))
-        if snapshot_id is None:
-            raise RemoteProtocolError(f"{exchange.url} does not name its snapshot")
-        return LatestInfo(step, snapshot_id)
-
-    def _retrier(self) -> Retrier:
+    def _retrier(self, reconnect_timeout: float | None = None) -> Retrier:
         config = self._config
-        return Retrier(Patience(config.reconnect_timeout, config.stall_timeout, _now()))
+        if reconnect_timeout is None:
+            reconnect_timeout = config.reconnect_timeout
+        return Retrier(Patience(reconnect_timeout, config.stall_timeout, _now()))
 
     def _teller(
         self, source: Source, step: int | None, on_retry: OnRetry | None
@@ -260,21 +271,8 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _ignore(_: int) -> None:
-    pass
-
-
-def _step_of(answer: ClientResponse, exchange: Exchange) -> int:
-    text = answer.headers.get(STEP_HEADER, "")
-    if re.fullmatch(r"0|[1-9][0-9]{0,18}", text) is None:
-        raise RemoteProtocolError(
-            f"{exchange.url} names no step in its answer; is that an aiockpt server?"
-        )
-    return int(text)
-
-
 def _check_step(answer: ClientResponse, exchange: Exchange) -> None:
-    step = _step_of(answer, exchange)
+    step = step_of(answer, exchange)
     if step != exchange.step:
         raise RemoteProtocolError(f"{exchange.url} sends step {step}")
 

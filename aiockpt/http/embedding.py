@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
+from aiockpt.errors import LocalProtocolError
 from aiockpt.http import embed
+from aiockpt.http.handlers import CheckpointService
 from aiockpt.http.transport import HTTPTransport
+from aiockpt.wire.http import LATEST
 
-__all__ = ["APP_KEY", "create_app", "get_transport", "routes", "setup"]
+__all__ = ["APP_KEY", "create_app", "get_transport", "routes", "serves", "setup"]
 
 APP_KEY: web.AppKey[HTTPTransport[Any]] = web.AppKey("aiockpt", HTTPTransport)
 """Where :func:`setup` keeps the transport, unless it is told another key."""
@@ -31,12 +34,17 @@ def setup(
     transport in the same app, give another prefix and another key.
 
     Raises:
+        LocalProtocolError: the app has a transport at this prefix or with this key.
         RuntimeError: the app has started already.
     """
+    _check_free(app, prefix, app_key)
     app[app_key] = transport
     app.add_routes(routes(transport, prefix))
-    app.on_shutdown.append(_end(transport))
-    app.cleanup_ctx.append(_lifetime(transport))
+    end = _End(transport)
+    app.on_response_prepare.append(end.close_connection)
+    app.on_shutdown.insert(0, end.begin)
+    app.on_shutdown.append(end.finish)
+    app.cleanup_ctx.append(end.lifetime)
 
 
 def create_app(transport: HTTPTransport[Any]) -> web.Application:
@@ -63,19 +71,50 @@ def get_transport(
     return source.config_dict[app_key]
 
 
-def _end(transport: HTTPTransport[Any]) -> Callable[[web.Application], Any]:
-    async def end(_: web.Application) -> None:
+def serves(request: web.Request) -> bool:
+    """Tell whether a transport answers ``request``, for middlewares to step aside.
+
+    One that demands credentials must: the transport demands its own, in the same
+    header. So must one that renders errors, for peers act upon the transport's.
+    """
+    handler = request.match_info.handler
+    return isinstance(getattr(handler, "__self__", None), CheckpointService)
+
+
+def _check_free(
+    app: web.Application, prefix: str, app_key: web.AppKey[HTTPTransport[Any]]
+) -> None:
+    taken = {resource.canonical for resource in app.router.resources()}
+    if app_key in app or f"{prefix.rstrip('/')}/{LATEST}" in taken:
+        raise LocalProtocolError(
+            f"the app has a transport at {prefix!r} or under {app_key!r} already: give "
+            "a second one another prefix= and an app_key= of its own"
+        )
+
+
+class _End:
+    """The end of an application, and of the transport with it."""
+
+    def __init__(self, transport: HTTPTransport[Any]) -> None:
+        self._transport = transport
+        self._has_begun = False
+
+    async def begin(self, _: web.Application) -> None:
+        self._has_begun = True
+
+    async def finish(self, _: web.Application) -> None:
         # While connections still live: readers get their grace, waiters an answer.
-        await transport.shutdown()
+        await self._transport.shutdown()
 
-    return end
-
-
-def _lifetime(
-    transport: HTTPTransport[Any],
-) -> Callable[[web.Application], AsyncIterator[None]]:
-    async def context(_: web.Application) -> AsyncIterator[None]:
+    async def lifetime(self, _: web.Application) -> AsyncIterator[None]:
         yield  # a start that fails skips the signal of the shutdown
-        await transport.shutdown()
+        await self._transport.shutdown()
 
-    return context
+    async def close_connection(
+        self, _: web.Request, response: web.StreamResponse
+    ) -> None:
+        # aiohttp told the idle connections of its end before; for one that came to be
+        # since, and is idle once this is sent, it would wait the whole timeout.
+        if self._has_begun:
+            response.force_close()
+            response.headers[hdrs.CONNECTION] = "close"

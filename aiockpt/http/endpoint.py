@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import anyio
 
 from aiockpt.errors import ClosedError, LocalProtocolError
+from aiockpt.http.forks import close_in_forks
 from aiockpt.http.guard import ServerConfig
 from aiockpt.http.handlers import CheckpointService, ServerStatistics
 from aiockpt.http.listen import advertised_address, open_sockets, url_host
@@ -140,6 +141,7 @@ class Endpoint:
             server = CheckpointServer(self.shelf, self._config.for_server(_PREFIX))
             # Duplicates: a server that fails to start closes what it was given.
             mine = [each.dup() for each in self._sockets]
+            close_in_forks(mine)
             await server.start(mine, ssl_context=self._config.ssl_context)
             self._server = server
             self._services.append(server.service)

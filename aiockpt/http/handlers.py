@@ -8,7 +8,6 @@ its own limits, and never lets a lost connection become a traceback.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import Counter
@@ -27,9 +26,17 @@ from aiockpt.errors import (
 )
 from aiockpt.http import sockets
 from aiockpt.http.audit import VISIT, Auditor, Visit
+from aiockpt.http.awaiting import Awaiting, transport_of
 from aiockpt.http.guard import RefusedError, ServerConfig, admit
 from aiockpt.http.macs import ManifestMacs
-from aiockpt.http.replies import COMMON_HEADERS, FileBody, Reply, plan_reply
+from aiockpt.http.replies import (
+    COMMON_HEADERS,
+    FileBody,
+    Reply,
+    latest_reply,
+    no_news_headers,
+    plan_reply,
+)
 from aiockpt.http.sending import Outcome, Sending
 from aiockpt.http.shelf import Published, Shelf
 from aiockpt.observe import TransferEvent, emit
@@ -40,7 +47,6 @@ __all__ = ["CheckpointService", "ServerStatistics"]
 SMALL_BYTES = 64 << 10
 """A body up to this size is copied and handed to aiohttp whole."""
 
-_GLANCE = 0.25  # seconds between two looks whether a waiting client is still there
 _RETRY_AFTER = 1.0
 
 logger = logging.getLogger("aiockpt")
@@ -67,7 +73,7 @@ class CheckpointService:
         self.config = config
         self._sendings: set[Sending] = set()
         self._readers = 0
-        self._waiting = 0
+        self._awaiting = Awaiting(shelf, config)
         self._closed = False
         self._counts: Counter[str] = Counter()
         self._macs = ManifestMacs(config.manifest_key)
@@ -80,11 +86,11 @@ class CheckpointService:
     def statistics(self) -> ServerStatistics:
         """Return the counters as one immutable record."""
         counts = {name: self._counts[name] for name in ServerStatistics._fields[2:]}
-        return ServerStatistics(self._readers, self._waiting, **counts)
+        return ServerStatistics(self._readers, self._awaiting.count, **counts)
 
     def close(self) -> None:
         """Abort the bodies that are being sent, refuse every request. Idempotent."""
-        self._closed = True
+        self._closed = self._awaiting.closed = True
         for sending in tuple(self._sendings):
             sending.evict()
 
@@ -93,7 +99,7 @@ class CheckpointService:
         return await self._guarded(request, self._resource)
 
     async def latest(self, request: web.Request) -> web.StreamResponse:
-        """Answer which step is being served; waits only if the request says so."""
+        """Answer which step is being served, or wait for one after another."""
         return await self._guarded(request, self._latest)
 
     async def _guarded(
@@ -139,31 +145,25 @@ class CheckpointService:
                 f"{request.method} is not answered here",
                 {"Allow": "GET, HEAD"},
             )
-        transport = _transport_of(request)
+        transport = transport_of(request)
         sockets.tune(transport, dead_after=2 * self.config.stall_timeout)
 
     async def _latest(self, request: web.Request) -> web.StreamResponse:
-        published = await self._published(request, None, default_wait=0.0)
-        manifest = published.servable.manifest
-        document = {
-            "step": manifest.step,
-            "snapshot_id": manifest.snapshot_id,
-            "total_bytes": manifest.total_bytes,
-        }
-        headers = {
-            **COMMON_HEADERS,
-            "Cache-Control": "no-store",
-            "ETag": http.format_etag(manifest.snapshot_id),
-            http.STEP_HEADER: str(manifest.step),
-        }
-        body = json.dumps(document).encode()
-        return web.Response(body=body, headers=headers, content_type="application/json")
+        after = http.parse_after(request.query.getall(http.AFTER, []))
+        if after is None:
+            published = await self._awaiting.any(request)
+        else:
+            try:
+                published = await self._awaiting.newer(request, after)
+            except StepNotFoundError as nothing:
+                headers = no_news_headers(nothing.serving)
+                return web.Response(status=HTTPStatus.NO_CONTENT, headers=headers)
+        headers, body = latest_reply(published.servable.manifest)
+        return web.Response(body=body, headers=headers)
 
     async def _resource(self, request: web.Request) -> web.StreamResponse:
         resource = _resource_of(request)
-        published = await self._published(
-            request, resource.step, default_wait=self.config.default_wait
-        )
+        published = await self._awaiting.step(request, resource.step)
         manifest = published.servable.manifest
         reply = plan_reply(resource, manifest, request.headers, request.method)
         if resource.kind is http.ResourceKind.METADATA:
@@ -172,32 +172,6 @@ class CheckpointService:
             return web.StreamResponse(status=reply.status, headers=reply.headers)
         with self._admission():
             return await self._send(request, published, reply)
-
-    async def _published(
-        self, request: web.Request, step: int | None, *, default_wait: float
-    ) -> Published:
-        """Wait for a step for as long as the request may, and its client stays."""
-        asked = http.parse_prefer_wait(request.headers.get("Prefer"))
-        wait = min(default_wait if asked is None else asked, self.config.max_wait)
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + wait
-        self._waiting += 1
-        try:
-            while True:
-                left = deadline - loop.time()
-                try:
-                    return await self.shelf.wait_for(step, wait=min(left, _GLANCE))
-                except StepNotFoundError as error:
-                    if left <= _GLANCE or _is_past(error):
-                        raise
-                self._still_wanted(request)
-        finally:
-            self._waiting -= 1
-
-    def _still_wanted(self, request: web.Request) -> None:
-        _transport_of(request)
-        if self._closed:
-            raise ClosedError("the server")
 
     @contextmanager
     def _admission(self) -> Iterator[None]:
@@ -212,7 +186,7 @@ class CheckpointService:
     async def _send(
         self, request: web.Request, published: Published, reply: Reply
     ) -> web.StreamResponse:
-        transport = _transport_of(request)
+        transport = transport_of(request)
         sending = Sending(transport, stall_timeout=self.config.stall_timeout)
         body = FileBody(published.servable, reply.start, reply.stop)
         async with self.shelf.reading(published, evict=sending.evict):
@@ -274,13 +248,6 @@ def _event_of(
     )
 
 
-def _transport_of(request: web.Request) -> asyncio.Transport:
-    transport = request.transport
-    if transport is None or transport.is_closing():
-        raise ConnectionResetError("the client has left")
-    return transport
-
-
 def _resource_of(request: web.Request) -> http.Resource:
     try:
         return http.parse_resource(
@@ -288,11 +255,6 @@ def _resource_of(request: web.Request) -> http.Resource:
         )
     except RemoteProtocolError as error:
         raise RefusedError(HTTPStatus.NOT_FOUND, str(error)) from None
-
-
-def _is_past(error: StepNotFoundError) -> bool:
-    wanted, serving = error.step, error.serving
-    return wanted is not None and serving is not None and wanted < serving
 
 
 def _response_to(error: AiockptError) -> web.Response:

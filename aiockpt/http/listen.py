@@ -13,14 +13,13 @@ from __future__ import annotations
 import errno
 import ipaddress
 import logging
-import os
 import socket
-import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 
 from aiockpt.errors import LocalProtocolError
 from aiockpt.http import interfaces
+from aiockpt.http.forks import close_in_forks
 
 __all__ = ["BACKLOG", "advertised_address", "open_sockets", "url_host"]
 
@@ -34,7 +33,6 @@ _WILDCARDS = frozenset({"", "0.0.0.0", "::", "*"})  # noqa: S104 - compared, not
 _NO_IPV6 = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT}
 
 logger = logging.getLogger("aiockpt")
-_listening: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def open_sockets(host: str | None, port: int) -> list[socket.socket]:
@@ -57,7 +55,7 @@ def open_sockets(host: str | None, port: int) -> list[socket.socket]:
         where = f"{host or '*'}:{port}"
         text = f"cannot listen on {where}: {error.strerror or error}"
         raise OSError(error.errno, text) from error
-    _listening.update(sockets)
+    close_in_forks(sockets)
     return sockets
 
 
@@ -97,15 +95,6 @@ def _listen(host: str, port: int) -> list[socket.socket]:
         # All addresses of one name share the port that the first one got.
         port = sock.getsockname()[1]
     return sockets
-
-
-def _close_after_fork() -> None:
-    for sock in tuple(_listening):
-        sock.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_after_fork)
 
 
 def advertised_address(

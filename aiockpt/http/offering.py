@@ -8,10 +8,12 @@ import anyio
 
 from aiockpt._deadline import Deadline
 from aiockpt.errors import AiockptError, ClosedError, StepNotFoundError
+from aiockpt.http.failing import Failure
 from aiockpt.http.options import require
 from aiockpt.http.shelf import Shelf
 from aiockpt.observe import TransferEvent, emit
 from aiockpt.staging import Snapshot, Stager
+from aiockpt.transport import exact_step
 
 __all__ = ["Offering"]
 
@@ -35,20 +37,31 @@ class Offering:
     def __repr__(self) -> str:
         return f"<Offering {self._offered}>"
 
-    async def offer(self, state_dict: object, step: int, deadline: Deadline) -> None:
-        """Stage ``state_dict`` and publish it. If it fails, the old offer stays.
+    async def offer(
+        self, state_dict: object, step: int, deadline: Deadline, receivers: int
+    ) -> None:
+        """Stage ``state_dict`` and publish it.
+
+        If it fails, the old offer stays, and those who wait for ``step`` are told:
+        as many as there are ``receivers``, or any number if that is 0.
 
         Raises:
             StepNotFoundError: it was withdrawn meanwhile; nothing is offered.
             ClosedError: after, or because of, :meth:`close`.
         """
-        started = time.monotonic()
+        started, step = time.monotonic(), exact_step(step)
         before = self._shelf.retractions
-        async with self._turn:
-            self._check(step, before)
-            snapshot = await self._stager.stage(state_dict, step=step)
-            deadline.stop = "publish"
-            await self._publish(snapshot, before)
+        self._shelf.fail(None)
+        try:
+            async with self._turn:
+                self._check(step, before)
+                snapshot = await self._stager.stage(state_dict, step=step)
+                deadline.stop = "publish"
+                await self._publish(snapshot, before)
+        except BaseException as error:
+            if not self._closed and self._shelf.retractions == before:
+                self._shelf.fail(Failure.of(error, step=step, receivers=receivers))
+            raise
         nbytes, elapsed = snapshot.manifest.segment_bytes, time.monotonic() - started
         emit(TransferEvent(stop="publish", step=step, nbytes=nbytes, seconds=elapsed))
 
@@ -59,7 +72,7 @@ class Offering:
             StepNotFoundError: nothing is offered, or it was withdrawn meanwhile.
             ClosedError: after, or because of, :meth:`close`.
         """
-        before = self._shelf.retractions
+        before, step = self._shelf.retractions, exact_step(step)
         async with self._turn:
             self._check(step, before)
             offered = self._offered

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
 from aiockpt._meter import Meter
+from aiockpt._selection import Select
 from aiockpt.destination import Destination, Terms, destination_of
 from aiockpt.errors import AiockptError
 from aiockpt.http.client import CheckpointClient
 from aiockpt.memory import return_freed
 from aiockpt.observe import Progress, TransferEvent, emit
 from aiockpt.template import Template
+from aiockpt.transport import exact_step
 from aiockpt.wire.http import Source
 from aiockpt.wire.manifest import Manifest, Outline
 
@@ -29,6 +31,7 @@ class ReceiveOptions:
     """What one receive needs to know beside whom to ask."""
 
     into: object | None
+    select: Select | None
     progress: Callable[[Progress], None] | None
     terms: Terms
 
@@ -58,8 +61,9 @@ class Receive:
         If it fails or is cancelled, a template is as it was or holds the whole
         checkpoint, unless ``direct`` lets bytes into it as they arrive.
         """
-        started = time.monotonic()
+        asked, step = time.monotonic(), exact_step(step)
         outline = await self._find(source, step)
+        started = time.monotonic()
         goal = await self._choose()
         await self._fetch(source, outline, goal)
         self._stop("rebuild")
@@ -69,23 +73,13 @@ class Receive:
         await goal.load()
         del goal
         await self._bridge.run(self._release)
-        emit(
-            TransferEvent(
-                stop="recv",
-                step=step,
-                peer=source.base_url,
-                nbytes=outline.grid.segment_bytes,
-                seconds=time.monotonic() - started,
-                level=logging.INFO,
-            )
-        )
+        self._tell(source, step, outline.grid.segment_bytes, asked, started)
         return state
 
     def annotate(self, error: AiockptError) -> None:
         """Say in the error what a receive into a template leaves behind."""
         if self._options.into is not None:
-            touched = self._goal is not None and self._goal.touched
-            done = "was modified" if touched else "was not modified"
+            done = "was modified" if self._has_touched() else "was not modified"
             error.add_note(f"the template {done}")
 
     async def _find(self, source: Source, step: int) -> Outline:
@@ -93,14 +87,17 @@ class Receive:
         if self._options.into is not None:
             self._stop("allocate")
             self._template = await self._bridge.run(self._describe)
-        self._stop("fetch_manifest")
-        manifest = await self._client.fetch_manifest(
-            source, step, deadline=self._deadline.when, on_retry=self._remember
-        )
+        manifest = await self._ask(source, step)
         self._manifest = manifest.without_header()
         outline = manifest.outline
         self._progress.expect(outline)
         return outline
+
+    async def _ask(self, source: Source, step: int) -> Manifest:
+        self._stop("fetch_manifest")
+        return await self._client.fetch_manifest(
+            source, step, deadline=self._deadline.when, on_retry=self._remember
+        )
 
     def _describe(self) -> Template:
         terms = self._options.terms
@@ -137,6 +134,24 @@ class Receive:
             on_progress=self._progress.add,
             on_retry=self._remember,
             prepare=goal.prepare,
+        )
+
+    def _has_touched(self) -> bool:
+        return self._goal is not None and self._goal.touched
+
+    def _tell(
+        self, source: Source, step: int, nbytes: int, asked: float, started: float
+    ) -> None:
+        emit(
+            TransferEvent(
+                stop="recv",
+                step=step,
+                peer=source.base_url,
+                nbytes=nbytes,
+                seconds=time.monotonic() - started,
+                detail=f"found after {started - asked:.3f} s",
+                level=logging.INFO,
+            )
         )
 
     def _release(self) -> None:

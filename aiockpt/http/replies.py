@@ -6,6 +6,7 @@ the RFC's: ``If-Match``, ``If-None-Match``, then ``Range`` unless ``If-Range`` s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -16,7 +17,14 @@ from aiockpt.http.shelf import Servable
 from aiockpt.wire import chunks, http
 from aiockpt.wire.manifest import Manifest
 
-__all__ = ["COMMON_HEADERS", "FileBody", "Reply", "plan_reply"]
+__all__ = [
+    "COMMON_HEADERS",
+    "FileBody",
+    "Reply",
+    "latest_reply",
+    "no_news_headers",
+    "plan_reply",
+]
 
 COMMON_HEADERS: Mapping[str, str] = {
     "Server": "aiockpt",  # and not which versions of what it runs on
@@ -89,6 +97,29 @@ def plan_reply(
     answer["Content-Range"] = chunks.format_content_range(first, last, stop - start)
     answer["Content-Length"] = str(last - first)
     return Reply(HTTPStatus.PARTIAL_CONTENT, answer, start + first, start + last)
+
+
+def latest_reply(manifest: Manifest) -> tuple[dict[str, str], bytes]:
+    """Return headers and body that name what is being served."""
+    document = {
+        "step": manifest.step,
+        "snapshot_id": manifest.snapshot_id,
+        "total_bytes": manifest.total_bytes,
+    }
+    headers = {
+        **no_news_headers(manifest.step),
+        "Content-Type": "application/json",
+        "ETag": http.format_etag(manifest.snapshot_id),
+    }
+    return headers, json.dumps(document).encode()
+
+
+def no_news_headers(serving: int | None) -> dict[str, str]:
+    """Return the headers of an answer that names no newer step: what is served."""
+    headers = {**COMMON_HEADERS, "Cache-Control": "no-store"}
+    if serving is not None:
+        headers[http.STEP_HEADER] = str(serving)
+    return headers
 
 
 def _wanted(

@@ -17,6 +17,7 @@ from typing import TypeVar
 from aiockpt.errors import (
     AiockptError,
     IntegrityError,
+    PeerFailedError,
     RemoteProtocolError,
     TransportError,
 )
@@ -91,6 +92,8 @@ class Retrier:
                 return None if self.bad_answers >= MAX_BAD_ANSWERS else backoff(0)
             case PeerBusy():
                 return self._after_busy(error, now)
+            case PeerFailedError():
+                return None
             case TransportError():
                 return self._after_failure(started, now)
             case _:

@@ -14,10 +14,12 @@ from aiohttp.http import HttpProcessingError
 
 from aiockpt.errors import ClosedError
 from aiockpt.http.embed import routes
+from aiockpt.http.forks import cut_off_in_forks
 from aiockpt.http.guard import ServerConfig
 from aiockpt.http.handlers import CheckpointService, ServerStatistics
 from aiockpt.http.replies import COMMON_HEADERS
 from aiockpt.http.shelf import Shelf
+from aiockpt.http.sockets import descriptor_of
 
 __all__ = ["CheckpointServer", "ServerConfig"]
 
@@ -36,6 +38,7 @@ class CheckpointServer:
         self.service = CheckpointService(shelf, config)
         self._runner: web.AppRunner | None = None
         self._stopped = False
+        cut_off_in_forks(self)
 
     def __repr__(self) -> str:
         step = self.service.shelf.statistics().step
@@ -45,6 +48,13 @@ class CheckpointServer:
     def statistics(self) -> ServerStatistics:
         """Return the counters as one immutable record."""
         return self.service.statistics()
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors of the connections."""
+        if self._runner is None:
+            return []
+        found = map(descriptor_of, _transports(self._runner))
+        return [descriptor for descriptor in found if descriptor is not None]
 
     async def start(
         self, sockets: Sequence[socket], *, ssl_context: ssl.SSLContext | None = None
@@ -101,18 +111,22 @@ class CheckpointServer:
         self.service.close()
         if runner is None:
             return
-        connections = runner.server.connections if runner.server else []
-        transports = [each.transport for each in connections]
+        transports = _transports(runner)
         try:
             await runner.cleanup()
         finally:
             # A transport that closes waits for a peer to read what is left of a
             # response, and nobody bounds that wait.
             for transport in transports:
-                if transport is not None:
-                    transport.abort()
+                transport.abort()
         for _ in range(3):  # the loops close descriptors one to two iterations later
             await asyncio.sleep(0)
+
+
+def _transports(runner: web.AppRunner) -> list[asyncio.Transport]:
+    connections = runner.server.connections if runner.server else []
+    transports = [each.transport for each in connections]
+    return [transport for transport in transports if transport is not None]
 
 
 async def _wholly(coroutine: Coroutine[Any, Any, None]) -> None:

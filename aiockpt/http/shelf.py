@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 from aiockpt._rwlock import RWLock
 from aiockpt.errors import CheckpointChangedError, ClosedError, StepNotFoundError
+from aiockpt.http.failing import Failure
 from aiockpt.wire.manifest import Manifest
 
 __all__ = ["Published", "Servable", "Shelf", "ShelfStatistics"]
@@ -98,6 +99,8 @@ class Shelf:
         self._closed = False
         self._evicted = 0
         self._retractions = 0
+        self._failure: Failure | None = None
+        self._withdrawals = 0
 
     def __repr__(self) -> str:
         now = self.statistics()
@@ -112,6 +115,11 @@ class Shelf:
     def retractions(self) -> int:
         """How often it was told to serve nothing."""
         return self._retractions
+
+    @property
+    def withdrawals(self) -> int:
+        """How often a retraction took something away."""
+        return self._withdrawals
 
     def statistics(self) -> ShelfStatistics:
         """Return what the shelf holds now, as one immutable record."""
@@ -143,9 +151,18 @@ class Shelf:
             raise StepNotFoundError(servable.manifest.step)
         # Nothing is awaited between the last drain and this.
         old, self._current = self._current, Published(servable)
+        self._failure = None
         self._announce()
         if old is not None:
             self._supersede(old)
+
+    def fail(self, failure: Failure | None) -> None:
+        """Tell those who wait for the step of a failure that it does not come.
+
+        None forgets it, as a publication does. What is served is not touched.
+        """
+        self._failure = failure
+        self._announce()
 
     async def retract(self, *, grace: float) -> None:
         """Serve nothing; no byte of what was served is read once this returns.
@@ -155,8 +172,12 @@ class Shelf:
         a later retract returns.
         """
         self._retractions += 1
+        if self._failure is not None and self._failure.left is None:
+            self._failure = None
         old, self._current = self._current, None
         if old is not None:
+            self._withdrawals += 1
+            self._announce()
             self._supersede(old)
         await self._drain(list(self._superseded), grace)
 
@@ -173,16 +194,28 @@ class Shelf:
 
         Raises:
             StepNotFoundError: it did not come; ``serving`` says what is there.
+            PeerFailedError: nor will it come.
             ClosedError: the shelf is closed.
         """
-        if wait > 0 and not self._settled(step):
-            try:
-                async with asyncio.timeout(wait):
-                    while not self._settled(step):
-                        await self._news.wait()
-            except TimeoutError:
-                pass
+        await self._until(lambda: self._settled(step), wait)
         return self._find(step)
+
+    async def wait_past(self, step: int, *, wait: float) -> Published:
+        """Return what is served once it is newer than ``step``, as `wait_for` does.
+
+        Raises:
+            StepNotFoundError: nothing newer came, or what was served was retracted
+                meanwhile; ``serving`` says what is there.
+            ClosedError: the shelf is closed.
+        """
+        before = self._withdrawals
+        await self._until(
+            lambda: self._settled(step + 1) or self._withdrawals != before, wait
+        )
+        now = self._find(None)
+        if now.step <= step:
+            raise StepNotFoundError(None, serving=now.step)
+        return now
 
     @asynccontextmanager
     async def reading(
@@ -207,6 +240,17 @@ class Shelf:
             lease.release()
             self._tidy(published)
 
+    async def _until(self, holds: Callable[[], bool], wait: float) -> None:
+        """Return when it holds, or after ``wait`` seconds."""
+        if wait <= 0 or holds():
+            return
+        try:
+            async with asyncio.timeout(wait):
+                while not holds():
+                    await self._news.wait()
+        except TimeoutError:
+            pass
+
     def _counting(self, evict: Callable[[], None]) -> Callable[[], None]:
         def evict_and_count() -> None:
             self._evicted += 1
@@ -222,13 +266,17 @@ class Shelf:
         if self._closed:
             return True
         now = self._current
-        return now is not None and (step is None or now.step >= step)
+        if now is not None and (step is None or now.step >= step):
+            return True
+        return self._failure is not None and self._failure.concerns(step)
 
     def _find(self, step: int | None) -> Published:
         now = self._current
         if self._closed:
             raise ClosedError("the shelf")
         if now is None or (step is not None and now.step != step):
+            if self._failure is not None and self._failure.concerns(step):
+                raise self._failure.tell()
             raise StepNotFoundError(step, serving=now.step if now else None)
         return now
 

@@ -11,12 +11,15 @@ import struct
 import sys
 from typing import Any
 
+from aiockpt.http.forks import close_in_forks
+
 if sys.platform != "win32":
     import fcntl
     import termios
 
 __all__ = [
     "cut",
+    "descriptor_of",
     "duplicate",
     "is_same_host",
     "reset_on_close",
@@ -44,7 +47,14 @@ def duplicate(transport: asyncio.BaseTransport) -> socket.socket | None:
     except OSError:
         return None
     copy.settimeout(0)
+    close_in_forks([copy])
     return copy
+
+
+def descriptor_of(transport: asyncio.BaseTransport) -> int | None:
+    """Return the descriptor of the transport's socket while it is open."""
+    sock = _socket_of(transport)
+    return None if sock is None or sock.fileno() < 0 else int(sock.fileno())
 
 
 def tune(transport: asyncio.BaseTransport, *, dead_after: float) -> None:

@@ -28,7 +28,8 @@ class Exchange:
     """What one request asks for, and whom its errors name.
 
     ``expected`` and ``received`` count the bytes of the whole chunk or manifest:
-    a resumed exchange starts with some received.
+    a resumed exchange starts with some received. With ``may_be_empty`` a 204 is as
+    good an answer as ``status``.
     """
 
     source: Source
@@ -40,6 +41,7 @@ class Exchange:
     chunk: int | None = None
     allowance: float = 0.0
     mac: str | None = None
+    may_be_empty: bool = False
     received: int = 0
     expected: int = 0
 

@@ -5,30 +5,25 @@ from __future__ import annotations
 import os
 import ssl
 import time
-from collections.abc import Callable
 from functools import partial
-from typing import Self, cast
+from typing import Self
 
 import aiohttp
 
 from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
-from aiockpt._device import port_for
 from aiockpt._lifetime import Lifetime
-from aiockpt.destination import Terms
-from aiockpt.errors import AiockptError
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
 from aiockpt.http.endpoint import Endpoint, EndpointConfig
 from aiockpt.http.handlers import CheckpointService
 from aiockpt.http.offering import Offering
-from aiockpt.http.receive import Receive, ReceiveOptions
+from aiockpt.http.receiver import Receiver
 from aiockpt.http.security import Security
 from aiockpt.http.statistics import TransportStatistics, survey
-from aiockpt.observe import Progress
 from aiockpt.staging import Stager
-from aiockpt.transport import CheckpointTransport, T, Timeout, seconds
-from aiockpt.wire.http import format_metadata, parse_metadata
+from aiockpt.transport import T, Timeout, seconds
+from aiockpt.wire.http import format_metadata
 from aiockpt.wire.limits import Limits
 
 __all__ = ["HTTPTransport"]
@@ -38,7 +33,7 @@ _CONCURRENCY = min(4, os.cpu_count() or 4)
 _CLOSING = 5.0  # for what is under way, and then for the threads
 
 
-class HTTPTransport(CheckpointTransport[T]):
+class HTTPTransport(Receiver[T]):
     """Serves the last checkpoint that was sent, and receives from its like.
 
     Use it as an async context manager, or call :meth:`start` and :meth:`shutdown`.
@@ -161,11 +156,8 @@ class HTTPTransport(CheckpointTransport[T]):
     def metadata(self) -> str:
         """Return the URL to fetch from, with the capability in its fragment.
 
-        It works as soon as the transport exists: an early peer waits.
-
-        Raises:
-            ClosedError: after :meth:`shutdown`.
-            OSError: the address cannot be bound.
+        It works as soon as the transport exists. Raises ``ClosedError`` after
+        :meth:`shutdown`, and ``OSError`` when the address cannot be bound.
         """
         return format_metadata(self.address(), self._credentials.in_metadata)
 
@@ -220,7 +212,8 @@ class HTTPTransport(CheckpointTransport[T]):
     ) -> None:
         """Stage ``state_dict`` and offer it as ``step``; peers come and fetch it.
 
-        ``dst_ranks`` is not needed here: whoever holds the metadata may fetch.
+        Whoever holds the metadata may fetch. If this fails, those who wait for
+        ``step`` are told at once: as many as there are ``dst_ranks``, or all.
 
         Raises:
             UnsupportedLeafError: a leaf cannot travel; what was offered stays.
@@ -233,7 +226,7 @@ class HTTPTransport(CheckpointTransport[T]):
         with self._lifetime.call():
             async with Deadline(limit, stop="stage") as deadline:
                 await self._endpoint.start()
-                await self._offering.offer(state_dict, step, deadline)
+                await self._offering.offer(state_dict, step, deadline, len(dst_ranks))
 
     async def allow_checkpoint(self, step: int) -> None:
         """Offer what was sent last as ``step``, without staging it again.
@@ -247,69 +240,16 @@ class HTTPTransport(CheckpointTransport[T]):
     async def disallow_checkpoint(self) -> None:
         """Stop offering; readers get the grace, then their connections are cut.
 
-        Nothing is offered again until a later send. A send that is under way is not
-        waited for: it offers nothing, and raises ``StepNotFoundError``.
+        A send that is under way is not waited for: it offers nothing, and raises
+        ``StepNotFoundError``.
         """
         self._lifetime.bind()
         await self._offering.withdraw()
 
-    async def recv_checkpoint(
-        self,
-        src_rank: int,
-        metadata: str,
-        step: int,
-        timeout: Timeout | None = None,
-        *,
-        into: T | None = None,
-        direct: bool = False,
-        progress: Callable[[Progress], None] | None = None,
-    ) -> T:
-        """Fetch ``step`` from the transport that ``metadata`` names.
-
-        Waits for a step that is not there yet, resumes after broken connections, and
-        returns only bytes whose digests matched the manifest.
-
-        Args:
-            src_rank: Not needed here; named in events.
-            metadata: What the sender's :meth:`metadata` returned.
-            step: The step that the sender was given.
-            timeout: Deadline of the whole call, in seconds or as a ``timedelta``.
-            into: A state dict whose tensors are filled; it is checked before a byte
-                moves, and touched only when everything has been verified.
-            direct: With ``into``: receive straight into its memory. A receive that
-                fails then says in a note whether the template was modified.
-            progress: Called with :class:`.Progress` as bytes arrive.
-
-        Raises:
-            TransferTimeoutError: the deadline passed.
-            StepNotFoundError: a newer step has taken its place.
-            TemplateMismatchError: ``into`` does not fit.
-            DeviceMeshError: a distributed tensor has no place among the ranks here.
-            TransportError, ProtocolError, AuthenticationError: see the error tree.
-        """
-        source = parse_metadata(metadata)
-        limit = self._timeout if timeout is None else seconds(timeout)
-        deadline = Deadline(limit, stop="fetch_manifest")
-        terms = Terms(
-            limits=self._limits,
-            allow_pickle=self._allow_pickle,
-            direct=direct,
-            ports=port_for,
-        )
-        options = ReceiveOptions(into=into, progress=progress, terms=terms)
-        receive = Receive(self._client, self._bridge, options, deadline)
-        with self._lifetime.call():
-            try:
-                async with deadline:
-                    return cast("T", await receive.run(source, step))
-            except AiockptError as error:
-                receive.annotate(error)
-                raise
-
     async def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
         """Stop serving and close everything; ``wait=False`` gives readers no grace.
 
-        Calls that are under way fail. If cancelled, the closing goes on by itself.
+        Calls under way fail. If cancelled, the closing goes on by itself.
         """
         self._lifetime.bind()
         if self._lifetime.closed and not wait:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from operator import index
 from typing import Final, cast
 
 import torch
@@ -15,6 +14,7 @@ from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
 from aiockpt._device import port_for
 from aiockpt._lifetime import Lifetime
+from aiockpt._selection import Select
 from aiockpt.destination import Terms
 from aiockpt.errors import AiockptError, LocalProtocolError, ProcessGroupError
 from aiockpt.observe import Progress
@@ -23,7 +23,7 @@ from aiockpt.pg.line import Line
 from aiockpt.pg.medium import medium_of
 from aiockpt.pg.receiving import Receive, ReceiveOptions
 from aiockpt.pg.sending import Send
-from aiockpt.transport import CheckpointTransport, T, Timeout, seconds
+from aiockpt.transport import CheckpointTransport, T, Timeout, exact_step, seconds
 from aiockpt.wire.limits import Limits
 
 __all__ = ["PGTransport"]
@@ -129,7 +129,7 @@ class PGTransport(CheckpointTransport[T]):
         If cancelled before anything was sent, receivers go on waiting; later, the
         transport is broken.
         """
-        step = int(index(step))
+        step = exact_step(step)
         ranks = [self._peer(rank) for rank in dst_ranks]
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"dst_ranks has a rank twice: {dst_ranks}")
@@ -160,6 +160,7 @@ class PGTransport(CheckpointTransport[T]):
         *,
         into: T | None = None,
         direct: bool = False,
+        select: Select | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> T:
         """Receive ``step`` from ``src_rank``; it may be called before the send.
@@ -174,9 +175,13 @@ class PGTransport(CheckpointTransport[T]):
             direct: With ``into``: receive straight into its memory. A receive that
                 fails then says in a note whether the template was modified. One that
                 is cut short may still be written to until the group is destroyed.
+            select: Refused: a sender sends the same bytes to all ranks at once. An
+                ``HTTPTransport`` receives parts.
             progress: Called with :class:`.Progress` as bytes arrive.
 
         Raises:
+            LocalProtocolError: ``select`` was given; the group is well, and the send
+                still waits to be received.
             StepNotFoundError: the sender sends another step, which it is told.
             PeerFailedError: the sender cannot send, and says why; the group is well.
             ProcessGroupError: the group is broken.
@@ -186,7 +191,12 @@ class PGTransport(CheckpointTransport[T]):
 
         If cancelled once it waits for the sender, the transport is broken.
         """
-        step, rank = int(index(step)), self._peer(src_rank)
+        step, rank = exact_step(step), self._peer(src_rank)
+        if select is not None:
+            raise LocalProtocolError(
+                "a process group moves whole checkpoints only: receive without select, "
+                "or from an HTTPTransport"
+            )
         if metadata.startswith("http"):
             raise LocalProtocolError("the sender is an HTTPTransport; use one here too")
         limit = self._timeout if timeout is None else seconds(timeout)

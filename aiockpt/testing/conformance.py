@@ -21,13 +21,23 @@ from typing import Any, TypeVar
 from aiockpt.testing.suite.endings import Endings
 from aiockpt.testing.suite.offers import Offers
 from aiockpt.testing.suite.round_trips import RoundTrips
+from aiockpt.testing.suite.selections import Selections
 from aiockpt.testing.suite.templates import Templates
 from aiockpt.transport import CheckpointTransport
 
-__all__ = ["Endings", "Offers", "RoundTrips", "Templates", "TransportConformance"]
+__all__ = [
+    "Endings",
+    "Offers",
+    "RoundTrips",
+    "Selections",
+    "Templates",
+    "TransportConformance",
+]
 
 T = TypeVar("T", bound=CheckpointTransport[Any])
 
 
-class TransportConformance(RoundTrips[T], Offers[T], Endings[T], Templates[T]):
+class TransportConformance(
+    RoundTrips[T], Offers[T], Endings[T], Templates[T], Selections[T]
+):
     """All parts of the suite."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urlsplit
 
@@ -23,6 +24,7 @@ from aiockpt.wire.problems import (
 )
 
 __all__ = [
+    "AFTER",
     "DIGEST_HEADER",
     "LATEST",
     "STEP_HEADER",
@@ -34,6 +36,7 @@ __all__ = [
     "Source",
     "format_digest",
     "format_etag",
+    "format_latest",
     "format_metadata",
     "format_prefer_wait",
     "format_resource",
@@ -41,6 +44,7 @@ __all__ = [
     "if_match",
     "if_none_match",
     "if_range",
+    "parse_after",
     "parse_digest",
     "parse_etag",
     "parse_metadata",
@@ -53,6 +57,7 @@ __all__ = [
 DIGEST_HEADER = "Aiockpt-Digest"
 STEP_HEADER = "Aiockpt-Step"
 LATEST = "latest"
+AFTER = "after"
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # RFC 6750 section 2.1, b64token
@@ -106,6 +111,25 @@ def format_resource(resource: Resource) -> str:
     """Return the URL path below the prefix, such as ``"100/full"``."""
     what = resource.kind.value if resource.chunk is None else resource.chunk
     return f"{resource.step}/{what}"
+
+
+def format_latest(after: int | None) -> str:
+    """Return the URL path of what is being served, if newer than step ``after``."""
+    return LATEST if after is None else f"{LATEST}?{AFTER}={after}"
+
+
+def parse_after(values: Sequence[str]) -> int | None:
+    """Return the step that ``after`` names; None if the query has none.
+
+    Raises:
+        RemoteProtocolError: no canonical decimal number, or given twice.
+    """
+    if not values:
+        return None
+    if len(values) > 1 or _NUMBER.fullmatch(values[0]) is None:
+        given = "&".join(values)[:40]
+        raise RemoteProtocolError(f"{AFTER} takes one step, not {given!r}")
+    return int(values[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from aiockpt.errors import (
     CheckpointChangedError,
     ClosedError,
     LocalProtocolError,
+    PeerFailedError,
     RemoteProtocolError,
     StepNotFoundError,
     TransportError,
@@ -94,6 +95,7 @@ _TABLE = (
         "The checkpoint was replaced",
         ("expected", "actual"),
     ),
+    _Row(PeerFailedError, 424, "sender-failed", "The sender gave up", ("reason",)),
     _Row(
         AuthenticationError,
         401,
@@ -151,6 +153,7 @@ class _Document(msgspec.Struct):
     type: str = ""
     detail: str = ""
     title: str = ""
+    reason: str = ""
     serving: int | None = None
     actual: str | int | None = None
 
@@ -222,6 +225,13 @@ def _changed(answer: _Answer) -> AiockptError:
     )
 
 
+def _sender_failed(answer: _Answer) -> AiockptError:
+    if not answer.ours:
+        return _unexpected(answer)
+    reason = _printable(answer.document.reason) or answer.detail
+    return PeerFailedError(None, reason, url=answer.url)
+
+
 def _refused(answer: _Answer) -> AiockptError:
     told = _printable(answer.document.detail) if answer.ours else ""
     why = f"HTTP {answer.status}" + (f", {told}" if told else "")
@@ -256,6 +266,7 @@ _BUILDERS: dict[int, Callable[[_Answer], AiockptError]] = {
     412: _changed,
     416: _bad_range,
     421: _misdirected,
+    424: _sender_failed,
     429: _busy,
     # A reverse proxy says 502 or 504 while the server behind it restarts.
     502: _busy,

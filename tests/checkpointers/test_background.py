@@ -225,14 +225,53 @@ class TestPolicy:
                 await made.save(state(step), tmp_path / str(step))
                 for step in (1, 2, 3, 4)
             ]
-            assert (second.replaced, third.replaced) == (True, True)
             assert await second.written() is False
+            assert await third.written() is False
+            assert (second.replaced, third.replaced) == (True, True)
             gate.open(2)
             assert await first.written()
             assert await fourth.written()
             assert made.statistics().replaced == 2
         there = {each.name for each in aiockpt.list_checkpoints(tmp_path)}
         assert there == {"1", "4"}
+
+    @pytest.mark.allow_error_logs
+    @pytest.mark.parametrize("trouble", [{"bad": object()}, {}], ids=["state", "word"])
+    async def test_replace_waits_until_it_has_something_better(
+        self, tmp_path: Path, gate: Gate, config: CheckpointerConfig, trouble: Any
+    ) -> None:
+        """What waits is written if the newer one cannot be staged or handed over."""
+        async with gated(gate, config, busy_policy="replace") as made:
+            first, second = [
+                await made.save(state(s), tmp_path / str(s)) for s in (1, 2)
+            ]
+            third = await made.save(
+                state(3) | trouble, tmp_path / "3", word=1 if trouble else object()
+            )
+            assert isinstance(third.error, UnsupportedLeafError)
+            gate.open(2)
+            assert await first.written()
+            assert await second.written()
+        assert_same(loaded(tmp_path / "2"), state(2))
+        assert not (tmp_path / "3").exists()
+
+    async def test_replace_holds_three_copies_at_most(
+        self, tmp_path: Path, gate: Gate, config: CheckpointerConfig
+    ) -> None:
+        """The third one only until the one that waited has gone."""
+        async with gated(gate, config, busy_policy="replace") as made:
+            places = set()
+            for step in range(8):
+                await made.save(state(step), tmp_path / str(step))
+                for submission in made._under_way:
+                    if not submission.ended.done():
+                        arena = submission.snapshot.arena
+                        assert arena is not None
+                        places.add(arena.address)
+            assert len(places) == 3
+            assert len(made._under_way) <= 3
+            gate.open(2)
+        assert_same(loaded(tmp_path / "7"), state(7))
 
     async def test_fail_raises(
         self, tmp_path: Path, gate: Gate, config: CheckpointerConfig
@@ -298,6 +337,21 @@ class TestFailure:
             with pytest.raises(UnsupportedLeafError, match=r"a\.0|a\[0\]|object"):
                 await handle.written()
             assert await (await made.save(state(), tmp_path / "a")).written()
+
+    async def test_a_keyword_that_is_no_data_fails_its_handle(
+        self, tmp_path: Path, config: CheckpointerConfig
+    ) -> None:
+        """Wherever it is written; others arrive as they were when it was saved."""
+        diary, words = tmp_path / "diary", ["said"]
+        hook = Diary(str(diary))
+        async with make_async_checkpointer(config, commit_hook=hook) as made:
+            handle = await made.save(state(), tmp_path / "a", word=object())
+            with pytest.raises(UnsupportedLeafError, match="word"):
+                await handle.written()
+            handle = await made.save(state(), tmp_path / "a", word=words)
+            words.append("later")
+            await handle.written()
+        assert diary.read_text().splitlines()[-1] == "post a [('word', ['said'])]"
 
     async def test_told_so_it_raises(
         self, tmp_path: Path, config: CheckpointerConfig
@@ -372,6 +426,7 @@ class TestAccount:
             ("write", 4, 200_000),
         ]
         assert {(each.stop, each.bytes_total) for each in told} == {("write", 200_000)}
+        assert told[-1].bytes_done == 200_000
 
     async def test_a_handle_says_what_became_of_it(
         self, tmp_path: Path, gate: Gate
@@ -423,7 +478,7 @@ class TestEnd:
 
 
 class TestCancel:
-    """At every await, and it stays usable."""
+    """C3: at every await, and it stays usable."""
 
     @pytest.mark.parametrize("where", [PROCESS, THREAD], ids=["process", "thread"])
     async def test_save(self, tmp_path: Path, where: CheckpointerConfig) -> None:

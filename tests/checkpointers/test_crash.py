@@ -47,13 +47,15 @@ class Trainer:
     def __init__(self, place: Path, keep: float, words: str) -> None:
         self.place = place
         self.gate = Gate(place / "gate")
-        self.process = subprocess.Popen(
-            [sys.executable, TRAINER, str(place), str(keep), *words.split()],
-            env=ENVIRONMENT
-            | {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{TRAINER.parent}"},
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
+        with (place / "log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, TRAINER, str(place), str(keep), *words.split()],
+                env=ENVIRONMENT
+                | {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{TRAINER.parent}"},
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
 
     @property
     def child(self) -> int:
@@ -131,6 +133,33 @@ class TestFinishing:
             await made.child_ends()
             for step in range(1, words.count("save") + 1):
                 assert_same(loaded(made.path(step)), state(step))
+
+    async def test_a_writer_that_hangs_then_ends_too(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Within the time of a write: nobody is left who could kill it (C9)."""
+        monkeypatch.setitem(ENVIRONMENT, "WRITE_TIMEOUT", "0.5")
+        async with trainer(tmp_path, "save wait") as made:
+            await made.waits()
+            await made.killed()
+            await made.child_ends()
+            assert aiockpt.latest(made.path(1).parent) is None
+
+    async def test_what_cannot_be_written_then_is_not_silent(
+        self, tmp_path: Path
+    ) -> None:
+        """Nobody is left to be told, so the child logs it (C13)."""
+        async with trainer(tmp_path, "save save wait") as made:
+            await made.waits()
+            await made.killed()
+            made.path(1).parent.mkdir()
+            made.path(1).touch()
+            made.gate.open(5)
+            await made.child_ends()
+            assert_same(loaded(made.path(2)), state(2))
+            said = (tmp_path / "log").read_text()
+            assert "step-1 is not saved: StorageError: " in said
+            assert "step-2" not in said
 
     async def test_ctrl_c_and_a_kill_of_the_group_spare_the_child(
         self, tmp_path: Path

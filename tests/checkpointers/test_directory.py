@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aiockpt import commit
+from aiockpt import _files, commit, retention
 from aiockpt.commit import Draft
 from aiockpt.directory import (
     MARKER,
@@ -169,7 +169,7 @@ class TestReplacing:
     ) -> None:
         """Two renames do, and the old one is found between them."""
         path = save(tmp_path / "last", {"a": 1})
-        monkeypatch.setattr(commit, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(commit, "exchange", lambda one, other: False)
         renames = []
 
         def rename(old: Path, new: Path) -> None:
@@ -230,6 +230,40 @@ class TestReplacing:
             assert draft.temporary.exists()
 
 
+class TestLongNames:
+    """A name of any length is saved, replaced and retired; or is refused at once."""
+
+    @pytest.mark.parametrize("length", [230, 239, 240, 248, 249])
+    @pytest.mark.parametrize("letter", ["x", "\N{BLACK STAR}"])
+    @pytest.mark.parametrize("exchange", [True, False])
+    def test_it_fits(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        length: int,
+        letter: str,
+        exchange: bool,
+    ) -> None:
+        """Nothing is left of what is replaced, or retired: its trash has a name too."""
+        if not exchange:
+            monkeypatch.setattr(commit, "exchange", lambda *_: False)
+        room = length - len("9")
+        fill = letter * (room // len(letter.encode()))
+        name = fill + "x" * (room - len(fill.encode()))
+        assert len(os.fsencode(f"{name}9")) == length
+        for step in (1, 2, 2, 3):
+            save(tmp_path / f"{name}{step}", {"a": step}, keep_last=1)
+        assert names(tmp_path) == [f"{name}3"]
+        assert load(tmp_path / f"{name}3") == {"a": 3}
+
+    @pytest.mark.parametrize("length", [250, 255, 256, 5000])
+    def test_it_does_not(self, tmp_path: Path, length: int) -> None:
+        """What is built beside it would have too long a name."""
+        with pytest.raises(StorageError, match="File name too long"):
+            save(tmp_path / ("x" * length), {"a": 1})
+        assert names(tmp_path) == []
+
+
 class TestListing:
     """Lists and `latest` go by the step."""
 
@@ -243,6 +277,18 @@ class TestListing:
         found = latest(tmp_path)
         assert found is not None
         assert found.step == 100
+
+    def test_one_that_cannot_be_read_is_named(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """It is passed over, but not in silence: it may be the one that is wanted."""
+        save(tmp_path / "s-1", {"a": 1})
+        (save(tmp_path / "s-2", {"a": 2}) / MARKER).write_text("{")
+        assert steps(tmp_path) == [1]
+        (record,) = caplog.records
+        assert record.levelname == "WARNING"
+        assert "a checkpoint is passed over: " in record.getMessage()
+        assert "s-2/commit.json: it is no marker" in record.getMessage()
 
     def test_a_step_that_was_given(self, tmp_path: Path) -> None:
         """The name need not tell it."""
@@ -280,6 +326,28 @@ class TestRetention:
         """To keep nothing is refused."""
         with pytest.raises(ValueError, match=option):
             sync_checkpointer(**{option: 0})
+
+    def test_one_that_cannot_go_keeps_no_other(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """The save is well, and a warning says what stays."""
+        for step in (1, 2, 3):
+            save(tmp_path / f"s-{step}", {"a": step})
+        trash = _files.trash
+
+        def stuck(path: Path) -> Path:
+            if path.name == "s-1":
+                raise PermissionError(1, "not yours")
+            return trash(path)
+
+        monkeypatch.setattr(retention, "trash", stuck)
+        save(tmp_path / "s-4", {"a": 4}, keep_last=1)
+        assert names(tmp_path) == ["s-1", "s-4"]
+        assert "old checkpoints are not removed" in caplog.text
+        assert "s-1: not yours" in caplog.text
 
     def test_what_is_being_read_can_be_read_on(self, tmp_path: Path) -> None:
         """A mapped one outlives its name."""

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from aiockpt.checkpointers.channel import Channel
 from aiockpt.checkpointers.config import CheckpointProcessConfig, RankInfo
 from aiockpt.checkpointers.defaults import configured_writer
+from aiockpt.checkpointers.messages import Write, encode
 from aiockpt.checkpointers.process import CheckpointProcess
 from aiockpt.checkpointers.stager import DefaultStager
 from aiockpt.errors import (
@@ -184,6 +186,28 @@ class TestWriting:
                 await made.write(staged, tmp_path / "a")
             await stager.close()
         assert_same(loaded(tmp_path / "a"), state())
+
+    async def test_nothing_large_crosses(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """C11: packets, and a header and keywords in memory; the arena is shared."""
+        crossed: list[int] = []
+        arenas: list[int] = []
+        send = Channel.send
+
+        def counted(self: Channel, message: object, fds: Sequence[int] = ()) -> None:
+            sizes = [os.fstat(fd).st_size for fd in fds]
+            if isinstance(message, Write):
+                arenas.append(sizes.pop())
+            crossed.append(len(encode(message)) + sum(sizes))
+            send(self, message, fds)
+
+        monkeypatch.setattr(Channel, "send", counted)
+        async with process() as made:
+            await made.write({"weight": torch.ones(8 << 20)}, tmp_path / "a", loss=0.5)
+        assert arenas == [32 << 20]
+        assert sum(crossed) < 64 << 10
+        assert_same(loaded(tmp_path / "a"), {"weight": torch.ones(8 << 20)})
 
     async def test_writes_keep_their_order(self, tmp_path: Path, gate: Gate) -> None:
         """The last one stands, whoever was handed over while another was written."""

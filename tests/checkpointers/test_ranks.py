@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from aiockpt.checkpointers.barriers import (
     Barrier,
+    Meeting,
     barrier_config_for,
     create_barrier_from_config,
     default_rank_info,
@@ -22,6 +24,7 @@ from aiockpt.checkpointers.config import BarrierConfig, RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.directory import find_checkpoint, latest
+from aiockpt.errors import PeerFailedError
 from rankprocesses import SUPPORT, process
 from saved import ALONE, config, load, names
 
@@ -135,9 +138,27 @@ class TestLate:
     def test_it_times_out(self, tmp_path: Path) -> None:
         """And leaves nothing behind."""
         said = ranks(tmp_path, "tcp_store", "well", "stays-away")
-        assert "timed out after 4 s in the barrier (step-2/2/written)" in said[0][1]
+        assert "timed out after 2 s in the barrier (step-2/2/written)" in said[0][1]
         check_whole(tmp_path, [1])
         assert names(tmp_path) == ["step-1"]
+
+
+def store_barrier(rank: int, port: int, **options: Any) -> Barrier:
+    """Make one side of a barrier, where rank 0 hosts the store."""
+    from aiockpt.checkpointers.store_barrier import TCPStoreBarrier
+
+    return TCPStoreBarrier(
+        *(rank, 2),
+        tcpstore_port=port,
+        master_address="127.0.0.1",
+        use_checkpoint_barrier_tcpstore_libuv=False,  # it keeps a pipe
+        **options,
+    )
+
+
+def meeting(step: int) -> Meeting:
+    """Return a meeting that nobody is waited for at, for long."""
+    return Meeting(name="s", step=step, phase="written", place=Path(), timeout=0.2)
 
 
 class TestStore:
@@ -145,23 +166,10 @@ class TestStore:
 
     def test_a_replaced_process_finds_its_way(self) -> None:
         """Nothing is counted in a process, so a new one is as good (C9)."""
-        from aiockpt.checkpointers.barriers import Meeting
-        from aiockpt.checkpointers.store_barrier import TCPStoreBarrier
-
         port = free_port()
 
-        def barrier(rank: int) -> TCPStoreBarrier:
-            return TCPStoreBarrier(
-                *(rank, 2),
-                tcpstore_port=port,
-                master_address="127.0.0.1",
-                use_checkpoint_barrier_tcpstore_libuv=False,  # it keeps a pipe
-            )
-
-        def meeting(step: int) -> Meeting:
-            return Meeting(
-                name="s", step=step, phase="written", place=Path(), timeout=0.2
-            )
+        def barrier(rank: int) -> Barrier:
+            return store_barrier(rank, port)
 
         async def both(step: int, *barriers: Barrier) -> list[Any]:
             calls = [asyncio.to_thread(each.meet, meeting(step)) for each in barriers]
@@ -178,6 +186,43 @@ class TestStore:
         finally:
             first.close()
             second.close()
+
+
+class TestParting:
+    """The host of the store stays until the others know how it went, and no longer."""
+
+    def test_not_for_those_who_were_given_up(self) -> None:
+        """They did not come in all the time that was agreed."""
+        port = free_port()
+        host = store_barrier(0, port, timeout_parting_secs=1000)
+        with pytest.raises(TimeoutError, match="timed out"):
+            host.meet(meeting(1))
+        host.close()
+
+    @pytest.mark.parametrize("meets", ["late", "now"])
+    def test_for_those_who_will_read(self, meets: str) -> None:
+        """They are told why, although the host has nothing more to do."""
+        port = free_port()
+        host = store_barrier(0, port, timeout_parting_secs=1000)
+        other = store_barrier(1, port)
+        if meets == "late":
+            with pytest.raises(TimeoutError):
+                other.meet(meeting(1))
+        host.meet(meeting(2), failure="its disk is full")
+        parting = threading.Thread(target=host.close)
+        parting.start()
+        parting.join(0.2)
+        assert parting.is_alive()
+        with pytest.raises(PeerFailedError, match="rank 0 gave up: its disk is full"):
+            other.meet(meeting(2))
+        parting.join()
+        other.close()
+
+    def test_for_as_long_as_it_was_told(self) -> None:
+        """Whoever is to read may have died."""
+        host = store_barrier(0, free_port(), timeout_parting_secs=0.1)
+        host.meet(meeting(1), failure="its disk is full")
+        host.close()
 
 
 class TestRegistry:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import errno
+import io
+import itertools
 import json
 import logging
 import os
@@ -32,6 +35,7 @@ from aiockpt.errors import (
     StepNotFoundError,
     StorageError,
     TemplateMismatchError,
+    WorldSizeMismatchError,
 )
 from aiockpt.testing import assert_same
 from aiockpt.testing.devices import FakeAccelerator
@@ -45,6 +49,7 @@ from saved import (
     read,
     run_beside,
     save,
+    save_by_two,
     sync_checkpointer,
     training_state,
 )
@@ -94,11 +99,43 @@ class TestWhole:
         """The second of what `read` returns is empty."""
         assert read(save(tmp_path / "s", {"a": 1})) == ({"a": 1}, [])
 
-    def test_each_rank_has_its_own_file(self, tmp_path: Path) -> None:
-        """And a rank that saved nothing is told so."""
-        path = save(tmp_path / "s", {"a": 1})
-        with pytest.raises(CheckpointNotFoundError, match="1 ranks wrote it"):
-            CheckpointReader(RankInfo(1, 2)).read(path)
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_as_many_ranks_load_it_as_have_saved_it(
+        self, tmp_path: Path, rank: int
+    ) -> None:
+        """Or each would have a part, and nobody would say that the rest is missing."""
+        pair = save_by_two(tmp_path / "pair")
+        alone = save(tmp_path / "alone", {"a": 1})
+        with pytest.raises(WorldSizeMismatchError) as caught:
+            load(pair)
+        assert (caught.value.saved, caught.value.loading) == (2, 1)
+        assert "2 ranks wrote it, each its own part, and 1 rank" in str(caught.value)
+        with pytest.raises(WorldSizeMismatchError, match=r"1 rank wrote .* 2 ranks "):
+            CheckpointReader(RankInfo(rank, 2)).read(alone)
+        assert CheckpointReader(RankInfo(rank, 2)).read(pair)[0] == {"rank": rank}
+
+    def test_a_part_may_be_named(self, tmp_path: Path) -> None:
+        """Then the numbers do not matter; nor do they for a file."""
+        pair = save_by_two(tmp_path / "pair")
+        alone = save(tmp_path / "alone", {"a": 1})
+        assert [load(pair, rank=rank) for rank in (0, 1)] == [{"rank": 0}, {"rank": 1}]
+        assert CheckpointReader(RankInfo(1, 2)).read(alone, rank=0)[0] == {"a": 1}
+        assert load(pair / "checkpoint_1.safetensors") == {"rank": 1}
+        with sync_checkpointer() as checkpointer:
+            assert checkpointer.load(pair, rank=1) == {"rank": 1}
+        with pytest.raises(CheckpointNotFoundError, match="none of them was 2"):
+            load(pair, rank=2)
+
+    def test_also_of_the_seeds(self, tmp_path: Path) -> None:
+        """Of which some may be on other machines; more than load are refused."""
+        for rank in (0, 1):
+            torch.save({"rank": rank}, tmp_path / f"checkpoint_{rank}.pt")
+        with pytest.raises(WorldSizeMismatchError, match="2 ranks wrote it"):
+            load(tmp_path)
+        assert load(tmp_path, rank=1) == {"rank": 1}
+        for size in (2, 4):
+            found, _ = CheckpointReader(RankInfo(1, size)).read(tmp_path)
+            assert found == {"rank": 1}
 
     def test_limits_are_kept(self, tmp_path: Path) -> None:
         """More than that is not read."""
@@ -172,6 +209,41 @@ class TestDamage:
             load(path, template)
         assert caught.value.__notes__ == ["the template was modified"]
         assert template["n"] == 0
+
+
+class TestFailingDisk:
+    """What cannot be read is an error of storage, wherever it fails."""
+
+    @pytest.mark.parametrize("call", ["pread", "preadv", "scandir", "stat", "open"])
+    @pytest.mark.parametrize("held", [False, True])
+    def test_at_each_call(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, held: bool
+    ) -> None:
+        """It is typed, names the file, and says what became of the template."""
+        path = save(tmp_path / "s", training_state(), chunk_bytes=CHUNK)
+        place = io if call == "open" else os
+        real = getattr(place, call)
+        for number in itertools.count():
+            left = [number]
+
+            def failing(*args: Any, left: list[int] = left, **more: Any) -> Any:
+                left[0] -= 1
+                if left[0] == -1:
+                    raise OSError(errno.EIO, "Input/output error")
+                return real(*args, **more)
+
+            monkeypatch.setattr(place, call, failing)
+            template = zeroed(training_state()) if held else None
+            try:
+                found = load(path, template)
+            except StorageError as error:
+                assert str(tmp_path) in str(error)  # noqa: PT017 - or it goes on
+            else:
+                assert_same(found, training_state())
+            finally:
+                monkeypatch.undo()
+            if left[0] >= 0:
+                break
 
 
 class TestReplaced:

@@ -35,6 +35,21 @@ def test_at_each_call(tmp_path: Path, calls: str, what: str) -> None:
 
 
 @needs_strace
+@pytest.mark.parametrize("calls", ["openat", "read,pread64,preadv"])
+def test_at_each_look(tmp_path: Path, calls: str) -> None:
+    """Also if it cannot open or read what is there: it says so, or saves."""
+    directory = tmp_path / "checkpoints"
+    codes = []
+    for code in torn.at_each_call(directory, calls, "EIO"):
+        codes.append(code)
+        seen = torn.outcome(directory)
+        if not code:
+            assert seen == "new 2"
+        torn.recovers(directory)
+    assert torn.FAILED in codes
+
+
+@needs_strace
 @pytest.mark.parametrize("calls", ["fallocate", "pwritev,pwritev2", "write", "fsync"])
 def test_when_the_disk_fills(tmp_path: Path, calls: str) -> None:
     """The first time that there is no space left is the end of the save."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from safetensors.torch import load_file
 
+from aiockpt import commit
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.hooks import WriterHook
+from aiockpt.checkpointers.reader import CheckpointReader
+from aiockpt.checkpointers.sync import SyncCheckpointer
 from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.directory import latest
 from aiockpt.errors import (
@@ -25,7 +29,7 @@ from aiockpt.errors import (
 )
 from aiockpt.livestate import LiveState
 from aiockpt.memory import Arena, ArenaPool
-from aiockpt.observe import TransferEvent, add_hook
+from aiockpt.observe import Progress, TransferEvent, add_hook
 from aiockpt.snapshotfile import BLOCK, write_source
 from aiockpt.storage import read_header, verify_chunks
 from aiockpt.testing import assert_same
@@ -116,6 +120,54 @@ class TestFile:
         """Thousands of tensors are one block."""
         state = {f"{i}": torch.full((3,), float(i)) for i in range(5000)}
         assert_same(load(save(tmp_path / "s", state)), state)
+
+    def test_it_is_written_in_large_pieces(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Aligned, in order, however small the tensors are; the header comes last."""
+        written: list[tuple[int, int]] = []
+        real = os.pwritev
+
+        def seen(fd: int, views: Any, at: int) -> int:
+            done = real(fd, views, at)
+            written.append((at, done))
+            return done
+
+        monkeypatch.setattr(os, "pwritev", seen)
+        state = {f"{i}": torch.ones(BLOCK // 256) for i in range(320)}
+        path = save(tmp_path / "s", state) / FILE
+        *pieces, header = written
+        assert header == (0, pieces[0][0])
+        assert [at for at, _ in pieces[1:]] == [n * BLOCK for n in range(1, 6)]
+        assert sum(size for _, size in pieces) == 5 * BLOCK
+        assert sum(pieces[-1]) == path.stat().st_size
+
+    @pytest.mark.parametrize("fsync", [True, False])
+    def test_the_disk_confirms_each_step_before_the_next(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool
+    ) -> None:
+        """File, its name, marker, its name, and the name of the checkpoint."""
+        said: list[str] = []
+        place = tmp_path / "new"
+        real, rename = os.fsync, os.rename
+
+        def seen(fd: int) -> None:
+            real(fd)
+            said.append(f"sync {Path(os.readlink(f'/proc/self/fd/{fd}')).name}")
+
+        def renamed(one: Any, other: Any) -> None:
+            rename(one, other)
+            said.append(f"name {Path(other).name}")
+
+        monkeypatch.setattr(os, "fsync", seen)
+        monkeypatch.setattr(os, "rename", renamed)
+        save(place / "s", {"a": 1}, fsync=fsync)
+        expected = [
+            *(f"sync {tmp_path.name}", f"sync {FILE}.tmp", f"name {FILE}"),
+            *("sync .s.part", "sync commit.json.tmp", "name commit.json"),
+            *("sync .s.part", "name s", "sync new"),
+        ]
+        assert said == [each for each in expected if fsync or each[:4] == "name"]
 
     @pytest.mark.parametrize("state", [{}, None, [], {"a": torch.empty(0)}, 5])
     def test_nearly_nothing(self, tmp_path: Path, state: Any) -> None:
@@ -305,6 +357,32 @@ class TestFailures:
         assert 1 < doomed <= calls + 1
         assert load(tmp_path / "s")["a"] == 2
 
+    @pytest.mark.parametrize("fsync", [True, False])
+    def test_a_close_that_fails(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool
+    ) -> None:
+        """It matters before the commit, and only if the disk was not asked before."""
+        close, denied = os.close, []
+
+        def closed(fd: int) -> None:
+            mine = ".part" in os.readlink(f"/proc/self/fd/{fd}")
+            close(fd)
+            if mine:
+                denied.append(fd)
+                raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(os, "close", closed)
+        if fsync:
+            # The directory that was synced is closed, too.
+            monkeypatch.setattr(commit, "sync_directory", lambda _: None)
+            save(tmp_path / "s", {"a": 1}, fsync=True)
+        else:
+            with pytest.raises(StorageError, match="Input/output error"):
+                save(tmp_path / "s", {"a": 1}, fsync=False)
+        monkeypatch.undo()
+        assert names(tmp_path) == (["s"] if fsync else [])
+        assert bool(denied) != fsync
+
     def test_several_ranks_need_a_barrier(self) -> None:
         """Or there would be no telling who commits (C8)."""
         with pytest.raises(ValueError, match="2 ranks need a barrier"):
@@ -334,6 +412,61 @@ def test_events(tmp_path: Path) -> None:
         ("load", None),
     ]
     assert all(event.detail == str(tmp_path / "s-3") for event in heard)
+
+
+class TestAccount:
+    """Numbers and progress, in the words of the asynchronous one (C16)."""
+
+    def test_statistics_count_everything(self, tmp_path: Path) -> None:
+        """Also what failed; the caller was kept as long as it took."""
+        with sync_checkpointer() as checkpointer:
+            assert checkpointer.statistics().saves == 0
+            for step in (1, 2):
+                checkpointer.save({"a": torch.ones(1000)}, tmp_path / f"s-{step}")
+            with pytest.raises(UnsupportedLeafError):
+                checkpointer.save({"a": object()}, tmp_path / "s-3")
+            now = checkpointer.statistics()
+        assert (now.saves, now.written, now.failed, now.under_way) == (3, 2, 1, 0)
+        assert now.bytes_written == 2 * 4000
+        assert now.stall_seconds == now.write_seconds > 0
+        assert (now.skipped, now.replaced, now.restarts) == (0, 0, 0)
+
+    def test_progress_is_told(self, tmp_path: Path) -> None:
+        """Block by block, to the end; hooks do not get it."""
+        told: list[Progress] = []
+        hook = Hook(tmp_path)
+        with sync_checkpointer(hook) as checkpointer:
+            state = {"a": torch.ones(3 * BLOCK // 4)}
+            checkpointer.save(state, tmp_path / "s-3", progress=told.append)
+        done = [each.bytes_done for each in told]
+        assert (done[0], done[-1], len(done)) == (0, 3 * BLOCK, 5)
+        assert all(0 < b - a <= BLOCK for a, b in pairwise(done))
+        assert {(each.stop, each.bytes_total) for each in told} == {("write", done[-1])}
+        assert [kwargs for _, _, kwargs, _ in hook.calls] == [{}, {}]
+
+    @pytest.mark.allow_error_logs
+    def test_a_progress_that_raises_does_not_matter(self, tmp_path: Path) -> None:
+        """It is somebody else's code."""
+
+        def refuse(_: Progress) -> None:
+            raise KeyError
+
+        with sync_checkpointer() as checkpointer:
+            checkpointer.save({"a": 1}, tmp_path / "s-3", progress=refuse)
+        assert load(tmp_path / "s-3") == {"a": 1}
+
+    def test_a_writer_of_ones_own_is_counted_too(self, tmp_path: Path) -> None:
+        """It is asked with the words that it knows."""
+
+        class Own(CheckpointWriter):
+            def write(self, path: Any, state_dict: Any, **kwargs: Any) -> None:
+                assert kwargs == {"epoch": 3}
+                super().write(path, state_dict, **kwargs)
+
+        reader = CheckpointReader(ALONE)
+        with SyncCheckpointer(Own(config(), ALONE), reader) as made:
+            made.save({"a": 1}, tmp_path / "s", progress=print, epoch=3)
+            assert made.statistics().written == 1
 
 
 def test_reprs(tmp_path: Path) -> None:

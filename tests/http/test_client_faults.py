@@ -168,8 +168,8 @@ async def test_silent_peer_is_given_up_after_the_stall_timeout(fast_path) -> Non
             start = time.monotonic()
             with pytest.raises(TransferStalledError) as caught:
                 await fetch(client, peer, port=proxy.port)
-            assert 0.2 <= time.monotonic() - start < 0.7
-        assert 0.2 <= caught.value.idle < 0.4
+            elapsed = time.monotonic() - start
+        assert 0.2 <= caught.value.idle <= elapsed < 5
         assert caught.value.chunk == 0
 
 
@@ -230,7 +230,7 @@ async def test_refused_connection_is_an_error_at_once(fast_path) -> None:
             PeerUnreachableError, match="is the sender running"
         ) as caught:
             await fetch(client, peer, port=1)
-        assert time.monotonic() - start < 0.2
+        assert time.monotonic() - start < 2
         assert caught.value.__cause__ is not None
 
 
@@ -264,7 +264,7 @@ async def test_killed_peer_is_an_error_at_once(fast_path) -> None:
         await proxy.cut_all()
         with pytest.raises(PeerUnreachableError):
             await task
-        assert time.monotonic() - start < 0.3
+        assert time.monotonic() - start < 2
 
 
 async def test_peer_that_comes_back_finishes_the_transfer(fast_path) -> None:

@@ -6,7 +6,13 @@ import asyncio
 
 import pytest
 
-from aiockpt.errors import CheckpointChangedError, ClosedError, StepNotFoundError
+from aiockpt.errors import (
+    CheckpointChangedError,
+    ClosedError,
+    PeerFailedError,
+    StepNotFoundError,
+)
+from aiockpt.http.failing import Failure
 from aiockpt.http.shelf import Published, Shelf
 from serving import Memory, settle
 
@@ -104,6 +110,57 @@ async def test_waiting_is_bounded():
     with pytest.raises(StepNotFoundError) as caught:
         await shelf.wait_for(9, wait=0.01)
     assert caught.value.serving is None
+
+
+async def test_a_newer_step_is_waited_for():
+    """One that is as old as what the waiter has is none."""
+    shelf = Shelf()
+    await shelf.publish(Memory(step=7), grace=0)
+    assert (await shelf.wait_past(6, wait=60)).step == 7
+    waiting = asyncio.create_task(shelf.wait_past(7, wait=60))
+    await asyncio.sleep(0)
+    await shelf.publish(Memory(step=7, fill=1), grace=0)
+    await shelf.publish(Memory(step=8), grace=0)
+    assert (await waiting).step == 8
+    await shelf.close()
+
+
+@pytest.mark.parametrize("serving", [None, 7])
+async def test_waiting_for_a_newer_step_is_bounded(serving):
+    """The error says what there is."""
+    shelf = Shelf()
+    if serving is not None:
+        await shelf.publish(Memory(step=serving), grace=0)
+    for wait in (0, 0.01):
+        with pytest.raises(StepNotFoundError) as caught:
+            await shelf.wait_past(7, wait=wait)
+        assert (caught.value.step, caught.value.serving) == (None, serving)
+    await shelf.close()
+
+
+async def test_a_retraction_ends_the_wait_for_a_newer_step():
+    """Unless there was nothing to retract."""
+    shelf = Shelf()
+    await shelf.retract(grace=0)
+    assert shelf.withdrawals == 0
+    await shelf.publish(Memory(step=7), grace=0)
+    waiting = asyncio.create_task(shelf.wait_past(7, wait=60))
+    await asyncio.sleep(0)
+    await shelf.retract(grace=0)
+    with pytest.raises(StepNotFoundError):
+        await waiting
+    assert shelf.withdrawals == 1
+
+
+async def test_a_closed_shelf_fails_who_waits_for_a_newer_step():
+    """They hear of it at once."""
+    shelf = Shelf()
+    await shelf.publish(Memory(step=7), grace=0)
+    waiting = asyncio.create_task(shelf.wait_past(7, wait=60))
+    await asyncio.sleep(0)
+    await shelf.close()
+    with pytest.raises(ClosedError):
+        await waiting
 
 
 async def test_a_cancelled_waiter_leaves_the_others_waiting():
@@ -297,3 +354,58 @@ async def test_close_fails_those_who_wait_and_those_who_come():
     with pytest.raises(ClosedError):
         await shelf.wait_for(1, wait=3600)
     await shelf.close()
+
+
+class TestFailure:
+    """A step that does not come, as those hear who wait for it."""
+
+    async def test_who_waits_is_told_at_once(self) -> None:
+        """And only those who wait for this step."""
+        shelf = Shelf()
+        waiting = [asyncio.ensure_future(shelf.wait_for(7, wait=60)) for _ in range(2)]
+        other = asyncio.ensure_future(shelf.wait_for(8, wait=60))
+        await asyncio.sleep(0)
+        shelf.fail(Failure.of(OSError("no space"), step=7, receivers=2))
+        for each in waiting:
+            with pytest.raises(PeerFailedError, match="OSError: no space"):
+                await each
+        assert not other.done()
+        await shelf.close()
+        with pytest.raises(ClosedError):
+            await other
+
+    async def test_each_receiver_is_told_once(self) -> None:
+        """Also after a retraction; who comes then waits for the next attempt."""
+        shelf = Shelf()
+        shelf.fail(Failure.of(asyncio.CancelledError(), step=7, receivers=1))
+        await shelf.retract(grace=0)
+        with pytest.raises(PeerFailedError, match="cut short"):
+            await shelf.wait_for(7, wait=60)
+        with pytest.raises(StepNotFoundError):
+            await shelf.wait_for(7, wait=0)
+        await shelf.close()
+
+    async def test_without_receivers_everybody_is_told_until_it_is_retracted(
+        self,
+    ) -> None:
+        """Nobody said how many will come."""
+        shelf = Shelf()
+        shelf.fail(Failure.of(OSError(), step=7, receivers=0))
+        for _ in range(3):
+            with pytest.raises(PeerFailedError):
+                await shelf.wait_for(7, wait=60)
+        await shelf.retract(grace=0)
+        with pytest.raises(StepNotFoundError):
+            await shelf.wait_for(7, wait=0)
+        await shelf.close()
+
+    async def test_what_is_served_is_not_touched(self) -> None:
+        """And a publication ends the failure."""
+        shelf = Shelf()
+        await shelf.publish(Memory(step=7), grace=0)
+        shelf.fail(Failure.of(OSError(), step=7, receivers=1))
+        assert (await shelf.wait_for(7, wait=0)).step == 7
+        shelf.fail(Failure.of(OSError(), step=8, receivers=1))
+        await shelf.publish(Memory(step=8), grace=0)
+        assert (await shelf.wait_for(8, wait=0)).step == 8
+        await shelf.close()

@@ -11,6 +11,7 @@ from aiockpt import (
     IntegrityError,
     LimitExceededError,
     Limits,
+    LocalProtocolError,
     PeerFailedError,
     ProcessGroupError,
 )
@@ -44,6 +45,15 @@ async def test_what_counts_as_an_integer_is_a_step() -> None:
     async with transports() as (sender, receiver):
         for step in (True, torch.tensor(10**12)):
             await moved(sender, receiver, {}, step)  # type: ignore[arg-type]
+
+
+@pytest.mark.asyncio
+async def test_a_part_is_refused() -> None:
+    """At once: nothing is said to the sender, whom another call still finds."""
+    async with transports() as (sender, receiver):
+        with pytest.raises(LocalProtocolError, match="HTTPTransport"):
+            await receiver.recv_checkpoint(0, sender.metadata(), 1, select=["w0"])
+        assert_same(await moved(sender, receiver, weights()), weights())
 
 
 @pytest.mark.asyncio

@@ -32,6 +32,7 @@ from groups import (
     transports,
     watch_leaving,
 )
+from serving import settle
 from transports import weights
 
 pytestmark = pytest.mark.asyncio
@@ -190,6 +191,7 @@ class TestTemplates:
         self, monkeypatch: pytest.MonkeyPatch, *, direct: bool
     ) -> None:
         """P16: its tensors are filled where they are; what was beside them is gone."""
+        others = open_arenas()  # of waits that tests before this one left behind
         device = FakeAccelerator(held=False)
         monkeypatch.setattr(room, "port_for", device.port_for)
         state, into = weights(1.0), weights(0.0)
@@ -201,8 +203,8 @@ class TestTemplates:
             assert_same(into, state)
             assert device.copied == into["w0"].nbytes
             del got
-            gc.collect()
-            assert not [each for each in gc.get_objects() if open_arena(each)]
+            # A thread may still be on its way out of what it did.
+            await settle(lambda: set(map(id, open_arenas())) <= set(map(id, others)))
             assert not device.pinned
 
     async def test_a_template_without_memory_is_refused(self) -> None:
@@ -215,9 +217,12 @@ class TestTemplates:
             assert isinstance(sent, PeerFailedError)
 
 
-def open_arena(found: object) -> bool:
-    """Say whether it is host memory that holds, or held, a checkpoint."""
-    return type(found) is Arena and bool(found.nbytes)
+def open_arenas() -> list[Arena]:
+    """Return the host memory that holds, or held, a checkpoint."""
+    gc.collect()
+    return [
+        each for each in gc.get_objects() if type(each) is Arena and bool(each.nbytes)
+    ]
 
 
 class TestOrder:
@@ -273,7 +278,7 @@ class TestDeadlines:
             started = time.monotonic()
             with pytest.raises(TransferTimeoutError):
                 await receiver.recv_checkpoint(0, "", 1)
-            assert time.monotonic() - started < 0.8
+            assert time.monotonic() - started < 5  # 20 without it
 
     @pytest.mark.allow_leaks("threads", "fds")  # the waiting ones
     async def test_a_deadline_is_for_all_waits_together(
@@ -287,7 +292,7 @@ class TestDeadlines:
             started = time.monotonic()
             with pytest.raises(TransferTimeoutError):
                 await receiver.recv_checkpoint(0, "", 1, 1)
-            assert time.monotonic() - started < 1.5
+            assert time.monotonic() - started < 3  # the messages take 4
             with pytest.raises(ProcessGroupError):
                 await sending  # it is told, and does not wait for its own
 

@@ -1,6 +1,6 @@
 """One rank of one of two jobs that share no world: each has its own groups and meshes.
 
-``python job_rank.py SCENARIO RANK WORLD DIRECTORY``; the ranks of a job share a
+``python job_rank.py SCENARIO WORLD DIRECTORY``; the ranks of a job share a
 directory, and the sending and the receiving job the one above. It prints ``done``.
 """
 

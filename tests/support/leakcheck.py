@@ -36,7 +36,8 @@ ALLOWED_CHILDREN = {
 SHM_PREFIXES = ("psm_", "sem.", "torch_", "aiockpt")
 """How multiprocessing, torch and this package name what they share.
 
-Other programs of the same user may come and go in the same directory.
+Other programs of the same user may come and go in the same directory. Two processes of
+the suite do not: what a test leaves there, the test beside it may be blamed for, too.
 """
 
 
@@ -107,8 +108,9 @@ class Footprint:
     def grown(self) -> dict[str, list[str]]:
         """Return what has come since and is still here after a while."""
         deadline = time.monotonic() + PATIENCE
-        gc.collect()
-        while (growth := self._growth()) and time.monotonic() < deadline:
+        if growth := self._growth():
+            gc.collect()  # it can only let go of more
+        while growth and (growth := self._growth()) and time.monotonic() < deadline:
             time.sleep(0.01)  # what was told to end has no event to wait for
         return growth
 

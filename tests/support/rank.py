@@ -18,7 +18,7 @@ from aiockpt import ProcessGroupError, Progress
 from groups import Transport, joined, store_in, summed
 from transports import weights
 
-MIB_SENT = 256
+MIB_SENT = 128
 LONG = 600
 
 

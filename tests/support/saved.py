@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from aiockpt.checkpointers.barriers import Barrier
 from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.sync import SyncCheckpointer
 from aiockpt.checkpointers.writer import CheckpointWriter
+from aiockpt.commit import Draft
 from aiockpt.testing.devices import FakeAccelerator
 
 ALONE = RankInfo(0, 1)
@@ -37,6 +40,25 @@ def save(path: Path, state: Any, **options: Any) -> Path:
     """Save a state dict; return the path."""
     with sync_checkpointer(**options) as checkpointer:
         checkpointer.save(state, path)
+    return path
+
+
+class Nobody(Barrier):
+    """Lets everybody through."""
+
+    def execute_barrier(self) -> None:
+        pass
+
+
+def save_by_two(path: Path, state: Any = None) -> Path:
+    """Save a checkpoint of two ranks, the second one first; return the path."""
+    with Draft(path, 1, durable=False) as draft:
+        other = save(path.with_name(f"other-{path.name}"), {"rank": 1})
+        shutil.copy(other / "checkpoint_0.safetensors", draft.temporary)
+        shutil.rmtree(other)
+        draft.keep_file()
+        writer = CheckpointWriter(config(), RankInfo(0, 2), Nobody())
+        writer.write(path, {"rank": 0, **(state or {})})
     return path
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from aiockpt.checkpointers import store_barrier
 from aiockpt.checkpointers.barriers import (
     Barrier,
     Meeting,
@@ -32,7 +31,8 @@ from aiockpt.checkpointers.config import (
 from aiockpt.checkpointers.hooks import WriterHook
 from aiockpt.checkpointers.writer import CheckpointWriter
 
-TIMEOUT = 4.0
+TIMEOUTS = {1: 60.0, 2: 2.0}
+"""How long another rank is waited for: to start, and when it may have died."""
 
 
 def die() -> None:
@@ -85,10 +85,9 @@ def barrier_of(kind: str, rank: int, port: int) -> Barrier:
 
 def main(rank: int, port: int, directory: str, kind: str, life: str) -> None:
     """Save twice."""
-    vars(store_barrier)["_PARTING"] = 2.0  # whoever is to read is not killed
     barrier = barrier_of(kind, rank, port)
-    config = CheckpointWriterConfig(write_barrier_timeout_secs=TIMEOUT)
-    for step in (1, 2):
+    for step, timeout in TIMEOUTS.items():
+        config = CheckpointWriterConfig(write_barrier_timeout_secs=timeout)
         hook = Fatal() if life == "before" and step == 2 else None
         if life in ("at", "after") and step == 2:
             barrier = FatalBarrier(barrier, life)

@@ -1,7 +1,7 @@
-"""One rank of a job with distributed tensors: a program that a test starts many of.
+"""The ranks of a job with distributed tensors, which share what is imported.
 
-``python sharded_rank.py SCENARIO RANK WORLD DIRECTORY``; the ranks of one job share a
-directory. It prints ``done``.
+``python sharded_rank.py SCENARIO WORLD DIRECTORY``; the ranks of one job share a
+directory. Each of them prints ``done``.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ from aiockpt import (
     TemplateMismatchError,
 )
 from aiockpt.testing import assert_same
+from forked import rank_of
 
 TIMEOUT = 60
-RANK, WORLD, DIRECTORY = int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+WORLD, DIRECTORY = int(sys.argv[2]), Path(sys.argv[3])
+RANK = rank_of(WORLD)  # from here on there are as many processes
 
 
 def transport() -> HTTPTransport:

@@ -47,6 +47,15 @@ CALLS = (
 )
 """What a writer asks of the system, and may not live to see done."""
 
+LOOKS = (
+    "close",
+    "fstat,newfstatat",
+    "getdents64",
+    "openat",
+    "read,pread64,preadv",
+)
+"""What it does to look at its directory; Python does so too, so only there."""
+
 ERRORS = ("EIO", "ENOSPC")
 
 SIZE, CHUNK = 300_000, 64 << 10
@@ -100,12 +109,23 @@ def writing(directory: Path, *strace: str) -> subprocess.Popen[bytes]:
     )
 
 
+def only_below(directory: Path) -> Iterator[str]:
+    """Yield strace's words for everything that a writer may make or look at there."""
+    files = ["checkpoint_0.safetensors", "commit.json"]
+    files += ["", *(f"{name}.tmp" for name in files)]
+    for name in _NAMES:
+        for place in (directory, directory / name, directory / f".{name}.part"):
+            for file in files:
+                yield from ("-P", str(place / file))
+
+
 def at_call(directory: Path, calls: str, what: str, number: int) -> int:
     """Have the writer killed (or failed) at the ``number``-th call; give its code."""
     prepare(directory)
     how = "signal=KILL" if what == "KILL" else f"error={what}"
     inject = f"inject={calls}:{how}:when={number}"
-    process = writing(directory, "-e", f"trace={calls}", "-e", inject)
+    where = only_below(directory) if calls in LOOKS else ()
+    process = writing(directory, *where, "-e", f"trace={calls}", "-e", inject)
     _, said = process.communicate()
     code = process.returncode
     if code not in (0, FAILED, -signal.SIGKILL, 128 + signal.SIGKILL):
@@ -202,7 +222,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place) / "checkpoints"
         for what in ("KILL", *ERRORS):
-            for calls in CALLS:
+            for calls in (*CALLS, *LOOKS):
                 for _ in at_each_call(directory, calls, what):
                     seen[f"{what} at a call: {outcome(directory)}"] += 1
                     recovers(directory)

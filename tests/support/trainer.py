@@ -29,7 +29,9 @@ class Trainer:
         self.place = place
         self.step = 0
         process = aiockpt.CheckpointProcessConfig(
-            keep_last_seconds=keep, runtime_dir=f"{place}/run"
+            keep_last_seconds=keep,
+            runtime_dir=f"{place}/run",
+            write_timeout_secs=float(os.environ.get("WRITE_TIMEOUT", "1800")),
         )
         self.checkpointer = aiockpt.make_async_checkpointer(
             aiockpt.CheckpointerConfig(process_config=process),

@@ -13,6 +13,7 @@ from aiohttp import web
 
 import aiockpt
 import aiockpt.http
+import aiockpt.prometheus
 
 
 class InMemory(aiockpt.CheckpointTransport[dict[str, int]]):
@@ -64,6 +65,13 @@ async def over_http() -> None:
             0, transport.metadata(), 7, timeout=1, into={"a": 1}, progress=print
         )
         assert_type(received, dict[str, int])
+        part = await transport.recv_checkpoint(0, "", 7, select=str.isidentifier)
+        assert_type(part, dict[str, int])
+        async for step in transport.steps(transport.metadata(), after=7):
+            assert_type(step, int)
+            await transport.recv_checkpoint(0, "", step, 1, select=["a"], into={"a": 1})
+        transport.steps("", after="7")  # type: ignore[arg-type]
+        await transport.recv_checkpoint(0, "", 7, 1, select=[1])  # type: ignore[list-item]
         transport.recv_checkpoint(0, "", "7", 1)  # type: ignore[arg-type, unused-coroutine]
 
 
@@ -82,6 +90,20 @@ def embedded(app: web.Application) -> None:
     """An application gets its transport back by a typed key."""
     aiockpt.http.setup(app, aiockpt.HTTPTransport[dict[str, int]](), prefix="/weights")
     assert_type(aiockpt.http.get_transport(app), aiockpt.HTTPTransport[Any])
+
+
+def asked(request: web.Request) -> None:
+    """A middleware is told whom a request is for."""
+    assert_type(aiockpt.http.serves(request), bool)
+
+
+def exported(app: web.Application) -> None:
+    """Transports and checkpointers have figures, what is neither has none."""
+    transport = aiockpt.HTTPTransport[dict[str, int]]()
+    exporter = aiockpt.prometheus.setup(app, {"model": transport}, "/metrics")
+    assert_type(exporter, aiockpt.prometheus.Exporter)
+    exporter.add("saves", aiockpt.make_async_checkpointer())
+    exporter.add("nothing", transport.metadata())  # type: ignore[arg-type]
 
 
 @aiockpt.register_leaf

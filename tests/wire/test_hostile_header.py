@@ -48,12 +48,12 @@ def decode(header: bytes, limits: Limits = LIMITS) -> Manifest | ForeignHeader:
 
 @contextmanager
 def bounded(*, seconds: float, peak_bytes: int) -> Iterator[None]:
-    """Fail if the block takes longer, or ever allocates more."""
+    """Fail if the block works longer, or ever allocates more."""
     tracemalloc.start()
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         yield
-        elapsed, peak = time.perf_counter() - start, tracemalloc.get_traced_memory()[1]
+        elapsed, peak = time.process_time() - start, tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert elapsed < seconds
@@ -595,7 +595,7 @@ def test_a_hundred_thousand_entries_are_fast(forge: Forge) -> None:
     header = forge(entries=entries)
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()  # what other processes take does not count
         decode(header)
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     assert min(times) < 0.7

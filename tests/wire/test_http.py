@@ -13,12 +13,14 @@ from aiockpt.wire.http import (
     Source,
     format_digest,
     format_etag,
+    format_latest,
     format_metadata,
     format_prefer_wait,
     format_resource,
     if_match,
     if_none_match,
     if_range,
+    parse_after,
     parse_digest,
     parse_etag,
     parse_metadata,
@@ -78,6 +80,23 @@ def test_another_path_is_refused(step: str, what: str) -> None:
     """One resource has one path, or caches and logs would know two."""
     with pytest.raises(RemoteProtocolError, match="no such resource"):
         parse_resource(step, what)
+
+
+@given(st.none() | st.integers(0, 10**19 - 1))
+def test_the_step_after_which_to_wait_round_trips(after: int | None) -> None:
+    """What the client asks for is what the server waits for."""
+    path, _, query = format_latest(after).partition("?")
+    assert path == "latest"
+    assert parse_after([query.removeprefix("after=")] if query else []) == after
+
+
+@pytest.mark.parametrize(
+    "values", [[""], ["-1"], ["01"], ["1.0"], ["x" * 99], ["9" * 20], ["1", "1"]]
+)
+def test_no_other_text_is_a_step_to_wait_after(values: list[str]) -> None:
+    """What is not understood is refused, and not waited for."""
+    with pytest.raises(RemoteProtocolError, match="after takes one step"):
+        parse_after(values)
 
 
 @pytest.mark.parametrize(

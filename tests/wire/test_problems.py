@@ -15,6 +15,7 @@ from aiockpt.errors import (
     CheckpointChangedError,
     ClosedError,
     LocalProtocolError,
+    PeerFailedError,
     RemoteProtocolError,
     StepNotFoundError,
     TransportError,
@@ -48,6 +49,7 @@ def answer(problem: Problem, **request: Any) -> AiockptError:
         (StepNotFoundError(None), 404),
         (CheckpointChangedError(expected="a", actual="b"), 412),
         (AuthenticationError("/checkpoint/5/full"), 401),
+        (PeerFailedError(None, "no memory"), 424),
         (RangeNotSatisfiable("bytes=9-", 5), 416),
         (HostNotAllowed("evil.example"), 421),
         (RemoteProtocolError("no such resource"), 400),
@@ -66,6 +68,15 @@ def test_an_error_has_a_status_and_a_document(error: Exception, status: int) -> 
     assert problem.headers["Content-Type"] == "application/problem+json"
     assert document["type"].startswith("tag:aiockpt,2025:")
     assert document["title"]
+
+
+def test_the_sender_s_reason_travels() -> None:
+    """The client says it in the same words; whoever else says 424 is a stranger."""
+    error = answer(to_problem(PeerFailedError(None, "it has\nno memory")))
+    assert isinstance(error, PeerFailedError)
+    assert (error.rank, error.reason, error.url) == (None, "it has no memory", URL)
+    stranger = from_problem(424, {}, b"<html>", url=URL)
+    assert isinstance(stranger, RemoteProtocolError)
 
 
 def test_facts_travel_as_members() -> None:

@@ -52,6 +52,9 @@ class Odd:
     def __init__(self, value: object) -> None:
         self.value = value
 
+    def __repr__(self) -> str:
+        return f"Odd({self.value})"
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Odd) and self.value == other.value
 

@@ -32,6 +32,9 @@ LIMITS = Limits()
 class Tensor:
     """Something that only the leaf encoder knows."""
 
+    def __repr__(self) -> str:
+        return "Tensor()"  # no address: names of tests must not change
+
 
 class Leaves:
     """Numbers tensors (and large bytes), as the owner of the tree does."""
@@ -202,7 +205,7 @@ def test_equal_sets_are_encoded_alike() -> None:
         (Counter("aa"), ["ext", "Counter", ["dict", ["a"], [2]]]),
         (bytearray(b"a"), ["ext", "bytearray", ["bytes", "YQ=="]]),
     ],
-    ids=repr,
+    ids=lambda case: repr(case)[:100],
 )
 def test_the_encoding_is_the_documented_one(value: object, node: Node) -> None:
     """Version 1 of the format writes exactly these nodes."""
@@ -300,12 +303,12 @@ def test_an_encoder_that_never_ends_is_limited() -> None:
 
 
 def best_of(count: int, run: Callable[[], object]) -> float:
-    """Return the shortest time of several runs; a shared machine has bad ones."""
+    """Return the least processor time of several runs."""
     times = []
     for _ in range(count):
-        start = time.perf_counter()
+        start = time.process_time()
         run()
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     return min(times)
 
 

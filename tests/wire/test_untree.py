@@ -294,10 +294,10 @@ def test_colliding_keys_are_refused_in_time(kind: str) -> None:
     """All of these ints have the same hash; a table of them takes quadratic time."""
     keys: list[Node] = [["int", f"{n * (2**61 - 1):x}"] for n in range(1, 20_000)]
     node: Node = ["set", keys] if kind == "set" else ["dict", keys, [None] * len(keys)]
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(RemoteProtocolError, match="hash"):
         decode(node)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_ordinary_keys_do_not_collide() -> None:

@@ -9,5 +9,6 @@ pytest.register_assert_rewrite(
     f"{__name__}.endings",
     f"{__name__}.offers",
     f"{__name__}.round_trips",
+    f"{__name__}.selections",
     f"{__name__}.templates",
 )

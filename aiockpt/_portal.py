@@ -1,0 +1,151 @@
+"""An event loop for callers who have none: theirs blocks, ours goes on in its thread.
+
+anyio's blocking portal must be left where it was entered, and leaving it waits for its
+thread. Here somebody may shut down without waiting, forget to, or fork: the thread is
+a daemon, ends when it is told to, and a forked child finds that it has none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeAlias, TypeVar
+
+from aiockpt._bridge import start_daemon
+from aiockpt.errors import (
+    AiockptError,
+    ClosedError,
+    LocalProtocolError,
+    TransferTimeoutError,
+    TransportError,
+)
+
+__all__ = ["Portal"]
+
+T = TypeVar("T")
+
+logger = logging.getLogger("aiockpt")
+
+Last: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
+
+_LEAVING = 0.5
+_MARGIN = 5.0  # a call that has not ended by itself this long after its time is left
+
+
+_open: weakref.WeakSet[Portal] = weakref.WeakSet()
+
+
+class Portal:
+    """Runs coroutine functions on a loop of its own, for any other thread.
+
+    Who does not close it is left with ``at_exit`` being awaited, for a moment, when the
+    interpreter ends.
+    """
+
+    def __init__(self, what: str, *, at_exit: Last) -> None:
+        self._what = what
+        self._at_exit = at_exit
+        self._pid = os.getpid()
+        self._loop = asyncio.new_event_loop()
+        self._last: asyncio.Future[Last] = self._loop.create_future()
+        self._turn = threading.Lock()
+        self._closed = False
+        self._thread = start_daemon(f"aiockpt-{what}", self._serve)
+        _open.add(self)
+
+    def __repr__(self) -> str:
+        return f"<Portal of {self._what}{' closed' if self._closed else ''}>"
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process has made it: a forked child has no such thread."""
+        return self._pid == os.getpid()
+
+    def call(
+        self, fn: Callable[[], Coroutine[Any, Any, T]], *, timeout: float, stop: str
+    ) -> T:
+        """Return or raise what ``await fn()`` does; only an ``Exception`` is raised.
+
+        The coroutine keeps to ``timeout`` itself; somewhat later nobody waits for it
+        any more. An interrupt of the calling thread cancels it.
+
+        Raises:
+            ClosedError: the portal is closed, or was closed meanwhile.
+            LocalProtocolError: this is a forked child, or the loop's own thread.
+            TransferTimeoutError: it did not end; ``stop`` says what it was.
+        """
+        self._check()
+        with self._turn:
+            if self._closed:
+                raise ClosedError(self._what)
+            work = asyncio.run_coroutine_threadsafe(_contained(fn), self._loop)
+        try:
+            return work.result(timeout + _MARGIN)
+        except Exception as error:
+            if work.cancelled():
+                raise self._cancelled() from None
+            if not work.done():
+                raise TransferTimeoutError(stop, timeout) from error
+            raise
+        finally:
+            work.cancel()
+
+    def close(self, last: Last, *, wait: float) -> None:
+        """Await ``last()`` on the loop, then cancel what is left and end the thread.
+
+        Returns when it has ended, or after ``wait`` seconds; it then goes on by itself.
+        Idempotent; the first one's ``last`` counts. Does nothing in a forked child.
+        """
+        if not self.is_ours:
+            return
+        with self._turn:
+            if not self._closed:
+                self._closed = True
+                self._loop.call_soon_threadsafe(self._last.set_result, last)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(wait)
+
+    def _cancelled(self) -> AiockptError:
+        if self._closed:
+            return ClosedError(self._what)
+        return TransportError("the call was cancelled from within")
+
+    def _check(self) -> None:
+        if not self.is_ours:
+            raise LocalProtocolError(
+                f"{self._what} belongs to the process that made it, not to a forked one"
+            )
+        if threading.current_thread() is self._thread:
+            raise LocalProtocolError(f"{self._what} cannot be called by its own thread")
+
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._until_closed())
+
+    async def _until_closed(self) -> None:
+        last = await self._last
+        try:
+            await last()
+        except Exception:
+            logger.exception("%s did not close as it should", self._what)
+
+
+@atexit.register
+def _close_all() -> None:
+    for portal in tuple(_open):
+        portal.close(portal._at_exit, wait=_LEAVING)  # noqa: SLF001 - its own module
+
+
+async def _contained(fn: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Let nothing out that is no ``Exception``: it would end the loop, or a trainer."""
+    try:
+        return await fn()
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        raise AiockptError(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,45 @@
+"""A step that does not come, because whoever would send it has failed."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Self
+
+from aiockpt.errors import PeerFailedError
+
+__all__ = ["Failure"]
+
+_MAX_REASON = 300
+
+
+@dataclass(slots=True)
+class Failure:
+    """Why there is no ``step``, for those who wait for it.
+
+    It outlives a retraction, for a receiver may come late. But a receiver of the next
+    attempt at the same step may be early: so only as many are told as there were
+    receivers (None: any number), and the others wait.
+    """
+
+    step: int
+    reason: str
+    left: int | None
+
+    @classmethod
+    def of(cls, error: BaseException, *, step: int, receivers: int) -> Self:
+        """Return what is to be told about an error that ended a send."""
+        why = f"{type(error).__name__}: {error}"
+        if isinstance(error, asyncio.CancelledError):
+            why = "the send was cut short by a cancel or a deadline"
+        return cls(step, why[:_MAX_REASON], receivers or None)
+
+    def concerns(self, step: int | None) -> bool:
+        """Whether somebody who waits for ``step`` is to be told."""
+        return step == self.step and self.left != 0
+
+    def tell(self) -> PeerFailedError:
+        """Return the error for one receiver."""
+        if self.left is not None:
+            self.left -= 1
+        return PeerFailedError(None, self.reason)

@@ -1,0 +1,79 @@
+"""Asks a peer what it serves now, or to say when it serves something newer."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from aiohttp import ClientResponse
+
+from aiockpt.errors import RemoteProtocolError
+from aiockpt.http.exchange import Port
+from aiockpt.http.translating import Exchange
+from aiockpt.wire.http import (
+    STEP_HEADER,
+    Source,
+    format_latest,
+    format_prefer_wait,
+    parse_etag,
+)
+
+__all__ = ["LatestInfo", "ask_latest", "step_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class LatestInfo:
+    """What a peer serves now."""
+
+    step: int
+    snapshot_id: str
+
+
+async def ask_latest(
+    port: Port, source: Source, after: int | None = None, *, wait: float = 0.0
+) -> LatestInfo | None:
+    """Return what a peer serves, if that is newer than ``after``; else None.
+
+    The peer is asked to wait for it, up to ``wait`` seconds.
+
+    Raises:
+        StepNotFoundError: it serves nothing; only without ``after``.
+    """
+    exchange = Exchange(
+        source=source,
+        path=format_latest(after),
+        headers={"Prefer": format_prefer_wait(wait)} if wait else {},
+        status=HTTPStatus.OK,
+        allowance=wait,
+        may_be_empty=after is not None,
+    )
+    async with port.open(exchange, _ignore) as (answer, _):
+        if answer.status == HTTPStatus.NO_CONTENT:
+            return None
+        step = step_of(answer, exchange)
+        snapshot_id = parse_etag(answer.headers.get("ETag"))
+    if snapshot_id is None:
+        raise RemoteProtocolError(f"{exchange.url} does not name its snapshot")
+    # A server that does not know ``after`` answers with what it has.
+    if after is not None and step <= after:
+        return None
+    return LatestInfo(step, snapshot_id)
+
+
+def step_of(answer: ClientResponse, exchange: Exchange) -> int:
+    """Return the step that an answer is about.
+
+    Raises:
+        RemoteProtocolError: it names none.
+    """
+    text = answer.headers.get(STEP_HEADER, "")
+    if re.fullmatch(r"0|[1-9][0-9]{0,18}", text) is None:
+        raise RemoteProtocolError(
+            f"{exchange.url} names no step in its answer; is that an aiockpt server?"
+        )
+    return int(text)
+
+
+def _ignore(_: int) -> None:
+    pass

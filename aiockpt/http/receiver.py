@@ -1,0 +1,147 @@
+"""The receiving half of an HTTPTransport: it asks its like, and serves nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Callable
+from operator import index
+from typing import cast
+
+from aiockpt._bridge import Bridge
+from aiockpt._deadline import Deadline
+from aiockpt._device import port_for
+from aiockpt._lifetime import Lifetime
+from aiockpt._selection import Select
+from aiockpt.destination import Terms
+from aiockpt.errors import AiockptError
+from aiockpt.http.client import CheckpointClient
+from aiockpt.http.options import require
+from aiockpt.http.receive import Receive, ReceiveOptions
+from aiockpt.http.selecting import PartReceive
+from aiockpt.http.steps import Steps
+from aiockpt.observe import Progress
+from aiockpt.transport import CheckpointTransport, T, Timeout, seconds
+from aiockpt.wire.http import parse_metadata
+from aiockpt.wire.limits import Limits
+
+__all__ = ["Receiver"]
+
+
+class Receiver(CheckpointTransport[T]):
+    """What ``HTTPTransport`` inherits; whoever makes one sets the attributes."""
+
+    _timeout: float
+    _limits: Limits
+    _allow_pickle: bool
+    _lifetime: Lifetime
+    _bridge: Bridge
+    _client: CheckpointClient
+
+    async def recv_checkpoint(
+        self,
+        src_rank: int,
+        metadata: str,
+        step: int,
+        timeout: Timeout | None = None,
+        *,
+        into: T | None = None,
+        direct: bool = False,
+        select: Select | None = None,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> T:
+        """Fetch ``step`` from the transport that ``metadata`` names.
+
+        Waits for a step that is not there yet, resumes after broken connections, and
+        returns only bytes whose digests matched the manifest.
+
+        Args:
+            src_rank: Not needed here; named in events.
+            metadata: What the sender's :meth:`metadata` returned.
+            step: The step that the sender was given.
+            timeout: Deadline of the whole call, in seconds or as a ``timedelta``.
+            into: A state dict whose tensors are filled; it is checked before a byte
+                moves, and touched only when everything has been verified.
+            direct: With ``into``: receive straight into its memory. A receive that
+                fails then says in a note whether the template was modified.
+            select: Only these dotted paths, and what is below them; or a function of
+                the path that is asked for each value. Chunks that hold none of it are
+                not fetched. With ``into``, which may then have more or fewer keys,
+                it is filled where selected, and returned.
+            progress: Called with :class:`.Progress` as bytes arrive.
+
+        Raises:
+            TransferTimeoutError: the deadline passed.
+            StepNotFoundError: a newer step has taken its place.
+            PeerFailedError: the sender could not send it.
+            TemplateMismatchError: ``into`` does not fit.
+            MissingKeysError: the checkpoint, or ``into``, lacks a path of ``select``.
+            DeviceMeshError: a distributed tensor has no place among the ranks here.
+            TransportError, ProtocolError, AuthenticationError: see the error tree.
+        """
+        source = parse_metadata(metadata)
+        limit = self._timeout if timeout is None else seconds(timeout)
+        deadline = Deadline(limit, stop="fetch_manifest")
+        terms = Terms(
+            limits=self._limits,
+            allow_pickle=self._allow_pickle,
+            direct=direct,
+            ports=port_for,
+        )
+        options = ReceiveOptions(
+            into=into, select=select, progress=progress, terms=terms
+        )
+        kind = Receive if select is None else PartReceive
+        receive = kind(self._client, self._bridge, options, deadline)
+        with self._lifetime.call():
+            try:
+                async with deadline:
+                    return cast("T", await receive.run(source, step))
+            except AiockptError as error:
+                receive.annotate(error)
+                raise
+
+    def steps(
+        self,
+        metadata: str,
+        after: int | None = None,
+        *,
+        reconnect_timeout: Timeout | None = None,
+    ) -> AsyncIterator[int]:
+        """Return the steps that a peer publishes, to be iterated over as they come.
+
+        The peer tells of each one at once, and nothing is polled. Only the newest is
+        given: those that were published while nobody asked are skipped, and one that
+        was given may be gone when it is received (``StepNotFoundError``); the next
+        one is there then.
+
+        A peer that breaks off, is silent or starts again at the same address is asked
+        again, after random delays of 2 seconds at most. Silent is who sends nothing
+        for the stall timeout after the 30 seconds for which it was asked to wait. The
+        waiting itself has no deadline: put ``asyncio.timeout`` around it. If that, or
+        a cancel, ends it, no step is lost, and the iterator can be used again.
+
+        Args:
+            metadata: What the peer's :meth:`metadata` returned.
+            after: A step; only later ones are given. None: whatever is served first.
+            reconnect_timeout: How long a peer that does not answer is asked again, in
+                seconds or as a ``timedelta``; None: for ever.
+
+        Raises:
+            AuthenticationError: the peer refuses; one that has started again has
+                another capability in its metadata, unless both know a ``token``.
+            TransportError: the peer did not answer for ``reconnect_timeout``.
+            RemoteProtocolError: it is no aiockpt server, three times in a row.
+            ClosedError: after, or because of, :meth:`shutdown`.
+        """
+        if after is not None:
+            require(after=index(after))
+        self._lifetime.check()
+        silent = math.inf if reconnect_timeout is None else seconds(reconnect_timeout)
+        source = parse_metadata(metadata)
+        return Steps(
+            self._client,
+            source,
+            self._lifetime,
+            after=after,
+            reconnect_timeout=silent,
+        )

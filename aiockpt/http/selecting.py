@@ -1,0 +1,230 @@
+"""A receive of a part: the chunks that hold what is selected, and no others.
+
+What is selected, and what comes of it, is found out as a load of a checkpointer does
+it; only the bytes come from a peer. Chunks are fetched whole, since only whole ones can
+be verified.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NoReturn
+
+from aiockpt._bridge import Bridge
+from aiockpt._deadline import Deadline
+from aiockpt._pruning import pruned
+from aiockpt._selection import Selection
+from aiockpt.content import Content, check_memory
+from aiockpt.errors import MissingKeysError, TemplateMismatchError
+from aiockpt.filling import Filling
+from aiockpt.http.client import CheckpointClient
+from aiockpt.http.receive import Receive, ReceiveOptions
+from aiockpt.landing import PlacedLanding
+from aiockpt.transport import exact_step
+from aiockpt.wants import Wants
+from aiockpt.wire.chunks import ChunkGrid
+from aiockpt.wire.http import Source
+from aiockpt.wire.manifest import Manifest
+
+__all__ = ["PartReceive", "chunks_over"]
+
+
+def chunks_over(grid: ChunkGrid, ranges: Iterable[tuple[int, int]]) -> list[int]:
+    """Return the chunks that hold bytes of these ranges, ascending."""
+    found = {
+        chunk
+        for start, stop in ranges
+        if start < stop
+        for chunk in range(grid.index_of(start), grid.index_of(stop - 1) + 1)
+    }
+    return sorted(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where the client's bytes go: a content's memory, or right to their places."""
+
+    memory: memoryview
+    landing: PlacedLanding | None = None
+
+    def buffers(self, start: int, stop: int) -> list[memoryview]:
+        """Return the memory of ``[start, stop)``."""
+        own = self.memory[start:stop]
+        return [own] if self.landing is None else self.landing.lay(start, stop, own)
+
+
+class _Part:
+    """What is wanted of a checkpoint, and the memory that it comes to; for threads."""
+
+    def __init__(self, manifest: Manifest, options: ReceiveOptions, url: str) -> None:
+        select, terms = options.select, options.terms
+        if callable(select):
+            select = cache(select)  # it is asked here, and again by the filling
+        elif select is not None and not isinstance(select, str):
+            select = [*select]
+        self._url, self._options = url, options
+        self._known = Selection(select)
+        tree = pruned(manifest.tree, self._known)
+        self._selection = Selection(select)
+        self._landing = PlacedLanding(())
+        self._early: list[int] = []
+        self.content = Content(
+            replace(manifest, tree=tree, header=b""),
+            _by_nobody,
+            limits=terms.limits,
+            allow_pickle=terms.allow_pickle,
+        )
+        self._wants = Wants([self.content], device=None, ports=terms.ports)
+        self._filling = Filling(self._selection, self._wants)
+        self._result: object = None
+
+    @property
+    def touched(self) -> bool:
+        """Whether the template may have been modified."""
+        return self._wants.touched
+
+    def early(self) -> list[int]:
+        """Return the chunks that values are made of, before anything is planned."""
+        self._early = self._chunks(self.content.value_ranges())
+        self._check(self._early)
+        return self._early
+
+    def plan(self) -> list[int]:
+        """Return the other chunks that are wanted; for these there is one plan.
+
+        Raises:
+            MissingKeysError: the template has keys that the checkpoint lacks.
+            TemplateMismatchError: the template lacks what is selected, or differs.
+        """
+        filling = self._filling
+        self._result = filling.plan(self._options.into, self.content.assemble())
+        self._check_met()
+        for _, places in self._wants.places():
+            self._landing = PlacedLanding(places)
+        wanted = self._chunks(self._landing.ranges())
+        self._check({*self._early, *wanted})
+        known = {*self._early}
+        return [chunk for chunk in wanted if chunk not in known]
+
+    def target(self) -> _Target:
+        """Return where the planned chunks go; the template changes from now on."""
+        if not self._options.terms.direct:
+            return _Target(self.content.memory)
+        self._wants.begin()
+        return _Target(self.content.memory, self._landing)
+
+    def fence(self) -> None:
+        """Have devices finish what they were given before their tensors change."""
+        self._landing.fence()
+
+    def finish(self) -> object:
+        """Bring home what is not there yet; return the state dict."""
+        memory, grid = self.content.memory, self.content.manifest.grid
+        if not self._options.terms.direct:
+            self._wants.begin()
+            self._landing.bring(memory, 0, grid.segment_bytes)
+        else:
+            for chunk in self._early:  # came before anybody knew where to
+                self._landing.bring(memory, *grid.range(chunk))
+        self._landing.pass_on(memory)
+        self._wants.finish()
+        self._filling.finish()
+        return self._result
+
+    def sizes(self, chunks: Sequence[int]) -> int:
+        """Return how many bytes these chunks have."""
+        ranges = map(self.content.manifest.grid.range, chunks)
+        return sum(stop - start for start, stop in ranges)
+
+    def _check_met(self) -> None:
+        """Raise if something is selected that is not there, or has no place."""
+        unmet = self._selection.unmet()
+        nowhere = {*unmet}.intersection(self._known.unmet())
+        if missing := {*self._filling.missing, *nowhere}:
+            raise MissingKeysError(self._url, sorted(missing))
+        for path in unmet:
+            raise TemplateMismatchError(path, expected="a value", actual="nothing")
+
+    def _chunks(self, ranges: Iterable[tuple[int, int]]) -> list[int]:
+        return chunks_over(self.content.manifest.grid, ranges)
+
+    def _check(self, chunks: Iterable[int]) -> None:
+        check_memory(self.sizes([*chunks]), self._options.terms.limits)
+
+
+def _by_nobody(*_: object, **__: object) -> NoReturn:
+    raise AssertionError("the client fetches")
+
+
+class PartReceive(Receive):
+    """One call of ``recv_checkpoint`` with ``select``."""
+
+    def __init__(
+        self,
+        client: CheckpointClient,
+        bridge: Bridge,
+        options: ReceiveOptions,
+        deadline: Deadline,
+    ) -> None:
+        super().__init__(client, bridge, options, deadline)
+        self._part: _Part | None = None
+
+    async def run(self, source: Source, step: int) -> object:
+        """Return what is selected of the state dict.
+
+        If it fails or is cancelled, a template is as it was or holds all that was
+        selected, unless ``direct`` lets bytes into it as they arrive.
+        """
+        asked, step = time.monotonic(), exact_step(step)
+        manifest = await self._ask(source, step)
+        started = time.monotonic()
+        self._stop("allocate")
+        part = await self._bridge.run(self._open, manifest, source)
+        early = await self._bridge.run(part.early)
+        await self._bring(source, manifest, early, _Target(part.content.memory))
+        self._stop("allocate")
+        chunks = await self._bridge.run(part.plan)
+        await self._bring(source, manifest, chunks, part.target())
+        self._stop("load")
+        part.fence()
+        state = await self._bridge.run(part.finish)
+        nbytes = part.sizes([*early, *chunks])
+        del part
+        await self._bridge.run(self._release)
+        self._tell(source, step, nbytes, asked, started)
+        return state
+
+    def _open(self, manifest: Manifest, source: Source) -> _Part:
+        self._part = _Part(manifest, self._options, source.base_url)
+        return self._part
+
+    async def _bring(
+        self,
+        source: Source,
+        manifest: Manifest,
+        chunks: Sequence[int],
+        target: _Target,
+    ) -> None:
+        if not chunks:
+            return
+        assert self._part is not None
+        self._progress.expect_more(self._part.sizes(chunks), len(chunks))
+        self._stop("fetch_chunk")
+        await self._client.fetch_chunks(
+            source,
+            manifest.outline,
+            target,
+            chunks,
+            on_progress=self._progress.add,
+            on_retry=self._remember,
+        )
+
+    def _release(self) -> None:
+        """Unmap what was received beside the selection, where no loop waits for it."""
+        self._part = None
+
+    def _has_touched(self) -> bool:
+        return self._part is not None and self._part.touched

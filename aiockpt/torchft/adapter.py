@@ -1,0 +1,141 @@
+"""torchft's interface over any transport of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import TypeVar
+
+from torchft.checkpointing.transport import CheckpointTransport
+
+from aiockpt import transport as awaited
+from aiockpt._device import settle
+from aiockpt._portal import Portal
+from aiockpt.torchft.persistence import receive
+from aiockpt.transport import Timeout, seconds
+
+__all__ = ["Adapter", "adapt"]
+
+T = TypeVar("T")
+
+_STARTING = 30.0
+_RETRACTING = 1.0  # a turn of the loop, wherever nobody reads live memory
+_DRAINING = 30.0  # transports bound this by a grace of their own
+_PROMPT = 0.2
+_PATIENT = 30.0
+
+logger = logging.getLogger("aiockpt")
+
+
+class Adapter(CheckpointTransport[T]):
+    """A transport of ours, called from threads that have no event loop.
+
+    It may be called from any thread. What is raised is an ``Exception`` of this
+    package, and a timeout says "timed out".
+
+    Args:
+        transport: It is started here, belongs to the adapter's loop from then on, and
+            is shut down with it.
+        lingers: Whether :meth:`disallow_checkpoint` may leave readers to finish by
+            themselves, because what they read is a copy.
+    """
+
+    def __init__(
+        self, transport: awaited.CheckpointTransport[T], *, lingers: bool = False
+    ) -> None:
+        self._transport = transport
+        self._lingers = lingers
+        self._offered = False
+        self._retractions: set[asyncio.Task[None]] = set()
+        abrupt = partial(transport.shutdown, wait=False)
+        self._portal = Portal(type(transport).__name__, at_exit=abrupt)
+        try:
+            start = partial(self._portal.call, timeout=_STARTING, stop="start")
+            self._metadata: str = start(self._start)
+        except BaseException:
+            self.shutdown(wait=False)
+            raise
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} over {self._transport}>"
+
+    def metadata(self) -> str:
+        """Return where a peer finds this transport; the same string at every call."""
+        return self._metadata
+
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: T, timeout: Timeout
+    ) -> None:
+        """Offer a copy of ``state_dict`` as ``step``, and do not wait for receivers.
+
+        What the calling thread's stream has been given is waited for. If this fails,
+        the receivers that wait are told.
+        """
+        settle()
+        self._offered = True
+        limit = seconds(timeout)
+        send = partial(self._transport.send_checkpoint, dst_ranks, step, state_dict)
+        self._portal.call(partial(send, limit), timeout=limit, stop="stage")
+
+    def disallow_checkpoint(self) -> None:
+        """Offer nothing any more. Never raises, and costs nothing if nothing is.
+
+        Those who read a copy have the transport's grace to finish, while this returns.
+        Where they read live memory it waits until they are done or evicted.
+        """
+        if not self._offered:
+            return
+        self._offered = False
+        limit = _RETRACTING if self._lingers else _DRAINING
+        try:
+            self._portal.call(self._retract, timeout=limit, stop="retract")
+        except Exception as error:  # noqa: BLE001 - it would end a healthy replica
+            logger.warning("%s: retracting failed: %s", self, error)
+
+    def recv_checkpoint(
+        self, src_rank: int, metadata: str, step: int, timeout: Timeout
+    ) -> T:
+        """Return ``step`` from the peer that gave ``metadata``; it may be early.
+
+        Whatever passes by itself is tried again until the deadline: a connection that
+        breaks or stalls, a host that cannot be reached, a checkpoint that is replaced.
+        """
+        limit = seconds(timeout)
+        fetch = partial(self._transport.recv_checkpoint, src_rank, metadata, step)
+        return self._portal.call(
+            partial(receive, fetch, limit), timeout=limit, stop="recv"
+        )
+
+    def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
+        """End serving, the loop and its thread. Idempotent.
+
+        With ``wait=False`` readers get no grace, and this returns at once: the end
+        comes a moment later, by itself.
+        """
+        self._offered = False
+        last = partial(self._transport.shutdown, wait=wait)
+        self._portal.close(last, wait=_PATIENT if wait else _PROMPT)
+
+    async def _start(self) -> str:
+        await self._transport.__aenter__()
+        return self._transport.metadata()
+
+    async def _retract(self) -> None:
+        retraction = asyncio.create_task(self._transport.disallow_checkpoint())
+        self._retractions.add(retraction)
+        retraction.add_done_callback(self._retracted)
+        if self._lingers:
+            await asyncio.sleep(0)  # nothing is offered from here on
+        else:
+            await asyncio.wait({retraction}, timeout=_DRAINING)
+
+    def _retracted(self, retraction: asyncio.Task[None]) -> None:
+        self._retractions.discard(retraction)
+        if not retraction.cancelled() and (error := retraction.exception()):
+            logger.warning("%s: retracting failed: %s", self, error)
+
+
+def adapt(transport: awaited.CheckpointTransport[T]) -> Adapter[T]:
+    """Return torchft's interface over a transport that has not been used yet."""
+    return Adapter(transport)

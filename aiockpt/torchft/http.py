@@ -1,0 +1,83 @@
+"""torchft's HTTP transport, replaced."""
+
+from __future__ import annotations
+
+import ssl
+from typing import TypedDict, TypeVar
+
+from typing_extensions import Unpack
+
+import aiockpt
+from aiockpt.http.statistics import TransportStatistics
+from aiockpt.torchft.adapter import Adapter
+from aiockpt.transport import Timeout, seconds
+from aiockpt.wire.limits import Limits
+
+__all__ = ["HTTPOptions", "HTTPTransport"]
+
+T = TypeVar("T")
+
+_STALL_TIMEOUT = 10.0
+_SHORTEST_STALL = 1.0
+
+
+class HTTPOptions(TypedDict, total=False):
+    """The options of :class:`aiockpt.HTTPTransport`, which has their defaults."""
+
+    host: str | None
+    port: int
+    advertise: str | None
+    interface: str | None
+    chunk_bytes: int
+    max_concurrency: int
+    max_readers: int
+    stall_timeout: float
+    reconnect_timeout: float
+    grace: float
+    token: str | None
+    insecure: bool
+    ssl_context: ssl.SSLContext | None
+    client_ssl_context: ssl.SSLContext | None
+    limits: Limits
+    zero_copy: bool
+    allow_pickle: bool
+
+
+class HTTPTransport(Adapter[T]):
+    """Serves checkpoints to healing replicas, and receives them, over HTTP.
+
+    It takes the place of torchft's class of this name, with the same arguments, and
+    works across hosts as it is: it listens on every interface, tells the address that
+    the routing table prefers, and answers only those who hold its metadata.
+
+    Args:
+        timeout: The longest time that an early request waits for its step. A send or a
+            receive has the timeout that it is called with.
+        num_chunks: If not 0, how many ranges travel at once; the ends need not agree.
+        **options: What :class:`aiockpt.HTTPTransport` takes; chiefly ``advertise`` and
+            ``interface`` for the address, ``token`` and ``ssl_context``, and
+            ``allow_pickle``. By default ``stall_timeout`` is a fifth of ``timeout``,
+            and between 1 and 10 seconds.
+    """
+
+    def __init__(
+        self, timeout: Timeout, num_chunks: int = 0, **options: Unpack[HTTPOptions]
+    ) -> None:
+        # So that a connection that dies in silence is replaced well before a deadline.
+        patience = min(_STALL_TIMEOUT, max(seconds(timeout) / 5, _SHORTEST_STALL))
+        options.setdefault("stall_timeout", patience)
+        transport = aiockpt.HTTPTransport[T](timeout, num_chunks, **options)
+        self._http = transport
+        super().__init__(transport, lingers=not options.get("zero_copy", False))
+
+    def address(self) -> str:
+        """Return the base URL without credentials, for logs and people."""
+        return self.metadata().partition("#")[0]
+
+    def statistics(self) -> TransportStatistics:
+        """Return what is offered, what was served and what works, as one record."""
+
+        async def ask() -> TransportStatistics:
+            return self._http.statistics()
+
+        return self._portal.call(ask, timeout=1.0, stop="statistics")

@@ -1,0 +1,503 @@
+"""``recv_checkpoint(select=)``: a part is fetched alone, and is what a load gives."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections import OrderedDict, defaultdict
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiockpt import (
+    CheckpointChangedError,
+    IntegrityError,
+    LimitExceededError,
+    Limits,
+    TransferTimeoutError,
+    UnsupportedLeafError,
+)
+from aiockpt._pruning import pruned
+from aiockpt._selection import Selection
+from aiockpt.http.selecting import chunks_over
+from aiockpt.observe import TransferEvent, add_hook
+from aiockpt.testing import FakeAccelerator, FlipBit, StallAfter, assert_same
+from aiockpt.wire.chunks import ChunkGrid
+from transports import (
+    Transport,
+    in_the_middle,
+    pair,
+    proxied,
+    receive,
+    through,
+    transport,
+    weights,
+)
+
+CHUNK = 64 << 10
+WIDE = CHUNK // 4  # numbers in a chunk
+
+
+def big(count: int = 8) -> dict[str, Any]:
+    """Return tensors of a chunk each, and a value between them."""
+    state: dict[str, Any] = {
+        f"w{n}": torch.full((WIDE,), float(n)) for n in range(count)
+    }
+    return {**state, "n": 1}
+
+
+async def counted(
+    sender: Transport, receiver: Transport, **options: Any
+) -> tuple[Any, int]:
+    """Receive; return the result, and how many bytes of data the sender sent."""
+    step = sender.statistics().step
+    assert step is not None
+    await receive(sender, receiver, step, select=[])  # the header, and nothing else
+    before = sender.statistics().bytes_sent
+    await receive(sender, receiver, step, select=[])
+    header = sender.statistics().bytes_sent - before
+    before = sender.statistics().bytes_sent
+    got = await receive(sender, receiver, step, **options)
+    return got, sender.statistics().bytes_sent - before - header
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("select", "chunks"),
+    [
+        ([], 0),
+        (["n"], 0),
+        (["w3"], 1),
+        (["w3", "w4"], 2),
+        (["w0", "w7"], 2),
+        (lambda path: path in ("w1", "w5", "w6"), 3),
+        ([""], 8),
+    ],
+)
+@pytest.mark.parametrize("how", ["anew", "into", "direct"])
+async def test_no_other_chunk_is_fetched(select: Any, chunks: int, how: str) -> None:
+    """The sender counts the bytes; progress and event tell as many."""
+    seen: list[Any] = []
+    events: list[TransferEvent] = []
+    options: dict[str, Any] = {"select": select, "progress": seen.append}
+    if how != "anew":
+        options |= {"into": {k: v * 0 for k, v in big().items()}}
+    if how == "direct":
+        options |= {"direct": True}
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, big())
+        remove = add_hook(events.append)
+        try:
+            got, nbytes = await counted(sender, receiver, **options)
+        finally:
+            remove()
+    assert nbytes == chunks * CHUNK
+    assert (seen[-1].bytes_done, seen[-1].bytes_total) == (nbytes, nbytes)
+    assert (seen[-1].chunks_done, seen[-1].chunks_total) == (chunks, chunks)
+    assert [e.nbytes for e in events if e.stop == "recv"][-1] == nbytes
+    for key, value in got.items():
+        taken = Selection(select).takes_leaf(key)
+        expected = big()[key] if taken else big()[key] * 0
+        assert_same(value, expected)
+
+
+@pytest.mark.asyncio
+async def test_what_is_selected_is_fetched_by_few_requests() -> None:
+    """Neighbouring chunks go together: there is one plan for all of it."""
+    state = {f"layer.{n}": torch.full((WIDE // 8,), float(n)) for n in range(800)}
+    async with pair(num_chunks=2) as (sender, receiver):
+        await sender.send_checkpoint([], 1, state)
+        before = sender.statistics().requests
+        names = [f"layer.{n}" for n in range(400)]
+        got = await receive(sender, receiver, select=names)
+        assert [*got] == names
+        # The header, and two runs of chunks for each of two connections.
+        assert sender.statistics().requests - before <= 1 + 4
+
+
+class Opaque:
+    """A leaf that nobody registers on the other side."""
+
+
+def rich() -> dict[str, Any]:
+    """Return a state with every kind of container, and values made of tensors."""
+    torch.manual_seed(0)
+    weight = torch.randn(300, 300)
+    state: dict[Any, Any] = {
+        "model": OrderedDict(embed=weight, head=weight, norm=torch.randn(7)),
+        "optimizer": {
+            "state": {0: {"step": 3, "avg": torch.randn(50)}, 1: {"step": 4}},
+            "groups": [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "betas": (0.9, 0.5)}],
+        },
+        "array": np.arange(30_000),
+        "blob": b"x" * 100_000,
+        "made": defaultdict(list, a=[torch.ones(2)]),
+        (1, "key"): torch.ones(3),
+        "view": weight[3:5],
+        "conj": torch.randn(5, dtype=torch.complex64).conj(),
+    }
+    return state
+
+
+PATHS = [
+    "model", "model.norm", "model.embed", "optimizer", "optimizer.state.0",
+    "optimizer.state.0.avg", "optimizer.groups[1]", "optimizer.groups[0].lr", "array",
+    "blob", "made.a", "(1, 'key')", "view", "conj", "",
+]  # fmt: skip
+
+
+def as_a_load(state: dict[str, Any], select: Any, template: Any = None) -> Any:
+    """Return what the checkpointers' rules make of a state that is here already."""
+    from aiockpt.filling import Filling
+    from aiockpt.wants import Wants
+
+    wants = Wants([], device=None, ports=lambda device: None)
+    filling = Filling(Selection(select), wants)
+    result = filling.plan(template, state)
+    wants.finish()
+    filling.finish()
+    return result
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", PATHS)
+async def test_the_result_is_that_of_a_load(path: str) -> None:
+    """By path and by function, anew and into a template."""
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, rich())
+        for select in ([path], lambda each: each.startswith(path) and "lr" not in each):
+            got = await receive(sender, receiver, select=select)
+            assert_same(got, as_a_load(rich(), select))
+        for direct in (False, True):
+            into, expected = zeroed(rich()), zeroed(rich())
+            as_a_load(rich(), [path], expected)
+            options: dict[str, Any] = {"select": [path], "direct": direct}
+            got = await receive(sender, receiver, into=into, **options)
+            assert got is into
+            assert_same(into, expected)
+
+
+def zeroed(value: Any) -> Any:
+    """Return the same with other tensors, and other values."""
+    match value:
+        case torch.Tensor() if value.layout is torch.strided:
+            return torch.zeros_like(value)
+        case dict():
+            made = copy.copy(value)
+            made.update({key: zeroed(each) for key, each in value.items()})
+            return made
+        case list():
+            return [zeroed(each) for each in value]
+        case int() | float():
+            return value * 0
+    return value
+
+
+@pytest.mark.asyncio
+async def test_a_sparse_tensor_is_returned_and_never_filled() -> None:
+    """What it is made of is valid for its own size only."""
+    state = {"sparse": torch.eye(50).to_sparse(), "w": torch.ones(2)}
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, state)
+        for select in (["sparse"], ["sparse", "w"]):
+            got = await receive(sender, receiver, select=select)
+            assert_same(got, {key: state[key] for key in select})
+        into = {"sparse": torch.zeros(50, 50).to_sparse(), "w": torch.zeros(2)}
+        for direct in (False, True):
+            with pytest.raises(UnsupportedLeafError, match="put None in its place"):
+                await receive(sender, receiver, into=into, select=[""], direct=direct)
+            assert not into["w"].any()
+        into["sparse"] = None  # type: ignore[assignment]
+        await receive(sender, receiver, into=into, select=[""])
+        assert_same(into, state)
+
+
+@pytest.mark.asyncio
+async def test_values_that_are_not_selected_cost_nothing() -> None:
+    """They need not be known here, nor is what they are made of fetched."""
+    state = {"w": torch.ones(WIDE), "blob": b"x" * 10 * CHUNK, "n": 5}
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, state)
+        got, nbytes = await counted(sender, receiver, select=["w", "n"])
+        assert_same(got, {"w": torch.ones(WIDE), "n": 5})
+        assert nbytes <= 2 * CHUNK
+        into = {"w": torch.zeros(WIDE), "blob": b"", "n": 0}
+        _, nbytes = await counted(sender, receiver, select=["w"], into=into)
+        assert into["blob"] == b""
+        assert nbytes <= 2 * CHUNK
+
+
+@pytest.mark.asyncio
+async def test_a_value_that_nobody_knows_here_may_stay_away() -> None:
+    """A pickled leaf, say, which is refused where it is selected."""
+    from aiockpt import RemoteProtocolError
+
+    async with (
+        Transport(host="127.0.0.1", allow_pickle=True) as sender,
+        Transport(host="127.0.0.1") as receiver,
+    ):
+        await sender.send_checkpoint([], 1, {"w": torch.ones(2), "odd": Opaque()})
+        with pytest.raises(RemoteProtocolError):
+            await receive(sender, receiver)
+        with pytest.raises(RemoteProtocolError):
+            await receive(sender, receiver, select=["odd"])
+        got = await receive(sender, receiver, select=["w"])
+        assert_same(got, {"w": torch.ones(2)})
+
+
+@pytest.mark.asyncio
+async def test_a_function_is_asked_once_for_each_value() -> None:
+    """In the order of the checkpoint."""
+    asked: list[str] = []
+    state = {"a": 1, "b": {"c": b"x" * 9000, "d": [torch.ones(1), (1, 2)]}}
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, state)
+        await receive(sender, receiver, select=asked.append)
+    assert sorted(asked) == ["a", "b.c", "b.d[0]", "b.d[1]"]
+
+
+@pytest.mark.asyncio
+async def test_names_may_come_from_an_iterator() -> None:
+    """They are taken once."""
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, big())
+        got = await receive(sender, receiver, select=(f"w{n}" for n in (1, 2)))
+        assert [*got] == ["w1", "w2"]
+
+
+@pytest.mark.asyncio
+async def test_what_a_function_raises_is_raised() -> None:
+    """It is the caller's."""
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, big())
+        with pytest.raises(ZeroDivisionError):
+            await receive(sender, receiver, select=lambda path: bool(1 / 0))
+        assert_same(await receive(sender, receiver, select=["n"]), {"n": 1})
+
+
+@pytest.mark.asyncio
+async def test_a_damaged_chunk_is_fetched_again() -> None:
+    """And counted once."""
+    seen: list[Any] = []
+    async with (
+        pair(num_chunks=1) as (sender, receiver),
+        proxied(sender, faults=[FlipBit(3 * CHUNK)]) as proxy,
+    ):
+        await sender.send_checkpoint([], 1, big())
+        url = through(proxy, sender)
+        got = await receiver.recv_checkpoint(
+            0, url, 1, select=["w2", "w3", "w4"], progress=seen.append
+        )
+        assert_same(got, {f"w{n}": big()[f"w{n}"] for n in (2, 3, 4)})
+        assert (seen[-1].bytes_done, seen[-1].chunks_done) == (3 * CHUNK, 3)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("direct", [False, True])
+async def test_what_fails_says_what_the_template_is(direct: bool) -> None:
+    """Without ``direct`` it is untouched until everything has been verified."""
+    state = big()
+    into = {name: torch.zeros(WIDE) for name in ("w2", "w3", "w5")}
+    async with transport(zero_copy=True) as sender, transport() as receiver:
+        await sender.send_checkpoint([], 1, state)
+        state["w3"].numpy()[:] = 99  # which nobody can see
+        with pytest.raises(IntegrityError) as caught:
+            await receive(
+                sender,
+                receiver,
+                into=into,
+                select=lambda path: path != "n",
+                direct=direct,
+            )
+    done = "was modified" if direct else "was not modified"
+    assert f"the template {done}" in caught.value.__notes__
+    assert direct or not any(tensor.any() for tensor in into.values())
+
+
+@pytest.mark.asyncio
+async def test_a_cancel_leaves_the_template() -> None:
+    """In the middle of the bytes, nothing has been written to it."""
+    async with pair(num_chunks=1) as (sender, receiver):
+        await sender.send_checkpoint([], 1, weights(mib=64, count=2))
+        into = weights(0.0, mib=64, count=2)
+        call = partial(receive, sender, receiver, into=into, select=["w0"])
+
+        async def act() -> None:
+            await asyncio.sleep(0)
+
+        task, _ = await in_the_middle(lambda halfway: call(progress=halfway), act)
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+        assert not into["w0"].any()
+        await call()
+        assert into["w0"].all()
+        assert not into["w1"].any()
+
+
+@pytest.mark.asyncio
+async def test_the_deadline_is_that_of_the_whole_call() -> None:
+    """It says where it was."""
+    async with pair() as (sender, receiver), proxied(sender) as proxy:
+        await sender.send_checkpoint([], 1, big(64))
+        proxy.faults = [StallAfter(1 << 30), StallAfter(CHUNK)]
+        proxy.otherwise = StallAfter(CHUNK)
+        with pytest.raises(TransferTimeoutError, match="timed out") as caught:
+            await receiver.recv_checkpoint(
+                0, through(proxy, sender), 1, 0.5, select=["w40", "w41"]
+            )
+        assert caught.value.stop == "fetch_chunk"
+
+
+@pytest.mark.asyncio
+async def test_a_replaced_checkpoint_is_an_error() -> None:
+    """Parts of two are never mixed."""
+    async with pair(num_chunks=1) as (sender, receiver):
+        await sender.send_checkpoint([], 1, weights(1.0, mib=64, count=2))
+        task, _ = await in_the_middle(
+            lambda halfway: receive(
+                sender, receiver, select=["w0", "w1"], progress=halfway
+            ),
+            lambda: sender.send_checkpoint([], 1, weights(2.0, mib=64, count=2)),
+        )
+        try:
+            got = await task  # it was quicker
+        except CheckpointChangedError:
+            return
+        assert {float(each.min()) for each in got.values()} == {1.0}
+
+
+@pytest.mark.asyncio
+async def test_more_than_there_is_memory_for_is_refused(monkeypatch: Any) -> None:
+    """What counts is what is selected, not what the checkpoint has."""
+    monkeypatch.setattr("aiockpt.content.available_memory", lambda: 3 * CHUNK)
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, big())
+        await receive(sender, receiver, select=["w0", "w1"])
+        with pytest.raises(LimitExceededError):
+            await receive(sender, receiver, select=["w0", "w1", "w2"])
+    async with pair(limits=Limits(max_bytes=9 * CHUNK)) as (sender, receiver):
+        await sender.send_checkpoint([], 1, big())
+        await receive(sender, receiver, select=["w0"])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("direct", [False, True])
+async def test_a_template_on_a_device(direct: bool, monkeypatch: Any) -> None:
+    """Its bytes go there by way of host memory, behind what it was given before."""
+    device = FakeAccelerator(held=False)
+    monkeypatch.setattr("aiockpt.http.receiver.port_for", device.port_for)
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, big())
+        into = {k: v * 0 for k, v in big().items()}
+        await receive(sender, receiver, into=into, select=["w1", "n"], direct=direct)
+    assert device.copied
+    assert (into["w1"].min(), into["n"], into["w2"].max()) == (1, 1, 0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("direct", [False, True])
+async def test_an_inference_tensor_is_filled(direct: bool) -> None:
+    """Serving engines keep their weights in inference mode, of any stride."""
+    state = {"a": torch.ones(4, 6), "b": torch.ones(4, 6).t()}
+    with torch.inference_mode():
+        into = {"a": torch.zeros(4, 6), "b": torch.zeros(6, 4)}
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, state)
+        await receive(sender, receiver, into=into, select=["a", "b"], direct=direct)
+    assert into["a"].all()
+    assert into["b"].all()
+
+
+@pytest.mark.asyncio
+async def test_autograd_notices_what_was_filled() -> None:
+    """And nothing else."""
+    template = {n: torch.nn.Parameter(torch.ones(3)) for n in ("a", "b")}
+    losses = {n: (each**2).sum() for n, each in template.items()}
+    async with pair() as (sender, receiver):
+        state = {n: torch.nn.Parameter(torch.zeros(3)) for n in ("a", "b")}
+        await sender.send_checkpoint([], 1, state)
+        await receive(sender, receiver, into=template, select=["a"])
+    torch.autograd.backward(losses["b"])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(losses["a"])
+
+
+RANGES = st.lists(
+    st.tuples(st.integers(0, 999), st.integers(0, 99)).map(
+        lambda pair: (pair[0], min(sum(pair), 1000))
+    )
+)
+
+
+@given(ranges=RANGES, chunk_bytes=st.integers(1, 200))
+def test_chunks_over_ranges(ranges: list[tuple[int, int]], chunk_bytes: int) -> None:
+    """Each that holds a byte of one, once and in order."""
+    grid = ChunkGrid(1000, chunk_bytes)
+    bytes_wanted = {at for start, stop in ranges for at in range(start, stop)}
+    expected = sorted({grid.index_of(at) for at in bytes_wanted})
+    assert chunks_over(grid, ranges) == expected
+
+
+TREES = st.recursive(
+    st.sampled_from([1, None, "text", ["tensor", 0], ["blob", 1], ["ext", "t", 0]]),
+    lambda nodes: st.one_of(
+        nodes.map(lambda node: ["list", [node, node]]),
+        nodes.map(lambda node: ["tuple", [node]]),
+        nodes.map(lambda node: ["dict", ["a", 3], [node, node]]),
+        nodes.map(lambda node: ["defaultdict", "int", ["b"], [node]]),
+        st.lists(nodes, max_size=3),
+        nodes.map(lambda node: {"a": node}),
+    ),
+)
+
+
+@given(tree=TREES, names=st.lists(st.sampled_from(["", "a", "3", "a.b", "b[0]"])))
+@settings(max_examples=200)
+def test_pruning_takes_any_tree(tree: Any, names: list[str]) -> None:
+    """What is malformed stays, and the tree that was given is not changed."""
+    before = copy.deepcopy(tree)
+    got = pruned(tree, Selection(names))
+    assert tree == before
+    if "" in names:
+        assert got == tree
+
+
+def test_pruning_a_deep_tree_is_no_recursion() -> None:
+    """A hostile one cannot exhaust the stack."""
+    tree: Any = ["blob", 0]
+    for _ in range(5000):
+        tree = ["list", [tree]]
+    left: Any = pruned(tree, Selection(["x"]))
+    while isinstance(left, list):
+        left = left[1][0]
+    assert left is None
+
+
+def test_pruning_refuses_absurd_paths() -> None:
+    """To build and compare them would take as long as a peer likes."""
+    tree: Any = ["blob", 0]
+    for _ in range(50):
+        tree = ["dict", ["x." * 1000], [tree]]
+    with pytest.raises(LimitExceededError, match="length of a path"):
+        pruned(tree, Selection(["y"]))
+
+
+def test_pruning_keeps_what_is_selected() -> None:
+    """By name, by function, and below keys of any kind."""
+    tree: Any = ["dict", ["a", 3, ["tuple", [1]]], [["blob", n] for n in range(3)]]
+    assert pruned(tree, Selection(["3"])) == [
+        "dict",
+        tree[1],
+        [None, ["blob", 1], ["blob", 2]],
+    ]
+    assert pruned(tree, Selection(lambda path: path == "a")) == [
+        "dict",
+        tree[1],
+        [["blob", 0], None, ["blob", 2]],
+    ]

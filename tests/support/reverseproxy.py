@@ -1,0 +1,116 @@
+"""A small reverse proxy over HTTP, as stands before many applications."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import aiohttp
+from aiohttp import web
+from yarl import URL
+
+from runners import ending
+
+# Of one connection, and not of the message (RFC 9110 section 7.6.1).
+HOP_BY_HOP = ("Connection", "Keep-Alive", "TE", "Trailer", "Transfer-Encoding")
+PATH = "/outside/app/"
+
+
+@dataclass
+class ReverseProxy:
+    """Passes on what is below ``/outside/app/`` to ``upstream``.
+
+    Attributes:
+        upstream: The URL of an application, with a slash at its end; it may change.
+        url: The public address of what is there.
+        seen: The request lines that a log of the proxy would have.
+        pause: Hold back what comes after so many bytes of a body.
+        paused: Set when a body is held back.
+        go_on: Lets it go on.
+    """
+
+    upstream: str
+    client: aiohttp.ClientSession
+    trust: ssl.SSLContext | bool
+    keeps_host: bool
+    url: str = ""
+    seen: list[str] = field(default_factory=list)
+    pause: int | None = None
+    paused: asyncio.Event = field(default_factory=asyncio.Event)
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Answer as the server behind it does."""
+        self.seen.append(f"{request.method} {request.raw_path}")
+        headers = request.headers.copy()
+        for name in (*HOP_BY_HOP, *(() if self.keeps_host else ("Host",))):
+            headers.pop(name, None)
+        headers["X-Forwarded-For"] = request.remote or ""
+        headers["X-Forwarded-Proto"] = request.scheme
+        target = self.upstream + request.raw_path.removeprefix(PATH)
+        try:
+            upstream = await self.client.request(
+                request.method,
+                URL(target, encoded=True),
+                headers=headers,
+                allow_redirects=False,
+                ssl=self.trust,
+            )
+        except aiohttp.ClientError:
+            return web.Response(status=502, text="<h1>502 Bad Gateway</h1>")
+        async with upstream:
+            return await self._pass_on(request, upstream)
+
+    async def _pass_on(
+        self, request: web.Request, upstream: aiohttp.ClientResponse
+    ) -> web.StreamResponse:
+        headers = upstream.headers.copy()
+        for name in HOP_BY_HOP:
+            headers.pop(name, None)
+        response = web.StreamResponse(status=upstream.status, headers=headers)
+        await response.prepare(request)
+        passed = 0
+        try:
+            async for part in upstream.content.iter_any():
+                await response.write(part)
+                passed += len(part)
+                if self.pause is not None and passed > self.pause:
+                    self.paused.set()
+                    await self.go_on.wait()
+        except aiohttp.ClientError:
+            if request.transport is not None:
+                request.transport.abort()  # or a half body would pass for a whole one
+        return response
+
+
+@asynccontextmanager
+async def reverse_proxy(
+    upstream: str = "",
+    *,
+    ssl_context: ssl.SSLContext | None = None,
+    trust: ssl.SSLContext | bool = True,
+    keeps_host: bool = False,
+    pause: int | None = None,
+) -> AsyncIterator[ReverseProxy]:
+    """Run one on loopback; ``ssl_context`` is its own, ``trust`` for what is behind.
+
+    It names the host that it was asked for only if it ``keeps_host``.
+    """
+    async with aiohttp.ClientSession(auto_decompress=False) as client:
+        proxy = ReverseProxy(upstream, client, trust, keeps_host, pause=pause)
+        app = web.Application()
+        app.router.add_route("*", f"{PATH}{{tail:.*}}", proxy.handle)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=ssl_context)
+        await site.start()
+        scheme = "https" if ssl_context else "http"
+        proxy.url = f"{scheme}://127.0.0.1:{site.port}{PATH}"
+        async with ending(runner):
+            try:
+                yield proxy
+            finally:
+                proxy.go_on.set()

@@ -1,0 +1,57 @@
+"""Transports for torchft, closed after the test, with nothing of them left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aiockpt
+from aiockpt.torchft import HTTPTransport
+
+Make = Callable[..., HTTPTransport[Any]]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Make transports over loopback."""
+    made: list[HTTPTransport[Any]] = []
+
+    def make_one(timeout: float = 10, **options: Any) -> HTTPTransport[Any]:
+        options = {"host": "127.0.0.1", **options}
+        made.append(HTTPTransport(timedelta(seconds=timeout), **options))
+        return made[-1]
+
+    yield make_one
+    for each in made:
+        each.shutdown(wait=True)
+
+
+@pytest.fixture
+def pair(make: Make) -> tuple[HTTPTransport[Any], HTTPTransport[Any]]:
+    """Make a source and an heir."""
+    return make(), make()
+
+
+@pytest.fixture
+def run_python() -> Callable[[str], subprocess.CompletedProcess[str]]:
+    """Run a program in an interpreter of its own."""
+
+    def run(program: str) -> subprocess.CompletedProcess[str]:
+        root = str(Path(aiockpt.__file__).parents[1])
+        return subprocess.run(
+            [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
+            env={**os.environ, "PYTHONPATH": root},
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+
+    return run

@@ -1,0 +1,203 @@
+"""torchft's contract over its process group, where it is not the same as over HTTP."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torchft.checkpointing.transport_test import TIMEOUT_REGEX
+from torchft.process_group import ProcessGroupGloo
+
+from aiockpt.errors import (
+    AiockptError,
+    ClosedError,
+    PeerFailedError,
+    StepNotFoundError,
+    TemplateMismatchError,
+    UnsupportedLeafError,
+)
+from aiockpt.testing import assert_same
+from aiockpt.torchft import PGTransport
+from groups import store_at
+
+pytestmark = pytest.mark.allow_leaks("fds", "threads")  # torchft's and gloo's
+
+LIMIT = timedelta(seconds=10)
+Make = Callable[..., PGTransport[Any]]
+
+
+class Quorums:
+    """The groups of two replicas, which are configured anew in each quorum."""
+
+    def __init__(self) -> None:
+        self.store = store_at()
+        self.groups = [ProcessGroupGloo(timedelta(seconds=20)) for _ in range(2)]
+        self.count = 0
+
+    def next(self) -> None:
+        """Configure both."""
+        self.count += 1
+        address = f"127.0.0.1:{self.store.port}/{self.count}"
+        with ThreadPoolExecutor(2) as pool:
+            works = [
+                pool.submit(group.configure, address, f"replica {rank}", rank, 2)
+                for rank, group in enumerate(self.groups)
+            ]
+            for work in works:
+                work.result()
+
+    def transports(self, **options: Any) -> list[PGTransport[Any]]:
+        """Make a transport for each."""
+        host = torch.device("cpu")
+        return [PGTransport(group, LIMIT, host, **options) for group in self.groups]
+
+
+@pytest.fixture
+def quorums() -> Iterator[Quorums]:
+    """Make two groups that are not configured yet."""
+    made = Quorums()
+    yield made
+    for group in made.groups:
+        group.shutdown()
+
+
+def state(value: float = 1.0) -> dict[str, Any]:
+    """Return something to send."""
+    return {"weight": torch.full((1000,), value), "step": 3}
+
+
+def exchange(
+    source: PGTransport[Any], heir: PGTransport[Any], content: object, step: int = 1
+) -> tuple[object, object]:
+    """Send and receive at once; return what came of the send, and of the receive."""
+    with ThreadPoolExecutor(2) as pool:
+        got = pool.submit(
+            heir.recv_checkpoint,
+            src_rank=0,
+            metadata=source.metadata(),
+            step=1,
+            timeout=LIMIT,
+        )
+        sent = pool.submit(
+            source.send_checkpoint,
+            dst_ranks=[1],
+            step=step,
+            state_dict=content,
+            timeout=LIMIT,
+        )
+        return tuple(each.exception() or each.result() for each in (sent, got))  # type: ignore[return-value]
+
+
+def test_one_transport_for_all_quorums(quorums: Quorums) -> None:
+    """Made before the first; a failure in one is forgotten in the next."""
+    source, heir = quorums.transports()
+    quorums.next()
+    _, got = exchange(source, heir, state(1.0))
+    assert_same(got, state(1.0))
+    with pytest.raises(AiockptError) as caught:
+        heir.recv_checkpoint(0, source.metadata(), 1, timedelta(milliseconds=300))
+    assert re.match(TIMEOUT_REGEX, str(caught.value))
+    quorums.next()
+    _, got = exchange(source, heir, state(2.0))
+    assert_same(got, state(2.0))
+    source.shutdown()
+    heir.shutdown()
+
+
+def test_failures_are_told_and_leave_the_group_as_it_is(quorums: Quorums) -> None:
+    """A leaf that cannot travel, and a step that nobody asked for."""
+    source, heir = quorums.transports()
+    quorums.next()
+    sent, got = exchange(source, heir, {"bad": object()})
+    assert isinstance(sent, UnsupportedLeafError)
+    assert isinstance(got, PeerFailedError)
+    sent, got = exchange(source, heir, state(), step=2)
+    assert isinstance(sent, PeerFailedError)
+    assert isinstance(got, StepNotFoundError)
+    _, got = exchange(source, heir, state())
+    assert_same(got, state())
+    source.shutdown()
+    heir.shutdown(wait=False)
+
+
+def test_a_template_is_asked_for_in_the_calling_thread_and_filled(
+    quorums: Quorums,
+) -> None:
+    """Where the caller's streams and groups are."""
+    live, asked = state(0.0), []
+
+    def template() -> dict[str, Any]:
+        asked.append(threading.current_thread().name)
+        return live
+
+    source, heir = quorums.transports(state_dict=template)
+    quorums.next()
+    exchange(source, heir, state(4.0))
+    assert_same(live["weight"], state(4.0)["weight"])
+    assert asked[0].startswith("ThreadPoolExecutor")
+    source.shutdown()
+    heir.shutdown()
+
+
+def test_a_template_that_does_not_fit_is_done_without(quorums: Quorums) -> None:
+    """One receive fails, on both ends; the next one heals."""
+    source, heir = quorums.transports(state_dict=lambda: {"step": 0})
+    quorums.next()
+    sent, got = exchange(source, heir, state())
+    assert isinstance(got, TemplateMismatchError)
+    assert isinstance(sent, PeerFailedError)
+    _, got = exchange(source, heir, state())
+    assert_same(got, state())
+    source.shutdown()
+    heir.shutdown()
+
+
+def test_a_template_that_raises_is_told(quorums: Quorums) -> None:
+    """The sender does not wait for its deadline."""
+
+    def template() -> dict[str, Any]:
+        raise ZeroDivisionError("no template")
+
+    source, heir = quorums.transports(state_dict=template)
+    quorums.next()
+    sent, got = exchange(source, heir, state())
+    assert isinstance(got, ZeroDivisionError)
+    assert isinstance(sent, PeerFailedError)
+    source.shutdown()
+    heir.shutdown()
+
+
+def test_disallow_waits_for_a_send_and_no_longer(quorums: Quorums) -> None:
+    """It costs nothing when none is under way, and never raises."""
+    source, heir = quorums.transports()
+    quorums.next()
+    started = time.monotonic()
+    for _ in range(1000):
+        source.disallow_checkpoint()
+    assert time.monotonic() - started < 1
+    exchange(source, heir, state())
+    source.disallow_checkpoint()
+    heir.shutdown()
+    source.shutdown()
+    source.disallow_checkpoint()
+
+
+def test_shutdown_ends_what_is_under_way(quorums: Quorums) -> None:
+    """At once; the group is the caller's."""
+    source, heir = quorums.transports()
+    quorums.next()
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(heir.recv_checkpoint, 0, source.metadata(), 1, LIMIT)
+        time.sleep(0.2)
+        started = time.monotonic()
+        heir.shutdown(wait=False)
+        assert isinstance(got.exception(5), ClosedError)
+        assert time.monotonic() - started < 3
+    source.shutdown()
