@@ -160,6 +160,16 @@ def examples(session: nox.Session) -> None:
 
 
 @nox.session(python=WHOLE)
+def fuzz(session: nox.Session) -> None:
+    """Hand a million hostile inputs to a receiver; `-- --seed N` repeats a run."""
+    install(session, "test", "test-torch")
+    session.env["PYTHONPATH"] = "tests/support"
+    session.run(
+        "python", "-W", "ignore", "tests/support/mutations.py", *session.posargs
+    )
+
+
+@nox.session(python=WHOLE)
 def bench(session: nox.Session) -> None:
     """Measure this library and torchft on this machine; `-- --help` lists options."""
     install(session, "test-torch")

@@ -16,6 +16,7 @@ from aiockpt.errors import (
     CheckpointNotFoundError,
     ClosedError,
     DeviceMeshError,
+    ForgedManifestError,
     IntegrityError,
     LimitExceededError,
     LocalProtocolError,
@@ -74,10 +75,12 @@ if TYPE_CHECKING:
     from aiockpt.checkpointers.writer import CheckpointWriter
     from aiockpt.directory import Checkpoint, latest, list_checkpoints
     from aiockpt.flatten import register_leaf
+    from aiockpt.http.security import Security
     from aiockpt.http.transport import HTTPTransport
     from aiockpt.observe import Progress, TransferEvent
     from aiockpt.pg.transport import PGTransport
     from aiockpt.transport import CheckpointTransport
+    from aiockpt.wire.grants import make_token
     from aiockpt.wire.limits import Limits
 
 __version__ = "0.1.0"
@@ -106,6 +109,7 @@ __all__ = [
     "DefaultStager",
     "DeviceMeshError",
     "DistBarrier",
+    "ForgedManifestError",
     "HTTPTransport",
     "IntegrityError",
     "LimitExceededError",
@@ -124,6 +128,7 @@ __all__ = [
     "RemoteProtocolError",
     "SaveHandle",
     "SaveInProgressError",
+    "Security",
     "StagedState",
     "StagingError",
     "StateDictError",
@@ -147,6 +152,7 @@ __all__ = [
     "list_checkpoints",
     "make_async_checkpointer",
     "make_sync_checkpointer",
+    "make_token",
     "recover",
     "register_barrier",
     "register_leaf",
@@ -179,6 +185,7 @@ _HOMES = {
     "RankInfo": "aiockpt.checkpointers.config",
     "Recovered": "aiockpt.checkpointers.recovery",
     "SaveHandle": "aiockpt.checkpointers.handle",
+    "Security": "aiockpt.http.security",
     "StagedState": "aiockpt.checkpointers.stager",
     "SyncCheckpointer": "aiockpt.checkpointers.sync",
     "TCPStoreBarrier": "aiockpt.checkpointers.store_barrier",
@@ -188,6 +195,7 @@ _HOMES = {
     "list_checkpoints": "aiockpt.directory",
     "make_async_checkpointer": "aiockpt.checkpointers.builder",
     "make_sync_checkpointer": "aiockpt.checkpointers.builder",
+    "make_token": "aiockpt.wire.grants",
     "recover": "aiockpt.checkpointers.recovery",
     "register_barrier": "aiockpt.checkpointers.barriers",
     "register_leaf": "aiockpt.flatten",

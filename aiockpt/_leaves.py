@@ -6,24 +6,22 @@ sparse tensor's indices and values lie in the data segment like any tensor.
 
 from __future__ import annotations
 
-import math
 import pickle  # noqa: TID251 - only behind allow_pickle, which both ends must ask for
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
-from aiockpt._payload import Allowance
+from aiockpt._numpy import array_of, scalar_of
+from aiockpt._payload import Allowance, exactly, sizes
 from aiockpt.errors import RemoteProtocolError, UnsupportedLeafError
 from aiockpt.wire.paths import Path, format_path
 from aiockpt.wire.registry import REGISTRY, Codec, Registry
 
 __all__ = ["DTYPES", "DTYPE_NAMES", "Extension", "extension", "registry"]
-
-_T = TypeVar("_T")
 
 DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
@@ -142,7 +140,7 @@ def _coo(payload: Any) -> torch.Tensor:
     return torch.sparse_coo_tensor(
         indices,
         values,
-        _is(torch.Size, size),
+        exactly(torch.Size, size),
         check_invariants=True,
         is_coalesced=bool(coalesced),
     )
@@ -154,7 +152,7 @@ def _compressed(layout: torch.layout, payload: Any) -> torch.Tensor:
         outer,
         inner,
         values,
-        _is(torch.Size, size),
+        exactly(torch.Size, size),
         layout=layout,
         check_invariants=True,
     )
@@ -177,47 +175,13 @@ def _dequantized_per_channel(payload: Any) -> torch.Tensor:
 
 
 def _of_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if tensor.dtype != dtype:
+    if tensor.dtype != exactly(torch.dtype, dtype):
         raise ValueError(f"quantized {tensor.dtype} was announced as {dtype}")
     return tensor
 
 
-def _scalar(payload: Any) -> object:
-    code, raw = payload
-    return _numpy_elements(code, (), raw)[()]
-
-
-def _array(payload: Any) -> object:
-    code, shape, raw = payload
-    # A copy, because an array over bytes is read-only.
-    return _numpy_elements(code, _sizes(shape), raw).copy()
-
-
-def _numpy_elements(code: str, shape: tuple[int, ...], raw: bytes) -> Any:
-    import numpy as np  # optional, and only where such a leaf arrives
-
-    dtype = np.dtype(_is(str, code))
-    if dtype.hasobject or len(_is(bytes, raw)) != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{len(raw)} bytes are no {list(shape)} elements of {code}")
-    return np.frombuffer(raw, dtype=dtype).reshape(shape)
-
-
-def _is(expected: type[_T], value: object) -> _T:
-    """Return a value of exactly this type: others read alike and never end."""
-    if type(value) is not expected:
-        raise TypeError(f"a {type(value).__name__} instead of a {expected.__name__}")
-    return value
-
-
-def _sizes(value: object) -> tuple[int, ...]:
-    sizes = _is(tuple, value)
-    if any(_is(int, size) < 0 for size in sizes):
-        raise ValueError("a negative size")
-    return sizes
-
-
 def _dtype(name: Any) -> torch.dtype:
-    return DTYPES[name]
+    return DTYPES[exactly(str, name)]
 
 
 def _no_pickle(_: Any) -> object:
@@ -230,7 +194,7 @@ def _no_pickle(_: Any) -> object:
 REGISTRY.register("torch.dtype", torch.dtype, lambda value: DTYPE_NAMES[value], _dtype)
 REGISTRY.register("torch.device", torch.device, str, torch.device)
 REGISTRY.register(
-    "torch.Size", torch.Size, tuple, lambda value: torch.Size(_sizes(value))
+    "torch.Size", torch.Size, tuple, lambda value: torch.Size(sizes(value))
 )
 
 _DECODERS: dict[str, Callable[[Any], object]] = {
@@ -239,8 +203,8 @@ _DECODERS: dict[str, Callable[[Any], object]] = {
     **{tag: partial(_compressed, layout) for layout, (tag, _) in _COMPRESSED.items()},
     "torch.quantized": _dequantized,
     "torch.quantized_per_channel": _dequantized_per_channel,
-    "numpy.scalar": _scalar,
-    "numpy.ndarray": _array,
+    "numpy.scalar": scalar_of,
+    "numpy.ndarray": array_of,
     "pickle": _no_pickle,
 }
 

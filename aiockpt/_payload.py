@@ -9,10 +9,13 @@ travelled, each a few times over at most.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
-__all__ = ["Allowance", "TooMuchError"]
+__all__ = ["Allowance", "TooMuchError", "exactly", "sizes"]
+
+_T = TypeVar("_T")
 
 # A tied sparse tensor is read wherever it stands; nothing that is copied is ever tied.
 _TIES = 16
@@ -60,3 +63,18 @@ def _held_bytes(item: object) -> int:
     if nbytes > item.untyped_storage().nbytes():
         raise TooMuchError(f"a part of {nbytes} bytes repeats a few that travelled")
     return nbytes
+
+
+def exactly(expected: type[_T], value: object) -> _T:
+    """Return a value of exactly this type: others read alike and never end."""
+    if type(value) is not expected:
+        raise TypeError(f"a {type(value).__name__} instead of a {expected.__name__}")
+    return value
+
+
+def sizes(value: object) -> tuple[int, ...]:
+    """Return a tuple of sizes."""
+    found = exactly(tuple, value)
+    if any(exactly(int, size) < 0 for size in found):
+        raise ValueError("a negative size")
+    return found

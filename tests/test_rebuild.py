@@ -129,6 +129,11 @@ LIES: dict[str, Node] = {
         ["tuple", [["tensor", 0], True, True]],
     ],
     "objects of numpy": ["ext", "numpy.ndarray", ["tuple", ["|O", ["tuple", [0]], ""]]],
+    "an expression for numpy": [
+        "ext",
+        "numpy.ndarray",
+        ["tuple", ["(2,3)f8", ["tuple", []], ["bytes", "AAAA"]]],
+    ],
     "too few bytes": [
         "ext",
         "numpy.ndarray",

@@ -20,6 +20,7 @@ that a caller would guess::
     │   ├── LimitExceededError                larger than the receiver allows
     │   └── IntegrityError                    a whole chunk with the wrong digest
     ├── AuthenticationError               wrong or no credentials (PermissionError)
+    │   └── ForgedManifestError               not of a sender that knows the key
     ├── StateDictError                    what the caller passed (ValueError)
     │   ├── UnsupportedLeafError              and where (TypeError)
     │   ├── TemplateMismatchError             ``into`` does not fit
@@ -67,6 +68,7 @@ from aiockpt.errors.root import (
 from aiockpt.errors.transfer import (
     AuthenticationError,
     CheckpointChangedError,
+    ForgedManifestError,
     PeerFailedError,
     PeerUnreachableError,
     ProcessGroupError,
@@ -85,6 +87,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "ClosedError",
     "DeviceMeshError",
+    "ForgedManifestError",
     "IntegrityError",
     "LimitExceededError",
     "LocalProtocolError",

@@ -7,6 +7,7 @@ from aiockpt.errors.root import AiockptError
 __all__ = [
     "AuthenticationError",
     "CheckpointChangedError",
+    "ForgedManifestError",
     "PeerFailedError",
     "PeerUnreachableError",
     "ProcessGroupError",
@@ -162,4 +163,19 @@ class AuthenticationError(AiockptError, PermissionError):
         return (
             f"{self.url} refused the credentials{why}; pass the sender's metadata() "
             "whole, or the same token on both sides"
+        )
+
+
+class ForgedManifestError(AuthenticationError):
+    """The manifest has no MAC (``missing``), or none made with this side's key."""
+
+    def __init__(self, url: str, *, missing: bool) -> None:
+        super().__init__(url)
+        self.missing = missing
+
+    def __str__(self) -> str:
+        fault = "no MAC" if self.missing else "a MAC of another key or manifest"
+        return (
+            f"the manifest of {self.url} has {fault}; is it the sender that you mean, "
+            "and were both ends given the same manifest_key?"
         )

@@ -23,6 +23,7 @@ from aiockpt.http.retrying import OnRetry, Patience, Retrier, backoff, persist
 from aiockpt.http.stretch import plan
 from aiockpt.http.translating import Exchange, naming
 from aiockpt.observe import TransferEvent, emit
+from aiockpt.wire.grants import MAC_HEADER, check_manifest_mac
 from aiockpt.wire.http import (
     Resource,
     ResourceKind,
@@ -88,7 +89,7 @@ class CheckpointClient:
             PeerUnreachableError, TransferStalledError, TransferInterruptedError: the
                 peer was silent for the reconnect timeout.
             AuthenticationError, RemoteProtocolError, LimitExceededError,
-                IntegrityError: what the peer answered.
+                IntegrityError, ForgedManifestError: what the peer answered.
         """
         tell = self._teller(source, step, on_retry)
         polls = 0
@@ -218,6 +219,7 @@ class CheckpointClient:
         limit = self._config.limits.max_header_bytes + LENGTH_BYTES
         async with self._port.open(exchange, heard) as (answer, watch):
             _check_step(answer, exchange)
+            exchange.mac = answer.headers.get(MAC_HEADER)
             exchange.expected = length_of(answer, exchange.url)
             enforce("the size of the header", exchange.expected, limit)
             memory = _reserve(exchange.expected)
@@ -229,7 +231,7 @@ class CheckpointClient:
     async def _decode(
         self, header: bytearray | mmap.mmap, exchange: Exchange, step: int
     ) -> Manifest:
-        decode = partial(decode_header, header, limits=self._config.limits)
+        decode = partial(self._authenticated, header, exchange)
         with naming(exchange):
             manifest = await self._run(decode)
         if isinstance(manifest, ForeignHeader):
@@ -237,6 +239,15 @@ class CheckpointClient:
         if manifest.step != step:
             raise RemoteProtocolError(f"{exchange.url} describes step {manifest.step}")
         return manifest
+
+    def _authenticated(
+        self, header: bytearray | mmap.mmap, exchange: Exchange
+    ) -> Manifest | ForeignHeader:
+        key = self._config.security.key
+        if key is not None:  # before anything is made of it
+            view = memoryview(header)
+            check_manifest_mac(key, view, exchange.mac, url=exchange.url)
+        return decode_header(header, limits=self._config.limits)
 
     def _retrier(self, reconnect_timeout: float | None = None) -> Retrier:
         config = self._config

@@ -8,9 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from aiockpt.errors import LocalProtocolError
+from aiockpt.wire.grants import make_token
+
 logger = logging.getLogger("aiockpt")
 
 __all__ = ["Credentials", "find_credentials"]
+
+_LONGEST = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,18 @@ class Credentials:
         """What the metadata hands on."""
         return None if self.shared else self.token
 
+    def granted(self, receiver: str, *, step: int | None, expires: float) -> str:
+        """Return a token for one receiver; see `make_token`.
+
+        Raises:
+            LocalProtocolError: anybody may read.
+        """
+        if self.token is None:
+            raise LocalProtocolError(
+                "an insecure transport asks for no token, so it can grant none"
+            )
+        return make_token(self.token, receiver, step=step, expires=expires)
+
 
 def find_credentials(
     token: str | None, *, insecure: bool, env: Mapping[str, str]
@@ -56,9 +73,18 @@ def find_credentials(
     if token is None:
         token = env.get("AIOCKPT_TOKEN")
     if token is None and path is not None:
-        token = Path(path).read_text(encoding="utf-8").strip()
+        token = _read_token_file(path)
     if token is None:
         return Credentials(secrets.token_urlsafe(32), shared=False)
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise ValueError("the token must be printable ASCII without spaces, not empty")
     return Credentials(token, shared=True)
+
+
+def _read_token_file(path: str) -> str:
+    with Path(path).open("rb") as file:
+        content = file.read(_LONGEST + 1)
+    if len(content) > _LONGEST:
+        raise ValueError(f"the token file {path} is no token: it is too long")
+    # No decoding that could fail: such an error would carry the content.
+    return content.decode("ascii", "replace").strip()

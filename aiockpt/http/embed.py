@@ -17,6 +17,21 @@ def routes(service: CheckpointService, prefix: str) -> list[web.RouteDef]:
     """
     base = prefix.rstrip("/")
     return [
-        web.route("*", f"{base}/{LATEST}", service.latest),
-        web.route("*", f"{base}/{{step}}/{{what}}", service.resource),
+        web.route(
+            "*", f"{base}/{LATEST}", service.latest, expect_handler=_no_body_is_wanted
+        ),
+        web.route(
+            "*",
+            f"{base}/{{step}}/{{what}}",
+            service.resource,
+            expect_handler=_no_body_is_wanted,
+        ),
     ]
+
+
+async def _no_body_is_wanted(_: web.Request) -> None:
+    """Answer ``Expect: 100-continue`` by the response alone (RFC 9110, 10.1.1).
+
+    aiohttp writes its ``100 Continue`` before any handler, to clients that may have
+    left, and logs that as an error.
+    """

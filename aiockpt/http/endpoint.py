@@ -38,6 +38,7 @@ class EndpointConfig:
     timeout: float
     stall_timeout: float
     max_readers: int
+    manifest_key: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         require(at_least=1, max_readers=self.max_readers)
@@ -53,6 +54,7 @@ class EndpointConfig:
             max_readers=self.max_readers,
             hosts=self._names(),
             prefix=prefix,
+            manifest_key=self.manifest_key,
         )
 
     def _names(self) -> frozenset[str]:

@@ -21,7 +21,9 @@ from yarl import URL
 from aiockpt.errors import ClosedError, LocalProtocolError, RemoteProtocolError
 from aiockpt.http.filler import Filler
 from aiockpt.http.options import require, require_type
+from aiockpt.http.reach import CheckedResolver, Reach
 from aiockpt.http.receiving import receive
+from aiockpt.http.security import Security
 from aiockpt.http.translating import BEFORE_ANSWER, IN_BODY, Exchange, translated
 from aiockpt.http.watching import Watch
 from aiockpt.wire.http import from_problem
@@ -33,6 +35,7 @@ __all__ = ["ClientConfig", "Port", "length_of"]
 _READ_BUFFER = 1 << 20
 _MAX_PROBLEM = 64 << 10
 _SHORTEST = 1e-3  # seconds
+_OPEN = Security()
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 
 
@@ -50,6 +53,8 @@ class ClientConfig:
         limits: What is accepted.
         ssl_context: For ``https``; None takes the system's authorities.
         fast_path: Receive straight into the destination where that is possible.
+        security: Whom to connect to, and whose manifests to take. A session of the
+            caller's own looks names up itself, unchecked.
     """
 
     max_concurrency: int
@@ -60,6 +65,7 @@ class ClientConfig:
     limits: Limits
     ssl_context: ssl.SSLContext | None
     fast_path: bool = True
+    security: Security = _OPEN
 
     def __post_init__(self) -> None:
         require_type(Limits, limits=self.limits)
@@ -76,6 +82,8 @@ class Port:
         self._config = config
         self._session = session
         self._owned = session is None
+        self._reach = Reach(config.security)
+        self._resolver: CheckedResolver | None = None
         self._closed = False
 
     @property
@@ -89,6 +97,8 @@ class Port:
         session, self._session = self._session, None
         if self._owned and session is not None:
             await session.close()
+        if self._resolver is not None:  # a connector does not close what it was given
+            await self._resolver.close()
 
     @asynccontextmanager
     async def open(
@@ -114,7 +124,7 @@ class Port:
                 answer = await self._send(exchange)
             async with answer:
                 with translated(exchange, IN_BODY):
-                    await _check_status(answer, exchange)
+                    await self._check_status(answer, exchange)
                     yield answer, watch
 
     async def receive(
@@ -128,9 +138,10 @@ class Port:
             exchange.received += filler.filled
 
     async def _send(self, exchange: Exchange) -> ClientResponse:
-        config = self._config
+        config, url = self._config, URL(exchange.url, encoded=True)
+        self._reach.check_host(url.host or "")
         return await self._get_session().get(
-            URL(exchange.url, encoded=True),
+            url,
             headers=self._headers(exchange),
             allow_redirects=False,
             auto_decompress=False,
@@ -145,14 +156,37 @@ class Port:
             ),
         )
 
+    async def _check_status(self, answer: ClientResponse, exchange: Exchange) -> None:
+        if answer.status == exchange.status or (
+            exchange.may_be_empty and answer.status == HTTPStatus.NO_CONTENT
+        ):
+            return
+        if 200 <= answer.status < 300:
+            raise RemoteProtocolError(
+                f"{exchange.url} answered HTTP {answer.status} and not "
+                f"{exchange.status}; is that an aiockpt server?"
+            )
+        body = await _read_problem(answer)
+        if token := self._token_for(exchange):  # error pages like to show the request
+            body = body.replace(token.encode(), b"(the token)")
+        raise from_problem(
+            answer.status,
+            answer.headers,
+            body,
+            url=exchange.url,
+            step=exchange.step,
+            snapshot_id=exchange.snapshot_id,
+        )
+
     def _get_session(self) -> ClientSession:
         if self._closed:
             raise ClosedError("the client")
         if self._session is None:
             # No limit of connections: each transfer bounds its requests, and one that
             # waits in the pool would look like a peer that says nothing.
+            self._resolver = CheckedResolver(self._reach)
             self._session = ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.TCPConnector(limit=0, resolver=self._resolver),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 trust_env=False,
             )
@@ -162,12 +196,15 @@ class Port:
 
     def _headers(self, exchange: Exchange) -> dict[str, str]:
         headers = {hdrs.ACCEPT_ENCODING: "identity", **exchange.headers}
-        token = exchange.source.token or self._config.token
+        token = self._token_for(exchange)
         if token is not None:
             if _TOKEN.fullmatch(token) is None:
                 raise LocalProtocolError("the token is empty or not printable ASCII")
             headers[hdrs.AUTHORIZATION] = f"Bearer {token}"
         return headers
+
+    def _token_for(self, exchange: Exchange) -> str | None:
+        return exchange.source.token or self._config.token
 
 
 def length_of(answer: ClientResponse, url: str) -> int:
@@ -179,26 +216,6 @@ def length_of(answer: ClientResponse, url: str) -> int:
     if re.fullmatch(r"[0-9]{1,19}", length) is None:
         raise RemoteProtocolError(f"{url} does not say how long its answer is")
     return int(length)
-
-
-async def _check_status(answer: ClientResponse, exchange: Exchange) -> None:
-    if answer.status == exchange.status or (
-        exchange.may_be_empty and answer.status == HTTPStatus.NO_CONTENT
-    ):
-        return
-    if 200 <= answer.status < 300:
-        raise RemoteProtocolError(
-            f"{exchange.url} answered HTTP {answer.status} and not {exchange.status}; "
-            "is that an aiockpt server?"
-        )
-    raise from_problem(
-        answer.status,
-        answer.headers,
-        await _read_problem(answer),
-        url=exchange.url,
-        step=exchange.step,
-        snapshot_id=exchange.snapshot_id,
-    )
 
 
 async def _read_problem(answer: ClientResponse) -> bytes:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from aiockpt.errors import AiockptError, AuthenticationError, LocalProtocolError
+from aiockpt.wire.grants import Grant, read_token
 from aiockpt.wire.http import HostNotAllowed, Problem
 
 __all__ = ["RefusedError", "ServerConfig", "admit"]
@@ -38,6 +39,7 @@ class ServerConfig:
         max_readers: Bodies sent at once; more are answered 503.
         hosts: Host names that an insecure server answers to.
         prefix: The path under which the checkpoints are.
+        manifest_key: What manifests are authenticated with, if they are.
     """
 
     token: str | None = field(repr=False)
@@ -48,6 +50,7 @@ class ServerConfig:
     max_readers: int
     hosts: frozenset[str]
     prefix: str
+    manifest_key: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if (self.token is None) != self.insecure:
@@ -83,8 +86,11 @@ class RefusedError(AiockptError):
         return Problem(self.status.value, headers, json.dumps(document).encode())
 
 
-def admit(headers: Mapping[str, str], config: ServerConfig) -> None:
+def admit(headers: Mapping[str, str], config: ServerConfig) -> Grant | None:
     """Return if a request with these headers may be answered.
+
+    Returns what a receiver's own token grants, and still has to be checked; None for
+    who has the token of all.
 
     Args:
         headers: The request's headers, by name in any case.
@@ -101,18 +107,20 @@ def admit(headers: Mapping[str, str], config: ServerConfig) -> None:
             HTTPStatus.FORBIDDEN, "requests of web pages are not answered"
         )
     if config.token is not None:
-        _check_token(headers.get("Authorization", ""), config.token)
-    else:
-        _check_host(headers.get("Host", ""), config.hosts)
+        return _check_token(headers.get("Authorization", ""), config.token)
+    _check_host(headers.get("Host", ""), config.hosts)
+    return None
 
 
-def _check_token(authorization: str, token: str) -> None:
+def _check_token(authorization: str, token: str) -> Grant | None:
     scheme, _, given = authorization.partition(" ")
+    grant = read_token(given.strip(), token)
     # As bytes: compare_digest takes only ASCII text, and a header may hold anything.
     offered = given.strip().encode("utf-8", "surrogateescape")
     matches = hmac.compare_digest(offered, token.encode("utf-8", "surrogateescape"))
-    if scheme.lower() != "bearer" or not matches:
+    if scheme.lower() != "bearer" or not (matches or grant):
         raise AuthenticationError("the server")
+    return grant
 
 
 def _check_host(host: str, allowed: frozenset[str]) -> None:

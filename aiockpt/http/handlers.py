@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -24,8 +25,10 @@ from aiockpt.errors import (
     StepNotFoundError,
 )
 from aiockpt.http import sockets
+from aiockpt.http.audit import VISIT, Auditor, Visit
 from aiockpt.http.awaiting import Awaiting, transport_of
 from aiockpt.http.guard import RefusedError, ServerConfig, admit
+from aiockpt.http.macs import ManifestMacs
 from aiockpt.http.published import Published
 from aiockpt.http.replies import (
     COMMON_HEADERS,
@@ -74,6 +77,8 @@ class CheckpointService:
         self._awaiting = Awaiting(shelf, config)
         self._closed = False
         self._counts: Counter[str] = Counter()
+        self._macs = ManifestMacs(config.manifest_key)
+        self._auditor = Auditor()
 
     def __repr__(self) -> str:
         step = self.shelf.statistics().step
@@ -103,6 +108,19 @@ class CheckpointService:
         request: web.Request,
         answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
+        visit = request[VISIT] = Visit()
+        try:
+            response = await self._answered(request, answer)
+            visit.status = response.status
+            return response
+        finally:
+            self._auditor.note(visit.access(request))
+
+    async def _answered(
+        self,
+        request: web.Request,
+        answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
         self._counts["requests"] += 1
         try:
             self._admit(request)
@@ -118,7 +136,10 @@ class CheckpointService:
     def _admit(self, request: web.Request) -> None:
         if self._closed:
             raise ClosedError("the server")
-        admit(request.headers, self.config)
+        grant = admit(request.headers, self.config)
+        if grant is not None:
+            request[VISIT].receiver = grant.receiver
+            grant.check(request.match_info.get("step"), now=time.time())
         if request.method not in ("GET", "HEAD"):
             raise RefusedError(
                 HTTPStatus.METHOD_NOT_ALLOWED,
@@ -146,6 +167,8 @@ class CheckpointService:
         published = await self._awaiting.step(request, resource.step)
         manifest = published.servable.manifest
         reply = plan_reply(resource, manifest, request.headers, request.method)
+        if resource.kind is http.ResourceKind.METADATA:
+            reply.headers.update(await self._macs.headers_of(manifest))
         if request.method == "HEAD" or reply.status == HTTPStatus.NOT_MODIFIED:
             return web.StreamResponse(status=reply.status, headers=reply.headers)
         with self._admission():
@@ -171,6 +194,7 @@ class CheckpointService:
             if body.nbytes <= SMALL_BYTES:
                 data = b"".join(body.views(0, body.nbytes))
                 self._counts["bytes_sent"] += len(data)
+                request[VISIT].nbytes = len(data)
                 return web.Response(
                     status=reply.status, body=data, headers=reply.headers
                 )
@@ -194,6 +218,8 @@ class CheckpointService:
             outcome = sending.outcome or Outcome.GONE
             if outcome is not Outcome.SENT:
                 self._counts[outcome.value] += 1
+            visit = request[VISIT]
+            visit.nbytes, visit.outcome = sending.sent, outcome.value
             emit(_event_of(outcome, step, request, sending, loop.time() - began))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Sequence
 from socket import socket
 from typing import Any
 
-from aiohttp import web
+from aiohttp import http_parser, web
 from aiohttp.http import HttpProcessingError
 
 from aiockpt.errors import ClosedError
@@ -24,6 +24,7 @@ from aiockpt.http.sockets import descriptor_of
 __all__ = ["CheckpointServer", "ServerConfig"]
 
 _KEEPALIVE = 75.0  # longer than the 60 s for which proxies keep idle connections
+_LINGERING = 1.0  # for the rest of a body, which no request here has any use for
 _SHUTDOWN = 1.0  # aiohttp may wait twice as long; handlers end at once when told
 
 
@@ -76,6 +77,11 @@ class CheckpointServer:
     async def _serve(
         self, sockets: Sequence[socket], ssl_context: ssl.SSLContext | None
     ) -> None:
+        if http_parser.HttpRequestParser is http_parser.HttpRequestParserPy:
+            logger.warning(
+                "aiohttp has no C parser here; the other one reads more than "
+                "HTTP allows, which matters behind a proxy"
+            )
         app = web.Application()
         app.add_routes(routes(self.service, self.service.config.prefix))
         app.router.add_get("/healthz", _healthz)
@@ -86,6 +92,7 @@ class CheckpointServer:
             logger=logger,
             handler_cancellation=True,
             keepalive_timeout=_KEEPALIVE,
+            lingering_time=_LINGERING,
             shutdown_timeout=_SHUTDOWN,
         )
         await self._runner.setup()
@@ -141,9 +148,10 @@ async def _wholly(coroutine: Coroutine[Any, Any, None]) -> None:
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    # aiohttp logs whatever a port scanner sends as an error with a traceback.
+    # aiohttp logs whatever a port scanner sends, and clients that leave before they
+    # were answered, as errors with a traceback.
     error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, HttpProcessingError)
+    return not isinstance(error, (HttpProcessingError, ConnectionError))
 
 
 logger = logging.getLogger("aiockpt.http")

@@ -40,6 +40,7 @@ class Exchange:
     snapshot_id: str | None = None
     chunk: int | None = None
     allowance: float = 0.0
+    mac: str | None = None
     may_be_empty: bool = False
     received: int = 0
     expected: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import ssl
+import time
 from functools import partial
 from typing import Self
 
@@ -18,6 +19,7 @@ from aiockpt.http.endpoint import Endpoint, EndpointConfig
 from aiockpt.http.handlers import CheckpointService
 from aiockpt.http.offering import Offering
 from aiockpt.http.receiver import Receiver
+from aiockpt.http.security import Security
 from aiockpt.http.statistics import TransportStatistics, survey
 from aiockpt.staging import Stager
 from aiockpt.transport import T, Timeout, seconds
@@ -63,6 +65,7 @@ class HTTPTransport(Receiver[T]):
         insecure: Let anybody read.
         ssl_context, client_ssl_context: Serve TLS with it, and verify peers with it.
         session: A ``ClientSession`` of the caller, which is used and never closed.
+        security: A key that authenticates manifests, and whom to connect to.
         limits: What a receive accepts.
         zero_copy: Serve contiguous host tensors from their own memory, under the
             lock, instead of a copy: mutate them only after ``disallow_checkpoint``.
@@ -90,6 +93,7 @@ class HTTPTransport(Receiver[T]):
         ssl_context: ssl.SSLContext | None = None,
         client_ssl_context: ssl.SSLContext | None = None,
         session: aiohttp.ClientSession | None = None,
+        security: Security = Security(),  # noqa: B008 - frozen
         limits: Limits = Limits(),  # noqa: B008 - frozen
         zero_copy: bool = False,
         allow_pickle: bool = False,
@@ -109,6 +113,7 @@ class HTTPTransport(Receiver[T]):
                 timeout=self._timeout,
                 stall_timeout=stall_timeout,
                 max_readers=max_readers,
+                manifest_key=security.key,
             )
         )
         self._bridge = Bridge(threads=_THREADS, name="aiockpt")
@@ -130,6 +135,7 @@ class HTTPTransport(Receiver[T]):
                 token=self._credentials.to_send,
                 limits=limits,
                 ssl_context=client_ssl_context,
+                security=security,
             ),
             session=session,
             run=self._bridge.run,
@@ -154,6 +160,24 @@ class HTTPTransport(Receiver[T]):
         :meth:`shutdown`, and ``OSError`` when the address cannot be bound.
         """
         return format_metadata(self.address(), self._credentials.in_metadata)
+
+    def grant(
+        self, receiver: str, *, step: int | None = None, lifetime: Timeout = 3600.0
+    ) -> str:
+        """Return metadata with a token for one receiver, to hand out instead.
+
+        Args:
+            receiver: A name for the audit log, such as a rank.
+            step: The only step that it may fetch; None: all.
+            lifetime: For how long, by this host's clock; see :func:`.make_token`.
+
+        Raises:
+            LocalProtocolError: the transport is ``insecure`` and asks for no token.
+            ValueError: a name that cannot be written.
+        """
+        expires = time.time() + seconds(lifetime)
+        token = self._credentials.granted(receiver, step=step, expires=expires)
+        return format_metadata(self.address(), token)
 
     def address(self) -> str:
         """Return the base URL without credentials, for logs and people."""

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeAlias, Union
+from typing import Final, TypeAlias, Union
 
 __all__ = [
     "Node",
     "Path",
     "format_path",
+    "format_received",
+    "format_refusal",
     "is_unicode",
 ]
 
 Node: TypeAlias = Union[bool, int, float, str, "list[Node]", None]
 """One JSON value of an encoded tree; anything but a scalar is ``[tag, ...]``."""
+
+_LONGEST: Final = 200
+_PLAIN: Final = (str, bytes, bool, float, complex, type(None))
 
 Path: TypeAlias = tuple[object, ...]
 """The keys and indices that lead from the root of a state dict to a leaf."""
@@ -28,6 +33,29 @@ def format_path(path: Iterable[object]) -> str:
         else:
             text = _extend(text, key if isinstance(key, str) else "", key)
     return text
+
+
+def format_received(path: Iterable[object]) -> str:
+    """Return a short readable path whose keys a peer chose.
+
+    Only plain keys are shown: a number may have more digits than Python prints, and
+    the text of a tensor is long, and takes modules that are not loaded yet.
+    """
+    shown = (key if _is_plain(key) else type(key) for key in path)
+    return format_path(shown)[:_LONGEST] or "the root"
+
+
+def format_refusal(error: Exception) -> str:
+    """Return what an error says of a peer's value, if that is plain, in short."""
+    if all(map(_is_plain, error.args)):
+        return repr(error)[:_LONGEST]
+    return type(error).__name__
+
+
+def _is_plain(key: object) -> bool:
+    if type(key) is int:
+        return key.bit_length() < _LONGEST
+    return isinstance(key, _PLAIN)
 
 
 def _extend(prefix: str, name: str, key: object) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
@@ -95,7 +96,13 @@ _TABLE = (
         ("expected", "actual"),
     ),
     _Row(PeerFailedError, 424, "sender-failed", "The sender gave up", ("reason",)),
-    _Row(AuthenticationError, 401, "authentication", "Wrong or no credentials"),
+    _Row(
+        AuthenticationError,
+        401,
+        "authentication",
+        "Wrong or no credentials",
+        ("detail",),
+    ),
     _Row(RangeNotSatisfiable, 416, "range", "Range not satisfiable", ("size",)),
     _Row(PeerBusy, 503, "busy", "Too many readers", ("retry_after",)),
     _Row(ClosedError, 503, "closing", "The server is shutting down"),
@@ -151,6 +158,9 @@ class _Document(msgspec.Struct):
     actual: str | int | None = None
 
 
+_DOCUMENT: Final = msgspec.json.Decoder(_Document)
+
+
 @dataclass(frozen=True, slots=True)
 class _Answer:
     status: int
@@ -190,7 +200,7 @@ def from_problem(
 
 def _parse(body: bytes) -> _Document:
     try:
-        return msgspec.json.decode(body[:_MAX_BODY], type=_Document)
+        return _DOCUMENT.decode(body[:_MAX_BODY])
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return _Document()
 
@@ -223,7 +233,9 @@ def _sender_failed(answer: _Answer) -> AiockptError:
 
 
 def _refused(answer: _Answer) -> AiockptError:
-    return AuthenticationError(answer.url, f"HTTP {answer.status}")
+    told = _printable(answer.document.detail) if answer.ours else ""
+    why = f"HTTP {answer.status}" + (f", {told}" if told else "")
+    return AuthenticationError(answer.url, why)
 
 
 def _busy(answer: _Answer) -> AiockptError:

@@ -139,9 +139,9 @@ def _default_codec(
     leaf_type: type[Any],
 ) -> tuple[Callable[[Any], object], Callable[[Any], Any]]:
     if issubclass(leaf_type, enum.Flag):
-        return lambda flag: flag.value, leaf_type
+        return lambda flag: flag.value, _only_of(int, leaf_type)
     if issubclass(leaf_type, enum.Enum):
-        return lambda member: member.name, lambda name: leaf_type[name]
+        return lambda member: member.name, _only_of(str, leaf_type.__getitem__)
     if dataclasses.is_dataclass(leaf_type):
         names = [each.name for each in dataclasses.fields(leaf_type) if each.init]
     elif issubclass(leaf_type, tuple) and hasattr(leaf_type, "_fields"):
@@ -152,6 +152,18 @@ def _default_codec(
         lambda value: {name: getattr(value, name) for name in names},
         lambda fields: leaf_type(**fields),
     )
+
+
+def _only_of(
+    kind: type[object], decode: Callable[[Any], Any]
+) -> Callable[[object], Any]:
+    # An enum's own refusal shows the value, which may be a tensor, or endless.
+    def checked(value: object) -> Any:
+        if type(value) is not kind:
+            raise TypeError(f"no {kind.__name__}")
+        return decode(value)
+
+    return checked
 
 
 def _counter(value: object) -> Counter[Any]:

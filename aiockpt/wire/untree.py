@@ -9,7 +9,7 @@ from typing import Any, Final, NoReturn, TypeAlias
 
 from aiockpt.errors import AiockptError, LimitExceededError, RemoteProtocolError
 from aiockpt.wire.limits import Limits
-from aiockpt.wire.paths import Node, format_path
+from aiockpt.wire.paths import Node, format_received, format_refusal
 from aiockpt.wire.registry import Registry
 from aiockpt.wire.scalars import parse_bytes, parse_float, parse_int, parse_str
 
@@ -77,7 +77,7 @@ class _Decoder:
         self.nodes = 1
 
     def fail(self, why: str) -> NoReturn:
-        path = format_path(self.path)[:200] or "the root"
+        path = format_received(self.path)
         raise RemoteProtocolError(f"malformed tree at {path}: {why}")
 
     def decode(self, node: Node) -> Any:
@@ -266,8 +266,8 @@ def _ext(decoder: _Decoder, tag: str, node: Node) -> object:
     except AiockptError:
         raise
     except Exception as error:
-        path = format_path(decoder.path)[:200] or "the root"
-        why = f"the decoder of {tag!r} refused {path}: {error!r:.200}"
+        path = format_received(decoder.path)
+        why = f"the decoder of {tag!r} refused {path}: {format_refusal(error)}"
         raise RemoteProtocolError(why) from error
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
+from aiohttp import http_parser
 
 from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.http.listen import open_sockets
@@ -525,6 +526,16 @@ async def test_stop_ends_waiting_sending_and_idle_connections():
         for peer in (slow, waiting, idle, mute):
             await peer.read_all()
         await site.server.stop()
+
+
+async def test_a_lenient_parser_is_told_of(monkeypatch, caplog):
+    """It is aiohttp's where its C extension is missing."""
+    async with serving():
+        assert "parser" not in caplog.text
+    lenient = http_parser.HttpRequestParserPy
+    monkeypatch.setattr(http_parser, "HttpRequestParser", lenient)
+    async with serving():
+        assert "no C parser" in caplog.text
 
 
 async def test_a_server_starts_once():

@@ -75,6 +75,17 @@ async def over_http() -> None:
         transport.recv_checkpoint(0, "", "7", 1)  # type: ignore[arg-type, unused-coroutine]
 
 
+def trusted() -> None:
+    """Who may read, and who is asked, is said in text and numbers."""
+    security = aiockpt.Security(manifest_key=b"k" * 16, peers=["10.0.0.0/8"])
+    transport = aiockpt.HTTPTransport[dict[str, int]](security=security)
+    granted = transport.grant("rank-3", step=7, lifetime=timedelta(minutes=1))
+    assert_type(granted, str)
+    assert_type(aiockpt.make_token("secret", "rank-3", expires=1e9, step=7), str)
+    aiockpt.make_token("secret", 3, expires=1e9)  # type: ignore[arg-type]
+    security.peers = None  # type: ignore[misc]
+
+
 def embedded(app: web.Application) -> None:
     """An application gets its transport back by a typed key."""
     aiockpt.http.setup(app, aiockpt.HTTPTransport[dict[str, int]](), prefix="/weights")
@@ -116,6 +127,8 @@ def facts_of_errors(error: aiockpt.AiockptError) -> None:
         assert_type(error.serving, int | None)
     if isinstance(error, aiockpt.IntegrityError):
         assert_type(error.chunk, int | None)
+    if isinstance(error, aiockpt.ForgedManifestError):
+        assert_type(error.missing, bool)
     if isinstance(error, aiockpt.TransferTimeoutError):
         assert_type(error.timeout, float)
         handle(error)

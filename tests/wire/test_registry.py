@@ -185,3 +185,40 @@ def test_a_tag_is_not_looked_up_in_modules() -> None:
     with pytest.raises(RemoteProtocolError):
         decode(["ext", "this.that", None])
     assert set(sys.modules) == before
+
+
+class Silent:
+    """A value that must not be asked for its text."""
+
+    def __repr__(self) -> str:
+        raise AssertionError("asked")
+
+
+@pytest.mark.parametrize("tag", ["Phase", "Mode", "Config"])
+@pytest.mark.parametrize("payload", [["tensor", 0], ["tuple", [["int", "f" * 6000]]]])
+def test_what_a_decoder_refuses_is_not_asked_for_its_text(
+    tag: str, payload: Node
+) -> None:
+    """It may be a tensor, or a number of more digits than Python prints."""
+    with pytest.raises(RemoteProtocolError, match="refused the root"):
+        decode_tree(
+            ["ext", f"{__name__}.{tag}", payload],
+            registry=REGISTRY,
+            tensors=[Silent()],
+            limits=Limits(),
+        )
+
+
+def test_an_error_that_shows_a_value_is_not_shown() -> None:
+    """A decoder of one's own may raise what holds the peer's value."""
+    known = Registry()
+    known.register("x", Silent, lambda _: None, {}.__getitem__)
+    payloads: list[Node] = [["tensor", 0], ["int", "f" * 6000]]
+    for payload in payloads:
+        with pytest.raises(RemoteProtocolError, match=r"KeyError$"):
+            decode_tree(
+                ["ext", "x", payload],
+                registry=known,
+                tensors=[Silent()],
+                limits=Limits(),
+            )

@@ -177,6 +177,28 @@ def test_a_name_is_never_imported(tag: str) -> None:
         decode(node)
 
 
+@pytest.mark.parametrize(
+    ("key", "shown"),
+    [
+        (["int", "f" * 6000], "int"),
+        (["tensor", 0], "Loud"),
+        (["tuple", [["tensor", 0]]], "tuple"),
+        (["bytes", "YWJj"], "b'abc'"),
+        ("a", "at a:"),
+    ],
+)
+def test_a_key_is_not_asked_for_its_text(key: Node, shown: str) -> None:
+    """It may have more digits than Python prints, or be a tensor."""
+
+    class Loud:
+        def __repr__(self) -> str:
+            raise AssertionError("asked")
+
+    node: Node = ["dict", [key], [["ext", "unknown", None]]]
+    with pytest.raises(RemoteProtocolError, match=shown):
+        decode_tree(node, registry=REGISTRY, tensors=[Loud()], limits=LIMITS)
+
+
 JSON_SCALARS = st.one_of(
     st.none(),
     st.booleans(),
