@@ -6,6 +6,7 @@ import ssl
 from typing import TypedDict, TypeVar, Unpack
 
 import aiockpt
+from aiockpt.http.security import Security
 from aiockpt.http.statistics import TransportStatistics
 from aiockpt.torchft.adapter import Adapter
 from aiockpt.transport import Timeout, seconds
@@ -37,6 +38,7 @@ class HTTPOptions(TypedDict, total=False):
     ssl_context: ssl.SSLContext | None
     client_ssl_context: ssl.SSLContext | None
     limits: Limits
+    security: Security
     zero_copy: bool
     allow_pickle: bool
 
