@@ -306,6 +306,27 @@ async def test_shutdown_ends_the_wait():
             receiver.steps(sender.metadata())
 
 
+async def test_shutdown_ends_the_pause_before_the_next_attempt():
+    """However long the peer, or what stands before it, asks to stay away."""
+    later = Answer(
+        b"HTTP/1.1 503 Later\r\nRetry-After: 30\r\nContent-Length: 0\r\n\r\n"
+    )
+    async with transport() as sender, proxied(sender, otherwise=later) as proxy:
+        receiver = transport()
+        metadata = through(proxy, sender)
+        calls = [
+            asyncio.ensure_future(anext(receiver.steps(metadata))),
+            asyncio.ensure_future(receiver.recv_checkpoint(0, metadata, 1)),
+        ]
+        await settle(lambda: proxy.statistics().connections == 2)
+        await asyncio.wait(calls, timeout=0.2)
+        async with asyncio.timeout(4):
+            await receiver.shutdown()
+            for call in calls:
+                with pytest.raises(ClosedError):
+                    await call
+
+
 async def test_an_iterator_that_nobody_asks_holds_nothing():
     """It may be dropped: no task waits, and the shutdown is quick."""
     async with pair() as (sender, receiver):
