@@ -271,6 +271,16 @@ async def test_names_may_come_from_an_iterator() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("select", ["w1", b"w1", 5, [1], ["w1", None]])
+async def test_what_is_no_selection_is_refused_at_once(select: Any) -> None:
+    """And not when the step has come."""
+    async with pair() as (sender, receiver):
+        with pytest.raises(TypeError):
+            await receive(sender, receiver, select=select)
+        assert not sender.statistics().requests
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize(
     "select",
