@@ -50,6 +50,17 @@ _RETRY_AFTER = 1.0
 logger = logging.getLogger("aiockpt")
 
 
+class _Stream(web.StreamResponse):
+    """A response that no application compresses: its length and digest are given."""
+
+    def enable_compression(self, *_: object, **__: object) -> None:
+        """Ignore it: receivers accept no coding, and a range of one makes no sense."""
+
+
+class _Answer(_Stream, web.Response):
+    """Such a response with its whole body."""
+
+
 class ServerStatistics(NamedTuple):
     """What a service does now (the first two), and did since it was made."""
 
@@ -110,7 +121,7 @@ class CheckpointService:
         except ConnectionError:
             # Nobody will read this: aiohttp wants a response, and finds out itself.
             self._counts["gone"] += 1
-            return web.Response(status=HTTPStatus.SERVICE_UNAVAILABLE)
+            return _Answer(status=HTTPStatus.SERVICE_UNAVAILABLE)
         except AiockptError as error:
             self._counts["refused"] += 1
             return _response_to(error)
@@ -137,9 +148,9 @@ class CheckpointService:
                 published = await self._awaiting.newer(request, after)
             except StepNotFoundError as nothing:
                 headers = no_news_headers(nothing.serving)
-                return web.Response(status=HTTPStatus.NO_CONTENT, headers=headers)
+                return _Answer(status=HTTPStatus.NO_CONTENT, headers=headers)
         headers, body = latest_reply(published.servable.manifest)
-        return web.Response(body=body, headers=headers)
+        return _Answer(body=body, headers=headers)
 
     async def _resource(self, request: web.Request) -> web.StreamResponse:
         resource = _resource_of(request)
@@ -147,7 +158,7 @@ class CheckpointService:
         manifest = published.servable.manifest
         reply = plan_reply(resource, manifest, request.headers, request.method)
         if request.method == "HEAD" or reply.status == HTTPStatus.NOT_MODIFIED:
-            return web.StreamResponse(status=reply.status, headers=reply.headers)
+            return _Stream(status=reply.status, headers=reply.headers)
         with self._admission():
             return await self._send(request, published, reply)
 
@@ -171,10 +182,8 @@ class CheckpointService:
             if body.nbytes <= SMALL_BYTES:
                 data = b"".join(body.views(0, body.nbytes))
                 self._counts["bytes_sent"] += len(data)
-                return web.Response(
-                    status=reply.status, body=data, headers=reply.headers
-                )
-            response = web.StreamResponse(status=reply.status, headers=reply.headers)
+                return _Answer(status=reply.status, body=data, headers=reply.headers)
+            response = _Stream(status=reply.status, headers=reply.headers)
             with self._accounting(request, published.step, sending):
                 await sending.run(request, response, body)
         return response
@@ -240,4 +249,4 @@ def _response_to(error: AiockptError) -> web.Response:
         problem.headers["Retry-After"] = f"{_RETRY_AFTER:.0f}"
         logger.error("a request failed", exc_info=error)
     headers = {**COMMON_HEADERS, **problem.headers}
-    return web.Response(status=problem.status, headers=headers, body=problem.body)
+    return _Answer(status=problem.status, headers=headers, body=problem.body)
