@@ -7,12 +7,29 @@ from typing import Final, TypeAlias
 
 from aiockpt.wire.limits import enforce
 
-__all__ = ["Select", "Selection", "below", "item"]
+__all__ = ["Select", "Selection", "below", "item", "listed"]
 
 _LONGEST: Final = 16 << 10
 
 Select: TypeAlias = Iterable[str] | Callable[[str], bool]
 """Dotted paths, with all that is below each; or a function that is asked for each."""
+
+
+def listed(select: Select | None) -> Select | None:
+    """Return a selection with its names, which may come only once, in a list.
+
+    Raises:
+        TypeError: it is neither a function nor names.
+    """
+    if select is None or callable(select):
+        return select
+    if isinstance(select, str):
+        raise TypeError(f"select takes a list of paths, not the string {select!r}")
+    names = [*select]
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"select takes paths, which are strings, got {name!r}")
+    return names
 
 
 def below(path: str, key: object) -> str:
@@ -36,10 +53,8 @@ class Selection:
 
     def __init__(self, select: Select | None) -> None:
         self._asks = select if callable(select) else None
-        wanted = () if select is None or callable(select) else select
-        if isinstance(wanted, str):
-            raise TypeError(f"select takes a list of paths, not the string {wanted!r}")
-        self._wanted = dict.fromkeys(wanted, False)
+        wanted = listed(select)
+        self._wanted = dict.fromkeys(wanted if isinstance(wanted, list) else (), False)
         # Where a wanted path may end in another: few lengths, however many paths.
         self._sizes = sorted({*map(len, self._wanted)})
         self._above = {upper for each in self._wanted for upper in _upwards(each)}

@@ -100,7 +100,7 @@ class Filling:
         if target is None or (isinstance(target, torch.Tensor) and target.is_meta):
             if target is not None:
                 _check_tensor(target, value, path)
-            return self._taken(value)
+            return self._anew(value, path)
         if isinstance(value, torch.Tensor):
             return self._into_tensor(target, value, path)
         if not isinstance(target, dict if type(value) in _DICTS else type(value)):
@@ -123,14 +123,22 @@ class Filling:
                     self._later.append(_put(target, key, new))
         return target
 
-    def _into_list(self, target: list[Any], value: Any, path: str) -> object:
-        pairs = enumerate(zip_longest(target, value))
-        return [self._into_item(t, v, item(path, i)) for i, (t, v) in pairs]
+    def _anew(self, value: object, path: str) -> object:
+        """Return what is selected of a value that is, for a place that has nothing."""
+        if type(value) not in (*_DICTS, list):
+            return self._taken(value)
+        chosen = self._chosen(value, path)
+        return None if chosen is _NOTHING else chosen
 
-    def _into_item(self, target: object, value: object, path: str) -> object:
-        if not self._is_selected(value, path):
-            return target
-        return self._into(target, value, path)
+    def _into_list(self, target: list[Any], value: Any, path: str) -> object:
+        found = [*target]
+        for at, (mine, theirs) in enumerate(zip_longest(target, value)):
+            where = item(path, at)
+            if self._is_selected(theirs, where):
+                # It grows as far as something is selected, and no further.
+                found += [None] * (at + 1 - len(found))
+                found[at] = self._into(mine, theirs, where)
+        return found
 
     def _is_selected(self, value: object, path: str) -> bool:
         if self._selection.everything or self._selection.takes(path):

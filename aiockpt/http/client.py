@@ -97,13 +97,14 @@ class CheckpointClient:
             asked, retrier = _now(), self._retrier()
             attempt = partial(self._fetch_manifest, source, step, deadline, retrier)
             try:
-                return await persist(attempt, retrier, tell)
+                return await persist(attempt, retrier, tell, pause=self._port.pause)
             except StepNotFoundError as error:
                 if error.serving is not None and error.serving > step:
                     raise
                 tell(error)
             polls += 1
-            await asyncio.sleep(0 if _now() - asked > _WAITED else backoff(polls))
+            waited = _now() - asked > _WAITED
+            await self._port.pause(0 if waited else backoff(polls))
 
     async def fetch_latest(
         self, source: Source, *, on_retry: OnRetry | None = None
@@ -115,7 +116,8 @@ class CheckpointClient:
         """
         retrier = self._retrier()
         tell = self._teller(source, None, on_retry)
-        found = await persist(partial(ask_latest, self._port, source), retrier, tell)
+        attempt = partial(ask_latest, self._port, source)
+        found = await persist(attempt, retrier, tell, pause=self._port.pause)
         assert found is not None, "only a request for a newer step may come back empty"
         return found
 
@@ -138,13 +140,13 @@ class CheckpointClient:
             asked, retrier = _now(), self._retrier(reconnect_timeout)
             attempt = partial(ask_latest, self._port, source, after, wait=_POLL)
             try:
-                found = await persist(attempt, retrier, tell)
+                found = await persist(attempt, retrier, tell, pause=self._port.pause)
             except StepNotFoundError:
                 found = None
             if found is not None:
                 return found
             polls = 0 if _now() - asked > _WAITED else polls + 1
-            await asyncio.sleep(backoff(polls) if polls else 0)
+            await self._port.pause(backoff(polls) if polls else 0)
 
     async def fetch_chunks(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +15,9 @@ from aiockpt.http.transport import HTTPTransport
 from aiockpt.wire.http import LATEST
 
 __all__ = ["APP_KEY", "create_app", "get_transport", "routes", "serves", "setup"]
+
+_VARIABLE = re.compile(r"\{[^{}]*\}")  # such as {run}, for aiohttp to fill in
+_QUOTED = re.compile(r"[^A-Za-z0-9._~!$&'()*+,;=:@/{}-]")
 
 APP_KEY: web.AppKey[HTTPTransport[Any]] = web.AppKey("aiockpt", HTTPTransport)
 """Where :func:`setup` keeps the transport, unless it is told another key."""
@@ -34,9 +38,11 @@ def setup(
     transport in the same app, give another prefix and another key.
 
     Raises:
-        LocalProtocolError: the app has a transport at this prefix or with this key.
+        LocalProtocolError: the app has a transport at this prefix or with this key, or
+            the prefix has characters that a URL would quote.
         RuntimeError: the app has started already.
     """
+    _check_prefix(prefix)
     _check_free(app, prefix, app_key)
     app[app_key] = transport
     app.add_routes(routes(transport, prefix))
@@ -57,7 +63,12 @@ def create_app(transport: HTTPTransport[Any]) -> web.Application:
 def routes(
     transport: HTTPTransport[Any], prefix: str = "/checkpoint"
 ) -> list[web.RouteDef]:
-    """Return the plain routes; starting and ending the transport is up to you."""
+    """Return the plain routes; starting and ending the transport is up to you.
+
+    Raises:
+        LocalProtocolError: ``prefix`` has characters that a URL would quote.
+    """
+    _check_prefix(prefix)
     return embed.routes(transport.mount(prefix), prefix)
 
 
@@ -79,6 +90,15 @@ def serves(request: web.Request) -> bool:
     """
     handler = request.match_info.handler
     return isinstance(getattr(handler, "__self__", None), CheckpointService)
+
+
+def _check_prefix(prefix: str) -> None:
+    # aiohttp finds no route with a variable part below a path that it had to quote.
+    if _QUOTED.search(_VARIABLE.sub("", prefix)):
+        raise LocalProtocolError(
+            f"prefix {prefix!r} has characters that a URL quotes: take ASCII letters, "
+            "digits and punctuation, and give advertise= the public path"
+        )
 
 
 def _check_free(

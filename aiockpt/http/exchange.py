@@ -7,6 +7,7 @@ it is a header of single requests only.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -85,6 +86,7 @@ class Port:
         self._reach = Reach(config.security)
         self._resolver: CheckedResolver | None = None
         self._closed = False
+        self._end = asyncio.Event()
 
     @property
     def state(self) -> str:
@@ -94,6 +96,7 @@ class Port:
     async def aclose(self) -> None:
         """Close the session, unless it is the caller's; calls after this fail."""
         self._closed = True
+        self._end.set()
         session, self._session = self._session, None
         if self._owned and session is not None:
             await session.close()
@@ -126,6 +129,19 @@ class Port:
                 with translated(exchange, IN_BODY):
                     await self._check_status(answer, exchange)
                     yield answer, watch
+
+    async def pause(self, delay: float) -> None:
+        """Sleep between two attempts.
+
+        Raises:
+            ClosedError: the port was closed meanwhile.
+        """
+        try:
+            async with asyncio.timeout(delay):
+                await self._end.wait()
+        except TimeoutError:
+            return
+        raise ClosedError("the client")
 
     async def receive(
         self, exchange: Exchange, answer: ClientResponse, watch: Watch, filler: Filler

@@ -94,7 +94,8 @@ class ChunkFetch:
             attempt = _Attempt(self, stretch)
             if self.prepare is not None:
                 await self.prepare(parts[0].start, parts[-1].stop)
-            await persist(attempt, Retrier(self.patience), self.on_retry)
+            retrier = Retrier(self.patience)
+            await persist(attempt, retrier, self.on_retry, pause=self.port.pause)
 
     def count(self, new: int) -> None:
         """Note bytes that have arrived."""

@@ -53,6 +53,17 @@ _RETRY_AFTER = 1.0
 logger = logging.getLogger("aiockpt")
 
 
+class _Stream(web.StreamResponse):
+    """A response that no application compresses: its length and digest are given."""
+
+    def enable_compression(self, *_: object, **__: object) -> None:
+        """Ignore it: receivers accept no coding, and a range of one makes no sense."""
+
+
+class _Answer(_Stream, web.Response):
+    """Such a response with its whole body."""
+
+
 class ServerStatistics(NamedTuple):
     """What a service does now (the first two), and did since it was made."""
 
@@ -128,7 +139,7 @@ class CheckpointService:
         except ConnectionError:
             # Nobody will read this: aiohttp wants a response, and finds out itself.
             self._counts["gone"] += 1
-            return web.Response(status=HTTPStatus.SERVICE_UNAVAILABLE)
+            return _Answer(status=HTTPStatus.SERVICE_UNAVAILABLE)
         except AiockptError as error:
             self._counts["refused"] += 1
             return _response_to(error)
@@ -158,9 +169,9 @@ class CheckpointService:
                 published = await self._awaiting.newer(request, after)
             except StepNotFoundError as nothing:
                 headers = no_news_headers(nothing.serving)
-                return web.Response(status=HTTPStatus.NO_CONTENT, headers=headers)
+                return _Answer(status=HTTPStatus.NO_CONTENT, headers=headers)
         headers, body = latest_reply(published.servable.manifest)
-        return web.Response(body=body, headers=headers)
+        return _Answer(body=body, headers=headers)
 
     async def _resource(self, request: web.Request) -> web.StreamResponse:
         resource = _resource_of(request)
@@ -170,7 +181,7 @@ class CheckpointService:
         if resource.kind is http.ResourceKind.METADATA:
             reply.headers.update(await self._macs.headers_of(manifest))
         if request.method == "HEAD" or reply.status == HTTPStatus.NOT_MODIFIED:
-            return web.StreamResponse(status=reply.status, headers=reply.headers)
+            return _Stream(status=reply.status, headers=reply.headers)
         with self._admission():
             return await self._send(request, published, reply)
 
@@ -195,10 +206,8 @@ class CheckpointService:
                 data = b"".join(body.views(0, body.nbytes))
                 self._counts["bytes_sent"] += len(data)
                 request[VISIT].nbytes = len(data)
-                return web.Response(
-                    status=reply.status, body=data, headers=reply.headers
-                )
-            response = web.StreamResponse(status=reply.status, headers=reply.headers)
+                return _Answer(status=reply.status, body=data, headers=reply.headers)
+            response = _Stream(status=reply.status, headers=reply.headers)
             with self._accounting(request, published.step, sending):
                 await sending.run(request, response, body)
         return response
@@ -266,4 +275,4 @@ def _response_to(error: AiockptError) -> web.Response:
         problem.headers["Retry-After"] = f"{_RETRY_AFTER:.0f}"
         logger.error("a request failed", exc_info=error)
     headers = {**COMMON_HEADERS, **problem.headers}
-    return web.Response(status=problem.status, headers=headers, body=problem.body)
+    return _Answer(status=problem.status, headers=headers, body=problem.body)

@@ -11,6 +11,7 @@ from aiohttp import ClientResponse
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.http.exchange import Port
 from aiockpt.http.translating import Exchange
+from aiockpt.wire.entries import INT64_MAX
 from aiockpt.wire.http import (
     STEP_HEADER,
     Source,
@@ -68,7 +69,8 @@ def step_of(answer: ClientResponse, exchange: Exchange) -> int:
         RemoteProtocolError: it names none.
     """
     text = answer.headers.get(STEP_HEADER, "")
-    if re.fullmatch(r"0|[1-9][0-9]{0,18}", text) is None:
+    known = re.fullmatch(r"0|[1-9][0-9]{0,18}", text)
+    if known is None or int(text) > INT64_MAX:
         raise RemoteProtocolError(
             f"{exchange.url} names no step in its answer; is that an aiockpt server?"
         )

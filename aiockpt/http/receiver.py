@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Callable
-from operator import index
 from typing import cast
 
 from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
 from aiockpt._device import port_for
 from aiockpt._lifetime import Lifetime
-from aiockpt._selection import Select
+from aiockpt._selection import Select, listed
 from aiockpt.destination import Terms
 from aiockpt.errors import AiockptError
 from aiockpt.http.client import CheckpointClient
-from aiockpt.http.options import require
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.http.selecting import PartReceive
 from aiockpt.http.steps import Steps
 from aiockpt.observe import Progress
-from aiockpt.transport import CheckpointTransport, T, Timeout, seconds
+from aiockpt.transport import CheckpointTransport, T, Timeout, exact_step, seconds
 from aiockpt.wire.http import parse_metadata
 from aiockpt.wire.limits import Limits
 
@@ -66,7 +64,8 @@ class Receiver(CheckpointTransport[T]):
             select: Only these dotted paths, and what is below them; or a function of
                 the path that is asked for each value. Chunks that hold none of it are
                 not fetched. With ``into``, which may then have more or fewer keys,
-                it is filled where selected, and returned.
+                it is filled where selected, and returned; it is checked once the
+                values that are no tensors have come.
             progress: Called with :class:`.Progress` as bytes arrive.
 
         Raises:
@@ -78,6 +77,7 @@ class Receiver(CheckpointTransport[T]):
             DeviceMeshError: a distributed tensor has no place among the ranks here.
             TransportError, ProtocolError, AuthenticationError: see the error tree.
         """
+        select = listed(select)
         source = parse_metadata(metadata)
         limit = self._timeout if timeout is None else seconds(timeout)
         deadline = Deadline(limit, stop="fetch_manifest")
@@ -118,7 +118,8 @@ class Receiver(CheckpointTransport[T]):
         again, after random delays of 2 seconds at most. Silent is who sends nothing
         for the stall timeout after the 30 seconds for which it was asked to wait. The
         waiting itself has no deadline: put ``asyncio.timeout`` around it. If that, or
-        a cancel, ends it, no step is lost, and the iterator can be used again.
+        a cancel, ends it, no step is lost, and the iterator can be used again. It is
+        for one task: a second one that waits gets a ``LocalProtocolError``.
 
         Args:
             metadata: What the peer's :meth:`metadata` returned.
@@ -134,7 +135,7 @@ class Receiver(CheckpointTransport[T]):
             ClosedError: after, or because of, :meth:`shutdown`.
         """
         if after is not None:
-            require(after=index(after))
+            after = exact_step(after)
         self._lifetime.check()
         silent = math.inf if reconnect_timeout is None else seconds(reconnect_timeout)
         source = parse_metadata(metadata)

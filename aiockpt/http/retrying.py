@@ -23,10 +23,19 @@ from aiockpt.errors import (
 )
 from aiockpt.wire.http import PeerBusy
 
-__all__ = ["MAX_BAD_ANSWERS", "OnRetry", "Patience", "Retrier", "backoff", "persist"]
+__all__ = [
+    "MAX_BAD_ANSWERS",
+    "OnRetry",
+    "Patience",
+    "Pause",
+    "Retrier",
+    "backoff",
+    "persist",
+]
 
 T = TypeVar("T")
 OnRetry = Callable[[AiockptError], None]
+Pause = Callable[[float], Awaitable[None]]
 
 MAX_BAD_ANSWERS = 3
 _FIRST_DELAY = 0.05
@@ -115,11 +124,16 @@ class Retrier:
 
 
 async def persist(
-    attempt: Callable[[], Awaitable[T]], retrier: Retrier, on_retry: OnRetry
+    attempt: Callable[[], Awaitable[T]],
+    retrier: Retrier,
+    on_retry: OnRetry,
+    *,
+    pause: Pause,
 ) -> T:
     """Await ``attempt()`` until it succeeds or its error is final.
 
-    If cancelled, the attempt is cancelled.
+    What ``pause``, which sleeps between two attempts, raises is final, too. If
+    cancelled, the attempt is cancelled.
     """
     loop = asyncio.get_running_loop()
     while True:
@@ -131,4 +145,4 @@ async def persist(
             if delay is None:
                 raise
             on_retry(error)
-        await asyncio.sleep(delay)
+        await pause(delay)

@@ -63,8 +63,6 @@ class _Part:
         select, terms = options.select, options.terms
         if callable(select):
             select = cache(select)  # it is asked here, and again by the filling
-        elif select is not None and not isinstance(select, str):
-            select = [*select]
         self._url, self._options = url, options
         self._known = Selection(select)
         tree = pruned(manifest.tree, self._known)

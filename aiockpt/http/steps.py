@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self
 
 from aiockpt._lifetime import Lifetime
+from aiockpt.errors import LocalProtocolError
 from aiockpt.http.client import CheckpointClient
 from aiockpt.wire.http import Source
 
@@ -37,6 +40,7 @@ class Steps:
         self._source = source
         self._lifetime = lifetime
         self._after = after
+        self._asks = False
         self._reconnect_timeout = reconnect_timeout
 
     def __repr__(self) -> str:
@@ -46,10 +50,27 @@ class Steps:
         return self
 
     async def __anext__(self) -> int:
-        """Wait for the next one. If cancelled, or if it fails, none is lost."""
-        with self._lifetime.call():
+        """Wait for the next one. If cancelled, or if it fails, none is lost.
+
+        Raises:
+            LocalProtocolError: another task waits already.
+        """
+        with self._lifetime.call(), self._alone():
             found = await self._client.wait_newer(
                 self._source, self._after, reconnect_timeout=self._reconnect_timeout
             )
             self._after = found.step
         return found.step
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        # Two would be given the same step, or an older one after a newer.
+        if self._asks:
+            raise LocalProtocolError(
+                "two tasks iterate over the same steps: call steps() for each"
+            )
+        self._asks = True
+        try:
+            yield
+        finally:
+            self._asks = False

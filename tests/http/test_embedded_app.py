@@ -160,6 +160,15 @@ async def decorating(request: web.Request, handler: Any) -> web.StreamResponse:
     return response
 
 
+@web.middleware
+async def compressing(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Compress whatever comes, whatever the client said."""
+    response: web.StreamResponse = await handler(request)
+    if not response.prepared:
+        response.enable_compression(web.ContentCoding.gzip)
+    return response
+
+
 async def offering(host: Host) -> None:
     """Offer step 7 in the first transport, and 3 in the second."""
     await host.model.send_checkpoint([], 7, weights(7.0, mib=3))
@@ -313,6 +322,33 @@ class TestRoutesAndMiddlewares:
             await check_protocol(client, sender, base)
             found = await receive(sender, receiver, 7)
             assert_same(found, weights(7.0, mib=3))
+
+    async def test_an_application_that_compresses_everything_does_not_do_so_here(
+        self, client
+    ) -> None:
+        """Small bodies, problems and answers without content stay what they are."""
+        listening, base = listener()
+        sender = transport(advertise=base)
+        app = web.Application(middlewares=[compressing])
+        mount(app, sender, "setup")
+        async with running(app, listening), sender, transport() as receiver:
+            early = asyncio.create_task(receive(sender, receiver, 7))
+            await settle(lambda: sender.statistics().waiting)
+            await sender.send_checkpoint([], 7, {"n": b"small"})
+            assert_same(await early, {"n": b"small"})
+            assert await anext(receiver.steps(sender.metadata())) == 7
+            gzip = {**bearer(sender), "Accept_Encoding": "gzip"}
+            for path, status, method in (
+                ("7/full", 200, "GET"),
+                ("7/full", 200, "HEAD"),
+                ("6/full", 410, "GET"),
+                ("latest?after=7", 204, "GET"),
+            ):
+                headers = {**gzip, "Prefer": "wait=0"}
+                answer = await client.ask(base + path, method=method, **headers)
+                assert answer.status == status
+                assert "Content-Encoding" not in answer.headers
+                assert status == 204 or "Content-Length" in answer.headers
 
     async def test_an_early_receive_waits_behind_middlewares(self) -> None:
         """That there is no such step yet reaches the peer as the transport says it."""
@@ -521,6 +557,27 @@ class TestTwoTransports:
             with pytest.raises(LocalProtocolError, match="/one"):
                 aiockpt.http.setup(app, transport(), prefix=prefix, app_key=key)
         aiockpt.http.setup(app, transport(), prefix="/two", app_key=key)
+
+    @pytest.mark.parametrize("prefix", ["/a b", "/\xfc", "/a%20b", "/a?b", "/a#b"])
+    async def test_a_place_that_nobody_would_find_is_refused(self, prefix: str) -> None:
+        """Below a path that it has to quote, aiohttp answers 404."""
+        with pytest.raises(LocalProtocolError, match="prefix"):
+            aiockpt.http.setup(web.Application(), transport(), prefix=prefix)
+        with pytest.raises(LocalProtocolError, match="prefix"):
+            aiockpt.http.routes(transport(), prefix)
+
+    @pytest.mark.parametrize("prefix", ["/-._~!$&'()*+,;=:@", "/{run:[a-z]+}/x", "//"])
+    async def test_any_other_place_is_found(self, prefix: str) -> None:
+        """Punctuation and variable parts do no harm."""
+        listening, base = listener()
+        public = prefix.replace("{run:[a-z]+}", "seven")
+        sender = transport(advertise=base.replace("/ckpt/", public))
+        app = web.Application()
+        aiockpt.http.setup(app, sender, prefix=prefix)
+        async with running(app, listening), sender, transport() as receiver:
+            await sender.send_checkpoint([], 7, {"n": 1})
+            assert await anext(receiver.steps(sender.metadata())) == 7
+            assert await receive(sender, receiver, 7) == {"n": 1}
 
 
 class TestShutdown:

@@ -135,7 +135,7 @@ async def test_persisting_tells_of_each_error_but_the_last() -> None:
         raise left[len(told)]
 
     with pytest.raises(PeerUnreachableError):
-        await persist(attempt, retrier(reconnect=0), told.append)
+        await persist(attempt, retrier(reconnect=0), told.append, pause=asyncio.sleep)
     assert told == left[:2]
 
 
@@ -147,5 +147,5 @@ async def test_persisting_returns_what_the_attempt_does() -> None:
         return 7
 
     now = asyncio.get_running_loop().time()
-    assert await persist(attempt, retrier(), lambda _: None) == 7
+    assert await persist(attempt, retrier(), lambda _: None, pause=asyncio.sleep) == 7
     assert asyncio.get_running_loop().time() - now < 0.05

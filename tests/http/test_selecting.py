@@ -271,6 +271,60 @@ async def test_names_may_come_from_an_iterator() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("select", ["w1", b"w1", 5, [1], ["w1", None]])
+async def test_what_is_no_selection_is_refused_at_once(select: Any) -> None:
+    """And not when the step has come."""
+    async with pair() as (sender, receiver):
+        with pytest.raises(TypeError):
+            await receive(sender, receiver, select=select)
+        assert not sender.statistics().requests
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize(
+    "select",
+    [["k.w1"], lambda path: path == "k.w1"],
+    ids=["names", "function"],
+)
+async def test_a_place_that_is_empty_gets_what_is_selected_only(
+    select: Any, direct: bool
+) -> None:
+    """None in a template stands for a whole container, of which a part is wanted."""
+    seen: list[Any] = []
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, {"k": big()})
+        into: dict[str, Any] = {"k": None, "other": 5}
+        options: dict[str, Any] = {"into": into, "direct": direct, "select": select}
+        got = await receive(sender, receiver, progress=seen.append, **options)
+    assert got is into
+    assert_same(got, {"k": {"w1": big()["w1"]}, "other": 5})
+    assert seen[-1].bytes_total == CHUNK
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("select", "expected"),
+    [
+        (["l[0]"], [0]),
+        (["l[2]"], [7, None, 2]),
+        (["l[1].x"], [7, {"x": 1}]),
+        (["l"], [0, {"x": 1, "y": 2}, 2, None]),
+        (lambda path: path == "l[2]", [7, None, 2]),
+        ([], [7]),
+    ],
+)
+async def test_a_short_list_grows_as_far_as_something_is_selected(
+    select: Any, expected: list[Any]
+) -> None:
+    """Nothing is put where nothing was asked for."""
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, {"l": [0, {"x": 1, "y": 2}, 2, None]})
+        got = await receive(sender, receiver, select=select, into={"l": [7]})
+    assert got == {"l": expected}
+
+
+@pytest.mark.asyncio
 async def test_what_a_function_raises_is_raised() -> None:
     """It is the caller's."""
     async with pair() as (sender, receiver):

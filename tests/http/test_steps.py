@@ -306,6 +306,41 @@ async def test_shutdown_ends_the_wait():
             receiver.steps(sender.metadata())
 
 
+async def test_shutdown_ends_the_pause_before_the_next_attempt():
+    """However long the peer, or what stands before it, asks to stay away."""
+    later = Answer(
+        b"HTTP/1.1 503 Later\r\nRetry-After: 30\r\nContent-Length: 0\r\n\r\n"
+    )
+    async with transport() as sender, proxied(sender, otherwise=later) as proxy:
+        receiver = transport()
+        metadata = through(proxy, sender)
+        calls = [
+            asyncio.ensure_future(anext(receiver.steps(metadata))),
+            asyncio.ensure_future(receiver.recv_checkpoint(0, metadata, 1)),
+        ]
+        await settle(lambda: proxy.statistics().connections == 2)
+        await asyncio.wait(calls, timeout=0.2)
+        async with asyncio.timeout(4):
+            await receiver.shutdown()
+            for call in calls:
+                with pytest.raises(ClosedError):
+                    await call
+
+
+async def test_two_tasks_may_not_share_an_iterator():
+    """They would be given the same step, or an older one after a newer."""
+    async with pair() as (sender, receiver):
+        steps = receiver.steps(sender.metadata())
+        first = asyncio.ensure_future(anext(steps))
+        await settle(lambda: sender.statistics().waiting == 1)
+        with pytest.raises(LocalProtocolError, match="two tasks"):
+            await anext(steps)
+        await publish(sender, 1)
+        assert await first == 1
+        await publish(sender, 2)
+        assert await soon(steps) == 2
+
+
 async def test_an_iterator_that_nobody_asks_holds_nothing():
     """It may be dropped: no task waits, and the shutdown is quick."""
     async with pair() as (sender, receiver):
@@ -366,11 +401,21 @@ async def test_a_server_that_knows_no_after_is_polled_slowly():
     assert len(asked) < 50
 
 
+@pytest.mark.parametrize("step", [2**63, 10**19 - 1])
+async def test_a_step_that_nobody_can_receive_is_the_peers_error(step: int):
+    """And no mistake of the loop that would go on with it."""
+    headers = {"Aiockpt-Step": f"{step}", "ETag": f'"{"0" * 32}"'}
+    async with another(**headers) as (url, _), transport() as receiver:
+        with pytest.raises(RemoteProtocolError, match="names no step"):
+            await soon(receiver.steps(url))
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
         (("ftp://h/",), LocalProtocolError),
         (("http://h/", -1), ValueError),
+        (("http://h/", 2**63), ValueError),
         (("http://h/", 1.5), TypeError),
     ],
 )
