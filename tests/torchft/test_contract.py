@@ -357,6 +357,41 @@ class TestPoint8Disallow:
         source.shutdown()
         source.disallow_checkpoint()
 
+    def test_it_undoes_a_send_whichever_began_first(
+        self, make: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One that comes between a send's first steps leaves it to the next one."""
+        source = make(zero_copy=True)
+        call = source._portal.call
+
+        def overtaken(*args: Any, stop: str, **options: Any) -> Any:
+            if stop == "stage":
+                source.disallow_checkpoint()
+            return call(*args, stop=stop, **options)
+
+        monkeypatch.setattr(source._portal, "call", overtaken)
+        send(source, 1, state())
+        source.disallow_checkpoint()
+        assert source.statistics().step is None
+
+    def test_one_that_comes_to_nothing_is_made_up_for(
+        self, make: Make, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    ) -> None:
+        """What is offered does not stay so because the loop was busy once."""
+        source = make()
+        send(source, 1, state())
+        call = source._portal.call
+
+        def fail(*_: object, **__: object) -> None:
+            raise TransferTimeoutError("retract", 1.0)
+
+        monkeypatch.setattr(source._portal, "call", fail)
+        source.disallow_checkpoint()
+        assert "retracting failed" in caplog.text
+        monkeypatch.setattr(source._portal, "call", call)
+        source.disallow_checkpoint()
+        assert source.statistics().step is None
+
     def test_the_copy_is_dropped(self, make: Make) -> None:
         """Between recoveries a replica has its memory for itself."""
         source = make()
