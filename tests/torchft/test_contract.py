@@ -325,13 +325,13 @@ class TestPoint8Disallow:
 
     def test_a_stuck_reader_is_not_waited_for(self, make: Make) -> None:
         """It has the grace, and is evicted then, while training goes on."""
-        source = make(grace=0.5)
+        source = make(grace=2.0)
         send(source, 1, state(1.0, 16 << 20))
         with stuck_reader(source, 1):
             until(lambda: source.statistics().readers)
             started = time.monotonic()
             source.disallow_checkpoint()
-            assert time.monotonic() - started < 0.4
+            assert time.monotonic() - started < 1.9
             until(lambda: not source.statistics().readers)
         assert source.statistics().evicted == 1
 
