@@ -14,7 +14,8 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeAlias, TypeVar
+from contextlib import suppress
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from aiockpt._bridge import start_daemon
 from aiockpt.errors import (
@@ -40,6 +41,46 @@ _MARGIN = 5.0  # a call that has not ended by itself this long after its time is
 _open: weakref.WeakSet[Portal] = weakref.WeakSet()
 
 
+class _Outcome(Generic[T]):
+    """What comes of a coroutine, on its way to the thread that waits for it.
+
+    In a future, an error and its traceback would refer to each other: what could not
+    be sent would stay in memory until the garbage collector comes.
+    """
+
+    __slots__ = ("_result", "error")
+
+    def __init__(self) -> None:
+        self._result: list[T] = []
+        self.error: Exception | None = None
+
+    async def take(self, fn: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        """Await ``fn()``; let nothing out but a cancel.
+
+        What is no ``Exception`` is made one: it would end the loop, or a trainer.
+        """
+        try:
+            self._result.append(await fn())
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001 - it travels to the caller
+            self.error = error
+        except BaseException as error:  # noqa: BLE001 - see above
+            self.error = AiockptError(f"{type(error).__name__}: {error}")
+            self.error.__cause__ = error
+
+    def get(self) -> T:
+        """Return the result, or raise the error."""
+        if self.error is not None:
+            raise self.error
+        return self._result[0]
+
+    def clear(self) -> None:
+        """Forget it, whoever still refers to this."""
+        self.error = None
+        self._result.clear()
+
+
 class Portal:
     """Runs coroutine functions on a loop of its own, for any other thread.
 
@@ -53,7 +94,7 @@ class Portal:
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._last: asyncio.Future[Last] = self._loop.create_future()
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()  # a signal's handler may close within a call
         self._closed = False
         self._thread = start_daemon(f"aiockpt-{what}", self._serve)
         _open.add(self)
@@ -80,20 +121,28 @@ class Portal:
             TransferTimeoutError: it did not end; ``stop`` says what it was.
         """
         self._check()
+        outcome = _Outcome[T]()
         with self._turn:
-            if self._closed:
-                raise ClosedError(self._what)
-            work = asyncio.run_coroutine_threadsafe(_contained(fn), self._loop)
+            self._check_open()
+            coroutine = outcome.take(fn)
+            try:
+                work = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            except RuntimeError as error:  # something has ended the loop
+                coroutine.close()
+                raise ClosedError(self._what) from error
+            self._check_open()  # or a signal's handler has closed it just now
         try:
-            return work.result(timeout + _MARGIN)
+            work.result(min(timeout + _MARGIN, threading.TIMEOUT_MAX))
+            return outcome.get()
         except Exception as error:
+            if error is outcome.error:
+                raise
             if work.cancelled():
                 raise self._cancelled() from None
-            if not work.done():
-                raise TransferTimeoutError(stop, timeout) from error
-            raise
+            raise TransferTimeoutError(stop, timeout) from error
         finally:
             work.cancel()
+            outcome.clear()
 
     def close(self, last: Last, *, wait: float) -> None:
         """Await ``last()`` on the loop, then cancel what is left and end the thread.
@@ -106,9 +155,14 @@ class Portal:
         with self._turn:
             if not self._closed:
                 self._closed = True
-                self._loop.call_soon_threadsafe(self._last.set_result, last)
+                with suppress(RuntimeError):  # something has ended the loop
+                    self._loop.call_soon_threadsafe(self._last.set_result, last)
         if threading.current_thread() is not self._thread:
             self._thread.join(wait)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(self._what)
 
     def _cancelled(self) -> AiockptError:
         if self._closed:
@@ -125,7 +179,15 @@ class Portal:
 
     def _serve(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._until_closed())
+            try:
+                runner.run(self._until_closed())
+            except BaseException as error:  # noqa: BLE001 - there is nobody above
+                logger.error("%s: its loop was ended by %r", self._what, error)
+            finally:
+                with self._turn:
+                    self._closed = True  # also where something else has ended the loop
+                # What it was given until now begins, so that it is cancelled.
+                runner.run(asyncio.sleep(0))
 
     async def _until_closed(self) -> None:
         last = await self._last
@@ -139,13 +201,3 @@ class Portal:
 def _close_all() -> None:
     for portal in tuple(_open):
         portal.close(portal._at_exit, wait=_LEAVING)  # noqa: SLF001 - its own module
-
-
-async def _contained(fn: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Let nothing out that is no ``Exception``: it would end the loop, or a trainer."""
-    try:
-        return await fn()
-    except (Exception, asyncio.CancelledError):
-        raise
-    except BaseException as error:
-        raise AiockptError(f"{type(error).__name__}: {error}") from error

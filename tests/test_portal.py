@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import math
+import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -131,3 +135,93 @@ def test_an_interrupted_caller_leaves_nothing_under_way(
     with pytest.raises(KeyboardInterrupt):
         call(portal, wait)
     assert cancelled.wait(5)
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e12])
+def test_a_timeout_may_be_longer_than_a_lock_s(portal: Portal, timeout: float) -> None:
+    """A whole age is no error."""
+
+    async def give() -> int:
+        return 3
+
+    assert call(portal, give, timeout) == 3
+
+
+def test_an_error_does_not_keep_what_the_call_was_given(portal: Portal) -> None:
+    """A state dict that could not be sent is gone with the error."""
+
+    class Model:
+        pass
+
+    def fail_with(model: Model) -> None:
+        async def fail() -> None:
+            raise ZeroDivisionError(repr(model))
+
+        call(portal, fail)
+
+    model = Model()
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        with pytest.raises(ZeroDivisionError) as caught:
+            fail_with(model)
+        del caught, model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_timeout_from_within_is_not_taken_for_the_call_s_own(portal: Portal) -> None:
+    """What the coroutine raises comes out as it is."""
+
+    async def late() -> None:
+        raise TimeoutError("of a socket")
+
+    with pytest.raises(TimeoutError, match="of a socket"):
+        call(portal, late)
+
+
+def test_a_signal_s_handler_may_close_in_the_middle_of_a_call(
+    portal: Portal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs in the thread that calls, between any two of its steps."""
+    schedule = asyncio.run_coroutine_threadsafe
+    before = signal.signal(signal.SIGUSR1, lambda *_: portal.close(nothing, wait=5))
+
+    def interrupted(*args: object) -> object:
+        signal.raise_signal(signal.SIGUSR1)
+        return schedule(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+    try:
+        with pytest.raises(ClosedError):
+            call(portal, nothing)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.2])
+def test_a_loop_that_something_ends_is_closed(
+    portal: Portal, pause: float, allow_error_logs: list[object]
+) -> None:
+    """Calls say so at once, and closing is no error."""
+
+    async def exit_() -> None:
+        raise SystemExit
+
+    async def end_loop() -> None:
+        ended.append(asyncio.ensure_future(exit_()))
+        await asyncio.sleep(60)
+
+    ended: list[asyncio.Future[None]] = []
+    with pytest.raises(ClosedError):
+        call(portal, end_loop)
+    assert isinstance(ended[0].exception(), SystemExit)
+    time.sleep(pause)
+    started = time.monotonic()
+    with pytest.raises(ClosedError):
+        call(portal, nothing)
+    assert time.monotonic() - started < 3
+    portal.close(nothing, wait=5)
+    assert not portal._thread.is_alive()
+    assert len(allow_error_logs) == 1

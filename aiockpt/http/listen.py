@@ -77,7 +77,7 @@ def _listen_everywhere(port: int) -> list[socket.socket]:
 
 
 def _listen(host: str, port: int) -> list[socket.socket]:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     addresses = list(dict.fromkeys((info[0], info[4]) for info in found))
     sockets: list[socket.socket] = []
     for family, address in addresses:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
@@ -73,10 +74,10 @@ class Adapter(CheckpointTransport[T]):
         the receivers that wait are told.
         """
         settle()
-        self._offered = True
         limit = seconds(timeout)
         send = partial(self._transport.send_checkpoint, dst_ranks, step, state_dict)
-        self._portal.call(partial(send, limit), timeout=limit, stop="stage")
+        offer = partial(self._offer, partial(send, limit))
+        self._portal.call(offer, timeout=limit, stop="stage")
 
     def disallow_checkpoint(self) -> None:
         """Offer nothing any more. Never raises, and costs nothing if nothing is.
@@ -86,7 +87,6 @@ class Adapter(CheckpointTransport[T]):
         """
         if not self._offered:
             return
-        self._offered = False
         limit = _RETRACTING if self._lingers else _DRAINING
         try:
             self._portal.call(self._retract, timeout=limit, stop="retract")
@@ -121,7 +121,13 @@ class Adapter(CheckpointTransport[T]):
         await self._transport.__aenter__()
         return self._transport.metadata()
 
+    async def _offer(self, send: Callable[[], Awaitable[None]]) -> None:
+        # On the loop, as its undoing, so that both have one order.
+        self._offered = True
+        await send()
+
     async def _retract(self) -> None:
+        self._offered = False
         retraction = asyncio.create_task(self._transport.disallow_checkpoint())
         self._retractions.add(retraction)
         retraction.add_done_callback(self._retracted)

@@ -97,7 +97,8 @@ class PGTransport(CheckpointTransport[T]):
 
     def disallow_checkpoint(self) -> None:
         """Wait until no send is under way, which its own deadline bounds."""
-        self._idle.wait(self._timeout)
+        if self._portal.is_ours:  # a forked child would wait for its parent's
+            self._idle.wait(min(self._timeout, threading.TIMEOUT_MAX))
 
     def recv_checkpoint(
         self, src_rank: int, metadata: str, step: int, timeout: Timeout

@@ -74,6 +74,14 @@ def test_a_host_is_listened_on(opened, host):
     assert reachable("127.0.0.1", port_of(sockets))
 
 
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_address_may_stand_in_brackets(opened, host):
+    """As it does in a URL, and may in ``advertise``."""
+    if not socket.has_ipv6:
+        pytest.skip("this host has no IPv6")
+    assert reachable("::1", port_of(opened(host)))
+
+
 def test_descriptors_do_not_leak_into_programs(opened):
     """A child program must not keep the port."""
     assert not any(sock.get_inheritable() for sock in opened(None))

@@ -412,6 +412,20 @@ class TestFailure:
         await shelf.close()
 
 
+async def test_a_failed_send_is_forgotten_by_itself(monkeypatch):
+    """Its receiver may have died; whoever asks much later is one of the next send."""
+    monkeypatch.setattr("aiockpt.http.failing._LATE", 0.1)
+    shelf = Shelf()
+    shelf.fail(Failure.of(OSError(), step=8, receivers=2))
+    with pytest.raises(PeerFailedError):
+        await shelf.wait_for(8, wait=0)
+    await shelf.retract(grace=0)
+    await asyncio.sleep(0.2)
+    with pytest.raises(StepNotFoundError):
+        await shelf.wait_for(8, wait=0)
+    await shelf.close()
+
+
 async def test_a_failed_send_is_no_news():
     """Who waits for a newer step waits for the send after it."""
     shelf = Shelf()

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +18,7 @@ import aiockpt
 
 SCRIPT = Path(__file__).parent / "torchft_replica.py"
 PATHS = [str(Path(aiockpt.__file__).parents[1]), str(SCRIPT.parent)]
-SECONDS = 90
+SECONDS = 120
 
 Event = dict[str, Any]
 
@@ -41,6 +42,18 @@ class Life:
         """What it ended with."""
         (done,) = self.events("done")
         return str(done["digest"])
+
+    def await_done(self) -> None:
+        """Wait until it has trained to the end, or has ended otherwise."""
+        deadline = time.monotonic() + SECONDS
+        while self.process.poll() is None and '"done"' not in self.output.read_text():
+            assert time.monotonic() < deadline, self.log.read_text()[-3000:]
+            time.sleep(0.05)
+
+    def let_go(self) -> None:
+        """Allow it to end."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
 
     def wait(self) -> int:
         """Return its exit code."""
@@ -81,6 +94,7 @@ class Job:
     ) -> None:
         for life in self.all():
             life.process.kill()
+            life.let_go()
             life.process.wait()
         assert self._lighthouse is not None
         self._lighthouse.kill()
@@ -107,7 +121,9 @@ class Job:
         self._count += 1
         output, log = self._path / f"{name}.out", self._path / f"{name}.log"
         with output.open("wb") as out, log.open("wb") as err:
-            process = self._run(json.dumps(options), stdout=out, stderr=err)
+            process = self._run(
+                json.dumps(options), stdin=subprocess.PIPE, stdout=out, stderr=err
+            )
         return Life(process, output, log)
 
     def _run(self, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
@@ -120,9 +136,14 @@ class Job:
     def finish(self) -> list[Life]:
         """Wait for the last life of every rank; all must end well and alike.
 
+        None ends before all have trained to the end: their groups need each other.
         Returns those lives, in the order of replicas and ranks.
         """
         last = [lives[-1] for _, lives in sorted(self.lives.items())]
+        for life in last:
+            life.await_done()
+        for life in last:
+            life.let_go()
         for life in last:
             assert life.wait() == 0, f"{life.log.read_text()[-3000:]}"
         for rank in range(self._ranks):

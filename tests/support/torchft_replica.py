@@ -335,7 +335,7 @@ class Rank:
         if options.faults:
             tell("proxy", connections=self.transport.connections())
         tell("done", step=manager.current_step(), digest=digest(self.state()))
-        time.sleep(0.5)  # the others' last step ends too, before the groups go
+        sys.stdin.readline()  # the others' last step ends too, before the groups go
         manager.shutdown(wait=False)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -187,6 +189,26 @@ def test_disallow_waits_for_a_send_and_no_longer(quorums: Quorums) -> None:
     heir.shutdown()
     source.shutdown()
     source.disallow_checkpoint()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork with threads
+def test_a_forked_child_does_not_wait_for_its_parent_s_send(quorums: Quorums) -> None:
+    """Nobody would tell it of the end."""
+    source, heir = quorums.transports()
+    quorums.next()
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(source.send_checkpoint, [1], 1, state(), LIMIT)
+        while source._idle.is_set():
+            time.sleep(0.005)
+        if (child := os.fork()) == 0:
+            signal.alarm(3)  # the wait would be longer
+            source.disallow_checkpoint()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        heir.recv_checkpoint(0, source.metadata(), 1, LIMIT)
+        assert sent.result(20) is None
+    source.shutdown()
+    heir.shutdown()
 
 
 def test_shutdown_ends_what_is_under_way(quorums: Quorums) -> None:
