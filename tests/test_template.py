@@ -295,8 +295,10 @@ def test_any_template_is_filled_and_nothing_else(state: State, direct: bool) -> 
     try:
         fill(dict(state), dict(template), direct=direct)
     except UnsupportedLeafError as refused:
-        assert "shares elements with another tensor" in str(refused)
-        assert all((storage == 0xAA).all() for storage in storages)
+        if "shares elements with another tensor" not in str(refused):
+            raise
+        untouched: Any = [(storage == 0xAA).all() for storage in storages]
+        assert all(untouched)
         return
     for theirs, own in zip(state["tensors"], template["tensors"], strict=True):
         assert torch.equal(elements(own), elements(theirs))

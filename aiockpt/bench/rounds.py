@@ -35,12 +35,17 @@ class Candidate:
 def take_turns(
     candidates: Sequence[Candidate], repeat: int, note: Note
 ) -> dict[str, list[Sample]]:
-    """Measure every candidate ``repeat`` times, in rounds, each from another start."""
+    """Measure every candidate ``repeat`` times, in rounds.
+
+    Each begins at another one, and every other round goes backwards: what a disk or a
+    cache owes to the one before falls on nobody in particular.
+    """
     samples: dict[str, list[Sample]] = {each.name: [] for each in candidates}
     running = list(candidates)
     for turn in range(repeat):
         shift = turn % max(len(running), 1)
-        for candidate in running[shift:] + running[:shift]:
+        order = running[shift:] + running[:shift]
+        for candidate in order[::-1] if turn % 2 else order:
             note(f"round {turn + 1} of {repeat}: {candidate.name}")
             samples[candidate.name] += _measure(candidate, note)
         running = [each for each in running if _is_worth_it(each, samples)]

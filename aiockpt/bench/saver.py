@@ -73,11 +73,13 @@ class Saver:
     async def write_raw(self, *, fsync: bool) -> Figures:
         """Write the same bytes to a plain file.
 
-        The first large write after a pause is slow, whoever makes it: one goes before.
+        The first large write after a pause is slow, whoever makes it: one goes before,
+        unless the disk is waited for, which then would have more to do.
         """
         path, memory = self._place / "raw", bytes_of(self._flat)
-        write_raw(path, memory, fsync=True)
-        clean(self._place)
+        if not fsync:
+            write_raw(path, memory, fsync=False)
+            clean(self._place)
         return self._cleaned({"seconds": write_raw(path, memory, fsync=fsync)})
 
     # ------------------------------------------------------------------ saving

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torchft
@@ -85,7 +86,6 @@ def run(*what: str) -> subprocess.CompletedProcess[str]:
             check=False,
         )
     except subprocess.TimeoutExpired as late:
-        told = late.stdout or b""
-        return subprocess.CompletedProcess(
-            command, 124, told.decode() if isinstance(told, bytes) else told
-        )
+        told: Any = late.stdout or b""  # bytes, whatever was asked for
+        text = told.decode() if isinstance(told, bytes) else told
+        return subprocess.CompletedProcess(command, 124, text)
