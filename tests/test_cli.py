@@ -219,6 +219,27 @@ class TestServe:
         assert "certificate" in the_error(distrusting.stderr)
         assert not (tmp_path / "b").exists()
 
+    @pytest.mark.parametrize("variable", ["AIOCKPT_TOKEN", "AIOCKPT_TOKEN_PATH"])
+    def test_a_secret_of_the_environment_stays_there(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+    ) -> None:
+        """The printed commands take it from where it is, and work."""
+        save_file({"a": torch.arange(1000)}, tmp_path / "a.safetensors")
+        (tmp_path / "the token").write_text("not-to-be-seen")
+        path = variable.endswith("PATH")
+        value = str(tmp_path / "the token") if path else "not-to-be-seen"
+        monkeypatch.setitem(ENVIRONMENT, variable, value)
+        with serving(tmp_path / "a.safetensors") as running:
+            assert "not-to-be-seen" not in running.announcement
+            made = tmp_path / "a-step0.safetensors"
+            for command in (running.fetch, running.curl):
+                if command is running.curl and not shutil.which("curl"):
+                    continue
+                done = run_shell(command, cwd=tmp_path)
+                assert done.returncode == 0, done.stderr
+                assert torch.equal(load_file(made)["a"], torch.arange(1000))
+                made.unlink()
+
     def test_a_port_in_use(
         self, server: Serving, file: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

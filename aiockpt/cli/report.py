@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from aiockpt.cli.outline import outline
-from aiockpt.cli.text import format_bytes, format_table, printable
+from aiockpt.cli.text import counted, format_bytes, format_table, printable
 from aiockpt.wire.dtypes import CODES, itemsize
 from aiockpt.wire.manifest import (
     COMPACTED,
@@ -128,7 +128,8 @@ def _tree(manifest: Manifest) -> str:
 def _digests(manifest: Manifest) -> str:
     shown = manifest.digests[:_DIGESTS_SHOWN]
     size = format_bytes(manifest.chunk_bytes)
-    lines = [f"Digests: {len(manifest.digests)} chunks of {size}, {manifest.algorithm}"]
+    count = counted(len(manifest.digests), "chunk")
+    lines = [f"Digests: {count} of {size}, {manifest.algorithm}"]
     lines += [f"  {chunk:>3}  {digits}" for chunk, digits in enumerate(shown)]
     if len(manifest.digests) > len(shown):
         lines.append(f"  ... and {len(manifest.digests) - len(shown)} more (--json)")

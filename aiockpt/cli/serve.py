@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from aiockpt.cli.options import Commands, port, step
 from aiockpt.cli.text import format_bytes, printable
 from aiockpt.errors import LocalProtocolError, StorageError
-from aiockpt.http.credentials import find_credentials
 from aiockpt.wire.http import parse_metadata
 
 if TYPE_CHECKING:
@@ -141,29 +140,39 @@ def _die_of_the_next_signal() -> None:
 def _announcement(arguments: argparse.Namespace, metadata: str, number: int) -> str:
     """Return what is served, and the commands that fetch it, ready to be pasted.
 
-    They hold the secret, since the person who reads them is the one to hand it on.
+    They hold a capability, or the secret that was typed here, since the person who
+    reads them is the one to hand it on. A secret of the environment stays there.
     """
     path: Path = arguments.path
     output = f"{path.stem}-step{number}.safetensors"
     source = parse_metadata(metadata)
-    token, fetch, curl = source.token, ["fetch", metadata], ["curl", "-f"]
-    if token is None and not arguments.insecure:
-        token = find_credentials(arguments.token, insecure=False, env=os.environ).token
-        fetch += ["--token", token or ""]
-    if token is not None:
-        curl += ["-H", f"Authorization: Bearer {token}"]
+    fetch, curl = ["fetch", metadata], ["curl", "-f"]
+    if arguments.token is not None:
+        fetch += ["--token", arguments.token]
     if arguments.tls_cert is not None:
         cert = str(Path(arguments.tls_cert).resolve())
         fetch += ["--cafile", cert]
         curl += ["--cacert", cert]
     fetch += ["--step", str(number), "-o", output]
     curl += ["--noproxy", "*", "-o", output, f"{source.base_url}{number}/full"]
+    header = ""
+    if not arguments.insecure:
+        bearer = _shown(source.token or arguments.token)
+        header = f' -H "Authorization: Bearer {bearer}"'
     return (
         f"Serving {printable(str(path))} ({format_bytes(path.stat().st_size)}) as step "
         f"{number} at {source.base_url} until interrupted. To fetch it:\n"
         f"  {_program()} {shlex.join(fetch)}\n"
-        f"  {shlex.join(curl)}"
+        f"  {shlex.join(curl)}{header}"
     )
+
+
+def _shown(token: str | None) -> str:
+    """Return a token between double quotes of a shell: where it comes from, if None."""
+    if token is None:
+        known = os.environ.get("AIOCKPT_TOKEN")
+        return "$AIOCKPT_TOKEN" if known else '$(cat "$AIOCKPT_TOKEN_PATH")'
+    return "".join(f"\\{char}" if char in '$`"\\' else char for char in token)
 
 
 def _program() -> str:

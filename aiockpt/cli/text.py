@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["format_bytes", "format_seconds", "format_table", "printable"]
+__all__ = ["counted", "format_bytes", "format_seconds", "format_table", "printable"]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def counted(count: int, what: str) -> str:
+    """Return "1 chunk", or "2 chunks"."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def format_bytes(count: float) -> str:

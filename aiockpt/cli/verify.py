@@ -8,7 +8,7 @@ from pathlib import Path
 
 from aiockpt.cli.options import Commands
 from aiockpt.cli.rankfiles import checkpoint_or_file
-from aiockpt.cli.text import format_bytes, printable
+from aiockpt.cli.text import counted, format_bytes, printable
 from aiockpt.errors import IntegrityError
 from aiockpt.storage import read_header, verify_chunks
 from aiockpt.wire.limits import Limits
@@ -61,7 +61,8 @@ def _verify(path: Path, *, expected: str | None = None) -> int:
         print(f"aiockpt: error: {shown}: {_describe(damage, header)}", file=sys.stderr)
         return 1
     print(
-        f"{shown}: {len(header.grid)} chunks of {format_bytes(header.chunk_bytes)} and "
+        f"{shown}: {counted(len(header.grid), 'chunk')} of "
+        f"{format_bytes(header.chunk_bytes)} and "
         f"the header are intact; step {header.step}, snapshot {header.snapshot_id}"
     )
     return 0
