@@ -176,7 +176,7 @@ def test_a_worker_that_cannot_or_is_gone_says_why() -> None:
 
 
 def test_candidates_take_turns_and_hopeless_rivals_stop() -> None:
-    """Every round starts with another one; only the best settings are repeated."""
+    """Forwards and backwards, from one and another; the best settings are repeated."""
     order = []
 
     def candidate(name: str, seconds: float, *rivals: str) -> Candidate:
@@ -188,7 +188,7 @@ def test_candidates_take_turns_and_hopeless_rivals_stop() -> None:
 
     fast, slow = candidate("f", 1.0, "f", "s"), candidate("s", 2.0, "f", "s")
     found = take_turns([candidate("a", 9.0), fast, slow], 3, lambda _: None)
-    assert "".join(order) == "afsfaaf"
+    assert "".join(order) == "afsfafa"
     assert [len(samples) for samples in found.values()] == [3, 3, 1]
 
 

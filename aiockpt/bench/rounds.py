@@ -37,13 +37,13 @@ def take_turns(
 ) -> dict[str, list[Sample]]:
     """Measure every candidate ``repeat`` times, in rounds.
 
-    Each begins at another one, and every other round goes backwards: what a disk or a
-    cache owes to the one before falls on nobody in particular.
+    Every other round goes backwards, and each two begin at another one: what a disk
+    or a cache owes to the one before falls on nobody in particular.
     """
     samples: dict[str, list[Sample]] = {each.name: [] for each in candidates}
     running = list(candidates)
     for turn in range(repeat):
-        shift = turn % max(len(running), 1)
+        shift = turn // 2 % max(len(running), 1)
         order = running[shift:] + running[:shift]
         for candidate in order[::-1] if turn % 2 else order:
             note(f"round {turn + 1} of {repeat}: {candidate.name}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,14 @@ from typing import Any
 
 import pytest
 
+import aiockpt
 import mutations
 from malicious import Payload, senders
 from rangepeer import RangePeer
 
 SUPPORT = Path(mutations.__file__).parent
+PATHS = [str(Path(aiockpt.__file__).parents[1]), str(SUPPORT)]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)}
 
 
 async def told(peers: dict[str, RangePeer], directory: Path) -> list[dict[str, Any]]:
@@ -36,6 +40,7 @@ async def told(peers: dict[str, RangePeer], directory: Path) -> list[dict[str, A
         *(sys.executable, "-W", "ignore", str(SUPPORT / "audited.py"), str(directory)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        env=ENVIRONMENT,
     )
     text = "\n".join(map(json.dumps, lines))
     out, _ = await process.communicate(text.encode())
@@ -77,6 +82,7 @@ def test_the_guard_sees_what_it_is_for(tmp_path: Path) -> None:
     """Proofs by a guard that sleeps would prove nothing."""
     done = subprocess.run(
         [sys.executable, str(SUPPORT / "auditing.py"), str(tmp_path / "mark")],
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         check=True,
@@ -94,6 +100,7 @@ def test_no_mutation_is_executed() -> None:
             *(sys.executable, "-W", "ignore", str(SUPPORT / "mutations.py")),
             *("--inputs", "4000", "--seed", "6"),
         ],
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         check=False,
