@@ -81,7 +81,7 @@ class Serving:
     @property
     def token(self) -> str:
         """The secret."""
-        found = re.search(r"Bearer (\S+)'", self.curl)
+        found = re.search(r'Bearer (\S+)"', self.curl)
         assert found
         return found[1]
 
