@@ -18,6 +18,7 @@ from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
 from aiockpt.rangefile import Landing, OnBytes, Verify
 from aiockpt.wire.address import Address, parse_address
+from aiockpt.wire.chunks import chunks_over
 from aiockpt.wire.manifest import Manifest
 
 __all__ = ["open_peer"]
@@ -72,14 +73,9 @@ class _PeerFetch:
     ) -> None:
         """Fetch the chunks that ``landing`` wants bytes of."""
         del verify
-        grid = self._manifest.grid
-        chunks = {
-            chunk: None
-            for start, stop in landing.ranges()
-            for chunk in range(grid.index_of(start), grid.index_of(stop - 1) + 1)
-        }
+        chunks = chunks_over(self._manifest.grid, landing.ranges())
         target = _Target(landing, self.content.memory)
-        run_blocking(self._peer.fetch(self._manifest, target, [*chunks], on_bytes))
+        run_blocking(self._peer.fetch(self._manifest, target, chunks, on_bytes))
         landing.pass_on(self.content.memory)
 
 

@@ -25,22 +25,11 @@ from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.landing import PlacedLanding
 from aiockpt.transport import exact_step
 from aiockpt.wants import Wants
-from aiockpt.wire.chunks import ChunkGrid
+from aiockpt.wire.chunks import chunks_over
 from aiockpt.wire.http import Source
 from aiockpt.wire.manifest import Manifest
 
-__all__ = ["PartReceive", "chunks_over"]
-
-
-def chunks_over(grid: ChunkGrid, ranges: Iterable[tuple[int, int]]) -> list[int]:
-    """Return the chunks that hold bytes of these ranges, ascending."""
-    found = {
-        chunk
-        for start, stop in ranges
-        if start < stop
-        for chunk in range(grid.index_of(start), grid.index_of(stop - 1) + 1)
-    }
-    return sorted(found)
+__all__ = ["PartReceive"]
 
 
 @dataclass(frozen=True, slots=True)

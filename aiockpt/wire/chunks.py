@@ -23,6 +23,7 @@ __all__ = [
     "ChunkGrid",
     "RangeNotSatisfiable",
     "check_chunk_bytes",
+    "chunks_over",
     "digest",
     "format_content_range",
     "format_range",
@@ -163,3 +164,14 @@ def parse_content_range(value: str | None) -> tuple[int, int, int]:
         if start <= last < size:
             return start, last + 1, size
     raise RemoteProtocolError(f"bad Content-Range {(value or '')[:100]!r}")
+
+
+def chunks_over(grid: ChunkGrid, ranges: Iterable[tuple[int, int]]) -> list[int]:
+    """Return the chunks that hold bytes of these ranges, ascending."""
+    found = {
+        chunk
+        for start, stop in ranges
+        if start < stop
+        for chunk in range(grid.index_of(start), grid.index_of(stop - 1) + 1)
+    }
+    return sorted(found)

@@ -24,10 +24,9 @@ from aiockpt import (
 )
 from aiockpt._pruning import pruned
 from aiockpt._selection import Selection
-from aiockpt.http.selecting import chunks_over
 from aiockpt.observe import TransferEvent, add_hook
 from aiockpt.testing import FakeAccelerator, FlipBit, StallAfter, assert_same
-from aiockpt.wire.chunks import ChunkGrid
+from aiockpt.wire.chunks import ChunkGrid, chunks_over
 from transports import (
     Transport,
     in_the_middle,
