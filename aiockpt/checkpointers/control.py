@@ -246,10 +246,10 @@ class Control:
 
     def _trainer_gone(self) -> None:
         """Finish what was handed over, and keep the last snapshot if told to."""
+        if self._trainer >= 0:  # it would be told again and again
+            self._loop.remove_reader(self._trainer)
         if self._ending:
             return
-        if self._trainer >= 0:
-            self._loop.remove_reader(self._trainer)
         self._channel.read()  # what it said last
         self._end()
         if self._keeper is not None:
