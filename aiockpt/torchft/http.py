@@ -41,6 +41,7 @@ class HTTPOptions(TypedDict, total=False):
     security: Security
     zero_copy: bool
     allow_pickle: bool
+    keep_arena: bool
     server: Literal["loop", "process"]
     keep_last: float
 
