@@ -56,7 +56,7 @@ async def test_memory_in_use_is_left_alone(kept: str) -> None:
         second = await receive(sender, receiver, 2)
         assert_same(second, state(2))
         if kept == "storage":
-            held = torch.tensor([]).set_(held, 0, (50_000,))
+            held = torch.tensor([]).set_(held, 0, (50_000,), (1,))
         assert set(torch.as_tensor(held).tolist()) == {1.0}
 
 
