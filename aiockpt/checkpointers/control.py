@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from aiockpt.checkpointers.channel import Channel
+from aiockpt._channel import Channel
 from aiockpt.checkpointers.jobs import Job
 from aiockpt.checkpointers.keeper import Keeper
 from aiockpt.checkpointers.messages import (
