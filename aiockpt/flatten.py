@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Description", "Survey", "describe", "register_leaf", "survey"]
 
 _DENSE_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_EMPTY: Node = ["list", []]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,13 @@ class Survey:
 class _Collector:
     """Numbers tensors as the tree codec meets them; one object, one number."""
 
-    def __init__(self, limits: Limits, *, allow_pickle: bool, writing: bool) -> None:
+    def __init__(
+        self, limits: Limits, *, allow_pickle: bool, writing: bool, reading: bool
+    ) -> None:
         self.tensors: list[torch.Tensor] = []
         self.names: dict[str, None] = {}
         self.wholes: dict[int, torch.Tensor] = {}
-        self.writing = writing
+        self.writing, self._reading = writing, reading
         self._numbers: dict[int, int] = {}
         self._limits = limits
         self._allow_pickle = allow_pickle
@@ -89,6 +92,8 @@ class _Collector:
     def _leaf(self, value: object, path: Path) -> Node:
         """Say how a leaf travels; None where it cannot."""
         if _is_dense_tensor(value):
+            if self._reading and value.is_meta:
+                return _EMPTY
             return ["tensor", self._number(value, path)]
         if (parts := take_apart(value, path)) is not None:
             for tensor in parts.tensors:
@@ -134,19 +139,27 @@ def _is_dense_tensor(value: object) -> TypeIs[torch.Tensor]:
 
 
 def survey(
-    state_dict: object, *, limits: Limits, allow_pickle: bool, writing: bool
+    state_dict: object,
+    *,
+    limits: Limits,
+    allow_pickle: bool,
+    writing: bool,
+    reading: bool = False,
 ) -> Survey:
     """Look at a state dict without copying a byte of it.
 
     ``writing`` says that its memory is going to be written: what has no memory to
-    write to is refused then.
+    write to is refused then. ``reading`` says that it is only looked for what may be
+    of use: tensors without memory are left out then, and not refused.
 
     Raises:
         UnsupportedLeafError: a leaf has no encoding; its path is in ``path``.
         LimitExceededError: too deep or too many nodes; containers with cycles too.
         StateDictError: a tensor or a registered type failed when it was looked at.
     """
-    collector = _Collector(limits, allow_pickle=allow_pickle, writing=writing)
+    collector = _Collector(
+        limits, allow_pickle=allow_pickle, writing=writing, reading=reading
+    )
     with _looking():
         tree = collector.encode(state_dict)
         tensors, names = collector.tensors, [*collector.names]

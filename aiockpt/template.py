@@ -11,9 +11,9 @@ from aiockpt._backings import Backings
 from aiockpt._distributed import has_version
 from aiockpt._gc import collector_paused
 from aiockpt._pairing import Pairing
-from aiockpt._places import Places, is_filled, mismatch, path_of
+from aiockpt._places import Places, check_numbers, is_filled, mismatch, path_of
 from aiockpt._wholes import layouts
-from aiockpt.errors import RemoteProtocolError, UnsupportedLeafError
+from aiockpt.errors import UnsupportedLeafError
 from aiockpt.flatten import survey
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import Manifest
@@ -55,7 +55,7 @@ class Match:
 
 
 class Template:
-    """A state dict to receive into.
+    """A state dict to receive into; ``own`` is what it looks like.
 
     Raises:
         UnsupportedLeafError: it has a leaf that no checkpoint can hold, a tensor
@@ -66,8 +66,9 @@ class Template:
         self, state_dict: object, *, limits: Limits, allow_pickle: bool
     ) -> None:
         own = survey(state_dict, limits=limits, allow_pickle=allow_pickle, writing=True)
+        self.own, self._limits = own, limits
         self._tree, self._tensors, self._drafts = own.tree, own.tensors, own.drafts
-        self._wholes, self._limits = own.wholes, limits
+        self._wholes = own.wholes
         self._count = _count_filled(own.tree)
 
     def __repr__(self) -> str:
@@ -91,7 +92,7 @@ class Template:
         places = Places(self._tree)
         values: list[Reference] = []
         for mention in mentions(manifest.tree):
-            _check(mention.numbers, manifest.tensor_count)
+            check_numbers(mention.numbers, manifest.tensor_count)
             if is_filled(mention):
                 places.add(mention)
             else:
@@ -146,12 +147,6 @@ def _count_filled(tree: Node) -> int:
             raise UnsupportedLeafError(format_path(where), tag, _REMEDY)
         count += len(mention.numbers) if filled else 0
     return count
-
-
-def _check(numbers: Sequence[int], count: int) -> None:
-    if numbers and not 0 <= min(numbers) <= max(numbers) < count:
-        wrong = next(number for number in numbers if not 0 <= number < count)
-        raise RemoteProtocolError(f"the tree names tensor {wrong}")
 
 
 def _keep_apart(
