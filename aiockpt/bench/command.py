@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 
+from aiockpt.bench.delta import measure_delta, rows_of_delta
 from aiockpt.bench.embedded import measure_embedded, rows_of_embedded
 from aiockpt.bench.footprint import Footprint, measure_footprint
 from aiockpt.bench.group_measuring import (
@@ -63,13 +64,15 @@ def _require_memory(options: Options) -> None:
 
 
 def _measure(options: Options) -> Report:
-    facts = {**asdict(options), "json": str(options.json)}
-    report = Report(machine=describe_machine(), options=facts)
+    report = Report(machine=describe_machine(), options=_facts(options))
     if options.checkpointer:
         _measure_saving(report, options)
         return report
     if options.embedded:
         _measure_embedded(report, options)
+        return report
+    if options.delta:
+        _measure_delta(report, options)
         return report
     plan = Plan(
         size=options.size,
@@ -107,6 +110,20 @@ def _measure_embedded(report: Report, options: Options) -> None:
         )
         report.series[shape] = found
         report.rows += rows_of_embedded(shape, found)
+
+
+def _measure_delta(report: Report, options: Options) -> None:
+    for shape in _shapes(options):
+        found = measure_delta(
+            shape, options.size, options.repeat, partial(_note, shape)
+        )
+        report.series[shape] = found
+        report.rows += rows_of_delta(shape, found)
+
+
+def _facts(options: Options) -> dict[str, object]:
+    facts = asdict(options)
+    return facts | {name: str(facts[name]) for name in ("json", "plot", "url")}
 
 
 def _shapes(options: Options) -> Iterable[Shape]:

@@ -18,6 +18,7 @@ from typing import Any, TextIO
 from aiockpt._bridge import Bridge
 from aiockpt.bench.app import AppSender
 from aiockpt.bench.group import GroupReceiver, GroupSender
+from aiockpt.bench.keeper import Keeper
 from aiockpt.bench.receiver import Receiver
 from aiockpt.bench.saver import Saver
 from aiockpt.bench.sender import Sender
@@ -29,6 +30,7 @@ _Role = type[Sender | Receiver | Saver | Visitor]
 _ROLES: dict[str, _Role] = {
     "sender": Sender,
     "receiver": Receiver,
+    "keeper": Keeper,
     "group sender": GroupSender,
     "group receiver": GroupReceiver,
     "saver": Saver,
