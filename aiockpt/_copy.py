@@ -135,11 +135,6 @@ class CopyPlan:
             if held < last:
                 ctypes.memset(arena + held, 0, last - held)
 
-    def pad(self, start: int, stop: int) -> None:
-        """Clear the arena's bytes in ``[start, stop)`` that no tensor has."""
-        for _, _, held, last in self._between(start, stop):
-            ctypes.memset(self._arena.address + held, 0, last - held)
-
     def load_host(self, start: int, stop: int) -> None:
         """Copy the host bytes of ``[start, stop)`` from the arena into the state."""
         arena = self._arena.address

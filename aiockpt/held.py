@@ -50,7 +50,10 @@ class Held:
         shorter = [e for e, size in enumerate(sizes) if backings.sizes[e] < size]
         lacking = ((starts[e], stops[e]) for e in shorter if not backings.sizes[e])
         self._unknown = {*chunks_over(self.grid, lacking)}
-        self._padded = bool(shorter)
+        padded = [entry for entry in shorter if backings.sizes[entry]]
+        self._padding = _Ranges(
+            (starts[e] + backings.sizes[e], stops[e]) for e in padded
+        )
 
     @classmethod
     def of(
@@ -112,8 +115,8 @@ class Held:
 
     def _matches(self, chunk: int, memory: Memory) -> bool:
         start, stop = self.grid.range(chunk)
-        if self._padded:
-            self._plan.pad(start, stop)
+        for first, last in self._padding.within(start, stop):
+            ctypes.memset(self._arena.address + first, 0, last - first)
         return digest(memory.buffers(start, stop)) == self._digests[chunk]
 
 
@@ -127,11 +130,10 @@ class HeldInTemplate(Held):
         self, manifest: Manifest, own: Survey, goal: InTemplate, *, ports: PortFor
     ) -> None:
         mine = goal.match.backings
-        merged, self._values = _merged(mine, alike(manifest, own))
+        merged, values = _merged(mine, alike(manifest, own))
         super().__init__(manifest, merged, arena=goal.arena, ports=ports)
         entries = manifest.entries
-        self._starts = [entries.starts[entry] for entry in self._values]
-        self._stops = [entries.stops[entry] for entry in self._values]
+        self._values = _Ranges((entries.starts[e], entries.stops[e]) for e in values)
         self._memory, self._goal = goal.copies.in_place(), goal
 
     def bring(self, chunks: Iterable[int], target: Memory | None) -> list[int]:
@@ -141,11 +143,21 @@ class HeldInTemplate(Held):
         return there
 
     def _matches(self, chunk: int, memory: Memory) -> bool:
-        for start, stop in self._values_in(*self.grid.range(chunk)):
+        for start, stop in self._values.within(*self.grid.range(chunk)):
             self._plan.stage_host(start, stop)
         return super()._matches(chunk, memory)
 
-    def _values_in(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+
+class _Ranges:
+    """Ranges of the data segment, apart and ascending."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
+        found = [*ranges]
+        self._starts = [start for start, _ in found]
+        self._stops = [stop for _, stop in found]
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield those that reach into ``[start, stop)``, cut to it."""
         near = slice(bisect_right(self._stops, start), bisect_left(self._starts, stop))
         for first, last in zip(self._starts[near], self._stops[near], strict=True):
             yield max(first, start), min(last, stop)

@@ -14,6 +14,8 @@ from aiockpt.doctor.judging import judge
 from aiockpt.doctor.measuring import Contention, Measures
 from aiockpt.doctor.settings import Settings, read_settings
 
+pytestmark = pytest.mark.torch_free
+
 MIB = 1 << 20
 LINES, COLUMNS = 24, 100
 

@@ -28,6 +28,7 @@ from aiockpt.wire.http import (
 __all__ = ["Guest", "Offer"]
 
 _TIMEOUT = 600.0
+_PATIENCE = 5.0
 _PIECE = 1 << 20
 
 
@@ -63,8 +64,8 @@ class Guest:
         seen: list[Progress] = []
         async with _receiver() as transport:
             if address.step is None:
-                async with asyncio.timeout(_TIMEOUT):
-                    self._step = await anext(transport.steps(self._metadata()))
+                steps = transport.steps(self._metadata(), reconnect_timeout=_PATIENCE)
+                self._step = await anext(steps)
             else:
                 self._step = address.step
             self._template = await transport.recv_checkpoint(

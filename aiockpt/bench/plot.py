@@ -108,6 +108,8 @@ class _Page:
         )
 
     def _write(self, text: str, kind: str, x: float) -> None:
+        if not text:
+            return
         base = self._at + _LINE - 4
         self._found.append(
             f'<text class="{kind}" x="{x:.1f}" y="{base:g}">{escape(text)}</text>'
