@@ -109,7 +109,7 @@ class Held:
             else:
                 there = target.buffers(start, stop)
                 _copy(there, self._memory.buffers(start, stop))
-            if self._matches(chunk, target or self._arena):
+            if self._matches(chunk, self._arena if target is None else target):
                 found.append(chunk)
         return found
 
