@@ -8,13 +8,14 @@ byte of a template is written (unless ``direct`` has let them in already).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import sub
 from typing import Final, Protocol
 
 import torch
 
+from aiockpt._autograd import mark_changed
 from aiockpt._backings import Backings
 from aiockpt._bridge import Bridge
 from aiockpt._copy import CopyPlan, Fences
@@ -40,14 +41,10 @@ __all__ = [
     "InTemplate",
     "Terms",
     "destination_of",
-    "mark_changed",
 ]
 
 # A receiver with less to spare would take the host down with it.
 _SHARE_OF_MEMORY = 0.9
-
-# Tensors per call into torch, which keeps the interpreter lock for all of them.
-_SLICE = 1000
 
 
 _NOTHING: Final[Away] = {}
@@ -301,10 +298,3 @@ def _at_home(backings: Backings, ports: PortFor) -> int:
             if tensor.device in away and entry not in parts
         )
     return nbytes
-
-
-def mark_changed(tensors: Iterable[torch.Tensor]) -> None:
-    """Tell autograd that the memory changes behind its back."""
-    counted = [tensor for tensor in tensors if not tensor.is_inference()]
-    for start in range(0, len(counted), _SLICE):
-        torch.autograd.graph.increment_version(counted[start : start + _SLICE])
