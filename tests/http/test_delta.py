@@ -219,6 +219,21 @@ async def test_a_structure_that_changed_is_used_where_it_did_not() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("how", HOWS)
+async def test_memory_that_was_used_before_hides_nothing(how: str) -> None:
+    """What no tensor has, between and behind them, is zeros again."""
+    async with pair(keep_arena=True) as (sender, receiver):
+        await sender.send_checkpoint([], 1, {"x": torch.full((400_000,), -1.0)})
+        await receive(sender, receiver)
+        await sender.send_checkpoint([], 2, rich())
+        options = options_of(how, rich(), rich)
+        got, nbytes, _ = await counted(sender, receiver, **options)
+        assert nbytes == 0
+        assert_same(got["sparse"], rich()["sparse"])
+        assert_same(got["odd"], rich()["odd"])
+
+
+@pytest.mark.asyncio
 async def test_ties_that_are_none_here_may_differ() -> None:
     """Memory that is shared on one side only is compared like any other."""
     weight = torch.arange(WIDE, dtype=torch.float32)
