@@ -184,7 +184,7 @@ def _networks(settings: Settings) -> Iterator[Finding]:
 def _interpreter(settings: Settings, measures: Measures) -> Finding:
     idle, busy = measures.idle, measures.busy
     remedy = (
-        f"no pure Python in the process that transfers; else sys.setswitchinterval"
+        f'send by HTTPTransport(server="process"), or call sys.setswitchinterval'
         f"({settings.switch / 10:g})"
     )
     return Finding(
