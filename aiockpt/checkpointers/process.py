@@ -174,6 +174,7 @@ class CheckpointProcess(BackgroundWriter):
         await self._end(self._supervisor.abandon)
 
     async def _end(self, last: Callable[[], Any]) -> None:
+        self._lifetime.bind()
         self._handover.close()
         await self._lifetime.end(
             partial(self._lifetime.calls_ended, timeout=_CLOSING),

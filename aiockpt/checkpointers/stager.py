@@ -143,6 +143,7 @@ class DefaultStager(CheckpointStager):
 
     async def close(self) -> None:
         """Let go of all memory; that of a state which is still staged goes with it."""
+        self._lifetime.bind()
         self._stager.close()
         steps = [partial(self._lifetime.calls_ended, timeout=_CLOSING)]
         if self._bridge is not None:

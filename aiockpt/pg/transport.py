@@ -230,6 +230,7 @@ class PGTransport(CheckpointTransport[T]):
         waits for the group ends by itself, with the wait. If cancelled, the closing
         goes on by itself.
         """
+        self._lifetime.bind()
         self._bridge.refuse()
         self._medium.close()
         await self._lifetime.end(
