@@ -8,6 +8,7 @@ waits for the copies, leaves the digests to the process that writes.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -151,7 +152,7 @@ class Stager:
                 if not self._options.seal:
                     await self._copy(job, frontier)
         except BaseException as error:
-            frontier.fail(str(error) or type(error).__name__)
+            frontier.fail(_reason(error))
             undo()
             raise
         plans.clear()
@@ -269,6 +270,12 @@ def _failing(step: int) -> Iterator[None]:
         raise
     except Exception as error:
         raise StagingError(f"staging step {step} failed: {error}") from error
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, asyncio.CancelledError):
+        return "it was cancelled"
+    return str(error) or type(error).__name__
 
 
 def _copy_host(job: _Job, start: int, stop: int) -> None:
