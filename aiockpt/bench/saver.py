@@ -56,10 +56,13 @@ class Saver:
 
     async def release(self) -> None:
         """Close the checkpointer, and forget everything."""
+        await self._close_ours()
+        self._state, self._flat = {}, torch.empty(0, dtype=torch.uint8)
+
+    async def _close_ours(self) -> None:
         ours, self._ours = self._ours, None
         if ours is not None:
             await ours.close()
-        self._state, self._flat = {}, torch.empty(0, dtype=torch.uint8)
 
     # -------------------------------------------------------------- references
 
@@ -101,6 +104,7 @@ class Saver:
 
     async def save_rival(self, name: str) -> Figures:
         """Save by one of torch's asynchronous checkpointers, once it is warm."""
+        await self._close_ours()  # it has memory that the rival may need
         rival: RivalSave = RIVALS[name]()
         try:
             await self._bridge.run(rival.save, self._state, self._place / "warm")

@@ -287,6 +287,7 @@ class TestEndsEarly:
                 await handle.written()
             assert await (await made.save(state(), tmp_path / "step-1")).written()
 
+    @pytest.mark.allow_error_logs
     async def test_the_process_is_killed(self, tmp_path: Path, copies: Copies) -> None:
         """The save fails, once; another process sweeps, and saves the next one."""
         path = tmp_path / "step-2"
@@ -312,6 +313,7 @@ class TestEndsEarly:
             assert not part_of(path).exists()
             assert made.statistics().failed == 1
 
+    @pytest.mark.allow_error_logs
     async def test_its_process_dies_before_it_has_begun(
         self, tmp_path: Path, copies: Copies
     ) -> None:
