@@ -46,6 +46,8 @@ class LiveState:
         StagingError: a copy failed.
     """
 
+    growing = False
+
     def __init__(
         self,
         state_dict: object,
