@@ -46,8 +46,6 @@ class LiveState:
         StagingError: a copy failed.
     """
 
-    growing = False
-
     def __init__(
         self,
         state_dict: object,

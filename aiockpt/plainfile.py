@@ -26,8 +26,6 @@ class PlainSource:
             more than a dtype, a shape and bytes of its own.
     """
 
-    growing = False
-
     def __init__(self, live: LiveState, state: Any) -> None:
         self._live = live
         manifest = live.seal()

@@ -54,10 +54,6 @@ class Source(Protocol):
     def segment_bytes(self) -> int:
         """The length of the data segment."""
 
-    @property
-    def growing(self) -> bool:
-        """Whether somebody waits until the rest is there: the disk is left alone."""
-
     def views(self, start: int, stop: int) -> Sequence[memoryview]:
         """Return ``[start, stop)``; asked for once each, in order, before the rest."""
 
@@ -67,8 +63,6 @@ class Source(Protocol):
 
 class Sealed:
     """A snapshot as a source."""
-
-    growing = False
 
     def __init__(self, snapshot: Viewed) -> None:
         self._snapshot = snapshot
@@ -98,9 +92,7 @@ def write_source(path: Path, fd: int, source: Source, *, durable: bool) -> None:
         started = 0
         for start, stop in _blocks(base, size):
             _write(fd, source.views(start, stop), base + start)
-            if not durable or source.growing:
-                continue
-            if stop - started >= _WRITEBACK or stop == size:
+            if durable and (stop - started >= _WRITEBACK or stop == size):
                 _start_writeback(fd, base + started, stop - started)
                 started = stop
         sealed = source.seal()

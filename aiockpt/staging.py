@@ -25,11 +25,7 @@ from aiockpt._tasks import together
 from aiockpt.errors import AiockptError, StagingError
 from aiockpt.flatten import Description, describe
 from aiockpt.memory import Arena, ArenaPool
-from aiockpt.wire.chunks import (
-    ChunkGrid,
-    check_chunk_bytes,
-    digest,
-)
+from aiockpt.wire.chunks import ChunkGrid, check_chunk_bytes, digest
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import Manifest, build_manifest
 from aiockpt.wire.relabel import UNSEALED, with_step
@@ -54,6 +50,7 @@ class StagerOptions:
         seal: Compute digests; else the manifest is unsealed (`wire.relabel`).
         pin: Page-lock arenas where a device gains from it.
         poll: Poll for the end of a device's copies; else a thread blocks until then.
+        beside: Let who follows read while the rest is copied; else when all is there.
     """
 
     shared: bool = False
@@ -61,6 +58,7 @@ class StagerOptions:
     seal: bool = True
     pin: bool = True
     poll: bool = True
+    beside: bool = True
 
 
 @dataclass(slots=True)
@@ -243,7 +241,8 @@ class Stager:
                 found = await self._bridge.run(copy, job, start, stop)
                 if found is not None:
                     digests[piece] = found
-                frontier.add(start, stop)
+                if self._options.beside:
+                    frontier.add(start, stop)
 
         await together([worker] * min(self._threads, len(pieces)))
         return digests
@@ -263,7 +262,7 @@ class Stager:
 
 @contextmanager
 def _failing(step: int) -> Iterator[None]:
-    """Say of what goes wrong in the block that staging failed."""
+    """Say that staging failed."""
     try:
         yield
     except AiockptError:

@@ -150,10 +150,6 @@ class _Growing:
     def __repr__(self) -> str:
         return f"<Growing {self._snapshot!r}>"
 
-    @property
-    def growing(self) -> bool:
-        return not self._watch.frontier.ended
-
     def views(self, start: int, stop: int) -> list[memoryview]:
         self._watch.frontier.wait(stop)
         self._watch.report(start)

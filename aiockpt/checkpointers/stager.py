@@ -6,6 +6,7 @@ kept and reused, so that only the first saves pay for new memory.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -213,6 +214,15 @@ def stager_of(
             seal=False,
             pin=config.use_pinned_memory,
             poll=config.use_non_blocking_copy,
+            beside=_is_beside(config),
         ),
         ports=ports,
     )
+
+
+def _is_beside(config: CheckpointStagerConfig) -> bool:
+    if config.write_beside is not None:
+        return config.write_beside
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0)) > config.threads
+    return (os.cpu_count() or 1) > config.threads

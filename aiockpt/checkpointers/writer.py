@@ -200,8 +200,6 @@ class CheckpointWriter:
 class _Reporting:
     """A source that tells how far its reader is."""
 
-    growing = False
-
     def __init__(self, source: Source, report: Report) -> None:
         self.header_bytes = source.header_bytes
         self.segment_bytes = source.segment_bytes

@@ -41,6 +41,7 @@ from serving import settle
 pytestmark = pytest.mark.asyncio
 
 ALONE = RankInfo(0, 1)
+BESIDE = CheckpointStagerConfig(write_beside=True)
 PIECE = 4 << 20
 ONE = torch.ones(1).numpy().tobytes()
 Make = Callable[..., BackgroundWriter]
@@ -115,7 +116,8 @@ def checkpointer(
 ) -> AsyncCheckpointer:
     """Make one around a writer."""
     reader = CheckpointReader(ALONE)
-    return AsyncCheckpointer(stager or DefaultStager(), writer, reader, **options)
+    stager = stager or DefaultStager(BESIDE)
+    return AsyncCheckpointer(stager, writer, reader, **options)
 
 
 def temporary(path: Path) -> Path:
@@ -167,7 +169,7 @@ class TestBeside:
         """Piece by piece, as its stream gets there."""
         monkeypatch.setattr(staging, "_SPAN", PIECE)
         device = FakeAccelerator()
-        stager = DefaultStager(ports=device.port_for)
+        stager = DefaultStager(BESIDE, ports=device.port_for)
         async with checkpointer(make(), stager) as made:
             task = asyncio.create_task(made.save(state(), tmp_path / "step-1"))
             await settle(lambda: not device.idle)
@@ -176,6 +178,23 @@ class TestBeside:
             assert not task.done()
             device.held = False
             device.run()
+            assert await (await task).written()
+        assert_same(loaded(tmp_path / "step-1"), state())
+
+    async def test_without_a_core_to_spare_the_file_is_only_prepared(
+        self, tmp_path: Path, make: Make, copies: Copies
+    ) -> None:
+        """Its place is reserved, and nothing is in it, until all is staged."""
+        stager = DefaultStager(CheckpointStagerConfig(write_beside=False))
+        async with checkpointer(make(), stager) as made:
+            copies.held = True
+            task = asyncio.create_task(made.save(state(), tmp_path / "step-1"))
+            file = temporary(tmp_path / "step-1")
+            await eventually(
+                lambda: file.exists() and file.stat().st_size > 4 * PIECE, "the file"
+            )
+            assert ONE not in file.read_bytes()
+            copies.go()
             assert await (await task).written()
         assert_same(loaded(tmp_path / "step-1"), state())
 

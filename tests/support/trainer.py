@@ -44,7 +44,10 @@ class Trainer:
             write_timeout_secs=float(os.environ.get("WRITE_TIMEOUT", "1800")),
         )
         self.checkpointer = aiockpt.make_async_checkpointer(
-            aiockpt.CheckpointerConfig(process_config=process),
+            aiockpt.CheckpointerConfig(
+                process_config=process,
+                staging_config=aiockpt.CheckpointStagerConfig(write_beside=True),
+            ),
             subprocess_init_fn=note_pid,
             subprocess_init_args=(f"{place}/pid",),
             checkpoint_writer_init_fn=GatedWriter,
