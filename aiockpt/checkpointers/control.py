@@ -14,9 +14,10 @@ import threading
 from contextlib import suppress
 from typing import Final
 
-from aiockpt.checkpointers.channel import Channel
+from aiockpt._channel import Channel
+from aiockpt._mapped import trusted_header
 from aiockpt.checkpointers.inbox import Inbox, Preparation
-from aiockpt.checkpointers.jobs import Job, trusted_header
+from aiockpt.checkpointers.jobs import Job
 from aiockpt.checkpointers.keeper import Keeper
 from aiockpt.checkpointers.messages import (
     Alive,

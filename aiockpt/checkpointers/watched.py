@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
-from aiockpt.checkpointers.channel import Channel
+from aiockpt._channel import Channel
 from aiockpt.checkpointers.config import CheckpointProcessConfig
 from aiockpt.checkpointers.failures import plain, raised
 from aiockpt.checkpointers.messages import (

@@ -21,17 +21,17 @@ from typing import Any, Final
 import msgspec
 
 from aiockpt._bridge import Bridge
+from aiockpt._channel import unpack
+from aiockpt._mapped import MappedSnapshot, trusted_header
 from aiockpt.checkpointers.control import Control
 from aiockpt.checkpointers.failures import failure_of, plain
 from aiockpt.checkpointers.inbox import Inbox, Preparation
 from aiockpt.checkpointers.jobs import (
     Job,
-    MappedSnapshot,
     Watch,
     decode_keywords,
     forsake,
     perform,
-    trusted_header,
 )
 from aiockpt.checkpointers.messages import (
     Begun,
@@ -40,7 +40,6 @@ from aiockpt.checkpointers.messages import (
     Progressed,
     Ready,
     Setup,
-    unpack,
 )
 
 __all__ = ["main"]
