@@ -50,15 +50,15 @@ def pass_gate(gate: str) -> None:
 
 
 class GatedWriter(CheckpointWriter):
-    """Waits at a gate before each write."""
+    """Waits at a gate before each write, beside which staging goes on."""
 
     def __init__(self, rank_info: RankInfo, gate: str) -> None:
         super().__init__(CheckpointWriterConfig(), rank_info)
         self._gate = gate
 
-    def write_snapshot(self, path: Any, snapshot: Any, /, **kwargs: Any) -> None:
+    def write_source(self, path: Any, source: Any, step: int, /, **kwargs: Any) -> None:
         pass_gate(self._gate)
-        super().write_snapshot(path, snapshot, **kwargs)
+        super().write_source(path, source, step, **kwargs)
 
 
 class Troubled(CheckpointWriter):
