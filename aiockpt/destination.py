@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import sub
+from operator import attrgetter, sub
 from typing import Final, Protocol
 
 import torch
@@ -156,7 +156,6 @@ class InTemplate:
         self._away = away
         self._match, self._terms, self._bridge = match, terms, bridge
         self._frame, self._grid = Frame.of(manifest), manifest.grid
-        self._numbers = range(manifest.tensor_count)
         # Who has no values to make needs no more of the manifest.
         self._manifest = manifest if match.parts or match.blobs else None
         entries, used = manifest.entries, manifest.segment_bytes - _nbytes(away)
@@ -204,9 +203,7 @@ class InTemplate:
         await self._bridge.run(self._arena.close)
 
     def _put_together(self) -> object:
-        found, values = self._match.tensors, self._values()
-        unused = torch.empty(0)  # a number that the tree does not mention
-        tensors = [found.get(n, values.get(n, unused)) for n in self._numbers]
+        tensors = self._match.tensors.beside(self._values())
         return _put(self._frame, tensors, self._terms, self._match.wholes)
 
     def _values(self) -> dict[int, torch.Tensor]:
@@ -272,7 +269,7 @@ def _allocate(manifest: Manifest, nbytes: int, limits: Limits) -> Arena:
 def _at_home(backings: Backings, ports: PortFor) -> int:
     """Return how many bytes need no arena in a direct receive."""
     tensors, sizes, parts = backings.tensors, backings.sizes, backings.parts
-    devices = {tensor.device for tensor in tensors}
+    devices = set(map(attrgetter("device"), tensors))
     away = {device for device in devices if ports(device) is not None}
     nbytes = sum(sizes) - sum(sizes[entry] for entry in parts)
     if away:

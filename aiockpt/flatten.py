@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from itertools import islice
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -16,20 +18,35 @@ from aiockpt._drafts import Drafts, draft
 from aiockpt._gc import collector_paused
 from aiockpt._leaves import extension
 from aiockpt.errors import AiockptError, StateDictError, UnsupportedLeafError
-from aiockpt.wire.layout import Storage, plan_segment
+from aiockpt.wire.layout import plan_segment
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import TensorSpec
 from aiockpt.wire.paths import Node, Path, format_path
 from aiockpt.wire.references import renumber
 from aiockpt.wire.registry import REGISTRY, register_leaf
+from aiockpt.wire.storages import Storages
 from aiockpt.wire.tree import encode_tree
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-__all__ = ["Description", "Survey", "describe", "register_leaf", "survey"]
+__all__ = [
+    "Description",
+    "Layout",
+    "Survey",
+    "describe",
+    "lay_out",
+    "register_leaf",
+    "survey",
+]
 
-_DENSE_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_DENSE_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+_LAYOUT: Final = attrgetter("layout")
+_IS_QUANTIZED: Final = attrgetter("is_quantized")
+_IS_NESTED: Final = attrgetter("is_nested")
+
+# Tensors that C functions look at in a row, with the interpreter lock held.
+_SLICE: Final = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +57,7 @@ class Description:
     """
 
     tree: Node
-    storages: Sequence[Storage]
+    storages: Storages
     offsets: Sequence[int]
     segment_bytes: int
     backings: Backings
@@ -62,6 +79,23 @@ class Survey:
     wholes: Mapping[int, torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a survey's tensors come in a checkpoint.
+
+    ``firsts`` are the numbers that entries go by in the survey, in the order of the
+    data segment, as ``storages`` and ``offsets``; ``numbers`` are the tensors' numbers
+    in the manifest, in the order of the survey.
+    """
+
+    firsts: Sequence[int]
+    storages: Storages
+    offsets: Sequence[int]
+    segment_bytes: int
+    views: Sequence[TensorSpec]
+    numbers: Sequence[int]
+
+
 class _Collector:
     """Numbers tensors as the tree codec meets them; one object, one number."""
 
@@ -81,6 +115,7 @@ class _Collector:
             registry=REGISTRY,
             leaf=partial(self._leaf_below, path) if path else self._leaf,
             limits=self._limits,
+            row=None if path else self._row,
         )
 
     def _leaf_below(self, above: Path, value: object, path: Path) -> Node:
@@ -104,6 +139,43 @@ class _Collector:
             return ["blob", self._number(blob, path)]
         odd = extension(value, path, allow_pickle=self._allow_pickle)
         return None if odd is None else ["ext", odd.tag, self.encode(odd.payload, path)]
+
+    def _row(
+        self, keys: Sequence[str], values: Sequence[object], path: Path
+    ) -> list[int] | None:
+        """Number dense tensors: most state dicts have long rows of them."""
+        if not _are_dense_tensors(values):
+            return None
+        numbers: list[int] = []
+        above = f"{format_path(path)}." if path else ""
+        for start in range(0, len(keys), _SLICE):
+            some, tensors = keys[start : start + _SLICE], values[start : start + _SLICE]
+            numbers += self._in_a_row(above, some, tensors) or [
+                self._number(tensor, (*path, key))
+                for key, tensor in zip(some, tensors, strict=True)
+            ]
+        return numbers
+
+    def _in_a_row(
+        self, above: str, keys: Sequence[str], tensors: Sequence[torch.Tensor]
+    ) -> Iterable[int] | None:
+        """Number tensors that are new, if their names are plain and new, too."""
+        if not (all(keys) and "".join(keys).isascii()):
+            return None
+        first = len(self.tensors)
+        numbers = range(first, first + len(tensors))
+        self._numbers.update(zip(map(id, tensors), numbers, strict=True))
+        self.names.update(dict.fromkeys([above + key for key in keys]))
+        if (
+            len(self._numbers) < numbers.stop
+            or len(self.names) < numbers.stop
+            or "__metadata__" in self.names
+        ):
+            self._numbers = {id(tensor): n for n, tensor in enumerate(self.tensors)}
+            self.names = dict.fromkeys(islice(self.names, first))
+            return None
+        self.tensors += tensors
+        return numbers
 
     def _number(self, tensor: torch.Tensor, path: Path) -> int:
         identity = id(tensor)
@@ -131,6 +203,22 @@ def _is_dense_tensor(value: object) -> TypeIs[torch.Tensor]:
         and not value.is_quantized  # type: ignore[attr-defined]
         and not value.is_nested  # type: ignore[attr-defined]
     )
+
+
+def _are_dense_tensors(values: Sequence[object]) -> TypeIs[Sequence[torch.Tensor]]:
+    """Say whether all are, as `_is_dense_tensor` does of one."""
+    if any(REGISTRY.by_type(each) is not None for each in _DENSE_TYPES):
+        return False  # they travel as their user says
+    for start in range(0, len(values), _SLICE):
+        some = values[start : start + _SLICE]
+        if (
+            not set(map(type, some)) <= _DENSE_TYPES
+            or set(map(_LAYOUT, some)) != {torch.strided}
+            or any(map(_IS_QUANTIZED, some))
+            or any(map(_IS_NESTED, some))
+        ):
+            return False
+    return True
 
 
 def survey(
@@ -179,30 +267,36 @@ def describe(
         state_dict, limits=limits, allow_pickle=allow_pickle, writing=writing
     )
     with _looking():
-        return _laid_out(found)
-
-
-def _laid_out(found: Survey) -> Description:
-    drafts, firsts = found.drafts, found.drafts.entries()
-    storages = [drafts.storage(number, found.names[number]) for number in firsts]
-    order, offsets, segment_bytes = plan_segment(storages)
-    firsts = [firsts[index] for index in order]
-    views, numbers = _number_tensors(drafts, firsts)
-    renumber(found.tree, numbers)
+        layout = lay_out(found)
+        renumber(found.tree, layout.numbers)
     return Description(
         tree=found.tree,
-        storages=[storages[index] for index in order],
-        offsets=offsets,
-        segment_bytes=segment_bytes,
-        backings=drafts.backings.taken(firsts),
-        views=views,
+        storages=layout.storages,
+        offsets=layout.offsets,
+        segment_bytes=layout.segment_bytes,
+        backings=found.drafts.backings.taken(layout.firsts),
+        views=layout.views,
     )
+
+
+def lay_out(found: Survey) -> Layout:
+    """Give every tensor its place; whoever uses the tree renumbers it."""
+    drafts, firsts = found.drafts, found.drafts.entries()
+    storages = drafts.storages(firsts, found.names)
+    order, offsets, segment_bytes = plan_segment(storages)
+    if order != range(len(firsts)):
+        firsts = [*map(firsts.__getitem__, order)]
+    views, numbers = _number_tensors(drafts, firsts)
+    taken = storages.taken(order)
+    return Layout(firsts, taken, offsets, segment_bytes, views, numbers)
 
 
 def _number_tensors(
     drafts: Drafts, firsts: Sequence[int]
-) -> tuple[list[TensorSpec], list[int]]:
+) -> tuple[Sequence[TensorSpec], Sequence[int]]:
     """Number the plain tensors after their entries, and the others behind them."""
+    if isinstance(firsts, range):  # of all tensors: each is an entry, in its order
+        return (), firsts
     views: list[TensorSpec] = []
     numbers = [0] * len(drafts.codes)
     for entry, first in enumerate(firsts):

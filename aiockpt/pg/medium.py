@@ -26,6 +26,7 @@ from aiockpt.pg.sealing import HostSealing, OnChunk, Sealing
 from aiockpt.staging import Snapshot, Stager, StagerOptions
 from aiockpt.template import Template
 from aiockpt.wire.chunks import DEVICE_ALGORITHM, ChunkGrid
+from aiockpt.wire.foretelling import Foretold
 from aiockpt.wire.layout import LENGTH_BYTES
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import ForeignHeader, Manifest, decode_header, header_length
@@ -70,7 +71,7 @@ class Medium(Protocol):
     def mover(self, group: Group, rank: int, *, sending: bool) -> Mover:
         """Return what moves messages between this rank and another one."""
 
-    def read(self, offer: mmap, limits: Limits) -> Offered:
+    def read(self, offer: mmap, limits: Limits, foretold: Foretold | None) -> Offered:
         """Return what a sender has said; see `decode_header`."""
 
     def destination(
@@ -143,8 +144,8 @@ class _Host:
     def mover(self, group: Group, rank: int, *, sending: bool) -> Mover:
         return Mover(group, rank, sending=sending)
 
-    def read(self, offer: mmap, limits: Limits) -> Offered:
-        return Offered(decode_header(offer, limits=limits))
+    def read(self, offer: mmap, limits: Limits, foretold: Foretold | None) -> Offered:
+        return Offered(decode_header(offer, limits=limits, foretold=foretold))
 
     def destination(
         self,
@@ -206,11 +207,13 @@ class DeviceMedium:
         """Return one whose messages are on the device."""
         return DeviceMover(group, rank, self._board, sending=sending)
 
-    def read(self, offer: mmap, limits: Limits) -> Offered:
+    def read(self, offer: mmap, limits: Limits, foretold: Foretold | None) -> Offered:
         """Return the manifest, and what is on the sender's device."""
         length = header_length(offer[:LENGTH_BYTES], limits=limits)
         header, placement = memoryview(offer)[:length], memoryview(offer)[length:]
-        found = decode_header(header, limits=limits, algorithm=DEVICE_ALGORITHM)
+        found = decode_header(
+            header, limits=limits, algorithm=DEVICE_ALGORITHM, foretold=foretold
+        )
         return Offered(found, decode_placement(placement, len(found.entries)))
 
     def destination(
