@@ -20,7 +20,8 @@ import torch
 from aiockpt._backings import Backings, Part
 from aiockpt._columns import column, numbers
 from aiockpt._device import Event, Pair, PortFor
-from aiockpt.memory import Arena, view_of_address
+from aiockpt._in_place import InPlace
+from aiockpt.memory import Arena
 
 __all__ = ["CopyPlan", "Fences", "InPlace", "once", "part_pairs", "raw_bytes"]
 
@@ -288,30 +289,3 @@ class CopyPlan:
         if self._whole is None:
             self._whole = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
         return self._whole[start : start + nbytes]
-
-
-class InPlace:
-    """The data segment in the state dict's own memory, where that is possible.
-
-    One window over all of the state's host memory, of which only what belongs to it
-    is ever sliced: a view of each tensor would weigh more than a small tensor.
-    """
-
-    def __init__(self, plan: CopyPlan) -> None:
-        start, stop = plan.span()
-        self._plan = plan
-        self._base = start
-        self._window = view_of_address(start, stop - start, plan)
-        self._versions: array[int] | None = None
-
-    def watch(self) -> None:
-        """Remember the state, so that `changed` can tell."""
-        self._versions = self._plan.versions()
-
-    def changed(self) -> bool:
-        """Say whether torch has written to one of the tensors since."""
-        return self._versions is not None and self._versions != self._plan.versions()
-
-    def buffers(self, start: int, stop: int) -> list[memoryview]:
-        """Return the writable views that hold ``[start, stop)``, in order."""
-        return self._plan.views(self._window, self._base, start, stop)

@@ -90,7 +90,7 @@ class Template:
             renumber(self._tree, layout.numbers)
             found = foretell(layout.storages, layout.views, self._tree)
             if found is None:
-                renumber(self._tree, _inverse(layout.numbers))
+                renumber(self._tree, _inverse(layout))
             else:
                 self._foretold = found, layout
         return found
@@ -112,14 +112,14 @@ class Template:
                 if manifest.tree is foretold.tree:  # and so is everything else
                     return self._matched(layout)
                 self._foretold = None
-                renumber(self._tree, _inverse(layout.numbers))
+                renumber(self._tree, _inverse(layout))
             return self._match(manifest)
 
     def _matched(self, layout: Layout) -> Match:
         """Return where a checkpoint goes that is laid out as this would be."""
         return Match(
             self._drafts.backings.taken(layout.firsts),
-            Filled(self._tensors, _inverse(layout.numbers)),
+            Filled(self._tensors, _inverse(layout)),
             set(),
             set(),
             self._wholes,
@@ -170,13 +170,14 @@ class Template:
         return pairing
 
 
-def _inverse(numbers: Sequence[int]) -> Sequence[int]:
-    """Return which place of ``numbers`` has each number."""
+def _inverse(layout: Layout) -> Sequence[int]:
+    """Return the number in the survey by the number in the manifest, or -1."""
+    numbers = layout.numbers
     if isinstance(numbers, range):
-        return numbers  # from 0 on
-    inverse = array("q", bytes(8 * len(numbers)))
-    for place, number in enumerate(numbers):
-        inverse[number] = place
+        return numbers  # they are the same
+    inverse = array("q", [-1]) * (len(layout.firsts) + len(layout.views))
+    for own, number in enumerate(numbers):
+        inverse[number] = own
     return inverse
 
 
