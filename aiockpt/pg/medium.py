@@ -21,6 +21,7 @@ from aiockpt.pg.device.sealing import DeviceSealing, Sealed
 from aiockpt.pg.device.segment import Segment
 from aiockpt.pg.device.staging import DeviceSnapshot, DeviceStager
 from aiockpt.pg.group import Group
+from aiockpt.pg.messages import MESSAGE_BYTES
 from aiockpt.pg.mover import Mover
 from aiockpt.pg.sealing import HostSealing, OnChunk, Sealing
 from aiockpt.staging import Snapshot, Stager, StagerOptions
@@ -61,6 +62,10 @@ class Medium(Protocol):
     @property
     def tagged(self) -> bool:
         """Whether conversations may be held at once."""
+
+    @property
+    def message_bytes(self) -> int:
+        """How long a message of a large entry may be."""
 
     async def stage(self, state_dict: object, *, step: int) -> Parcel:
         """Return a snapshot; see `aiockpt.staging.Stager.stage`."""
@@ -111,6 +116,7 @@ class _Host:
     """Host memory."""
 
     tagged = True
+    message_bytes = MESSAGE_BYTES
 
     def __init__(
         self, bridge: Bridge, *, chunk_bytes: int, allow_pickle: bool, limits: Limits
@@ -172,6 +178,7 @@ class DeviceMedium:
     """
 
     tagged = False
+    message_bytes = DeviceMover.message_bytes
 
     def __init__(
         self,

@@ -188,7 +188,8 @@ class Receive:
         outline, found = found.outline, found.without_header()
         self._progress.expect(outline)
         self._stop("allocate")
-        messages = await self._bridge.run(messages_of, found)
+        longest = self._medium.message_bytes
+        messages = await self._bridge.run(messages_of, found, longest)
         self._destination = await self._bridge.run(self._choose, found, placement)
         return _Coming(outline, messages, self._destination)
 
