@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
@@ -100,16 +99,17 @@ class Numbering:
             return None
         first = len(self.tensors)
         numbers = range(first, first + len(tensors))
-        self._numbers.update(zip(map(id, tensors), numbers, strict=True))
-        self.names.update(dict.fromkeys([above + key for key in keys]))
+        new = dict(zip(map(id, tensors), numbers, strict=True))
+        names = dict.fromkeys([above + key for key in keys])
         if (
-            len(self._numbers) < numbers.stop
-            or len(self.names) < numbers.stop
-            or "__metadata__" in self.names
+            not len(new) == len(names) == len(tensors)
+            or "__metadata__" in names
+            or not self._numbers.keys().isdisjoint(new)
+            or not self.names.keys().isdisjoint(names)
         ):
-            self._numbers = {id(tensor): n for n, tensor in enumerate(self.tensors)}
-            self.names = dict.fromkeys(islice(self.names, first))
             return None
+        self._numbers.update(new)
+        self.names.update(names)
         self.tensors += tensors
         return numbers
 

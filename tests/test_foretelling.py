@@ -179,7 +179,7 @@ class TestForetold:
 def resealed(header: bytes) -> bytes:
     """Return a header with the digest and the length that belong to it."""
     text = bytearray(header[LENGTH_BYTES:])
-    text[ID_SLICE] = snapshot_id_of(text).encode()
+    text[ID_SLICE] = snapshot_id_of(bytes(text)).encode()
     return len(text).to_bytes(LENGTH_BYTES, "little") + bytes(text)
 
 

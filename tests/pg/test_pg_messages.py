@@ -115,12 +115,10 @@ def test_long_messages_beside_their_places_are_bounded_sooner() -> None:
     landings, leavings = Landings(pieces), Leavings(pieces)
     landings.expect(0, BESIDE_BYTES)
     leavings.take(0, BESIDE_BYTES)
-    assert landings.crowded
-    assert leavings.crowded
+    assert [landings.crowded, leavings.crowded] == [True, True]
     landings.settle(0)
     leavings.gone(0)
-    assert not landings.crowded
-    assert not leavings.crowded
+    assert [landings.crowded, leavings.crowded] == [False, False]
 
 
 def test_copies_that_leave_are_bounded() -> None:
