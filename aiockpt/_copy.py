@@ -38,7 +38,6 @@ _move_small.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _move_small.restype = ctypes.c_void_p
 
 
-_DEVICE: Final = attrgetter("device")
 _VERSION: Final = attrgetter("_version")
 
 # Tensors that C functions look at in a row, with the interpreter lock held.
@@ -109,8 +108,7 @@ class CopyPlan:
         self._backings = backings
         self._arena = arena
         self._whole: torch.Tensor | None = None
-        devices = set(map(_DEVICE, backings.tensors))
-        found = {device: port_for(device) for device in devices}
+        found = {device: port_for(device) for device in backings.devices()}
         self.ports = {device: port for device, port in found.items() if port}
         # Rows, in columns: there may be 100,000.
         self._starts = array("q", offsets)

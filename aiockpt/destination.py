@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, sub
+from operator import sub
 from typing import Final, Protocol
 
 import torch
@@ -54,12 +54,16 @@ _NOTHING: Final[Away] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What a receive accepts, and whether bytes go straight into a template."""
+    """What a receive accepts, and whether bytes go straight into a template.
+
+    ``ahead`` says that whoever brings the bytes has no time to touch new pages.
+    """
 
     limits: Limits
     allow_pickle: bool
     direct: bool
     ports: PortFor
+    ahead: bool = False
 
 
 class Destination(Protocol):
@@ -128,7 +132,7 @@ class Fresh:
 
     async def prepare(self, start: int, stop: int) -> None:
         """Have the pages mapped, which may take longer than their bytes."""
-        await self._bridge.run(self._arena.populate, start, stop)
+        await self._bridge.run(_populate, self._arena, start, stop, self._terms)
 
     async def assemble(self) -> object:
         """Put the tensors into the tree."""
@@ -181,7 +185,7 @@ class InTemplate:
     async def prepare(self, start: int, stop: int) -> None:
         """Have the arena's pages mapped; those of a template are there."""
         if not self._terms.direct:
-            await self._bridge.run(self._arena.populate, start, stop)
+            await self._bridge.run(_populate, self._arena, start, stop, self._terms)
 
     async def assemble(self) -> object:
         """Put the template's tensors, and the peer's values, into the tree."""
@@ -232,6 +236,10 @@ class InTemplate:
         return events
 
 
+def _populate(arena: Arena, start: int, stop: int, terms: Terms) -> None:
+    arena.populate(start, stop, every=terms.ahead)
+
+
 def _put(
     frame: Frame,
     tensors: Sequence[torch.Tensor],
@@ -269,8 +277,7 @@ def _allocate(manifest: Manifest, nbytes: int, limits: Limits) -> Arena:
 def _at_home(backings: Backings, ports: PortFor) -> int:
     """Return how many bytes need no arena in a direct receive."""
     tensors, sizes, parts = backings.tensors, backings.sizes, backings.parts
-    devices = set(map(attrgetter("device"), tensors))
-    away = {device for device in devices if ports(device) is not None}
+    away = {device for device in backings.devices() if ports(device) is not None}
     nbytes = sum(sizes) - sum(sizes[entry] for entry in parts)
     if away:
         nbytes -= sum(
