@@ -73,7 +73,7 @@ class LiveState:
         self._plan = CopyPlan(
             found.backings,
             found.offsets,
-            [storage.nbytes for storage in found.storages],
+            found.storages.sizes,
             arena=self._arena,
             port_for=ports,
         )

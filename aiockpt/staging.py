@@ -211,7 +211,7 @@ class Stager:
         plan = CopyPlan(
             description.backings,
             description.offsets,
-            [storage.nbytes for storage in description.storages],
+            description.storages.sizes,
             arena=arena,
             port_for=self._ports,
         )

@@ -206,6 +206,7 @@ class PGTransport(CheckpointTransport[T]):
             allow_pickle=self._allow_pickle,
             direct=direct,
             ports=port_for,
+            ahead=True,  # gloo has one thread, for the wire and for the pages
         )
         options = ReceiveOptions(
             into=into, template=self._state_dict, progress=progress, terms=terms
