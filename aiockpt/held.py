@@ -130,7 +130,9 @@ class HeldInTemplate(Held):
         self, manifest: Manifest, own: Survey, goal: InTemplate, *, ports: PortFor
     ) -> None:
         mine = goal.match.backings
-        merged, values = _merged(mine, alike(manifest, own))
+        merged, values = mine, list[int]()
+        if goal.match.parts or goal.match.blobs:  # else the tree may be renumbered
+            merged, values = _merged(mine, alike(manifest, own))
         super().__init__(manifest, merged, arena=goal.arena, ports=ports)
         entries = manifest.entries
         self._values = _Ranges((entries.starts[e], entries.stops[e]) for e in values)
