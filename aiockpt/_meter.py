@@ -51,7 +51,18 @@ class Meter:
                 self._state,
                 bytes_done=done,
                 chunks_done=self._state.chunks_done + chunks,
-                rate=done / elapsed,
+                rate=(done - self._state.bytes_reused) / elapsed,
+            )
+        )
+
+    def reuse(self, nbytes: int, chunks: int) -> None:
+        """Tell that these need not arrive."""
+        self._tell(
+            replace(
+                self._state,
+                bytes_done=self._state.bytes_done + nbytes,
+                bytes_reused=self._state.bytes_reused + nbytes,
+                chunks_done=self._state.chunks_done + chunks,
             )
         )
 

@@ -27,18 +27,25 @@ _LAYOUT: Final = attrgetter("layout")
 _IS_QUANTIZED: Final = attrgetter("is_quantized")
 _IS_NESTED: Final = attrgetter("is_nested")
 
+_EMPTY: Final[Node] = ["list", []]
+
 # Tensors that C functions look at in a row, with the interpreter lock held.
 _SLICE: Final = 2000
 
 
 class Numbering:
-    """Numbers tensors as the tree codec meets them; one object, one number."""
+    """Numbers tensors as the tree codec meets them; one object, one number.
 
-    def __init__(self, limits: Limits, *, allow_pickle: bool, writing: bool) -> None:
+    With ``reading`` those that have no memory count as nothing.
+    """
+
+    def __init__(
+        self, limits: Limits, *, allow_pickle: bool, writing: bool, reading: bool
+    ) -> None:
         self.tensors: list[torch.Tensor] = []
         self.names: dict[str, None] = {}
         self.wholes: dict[int, torch.Tensor] = {}
-        self.writing = writing
+        self.writing, self._reading = writing, reading
         self._numbers: dict[int, int] = {}
         self._limits = limits
         self._allow_pickle = allow_pickle
@@ -59,6 +66,8 @@ class Numbering:
     def _leaf(self, value: object, path: Path) -> Node:
         """Say how a leaf travels; None where it cannot."""
         if _is_dense_tensor(value):
+            if self._reading and value.is_meta:
+                return _EMPTY
             return ["tensor", self._number(value, path)]
         if (parts := take_apart(value, path)) is not None:
             for tensor in parts.tensors:
@@ -80,6 +89,8 @@ class Numbering:
     ) -> list[int] | None:
         """Number dense tensors: most state dicts have long rows of them."""
         if not _are_dense_tensors(values):
+            return None
+        if self._reading and any(tensor.is_meta for tensor in values):
             return None
         numbers: list[int] = []
         above = f"{format_path(path)}." if path else ""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from operator import attrgetter
 
 from aiockpt._distributed import TAGS
-from aiockpt.errors import TemplateMismatchError
+from aiockpt.errors import RemoteProtocolError, TemplateMismatchError
 from aiockpt.wire.paths import Node, Path, format_path
 from aiockpt.wire.references import Mention, mentions
 
-__all__ = ["Places", "is_filled", "mismatch", "path_of"]
+__all__ = ["Places", "check_numbers", "is_filled", "mismatch", "path_of"]
 
 
 def is_filled(mention: Mention) -> bool:
@@ -37,6 +37,17 @@ def mismatch(path: Path, *, expected: str, actual: str) -> TemplateMismatchError
     return TemplateMismatchError(format_path(path), expected=expected, actual=actual)
 
 
+def check_numbers(numbers: Sequence[int], count: int) -> None:
+    """Refuse a mention of tensors that a manifest of ``count`` tensors lacks.
+
+    Raises:
+        RemoteProtocolError: there is one.
+    """
+    if numbers and not 0 <= min(numbers) <= max(numbers) < count:
+        wrong = next(number for number in numbers if not 0 <= number < count)
+        raise RemoteProtocolError(f"the tree names tensor {wrong}")
+
+
 class Places:
     """Pairs their tensors to fill with ours while their tree is read.
 
@@ -44,16 +55,22 @@ class Places:
     keys in another order, paths are looked up from there on: that takes more time and
     much more memory, since there may be 100,000.
 
+    Args:
+        own: Our tree.
+        counts: Which mentions of ours are paired; whoever calls `add` picks theirs.
+
     Attributes:
         theirs: The number of each of their tensors, place by place.
         own: The number of ours that is in the same place.
     """
 
-    def __init__(self, own: Node) -> None:
+    def __init__(
+        self, own: Node, counts: Callable[[Mention], bool] = is_filled
+    ) -> None:
         self.theirs = array("q")
         self.own = array("q")
-        self._tree = own
-        self._beside = filter(is_filled, mentions(own))
+        self._tree, self._counts = own, counts
+        self._beside = filter(counts, mentions(own))
         self._by_path: dict[Path, int] = {}
         self._unmet: dict[Path, int] = {}
         self._astray: list[Path] = []
@@ -72,7 +89,7 @@ class Places:
 
     def _part(self) -> None:
         self._parted = True
-        self._beside = filter(is_filled, mentions(self._tree))
+        self._beside = filter(self._counts, mentions(self._tree))
         for mention in self._beside:
             for path, _, number, _ in mention.references():
                 self._by_path[path] = number

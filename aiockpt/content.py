@@ -52,7 +52,12 @@ class Content:
         manifest: What it holds; a foreign header as `manifest_of_file` adopts it.
         fetch: Brings its bytes.
         mapping: The whole file in memory; None: an arena that ``fetch`` fills.
+
+    Attributes:
+        arena: The memory of a content that has no mapping.
     """
+
+    arena: Arena
 
     def __init__(
         self,
@@ -73,7 +78,7 @@ class Content:
             self.address = addressof(c_char.from_buffer(mapping)) + base
             self._tensors = tensors_over(manifest, mapping, base=base)
         else:
-            arena = _arena(manifest.segment_bytes)
+            self.arena = arena = _arena(manifest.segment_bytes)
             self.memory, self.address = arena.buffer, arena.address
             self._tensors = tensors_over(manifest, arena.buffer)
 

@@ -8,7 +8,7 @@ byte of a template is written (unless ``direct`` has let them in already).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import sub
@@ -16,6 +16,7 @@ from typing import Final, Protocol
 
 import torch
 
+from aiockpt._autograd import mark_changed
 from aiockpt._backings import Backings
 from aiockpt._bridge import Bridge
 from aiockpt._copy import CopyPlan, Fences
@@ -41,14 +42,10 @@ __all__ = [
     "InTemplate",
     "Terms",
     "destination_of",
-    "mark_changed",
 ]
 
 # A receiver with less to spare would take the host down with it.
 _SHARE_OF_MEMORY = 0.9
-
-# Tensors per call into torch, which keeps the interpreter lock for all of them.
-_SLICE = 1000
 
 
 _NOTHING: Final[Away] = {}
@@ -76,6 +73,10 @@ class Destination(Protocol):
     @property
     def memory(self) -> Memory:
         """The data segment."""
+
+    @property
+    def arena(self) -> Arena:
+        """Where the data segment is, as far as it is in no template's memory."""
 
     @property
     def touched(self) -> bool:
@@ -127,8 +128,8 @@ class Fresh:
         self._terms, self._bridge = terms, bridge
         used = manifest.segment_bytes - _nbytes(away)
         self._loan = _allocate(manifest, used, terms)
-        self._arena = self._loan.arena
-        self.memory: Memory = self._arena
+        self.arena = self._loan.arena
+        self.memory: Memory = self.arena
         self._tensors = tensors_over(manifest, self._loan.buffer, away=away)
         self._frame = Frame.of(manifest)
 
@@ -137,7 +138,7 @@ class Fresh:
 
     async def prepare(self, start: int, stop: int) -> None:
         """Have the pages mapped, which may take longer than their bytes."""
-        touch = partial(self._arena.populate, every=self._terms.ahead)
+        touch = partial(self.arena.populate, every=self._terms.ahead)
         await self._bridge.run(touch, start, stop)
 
     async def assemble(self) -> object:
@@ -153,6 +154,7 @@ class InTemplate:
     """The tensors of a template, at the end or (``direct``) from the beginning.
 
     Entries that are ``away`` are somebody else's, and ``match`` has nothing for them.
+    Chunks that are added to ``home`` are in the template already.
     """
 
     def __init__(
@@ -165,7 +167,7 @@ class InTemplate:
         away: Away = _NOTHING,
     ) -> None:
         self._away = away
-        self._match, self._terms, self._bridge = match, terms, bridge
+        self.match, self._terms, self._bridge = match, terms, bridge
         self._frame, self._grid = Frame.of(manifest), manifest.grid
         # Who has no values to make needs no more of the manifest.
         self._manifest = manifest if match.parts or match.blobs else None
@@ -173,27 +175,28 @@ class InTemplate:
         if terms.direct:
             used -= _at_home(match.backings, terms.ports)
         self._loan = _allocate(manifest, used, terms)
-        self._arena = self._loan.arena
-        self._copies = CopyPlan(
+        self.arena = self._loan.arena
+        self.copies = CopyPlan(
             match.backings,
             entries.starts,
             array("q", map(sub, entries.stops, entries.starts)),
-            arena=self._arena,
+            arena=self.arena,
             port_for=terms.ports,
         )
-        self.memory: Memory = self._arena
+        self.memory: Memory = self.arena
         if terms.direct:
-            self.memory = self._copies.in_place()
+            self.memory = self.copies.in_place()
         self.touched = False
+        self.home: set[int] = set()
 
     def begin(self) -> None:
         """Say that the template changes from now on, if it does."""
-        self.touched = self._terms.direct and bool(self._match.tensors)
+        self.touched = self._terms.direct and bool(self.match.tensors)
 
     async def prepare(self, start: int, stop: int) -> None:
         """Have the arena's pages mapped; those of a template are there."""
         if not self._terms.direct:
-            touch = partial(self._arena.populate, every=self._terms.ahead)
+            touch = partial(self.arena.populate, every=self._terms.ahead)
             await self._bridge.run(touch, start, stop)
 
     async def assemble(self) -> object:
@@ -214,37 +217,39 @@ class InTemplate:
             self._bridge.post(self._drain)  # keeps the memory until it is idle
             raise
         if self._terms.warm is None:
-            await self._bridge.run(self._arena.close)
+            await self._bridge.run(self.arena.close)
         else:
             self._loan.finish()
 
     def _put_together(self) -> object:
-        tensors = self._match.tensors.beside(self._values())
-        return _put(self._frame, tensors, self._terms, self._match.wholes)
+        tensors = self.match.tensors.beside(self._values())
+        return _put(self._frame, tensors, self._terms, self.match.wholes)
 
     def _values(self) -> dict[int, torch.Tensor]:
         if self._manifest is None:
             return {}
-        parts, blobs = self._match.parts, self._match.blobs
+        parts, blobs = self.match.parts, self.match.blobs
         buffer = self._loan.buffer
         away = self._away
         return parts_over(self._manifest, buffer, parts=parts, blobs=blobs, away=away)
 
     def _fences(self) -> Fences:
-        return self._copies.fences()
+        return self.copies.fences()
 
     def _drain(self) -> None:
-        self._copies.drain()
+        self.copies.drain()
 
     def _load(self, fences: Fences) -> list[Event]:
-        mark_changed(self._match.changed())
+        mark_changed(self.match.changed())
         self.touched = True
-        events = self._copies.load_parts(fences)
+        events = self.copies.load_parts(fences)
         for chunk in range(len(self._grid)):
+            if chunk in self.home:
+                continue
             start, stop = self._grid.range(chunk)
             if not self._terms.direct:
-                self._copies.load_host(start, stop)
-            events += self._copies.load_device(start, stop, fences)
+                self.copies.load_host(start, stop)
+            events += self.copies.load_device(start, stop, fences)
         return events
 
 
@@ -291,10 +296,3 @@ def _at_home(backings: Backings, ports: PortFor) -> int:
         if tensor.device in away and entry not in parts:
             nbytes -= sizes[entry]
     return nbytes
-
-
-def mark_changed(tensors: Iterable[torch.Tensor]) -> None:
-    """Tell autograd that the memory changes behind its back."""
-    counted = [tensor for tensor in tensors if not tensor.is_inference()]
-    for start in range(0, len(counted), _SLICE):
-        torch.autograd.graph.increment_version(counted[start : start + _SLICE])

@@ -80,19 +80,27 @@ class Layout:
 
 
 def survey(
-    state_dict: object, *, limits: Limits, allow_pickle: bool, writing: bool
+    state_dict: object,
+    *,
+    limits: Limits,
+    allow_pickle: bool,
+    writing: bool,
+    reading: bool = False,
 ) -> Survey:
     """Look at a state dict without copying a byte of it.
 
     ``writing`` says that its memory is going to be written: what has no memory to
-    write to is refused then.
+    write to is refused then. ``reading`` says that it is only looked for what may be
+    of use: tensors without memory are left out then, and not refused.
 
     Raises:
         UnsupportedLeafError: a leaf has no encoding; its path is in ``path``.
         LimitExceededError: too deep or too many nodes; containers with cycles too.
         StateDictError: a tensor or a registered type failed when it was looked at.
     """
-    numbering = Numbering(limits, allow_pickle=allow_pickle, writing=writing)
+    numbering = Numbering(
+        limits, allow_pickle=allow_pickle, writing=writing, reading=reading
+    )
     with _looking():
         tree = numbering.encode(state_dict)
         tensors, names = numbering.tensors, [*numbering.names]

@@ -26,14 +26,17 @@ class Progress:
 
     Attributes:
         stop: The stop that it is at: ``fetch_manifest``, ``allocate``,
-            ``fetch_chunk``, ``load`` or ``rebuild``; ``write``.
-        bytes_done: Bytes of the data segment that have arrived, or were written.
+            ``plan`` (with ``have``), ``fetch_chunk``, ``load`` or ``rebuild``;
+            ``write``.
+        bytes_done: Bytes of the data segment that have arrived, or were written;
+            those that were there already (``have``) count.
         bytes_total: Bytes of the data segment; 0 until the manifest is known. With
             ``select`` those of the chunks that are fetched; it may grow once.
         chunks_done: Chunks whose digest matched; over a process group, where digests
             come last, chunks that have arrived.
         chunks_total: Chunks of the data segment.
         rate: Bytes per second since the first chunk was asked for.
+        bytes_reused: Those of ``bytes_done`` that were there already.
     """
 
     stop: str
@@ -42,6 +45,7 @@ class Progress:
     chunks_done: int = 0
     chunks_total: int = 0
     rate: float = 0.0
+    bytes_reused: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +60,7 @@ class TransferEvent:
         step: The checkpoint's step, where known.
         peer: The other end without credentials, where there is one.
         nbytes: Bytes moved.
+        reused: Bytes that were there already (``have``), and were not moved.
         seconds: How long it took.
         detail: The error or the remark, as one line.
         level: A level of :mod:`logging`.
@@ -65,6 +70,7 @@ class TransferEvent:
     step: int | None = None
     peer: str = ""
     nbytes: int = 0
+    reused: int = 0
     seconds: float = 0.0
     detail: str = ""
     level: int = logging.DEBUG
@@ -77,6 +83,8 @@ class TransferEvent:
             words.append(f"peer={self.peer}")
         if self.nbytes:
             words.append(f"bytes={self.nbytes}")
+        if self.reused:
+            words.append(f"reused={self.reused}")
         if self.seconds:
             words.append(f"seconds={self.seconds:.3f}")
         if self.nbytes and self.seconds:

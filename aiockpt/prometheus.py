@@ -162,6 +162,12 @@ class _Events:
         self._bytes = Counter(
             "aiockpt_event_bytes", "Bytes that events moved.", ("stop",), registry=None
         )
+        self._reused = Counter(
+            "aiockpt_event_reused_bytes",
+            "Bytes that were there already, and were not moved.",
+            ("stop",),
+            registry=None,
+        )
         self._seconds = Histogram(
             "aiockpt_event_seconds",
             "How long what is over took.",
@@ -176,11 +182,13 @@ class _Events:
         self._number.labels(event.stop, level).inc()
         if event.nbytes:
             self._bytes.labels(event.stop).inc(event.nbytes)
+        if event.reused:
+            self._reused.labels(event.stop).inc(event.reused)
         if event.seconds:
             self._seconds.labels(event.stop).observe(event.seconds)
 
     def collect(self) -> Iterator[Metric]:
-        for each in (self._number, self._bytes, self._seconds):
+        for each in (self._number, self._bytes, self._reused, self._seconds):
             yield from each.collect()
 
 

@@ -12,9 +12,9 @@ from aiockpt._backings import Backings
 from aiockpt._distributed import has_version
 from aiockpt._gc import collector_paused
 from aiockpt._pairing import Pairing
-from aiockpt._places import Places, is_filled, mismatch, path_of
+from aiockpt._places import Places, check_numbers, is_filled, mismatch, path_of
 from aiockpt._wholes import layouts
-from aiockpt.errors import RemoteProtocolError, UnsupportedLeafError
+from aiockpt.errors import UnsupportedLeafError
 from aiockpt.flatten import Layout, lay_out, survey
 from aiockpt.wire.foretelling import Foretold, foretell
 from aiockpt.wire.limits import Limits
@@ -57,7 +57,7 @@ class Match:
 
 
 class Template:
-    """A state dict to receive into.
+    """A state dict to receive into; ``own`` is what it looks like.
 
     Raises:
         UnsupportedLeafError: it has a leaf that no checkpoint can hold, a tensor
@@ -68,7 +68,7 @@ class Template:
         self, state_dict: object, *, limits: Limits, allow_pickle: bool
     ) -> None:
         own = survey(state_dict, limits=limits, allow_pickle=allow_pickle, writing=True)
-        self._own, self._limits = own, limits
+        self.own, self._limits = own, limits
         self._tree, self._tensors, self._drafts = own.tree, own.tensors, own.drafts
         self._wholes = own.wholes
         self._count, self._values = _count_filled(own.tree)
@@ -86,7 +86,7 @@ class Template:
         if self._values or self._wholes or self._foretold is not None:
             return None
         with collector_paused():
-            layout = lay_out(self._own)
+            layout = lay_out(self.own)
             renumber(self._tree, layout.numbers)
             found = foretell(layout.storages, layout.views, self._tree)
             if found is None:
@@ -129,7 +129,7 @@ class Template:
         places = Places(self._tree)
         values: list[Reference] = []
         for mention in mentions(manifest.tree):
-            _check(mention.numbers, manifest.tensor_count)
+            check_numbers(mention.numbers, manifest.tensor_count)
             if is_filled(mention):
                 places.add(mention)
             else:
@@ -196,12 +196,6 @@ def _count_filled(tree: Node) -> tuple[int, int]:
         count += len(mention.numbers) if filled else 0
         values += not filled
     return count, values
-
-
-def _check(numbers: Sequence[int], count: int) -> None:
-    if numbers and not 0 <= min(numbers) <= max(numbers) < count:
-        wrong = next(number for number in numbers if not 0 <= number < count)
-        raise RemoteProtocolError(f"the tree names tensor {wrong}")
 
 
 def _keep_apart(

@@ -13,11 +13,11 @@ from typing import Final
 
 import torch
 
+from aiockpt._autograd import mark_changed
 from aiockpt._copy import once
 from aiockpt._device import Event, Port, PortFor
 from aiockpt._distributed import has_version
 from aiockpt.content import Content
-from aiockpt.destination import mark_changed
 from aiockpt.landing import DeviceMemory, Place, host_memory
 
 __all__ = ["Wants"]

@@ -102,7 +102,7 @@ class TestImports:
             ["--version"],
             ["nonsense"],
             *([command, "--help"] for command in ("serve", "fetch", "inspect")),
-            *([command, "--help"] for command in ("verify", "demo")),
+            *([command, "--help"] for command in ("verify", "demo", "doctor")),
             ["fetch", "ftp://host/", "-o", "f"],
             ["inspect", "/nonexistent"],
         ],

@@ -26,11 +26,11 @@ class AppSender(Sender):
         super().__init__(bridge)
         self._runner: web.AppRunner | None = None
 
-    async def offer(self) -> str:
+    async def offer(self, host: str = "127.0.0.1") -> str:
         """Start the application, publish the state dict; return the metadata."""
         await self.retract()
-        listening = socket.create_server(("127.0.0.1", 0))
-        base = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        listening = socket.create_server((host, 0))
+        base = f"http://{host}:{listening.getsockname()[1]}/"
         transport: HTTPTransport[object] = HTTPTransport(_TIMEOUT, advertise=base)
         app = web.Application()
         app.router.add_get(f"/{SMALL}", _answer)

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 
+from aiockpt.bench.delta import measure_delta, rows_of_delta
+from aiockpt.bench.distant import measure_url, rows_of_url
 from aiockpt.bench.embedded import measure_embedded, rows_of_embedded
 from aiockpt.bench.footprint import Footprint, measure_footprint
 from aiockpt.bench.group_measuring import (
@@ -18,6 +20,7 @@ from aiockpt.bench.group_measuring import (
 from aiockpt.bench.machine import describe_machine
 from aiockpt.bench.measuring import Pair, Plan, measure_shape
 from aiockpt.bench.options import Options, parse
+from aiockpt.bench.plot import as_svg
 from aiockpt.bench.process import BenchError, Worker
 from aiockpt.bench.report import Report, as_json, as_markdown, as_text
 from aiockpt.bench.rival import is_installed
@@ -54,6 +57,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _require_memory(options: Options) -> None:
+    if options.url is not None:
+        return  # the receive itself refuses what does not fit
     needed, free = _COPIES * options.size, available_memory()
     if needed > free:
         raise BenchError(
@@ -63,14 +68,21 @@ def _require_memory(options: Options) -> None:
 
 
 def _measure(options: Options) -> Report:
-    facts = {**asdict(options), "json": str(options.json)}
-    report = Report(machine=describe_machine(), options=facts)
+    report = Report(machine=describe_machine(), options=_facts(options))
     if options.checkpointer:
         _measure_saving(report, options)
-        return report
-    if options.embedded:
+    elif options.embedded:
         _measure_embedded(report, options)
-        return report
+    elif options.delta:
+        _measure_delta(report, options)
+    elif options.url is not None:
+        _measure_url(report, options.url, options.repeat)
+    else:
+        _measure_transport(report, options)
+    return report
+
+
+def _measure_transport(report: Report, options: Options) -> None:
     plan = Plan(
         size=options.size,
         repeat=options.repeat,
@@ -84,7 +96,6 @@ def _measure(options: Options) -> Report:
             measure(sender, receiver, shape, plan, report)
     order = list(dict.fromkeys(row.what for row in report.rows))
     report.rows.sort(key=lambda row: order.index(row.what))
-    return report
 
 
 def _measure_saving(report: Report, options: Options) -> None:
@@ -107,6 +118,30 @@ def _measure_embedded(report: Report, options: Options) -> None:
         )
         report.series[shape] = found
         report.rows += rows_of_embedded(shape, found)
+
+
+def _measure_delta(report: Report, options: Options) -> None:
+    for shape in _shapes(options):
+        found = measure_delta(
+            shape, options.size, options.repeat, partial(_note, shape)
+        )
+        report.series[shape] = found
+        report.rows += rows_of_delta(shape, found)
+
+
+def _measure_url(report: Report, url: str, repeat: int) -> None:
+    def note(text: str) -> None:
+        sys.stderr.write(f"{text}\n")
+
+    shape, found = measure_url(url, repeat, note)
+    report.series[shape] = found
+    report.rows += rows_of_url(shape, found)
+
+
+def _facts(options: Options) -> dict[str, object]:
+    """Return the options as they may be shown: without what is behind the #."""
+    facts = {**asdict(options), "json": str(options.json), "plot": str(options.plot)}
+    return facts | {"url": options.url and options.url.partition("#")[0]}
 
 
 def _shapes(options: Options) -> Iterable[Shape]:
@@ -159,4 +194,6 @@ def _note(shape: Shape, text: str) -> None:
 def _write(report: Report, options: Options) -> None:
     if options.json is not None:
         options.json.write_text(json.dumps(as_json(report)) + "\n")
+    if options.plot is not None:
+        options.plot.write_text(as_svg(report))
     sys.stdout.write(as_markdown(report) if options.markdown else as_text(report))

@@ -14,6 +14,7 @@ __all__ = ["TRANSPORTS", "Options", "parse"]
 TRANSPORTS = ("http", "pg")
 
 _SIZE, _REPEAT = 2.0, 5
+_DELTA_SIZE, _DELTA_REPEAT = 1.0, 3  # a whole GiB takes 9 s over its line
 _QUICK_SIZE, _QUICK_REPEAT = 0.25, 3
 _LEAST = 1 / 1024  # GiB
 
@@ -30,7 +31,10 @@ class Options:
     torchft: bool
     checkpointer: bool
     embedded: bool
+    delta: bool
+    url: str | None
     json: Path | None
+    plot: Path | None
     markdown: bool
     check: bool
 
@@ -39,25 +43,43 @@ def parse(argv: Sequence[str]) -> Options:
     """Return the options; exits with a message for wrong ones."""
     parser = _parser()
     given = parser.parse_args(argv)
-    http = given.transport == "http"
-    if given.embedded and (given.checkpointer or not http):
-        parser.error("--embedded is about HTTP in an app: no other subject with it")
-    size = given.size or (_QUICK_SIZE if given.quick else _SIZE)
-    one = given.checkpointer or given.embedded
+    one = _subject(parser, given)
+    size, repeat = _defaults(given)
     shapes = SHAPES[:1] if one else SHAPES
     return Options(
         transport=given.transport,
-        size=int(size * 2**30),
-        repeat=given.repeat or (_QUICK_REPEAT if given.quick else _REPEAT),
+        size=int((given.size or size) * 2**30),
+        repeat=given.repeat or repeat,
         shapes=tuple(dict.fromkeys(given.shapes or shapes)),
         connections=tuple(dict.fromkeys((1, given.connections))),
         torchft=given.torchft,
         checkpointer=given.checkpointer,
         embedded=given.embedded,
+        delta=given.delta,
+        url=given.url,
         json=given.json,
+        plot=given.plot,
         markdown=given.markdown,
         check=given.check,
     )
+
+
+def _subject(parser: argparse.ArgumentParser, given: argparse.Namespace) -> bool:
+    """Return whether one shape is enough; complain where two subjects are named."""
+    names = ("checkpointer", "embedded", "delta", "url")
+    named = [f"--{name}" for name in names if getattr(given, name)]
+    if len(named) > 1:
+        parser.error(f"{' and '.join(named)} are different subjects: choose one")
+    if named and named != ["--checkpointer"] and given.transport != "http":
+        parser.error(f"{named[0]} is about HTTP: no --transport with it")
+    return bool(named)
+
+
+def _defaults(given: argparse.Namespace) -> tuple[float, int]:
+    """Return how many GiB, and how often."""
+    if given.quick:
+        return _QUICK_SIZE, _QUICK_REPEAT
+    return (_DELTA_SIZE, _DELTA_REPEAT) if given.delta else (_SIZE, _REPEAT)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,7 +103,16 @@ def _parser() -> argparse.ArgumentParser:
         help="measure saving instead, below the working directory")  # fmt: skip
     add("--embedded", action="store_true",
         help="measure what a transfer costs the app that serves it")  # fmt: skip
-    add("--json", type=Path, metavar="FILE", help="write all samples there")
+    add("--delta", action="store_true",
+        help="measure receives of what has changed, over a line of 1 Gb/s that it "
+        "makes: needs root")  # fmt: skip
+    add("--url", metavar="URL",
+        help="measure receives from another host, which runs aiockpt serve: the URL "
+        "that it prints")  # fmt: skip
+    add("--json", type=Path, metavar="FILE",
+        help="write all samples there, and what the machine is")  # fmt: skip
+    add("--plot", type=Path, metavar="FILE.svg",
+        help="draw the rows there, beside what they are compared with")  # fmt: skip
     add("--markdown", action="store_true", help="print tables for a document")
     add("--check", action="store_true", help="exit with 1 if a target is missed")
     return parser

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -20,14 +21,17 @@ class BenchError(RuntimeError):
 
 
 class Worker:
-    """A process with a role, ``sender`` or ``receiver``; use it in a ``with`` block."""
+    """A process with a role, ``sender`` or ``receiver``; use it in a ``with`` block.
 
-    def __init__(self, role: str) -> None:
+    ``inside`` is a command that runs it.
+    """
+
+    def __init__(self, role: str, inside: Sequence[str] = ()) -> None:
         self._role = role
         self._doing = ""
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by __exit__
         self._process = subprocess.Popen(  # noqa: S603 - our own module
-            [sys.executable, "-m", "aiockpt.bench.worker", role],
+            [*inside, sys.executable, "-m", "aiockpt.bench.worker", role],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -57,14 +57,18 @@ def _congestion_of(sock: socket.socket) -> str:
 
 
 class RawServer:
-    """Sends ranges of touched memory, each connection in a thread of its own."""
+    """Sends ranges of touched memory, each connection in a thread of its own.
 
-    def __init__(self, memory: memoryview, bridge: Bridge) -> None:
+    Without ``ask`` connections keep the system's congestion control.
+    """
+
+    def __init__(self, memory: memoryview, bridge: Bridge, *, ask: bool = True) -> None:
         self._memory = memory
         self._bridge = bridge
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.settimeout(0)
-        _prefer(self._listener)  # whom it accepts inherits it
+        if ask:
+            _prefer(self._listener)  # whom it accepts inherits it
         self._tasks: set[asyncio.Task[None]] = set()
         self._start(self._accept())
 

@@ -53,9 +53,9 @@ class Sender:
         """Return what was counted."""
         return await self._watch.stop()
 
-    async def offer(self) -> str:
+    async def offer(self, host: str = "127.0.0.1") -> str:
         """Publish the state dict; return the metadata."""
-        self._offering = await _started()
+        self._offering = await _started(host)
         await self._offering.send_checkpoint([1], 1, self._state, _TIMEOUT)
         return self._offering.metadata()
 
@@ -127,7 +127,7 @@ class Sender:
         return bytes_of(self._flat)
 
 
-async def _started() -> HTTPTransport[object]:
-    transport: HTTPTransport[object] = HTTPTransport(_TIMEOUT, host="127.0.0.1")
+async def _started(host: str = "127.0.0.1") -> HTTPTransport[object]:
+    transport: HTTPTransport[object] = HTTPTransport(_TIMEOUT, host=host)
     await transport.start()
     return transport

@@ -18,6 +18,8 @@ from typing import Any, TextIO
 from aiockpt._bridge import Bridge
 from aiockpt.bench.app import AppSender
 from aiockpt.bench.group import GroupReceiver, GroupSender
+from aiockpt.bench.guest import Guest
+from aiockpt.bench.keeper import Keeper
 from aiockpt.bench.receiver import Receiver
 from aiockpt.bench.saver import Saver
 from aiockpt.bench.sender import Sender
@@ -25,10 +27,12 @@ from aiockpt.bench.visitor import Visitor
 
 __all__ = ["main"]
 
-_Role = type[Sender | Receiver | Saver | Visitor]
+_Role = type[Sender | Receiver | Saver | Visitor | Guest]
 _ROLES: dict[str, _Role] = {
     "sender": Sender,
     "receiver": Receiver,
+    "keeper": Keeper,
+    "guest": Guest,
     "group sender": GroupSender,
     "group receiver": GroupReceiver,
     "saver": Saver,

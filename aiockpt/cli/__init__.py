@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from aiockpt import __version__
-from aiockpt.cli import convert, demo, fetch, inspect, ls, serve, verify
+from aiockpt.cli import convert, demo, doctor, fetch, inspect, ls, serve, verify
 from aiockpt.cli.text import printable
 from aiockpt.errors import AiockptError
 
@@ -78,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (serve, fetch, ls, inspect, verify, convert):
         command.configure(commands)
     commands.add_parser("bench", help="measure this library on this machine")
+    doctor.configure(commands)
     demo.configure(commands)
     return parser
 

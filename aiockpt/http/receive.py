@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
 from aiockpt._meter import Meter
 from aiockpt._selection import Select
-from aiockpt.destination import Destination, Terms, destination_of
+from aiockpt.delta import Delta, Fetch
+from aiockpt.destination import Destination, InTemplate, Terms, destination_of
 from aiockpt.errors import AiockptError
+from aiockpt.flatten import Survey, survey
+from aiockpt.held import Held, HeldInTemplate
 from aiockpt.http.client import CheckpointClient
-from aiockpt.memory import return_freed
+from aiockpt.memory import Memory, return_freed
 from aiockpt.observe import Progress, TransferEvent, emit
 from aiockpt.template import Template
 from aiockpt.transport import exact_step
@@ -29,9 +33,13 @@ _MANY = 1 << 20  # bytes of a header: thousands of tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveOptions:
-    """What one receive needs to know beside whom to ask."""
+    """What one receive needs to know beside whom to ask.
+
+    ``have`` may be the very object that ``into`` is.
+    """
 
     into: object | None
+    have: object | None
     select: Select | None
     progress: Callable[[Progress], None] | None
     terms: Terms
@@ -56,6 +64,9 @@ class Receive:
         self._foretold: Foretold | None = None
         self._manifest: Manifest | None = None
         self._goal: Destination | None = None
+        self._own: Survey | None = None
+        self._delta: Delta | None = None
+        self._reused = 0
 
     async def run(self, source: Source, step: int) -> object:
         """Return the state dict.
@@ -86,9 +97,10 @@ class Receive:
 
     async def _find(self, source: Source, step: int) -> Outline:
         """Look at the template, then for the checkpoint."""
-        if self._options.into is not None:
+        options = self._options
+        if options.into is not None or options.have is not None:
             self._stop("allocate")
-            self._template = await self._bridge.run(self._describe)
+            await self._bridge.run(self._describe)
         manifest = await self._ask(source, step)
         self._manifest = manifest.without_header()
         outline = manifest.outline
@@ -106,13 +118,28 @@ class Receive:
             foretold=foretold,
         )
 
-    def _describe(self) -> Template:
-        terms = self._options.terms
-        template = Template(
-            self._options.into, limits=terms.limits, allow_pickle=terms.allow_pickle
+    def _describe(self) -> None:
+        """Look at the template, and at what there is already."""
+        options, terms = self._options, self._options.terms
+        if options.into is not None:
+            self._template = Template(
+                options.into, limits=terms.limits, allow_pickle=terms.allow_pickle
+            )
+            self._foretold = self._template.foretell()
+        if options.have is not None:
+            self._own = self._survey()
+
+    def _survey(self) -> Survey:
+        options, terms = self._options, self._options.terms
+        if options.have is options.into and self._template is not None:
+            return self._template.own
+        return survey(
+            options.have,
+            limits=terms.limits,
+            allow_pickle=terms.allow_pickle,
+            writing=False,
+            reading=True,
         )
-        self._foretold = template.foretell()
-        return template
 
     async def _choose(self) -> Destination:
         self._stop("allocate")
@@ -126,20 +153,63 @@ class Receive:
         terms = self._options.terms
         template, self._template = self._template, None
         goal = destination_of(manifest, template, terms, self._bridge)
+        own, self._own = self._own, None
+        if own is not None:
+            self._begin_delta(self._held(manifest, own, goal))
         many = manifest.header_bytes > _MANY
-        del manifest, template
+        del manifest, template, own
         if many:
             return_freed()
         return goal
 
+    def _held(self, manifest: Manifest, own: Survey, goal: Destination) -> Held:
+        options, ports = self._options, self._options.terms.ports
+        if options.have is options.into and isinstance(goal, InTemplate):
+            return HeldInTemplate(manifest, own, goal, ports=ports)
+        return Held.of(manifest, own, arena=goal.arena, ports=ports)
+
+    def _begin_delta(self, held: Held) -> None:
+        self._delta = Delta(held, self._bridge, self._reuse)
+
     async def _fetch(self, source: Source, outline: Outline, goal: Destination) -> None:
+        fetch = partial(self._fetch_chunks, source, outline, goal)
+        target = None if goal.memory is goal.arena else goal.memory
+        await self._fill(range(len(outline.grid)), target, fetch, goal.begin)
+
+    async def _fill(
+        self,
+        chunks: Sequence[int],
+        target: Memory | None,
+        fetch: Fetch,
+        begin: Callable[[], None],
+    ) -> None:
+        """Fetch chunks, but those that are there; ``begin`` before any is written.
+
+        Without a target they belong to the arena.
+        """
+        delta, there = self._delta, list[int]()
+        if delta is not None:
+            self._stop("plan")
+            there = await delta.plan(chunks)
         self._stop("fetch_chunk")
-        goal.begin()
+        begin()
+        if delta is None:
+            await fetch(chunks)
+        else:
+            await delta.bring(chunks, there, target, fetch)
+
+    async def _fetch_chunks(
+        self,
+        source: Source,
+        outline: Outline,
+        goal: Destination,
+        chunks: Sequence[int],
+    ) -> None:
         await self._client.fetch_chunks(
             source,
             outline,
             goal.memory,
-            range(len(outline.grid)),
+            chunks,
             on_progress=self._progress.add,
             on_retry=self._remember,
             prepare=goal.prepare,
@@ -156,7 +226,8 @@ class Receive:
                 stop="recv",
                 step=step,
                 peer=source.base_url,
-                nbytes=nbytes,
+                nbytes=nbytes - self._reused,
+                reused=self._reused,
                 seconds=time.monotonic() - started,
                 detail=f"found after {started - asked:.3f} s",
                 level=logging.INFO,
@@ -165,7 +236,11 @@ class Receive:
 
     def _release(self) -> None:
         """Free what 100,000 tensors were described with, where no loop waits for it."""
-        self._goal = None
+        self._goal = self._delta = None
+
+    def _reuse(self, nbytes: int, chunks: int) -> None:
+        self._reused += nbytes
+        self._progress.reuse(nbytes, chunks)
 
     def _remember(self, error: AiockptError) -> None:
         self._deadline.last_error = str(error)

@@ -13,7 +13,7 @@ from aiockpt._lifetime import Lifetime
 from aiockpt._selection import Select, listed
 from aiockpt._warm import WarmArena
 from aiockpt.destination import Terms
-from aiockpt.errors import AiockptError
+from aiockpt.errors import AiockptError, LocalProtocolError
 from aiockpt.http.client import CheckpointClient
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.http.selecting import PartReceive
@@ -46,6 +46,7 @@ class Receiver(CheckpointTransport[T]):
         *,
         into: T | None = None,
         direct: bool = False,
+        have: T | bool | None = None,
         select: Select | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> T:
@@ -63,6 +64,11 @@ class Receiver(CheckpointTransport[T]):
                 moves, and touched only when everything has been verified.
             direct: With ``into``: receive straight into its memory. A receive that
                 fails then says in a note whether the template was modified.
+            have: A state dict that holds some of it already, such as an earlier step;
+                True: the template is one. Chunks of it that have the right digest are
+                not fetched, and with True not even copied. What has another path,
+                dtype or shape is fetched. It may be written to meanwhile only if it
+                is not the template.
             select: Only these dotted paths, and what is below them; or a function of
                 the path that is asked for each value. Chunks that hold none of it are
                 not fetched. With ``into``, which may then have more or fewer keys,
@@ -75,6 +81,8 @@ class Receiver(CheckpointTransport[T]):
             StepNotFoundError: a newer step has taken its place.
             PeerFailedError: the sender could not send it.
             TemplateMismatchError: ``into`` does not fit.
+            UnsupportedLeafError: ``into`` or ``have`` has what no checkpoint can hold.
+            LocalProtocolError: ``have=True`` without a template.
             MissingKeysError: the checkpoint, or ``into``, lacks a path of ``select``.
             DeviceMeshError: a distributed tensor has no place among the ranks here.
             TransportError, ProtocolError, AuthenticationError: see the error tree.
@@ -91,7 +99,11 @@ class Receiver(CheckpointTransport[T]):
             warm=self._warm,
         )
         options = ReceiveOptions(
-            into=into, select=select, progress=progress, terms=terms
+            into=into,
+            have=_known(have, into),
+            select=select,
+            progress=progress,
+            terms=terms,
         )
         kind = Receive if select is None else PartReceive
         receive = kind(self._client, self._bridge, options, deadline)
@@ -149,3 +161,16 @@ class Receiver(CheckpointTransport[T]):
             after=after,
             reconnect_timeout=silent,
         )
+
+
+def _known(have: object, into: object) -> object:
+    """Return the state dict that is meant by ``have``."""
+    if not isinstance(have, bool):
+        return have
+    if not have:
+        return None
+    if into is None:
+        raise LocalProtocolError(
+            "have=True says that the template holds some of it: there is no into="
+        )
+    return into

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import NoReturn
 
 from aiockpt._bridge import Bridge
@@ -20,6 +20,7 @@ from aiockpt._selection import Selection
 from aiockpt.content import Content, check_memory
 from aiockpt.errors import MissingKeysError, TemplateMismatchError
 from aiockpt.filling import Filling
+from aiockpt.held import Held
 from aiockpt.http.client import CheckpointClient
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.landing import PlacedLanding
@@ -27,7 +28,7 @@ from aiockpt.transport import exact_step
 from aiockpt.wants import Wants
 from aiockpt.wire.chunks import chunks_over
 from aiockpt.wire.http import Source
-from aiockpt.wire.manifest import Manifest
+from aiockpt.wire.manifest import Manifest, Outline
 
 __all__ = ["PartReceive"]
 
@@ -142,6 +143,10 @@ class _Part:
         check_memory(self.sizes([*chunks]), self._options.terms.limits)
 
 
+def _nothing() -> None:
+    pass
+
+
 def _by_nobody(*_: object, **__: object) -> NoReturn:
     raise AssertionError("the client fetches")
 
@@ -185,8 +190,12 @@ class PartReceive(Receive):
         return state
 
     def _open(self, manifest: Manifest, source: Source) -> _Part:
-        self._part = _Part(manifest, self._options, source.base_url)
-        return self._part
+        part = self._part = _Part(manifest, self._options, source.base_url)
+        if self._options.have is not None:
+            arena, ports = part.content.arena, self._options.terms.ports
+            held = Held.of(manifest, self._survey(), arena=arena, ports=ports)
+            self._begin_delta(held)
+        return part
 
     async def _bring(
         self,
@@ -199,10 +208,15 @@ class PartReceive(Receive):
             return
         assert self._part is not None
         self._progress.expect_more(self._part.sizes(chunks), len(chunks))
-        self._stop("fetch_chunk")
+        fetch = partial(self._fetch_part, source, manifest.outline, target)
+        await self._fill(chunks, target if target.landing else None, fetch, _nothing)
+
+    async def _fetch_part(
+        self, source: Source, outline: Outline, target: _Target, chunks: Sequence[int]
+    ) -> None:
         await self._client.fetch_chunks(
             source,
-            manifest.outline,
+            outline,
             target,
             chunks,
             on_progress=self._progress.add,
@@ -211,6 +225,7 @@ class PartReceive(Receive):
 
     def _release(self) -> None:
         """Unmap what was received beside the selection, where no loop waits for it."""
+        super()._release()
         self._part = None
 
     def _has_touched(self) -> bool:

@@ -82,7 +82,9 @@ def receive() -> Iterator[Receiving]:
 
 async def _receive(bridge: Bridge, peer: Peer, into: object, *, direct: bool) -> Any:
     terms = Terms(limits=Limits(), allow_pickle=False, direct=direct, ports=port_for)
-    options = ReceiveOptions(into=into, select=None, progress=None, terms=terms)
+    options = ReceiveOptions(
+        into=into, have=None, select=None, progress=None, terms=terms
+    )
     deadline = Deadline(20, stop="test")
     call = Receive(peer, bridge, options, deadline)  # type: ignore[arg-type]
     try:

@@ -70,6 +70,9 @@ async def over_http() -> None:
         async for step in transport.steps(transport.metadata(), after=7):
             assert_type(step, int)
             await transport.recv_checkpoint(0, "", step, 1, select=["a"], into={"a": 1})
+            await transport.recv_checkpoint(0, "", step, 1, into={"a": 1}, have=True)
+        await transport.recv_checkpoint(0, "", 7, have={"a": 2})
+        await transport.recv_checkpoint(0, "", 7, have=5)  # type: ignore[arg-type]
         transport.steps("", after="7")  # type: ignore[arg-type]
         await transport.recv_checkpoint(0, "", 7, 1, select=[1])  # type: ignore[list-item]
         transport.recv_checkpoint(0, "", "7", 1)  # type: ignore[arg-type, unused-coroutine]

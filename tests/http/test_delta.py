@@ -1,0 +1,455 @@
+"""``recv_checkpoint(have=)``: what is there already is not fetched."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from aiockpt import (
+    CheckpointReader,
+    IntegrityError,
+    LocalProtocolError,
+    Progress,
+    RankInfo,
+    TransferTimeoutError,
+    TransportError,
+    UnsupportedLeafError,
+    make_sync_checkpointer,
+)
+from aiockpt.observe import TransferEvent, add_hook
+from aiockpt.testing import (
+    CutAfter,
+    FakeAccelerator,
+    FlipBit,
+    Refuse,
+    StallAfter,
+    assert_same,
+)
+from states import State, states
+from transports import Transport, pair, proxied, receive, through
+
+CHUNK = 64 << 10
+WIDE = CHUNK // 4  # numbers in a chunk
+
+HOWS = ["anew", "into", "direct", "home", "home, direct"]
+"""Fresh, into a template from another state dict, and a template that has some."""
+
+
+def big(count: int = 10) -> dict[str, Any]:
+    """Return tensors of a chunk each, and a value between them."""
+    state: dict[str, Any] = {
+        f"w{n}": torch.arange(WIDE, dtype=torch.float32) + n for n in range(count)
+    }
+    return {**state, "n": 1}
+
+
+def options_of(
+    how: str, have: Any, make: Callable[[], dict[Any, Any]] = big
+) -> dict[str, Any]:
+    """Return the arguments of a receive that has ``have``, which ``make`` makes."""
+    direct = "direct" in how
+    if how.startswith("home"):
+        return {"into": have, "have": True, "direct": direct}
+    if how == "anew":
+        return {"have": have}
+    return {"into": cleared(make()), "have": have, "direct": direct}
+
+
+def cleared(state: Any) -> Any:
+    """Return it with zeros in its tensors."""
+    with torch.no_grad():
+        for tensor in tensors_of(state):
+            tensor.zero_()
+    return state
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor of a state dict."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from tensors_of(each)
+
+
+class Seen:
+    """What one receive told."""
+
+    def __init__(self) -> None:
+        self.progress: list[Progress] = []
+        self.events: list[TransferEvent] = []
+
+    @property
+    def recv(self) -> TransferEvent:
+        """The event of the whole."""
+        (event,) = (event for event in self.events if event.stop == "recv")
+        return event
+
+
+async def counted(
+    sender: Transport, receiver: Transport, **options: Any
+) -> tuple[Any, int, Seen]:
+    """Receive; return the result, how many bytes of data were sent, and what was told.
+
+    The header's length is what a receive without a selection costs.
+    """
+    step = sender.statistics().step
+    assert step is not None
+    before = sender.statistics().bytes_sent
+    await receive(sender, receiver, step, select=[])
+    header = sender.statistics().bytes_sent - before
+    seen, before = Seen(), sender.statistics().bytes_sent
+    remove = add_hook(seen.events.append)
+    try:
+        got = await receive(
+            sender, receiver, step, progress=seen.progress.append, **options
+        )
+    finally:
+        remove()
+    return got, sender.statistics().bytes_sent - before - header, seen
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("changed", [0, 1, 3, 10])
+async def test_what_has_not_changed_is_not_fetched(how: str, changed: int) -> None:
+    """The sender counts the bytes; progress and event tell as many."""
+    have = big()
+    for n in range(changed):
+        have[f"w{n}"][n] += 0.5
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, big())
+        got, nbytes, seen = await counted(sender, receiver, **options_of(how, have))
+    assert_same(got, big())
+    assert nbytes == changed * CHUNK
+    last, whole = seen.progress[-1], 10 * CHUNK
+    assert (last.bytes_done, last.bytes_total) == (whole, whole)
+    assert (last.chunks_done, last.chunks_total) == (10, 10)
+    assert last.bytes_reused == whole - nbytes
+    assert (seen.recv.nbytes, seen.recv.reused) == (nbytes, whole - nbytes)
+
+
+def rich() -> dict[Any, Any]:
+    """Return a state of every kind: ties, views, holes, values made of tensors."""
+    torch.manual_seed(0)
+    weight = torch.randn(300, 300)
+    return {
+        "model": {"embed": weight, "head": weight, "norm": torch.randn(7)},
+        "view": weight[3:5],
+        "strided": torch.randn(100, 400).t(),
+        "sparse": torch.randn(4000, 20)[:, ::7],
+        "conj": torch.randn(9, dtype=torch.complex64).conj(),
+        "odd": torch.randn(33)[1:],
+        "array": np.arange(50_000),
+        "blob": b"x" * 100_000,
+        "half": torch.randn(30_000).to(torch.bfloat16),
+        "scale": torch.nn.Parameter(torch.randn(30_000)),
+        "empty": torch.empty(0, 3),
+        "groups": [{"lr": 0.1, "step": 3}],
+        (1, "key"): torch.ones(3),
+    }
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("how", HOWS)
+async def test_ties_views_and_values_are_there_too(how: str) -> None:
+    """Nothing but the manifest travels, and all of it is as without ``have``."""
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, rich())
+        plain = {**options_of(how, rich(), rich), "have": None}
+        expected = await receive(sender, receiver, **plain)
+        options = options_of(how, rich(), rich)
+        got, nbytes, _ = await counted(sender, receiver, **options)
+    assert nbytes == 0
+    assert_same(got, expected)
+    assert got["model"]["embed"] is got["model"]["head"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("how", HOWS)
+async def test_a_change_of_anything_is_fetched(how: str) -> None:
+    """Of a view, of what lies in strides, of a value."""
+    changes: list[Callable[[dict[str, Any]], object]] = [
+        lambda state: state["view"].fill_(1),
+        lambda state: state["strided"][7:9].fill_(1),
+        lambda state: state["sparse"].fill_(1),
+        lambda state: state.update(blob=b"x" * 99_999 + b"y"),
+        lambda state: state["array"].fill(5),
+        lambda state: state["conj"].fill_(1),
+        lambda state: state["groups"][0].update(lr=0.2),
+    ]
+    async with pair() as (sender, receiver):
+        for step, change in enumerate(changes):
+            state = rich()
+            change(state)
+            await sender.send_checkpoint([], step, state)
+            plain = {**options_of(how, rich(), rich), "have": None}
+            expected = await receive(sender, receiver, step, **plain)
+            options = options_of(how, rich(), rich)
+            got, nbytes, _ = await counted(sender, receiver, **options)
+            assert_same(got, expected)
+            assert nbytes < 8 * CHUNK
+
+
+@pytest.mark.asyncio
+async def test_a_structure_that_changed_is_used_where_it_did_not() -> None:
+    """Other keys, shapes and dtypes are fetched; another order is no matter."""
+    have = big()
+    have["w1"] = have["w1"].to(torch.float64)
+    have["w2"] = have["w2"].view(4, -1)
+    have["w3"] = 3
+    have["more"] = torch.ones(5)
+    have["w0"] = torch.ones(WIDE, device="meta")
+    del have["w5"]
+    have = dict(reversed(have.items()))
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, big())
+        got, nbytes, _ = await counted(sender, receiver, have=have)
+        assert_same(got, big())
+        assert nbytes == 5 * CHUNK
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("how", HOWS)
+async def test_memory_that_was_used_before_hides_nothing(how: str) -> None:
+    """What no tensor has, between and behind them, is zeros again."""
+    async with pair(keep_arena=True) as (sender, receiver):
+        await sender.send_checkpoint([], 1, {"x": torch.full((400_000,), -1.0)})
+        await receive(sender, receiver)
+        await sender.send_checkpoint([], 2, rich())
+        options = options_of(how, rich(), rich)
+        got, nbytes, _ = await counted(sender, receiver, **options)
+        assert nbytes == 0
+        assert_same(got["sparse"], rich()["sparse"])
+        assert_same(got["odd"], rich()["odd"])
+
+
+@pytest.mark.asyncio
+async def test_ties_that_are_none_here_may_differ() -> None:
+    """Memory that is shared on one side only is compared like any other."""
+    weight = torch.arange(WIDE, dtype=torch.float32)
+    tied = {"a": weight, "b": weight, "c": weight[: WIDE // 2]}
+    loose = {key: value.clone() for key, value in tied.items()}
+    async with pair() as (sender, receiver):
+        for step, (state, have) in enumerate([(tied, loose), (loose, tied)]):
+            await sender.send_checkpoint([], step, state)
+            got, _, _ = await counted(sender, receiver, have=have)
+            assert_same(got, state)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("have", [{}, [], {"w0": 5, "other": torch.ones(3)}])
+async def test_a_first_receive_may_have_nothing(have: Any) -> None:
+    """It is a receive like any other then."""
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, big())
+        got, nbytes, seen = await counted(sender, receiver, have=have)
+    assert_same(got, big())
+    assert nbytes == 10 * CHUNK
+    assert not seen.recv.reused
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("how", HOWS)
+async def test_an_empty_checkpoint_has_no_chunks(how: str) -> None:
+    """There is nothing to compare."""
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, {"n": 1})
+        options = options_of(how, {"n": 2}, dict)
+        assert await receive(sender, receiver, **options) == {"n": 1}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("how", ["anew", "into", "direct"])
+async def test_what_changes_meanwhile_is_fetched(how: str) -> None:
+    """What was copied is verified, and not what was compared before."""
+    have = big()
+    options = options_of(how, have)
+
+    def disturb(progress: Progress) -> None:
+        if progress.stop == "fetch_chunk":
+            have["w4"].fill_(7)
+
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, big())
+        options["progress"] = disturb
+        before = sender.statistics().bytes_sent
+        got = await receive(sender, receiver, **options)
+        assert sender.statistics().bytes_sent - before > CHUNK
+    assert_same(got, big())
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("how", HOWS)
+async def test_wrong_bytes_are_never_taken(how: str) -> None:
+    """A flipped bit on the way is noticed as ever, and the chunk fetched again."""
+    have = big()
+    have["w3"].zero_()
+    async with pair(num_chunks=1) as (sender, receiver):
+        await sender.send_checkpoint([], 1, big())
+        faults = [FlipBit(CHUNK // 2), FlipBit(CHUNK // 2 + 9000)]
+        async with proxied(sender, faults=faults) as proxy:
+            metadata = through(proxy, sender)
+            options = options_of(how, have)
+            try:
+                got = await receiver.recv_checkpoint(0, metadata, 1, **options)
+            except IntegrityError:
+                return
+    assert_same(got, big())
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("how", ["into", "home"])
+@pytest.mark.parametrize("ending", ["cut", "stall", "cancel"])
+async def test_a_failure_leaves_the_template(how: str, ending: str) -> None:
+    """Not a byte of it changes before all of it is here."""
+    have = big()
+    have["w3"].zero_()
+    have["w7"].zero_()
+    options = options_of(how, have)
+    before = copy.deepcopy(options["into"])
+    header = 6000
+    fault = CutAfter(header) if ending == "cut" else StallAfter(header)
+    faults = {"faults": [fault], "otherwise": Refuse()}
+    settings = {"stall_timeout": 20.0, "reconnect_timeout": 0.0}
+    async with pair(num_chunks=1, **settings) as (sender, receiver):
+        await sender.send_checkpoint([], 1, big())
+        async with proxied(sender, **faults) as proxy:
+            metadata = through(proxy, sender)
+            fetching = asyncio.Event()
+
+            def notice(progress: Progress) -> None:
+                if progress.stop == "fetch_chunk":
+                    fetching.set()
+
+            timeout = 1.0 if ending == "stall" else 20.0
+            options |= {"progress": notice, "timeout": timeout}
+            call = receiver.recv_checkpoint(0, metadata, 1, **options)
+            task = asyncio.create_task(call)
+            await asyncio.wait(
+                {task, asyncio.create_task(fetching.wait())},
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            assert fetching.is_set()
+            if ending == "cancel":
+                task.cancel()
+            outcome = (await asyncio.gather(task, return_exceptions=True))[0]
+    assert isinstance(outcome, BaseException)
+    if ending == "stall":
+        assert isinstance(outcome, TransferTimeoutError)
+    assert_same(options["into"], before)
+    if ending != "cancel":
+        assert "the template was not modified" in outcome.__notes__
+
+
+@pytest.mark.asyncio
+async def test_direct_says_that_the_template_was_modified() -> None:
+    """What matches stays, and the rest may have come."""
+    have = big()
+    have["w3"].zero_()
+    async with pair(reconnect_timeout=0.0) as (sender, receiver):
+        await sender.send_checkpoint([], 1, big())
+        faults: dict[str, Any] = {"faults": [CutAfter(6000)], "otherwise": Refuse()}
+        async with proxied(sender, **faults) as proxy:
+            options: dict[str, Any] = {"into": have, "have": True, "direct": True}
+            with pytest.raises(TransportError) as caught:
+                await receiver.recv_checkpoint(0, through(proxy, sender), 1, **options)
+    assert "the template was modified" in caught.value.__notes__
+    del have["w3"]
+    assert_same(have, {key: value for key, value in big().items() if key != "w3"})
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("how", HOWS)
+async def test_a_selection_fetches_what_is_neither_there(how: str) -> None:
+    """Of what is selected, only the chunks that differ."""
+    have = big()
+    have["w3"].zero_()
+    have["w8"].zero_()
+    options = options_of(how, have) | {"select": ["w2", "w3", "n"]}
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, big())
+        got, nbytes, seen = await counted(sender, receiver, **options)
+    assert nbytes == CHUNK
+    assert seen.recv.reused == CHUNK
+    for key in ("w2", "w3", "n"):
+        assert_same(got[key], big()[key])
+    if how.startswith("home"):
+        assert not have["w8"].any()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("how", HOWS)
+async def test_what_a_device_has_is_compared_too(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes are staged to be, and what matches is not loaded again."""
+    device = FakeAccelerator(held=False)
+    monkeypatch.setattr("aiockpt.http.receiver.port_for", device.port_for)
+    have = big()
+    have["w3"].zero_()
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, big())
+        got, nbytes, _ = await counted(sender, receiver, **options_of(how, have))
+    assert nbytes == CHUNK
+    assert_same(got, big())
+
+
+@pytest.fixture
+def mapped(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """Give a checkpoint of the disk, mapped, with a chunk that differs."""
+    have = big()
+    have["w3"].zero_()
+    with make_sync_checkpointer() as checkpointer:
+        checkpointer.save(have, tmp_path / "step-0")
+    reader = CheckpointReader(RankInfo(0, 1))
+    state, _ = reader.read(tmp_path / "step-0", mmap=True)
+    assert isinstance(state, dict)
+    yield state
+    state.clear()
+
+
+@pytest.mark.asyncio
+async def test_a_file_is_a_state_dict_that_is_mapped(mapped: dict[str, Any]) -> None:
+    """An older checkpoint on the disk spares the network."""
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, big())
+        got, nbytes, _ = await counted(sender, receiver, have=mapped)
+    assert nbytes == CHUNK
+    assert_same(got, big())
+
+
+@pytest.mark.asyncio
+async def test_the_template_needs_to_be_there() -> None:
+    """``have=True`` says that it is."""
+    async with pair() as (sender, receiver):
+        with pytest.raises(LocalProtocolError, match="there is no into="):
+            await receive(sender, receiver, have=True)
+        with pytest.raises(UnsupportedLeafError):
+            await receive(sender, receiver, have={"x": object()})
+        assert not sender.statistics().requests
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd dtypes
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=25)
+@given(sent=states(), have=states(), same=st.booleans())
+def test_any_two_states(sent: State, have: State, same: bool) -> None:
+    """Whatever is there, what comes out is what was sent."""
+
+    async def run() -> None:
+        async with pair() as (sender, receiver):
+            await sender.send_checkpoint([], 1, dict(sent))
+            held = dict(sent) if same else dict(have)
+            got = await receive(sender, receiver, have=held)
+            assert_same(got, dict(sent))
+
+    asyncio.run(run())

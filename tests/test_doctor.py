@@ -1,0 +1,164 @@
+"""``aiockpt doctor``: it measures, prints one screen, and advises where it should."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from aiockpt.bench.memory import HUGE, SMALL
+from aiockpt.cli import main
+from aiockpt.doctor import Finding, as_json, as_text, measuring
+from aiockpt.doctor.judging import judge
+from aiockpt.doctor.measuring import Contention, Measures
+from aiockpt.doctor.settings import Settings, read_settings
+
+pytestmark = pytest.mark.torch_free
+
+MIB = 1 << 20
+LINES, COLUMNS = 24, 100
+
+WELL = Settings(
+    cores=16,
+    quota=None,
+    memory=64 << 30,
+    congestion="bbr",
+    allowed=("reno", "bbr"),
+    buffers=(32 * MIB, 16 * MIB),
+    networks={"eth0": 25_000},
+    huge_pages="madvise",
+    shared=(1 << 30, 1 << 30),
+    files=65536,
+    uvloop="0.23",
+    switch=0.005,
+)
+FAST = Measures(
+    copy=12.0,
+    faults={SMALL: 2.5, HUGE: 9.0},
+    digest=25.0,
+    loopback={1: (5.0, 6.0), 2: (7.0, 8.0)},
+    idle=Contention(lag=0.0001, call=0.00005),
+    busy=Contention(lag=0.0002, call=0.00006),
+)
+
+
+def found(name: str, settings: Settings = WELL, measures: Measures = FAST) -> Finding:
+    """Return what is said of one thing."""
+    (finding,) = (each for each in judge(settings, measures) if each.name == name)
+    return finding
+
+
+def test_a_good_machine_has_nothing_to_set() -> None:
+    """No advice for its own sake."""
+    findings = judge(WELL, FAST)
+    assert not [finding for finding in findings if finding.limits]
+    assert as_text(findings).endswith("\nNothing to set.\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "remedy"),
+    [
+        ("cores", {"cores": 2}, "4 cores"),
+        ("cores", {"quota": 1.5}, "4 cores"),
+        ("fresh memory", {"huge_pages": "never"}, "echo madvise"),
+        ("congestion control", {"congestion": "cubic"}, "tcp_congestion_control=bbr"),
+        ("socket buffers", {"buffers": (32 * MIB, 4 * MIB)}, "tcp_wmem="),
+        ("uvloop", {"uvloop": ""}, "pip install 'aiockpt[uvloop]'"),
+        ("/dev/shm", {"shared": (64 * MIB, 0)}, "--shm-size"),
+        ("/dev/shm", {"shared": None}, "--shm-size"),
+        ("open files", {"files": 1024}, "ulimit -n"),
+    ],
+)
+def test_a_setting_that_limits_has_a_remedy(
+    name: str, changes: dict[str, object], remedy: str
+) -> None:
+    """One line, which can be pasted."""
+    advice = found(name, replace(WELL, **changes)).remedy  # type: ignore[arg-type]
+    assert remedy in advice
+    assert "\n" not in advice
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "remedy"),
+    [
+        ("fresh memory", {"faults": {SMALL: 0.5, HUGE: 0.6}}, "into="),
+        (
+            "a busy Python thread",
+            {"busy": Contention(lag=0.02, call=0.005)},
+            "sys.setswitchinterval(0.0005)",
+        ),
+    ],
+)
+def test_a_measure_that_is_poor_has_a_remedy(
+    name: str, changes: dict[str, object], remedy: str
+) -> None:
+    """It says what to do in the program."""
+    poor = replace(FAST, **changes)  # type: ignore[arg-type]
+    assert remedy in found(name, measures=poor).remedy
+
+
+def test_a_slow_loopback_is_advised_on_only_where_the_library_cannot_help() -> None:
+    """It asks for another congestion control by itself, where that is allowed."""
+    slow = replace(FAST, loopback={1: (2.0, 8.0)})
+    assert not found("loopback", measures=slow).limits
+    stuck = replace(WELL, allowed=("bbr",))
+    remedy = found("loopback", stuck, slow).remedy
+    assert "tcp_allowed_congestion_control" in remedy
+
+
+def test_what_the_system_does_not_say_is_no_error() -> None:
+    """Not every system has these files."""
+    bare = replace(
+        WELL,
+        congestion="",
+        allowed=(),
+        buffers=None,
+        networks={},
+        huge_pages="",
+        shared=None,
+    )
+    text = as_text(judge(bare, FAST))
+    assert "socket buffers        unknown" in text
+    assert "networks" not in text
+
+
+def test_the_report_is_one_screen_that_says_what_it_marks() -> None:
+    """Each line with a mark has a remedy below."""
+    poor = replace(WELL, cores=1, files=64, uvloop="")
+    text = as_text(judge(poor, FAST))
+    marked = [line[2:].split("  ")[0] for line in text.splitlines() if line[:1] == "!"]
+    assert marked == ["cores", "uvloop", "open files"]
+    advice = text.partition("What to set:\n")[2].splitlines()
+    assert [line.split(":")[0].strip() for line in advice] == marked
+    assert len(text.splitlines()) <= LINES
+    assert max(map(len, text.splitlines())) <= COLUMNS
+    facts = as_json({"kernel": "x"}, judge(poor, FAST))
+    assert [each["name"] for each in facts["findings"] if each["limits"]] == marked
+
+
+def test_this_machine_has_settings() -> None:
+    """Where they are read from is there."""
+    settings = read_settings()
+    assert settings.cores >= 1
+    assert settings.memory > 0
+    assert settings.files != 0
+
+
+@pytest.mark.timeout(120)
+def test_the_command_measures_and_exits_with_zero(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every figure is there, and no thread is left."""
+    monkeypatch.setattr(measuring, "_SIZE", 8 * MIB)
+    assert main(["doctor", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert {"cores", "kernel", "Python"} <= facts["machine"].keys()
+    figures = {each["name"]: each["figures"] for each in facts["findings"]}
+    assert figures["memory copy"]["gb_per_s"] > 0
+    assert figures["fresh memory"]["huge_gb_per_s"] > 0
+    assert figures["digests"]["gb_per_s"] > 0
+    assert figures["loopback"]["asked_gb_per_s"] > 0
+    assert figures["a busy Python thread"]["busy_call"] > 0
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out.startswith(("! cores ", "  cores "))
