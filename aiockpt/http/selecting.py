@@ -20,13 +20,12 @@ from aiockpt._selection import Selection
 from aiockpt.content import Content, check_memory
 from aiockpt.errors import MissingKeysError, TemplateMismatchError
 from aiockpt.filling import Filling
-from aiockpt.http.client import CheckpointClient
+from aiockpt.http.origin import Origin
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.landing import PlacedLanding
 from aiockpt.transport import exact_step
 from aiockpt.wants import Wants
 from aiockpt.wire.chunks import chunks_over
-from aiockpt.wire.http import Source
 from aiockpt.wire.manifest import Manifest
 
 __all__ = ["PartReceive"]
@@ -151,57 +150,52 @@ class PartReceive(Receive):
 
     def __init__(
         self,
-        client: CheckpointClient,
+        origin: Origin,
         bridge: Bridge,
         options: ReceiveOptions,
         deadline: Deadline,
     ) -> None:
-        super().__init__(client, bridge, options, deadline)
+        super().__init__(origin, bridge, options, deadline)
         self._part: _Part | None = None
 
-    async def run(self, source: Source, step: int) -> object:
+    async def run(self, step: int) -> object:
         """Return what is selected of the state dict.
 
         If it fails or is cancelled, a template is as it was or holds all that was
         selected, unless ``direct`` lets bytes into it as they arrive.
         """
         asked, step = time.monotonic(), exact_step(step)
-        manifest = await self._ask(source, step)
+        manifest = await self._ask(step)
         started = time.monotonic()
         self._stop("allocate")
-        part = await self._bridge.run(self._open, manifest, source)
+        part = await self._bridge.run(self._open, manifest)
         early = await self._bridge.run(part.early)
-        await self._bring(source, manifest, early, _Target(part.content.memory))
+        await self._bring(manifest, early, _Target(part.content.memory))
         self._stop("allocate")
         chunks = await self._bridge.run(part.plan)
-        await self._bring(source, manifest, chunks, part.target())
+        await self._bring(manifest, chunks, part.target())
         self._stop("load")
         part.fence()
         state = await self._bridge.run(part.finish)
         nbytes = part.sizes([*early, *chunks])
         del part
         await self._bridge.run(self._release)
-        self._tell(source, step, nbytes, asked, started)
+        self._tell(step, nbytes, asked, started)
         return state
 
-    def _open(self, manifest: Manifest, source: Source) -> _Part:
-        self._part = _Part(manifest, self._options, source.base_url)
+    def _open(self, manifest: Manifest) -> _Part:
+        self._part = _Part(manifest, self._options, self._origin.name)
         return self._part
 
     async def _bring(
-        self,
-        source: Source,
-        manifest: Manifest,
-        chunks: Sequence[int],
-        target: _Target,
+        self, manifest: Manifest, chunks: Sequence[int], target: _Target
     ) -> None:
         if not chunks:
             return
         assert self._part is not None
         self._progress.expect_more(self._part.sizes(chunks), len(chunks))
         self._stop("fetch_chunk")
-        await self._client.fetch_chunks(
-            source,
+        await self._origin.fetch_chunks(
             manifest.outline,
             target,
             chunks,
