@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 
 from aiockpt.errors import AiockptError, TransportError
@@ -16,11 +17,19 @@ class Members:
     """Peers, numbered in the caller's order.
 
     Attributes:
-        given: How many verified bytes came from each, in the fetch under way.
+        deadline: Of the call under way, in loop time.
+        agreed: Those that are known to hold what was chosen.
+        given: How many verified bytes came from each, in the last fetch.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self.sources = sources
+        self.begin(math.inf)
+
+    def begin(self, deadline: float) -> None:
+        """Forget everything: another manifest is asked for."""
+        self.deadline = deadline
+        self.agreed: set[int] = set()
         self.given = [0] * len(self.sources)
         self._errors: dict[int, AiockptError] = {}
 

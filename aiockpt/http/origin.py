@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from aiockpt.http.client import CheckpointClient, LatestInfo, Target
 from aiockpt.http.fetching import OnProgress, Prepare
+from aiockpt.http.member import Members
 from aiockpt.http.retrying import OnRetry
 from aiockpt.http.several import SeveralSources
 from aiockpt.wire.http import Source, parse_metadata
 from aiockpt.wire.manifest import Manifest, Outline
 
-__all__ = ["OneSource", "Origin", "origin_of", "sources_of"]
+__all__ = ["OneSource", "Origin", "distinct", "origin_of", "sources_of"]
 
 
 class Origin(Protocol):
@@ -21,6 +22,12 @@ class Origin(Protocol):
     @property
     def name(self) -> str:
         """Whom events and errors name, without credentials."""
+
+    def through(self, client: CheckpointClient) -> Origin:
+        """Return the same, with what is known of it, asked by another client."""
+
+    def given(self) -> dict[str, int]:
+        """Return how many bytes came from whom, where there are several."""
 
     async def fetch_latest(self, *, on_retry: OnRetry | None = None) -> LatestInfo:
         """Return what is served at this moment."""
@@ -53,6 +60,14 @@ class OneSource:
 
     def __repr__(self) -> str:
         return f"<OneSource {self.name}>"
+
+    def through(self, client: CheckpointClient) -> Origin:
+        """See `Origin`."""
+        return OneSource(client, self._source)
+
+    def given(self) -> dict[str, int]:
+        """See `Origin`."""
+        return {}
 
     async def fetch_latest(self, *, on_retry: OnRetry | None = None) -> LatestInfo:
         """See `Origin`."""
@@ -92,7 +107,7 @@ def origin_of(client: CheckpointClient, sources: Sequence[Source]) -> Origin:
     """Return what asks one source, or several."""
     if len(sources) == 1:
         return OneSource(client, sources[0])
-    return SeveralSources(client, sources)
+    return SeveralSources(client, Members(sources))
 
 
 def sources_of(metadata: str | Sequence[str]) -> list[Source]:
@@ -105,8 +120,12 @@ def sources_of(metadata: str | Sequence[str]) -> list[Source]:
     texts = [metadata] if isinstance(metadata, str) else [*metadata]
     if not texts:
         raise ValueError("metadata is an empty list: name a source at least")
+    return distinct(map(parse_metadata, texts))
+
+
+def distinct(sources: Iterable[Source]) -> list[Source]:
+    """Return each address once, in order: nobody is to have two votes."""
     found: dict[str, Source] = {}
-    for source in map(parse_metadata, texts):
-        # One that is named twice is asked, and has a vote, once.
+    for source in sources:
         found.setdefault(source.base_url, source)
     return [*found.values()]

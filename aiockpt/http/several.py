@@ -8,7 +8,6 @@ so peers that agree hold the same bytes. Whoever differs is dropped.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -41,12 +40,10 @@ class SeveralSources:
     From each manifest on, it knows which of them are well and hold that checkpoint.
     """
 
-    def __init__(self, client: CheckpointClient, sources: Sequence[Source]) -> None:
+    def __init__(self, client: CheckpointClient, members: Members) -> None:
         self._client = client
-        self._sources = sources
-        self._members = Members(sources)
-        self._agreed: set[int] = set()
-        self._deadline = math.inf
+        self._members = members
+        self._sources = members.sources
 
     def __repr__(self) -> str:
         return f"<SeveralSources {self._members!r}>"
@@ -55,6 +52,10 @@ class SeveralSources:
     def name(self) -> str:
         """All addresses, without credentials."""
         return self._members.name
+
+    def through(self, client: CheckpointClient) -> SeveralSources:
+        """Return the same, with what is known of it, asked by another client."""
+        return SeveralSources(client, self._members)
 
     def given(self) -> dict[str, int]:
         """Return how many bytes came from whom, the last time that chunks were."""
@@ -84,8 +85,7 @@ class SeveralSources:
         Raises:
             AiockptError: nobody is left; see `Members.verdict`.
         """
-        self._deadline = deadline
-        self._members = Members(self._sources)
+        self._members.begin(deadline)
         poll = Poll[Manifest](len(self._sources), key=_outline)
         await self._hold(poll, partial(self._ask_manifest, step), on_retry)
         for number, error in poll.failures.items():
@@ -93,7 +93,7 @@ class SeveralSources:
         if not poll.parties():
             raise self._members.verdict()
         chosen, *others = poll.parties()
-        self._agreed = {*chosen.voters}
+        self._members.agreed.update(chosen.voters)
         for party in others:
             for number in party.voters:
                 error = self._differing(number, chosen.value, party.value)
@@ -150,19 +150,19 @@ class SeveralSources:
         self, step: int, source: Source, on_retry: OnRetry | None
     ) -> Manifest:
         return await self._client.fetch_manifest(
-            source, step, deadline=self._deadline, on_retry=on_retry
+            source, step, deadline=self._members.deadline, on_retry=on_retry
         )
 
     async def _join(
         self, outline: Outline, on_retry: OnRetry | None, number: int
     ) -> None:
         """Return when a member is known to hold the checkpoint; else raise."""
-        if number not in self._agreed:
+        if number not in self._members.agreed:
             source = self._sources[number]
             found = await self._ask_manifest(outline.step, source, on_retry)
             if found.outline != outline:
                 raise self._differing(number, outline, found)
-            self._agreed.add(number)
+            self._members.agreed.add(number)
 
     def _differing(
         self, number: int, expected: Outline | Manifest, actual: Manifest
