@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ldexp
-
-import anyio
 
 from aiockpt.http.stretch import MAX_RUN, Part, Stretch
 
@@ -54,14 +52,13 @@ class Lane:
 
 @dataclass(eq=False, slots=True)
 class Hand:
-    """A run that a lane is fetching; ``scope`` ends that."""
+    """A run that a lane is fetching; ``relieved`` once another is to fetch it."""
 
     lane: Lane
     parts: Sequence[Part]
     stretch: Stretch
     size: int
     started: float
-    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     relieved: bool = False
     _come: int = 0
     _moved: float = 0.0

@@ -114,6 +114,9 @@ class SeveralSources:
 
         As :meth:`.CheckpointClient.fetch_chunks`, until nobody is left.
         """
+        parts = parts_of(outline, chunks)
+        if not parts:
+            return
         members, began = self._members, _now()
         members.given = [0] * len(members)
         fetches = [
@@ -130,14 +133,12 @@ class SeveralSources:
         striping = Striping(
             members,
             fetches,
-            parts_of(outline, chunks),
+            parts,
             lanes=self._lanes(),
             join=partial(self._join, outline, on_retry),
         )
-        try:
-            await striping.run()
-        finally:
-            members.report(outline.step, _now() - began)
+        await striping.run()
+        members.report(outline.step, _now() - began)
 
     def _lanes(self) -> int:
         most = self._client.max_concurrency

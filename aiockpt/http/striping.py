@@ -64,18 +64,17 @@ class Striping:
         self._news = News()
         self._scope = anyio.CancelScope()
         self._scopes = [anyio.CancelScope() for _ in fetches]
+        self._running: dict[Hand, anyio.CancelScope] = {}
 
     def __repr__(self) -> str:
         return f"<Striping {self._members!r} {self._board!r}>"
 
     async def run(self) -> None:
-        """Fetch everything.
+        """Fetch everything, which is a chunk at least.
 
         Raises:
             AiockptError: nobody is left; see `Members.verdict`.
         """
-        if self._board.done:
-            return
         left = self._members.left()
         if not left:
             raise self._members.verdict()
@@ -105,7 +104,7 @@ class Striping:
                 await self._news.wait(_TICK)
                 continue
             try:
-                with hand.scope:
+                with anyio.CancelScope() as self._running[hand]:
                     await self._fetch(hand)
             finally:
                 self._settle(hand)
@@ -126,6 +125,7 @@ class Striping:
     def _settle(self, hand: Hand) -> None:
         """Count what a lane has brought, and have the rest fetched by others."""
         number = hand.lane.peer
+        del self._running[hand]
         nbytes, in_vain = self._board.put_back(hand, _now())
         self._members.given[number] += nbytes
         if in_vain:
@@ -139,7 +139,7 @@ class Striping:
         hand = self._board.slow_hand(lane, _now())
         if hand is not None:
             hand.relieved = True
-            hand.scope.cancel()
+            self._running[hand].cancel()
             peer = self._fetches[hand.lane.peer].source.base_url
             detail = f"too slow with chunk {hand.parts[0].chunk}; another peer takes it"
             emit(TransferEvent(stop="retry", step=self._step, peer=peer, detail=detail))
