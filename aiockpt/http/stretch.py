@@ -90,7 +90,7 @@ class Stretch:
 
     @property
     def remaining(self) -> int:
-        """Bytes that are to come, first or again."""
+        """Bytes that are still to come."""
         left, come = self.leave()
         return sum(part.stop - part.start for part in left) - come
 
