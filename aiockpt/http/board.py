@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import ldexp
+from math import inf, ldexp
 
 from aiockpt.http.stretch import MAX_RUN, Part, Stretch
 
@@ -62,10 +62,17 @@ class Hand:
     relieved: bool = False
     _come: int = 0
     _moved: float = 0.0
+    _lost_at: int = -1
+
+    def lose_peer(self) -> None:
+        """Note that the peer cannot be reached; until bytes come again."""
+        self._lost_at = self.size - self.stretch.remaining
 
     def time_left(self, now: float) -> float:
         """Return how long it is going to need, as far as one can see."""
         come, elapsed = self.size - self.stretch.remaining, now - self.started
+        if come == self._lost_at:
+            return inf
         if come != self._come or not self._moved:
             self._come, self._moved = come, now
         # Who is silent is likely to be so for as long again.
@@ -137,7 +144,8 @@ class Board:
             if hand.relieved or hand.lane.peer == lane.peer:
                 continue
             left, own = hand.time_left(now), lane.time_for(hand.size)
-            if left > max(_MUCH * own + _SLACK, longest) and now - hand.started > own:
+            early = now - hand.started <= own and left < inf
+            if left > max(_MUCH * own + _SLACK, longest) and not early:
                 slow, longest = hand, left
         return slow
 

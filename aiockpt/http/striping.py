@@ -18,6 +18,7 @@ from aiockpt.errors import (
     AiockptError,
     ClosedError,
     IntegrityError,
+    PeerUnreachableError,
     RemoteProtocolError,
 )
 from aiockpt.http.board import Board, Hand, Lane
@@ -116,7 +117,7 @@ class Striping:
         fetch = self._fetches[number]
         await fetch.have_ready(hand.parts)
         try:
-            await fetch.fetch(hand.stretch, self._retrier(number))
+            await fetch.fetch(hand.stretch, self._retrier(hand))
         except ClosedError:
             raise
         except AiockptError as error:
@@ -156,16 +157,20 @@ class Striping:
             raise self._members.verdict()
         self._scopes[number].cancel()
 
-    def _retrier(self, number: int) -> Retrier:
+    def _retrier(self, hand: Hand) -> Retrier:
+        number = hand.lane.peer
         patience = self._fetches[number].patience
-        return _Choosy(patience, lambda: self._members.left() == [number])
+        return _Choosy(patience, hand, lambda: self._members.left() == [number])
 
 
 class _Choosy(Retrier):
     """Does not ask again who has lied, as long as there are others."""
 
-    def __init__(self, patience: Patience, is_alone: Callable[[], bool]) -> None:
+    def __init__(
+        self, patience: Patience, hand: Hand, is_alone: Callable[[], bool]
+    ) -> None:
         super().__init__(patience)
+        self._hand = hand
         self._is_alone = is_alone
 
     def delay_after(
@@ -175,6 +180,8 @@ class _Choosy(Retrier):
         lied = isinstance(error, IntegrityError | RemoteProtocolError)
         if lied and not self._is_alone():
             return None
+        if isinstance(error, PeerUnreachableError):
+            self._hand.lose_peer()
         return super().delay_after(error, started=started, now=now)
 
 

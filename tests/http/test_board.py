@@ -155,6 +155,15 @@ class TestSlowHand:
         assert board.slow_hand(free, 0.09) is None
         assert board.slow_hand(free, 0.2) is hand
 
+    def test_who_lost_its_peer_is_relieved_at_once(self) -> None:
+        """Unless it has found it again."""
+        board, hand, free = self.both()
+        receive(hand, MIB // 2)
+        hand.lose_peer()
+        assert board.slow_hand(free, 0.01) is hand
+        receive(hand, 1)
+        assert board.slow_hand(free, 0.01) is None
+
     def test_a_lane_that_never_fetched_is_careful(self) -> None:
         """It does not know whether it is faster."""
         board, hand, free = self.both(rate=0.0)
