@@ -185,7 +185,7 @@ class TestSeveral:
         target = str(tmp_path / "f")
         assert main(["fetch", nobody, server.metadata, "-o", target]) == 0
         assert (tmp_path / "f").read_bytes() == file.read_bytes()
-        assert f"0.0 B of it from {nobody}" in capsys.readouterr().err
+        assert f"0 B of it from {nobody}" in capsys.readouterr().err
 
     def test_nobody_is_there(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
