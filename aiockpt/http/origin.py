@@ -10,6 +10,7 @@ from aiockpt.http.fetching import OnProgress, Prepare
 from aiockpt.http.member import Members
 from aiockpt.http.retrying import OnRetry
 from aiockpt.http.several import SeveralSources
+from aiockpt.wire.foretelling import Foretold
 from aiockpt.wire.http import Source, parse_metadata
 from aiockpt.wire.manifest import Manifest, Outline
 
@@ -33,7 +34,12 @@ class Origin(Protocol):
         """Return what is served at this moment."""
 
     async def fetch_manifest(
-        self, step: int, *, deadline: float, on_retry: OnRetry | None = None
+        self,
+        step: int,
+        *,
+        deadline: float,
+        on_retry: OnRetry | None = None,
+        foretold: Foretold | None = None,
     ) -> Manifest:
         """Return the manifest of ``step``, waiting until it is published."""
 
@@ -74,11 +80,20 @@ class OneSource:
         return await self._client.fetch_latest(self._source, on_retry=on_retry)
 
     async def fetch_manifest(
-        self, step: int, *, deadline: float, on_retry: OnRetry | None = None
+        self,
+        step: int,
+        *,
+        deadline: float,
+        on_retry: OnRetry | None = None,
+        foretold: Foretold | None = None,
     ) -> Manifest:
         """See `Origin`."""
         return await self._client.fetch_manifest(
-            self._source, step, deadline=deadline, on_retry=on_retry
+            self._source,
+            step,
+            deadline=deadline,
+            on_retry=on_retry,
+            foretold=foretold,
         )
 
     async def fetch_chunks(

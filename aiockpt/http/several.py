@@ -23,6 +23,7 @@ from aiockpt.http.poll import Poll
 from aiockpt.http.retrying import OnRetry
 from aiockpt.http.stretch import parts_of
 from aiockpt.http.striping import Striping
+from aiockpt.wire.foretelling import Foretold
 from aiockpt.wire.http import Source
 from aiockpt.wire.manifest import Manifest, Outline
 
@@ -75,7 +76,12 @@ class SeveralSources:
         return poll.parties()[0].value
 
     async def fetch_manifest(
-        self, step: int, *, deadline: float, on_retry: OnRetry | None = None
+        self,
+        step: int,
+        *,
+        deadline: float,
+        on_retry: OnRetry | None = None,
+        foretold: Foretold | None = None,
     ) -> Manifest:
         """Return the manifest of ``step`` that most have; else the first one's.
 
@@ -87,7 +93,8 @@ class SeveralSources:
         """
         self._members.begin(deadline)
         poll = Poll[Manifest](len(self._sources), key=_outline)
-        await self._hold(poll, partial(self._ask_manifest, step), on_retry)
+        ask = partial(self._ask_manifest, step, foretold)
+        await self._hold(poll, ask, on_retry)
         for number, error in poll.failures.items():
             self._members.drop(number, error, step=step)
         if not poll.parties():
@@ -148,10 +155,18 @@ class SeveralSources:
         return await self._client.fetch_latest(source, on_retry=on_retry)
 
     async def _ask_manifest(
-        self, step: int, source: Source, on_retry: OnRetry | None
+        self,
+        step: int,
+        foretold: Foretold | None,
+        source: Source,
+        on_retry: OnRetry | None,
     ) -> Manifest:
         return await self._client.fetch_manifest(
-            source, step, deadline=self._members.deadline, on_retry=on_retry
+            source,
+            step,
+            deadline=self._members.deadline,
+            on_retry=on_retry,
+            foretold=foretold,
         )
 
     async def _join(
@@ -160,7 +175,7 @@ class SeveralSources:
         """Return when a member is known to hold the checkpoint; else raise."""
         if number not in self._members.agreed:
             source = self._sources[number]
-            found = await self._ask_manifest(outline.step, source, on_retry)
+            found = await self._ask_manifest(outline.step, None, source, on_retry)
             if found.outline != outline:
                 raise self._differing(number, outline, found)
             self._members.agreed.add(number)
