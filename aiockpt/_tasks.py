@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import anyio
 
-__all__ = ["together"]
+__all__ = ["News", "together"]
+
+
+class News:
+    """Wakes those who wait for something to change."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def tell(self) -> None:
+        """Wake everybody who waits now."""
+        event, self._event = self._event, asyncio.Event()
+        event.set()
+
+    async def wait(self, timeout: float | None) -> None:
+        """Wait for the next `tell`, or for so many seconds if that is less."""
+        event = self._event
+        try:
+            async with asyncio.timeout(timeout):
+                await event.wait()
+        except TimeoutError:
+            return
 
 
 async def together(jobs: Iterable[Callable[[], Coroutine[Any, Any, None]]]) -> None:

@@ -3,52 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 import time
-from asyncio.subprocess import PIPE, Process, create_subprocess_exec
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
+from asyncio.subprocess import Process
 
 import pytest
 
-import aiockpt
 from aiockpt import Progress, TransportError
 from aiockpt.testing import assert_same
+from senders import TOKEN, serving_process
 from served import MIB_SERVED
 from transports import MIB, transport, weights
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
-
-TOKEN = "secret"
-SUPPORT = Path(__file__).parent / "support"
-
-
-@asynccontextmanager
-async def serving_process(port: int = 0) -> AsyncIterator[tuple[Process, str]]:
-    """Start a sender; yield it and its address when it serves."""
-    package = Path(aiockpt.__file__).parents[1]
-    paths = os.pathsep.join([str(package), str(SUPPORT)])
-    process = await create_subprocess_exec(
-        *(sys.executable, str(SUPPORT / "served.py"), str(port), TOKEN),
-        env={**os.environ, "PYTHONPATH": paths},
-        stdout=PIPE,
-    )
-    try:
-        assert process.stdout is not None
-        address = (await process.stdout.readline()).decode().strip()
-        assert address, "the sender did not start"
-        yield process, address
-    finally:
-        await killed(process)
-
-
-async def killed(process: Process) -> None:
-    """Kill a process as the kernel does when memory is short."""
-    if process.returncode is None:
-        process.kill()
-    await process.communicate()
 
 
 class Killing:

@@ -12,6 +12,7 @@ from aiockpt._deadline import Deadline
 from aiockpt.cli.progress import ProgressBar
 from aiockpt.cli.remote import Peer, peer_of
 from aiockpt.cli.text import format_bytes
+from aiockpt.http.origin import Origin
 from aiockpt.observe import Progress
 from aiockpt.partfile import PartFile, check_target
 from aiockpt.wire.manifest import Manifest
@@ -46,7 +47,7 @@ class _Download:
 
     async def run(self, *, wait: float, reconnect: float) -> str:
         self._at("fetch_manifest")
-        manifest = await self.peer.find(wait=wait)
+        manifest, origin = await self.peer.find(wait=wait)
         self._at(
             "allocate",
             bytes_total=manifest.segment_bytes,
@@ -54,7 +55,7 @@ class _Download:
         )
         part = await self.peer.bridge.run(PartFile.open, self.target, manifest)
         try:
-            await self._fill(part, manifest, reconnect)
+            origin = await self._fill(part, manifest, origin, reconnect)
             self._at("write")
             await self.peer.bridge.run(part.commit)
         except BaseException:
@@ -63,20 +64,20 @@ class _Download:
             raise
         finally:
             part.close()
-        return self._summary(manifest)
+        return self._summary(manifest, origin)
 
-    async def _fill(self, part: PartFile, manifest: Manifest, reconnect: float) -> None:
+    async def _fill(
+        self, part: PartFile, manifest: Manifest, origin: Origin, reconnect: float
+    ) -> Origin:
         missing = await self._plan(part, manifest)
         self.fetching_since = time.monotonic()
         self._at("fetch_chunk")
         async with aclosing(self.peer.client(reconnect=reconnect)) as client:
-            await client.fetch_chunks(
-                self.peer.source,
-                manifest.outline,
-                part,
-                missing,
-                on_progress=self._count,
+            origin = origin.through(client)
+            await origin.fetch_chunks(
+                manifest.outline, part, missing, on_progress=self._count
             )
+        return origin
 
     async def _plan(self, part: PartFile, manifest: Manifest) -> list[int]:
         """Return the chunks that an earlier fetch has not left in the part file."""
@@ -110,13 +111,17 @@ class _Download:
         )
         self.bar(self.state)
 
-    def _summary(self, manifest: Manifest) -> str:
+    def _summary(self, manifest: Manifest, origin: Origin) -> str:
         elapsed = time.monotonic() - self.started
         kept = manifest.segment_bytes - self.fetched
         resumed = f" ({format_bytes(kept)} were there already)" if kept else ""
         arrived = f"{format_bytes(self.fetched)}{resumed}"
+        given = "".join(
+            f"\n{format_bytes(nbytes)} of it from {url}"
+            for url, nbytes in origin.given().items()
+        )
         return (
             f"{self.target}: step {manifest.step}, snapshot {manifest.snapshot_id}\n"
             f"{arrived} at {format_bytes(self.state.rate)}/s, verified; on the disk "
-            f"after {elapsed:.2f} s"
+            f"after {elapsed:.2f} s{given}"
         )

@@ -23,10 +23,12 @@ def configure(commands: Commands) -> None:
         "a failed fetch has verified stays in FILE.part, where the next one goes on.",
     )
     parser.add_argument(
-        "url",
+        "urls",
         metavar="URL",
+        nargs="+",
         type=address,
-        help="what the sender's metadata() says; .../checkpoint/100 names a step",
+        help="what the sender's metadata() says; .../checkpoint/100 names a step. Of "
+        "several that hold the same checkpoint each gives a part",
     )
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True)
     parser.add_argument(

@@ -56,10 +56,11 @@ def _read(arguments: argparse.Namespace) -> tuple[str, Manifest | ForeignHeader]
         path = one_file(Path(what), arguments.rank)
         return str(path), read_header(path, limits=Limits())
     try:
-        arguments.url = address(what)
+        peer = address(what)
     except argparse.ArgumentTypeError as error:
         raise LocalProtocolError(str(error)) from None
-    return arguments.url.source.base_url, asyncio.run(_ask(arguments))
+    arguments.urls = [peer]
+    return peer.source.base_url, asyncio.run(_ask(arguments))
 
 
 async def _ask(arguments: argparse.Namespace) -> Manifest:
@@ -70,4 +71,4 @@ async def _ask(arguments: argparse.Namespace) -> Manifest:
         Deadline(arguments.timeout, stop="fetch_manifest"),
         peer_of(arguments) as peer,
     ):
-        return await peer.find(wait=arguments.wait)
+        return (await peer.find(wait=arguments.wait)).manifest

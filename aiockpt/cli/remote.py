@@ -6,9 +6,10 @@ import argparse
 import asyncio
 import os
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from aiockpt._bridge import Bridge
 from aiockpt.cli.options import Address
@@ -22,11 +23,12 @@ from aiockpt.errors import (
 )
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
+from aiockpt.http.origin import Origin, distinct, origin_of
 from aiockpt.wire.http import Source
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import Manifest
 
-__all__ = ["Peer", "peer_of"]
+__all__ = ["Found", "Peer", "peer_of"]
 
 _THREADS = 2
 _CONNECTIONS = 4
@@ -34,11 +36,18 @@ _STALL_TIMEOUT = 10.0
 _POLL = 0.5
 
 
+class Found(NamedTuple):
+    """A checkpoint, and who has it."""
+
+    manifest: Manifest
+    origin: Origin
+
+
 @dataclass(frozen=True, slots=True)
 class Peer:
     """Where to fetch, which step (None: what is served), and by what means."""
 
-    source: Source
+    sources: list[Source]
     step: int | None
     config: ClientConfig
     bridge: Bridge
@@ -48,8 +57,8 @@ class Peer:
         config = replace(self.config, reconnect_timeout=reconnect)
         return CheckpointClient(config, None, run=self.bridge.run)
 
-    async def find(self, *, wait: float) -> Manifest:
-        """Return the manifest; a peer or a step may take ``wait`` seconds to appear.
+    async def find(self, *, wait: float) -> Found:
+        """Return the checkpoint; a peer or a step may take ``wait`` seconds to appear.
 
         Raises:
             StepNotFoundError: it is not served by then, or a newer step is.
@@ -57,16 +66,17 @@ class Peer:
         """
         deadline = _now() + wait
         async with aclosing(self.client(reconnect=wait)) as client:
+            origin = origin_of(client, self.sources)
             while True:
                 try:
-                    return await self._ask(client, deadline)
+                    return Found(await self._ask(origin, deadline), origin)
                 except StepNotFoundError as error:
                     superseded = self.step is None and error.step is not None
                     if not superseded and (self.step is not None or _late(deadline)):
                         raise
                 await asyncio.sleep(_POLL)
 
-    async def _ask(self, client: CheckpointClient, deadline: float) -> Manifest:
+    async def _ask(self, origin: Origin, deadline: float) -> Manifest:
         def give_up(error: AiockptError) -> None:
             # The client itself would wait for the step until it is cancelled.
             if isinstance(error, StepNotFoundError) and _late(deadline):
@@ -74,10 +84,10 @@ class Peer:
 
         step = self.step
         if step is None:
-            step = (await client.fetch_latest(self.source)).step
+            step = (await origin.fetch_latest()).step
         try:
-            return await client.fetch_manifest(
-                self.source, step, deadline=deadline, on_retry=give_up
+            return await origin.fetch_manifest(
+                step, deadline=deadline, on_retry=give_up
             )
         except LimitExceededError as error:
             if error.limit != self.config.limits.max_bytes:
@@ -104,11 +114,11 @@ async def peer_of(arguments: argparse.Namespace) -> AsyncIterator[Peer]:
     Raises:
         LocalProtocolError: the arguments contradict each other.
     """
-    given: Address = arguments.url
+    given: list[Address] = arguments.urls
     bridge = Bridge(threads=_THREADS, name="aiockpt")
     try:
         yield Peer(
-            Source(given.source.base_url, arguments.token or given.source.token),
+            distinct(each.source for each in given),
             _step_of(given, getattr(arguments, "step", None)),
             _config_of(arguments),
             bridge,
@@ -117,12 +127,15 @@ async def peer_of(arguments: argparse.Namespace) -> AsyncIterator[Peer]:
         bridge.close()
 
 
-def _step_of(given: Address, step: int | None) -> int | None:
-    if None not in (step, given.step) and step != given.step:
+def _step_of(given: Sequence[Address], step: int | None) -> int | None:
+    named = sorted({each.step for each in given if each.step is not None})
+    if len(named) > 1:
+        raise LocalProtocolError(f"the URLs name steps {named[0]} and {named[1]}")
+    if named and step not in (None, *named):
         raise LocalProtocolError(
-            f"the URL names step {given.step} and --step says {step}; leave one out"
+            f"the URL names step {named[0]} and --step says {step}; leave one out"
         )
-    return given.step if step is None else step
+    return named[0] if named else step
 
 
 def _config_of(arguments: argparse.Namespace) -> ClientConfig:

@@ -8,17 +8,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
-from aiohttp import ClientResponse, ClientSession
+from aiohttp import ClientSession
 
 from aiockpt.errors import (
     AiockptError,
     RemoteProtocolError,
     StepNotFoundError,
 )
-from aiockpt.http.exchange import ClientConfig, Port, length_of
+from aiockpt.http.exchange import ClientConfig, Port, length_of, room_for
 from aiockpt.http.fetching import ChunkFetch, OnProgress, Prepare, Target
 from aiockpt.http.filler import Filler
-from aiockpt.http.latest import LatestInfo, ask_latest, step_of
+from aiockpt.http.latest import LatestInfo, ask_latest, check_step
 from aiockpt.http.retrying import OnRetry, Patience, Retrier, backoff, persist
 from aiockpt.http.stretch import plan
 from aiockpt.http.translating import Exchange, naming
@@ -43,7 +43,6 @@ T = TypeVar("T")
 # An answer that took this long has waited: asking again at once is no busy loop.
 _WAITED = 0.5
 _POLL = 30.0  # seconds for which a peer is asked to wait for news
-_SMALL = 1 << 20
 
 
 class Run(Protocol):
@@ -179,7 +178,34 @@ class CheckpointClient:
                 peer was silent for the reconnect timeout.
             AuthenticationError, RemoteProtocolError: what the peer answered.
         """
-        fetch = ChunkFetch(
+        fetch = self.fetching(
+            source,
+            outline,
+            target,
+            on_progress=on_progress,
+            on_retry=on_retry,
+            prepare=prepare,
+        )
+        workers = self._config.max_concurrency
+        await fetch.run(plan(outline, chunks, workers=workers), workers=workers)
+
+    @property
+    def max_concurrency(self) -> int:
+        """How many requests of a transfer are made to one peer at a time."""
+        return self._config.max_concurrency
+
+    def fetching(
+        self,
+        source: Source,
+        outline: Outline,
+        target: Target,
+        *,
+        on_progress: OnProgress,
+        on_retry: OnRetry | None,
+        prepare: Prepare | None,
+    ) -> ChunkFetch:
+        """Return what the requests to one peer have in common; see `fetch_chunks`."""
+        return ChunkFetch(
             port=self._port,
             source=source,
             outline=outline,
@@ -189,8 +215,6 @@ class CheckpointClient:
             on_retry=self._teller(source, outline.step, on_retry),
             patience=self._retrier().patience,
         )
-        workers = self._config.max_concurrency
-        await fetch.run(plan(outline, chunks, workers=workers), workers=workers)
 
     async def aclose(self) -> None:
         """Close the client's own session. Calls still under way fail; idempotent."""
@@ -229,11 +253,11 @@ class CheckpointClient:
 
         limit = self._config.limits.max_header_bytes + LENGTH_BYTES
         async with self._port.open(exchange, heard) as (answer, watch):
-            _check_step(answer, exchange)
+            check_step(answer, exchange)
             exchange.mac = answer.headers.get(MAC_HEADER)
             exchange.expected = length_of(answer, exchange.url)
             enforce("the size of the header", exchange.expected, limit)
-            memory = _reserve(exchange.expected)
+            memory = room_for(exchange.expected)
             view = memoryview(memory)
             filler = Filler(lambda a, b: [view[a:b]], 0, exchange.expected)
             await self._port.receive(exchange, answer, watch, filler)
@@ -287,14 +311,3 @@ class CheckpointClient:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _check_step(answer: ClientResponse, exchange: Exchange) -> None:
-    step = step_of(answer, exchange)
-    if step != exchange.step:
-        raise RemoteProtocolError(f"{exchange.url} sends step {step}")
-
-
-def _reserve(size: int) -> bytearray | mmap.mmap:
-    # A peer only says a size: memory that it never fills must not cost anything.
-    return bytearray(size) if size <= _SMALL else mmap.mmap(-1, size)

@@ -8,6 +8,7 @@ it is a header of single requests only.
 from __future__ import annotations
 
 import asyncio
+import mmap
 import re
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -30,12 +31,13 @@ from aiockpt.http.watching import Watch
 from aiockpt.wire.http import from_problem
 from aiockpt.wire.limits import Limits
 
-__all__ = ["ClientConfig", "Port", "length_of"]
+__all__ = ["ClientConfig", "Port", "length_of", "room_for"]
 
 # The parser must not pause with a part of the body inside it while the movers change.
 _READ_BUFFER = 1 << 20
 _MAX_PROBLEM = 64 << 10
 _SHORTEST = 1e-3  # seconds
+_SMALL = 1 << 20
 _OPEN = Security()
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 
@@ -232,6 +234,11 @@ def length_of(answer: ClientResponse, url: str) -> int:
     if re.fullmatch(r"[0-9]{1,19}", length) is None:
         raise RemoteProtocolError(f"{url} does not say how long its answer is")
     return int(length)
+
+
+def room_for(size: int) -> bytearray | mmap.mmap:
+    """Return memory that costs nothing before it is filled: a peer only says a size."""
+    return bytearray(size) if size <= _SMALL else mmap.mmap(-1, size)
 
 
 async def _read_problem(answer: ClientResponse) -> bytes:

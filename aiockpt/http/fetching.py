@@ -91,11 +91,18 @@ class ChunkFetch:
     async def _work(self, queue: Iterator[Sequence[Part]]) -> None:
         for parts in queue:
             stretch = Stretch(parts, on_verified=partial(self.on_progress, 0, 1))
-            attempt = _Attempt(self, stretch)
-            if self.prepare is not None:
-                await self.prepare(parts[0].start, parts[-1].stop)
-            retrier = Retrier(self.patience)
-            await persist(attempt, retrier, self.on_retry, pause=self.port.pause)
+            await self.have_ready(parts)
+            await self.fetch(stretch, Retrier(self.patience))
+
+    async def have_ready(self, parts: Sequence[Part]) -> None:
+        """Prepare the memory of consecutive chunks."""
+        if self.prepare is not None:
+            await self.prepare(parts[0].start, parts[-1].stop)
+
+    async def fetch(self, stretch: Stretch, retrier: Retrier) -> None:
+        """Fetch what is left of a stretch, however often that takes."""
+        attempt = _Attempt(self, stretch)
+        await persist(attempt, retrier, self.on_retry, pause=self.port.pause)
 
     def count(self, new: int) -> None:
         """Note bytes that have arrived."""

@@ -20,7 +20,7 @@ from aiockpt.wire.http import (
     parse_etag,
 )
 
-__all__ = ["LatestInfo", "ask_latest", "step_of"]
+__all__ = ["LatestInfo", "ask_latest", "check_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ async def ask_latest(
     async with port.open(exchange, _ignore) as (answer, _):
         if answer.status == HTTPStatus.NO_CONTENT:
             return None
-        step = step_of(answer, exchange)
+        step = _step_of(answer, exchange)
         snapshot_id = parse_etag(answer.headers.get("ETag"))
     if snapshot_id is None:
         raise RemoteProtocolError(f"{exchange.url} does not name its snapshot")
@@ -62,12 +62,14 @@ async def ask_latest(
     return LatestInfo(step, snapshot_id)
 
 
-def step_of(answer: ClientResponse, exchange: Exchange) -> int:
-    """Return the step that an answer is about.
+def check_step(answer: ClientResponse, exchange: Exchange) -> None:
+    """Raise unless an answer is about the step that was asked for."""
+    step = _step_of(answer, exchange)
+    if step != exchange.step:
+        raise RemoteProtocolError(f"{exchange.url} sends step {step}")
 
-    Raises:
-        RemoteProtocolError: it names none.
-    """
+
+def _step_of(answer: ClientResponse, exchange: Exchange) -> int:
     text = answer.headers.get(STEP_HEADER, "")
     known = re.fullmatch(r"0|[1-9][0-9]{0,18}", text)
     if known is None or int(text) > INT64_MAX:

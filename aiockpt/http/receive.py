@@ -17,13 +17,12 @@ from aiockpt.destination import Destination, InTemplate, Terms, destination_of
 from aiockpt.errors import AiockptError
 from aiockpt.flatten import Survey, survey
 from aiockpt.held import Held, HeldInTemplate
-from aiockpt.http.client import CheckpointClient
+from aiockpt.http.origin import Origin
 from aiockpt.memory import Memory, return_freed
 from aiockpt.observe import Progress, TransferEvent, emit
 from aiockpt.template import Template
 from aiockpt.transport import exact_step
 from aiockpt.wire.foretelling import Foretold
-from aiockpt.wire.http import Source
 from aiockpt.wire.manifest import Manifest, Outline
 
 __all__ = ["Receive", "ReceiveOptions"]
@@ -50,12 +49,12 @@ class Receive:
 
     def __init__(
         self,
-        client: CheckpointClient,
+        origin: Origin,
         bridge: Bridge,
         options: ReceiveOptions,
         deadline: Deadline,
     ) -> None:
-        self._client = client
+        self._origin = origin
         self._bridge = bridge
         self._options = options
         self._deadline = deadline
@@ -68,17 +67,17 @@ class Receive:
         self._delta: Delta | None = None
         self._reused = 0
 
-    async def run(self, source: Source, step: int) -> object:
+    async def run(self, step: int) -> object:
         """Return the state dict.
 
         If it fails or is cancelled, a template is as it was or holds the whole
         checkpoint, unless ``direct`` lets bytes into it as they arrive.
         """
         asked, step = time.monotonic(), exact_step(step)
-        outline = await self._find(source, step)
+        outline = await self._find(step)
         started = time.monotonic()
         goal = await self._choose()
-        await self._fetch(source, outline, goal)
+        await self._fetch(outline, goal)
         self._stop("rebuild")
         # Whatever the peer can make fail comes before the first byte is written.
         state = await goal.assemble()
@@ -86,7 +85,7 @@ class Receive:
         await goal.load()
         del goal
         await self._bridge.run(self._release)
-        self._tell(source, step, outline.grid.segment_bytes, asked, started)
+        self._tell(step, outline.grid.segment_bytes, asked, started)
         return state
 
     def annotate(self, error: AiockptError) -> None:
@@ -95,23 +94,22 @@ class Receive:
             done = "was modified" if self._has_touched() else "was not modified"
             error.add_note(f"the template {done}")
 
-    async def _find(self, source: Source, step: int) -> Outline:
+    async def _find(self, step: int) -> Outline:
         """Look at the template, then for the checkpoint."""
         options = self._options
         if options.into is not None or options.have is not None:
             self._stop("allocate")
             await self._bridge.run(self._describe)
-        manifest = await self._ask(source, step)
+        manifest = await self._ask(step)
         self._manifest = manifest.without_header()
         outline = manifest.outline
         self._progress.expect(outline)
         return outline
 
-    async def _ask(self, source: Source, step: int) -> Manifest:
+    async def _ask(self, step: int) -> Manifest:
         self._stop("fetch_manifest")
         foretold, self._foretold = self._foretold, None
-        return await self._client.fetch_manifest(
-            source,
+        return await self._origin.fetch_manifest(
             step,
             deadline=self._deadline.when,
             on_retry=self._remember,
@@ -171,8 +169,8 @@ class Receive:
     def _begin_delta(self, held: Held) -> None:
         self._delta = Delta(held, self._bridge, self._reuse)
 
-    async def _fetch(self, source: Source, outline: Outline, goal: Destination) -> None:
-        fetch = partial(self._fetch_chunks, source, outline, goal)
+    async def _fetch(self, outline: Outline, goal: Destination) -> None:
+        fetch = partial(self._fetch_chunks, outline, goal)
         target = None if goal.memory is goal.arena else goal.memory
         await self._fill(range(len(outline.grid)), target, fetch, goal.begin)
 
@@ -199,14 +197,9 @@ class Receive:
             await delta.bring(chunks, there, target, fetch)
 
     async def _fetch_chunks(
-        self,
-        source: Source,
-        outline: Outline,
-        goal: Destination,
-        chunks: Sequence[int],
+        self, outline: Outline, goal: Destination, chunks: Sequence[int]
     ) -> None:
-        await self._client.fetch_chunks(
-            source,
+        await self._origin.fetch_chunks(
             outline,
             goal.memory,
             chunks,
@@ -218,14 +211,12 @@ class Receive:
     def _has_touched(self) -> bool:
         return self._goal is not None and self._goal.touched
 
-    def _tell(
-        self, source: Source, step: int, nbytes: int, asked: float, started: float
-    ) -> None:
+    def _tell(self, step: int, nbytes: int, asked: float, started: float) -> None:
         emit(
             TransferEvent(
                 stop="recv",
                 step=step,
-                peer=source.base_url,
+                peer=self._origin.name,
                 nbytes=nbytes - self._reused,
                 reused=self._reused,
                 seconds=time.monotonic() - started,

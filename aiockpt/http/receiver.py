@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import cast
 
 from aiockpt._bridge import Bridge
@@ -15,6 +15,7 @@ from aiockpt._warm import WarmArena
 from aiockpt.destination import Terms
 from aiockpt.errors import AiockptError, LocalProtocolError
 from aiockpt.http.client import CheckpointClient
+from aiockpt.http.origin import origin_of, sources_of
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.http.selecting import PartReceive
 from aiockpt.http.steps import Steps
@@ -40,7 +41,7 @@ class Receiver(CheckpointTransport[T]):
     async def recv_checkpoint(
         self,
         src_rank: int,
-        metadata: str,
+        metadata: str | Sequence[str],
         step: int,
         timeout: Timeout | None = None,
         *,
@@ -50,14 +51,18 @@ class Receiver(CheckpointTransport[T]):
         select: Select | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> T:
-        """Fetch ``step`` from the transport that ``metadata`` names.
+        """Fetch ``step`` from the transport, or the transports, of ``metadata``.
 
         Waits for a step that is not there yet, resumes after broken connections, and
         returns only bytes whose digests matched the manifest.
 
         Args:
             src_rank: Not needed here; named in events.
-            metadata: What the sender's :meth:`metadata` returned.
+            metadata: What the sender's :meth:`metadata` returned; or a list of what
+                several returned that hold the same checkpoint. Each is asked for a
+                share that fits its speed. Who fails for good, sends a wrong chunk, or
+                has another checkpoint than most of them (or, where equal, than the
+                first) is dropped, and the receive goes on while one is left.
             step: The step that the sender was given.
             timeout: Deadline of the whole call, in seconds or as a ``timedelta``.
             into: A state dict whose tensors are filled; it is checked before a byte
@@ -86,9 +91,11 @@ class Receiver(CheckpointTransport[T]):
             MissingKeysError: the checkpoint, or ``into``, lacks a path of ``select``.
             DeviceMeshError: a distributed tensor has no place among the ranks here.
             TransportError, ProtocolError, AuthenticationError: see the error tree.
+                Of several sources the most telling error, with the others as notes.
+            ValueError: ``metadata`` is an empty list.
         """
         select = listed(select)
-        source = parse_metadata(metadata)
+        origin = origin_of(self._client, sources_of(metadata))
         limit = self._timeout if timeout is None else seconds(timeout)
         deadline = Deadline(limit, stop="fetch_manifest")
         terms = Terms(
@@ -106,11 +113,11 @@ class Receiver(CheckpointTransport[T]):
             terms=terms,
         )
         kind = Receive if select is None else PartReceive
-        receive = kind(self._client, self._bridge, options, deadline)
+        receive = kind(origin, self._bridge, options, deadline)
         with self._lifetime.call():
             try:
                 async with deadline:
-                    return cast("T", await receive.run(source, step))
+                    return cast("T", await receive.run(step))
             except AiockptError as error:
                 receive.annotate(error)
                 raise

@@ -21,13 +21,12 @@ from aiockpt.content import Content, check_memory
 from aiockpt.errors import MissingKeysError, TemplateMismatchError
 from aiockpt.filling import Filling
 from aiockpt.held import Held
-from aiockpt.http.client import CheckpointClient
+from aiockpt.http.origin import Origin
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.landing import PlacedLanding
 from aiockpt.transport import exact_step
 from aiockpt.wants import Wants
 from aiockpt.wire.chunks import chunks_over
-from aiockpt.wire.http import Source
 from aiockpt.wire.manifest import Manifest, Outline
 
 __all__ = ["PartReceive"]
@@ -156,41 +155,41 @@ class PartReceive(Receive):
 
     def __init__(
         self,
-        client: CheckpointClient,
+        origin: Origin,
         bridge: Bridge,
         options: ReceiveOptions,
         deadline: Deadline,
     ) -> None:
-        super().__init__(client, bridge, options, deadline)
+        super().__init__(origin, bridge, options, deadline)
         self._part: _Part | None = None
 
-    async def run(self, source: Source, step: int) -> object:
+    async def run(self, step: int) -> object:
         """Return what is selected of the state dict.
 
         If it fails or is cancelled, a template is as it was or holds all that was
         selected, unless ``direct`` lets bytes into it as they arrive.
         """
         asked, step = time.monotonic(), exact_step(step)
-        manifest = await self._ask(source, step)
+        manifest = await self._ask(step)
         started = time.monotonic()
         self._stop("allocate")
-        part = await self._bridge.run(self._open, manifest, source)
+        part = await self._bridge.run(self._open, manifest)
         early = await self._bridge.run(part.early)
-        await self._bring(source, manifest, early, _Target(part.content.memory))
+        await self._bring(manifest, early, _Target(part.content.memory))
         self._stop("allocate")
         chunks = await self._bridge.run(part.plan)
-        await self._bring(source, manifest, chunks, part.target())
+        await self._bring(manifest, chunks, part.target())
         self._stop("load")
         part.fence()
         state = await self._bridge.run(part.finish)
         nbytes = part.sizes([*early, *chunks])
         del part
         await self._bridge.run(self._release)
-        self._tell(source, step, nbytes, asked, started)
+        self._tell(step, nbytes, asked, started)
         return state
 
-    def _open(self, manifest: Manifest, source: Source) -> _Part:
-        part = self._part = _Part(manifest, self._options, source.base_url)
+    def _open(self, manifest: Manifest) -> _Part:
+        part = self._part = _Part(manifest, self._options, self._origin.name)
         if self._options.have is not None:
             arena, ports = part.content.arena, self._options.terms.ports
             held = Held.of(manifest, self._survey(), arena=arena, ports=ports)
@@ -198,24 +197,19 @@ class PartReceive(Receive):
         return part
 
     async def _bring(
-        self,
-        source: Source,
-        manifest: Manifest,
-        chunks: Sequence[int],
-        target: _Target,
+        self, manifest: Manifest, chunks: Sequence[int], target: _Target
     ) -> None:
         if not chunks:
             return
         assert self._part is not None
         self._progress.expect_more(self._part.sizes(chunks), len(chunks))
-        fetch = partial(self._fetch_part, source, manifest.outline, target)
+        fetch = partial(self._fetch_part, manifest.outline, target)
         await self._fill(chunks, target if target.landing else None, fetch, _nothing)
 
     async def _fetch_part(
-        self, source: Source, outline: Outline, target: _Target, chunks: Sequence[int]
+        self, outline: Outline, target: _Target, chunks: Sequence[int]
     ) -> None:
-        await self._client.fetch_chunks(
-            source,
+        await self._origin.fetch_chunks(
             outline,
             target,
             chunks,

@@ -8,7 +8,7 @@ The chunk stays the unit of verification, and of what is fetched again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from xxhash import xxh3_128
@@ -17,10 +17,10 @@ from aiockpt.errors import IntegrityError, LocalProtocolError
 from aiockpt.http.translating import Exchange
 from aiockpt.wire.manifest import Outline
 
-__all__ = ["Part", "Stretch", "plan"]
+__all__ = ["MAX_RUN", "Part", "Stretch", "parts_of", "plan"]
 
 # A request costs about as much as a mebibyte: with this many bytes it is forgotten.
-_MAX_BYTES = 64 << 20
+MAX_RUN = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,11 @@ def plan(outline: Outline, chunks: Sequence[int], *, workers: int) -> list[list[
 
     A run is short enough that every worker gets two, and at most 64 MiB, or a chunk.
     """
-    wanted = list(dict.fromkeys(chunks))
+    wanted = parts_of(outline, chunks)
     share = -(-len(wanted) // (2 * workers))
-    longest = max(1, min(share, _MAX_BYTES // outline.grid.chunk_bytes))
+    longest = max(1, min(share, MAX_RUN // outline.grid.chunk_bytes))
     runs: list[list[Part]] = []
-    for chunk in wanted:
-        part = _part(outline, chunk)
+    for part in wanted:
         follows = runs and runs[-1][-1].stop == part.start
         if follows and len(runs[-1]) < longest:
             runs[-1].append(part)
@@ -52,9 +51,14 @@ def plan(outline: Outline, chunks: Sequence[int], *, workers: int) -> list[list[
     return runs
 
 
-def _part(outline: Outline, chunk: int) -> Part:
+def parts_of(outline: Outline, chunks: Iterable[int]) -> list[Part]:
+    """Return what to fetch, each chunk once."""
+    grid, digests = outline.grid, outline.digests
     try:
-        return Part(chunk, *outline.grid.range(chunk), outline.digests[chunk])
+        return [
+            Part(chunk, *grid.range(chunk), digests[chunk])
+            for chunk in dict.fromkeys(chunks)
+        ]
     except IndexError as error:
         raise LocalProtocolError(f"no such chunk: {error}") from None
 
@@ -83,6 +87,12 @@ class Stretch:
     def chunk(self) -> int | None:
         """The chunk that is being received; None when none is left."""
         return self._todo[0].chunk if self._todo else None
+
+    @property
+    def remaining(self) -> int:
+        """Bytes that are still to come."""
+        left, come = self.leave()
+        return sum(part.stop - part.start for part in left) - come
 
     @property
     def stop(self) -> int:
@@ -124,6 +134,18 @@ class Stretch:
         self._bad = []
         self._begin()
         return lost, error
+
+    def leave(self) -> tuple[list[Part], int]:
+        """Return what is not verified, and how many bytes of it have come.
+
+        Whoever fetches it now begins with its first byte: a chunk that is wrong is
+        the fault of one peer then.
+        """
+        bad = [part for part, _ in self._bad]
+        come = sum(part.stop - part.start for part in bad)
+        if self._todo:
+            come += self.position - self._todo[0].start
+        return sorted([*bad, *self._todo], key=lambda part: part.start), come
 
     def _close(self, part: Part) -> None:
         actual = self._hasher.hexdigest()

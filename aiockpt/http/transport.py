@@ -55,7 +55,8 @@ class HTTPTransport(Receiver[T]):
             variables ``AIOCKPT_IFNAME``, ``GLOO_SOCKET_IFNAME`` and
             ``NCCL_SOCKET_IFNAME`` are asked, then the routing table.
         chunk_bytes: Bytes of a chunk of what is sent, a multiple of 64.
-        max_concurrency: How many ranges are fetched at once; by default 4 at most.
+        max_concurrency: How many ranges are fetched at once from each source; by
+            default 4 at most.
         max_readers: How many bodies are served at once; more are told to come back.
         stall_timeout: Seconds without a byte after which either side gives up on a
             connection.

@@ -21,7 +21,6 @@ from aiockpt.errors import (
     TransferInterruptedError,
 )
 from aiockpt.http.receive import Receive, ReceiveOptions
-from aiockpt.wire.http import Source
 from aiockpt.wire.layout import Storage
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import Manifest, Outline, build_manifest
@@ -49,7 +48,9 @@ def manifest_of(beside: int, value: Node) -> Manifest:
 
 
 class Peer:
-    """A client whose peer sends one manifest, and bytes that are all ones."""
+    """An origin that sends one manifest, and bytes that are all ones."""
+
+    name = "http://127.0.0.1/"
 
     def __init__(self, manifest: Manifest, fail: Exception | None = None) -> None:
         self._manifest = manifest
@@ -60,7 +61,7 @@ class Peer:
         return self._manifest
 
     async def fetch_chunks(
-        self, _: object, outline: Outline, target: Any, *__: object, **___: object
+        self, outline: Outline, target: Any, *__: object, **___: object
     ) -> None:
         """Fill the target."""
         for view in target.buffers(0, outline.grid.segment_bytes):
@@ -88,7 +89,7 @@ async def _receive(bridge: Bridge, peer: Peer, into: object, *, direct: bool) ->
     deadline = Deadline(20, stop="test")
     call = Receive(peer, bridge, options, deadline)  # type: ignore[arg-type]
     try:
-        return await call.run(Source("http://127.0.0.1/"), 1)
+        return await call.run(1)
     except AiockptError as error:
         call.annotate(error)
         raise

@@ -116,3 +116,19 @@ def test_bad_chunks_alone_are_wanted_again() -> None:
     stretch.take(memoryview(SEGMENT)[4 * CHUNK :])
     assert stretch.settle() is None
     assert len(verified) == 5
+
+
+def test_what_is_left_begins_with_whole_chunks() -> None:
+    """Whoever takes it over is to blame for all of a chunk, or for nothing of it."""
+    stretch = stretch_of([])
+    damaged = bytearray(SEGMENT)
+    damaged[CHUNK] ^= 1
+    stretch.take(memoryview(damaged)[: 2 * CHUNK + 10])
+    left, come = stretch.leave()
+    assert [part.chunk for part in left] == [1, 2, 3, 4]
+    assert come == CHUNK + 10
+    assert stretch.remaining == len(SEGMENT) - 2 * CHUNK - 10
+    stretch = stretch_of([])
+    stretch.take(memoryview(SEGMENT))
+    assert stretch.leave() == ([], 0)
+    assert stretch.remaining == 0

@@ -65,6 +65,8 @@ async def over_http() -> None:
             0, transport.metadata(), 7, timeout=1, into={"a": 1}, progress=print
         )
         assert_type(received, dict[str, int])
+        several = await transport.recv_checkpoint(0, ["", ""], 7, timeout=1)
+        assert_type(several, dict[str, int])
         part = await transport.recv_checkpoint(0, "", 7, select=str.isidentifier)
         assert_type(part, dict[str, int])
         async for step in transport.steps(transport.metadata(), after=7):

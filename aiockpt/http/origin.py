@@ -1,0 +1,146 @@
+"""Where a receive gets its bytes: from one peer, or from several that hold the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from aiockpt.http.client import CheckpointClient, LatestInfo, Target
+from aiockpt.http.fetching import OnProgress, Prepare
+from aiockpt.http.member import Members
+from aiockpt.http.retrying import OnRetry
+from aiockpt.http.several import SeveralSources
+from aiockpt.wire.foretelling import Foretold
+from aiockpt.wire.http import Source, parse_metadata
+from aiockpt.wire.manifest import Manifest, Outline
+
+__all__ = ["OneSource", "Origin", "distinct", "origin_of", "sources_of"]
+
+
+class Origin(Protocol):
+    """What a receive asks; its calls are those of a `CheckpointClient`."""
+
+    @property
+    def name(self) -> str:
+        """Whom events and errors name, without credentials."""
+
+    def through(self, client: CheckpointClient) -> Origin:
+        """Return the same, with what is known of it, asked by another client."""
+
+    def given(self) -> dict[str, int]:
+        """Return how many bytes came from whom, where there are several."""
+
+    async def fetch_latest(self, *, on_retry: OnRetry | None = None) -> LatestInfo:
+        """Return what is served at this moment."""
+
+    async def fetch_manifest(
+        self,
+        step: int,
+        *,
+        deadline: float,
+        on_retry: OnRetry | None = None,
+        foretold: Foretold | None = None,
+    ) -> Manifest:
+        """Return the manifest of ``step``, waiting until it is published."""
+
+    async def fetch_chunks(
+        self,
+        outline: Outline,
+        target: Target,
+        chunks: Sequence[int],
+        *,
+        on_progress: OnProgress,
+        on_retry: OnRetry | None = None,
+        prepare: Prepare | None = None,
+    ) -> None:
+        """Fetch chunks into ``target`` and verify each one."""
+
+
+class OneSource:
+    """A single peer: every call is the client's own."""
+
+    def __init__(self, client: CheckpointClient, source: Source) -> None:
+        self._client = client
+        self._source = source
+        self.name = source.base_url
+
+    def __repr__(self) -> str:
+        return f"<OneSource {self.name}>"
+
+    def through(self, client: CheckpointClient) -> Origin:
+        """See `Origin`."""
+        return OneSource(client, self._source)
+
+    def given(self) -> dict[str, int]:
+        """See `Origin`."""
+        return {}
+
+    async def fetch_latest(self, *, on_retry: OnRetry | None = None) -> LatestInfo:
+        """See `Origin`."""
+        return await self._client.fetch_latest(self._source, on_retry=on_retry)
+
+    async def fetch_manifest(
+        self,
+        step: int,
+        *,
+        deadline: float,
+        on_retry: OnRetry | None = None,
+        foretold: Foretold | None = None,
+    ) -> Manifest:
+        """See `Origin`."""
+        return await self._client.fetch_manifest(
+            self._source,
+            step,
+            deadline=deadline,
+            on_retry=on_retry,
+            foretold=foretold,
+        )
+
+    async def fetch_chunks(
+        self,
+        outline: Outline,
+        target: Target,
+        chunks: Sequence[int],
+        *,
+        on_progress: OnProgress,
+        on_retry: OnRetry | None = None,
+        prepare: Prepare | None = None,
+    ) -> None:
+        """See `Origin`."""
+        await self._client.fetch_chunks(
+            self._source,
+            outline,
+            target,
+            chunks,
+            on_progress=on_progress,
+            on_retry=on_retry,
+            prepare=prepare,
+        )
+
+
+def origin_of(client: CheckpointClient, sources: Sequence[Source]) -> Origin:
+    """Return what asks one source, or several."""
+    if len(sources) == 1:
+        return OneSource(client, sources[0])
+    return SeveralSources(client, Members(sources))
+
+
+def sources_of(metadata: str | Sequence[str]) -> list[Source]:
+    """Return the sources that a caller names, each once.
+
+    Raises:
+        ValueError: there is none.
+        LocalProtocolError: not what ``metadata()`` returns.
+    """
+    texts = [metadata] if isinstance(metadata, str) else [*metadata]
+    if not texts:
+        raise ValueError("metadata is an empty list: name a source at least")
+    return distinct(map(parse_metadata, texts))
+
+
+def distinct(sources: Iterable[Source]) -> list[Source]:
+    """Return each address once, in order: nobody is to have two votes."""
+    found: dict[str, Source] = {}
+    for source in sources:
+        found.setdefault(source.base_url, source)
+    return [*found.values()]

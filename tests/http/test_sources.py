@@ -1,0 +1,421 @@
+"""Several peers hold the same checkpoint: it comes from all of them, whoever fails."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from aiockpt.errors import (
+    AuthenticationError,
+    CheckpointChangedError,
+    ClosedError,
+    IntegrityError,
+    PeerUnreachableError,
+    StepNotFoundError,
+)
+from aiockpt.testing.faults import CutAfter, Drip, Fault, StallAfter
+from aiockpt.wire.http import Source
+from rangepeer import describe, noise, receiver
+from rangepeer import serving as peer
+from replicas import (
+    CHUNK,
+    FAR,
+    STEP,
+    Fetch,
+    Lies,
+    behind,
+    checkpoint,
+    replicas,
+    source,
+)
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free, pytest.mark.timeout(120)]
+
+CLOSED = Source("http://127.0.0.1:9/checkpoint/", "token")
+
+
+async def test_every_source_gives_a_part() -> None:
+    """Each chunk comes once, and it is told who gave how much."""
+    held = checkpoint()
+    async with replicas(held, held, held) as sites, receiver() as client:
+        fetch = Fetch(client, [source(site) for site in sites])
+        await fetch.run()
+    fetch.check(held)
+    assert all(fetch.given)
+    told = {e.peer: e.nbytes for e in fetch.events if e.stop == "fetch_chunk"}
+    assert [told[url] for url in fetch.urls] == fetch.given
+    assert fetch.dropped() == {}
+
+
+async def test_only_the_chunks_that_are_wanted_are_fetched() -> None:
+    """As of one source."""
+    held = checkpoint()
+    wanted = [1, 2, 3, 30, 47]
+    async with replicas(held, held) as sites, receiver() as client:
+        fetch = Fetch(client, [source(site) for site in sites])
+        content = await fetch.run(chunks=wanted)
+    for chunk in wanted:
+        start, stop = held.manifest.grid.range(chunk)
+        assert content[start:stop] == held.data[start:stop]
+    assert fetch.target.chunks == len(wanted)
+
+
+async def test_no_chunks_are_fetched_at_once() -> None:
+    """A checkpoint may have no bytes."""
+    async with peer(b"") as one, peer(b"") as other, receiver() as client:
+        fetch = Fetch(client, [one.source(), other.source()])
+        assert await fetch.run() == b""
+
+
+class TestOneFails:
+    """The others bring what it does not."""
+
+    async def test_killed(self) -> None:
+        """It was sending, and is never heard of again."""
+        held = checkpoint()
+        async with (
+            replicas(held, held, held) as sites,
+            behind(sites[0], Drip(10e6, burst=1 << 14)) as proxy,
+            receiver() as client,
+        ):
+            fetch = Fetch(client, [source(proxy), *map(source, sites[1:])])
+            running = asyncio.create_task(fetch.run())
+            await fetch.under_way.wait()
+            await proxy.aclose()
+            await running
+        fetch.check(held)
+
+    async def test_killed_and_not_waited_for(self) -> None:
+        """Who returns may; the end does not wait for it."""
+        held = checkpoint()
+        async with (
+            replicas(held, held) as sites,
+            behind(sites[0], CutAfter(3 * CHUNK)) as proxy,
+            receiver(reconnect_timeout=FAR) as client,
+        ):
+            proxy.faults = [Fault(), *[CutAfter(CHUNK)] * 2]
+            proxy.otherwise = StallAfter(0)
+            fetch = Fetch(client, [source(proxy), source(sites[1])])
+            await fetch.run()
+        fetch.check(held)
+
+    async def test_stalled(self) -> None:
+        """What it has in hand is taken from it, long before the stall timeout."""
+        held = checkpoint()
+        async with (
+            replicas(held, held) as sites,
+            behind(sites[0], StallAfter(CHUNK + CHUNK // 2)) as proxy,
+            receiver(stall_timeout=FAR) as client,
+        ):
+            fetch = Fetch(client, [source(proxy), source(sites[1])])
+            await fetch.run()
+        fetch.check(held)
+        assert any("too slow" in event.detail for event in fetch.events)
+
+    async def test_stalled_before_it_says_a_word(self) -> None:
+        """Its vote is not waited for."""
+        held = checkpoint()
+        async with (
+            replicas(held, held) as sites,
+            behind(sites[0], StallAfter(0)) as proxy,
+            receiver(stall_timeout=FAR) as client,
+        ):
+            fetch = Fetch(client, [source(proxy), source(sites[1])])
+            await fetch.run()
+        fetch.check(held)
+        assert fetch.given[0] == 0
+
+    async def test_lying(self) -> None:
+        """It is dropped at its first lie, and nothing of it counts."""
+        held = checkpoint()
+        async with (
+            replicas(held, held, held) as sites,
+            behind(sites[1], Lies()) as proxy,
+            receiver() as client,
+        ):
+            fetch = Fetch(client, [source(sites[0]), source(proxy), source(sites[2])])
+            await fetch.run()
+        fetch.check(held)
+        assert fetch.given[1] < 4 * CHUNK
+        assert [*fetch.dropped()] == [1]
+        assert "has digest" in fetch.dropped()[1]
+
+    @pytest.mark.parametrize("at", range(3))
+    async def test_another_snapshot(self, at: int) -> None:
+        """It is outvoted, wherever it stands in the list."""
+        held = checkpoint()
+        all_held = [held, held, held]
+        all_held[at] = checkpoint(fill=1)
+        async with replicas(*all_held) as sites, receiver() as client:
+            fetch = Fetch(client, [source(site) for site in sites])
+            await fetch.run()
+        fetch.check(held)
+        assert fetch.given[at] == 0
+        # Who answers when the others have agreed is not always heard.
+        assert {*fetch.dropped()} <= {at}
+        assert all("another snapshot" in why for why in fetch.dropped().values())
+
+    async def test_of_two_that_differ_the_first_is_believed(self) -> None:
+        """The order of the list decides where numbers do not."""
+        held, other = checkpoint(fill=1), checkpoint(fill=2)
+        async with replicas(held, other) as sites, receiver() as client:
+            fetch = Fetch(client, [source(site) for site in sites])
+            await fetch.run()
+        fetch.check(held)
+        assert "another snapshot" in fetch.dropped()[1]
+
+    async def test_another_step(self) -> None:
+        """It has gone on."""
+        held = checkpoint()
+        async with replicas(held, checkpoint(step=8)) as sites, receiver() as client:
+            fetch = Fetch(client, [source(site) for site in sites])
+            await fetch.run()
+        fetch.check(held)
+        assert "being served is step 8" in fetch.dropped()[1]
+
+    async def test_another_step_in_the_middle(self) -> None:
+        """It publishes the next one while it is read."""
+        held = checkpoint()
+        async with (
+            replicas(held, held, send_buffer=CHUNK) as sites,
+            behind(sites[0], Drip(4e6, burst=1 << 14)) as slow,
+            behind(sites[1], Drip(4e6, burst=1 << 14)) as other,
+            receiver() as client,
+        ):
+            fetch = Fetch(client, [source(slow), source(other)])
+            running = asyncio.create_task(fetch.run())
+            await fetch.under_way.wait()
+            await sites[0].shelf.publish(checkpoint(step=8), grace=0)
+            await running
+        fetch.check(held)
+        assert [*fetch.dropped()] == [0]
+
+    async def test_unreachable_from_the_start(self) -> None:
+        """Nobody waits for it."""
+        held = checkpoint()
+        async with replicas(held, held) as sites, receiver() as client:
+            fetch = Fetch(client, [CLOSED, *map(source, sites)])
+            await fetch.run()
+        fetch.check(held)
+        assert "cannot reach" in fetch.dropped().get(0, "cannot reach")
+
+    async def test_wrong_token(self) -> None:
+        """Of one; the others are asked with their own."""
+        held = checkpoint()
+        async with replicas(held, held) as sites, receiver() as client:
+            fetch = Fetch(client, [source(sites[0], "wrong"), source(sites[1])])
+            await fetch.run()
+        fetch.check(held)
+        assert "refused the credentials" in fetch.dropped()[0]
+        assert "wrong" not in fetch.dropped()[0]
+
+    async def test_connections_that_break_all_the_time(self) -> None:
+        """Of all sources: each goes on where it was."""
+        held = checkpoint(chunk_bytes=8 * CHUNK)
+        async with (
+            replicas(held, held) as sites,
+            behind(sites[0], CutAfter(3 * CHUNK)) as one,
+            behind(sites[1], CutAfter(3 * CHUNK)) as other,
+            receiver(reconnect_timeout=60) as client,
+        ):
+            fetch = Fetch(client, [source(one), source(other)])
+            await fetch.run()
+        fetch.check(held)
+
+
+async def test_a_slow_source_gives_less() -> None:
+    """Each is asked for as much as it brings."""
+    held = checkpoint()
+    async with (
+        replicas(held, held) as sites,
+        behind(sites[0], Drip(1e6, burst=1 << 13)) as slow,
+        behind(sites[1], Drip(20e6, burst=1 << 15)) as fast,
+        receiver() as client,
+    ):
+        fetch = Fetch(client, [source(slow), source(fast)])
+        await fetch.run()
+    fetch.check(held)
+    assert 2 * fetch.given[0] < fetch.given[1]
+
+
+async def test_a_source_that_is_late_joins_in() -> None:
+    """It publishes the step when the others are sending it."""
+    held = checkpoint()
+    async with (
+        replicas(held, checkpoint(step=1)) as sites,
+        behind(sites[0], Drip(1e6, burst=1 << 13)) as slow,
+        receiver() as client,
+    ):
+        fetch = Fetch(client, [source(slow), source(sites[1])])
+        running = asyncio.create_task(fetch.run())
+        await fetch.under_way.wait()
+        await sites[1].shelf.publish(held, grace=0)
+        await running
+    fetch.check(held)
+    assert all(fetch.given)
+
+
+async def test_credentials_go_to_their_own_origin_only() -> None:
+    """Each source has its own."""
+    segment = noise(8 * CHUNK)
+    async with (
+        peer(segment, chunk_bytes=CHUNK) as one,
+        peer(segment, chunk_bytes=CHUNK) as other,
+        receiver() as client,
+    ):
+        assert one.manifest == describe(segment, chunk_bytes=CHUNK)
+        fetch = Fetch(client, [one.source("first"), other.source("second")])
+        assert await fetch.run() == segment
+    shown = [
+        {headers.get("Authorization") for _, headers in each.requests}
+        for each in (one, other)
+    ]
+    assert shown == [{"Bearer first"}, {"Bearer second"}]
+
+
+class TestAllFail:
+    """One error says why, and its notes say why of the others."""
+
+    async def test_what_a_peer_says_tells_most(self) -> None:
+        """More than that another one is not there."""
+        async with replicas(checkpoint()) as sites, receiver() as client:
+            fetch = Fetch(client, [CLOSED, source(sites[0], "wrong")])
+            with pytest.raises(AuthenticationError) as caught:
+                await fetch.run()
+        (note,) = caught.value.__notes__
+        assert CLOSED.base_url in note
+        assert "cannot reach" in note
+
+    async def test_nobody_is_there(self) -> None:
+        """The first one is named."""
+        other = Source("http://127.0.0.1:10/checkpoint/")
+        async with receiver() as client:
+            with pytest.raises(PeerUnreachableError) as caught:
+                await Fetch(client, [CLOSED, other]).run()
+            assert caught.value.url == CLOSED.base_url
+            assert other.base_url in caught.value.__notes__[0]
+            with pytest.raises(PeerUnreachableError):
+                await Fetch(client, [CLOSED, other]).origin.fetch_latest()
+
+    async def test_killed_one_after_the_other(self) -> None:
+        """In the middle."""
+        held = checkpoint()
+        async with (
+            replicas(held, held) as sites,
+            behind(sites[0], CutAfter(4 * CHUNK)) as one,
+            behind(sites[1], CutAfter(6 * CHUNK)) as other,
+            receiver() as client,
+        ):
+            fetch = Fetch(client, [source(one), source(other)])
+            running = asyncio.create_task(fetch.run())
+            await fetch.under_way.wait()
+            await one.aclose()
+            await other.aclose()
+            with pytest.raises(PeerUnreachableError) as caught:
+                await running
+        assert len(caught.value.__notes__) == 1
+        assert {*fetch.dropped()} == {0, 1}
+
+    async def test_all_have_gone_on(self) -> None:
+        """To another step."""
+        later = checkpoint(step=8)
+        async with replicas(later, later) as sites, receiver() as client:
+            fetch = Fetch(client, [source(site) for site in sites])
+            with pytest.raises(StepNotFoundError) as caught:
+                await fetch.run()
+        assert caught.value.serving == 8
+
+    async def test_all_lie(self) -> None:
+        """The last one is asked three times, as if it were alone."""
+        held = checkpoint()
+        async with (
+            replicas(held, held) as sites,
+            behind(sites[0], Lies()) as one,
+            behind(sites[1], Lies()) as other,
+            receiver() as client,
+        ):
+            fetch = Fetch(client, [source(one), source(other)])
+            with pytest.raises(IntegrityError) as caught:
+                await fetch.run()
+        assert caught.value.chunk is not None
+
+    async def test_the_only_one_is_left_with_another_snapshot(self) -> None:
+        """Two snapshots are never mixed: it is an error, and a new receive works."""
+        held, other = checkpoint(fill=1), checkpoint(fill=2)
+        async with (
+            replicas(held, other) as sites,
+            behind(sites[0], CutAfter(4 * CHUNK)) as proxy,
+            receiver() as client,
+        ):
+            sources = [source(proxy), source(sites[1])]
+            fetch = Fetch(client, sources)
+            running = asyncio.create_task(fetch.run())
+            await fetch.under_way.wait()
+            await proxy.aclose()
+            with pytest.raises(CheckpointChangedError):
+                await running
+            again = Fetch(client, sources)
+            await again.run()
+        again.check(other)
+
+
+async def test_a_client_that_is_closed_ends_it_at_once() -> None:
+    """No source is blamed for it."""
+    held = checkpoint()
+    async with (
+        replicas(held, held) as sites,
+        behind(sites[0], Drip(1e6, burst=1 << 13)) as one,
+        behind(sites[1], Drip(1e6, burst=1 << 13)) as other,
+        receiver(reconnect_timeout=FAR) as client,
+    ):
+        fetch = Fetch(client, [source(one), source(other)])
+        running = asyncio.create_task(fetch.run())
+        await fetch.under_way.wait()
+        await client.aclose()
+        with pytest.raises(ClosedError):
+            await running
+    assert fetch.dropped() == {}
+
+
+async def test_a_cancel_leaves_nothing_behind() -> None:
+    """Neither a task nor a connection, and nothing is written any more."""
+    held = checkpoint()
+    async with (
+        replicas(held, held) as sites,
+        behind(sites[0], Drip(1e6, burst=1 << 13)) as slow,
+        receiver(reconnect_timeout=FAR) as client,
+    ):
+        fetch = Fetch(client, [source(slow), source(sites[1]), CLOSED])
+        running = asyncio.create_task(fetch.run())
+        await fetch.under_way.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        before = bytes(fetch.target.content)
+        await asyncio.sleep(0.05)
+        assert fetch.target.content == before
+
+
+async def test_what_most_serve_now_is_the_latest() -> None:
+    """Of two that differ the newer; who serves nothing has no vote."""
+    held, later = checkpoint(), checkpoint(step=STEP + 1)
+    async with replicas(held, held, later) as sites, receiver() as client:
+        sources = [source(site) for site in sites]
+
+        async def latest(*which: int) -> int:
+            chosen = [sources[number] for number in which]
+            return (await Fetch(client, chosen).origin.fetch_latest()).step
+
+        assert await latest(0, 1, 2) == STEP
+        assert await latest(0, 2) == STEP + 1
+
+
+async def test_many_sources_share_the_connections() -> None:
+    """Each has one then."""
+    held = checkpoint()
+    async with replicas(*[held] * 20) as sites, receiver() as client:
+        fetch = Fetch(client, [source(site) for site in sites])
+        await fetch.run()
+        assert max(len(site.connections) for site in sites) <= 2
+    fetch.check(held)

@@ -1,0 +1,255 @@
+"""``recv_checkpoint`` from several transports that hold the same state dict."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from aiockpt import (
+    IntegrityError,
+    LocalProtocolError,
+    MissingKeysError,
+    Progress,
+    TransferTimeoutError,
+)
+from aiockpt.observe import TransferEvent, add_hook
+from aiockpt.testing import FaultProxy, StallAfter, assert_same
+from replicas import Lies
+from senders import TOKEN, serving_process
+from served import MIB_SERVED
+from suspensions import cut_at
+from transports import MIB, Transport, proxied, through, transport, weights
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
+
+STATE = {
+    "model": {"w": torch.arange(300_000.0), "b": torch.ones(7)},
+    "optimizer": {"m": torch.arange(200_000.0), "lr": 0.1},
+    "step": 7,
+}
+
+
+@asynccontextmanager
+async def senders(count: int, state: Any = STATE) -> AsyncIterator[list[Transport]]:
+    """Offer the same state dict several times."""
+    async with AsyncExitStack() as stack:
+        made = [await stack.enter_async_context(transport()) for _ in range(count)]
+        for sender in made:
+            await sender.send_checkpoint([], 7, state)
+        yield made
+
+
+@asynccontextmanager
+async def spoilt(sender: Transport, fault: Any) -> AsyncIterator[str]:
+    """Give the metadata of a sender, all of whose connections have a fault."""
+    async with proxied(sender, otherwise=fault) as proxy:
+        yield through(proxy, sender)
+
+
+def template() -> dict[str, Any]:
+    """Return what can be filled, and is all zeros."""
+    return {
+        "model": {"w": torch.zeros(300_000), "b": torch.zeros(7)},
+        "optimizer": {"m": torch.zeros(200_000), "lr": 0.0},
+        "step": 0,
+    }
+
+
+def is_untouched(state: dict[str, Any]) -> bool:
+    """Say whether a template is as it was."""
+    tensors = (*state["model"].values(), state["optimizer"]["m"])
+    return not any(tensor.any() for tensor in tensors)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+async def test_it_arrives_in_place(direct: bool) -> None:
+    """With both ways of filling a template."""
+    async with senders(3) as made, transport() as receiver:
+        metadata = [each.metadata() for each in made]
+        into = template()
+        got = await receiver.recv_checkpoint(0, metadata, 7, into=into, direct=direct)
+    assert got["model"]["w"] is into["model"]["w"]
+    assert_same(got, STATE)
+
+
+async def test_it_arrives_anew_and_says_who_gave_what() -> None:
+    """In events, and in the progress of the whole."""
+    events: list[TransferEvent] = []
+    seen: list[Progress] = []
+    async with senders(2) as made, transport() as receiver:
+        metadata = [each.metadata() for each in made]
+        remove = add_hook(events.append)
+        got = await receiver.recv_checkpoint(0, metadata, 7, progress=seen.append)
+        remove()
+    assert_same(got, STATE)
+    assert seen[-1].bytes_done == seen[-1].bytes_total
+    given = {e.peer: e.nbytes for e in events if e.stop == "fetch_chunk"}
+    assert [*given] == [url.partition("#")[0] for url in metadata]
+    assert sum(given.values()) == seen[-1].bytes_total
+    (whole,) = [event for event in events if event.stop == "recv"]
+    assert whole.peer == " ".join(given)
+    tokens = [url.partition("#")[2] for url in metadata]
+    assert not any(token in str(event) for event in events for token in tokens)
+
+
+@pytest.mark.parametrize("into", [template, lambda: None])
+async def test_a_part_is_selected(into: Any) -> None:
+    """Of several sources as of one."""
+    async with senders(2) as made, transport() as receiver:
+        metadata = [each.metadata() for each in made]
+        got = await receiver.recv_checkpoint(
+            0, metadata, 7, select=["optimizer"], into=into()
+        )
+        assert torch.equal(got["optimizer"]["m"], STATE["optimizer"]["m"])  # type: ignore[index]
+        with pytest.raises(MissingKeysError):
+            await receiver.recv_checkpoint(0, metadata, 7, select=["nothing"])
+
+
+async def test_a_list_of_one_is_that_one() -> None:
+    """And whoever is named twice counts once."""
+    async with senders(1) as (sender,), transport() as receiver:
+        url = sender.metadata()
+        assert_same(await receiver.recv_checkpoint(0, [url], 7), STATE)
+        assert_same(await receiver.recv_checkpoint(0, (url, url), 7), STATE)
+
+
+async def test_a_list_that_names_nobody() -> None:
+    """Is the caller's mistake, and so is one that names something else."""
+    async with transport() as receiver:
+        with pytest.raises(ValueError, match="empty"):
+            await receiver.recv_checkpoint(0, [], 7)
+        with pytest.raises(LocalProtocolError, match="bad metadata"):
+            await receiver.recv_checkpoint(0, ["http://h:1/", "ftp://h/"], 7)
+
+
+@pytest.mark.parametrize(("direct", "done"), [(False, "was not"), (True, "was")])
+async def test_a_failure_says_what_became_of_the_template(
+    direct: bool, done: str
+) -> None:
+    """Unless bytes are let in as they arrive, it is untouched."""
+    async with (
+        senders(2) as (one, other),
+        spoilt(one, Lies()) as first,
+        spoilt(other, Lies()) as second,
+        transport() as receiver,
+    ):
+        into = template()
+        with pytest.raises(IntegrityError) as caught:
+            await receiver.recv_checkpoint(
+                0, [first, second], 7, into=into, direct=direct
+            )
+    assert f"the template {done} modified" in caught.value.__notes__
+    assert direct or is_untouched(into)
+
+
+async def test_the_deadline_is_kept() -> None:
+    """Even if all of them are silent in the middle."""
+    stall = StallAfter(100_000)
+    async with (
+        senders(2) as (one, other),
+        spoilt(one, stall) as first,
+        spoilt(other, stall) as second,
+        transport() as receiver,
+    ):
+        with pytest.raises(TransferTimeoutError, match="fetch_chunk"):
+            await receiver.recv_checkpoint(0, [first, second], 7, timeout=1.5)
+
+
+async def test_shared_tokens_work_as_with_one() -> None:
+    """Where the metadata carries none."""
+    async with (
+        transport(token="s") as one,
+        transport(token="s") as other,
+        transport(token="s") as receiver,
+    ):
+        for sender in (one, other):
+            await sender.send_checkpoint([], 7, STATE)
+        metadata = [one.metadata(), other.metadata()]
+        assert "#" not in "".join(metadata)
+        assert_same(await receiver.recv_checkpoint(0, metadata, 7), STATE)
+
+
+@pytest.mark.parametrize("begin", range(3))
+async def test_a_cancel_at_any_await_leaves_everything_usable(begin: int) -> None:
+    """The template is untouched or wholly filled, and the next receive works."""
+    async with senders(2) as made, transport() as receiver:
+        metadata = [each.metadata() for each in made]
+        metadata.append("http://127.0.0.1:9/checkpoint/")
+        at, reached = begin, True
+        while reached:
+            into = template()
+            call = receiver.recv_checkpoint(0, metadata, 7, into=into)
+            cut = await cut_at(at, call)
+            reached = cut.reached
+            assert cut.task is not None
+            assert cut.task.cancelled() or cut.task.exception() is None
+            if not is_untouched(into):
+                into.update(optimizer=STATE["optimizer"], step=7)
+                assert_same(into, STATE)
+            at += 3 + at // 10
+        assert_same(await receiver.recv_checkpoint(0, metadata, 7), STATE)
+
+
+class Acting:
+    """A ``progress`` that does something once a tenth has arrived."""
+
+    def __init__(self, act: Any) -> None:
+        self.seen: list[Progress] = []
+        self._act = act
+        self._done = False
+
+    def __call__(self, progress: Progress) -> None:
+        self.seen.append(progress)
+        if not self._done and progress.bytes_done > MIB_SERVED * MIB / 10:
+            self._done = True
+            self._act()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_process_that_ends_or_stops_in_the_middle(number: int) -> None:
+    """The other two go on, and neither is waited for."""
+    options = {"token": TOKEN, "stall_timeout": 120, "reconnect_timeout": 120}
+    async with (
+        transport(timeout=100, **options) as receiver,
+        serving_process() as (victim, first),
+        serving_process() as (_, second),
+        serving_process() as (_, third),
+    ):
+        acting = Acting(lambda: victim.send_signal(number))
+        got = await receiver.recv_checkpoint(
+            0, [first, second, third], 1, progress=acting
+        )
+        assert_same(got, weights(mib=MIB_SERVED))
+    assert acting.seen[-1].bytes_done == MIB_SERVED * MIB
+
+
+async def test_a_proxy_before_one_source_sees_its_share_only() -> None:
+    """The bytes come from all of them, and not twice."""
+    state = weights(mib=8)
+    async with (
+        senders(2, state) as (one, other),
+        proxied(one) as first,
+        proxied(other) as second,
+        transport() as receiver,
+    ):
+        proxies: list[FaultProxy] = [first, second]
+        metadata = [through(first, one), through(second, other)]
+        assert_same(await receiver.recv_checkpoint(0, metadata, 7), state)
+        down = [proxy.statistics().bytes_down for proxy in proxies]
+    assert all(down)
+    assert sum(down) < 1.1 * 8 * MIB
+
+
+async def test_receives_at_the_same_time_do_not_meet() -> None:
+    """One transport, many receives of several sources each."""
+    async with senders(3) as made, transport() as receiver:
+        metadata = [each.metadata() for each in made]
+        calls = [receiver.recv_checkpoint(0, metadata, 7) for _ in range(6)]
+        for got in await asyncio.gather(*calls):
+            assert_same(got, STATE)
