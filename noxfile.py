@@ -169,6 +169,42 @@ def fuzz(session: nox.Session) -> None:
     )
 
 
+def run_faults(session: nox.Session, *tests: str, report: bool) -> None:
+    """Run rows of the fault matrix one after the other; write them into the page."""
+    install(session, "test", "test-torch")
+    results = Path(session.create_tmp()).absolute() / "faults.jsonl"
+    results.unlink(missing_ok=True)
+    env = {
+        "AIOCKPT_FAULTS": "exhaustive",
+        "AIOCKPT_FAULTS_OUT": str(results),
+        "OMP_NUM_THREADS": "1",
+    }
+    try:
+        session.run("pytest", "--timeout", "900", *tests, env=env)
+    finally:  # a row that fails is on the page, too
+        if report and results.exists():
+            report_on = ("tests/support/faultreport.py", str(results))
+            session.run(
+                *("python", *report_on, "docs/reliability.md"),
+                env={"PYTHONPATH": "tests/support"},
+            )
+
+
+@nox.session(python=WHOLE)
+def faults(session: nox.Session) -> None:
+    """Run the whole fault matrix; `-- --report` writes docs/reliability.md from it."""
+    args = list(session.posargs)
+    report = "--report" in args
+    chosen = [arg for arg in args if arg != "--report"]
+    run_faults(session, "tests/faults", *chosen, report=report)
+
+
+@nox.session(python=WHOLE)
+def soak(session: nox.Session) -> None:
+    """Ten minutes of random faults, written into the page; `-- --seed N` repeats."""
+    run_faults(session, "tests/faults/test_soak.py", *session.posargs, report=True)
+
+
 @nox.session(python=WHOLE)
 def bench(session: nox.Session) -> None:
     """Measure this library and torchft on this machine; `-- --help` lists options."""
