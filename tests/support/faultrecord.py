@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
 
-__all__ = ["OUT", "Figure", "Outcome", "Record"]
+__all__ = ["EXHAUSTIVE", "OUT", "Figure", "Outcome", "Record"]
 
 T = TypeVar("T")
 
@@ -65,6 +67,23 @@ class Record:
     def pick(self, few: T, everything: T) -> T:
         """Return the one or the other: how many seeds, how much data."""
         return everything if EXHAUSTIVE else few
+
+    def part_of(self, everything: Sequence[T], *, few: int) -> Sequence[T]:
+        """Return the seeds or points to run: all of them, or a few, evenly spread.
+
+        The test on asyncio's loop gets one half of all, that on uvloop's the other.
+        """
+        if EXHAUSTIVE:
+            return everything[self._second :: 2]
+        return everything[:: max(1, len(everything) // few)][:few]
+
+    def chance(self) -> random.Random:
+        """Return the same chance at every run, another one on the other loop."""
+        return random.Random(f"{self.outcome.row} {self._second}")
+
+    @property
+    def _second(self) -> bool:
+        return "uvloop" in self.outcome.test
 
     def ran(self, count: int = 1) -> None:
         """Count runs: transfers, seeds, points."""
