@@ -11,6 +11,7 @@ from aiockpt._deadline import Deadline
 from aiockpt._device import port_for
 from aiockpt._lifetime import Lifetime
 from aiockpt._selection import Select, listed
+from aiockpt._warm import WarmArena
 from aiockpt.destination import Terms
 from aiockpt.errors import AiockptError
 from aiockpt.http.client import CheckpointClient
@@ -34,6 +35,7 @@ class Receiver(CheckpointTransport[T]):
     _lifetime: Lifetime
     _bridge: Bridge
     _client: CheckpointClient
+    _warm: WarmArena | None
 
     async def recv_checkpoint(
         self,
@@ -86,6 +88,7 @@ class Receiver(CheckpointTransport[T]):
             allow_pickle=self._allow_pickle,
             direct=direct,
             ports=port_for,
+            warm=self._warm,
         )
         options = ReceiveOptions(
             into=into, select=select, progress=progress, terms=terms
