@@ -98,6 +98,7 @@ class Link:
             self._ways = [_Way(self, near, far), _Way(self, far, near)]
             for way in self._ways:
                 stack.callback(way.close)
+                way.open()
             self._stack = stack.pop_all()
         return self
 
@@ -168,7 +169,9 @@ class _Way:
         self._timer: asyncio.TimerHandle | None = None
         self._due = math.inf
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(source, self._on_packets)
+
+    def open(self) -> None:
+        self._loop.add_reader(self._source, self._on_packets)
 
     def close(self) -> None:
         self._loop.remove_reader(self._source)

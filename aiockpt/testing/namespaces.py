@@ -44,6 +44,7 @@ class Namespace:
     """
 
     def __init__(self) -> None:
+        self._fd = -1
         back = _open_current()
         try:
             _call("unshare", _NEW_NETWORK)
@@ -52,6 +53,9 @@ class Namespace:
                 configure("lo")
             finally:
                 _call("setns", back, _NEW_NETWORK)
+        except BaseException:
+            self.close()
+            raise
         finally:
             os.close(back)
 
@@ -100,7 +104,8 @@ def few_ports(count: int) -> Iterator[None]:
         FaultNotPermittedError: not on Linux, or not as root.
     """
     with Namespace() as namespace, namespace.entered():
-        _PORTS.write_text(f"{_FIRST_PORT} {_FIRST_PORT + count - 1}")
+        with _explained():  # in a container /proc/sys may be read-only
+            _PORTS.write_text(f"{_FIRST_PORT} {_FIRST_PORT + count - 1}")
         yield
 
 
@@ -148,8 +153,9 @@ def _call(name: str, *arguments: int) -> None:
 def _explained() -> Iterator[None]:
     try:
         yield
-    except PermissionError as error:
+    except OSError as error:
         raise FaultNotPermittedError(
             error.errno,
-            "a network of one's own needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN)",
+            "a network of one's own needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN): "
+            f"{error.strerror}",
         ) from error
