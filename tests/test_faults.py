@@ -10,7 +10,9 @@ import pytest
 
 from aiockpt.testing.faults import (
     Answer,
+    BlackHole,
     CutAfter,
+    Delay,
     Drip,
     Drop,
     Fault,
@@ -129,6 +131,30 @@ async def test_drip_takes_the_time_that_its_rate_says() -> None:
         start = asyncio.get_running_loop().time()
         assert await listen_to(proxy) == SPEECH
         assert asyncio.get_running_loop().time() - start >= len(SPEECH) / 10_000 * 0.9
+
+
+async def test_delayed_bytes_all_arrive_late() -> None:
+    """Not one of them before its time."""
+    async with proxied(Delay(0.2)) as proxy:
+        start = asyncio.get_running_loop().time()
+        assert await listen_to(proxy) == SPEECH
+        assert asyncio.get_running_loop().time() - start >= 0.2 * 0.9
+
+
+async def test_black_hole_takes_everything_and_gives_nothing() -> None:
+    """The server hears nothing; the hole is gone when the client is."""
+    async with proxied(BlackHole()) as proxy:
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        writer.write(bytes(1 << 20))
+        await writer.drain()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await reader.read(1)
+        assert proxy.statistics().bytes_down == 0
+        writer.close()
+        async with asyncio.timeout(10):
+            while proxy.statistics().open:  # noqa: ASYNC110 - no event tells
+                await asyncio.sleep(0.001)
 
 
 async def test_refused_connection_never_reaches_the_server() -> None:

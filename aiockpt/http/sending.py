@@ -44,7 +44,8 @@ PORTABLE_SLICE_BYTES = 256 << 10
 
 _MAX_BUFFERS = 512  # of one sendmsg; Linux takes 1024
 _FIRST_SLICE = 64 << 10  # grows while the views are large
-_TICK = 1.0
+_MAX_TICK = 0.25
+_TICKS = 8  # per stall timeout, where that is short
 _BUFFER_PAUSE = 0.005
 
 
@@ -74,7 +75,7 @@ class Sending:
     def __init__(self, transport: asyncio.Transport, *, stall_timeout: float) -> None:
         self._transport = transport
         self._patience = stall_timeout
-        self._tick = min(_TICK, stall_timeout / 4)
+        self._tick = min(_MAX_TICK, stall_timeout / _TICKS)
         self._loop = asyncio.get_running_loop()
         self._outcome: Outcome | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -215,7 +216,7 @@ class Sending:
         acknowledged = self.sent - sockets.unacknowledged(self._transport)
         moved, self._acknowledged = acknowledged != self._acknowledged, acknowledged
         self._idle = 0.0 if moved else self._idle + self._tick
-        if self._idle > self._patience:
+        if self._idle >= self._patience:
             self._end(Outcome.STALLED)
         else:
             self._timer = self._loop.call_later(self._tick, self._watch)

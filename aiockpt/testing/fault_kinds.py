@@ -15,8 +15,10 @@ from typing import NoReturn
 
 __all__ = [
     "Answer",
+    "BlackHole",
     "Counts",
     "CutAfter",
+    "Delay",
     "Drip",
     "Drop",
     "Fault",
@@ -167,6 +169,29 @@ class Drop(Fault):
         """Send what comes before and what comes after."""
         start, stop = max(self.at - at, 0), max(self.at + self.count - at, 0)
         await pipe.send(data[:start] + data[stop:])
+
+
+@dataclass(frozen=True, slots=True)
+class BlackHole(Fault):
+    """The connection is there and takes every byte; none goes on, none comes back."""
+
+    async def connected(self, pipe: Pipe) -> None:
+        """Swallow what the client says until it leaves."""
+        while await pipe.hear():
+            pass
+        pipe.cut(reset=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Delay(Fault):
+    """What the server sends arrives ``seconds`` late, at most 256 KiB at a time."""
+
+    seconds: float
+
+    async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
+        """Hold it back for a while."""
+        await asyncio.sleep(self.seconds)
+        await pipe.send(data)
 
 
 @dataclass(frozen=True, slots=True)

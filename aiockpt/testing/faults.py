@@ -20,8 +20,10 @@ from typing import NamedTuple
 from aiockpt.testing.fault_kinds import (
     READ,
     Answer,
+    BlackHole,
     Counts,
     CutAfter,
+    Delay,
     Drip,
     Drop,
     Fault,
@@ -33,7 +35,9 @@ from aiockpt.testing.fault_kinds import (
 
 __all__ = [
     "Answer",
+    "BlackHole",
     "CutAfter",
+    "Delay",
     "Drip",
     "Drop",
     "Fault",

@@ -1,0 +1,150 @@
+"""A peer is killed or stands still: the other end notices, and lets go."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from aiockpt import TransferStalledError, TransportError
+from aiockpt.testing import FaultProxy, assert_same
+from faultpeers import TOKEN, At, noise, running, said, sender, share
+from faultrecord import Record
+from faultrows import row
+from serving import settle
+from transports import MIB, Transport, transport
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
+
+CHUNK = MIB
+SIZE = 64  # MiB
+
+
+@row(1)
+async def test_a_killed_sender_is_noticed_at_once(record: Record) -> None:
+    """Every connection breaks; nothing answers any more."""
+    for seed in record.part_of(range(8), few=1):
+        async with (
+            sender(mib=SIZE, chunk_bytes=CHUNK) as peer,
+            transport(token=TOKEN, reconnect_timeout=0) as receiver,
+        ):
+            at = At(share(seed), peer.process.kill)
+            with pytest.raises(TransportError):
+                await receiver.recv_checkpoint(0, peer.url, 1, progress=at)
+            record.within("to the error", time.monotonic() - at.since, 0.2)
+        record.ran()
+
+
+@row(2)
+async def test_a_sender_that_comes_back_finishes_the_transfer(record: Record) -> None:
+    """The same state has the same identity: what had arrived is kept."""
+    expected = noise(SIZE)
+    for seed in record.part_of(range(4), few=1):
+        async with (
+            sender(mib=SIZE, chunk_bytes=CHUNK) as peer,
+            FaultProxy("127.0.0.1", peer.port) as proxy,
+            transport(token=TOKEN, timeout=60, reconnect_timeout=30) as receiver,
+        ):
+            url = peer.url.replace(str(peer.port), str(proxy.port))
+            at = At(share(seed), peer.process.kill)
+            fetch = receiver.recv_checkpoint(0, url, 1, progress=at)
+            receiving = asyncio.create_task(fetch)
+            await peer.process.wait()
+            await asyncio.sleep(1)
+            async with sender(mib=SIZE, chunk_bytes=CHUNK, port=peer.port):
+                assert_same(await receiving, expected)
+            extra = proxy.statistics().bytes_down - SIZE * MIB
+        record.within(
+            "fetched again", extra / CHUNK / 4, 1, unit=" chunks per connection"
+        )
+        record.ran()
+
+
+@row(3)
+async def test_a_sender_that_stands_still_for_ever_is_given_up(record: Record) -> None:
+    """By the stall timeout, whether it stops before or within its answers."""
+    for seed in record.part_of(range(4), few=1):
+        async with (
+            sender(mib=SIZE, chunk_bytes=CHUNK) as peer,
+            transport(token=TOKEN, reconnect_timeout=0, stall_timeout=1) as receiver,
+        ):
+            at = At(share(seed), lambda: peer.signal(signal.SIGSTOP))
+            with pytest.raises(TransferStalledError):
+                await receiver.recv_checkpoint(0, peer.url, 1, progress=at)
+            took = time.monotonic() - at.since
+            record.within("beyond the stall timeout", took - 1, 0.5)
+        record.ran()
+
+
+@row(3)
+async def test_a_sender_that_stands_still_for_a_while_is_waited_for(
+    record: Record,
+) -> None:
+    """Its pause is longer than the stall timeout, and shorter than the patience."""
+    pause = record.pick(1.0, 4.0)
+    async with (
+        sender(mib=SIZE, chunk_bytes=CHUNK) as peer,
+        transport(token=TOKEN, timeout=60, stall_timeout=pause / 2) as receiver,
+    ):
+        at = At(0.2, lambda: peer.signal(signal.SIGSTOP))
+        fetch = receiver.recv_checkpoint(0, peer.url, 1, progress=at)
+        receiving = asyncio.create_task(fetch)
+        await settle(lambda: at.since > 0)
+        await asyncio.sleep(pause)
+        peer.signal(signal.SIGCONT)
+        assert_same(await receiving, noise(SIZE))
+        record.within("in all", time.monotonic() - at.since, pause + 4)
+    record.ran()
+
+
+@asynccontextmanager
+async def struck(
+    sends: Transport, number: signal.Signals
+) -> AsyncIterator[tuple[float, int]]:
+    """Start a receiver; once the signal has hit it, give when, and what it reads."""
+    options = {"url": sends.address(), "signal": number, "max_concurrency": 8}
+    async with running("receive", **options) as process:
+        assert await said(process) == "ready"
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        assert await said(process) == "now"
+        yield time.monotonic(), sends.statistics().readers
+
+
+@row(4)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_the_sender_lets_go_of_a_receiver_that_is_gone(
+    record: Record, number: signal.Signals
+) -> None:
+    """Killed, it is gone at once; standing still, after the stall timeout."""
+    async with transport(token=TOKEN, chunk_bytes=CHUNK, stall_timeout=1) as sends:
+        await sends.send_checkpoint([], 1, noise(SIZE))
+        for _ in record.part_of(range(4), few=1):
+            async with struck(sends, number) as (since, _):
+                await settle(lambda: sends.statistics().readers == 0)
+                took = time.monotonic() - since
+            record.within("beyond the stall timeout", took - 1, 0.5)
+            record.ran()
+
+
+@row(4)
+async def test_a_receiver_that_stands_still_delays_the_trainer_by_the_grace(
+    record: Record,
+) -> None:
+    """`disallow_checkpoint` returns; the memory is the trainer's again."""
+    held = 0
+    async with transport(token=TOKEN, chunk_bytes=CHUNK, grace=0.5) as sends:
+        for _ in record.part_of(range(5), few=1):
+            await sends.send_checkpoint([], 1, noise(SIZE))
+            async with struck(sends, signal.SIGSTOP) as (since, readers):
+                await sends.disallow_checkpoint()
+                took = time.monotonic() - since
+            held += readers
+            assert sends.statistics().readers == 0
+            record.within("beyond the grace", took - 0.5, 0.1)
+            record.ran()
+    assert held, "none of them was in the middle of anything"

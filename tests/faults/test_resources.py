@@ -1,0 +1,238 @@
+"""Descriptors and ports run out, receivers and attackers come in numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import statistics
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from aiockpt import AiockptError
+from aiockpt.testing import (
+    FaultNotPermittedError,
+    FaultProxy,
+    StallAfter,
+    assert_same,
+    exhausted_fds,
+    few_ports,
+)
+from faultpeers import TOKEN, Peer, noise, sender
+from faultrecord import Record
+from faultrows import row
+from serving import settle
+from transports import MIB, Transport, receive, transport
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
+
+
+@row(13)
+async def test_a_sender_without_descriptors_serves_again(record: Record) -> None:
+    """What runs goes on; who comes meanwhile waits, and is served afterwards."""
+    state = noise(16)
+    async with (
+        sender(mib=16) as peer,
+        FaultProxy("127.0.0.1", peer.port, faults=[StallAfter(4 * MIB)]) as proxy,
+        transport(token=TOKEN, num_chunks=1, stall_timeout=1, timeout=60) as early,
+        transport(token=TOKEN, timeout=60) as late,
+    ):
+        for left in record.part_of([0, 1, 2, 5], few=1):
+            url = peer.url.replace(str(peer.port), str(proxy.port))
+            running = asyncio.create_task(early.recv_checkpoint(0, url, 1))
+            await settle(lambda: proxy.statistics().bytes_down > MIB)
+            await peer.ask(f"exhaust {left}")
+            waiting = asyncio.create_task(late.recv_checkpoint(0, peer.url, 1))
+            await asyncio.sleep(0.2)
+            await peer.ask("relieve")
+            since = time.monotonic()
+            assert_same(await waiting, state)
+            record.within("served again after", time.monotonic() - since, 2.5)
+            assert_same(await running, state)
+            record.ran()
+
+
+@row(14)
+async def test_a_receiver_without_descriptors_fails_plainly(record: Record) -> None:
+    """Or does with fewer connections; and works as soon as there are some again."""
+    state = noise(4)
+    async with sender(mib=4) as peer:
+        up = range(12)
+        for left in record.part_of([*up, *reversed(up)], few=2):
+            async with transport(
+                token=TOKEN, num_chunks=4, timeout=20, reconnect_timeout=0.1
+            ) as receiver:
+                with exhausted_fds(left=left):
+                    try:
+                        got = await receiver.recv_checkpoint(0, peer.url, 1)
+                    except AiockptError:
+                        got = state
+                assert_same(got, state)
+                assert_same(await receiver.recv_checkpoint(0, peer.url, 1), state)
+            record.ran()
+
+
+@row(15)
+async def test_twenty_local_ports_are_enough_for_any_number_of_transfers(
+    record: Record,
+) -> None:
+    """Connections are kept and used again."""
+    state, count = noise(1), record.pick(40, 200)
+    async with AsyncExitStack() as stack:
+        try:
+            stack.enter_context(few_ports(20))
+        except FaultNotPermittedError as error:
+            pytest.skip(str(error))
+        sends = await stack.enter_async_context(transport())
+        receiver = await stack.enter_async_context(transport(num_chunks=4))
+        await sends.send_checkpoint([], 1, state)
+        for _ in range(count // 4):
+            gets = [receive(sends, receiver) for _ in range(4)]
+            for got in await asyncio.gather(*gets):
+                assert_same(got, state)
+            record.ran(4)
+        record.within("connections opened", opened(sends), 16, unit="", patience=4)
+
+
+def opened(sends: Transport) -> int:
+    """Count the connections that were made to a sender in the last minute."""
+    table = Path("/proc/thread-self/net/tcp").read_text().splitlines()[1:]
+    port = f":{int(sends.address().split(':')[2].split('/')[0]):04X}"
+    return sum(line.split()[2].endswith(port) for line in table)
+
+
+@row(28)
+@pytest.mark.parametrize("count", [1, 8, 32, 128])
+async def test_many_receivers_share_fairly(record: Record, count: int) -> None:
+    """Each gets the right bytes and its share; the sender's memory does not grow."""
+    mib = record.pick(1, 8)
+    state = noise(mib)
+    async with AsyncExitStack() as stack:
+        peer = await stack.enter_async_context(sender(mib=mib))
+        receivers = [
+            await stack.enter_async_context(transport(token=TOKEN, timeout=100))
+            for _ in range(count)
+        ]
+        await receivers[0].recv_checkpoint(0, peer.url, 1)  # what comes once is there
+        before = forget_peak(peer)
+        start = time.monotonic()
+        times = await asyncio.gather(
+            *(finished(receiver, peer, state, start) for receiver in receivers)
+        )
+        grown = resident(peer, "VmHWM") - before
+        await asyncio.gather(*(each.shutdown() for each in receivers))
+    record.within(
+        "memory per receiver", grown / count / MIB, 2, unit=" MiB", patience=8
+    )
+    record.at_least("Jain fairness", jain([1 / each for each in times]), 0.9)
+    record.ran(count)
+
+
+async def finished(
+    receiver: Transport, peer: Peer, state: object, start: float
+) -> float:
+    """Receive; return how long after the start that was done."""
+    got = await receiver.recv_checkpoint(0, peer.url, 1)
+    took = time.monotonic() - start
+    assert_same(got, state)
+    return took
+
+
+def forget_peak(peer: Peer) -> int:
+    """Let a process's peak of memory be what it has now, and return that."""
+    Path(f"/proc/{peer.process.pid}/clear_refs").write_text("5")
+    return resident(peer, "VmRSS")
+
+
+def resident(peer: Peer, what: str) -> int:
+    """Return the memory of a process in bytes."""
+    status = Path(f"/proc/{peer.process.pid}/status").read_text()
+    return int(status.partition(f"{what}:")[2].split()[0]) << 10
+
+
+def jain(rates: list[float]) -> float:
+    """Return 1 where all are equal, 1/n where one has everything."""
+    return sum(rates) ** 2 / (len(rates) * sum(rate * rate for rate in rates))
+
+
+@row(29)
+async def test_more_receivers_than_are_admitted_all_finish(record: Record) -> None:
+    """Those who are too many are told to come back, and do."""
+    state = noise(4)
+    async with AsyncExitStack() as stack:
+        peer = await stack.enter_async_context(sender(mib=4, max_readers=4))
+        receivers = [
+            await stack.enter_async_context(transport(token=TOKEN, timeout=100))
+            for _ in range(record.pick(8, 32))
+        ]
+        gets = [each.recv_checkpoint(0, peer.url, 1) for each in receivers]
+        for got in await asyncio.gather(*gets):
+            assert_same(got, state)
+            record.ran()
+
+
+@asynccontextmanager
+async def attacked(peer: Peer, count: int) -> AsyncIterator[None]:
+    """Let attackers sit there: silent, slow to ask, or slow to read."""
+    loop, chance = asyncio.get_running_loop(), random.Random(29)
+    host = ("127.0.0.1", peer.port)
+    ask = b"GET /checkpoint/1/full HTTP/1.1\r\nHost: x\r\n"
+    ask += f"Authorization: Bearer {TOKEN}\r\n".encode()
+
+    async def attack(sock: socket.socket, kind: int) -> None:
+        await loop.sock_connect(sock, host)
+        if kind == 1:
+            await loop.sock_sendall(sock, ask + b"\r\n")
+        while True:
+            await asyncio.sleep(chance.uniform(0.5, 1.5))
+            if kind == 1:
+                await loop.sock_recv(sock, 1)
+            elif kind == 2:
+                await loop.sock_sendall(sock, b"X")
+
+    async with AsyncExitStack() as stack:
+        tasks = []
+        for number in range(count):
+            sock = stack.enter_context(socket.socket())
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            tasks.append(asyncio.create_task(attack(sock, number % 3)))
+        await asyncio.sleep(0.5)
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@row(29)
+async def test_attackers_do_not_slow_a_good_client_down(record: Record) -> None:
+    """Two hundred that are silent, ask a byte a second, or read one."""
+    mib, turns = record.pick(8, 256), record.pick(1, 5)
+    state, clean, under = noise(mib), [], []
+    async with sender(mib=mib) as peer, transport(token=TOKEN) as receiver:
+        into = noise(mib)
+        await receiver.recv_checkpoint(0, peer.url, 1, into=into)
+        for _ in range(turns):
+            clean.append(await timed_into(receiver, peer, into, state))
+            async with attacked(peer, record.pick(30, 200)):
+                under.append(await timed_into(receiver, peer, into, state))
+            record.ran(2)
+    slower = statistics.median(under) / statistics.median(clean)
+    record.within("good client's time", slower, 1.1, unit=" clean times")
+
+
+async def timed_into(
+    receiver: Transport, peer: Peer, into: object, state: object
+) -> float:
+    """Receive into the same memory again; return the seconds that this took."""
+    since = time.monotonic()
+    got = await receiver.recv_checkpoint(0, peer.url, 1, into=into)
+    took = time.monotonic() - since
+    assert_same(got, state)
+    return took
