@@ -15,6 +15,7 @@ from functools import partial
 from aiockpt._bridge import Bridge
 from aiockpt._copy import CopyPlan, Fences, InPlace
 from aiockpt._device import Event, PortFor, completed, port_for
+from aiockpt._here import failing_here
 from aiockpt._inline import Inline
 from aiockpt._snapshot import Snapshot
 from aiockpt._tasks import together
@@ -117,8 +118,9 @@ class Stager:
 
         If cancelled, waits for the copy of the current chunk and keeps nothing.
         """
-        description = await self._bridge.run(self._describe, state_dict)
-        arena = self._take(description.segment_bytes)
+        with failing_here(f"staging step {step}"):
+            description = await self._bridge.run(self._describe, state_dict)
+            arena = self._take(description.segment_bytes)
         plans: list[CopyPlan] = []
         try:
             job = await self._bridge.run(self._plan, description, arena, plans)
@@ -138,7 +140,8 @@ class Stager:
 
         If cancelled, ``snapshot`` is as before.
         """
-        manifest = await self._bridge.run(with_step, snapshot.manifest, step)
+        with failing_here(f"relabelling step {step}"):
+            manifest = await self._bridge.run(with_step, snapshot.manifest, step)
         return snapshot.relabelled(manifest)
 
     def trim(self) -> None:
