@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from aiockpt._lazy import lazy
 
 if TYPE_CHECKING:
+    from aiockpt.testing.clocks import WallClock, monotonic_ahead, wall_clock_jumped
     from aiockpt.testing.conformance import TransportConformance
     from aiockpt.testing.devices import FakeAccelerator
+    from aiockpt.testing.disks import in_small_shm, small_disk
     from aiockpt.testing.equality import assert_same
     from aiockpt.testing.faults import (
         Answer,
@@ -23,6 +25,15 @@ if TYPE_CHECKING:
         Refuse,
         StallAfter,
     )
+    from aiockpt.testing.interrupting import (
+        Interruption,
+        interrupted,
+        interruptions,
+    )
+    from aiockpt.testing.lag import LaggingLoop, busy_interpreter
+    from aiockpt.testing.processes import PeerProcess
+    from aiockpt.testing.system_calls import SystemCallFault, system_call_faults
+    from aiockpt.testing.unavailable import FaultUnavailableError
 
 __all__ = [
     "Answer",
@@ -31,19 +42,47 @@ __all__ = [
     "Drop",
     "FakeAccelerator",
     "FaultProxy",
+    "FaultUnavailableError",
     "FlipBit",
+    "Interruption",
+    "LaggingLoop",
+    "PeerProcess",
     "Refuse",
     "StallAfter",
+    "SystemCallFault",
     "TransportConformance",
+    "WallClock",
     "assert_same",
+    "busy_interpreter",
+    "in_small_shm",
+    "interrupted",
+    "interruptions",
+    "monotonic_ahead",
+    "small_disk",
+    "system_call_faults",
+    "wall_clock_jumped",
 ]
 
 _FAULTS = "aiockpt.testing.faults"
 _HOMES = {
     **dict.fromkeys(__all__, _FAULTS),
     "FakeAccelerator": "aiockpt.testing.devices",
+    "FaultUnavailableError": "aiockpt.testing.unavailable",
+    "Interruption": "aiockpt.testing.interrupting",
+    "LaggingLoop": "aiockpt.testing.lag",
+    "PeerProcess": "aiockpt.testing.processes",
+    "SystemCallFault": "aiockpt.testing.system_calls",
     "TransportConformance": "aiockpt.testing.conformance",
+    "WallClock": "aiockpt.testing.clocks",
     "assert_same": "aiockpt.testing.equality",
+    "busy_interpreter": "aiockpt.testing.lag",
+    "in_small_shm": "aiockpt.testing.disks",
+    "interrupted": "aiockpt.testing.interrupting",
+    "interruptions": "aiockpt.testing.interrupting",
+    "monotonic_ahead": "aiockpt.testing.clocks",
+    "small_disk": "aiockpt.testing.disks",
+    "system_call_faults": "aiockpt.testing.system_calls",
+    "wall_clock_jumped": "aiockpt.testing.clocks",
 }
 
 if not TYPE_CHECKING:
