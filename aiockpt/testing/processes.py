@@ -77,7 +77,7 @@ class PeerProcess:
 
     @property
     def returncode(self) -> int | None:
-        """Return how it ended, a signal as a negative number; None: it runs."""
+        """Return the code that it ended with, or None while it runs."""
         return self._started().returncode
 
     async def start(self) -> None:

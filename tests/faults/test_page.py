@@ -15,11 +15,7 @@ pytestmark = pytest.mark.torch_free
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "reliability.md"
-PENDING = {
-    *range(1, 16),
-    *(22, 28, 29, 32, 33, 34, 39),
-    *(16, 17, 18, 19, 20, 21, 23, 24, 25, 26, 27, 30, 31, 35, 36, 37, 38),
-}
+PENDING = {*range(1, 16), 22, 28, 29, 32, 33, 34, 39}
 """Rows whose tests are still to come."""
 
 
