@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import sub
 from typing import Final, Protocol
 
@@ -19,6 +20,7 @@ from aiockpt._backings import Backings
 from aiockpt._bridge import Bridge
 from aiockpt._copy import CopyPlan, Fences
 from aiockpt._device import Event, PortFor, completed
+from aiockpt._warm import Loan, WarmArena
 from aiockpt.errors import LimitExceededError
 from aiockpt.memory import Arena, Memory, available_memory
 from aiockpt.rebuild import (
@@ -54,12 +56,18 @@ _NOTHING: Final[Away] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What a receive accepts, and whether bytes go straight into a template."""
+    """What a receive accepts, and whether bytes go straight into a template.
+
+    ``warm`` lends the memory that it needs, if some is kept. ``ahead`` says that who
+    brings the bytes has no time to touch new pages.
+    """
 
     limits: Limits
     allow_pickle: bool
     direct: bool
     ports: PortFor
+    warm: WarmArena | None = None
+    ahead: bool = False
 
 
 class Destination(Protocol):
@@ -118,9 +126,10 @@ class Fresh:
     ) -> None:
         self._terms, self._bridge = terms, bridge
         used = manifest.segment_bytes - _nbytes(away)
-        self._arena = _allocate(manifest, used, terms.limits)
+        self._loan = _allocate(manifest, used, terms)
+        self._arena = self._loan.arena
         self.memory: Memory = self._arena
-        self._tensors = tensors_over(manifest, self._arena.buffer, away=away)
+        self._tensors = tensors_over(manifest, self._loan.buffer, away=away)
         self._frame = Frame.of(manifest)
 
     def begin(self) -> None:
@@ -128,10 +137,12 @@ class Fresh:
 
     async def prepare(self, start: int, stop: int) -> None:
         """Have the pages mapped, which may take longer than their bytes."""
-        await self._bridge.run(self._arena.populate, start, stop)
+        touch = partial(self._arena.populate, every=self._terms.ahead)
+        await self._bridge.run(touch, start, stop)
 
     async def assemble(self) -> object:
         """Put the tensors into the tree."""
+        self._loan.finish()
         return await self._bridge.run(_put, self._frame, self._tensors, self._terms)
 
     async def load(self) -> None:
@@ -156,13 +167,13 @@ class InTemplate:
         self._away = away
         self._match, self._terms, self._bridge = match, terms, bridge
         self._frame, self._grid = Frame.of(manifest), manifest.grid
-        self._numbers = range(manifest.tensor_count)
         # Who has no values to make needs no more of the manifest.
         self._manifest = manifest if match.parts or match.blobs else None
         entries, used = manifest.entries, manifest.segment_bytes - _nbytes(away)
         if terms.direct:
             used -= _at_home(match.backings, terms.ports)
-        self._arena = _allocate(manifest, used, terms.limits)
+        self._loan = _allocate(manifest, used, terms)
+        self._arena = self._loan.arena
         self._copies = CopyPlan(
             match.backings,
             entries.starts,
@@ -182,7 +193,8 @@ class InTemplate:
     async def prepare(self, start: int, stop: int) -> None:
         """Have the arena's pages mapped; those of a template are there."""
         if not self._terms.direct:
-            await self._bridge.run(self._arena.populate, start, stop)
+            touch = partial(self._arena.populate, every=self._terms.ahead)
+            await self._bridge.run(touch, start, stop)
 
     async def assemble(self) -> object:
         """Put the template's tensors, and the peer's values, into the tree."""
@@ -201,19 +213,20 @@ class InTemplate:
         except BaseException:
             self._bridge.post(self._drain)  # keeps the memory until it is idle
             raise
-        await self._bridge.run(self._arena.close)
+        if self._terms.warm is None:
+            await self._bridge.run(self._arena.close)
+        else:
+            self._loan.finish()
 
     def _put_together(self) -> object:
-        found, values = self._match.tensors, self._values()
-        unused = torch.empty(0)  # a number that the tree does not mention
-        tensors = [found.get(n, values.get(n, unused)) for n in self._numbers]
+        tensors = self._match.tensors.beside(self._values())
         return _put(self._frame, tensors, self._terms, self._match.wholes)
 
     def _values(self) -> dict[int, torch.Tensor]:
         if self._manifest is None:
             return {}
         parts, blobs = self._match.parts, self._match.blobs
-        buffer = self._arena.buffer
+        buffer = self._loan.buffer
         away = self._away
         return parts_over(self._manifest, buffer, parts=parts, blobs=blobs, away=away)
 
@@ -254,16 +267,16 @@ def _nbytes(away: Away) -> int:
     return sum(data.numel() for data in away.values())
 
 
-def _allocate(manifest: Manifest, nbytes: int, limits: Limits) -> Arena:
+def _allocate(manifest: Manifest, nbytes: int, terms: Terms) -> Loan:
     """Return an arena for the segment, of which ``nbytes`` are going to be used."""
     available = available_memory()
-    limit = limits.max_bytes
+    limit = terms.limits.max_bytes
     if limit is None:
         limit = int(available * _SHARE_OF_MEMORY)
     enforce("the checkpoint's size", nbytes, limit)
     size = manifest.segment_bytes
     try:
-        return Arena(size)
+        return terms.warm.lend(size) if terms.warm else Loan(Arena(size))
     except (OSError, OverflowError, MemoryError, ValueError) as error:
         what = "the checkpoint's size, for which there is no memory,"
         raise LimitExceededError(what, limit=available, actual=size) from error
@@ -271,16 +284,12 @@ def _allocate(manifest: Manifest, nbytes: int, limits: Limits) -> Arena:
 
 def _at_home(backings: Backings, ports: PortFor) -> int:
     """Return how many bytes need no arena in a direct receive."""
-    tensors, sizes, parts = backings.tensors, backings.sizes, backings.parts
-    devices = {tensor.device for tensor in tensors}
-    away = {device for device in devices if ports(device) is not None}
+    sizes, parts = backings.sizes, backings.parts
+    away = {device for device in backings.devices() if ports(device) is not None}
     nbytes = sum(sizes) - sum(sizes[entry] for entry in parts)
-    if away:
-        nbytes -= sum(
-            size
-            for entry, (tensor, size) in enumerate(zip(tensors, sizes, strict=True))
-            if tensor.device in away and entry not in parts
-        )
+    for entry, tensor in enumerate(backings.tensors if away else ()):
+        if tensor.device in away and entry not in parts:
+            nbytes -= sizes[entry]
     return nbytes
 
 

@@ -23,6 +23,7 @@ from aiockpt.http.retrying import OnRetry, Patience, Retrier, backoff, persist
 from aiockpt.http.stretch import plan
 from aiockpt.http.translating import Exchange, naming
 from aiockpt.observe import TransferEvent, emit
+from aiockpt.wire.foretelling import Foretold
 from aiockpt.wire.grants import MAC_HEADER, check_manifest_mac
 from aiockpt.wire.http import (
     Resource,
@@ -78,11 +79,13 @@ class CheckpointClient:
         *,
         deadline: float,
         on_retry: OnRetry | None = None,
+        foretold: Foretold | None = None,
     ) -> Manifest:
         """Return the manifest of ``step``, waiting until the peer publishes it.
 
         It waits until it is cancelled; ``deadline`` (loop time) only tells the peer
-        how long that may be. If cancelled, nothing is left behind.
+        how long that may be. If cancelled, nothing is left behind. ``foretold`` is for
+        `decode_header`.
 
         Raises:
             StepNotFoundError: a newer step has taken its place.
@@ -95,7 +98,8 @@ class CheckpointClient:
         polls = 0
         while True:
             asked, retrier = _now(), self._retrier()
-            attempt = partial(self._fetch_manifest, source, step, deadline, retrier)
+            fetch = partial(self._fetch_manifest, foretold=foretold)
+            attempt = partial(fetch, source, step, deadline, retrier)
             try:
                 return await persist(attempt, retrier, tell, pause=self._port.pause)
             except StepNotFoundError as error:
@@ -196,7 +200,12 @@ class CheckpointClient:
         return f"<CheckpointClient {self._port.state}>"
 
     async def _fetch_manifest(
-        self, source: Source, step: int, deadline: float, retrier: Retrier
+        self,
+        source: Source,
+        step: int,
+        deadline: float,
+        retrier: Retrier,
+        foretold: Foretold | None,
     ) -> Manifest:
         # Longer waits are asked for in pieces: a connection that is dead meanwhile
         # goes unnoticed for the wait and the stall timeout.
@@ -210,7 +219,7 @@ class CheckpointClient:
             allowance=wait,
         )
         header = await self._download(exchange, retrier)
-        return await self._decode(header, exchange, step)
+        return await self._decode(header, exchange, step, foretold)
 
     async def _download(
         self, exchange: Exchange, retrier: Retrier
@@ -231,9 +240,13 @@ class CheckpointClient:
         return memory
 
     async def _decode(
-        self, header: bytearray | mmap.mmap, exchange: Exchange, step: int
+        self,
+        header: bytearray | mmap.mmap,
+        exchange: Exchange,
+        step: int,
+        foretold: Foretold | None,
     ) -> Manifest:
-        decode = partial(self._authenticated, header, exchange)
+        decode = partial(self._authenticated, header, exchange, foretold)
         with naming(exchange):
             manifest = await self._run(decode)
         if isinstance(manifest, ForeignHeader):
@@ -243,13 +256,16 @@ class CheckpointClient:
         return manifest
 
     def _authenticated(
-        self, header: bytearray | mmap.mmap, exchange: Exchange
+        self,
+        header: bytearray | mmap.mmap,
+        exchange: Exchange,
+        foretold: Foretold | None,
     ) -> Manifest | ForeignHeader:
         key = self._config.security.key
         if key is not None:  # before anything is made of it
             view = memoryview(header)
             check_manifest_mac(key, view, exchange.mac, url=exchange.url)
-        return decode_header(header, limits=self._config.limits)
+        return decode_header(header, limits=self._config.limits, foretold=foretold)
 
     def _retrier(self, reconnect_timeout: float | None = None) -> Retrier:
         config = self._config

@@ -12,6 +12,7 @@ from aiockpt._device import port_for
 from aiockpt._here import failing_here
 from aiockpt._lifetime import Lifetime
 from aiockpt._selection import Select, listed
+from aiockpt._warm import WarmArena
 from aiockpt.destination import Terms
 from aiockpt.errors import AiockptError
 from aiockpt.http.client import CheckpointClient
@@ -35,6 +36,7 @@ class Receiver(CheckpointTransport[T]):
     _lifetime: Lifetime
     _bridge: Bridge
     _client: CheckpointClient
+    _warm: WarmArena | None
 
     async def recv_checkpoint(
         self,
@@ -88,6 +90,7 @@ class Receiver(CheckpointTransport[T]):
             allow_pickle=self._allow_pickle,
             direct=direct,
             ports=port_for,
+            warm=self._warm,
         )
         options = ReceiveOptions(
             into=into, select=select, progress=progress, terms=terms

@@ -6,13 +6,15 @@ import os
 import ssl
 import time
 from functools import partial
-from typing import Self
+from typing import Literal, Self
 
 import aiohttp
 
 from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
 from aiockpt._lifetime import Lifetime
+from aiockpt._warm import WarmArena
+from aiockpt.http.apart.endpoint import ApartEndpoint, check_server
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
 from aiockpt.http.endpoint import Endpoint, EndpointConfig
@@ -21,7 +23,7 @@ from aiockpt.http.offering import Offering
 from aiockpt.http.receiver import Receiver
 from aiockpt.http.security import Security
 from aiockpt.http.statistics import TransportStatistics, survey
-from aiockpt.staging import Stager
+from aiockpt.staging import Stager, StagerOptions
 from aiockpt.transport import T, Timeout, seconds
 from aiockpt.wire.http import format_metadata
 from aiockpt.wire.limits import Limits
@@ -71,6 +73,15 @@ class HTTPTransport(Receiver[T]):
             lock, instead of a copy: mutate them only after ``disallow_checkpoint``.
         allow_pickle: Let leaves that nothing else carries travel as pickles, which
             run code when they are received. Both ends must say so.
+        keep_arena: Keep the memory of one receive for the next one, once none of its
+            tensors lives: what was touched before is faster to receive into.
+        server: ``"process"`` serves from a process of its own, which a busy trainer
+            cannot slow down, nor it the trainer: staging is all that is paid here. It
+            is started with the transport, replaced if it dies, and serves from the
+            memory that was staged into. Without ``ssl_context`` and ``zero_copy`` only.
+        keep_last: Seconds for which that process outlives a trainer that dies, after
+            its last request, so that a successor can fetch what was offered last from
+            the same URL. An orderly end ends it at once.
     """
 
     def __init__(
@@ -97,26 +108,33 @@ class HTTPTransport(Receiver[T]):
         limits: Limits = Limits(),  # noqa: B008 - frozen
         zero_copy: bool = False,
         allow_pickle: bool = False,
+        keep_arena: bool = False,
+        server: Literal["loop", "process"] = "loop",
+        keep_last: float = 0.0,
     ) -> None:
         self._timeout, self._limits = seconds(timeout), limits
         self._lifetime = Lifetime("the transport")
         self._allow_pickle = allow_pickle
+        self._warm = WarmArena() if keep_arena else None
         self._credentials = find_credentials(token, insecure=insecure, env=os.environ)
-        self._endpoint = Endpoint(
-            EndpointConfig(
-                host=host,
-                port=port,
-                advertise=advertise,
-                interface=interface,
-                ssl_context=ssl_context,
-                token=self._credentials.token,
-                timeout=self._timeout,
-                stall_timeout=stall_timeout,
-                max_readers=max_readers,
-                manifest_key=security.key,
-            )
+        config = EndpointConfig(
+            host=host,
+            port=port,
+            advertise=advertise,
+            interface=interface,
+            ssl_context=ssl_context,
+            token=self._credentials.token,
+            timeout=self._timeout,
+            stall_timeout=stall_timeout,
+            max_readers=max_readers,
+            manifest_key=security.key,
         )
         self._bridge = Bridge(threads=_THREADS, name="aiockpt")
+        self._endpoint: Endpoint | ApartEndpoint
+        if check_server(server, zero_copy=zero_copy, keep_last=keep_last):
+            self._endpoint = ApartEndpoint(config, self._bridge, keep_last=keep_last)
+        else:
+            self._endpoint = Endpoint(config)
         stager = Stager(
             self._bridge,
             threads=_THREADS,
@@ -124,8 +142,12 @@ class HTTPTransport(Receiver[T]):
             zero_copy=zero_copy,
             allow_pickle=allow_pickle,
             limits=limits,
+            options=StagerOptions(shared=server == "process"),
         )
-        self._offering = Offering(stager, self._endpoint.shelf, grace=grace)
+        endpoint = self._endpoint
+        self._offering = Offering(
+            stager, endpoint.shelf, start=endpoint.start, grace=grace
+        )
         self._client = CheckpointClient(
             ClientConfig(
                 max_concurrency=num_chunks or max_concurrency,
@@ -223,10 +245,9 @@ class HTTPTransport(Receiver[T]):
             ClosedError: after :meth:`shutdown`.
         """
         limit = self._timeout if timeout is None else seconds(timeout)
+        deadline = Deadline(limit, stop="stage")
         with self._lifetime.call():
-            async with Deadline(limit, stop="stage") as deadline:
-                await self._endpoint.start()
-                await self._offering.offer(state_dict, step, deadline, len(dst_ranks))
+            await self._offering.offer(state_dict, step, deadline, len(dst_ranks))
 
     async def allow_checkpoint(self, step: int) -> None:
         """Offer what was sent last as ``step``, without staging it again.
@@ -262,3 +283,5 @@ class HTTPTransport(Receiver[T]):
             partial(self._lifetime.calls_ended, timeout=_CLOSING),
             partial(self._bridge.aclose, timeout=_CLOSING),
         )
+        if self._warm is not None:
+            self._warm.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ssl
-from typing import TypedDict, TypeVar, Unpack
+from typing import Literal, TypedDict, TypeVar, Unpack
 
 import aiockpt
 from aiockpt.http.security import Security
@@ -41,6 +41,9 @@ class HTTPOptions(TypedDict, total=False):
     security: Security
     zero_copy: bool
     allow_pickle: bool
+    keep_arena: bool
+    server: Literal["loop", "process"]
+    keep_last: float
 
 
 class HTTPTransport(Adapter[T]):

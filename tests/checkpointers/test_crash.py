@@ -110,6 +110,12 @@ async def trainer(
         made.close()
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return how long a process has had a core."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 async def recovered(made: Trainer) -> recovery.Recovered:
     """Take over what a trainer's child keeps."""
     return await aiockpt.recover(
@@ -133,6 +139,22 @@ class TestFinishing:
             await made.child_ends()
             for step in range(1, words.count("save") + 1):
                 assert_same(loaded(made.path(step)), state(step))
+
+    async def test_one_that_was_told_to_end_only_waits_for_its_write(
+        self, tmp_path: Path
+    ) -> None:
+        """The trainer's death afterwards does not keep it busy."""
+        async with trainer(tmp_path, "save wait") as made:
+            await made.waits()
+            os.kill(made.child, signal.SIGTERM)
+            await asyncio.sleep(0.2)  # it may be told in either order
+            await made.killed()
+            before = cpu_seconds(made.child)
+            await asyncio.sleep(1.0)
+            assert cpu_seconds(made.child) - before < 0.2
+            made.gate.open(5)
+            await made.child_ends()
+            assert_same(loaded(made.path(1)), state(1))
 
     async def test_a_writer_that_hangs_then_ends_too(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -209,6 +231,39 @@ class TestFinishing:
             await eventually((tmp_path / "pid").exists, "the child's start")
             await made.child_ends()
             assert_same(loaded(made.path(1)), state(1))
+
+
+class TestHalfStaged:
+    """It is killed while it stages, when a part of that is in the file already."""
+
+    async def test_nothing_of_it_is_left(self, tmp_path: Path) -> None:
+        """The child throws it away, and says so; the one before is whole."""
+        async with trainer(tmp_path, "save stuck wait") as made:
+            made.gate.open(5)
+            await made.waits()
+            assert sorted(each.name for each in made.path(1).parent.iterdir()) == [
+                ".step-2.part",
+                "step-1",
+            ]
+            await made.killed()
+            await made.child_ends()
+            assert [each.name for each in made.path(1).parent.iterdir()] == ["step-1"]
+            assert_same(loaded(made.path(1)), state(1))
+            said = (tmp_path / "log").read_text()
+            assert "step-2 is not saved: StagingError: " in said
+            assert "the trainer has gone" in said
+
+    async def test_what_was_staged_before_is_recovered(self, tmp_path: Path) -> None:
+        """Only the whole of a snapshot is worth anything."""
+        async with trainer(tmp_path, "save stuck wait", keep=60) as made:
+            made.gate.open(5)
+            await made.waits()
+            await made.killed()
+            found = await _retried(made)
+            assert found.step == 1
+            assert_same(found.state_dict, state(1))
+            await made.child_ends()
+            assert [each.name for each in made.path(1).parent.iterdir()] == ["step-1"]
 
 
 class TestRecovery:
