@@ -18,8 +18,8 @@ from typing import TypeAlias
 from aiockpt._bridge import Bridge
 from aiockpt._copy import CopyPlan, Fences, InPlace
 from aiockpt._device import Event, PortFor, completed, port_for
-from aiockpt._here import failing_here
 from aiockpt._frontier import Frontier
+from aiockpt._here import failing_here
 from aiockpt._inline import Inline
 from aiockpt._snapshot import Snapshot
 from aiockpt._tasks import together

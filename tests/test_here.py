@@ -41,7 +41,7 @@ async def test_a_receive_says_what_it_leaves_of_its_template(
 ) -> None:
     """Also where the host is at fault: nothing was written yet."""
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
     async with pair() as (sender, receiver):

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from aiockpt._bridge import Bridge
-from aiockpt._here import failing_here
 from aiockpt._channel import pack
+from aiockpt._here import failing_here
 from aiockpt._snapshot import Snapshot
 from aiockpt.checkpointers.base import step_for
 from aiockpt.checkpointers.config import CheckpointStagerConfig

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, Final
 
 from aiockpt._bridge import Bridge
-from aiockpt._here import failing_here
 from aiockpt._frontier import Frontier
+from aiockpt._here import failing_here
 from aiockpt._lifetime import Lifetime
 from aiockpt._snapshot import Snapshot
 from aiockpt.checkpointers.config import CheckpointStagerConfig

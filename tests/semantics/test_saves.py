@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from suspensions import cut_at
 
 import aiockpt
 from aiockpt import (
@@ -31,7 +32,6 @@ from checkpointing import eventually, loaded, state_of
 from keeping import Kept, kept
 from outcomes import Cell
 from receivers import arenas
-from suspensions import cut_at
 from transports import weights
 
 LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
