@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 
@@ -21,6 +22,7 @@ class Lifetime:
         self.closed = False
         self._what = what
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = 0
         self._calls = 0
         self._idle = asyncio.Event()
         self._ending: asyncio.Task[None] | None = None
@@ -38,11 +40,17 @@ class Lifetime:
         """Return the running loop, which becomes the only one at the first use.
 
         Raises:
-            LocalProtocolError: the first use was on another loop.
+            LocalProtocolError: the first use was on another loop, or in the process
+                that this one was forked from.
         """
         loop = asyncio.get_running_loop()
         if self._loop is None:
-            self._loop = loop
+            self._loop, self._pid = loop, os.getpid()
+        if self._pid != os.getpid():  # its threads and its peers are the parent's
+            raise LocalProtocolError(
+                f"{self._what} belongs to the process that first used it, and this is "
+                "a forked one: make one after the fork"
+            )
         if self._loop is not loop:
             raise LocalProtocolError(
                 f"{self._what} belongs to the event loop that first used it, and this "

@@ -19,6 +19,7 @@ from aiockpt._bridge import Bridge
 from aiockpt._copy import CopyPlan, Fences, InPlace
 from aiockpt._device import Event, PortFor, completed, port_for
 from aiockpt._frontier import Frontier
+from aiockpt._here import failing_here
 from aiockpt._inline import Inline
 from aiockpt._snapshot import Snapshot
 from aiockpt._tasks import together
@@ -129,8 +130,9 @@ class Stager:
         follows is told by the frontier, and the last one to let go frees the memory.
         """
         assert follow is None or not self._options.seal, "digests come at the end"
-        description = await self._bridge.run(self._describe, state_dict)
-        arena = self._take(description.segment_bytes)
+        with failing_here(f"staging step {step}"):
+            description = await self._bridge.run(self._describe, state_dict)
+            arena = self._take(description.segment_bytes)
         plans: list[CopyPlan] = []
         undo = free = partial(self._free, arena, plans)
         frontier = Frontier()
@@ -162,7 +164,8 @@ class Stager:
 
         If cancelled, ``snapshot`` is as before.
         """
-        manifest = await self._bridge.run(with_step, snapshot.manifest, step)
+        with failing_here(f"relabelling step {step}"):
+            manifest = await self._bridge.run(with_step, snapshot.manifest, step)
         return snapshot.relabelled(manifest)
 
     def trim(self) -> None:

@@ -19,8 +19,8 @@ nitpick_ignore_regex = [
     (
         r"py:.*",
         (
-            r"(aiohttp|asyncio|collections|datetime|logging|msgspec|os|pathlib|ssl|torch"
-            r"|typing|web|CollectorRegistry)(\..*)?"
+            r"(_?asyncio|aiohttp|collections|datetime|logging|msgspec|os|pathlib|ssl"
+            r"|subprocess|torch|typing|web|CollectorRegistry)(\..*)?"
         ),
     ),
     (r"py:(class|obj)", r"(aiockpt\..*\.)?[BT]"),  # type variables

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import pytest_asyncio
 from blockbuster import BlockBuster
 
 import aiockpt
+from aiockpt.testing import FaultUnavailableError
 from leakcheck import KINDS, ErrorLog, Footprint, allowed_leaks
 
 HERE = Path(__file__).parent
@@ -100,6 +101,15 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if "no_task_left" not in names:  # the list is shared by the cases of one function
         # Inside of what outlives the loop, outside of what the test asked for.
         names.insert(names.index("error_log") + 1, "no_task_left")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Generator[None, object, object]:
+    """Skip a test for whose fault this machine has no tool, or no permission."""
+    try:
+        return (yield)
+    except FaultUnavailableError as error:
+        pytest.skip(str(error))
 
 
 @pytest_asyncio.fixture

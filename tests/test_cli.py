@@ -24,6 +24,7 @@ import trustme
 from safetensors.torch import load_file, save_file
 
 from aiockpt.cli import main
+from aiockpt.testing import small_disk
 from aiockpt.testing.faults import Answer, CutAfter, Fault, FaultProxy, Pipe, StallAfter
 from commandline import (
     ENVIRONMENT,
@@ -35,7 +36,6 @@ from commandline import (
     run_shell,
     serving,
 )
-from disks import small_disk
 
 pytestmark = pytest.mark.timeout(
     180

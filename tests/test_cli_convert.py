@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import random
-import signal
 import stat
 import subprocess
 import sys
@@ -17,15 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-import aiockpt
 from aiockpt.cli import conversion, main
-from disks import small_disk
+from aiockpt.testing import SystemCallFault, small_disk
+from commandline import ENVIRONMENT
 from saved import flip, load, names, save, save_by_two
-from torn import can_trace
 
 FORMS = ["m.pt", "m.safetensors", "m-1"]
-
-needs_strace = pytest.mark.skipif(not can_trace(), reason="needs strace")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -247,23 +243,14 @@ class TestInTheWay:
             assert "another process is writing it" in said
             assert (tmp_path / ".m.pt.tmp").exists()
 
-    @needs_strace
     @pytest.mark.parametrize("call", ["fsync", "renameat2"])
     def test_its_own_death(self, tmp_path: Path, source: Path, call: str) -> None:
         """Nothing has the name, and the next one takes it."""
-        command = [
-            *("strace", "-f", "-qq", "-o", os.devnull, "-e", f"trace={call}"),
-            *("-e", f"inject={call}:signal=KILL:when=1"),
-            *(sys.executable, "-m", "aiockpt", "convert"),
-        ]
         target = tmp_path / "m.pt"
-        path = str(Path(aiockpt.__file__).parents[1])
-        done = subprocess.run(
-            [*command, source, target],
-            env={**os.environ, "PYTHONPATH": path},
-            check=False,
-        )
-        assert done.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
+        convert = [sys.executable, "-m", "aiockpt", "convert", str(source), str(target)]
+        fault = SystemCallFault(call, "KILL")
+        fault.run(convert, env=ENVIRONMENT)
+        assert fault.struck
         assert names(tmp_path) == [".m.pt.tmp", "s-1"]
         assert converted(source, target)["a"].sum() == 3
         assert names(tmp_path) == ["m.pt", "s-1"]

@@ -15,7 +15,7 @@ import pytest
 
 import aiockpt
 from aiockpt.testing import (
-    FaultNotPermittedError,
+    FaultUnavailableError,
     Link,
     Namespace,
     exhausted_fds,
@@ -32,7 +32,7 @@ def permitted() -> None:
     """Skip, with the reason, where there can be no network of one's own."""
     try:
         Namespace().close()
-    except FaultNotPermittedError as error:
+    except FaultUnavailableError as error:
         pytest.skip(str(error))
 
 
@@ -149,12 +149,12 @@ async def test_exhausted_descriptors_are_exhausted(left) -> None:
 
 NOBODY = """
 import os
-from aiockpt.testing import FaultNotPermittedError, Namespace
+from aiockpt.testing import FaultUnavailableError, Namespace
 os.setgid(65534)
 os.setuid(65534)
 try:
     Namespace()
-except FaultNotPermittedError as error:
+except FaultUnavailableError as error:
     print(error)
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from aiockpt import (
     StepNotFoundError,
     TransferTimeoutError,
 )
+from aiockpt._lifetime import Lifetime
 from aiockpt.testing import assert_same
 from serving import Peer
 from transports import MIB, Transport, port_of, receive, transport, weights
@@ -314,3 +316,27 @@ def test_another_event_loop_is_refused(call: Callable[[Transport], Any]) -> None
         first.run(used.send_checkpoint([], 1, weights()))
         second.run(there())
         first.run(used.shutdown())
+
+
+def test_a_forked_child_is_told_that_it_is_one() -> None:
+    """Before it waits for threads that are not there."""
+    made, reading = Lifetime("the transport"), os.pipe()
+    with asyncio.Runner() as runner:
+        runner.run(bound(made))
+    if (child := os.fork()) == 0:
+        try:
+            with asyncio.Runner() as runner:
+                runner.run(bound(made))
+        except LocalProtocolError as error:
+            os.write(reading[1], str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(reading[1])
+    with open(reading[0]) as said:
+        assert "this is a forked one: make one after the fork" in said.read()
+
+
+async def bound(made: Lifetime) -> None:
+    """Use it."""
+    made.bind()

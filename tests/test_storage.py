@@ -14,9 +14,9 @@ import pytest
 from aiockpt.errors import IntegrityError, StorageError
 from aiockpt.partfile import PartFile, check_target
 from aiockpt.storage import read_header, verify_chunks
+from aiockpt.testing import small_disk
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import ForeignHeader, Manifest
-from disks import small_disk
 from serving import Memory
 
 pytestmark = pytest.mark.torch_free

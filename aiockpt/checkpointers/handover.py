@@ -10,6 +10,7 @@ from typing import Any
 
 from aiockpt._bridge import Bridge
 from aiockpt._channel import pack
+from aiockpt._here import failing_here
 from aiockpt._snapshot import Snapshot
 from aiockpt.checkpointers.base import step_for
 from aiockpt.checkpointers.config import CheckpointStagerConfig
@@ -61,12 +62,13 @@ class Handover:
         if not self._shared or (arena is not None and arena.fd >= 0):
             found.acquire()
             return found
-        copied = Arena(found.manifest.segment_bytes, shared=True)
-        try:
-            await self._bridge.run(_copy, found, copied)
-        except BaseException:
-            copied.close()
-            raise
+        with failing_here("sharing what was staged"):
+            copied = Arena(found.manifest.segment_bytes, shared=True)
+            try:
+                await self._bridge.run(_copy, found, copied)
+            except BaseException:
+                copied.close()
+                raise
         free = partial(self._bridge.post, copied.close)
         return Snapshot(found.manifest, copied, live=False, on_free=free)
 
@@ -81,7 +83,8 @@ class Handover:
         """
         made: list[int] = []
         try:
-            text = await self._bridge.run(_parcel, made, snapshot, path, keywords)
+            with failing_here("handing over what was staged"):
+                text = await self._bridge.run(_parcel, made, snapshot, path, keywords)
         except BaseException:
             for fd in made:  # a cancel came too late to prevent it
                 os.close(fd)

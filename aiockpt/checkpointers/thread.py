@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from aiockpt._bridge import Bridge
 from aiockpt._frontier import Frontier
+from aiockpt._here import failing_here
 from aiockpt._lifetime import Lifetime
 from aiockpt._snapshot import Snapshot
 from aiockpt.checkpointers.config import CheckpointStagerConfig
@@ -81,7 +82,8 @@ class CheckpointThread(BackgroundWriter):
         with self._lifetime.call():
             snapshot = await self._handover.snapshot(staged, path, keywords)
             try:
-                given = await self._staging.run(_travelled, keywords)
+                with failing_here("copying the keywords"):
+                    given = await self._staging.run(_travelled, keywords)
                 self._count += 1
                 submission = Submission(self._count, path, snapshot, progress)
             except BaseException:

@@ -26,7 +26,7 @@ that a caller would guess::
     │   ├── TemplateMismatchError             ``into`` does not fit
     │   ├── MissingKeysError                  the checkpoint lacks them (RuntimeError)
     │   └── DeviceMeshError                   no such process group or rank here
-    ├── StagingError                      the copy off the device failed
+    ├── StagingError                      a copy or an allocation failed here
     ├── StorageError                      not written, or no checkpoint (OSError)
     │   ├── CheckpointNotFoundError           no whole one is there (FileNotFoundError)
     │   └── WorldSizeMismatchError            more or fewer ranks load it than saved it

@@ -83,7 +83,7 @@ class DeviceMeshError(StateDictError):
 
 
 class StagingError(AiockptError):
-    """The copy from the device into the arena failed."""
+    """This host could not copy, allocate or compute what a call needed of it."""
 
 
 class StorageError(AiockptError, OSError):

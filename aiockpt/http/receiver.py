@@ -9,6 +9,7 @@ from typing import cast
 from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
 from aiockpt._device import port_for
+from aiockpt._here import failing_here
 from aiockpt._lifetime import Lifetime
 from aiockpt._selection import Select, listed
 from aiockpt._warm import WarmArena
@@ -90,6 +91,7 @@ class Receiver(CheckpointTransport[T]):
             LocalProtocolError: ``have=True`` without a template.
             MissingKeysError: the checkpoint, or ``into``, lacks a path of ``select``.
             DeviceMeshError: a distributed tensor has no place among the ranks here.
+            StagingError: this host cannot: a copy failed, or memory is short.
             TransportError, ProtocolError, AuthenticationError: see the error tree.
                 Of several sources the most telling error, with the others as notes.
             ValueError: ``metadata`` is an empty list.
@@ -116,8 +118,9 @@ class Receiver(CheckpointTransport[T]):
         receive = kind(origin, self._bridge, options, deadline)
         with self._lifetime.call():
             try:
-                async with deadline:
-                    return cast("T", await receive.run(step))
+                with failing_here(f"receiving step {step}"):
+                    async with deadline:
+                        return cast("T", await receive.run(step))
             except AiockptError as error:
                 receive.annotate(error)
                 raise

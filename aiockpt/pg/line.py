@@ -159,6 +159,7 @@ class Line:
         try:
             return await self._bridge.run_apart(move, until, *args)
         except BaseException as error:
+            self._over = False  # also if it was the first word: the peer may have it
             if _is_cut(error):
                 self._deadline.last_error = f"rank {self.rank} was still waited for"
             self._health.break_off(self.rank, error)

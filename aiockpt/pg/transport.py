@@ -13,6 +13,7 @@ import torch
 from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
 from aiockpt._device import port_for
+from aiockpt._here import failing_here
 from aiockpt._lifetime import Lifetime
 from aiockpt._selection import Select
 from aiockpt.destination import Terms
@@ -134,7 +135,8 @@ class PGTransport(CheckpointTransport[T]):
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"dst_ranks has a rank twice: {dst_ranks}")
         limit = self._timeout if timeout is None else seconds(timeout)
-        with self._lifetime.call(), self._under_way():
+        here = failing_here(f"sending step {step}")
+        with self._lifetime.call(), self._under_way(), here:
             self._health.check()
             async with Deadline(limit, stop="stage") as deadline:
                 line = partial(self._line, sending=True, deadline=deadline)
@@ -215,11 +217,12 @@ class PGTransport(CheckpointTransport[T]):
         with self._lifetime.call():
             self._health.check()
             try:
-                async with (
-                    deadline,
-                    self._line(rank, sending=False, deadline=deadline) as line,
-                ):
-                    return cast("T", await receive.run(line))
+                with failing_here(f"receiving step {step}"):
+                    async with (
+                        deadline,
+                        self._line(rank, sending=False, deadline=deadline) as line,
+                    ):
+                        return cast("T", await receive.run(line))
             except AiockptError as error:
                 receive.annotate(error)
                 raise

@@ -25,7 +25,8 @@ from heapq import heappop, heappush
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
-from aiockpt.testing.namespaces import FaultNotPermittedError, Namespace, configure
+from aiockpt.testing.namespaces import Namespace, configure
+from aiockpt.testing.unavailable import FaultUnavailableError
 
 __all__ = ["Link", "LinkStatistics"]
 
@@ -90,7 +91,7 @@ class Link:
         """Make it.
 
         Raises:
-            FaultNotPermittedError: not on Linux, not as root, or without TUN.
+            FaultUnavailableError: not on Linux, not as root, or without TUN.
         """
         with ExitStack() as stack:
             self.near, near = self._end(stack, _NEAR, _FAR)
@@ -221,13 +222,11 @@ def _open_device() -> int:
     try:
         device = os.open(_TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise FaultNotPermittedError(
-            error.errno, f"a link needs {_TUN}, which cannot be opened"
-        ) from error
+        raise FaultUnavailableError("link", f"{_TUN} cannot be opened") from error
     try:
         fcntl.ioctl(device, _ATTACH, struct.pack("16sH22x", b"tun0", _PLAIN_PACKETS))
     except OSError as error:
         os.close(device)
-        text = f"the system makes no TUN device ({error.strerror}); that needs root"
-        raise FaultNotPermittedError(error.errno, text) from error
+        reason = f"the system makes no TUN device ({error.strerror}); that needs root"
+        raise FaultUnavailableError("link", reason) from error
     return device

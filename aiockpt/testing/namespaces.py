@@ -1,6 +1,6 @@
 """Networks of our own: namespaces that vanish with the last of their descriptors.
 
-Linux only, and as root: whoever may not gets `FaultNotPermittedError`, which says so.
+Linux only, and as root: whoever may not gets `FaultUnavailableError`, which says so.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-__all__ = ["FaultNotPermittedError", "Namespace", "configure", "few_ports"]
+from aiockpt.testing.unavailable import FaultUnavailableError
 
+__all__ = ["Namespace", "configure", "few_ports"]
+
+_WHAT: Final = "network of its own"
 _NEW_NETWORK: Final = 0x40000000  # CLONE_NEWNET of unshare(2)
 _HERE = "/proc/thread-self/ns/net"
 _PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -29,10 +32,6 @@ _SET_MTU, _SET_QUEUE = 0x8922, 0x8943
 _QUEUE = 1000  # packets of a device
 
 
-class FaultNotPermittedError(PermissionError):
-    """The system does not let this process cause the fault; the text says why."""
-
-
 class Namespace:
     """A network namespace with a loopback and nothing else, until it is closed.
 
@@ -40,7 +39,7 @@ class Namespace:
     for their lifetime, wherever they are used.
 
     Raises:
-        FaultNotPermittedError: not on Linux, or not as root.
+        FaultUnavailableError: not on Linux, or not as root.
     """
 
     def __init__(self) -> None:
@@ -101,7 +100,7 @@ def few_ports(count: int) -> Iterator[None]:
     take one of the ports. Of an odd number the kernel uses one less.
 
     Raises:
-        FaultNotPermittedError: not on Linux, or not as root.
+        FaultUnavailableError: not on Linux, or not as root.
     """
     with Namespace() as namespace, namespace.entered():
         with _explained():  # in a container /proc/sys may be read-only
@@ -115,7 +114,7 @@ def configure(
     """Bring an interface of the current namespace up, with an address if one is given.
 
     Raises:
-        FaultNotPermittedError: not as root.
+        FaultUnavailableError: not as root.
     """
     name = interface.encode()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock, _explained():
@@ -136,7 +135,7 @@ def _address_request(name: bytes, address: str) -> bytes:
 
 def _open_current() -> int:
     if sys.platform != "linux":
-        raise FaultNotPermittedError("network namespaces exist on Linux only")
+        raise FaultUnavailableError(_WHAT, "they exist on Linux only")
     return os.open(_HERE, os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -154,8 +153,5 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise FaultNotPermittedError(
-            error.errno,
-            "a network of one's own needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN): "
-            f"{error.strerror}",
-        ) from error
+        reason = f"it needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN): {error.strerror}"
+        raise FaultUnavailableError(_WHAT, reason) from error

@@ -19,7 +19,7 @@ import aiockpt
 from aiockpt import commit
 from aiockpt.checkpointers.builder import make_async_checkpointer
 from aiockpt.errors import StorageError
-from disks import small_disk
+from aiockpt.testing import small_disk
 from rankprocesses import SUPPORT
 from saved import load, names, save
 from unprivileged import KINDS

@@ -32,11 +32,10 @@ from aiockpt.memory import Arena, ArenaPool
 from aiockpt.observe import Progress, TransferEvent, add_hook
 from aiockpt.snapshotfile import BLOCK, write_source
 from aiockpt.storage import read_header, verify_chunks
-from aiockpt.testing import assert_same
+from aiockpt.testing import assert_same, small_disk
 from aiockpt.testing.devices import FakeAccelerator
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import Manifest
-from disks import small_disk
 from pipeline import stager
 from saved import (
     ALONE,

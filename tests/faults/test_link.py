@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from aiockpt import TransportError
-from aiockpt.testing import FaultNotPermittedError, Link, assert_same
+from aiockpt.testing import FaultUnavailableError, Link, assert_same
 from faultpeers import noise, running, said
 from faultrecord import Record
 from faultrows import row
@@ -34,7 +34,7 @@ async def link(**options: Any) -> AsyncIterator[Link]:
     async with AsyncExitStack() as stack:
         try:
             made = await stack.enter_async_context(Link(**options))
-        except FaultNotPermittedError as error:
+        except FaultUnavailableError as error:
             pytest.skip(str(error))
         yield made
 

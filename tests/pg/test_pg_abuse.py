@@ -14,6 +14,7 @@ from aiockpt import (
     LocalProtocolError,
     PeerFailedError,
     ProcessGroupError,
+    StagingError,
 )
 from aiockpt.memory import Arena
 from aiockpt.pg.frames import Frame, Kind
@@ -100,7 +101,7 @@ async def test_any_failure_to_stage_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Stager, "_take", fail)
     async with transports() as (sender, receiver):
         sent, got = await both(sender, receiver, weights())
-        assert isinstance(sent, OSError)
+        assert isinstance(sent, StagingError)
         assert isinstance(got, PeerFailedError)
         assert "Cannot allocate" in got.reason
 

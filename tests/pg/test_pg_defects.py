@@ -23,6 +23,7 @@ from aiockpt import (
 from aiockpt.memory import Arena
 from aiockpt.pg import transport as room
 from aiockpt.pg.frames import FRAME_BYTES
+from aiockpt.pg.mover import Mover
 from aiockpt.testing import FakeAccelerator, assert_same
 from groups import (
     Transport,
@@ -304,3 +305,25 @@ class TestDeadlines:
             await moved(sender, receiver, state, progress=seen.append)
         assert seen[-1].bytes_done == seen[-1].bytes_total == 1 << 20
         assert len({progress.bytes_done for progress in seen}) > 2
+
+
+async def test_a_first_word_that_fails_is_known_to_both_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though the peer may have heard it, and waits for the next one."""
+    send = Mover.send
+
+    def fail(mover: Mover, *arguments: Any) -> None:
+        send(mover, *arguments)
+        raise ProcessGroupError("on purpose", rank=mover.rank)
+
+    async with transports(timeout=60) as (sender, receiver):
+        sending = asyncio.create_task(sender.send_checkpoint([1], 1, weights()))
+        with monkeypatch.context() as patched:
+            patched.setattr(Mover, "send", fail)
+            with pytest.raises(ProcessGroupError):
+                async with asyncio.timeout(20):
+                    await receiver.recv_checkpoint(0, "", 1)
+        with pytest.raises(ProcessGroupError):
+            async with asyncio.timeout(20):
+                await sending

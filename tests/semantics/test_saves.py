@@ -25,13 +25,12 @@ from aiockpt import (
     make_async_checkpointer,
 )
 from aiockpt.checkpointers import recovery
-from aiockpt.testing import assert_same
+from aiockpt.testing import assert_same, interrupted
 from cells import proves
 from checkpointing import eventually, loaded, state_of
 from keeping import Kept, kept
 from outcomes import Cell
 from receivers import arenas
-from suspensions import cut_at
 from transports import weights
 
 LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
@@ -82,11 +81,9 @@ async def test_a_cancel_at_every_await(cell: Cell, tmp_path: Path) -> None:
     before = arenas()
     async with MAKE[cell.call]() as begin:
         for at in count():
-            cut = await cut_at(at, begin(tmp_path / f"cut-{at}"))
-            assert cut.task is not None
+            cut = await interrupted(begin(tmp_path / f"cut-{at}"), at)
             if not cut.task.cancelled():
                 break  # it has returned before, or a task of its own was waiting
-        assert cut.task is not None
         made = cut.task.result()
         assert at > 2
         if isinstance(made, aiockpt.StagedState):

@@ -1,22 +1,16 @@
 """A writer of checkpoints that is killed, or fails, at a chosen system call.
 
-As a program it does that many times and prints what it saw::
-
-    python tests/support/torn.py --runs 400
+As a program, ``torn.py --write DIRECTORY``, it is that writer.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +20,7 @@ from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.directory import checkpoint_at, find_checkpoint, list_checkpoints
 from aiockpt.errors import StorageError
 from aiockpt.storage import read_header, verify_chunks
+from aiockpt.testing import SystemCallFault, system_call_faults
 from aiockpt.wire.chunks import digest
 from aiockpt.wire.layout import Storage
 from aiockpt.wire.limits import Limits
@@ -56,7 +51,7 @@ LOOKS = (
 )
 """What it does to look at its directory; Python does so too, so only there."""
 
-ERRORS = ("EIO", "ENOSPC")
+ERRORS = ("EIO", "ENOSPC", "EINTR")
 
 SIZE, CHUNK = 300_000, 64 << 10
 FAILED = 3
@@ -96,71 +91,51 @@ def prepare(directory: Path) -> None:
     writer.write_snapshot(directory / _NAMES[0], Bytes(1))
 
 
-def writing(directory: Path, *strace: str) -> subprocess.Popen[bytes]:
-    """Start a process that replaces the first one and makes the second one."""
+def command(directory: Path) -> list[str]:
+    """Return the program that replaces the first one and makes the second one."""
+    return [sys.executable, str(Path(__file__)), "--write", str(directory)]
+
+
+def environment() -> dict[str, str]:
+    """Return its variables."""
     paths = [str(Path(aiockpt.__file__).parents[1]), str(Path(__file__).parent)]
-    command = [sys.executable, str(Path(__file__)), "--write", str(directory)]
-    if strace:
-        command = ["strace", "-f", "-qq", "-o", os.devnull, *strace, *command]
-    return subprocess.Popen(
-        command,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        stderr=subprocess.PIPE,
-    )
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def only_below(directory: Path) -> Iterator[str]:
-    """Yield strace's words for everything that a writer may make or look at there."""
+def below(directory: Path) -> list[Path]:
+    """Return everything that a writer may make or look at there."""
     files = ["checkpoint_0.safetensors", "commit.json"]
     files += ["", *(f"{name}.tmp" for name in files)]
-    for name in _NAMES:
-        for place in (directory, directory / name, directory / f".{name}.part"):
-            for file in files:
-                yield from ("-P", str(place / file))
+    places = [directory]
+    places += [
+        directory / place for name in _NAMES for place in (name, f".{name}.part")
+    ]
+    return [place / file for place in places for file in files]
 
 
-def at_call(directory: Path, calls: str, what: str, number: int) -> int:
-    """Have the writer killed (or failed) at the ``number``-th call; give its code."""
-    prepare(directory)
-    how = "signal=KILL" if what == "KILL" else f"error={what}"
-    inject = f"inject={calls}:{how}:when={number}"
-    where = only_below(directory) if calls in LOOKS else ()
-    process = writing(directory, *where, "-e", f"trace={calls}", "-e", inject)
-    _, said = process.communicate()
-    code = process.returncode
-    if code not in (0, FAILED, -signal.SIGKILL, 128 + signal.SIGKILL):
-        raise AssertionError(f"{calls} {what} {number}: {code} {said.decode()}")
-    return code
+def at_each_call(
+    directory: Path, calls: str, what: str, *, every: int = 1
+) -> Iterator[tuple[SystemCallFault, bool]]:
+    """Have a writer killed, or failed, at each such call; tell whether it saved."""
+    paths = below(directory) if calls in LOOKS else ()
+    for fault in system_call_faults(calls, what, paths=paths, every=every):
+        prepare(directory)
+        done = fault.run(command(directory), env=environment())
+        code = done.returncode
+        if code not in (0, FAILED, -signal.SIGKILL, 128 + signal.SIGKILL):
+            raise AssertionError(f"{fault}: {code} {done.stderr}")
+        yield fault, not code
 
 
-def at_each_call(directory: Path, calls: str, what: str) -> Iterator[int]:
-    """Do so at every call that it makes; yield its codes."""
-    number = 1
-    while True:
-        code = at_call(directory, calls, what, number)
-        yield code
-        if not code and what == "KILL":
-            return
-        if not code and not happens(directory, calls, number):
-            return
-        number += 1
-
-
-def happens(directory: Path, calls: str, number: int) -> bool:
-    """Tell whether the writer makes as many of these calls."""
-    return at_call(directory, calls, "KILL", number) != 0
-
-
-def at_a_moment(directory: Path, seconds: float) -> int:
+def at_a_moment(directory: Path, seconds: float) -> None:
     """Have it killed so long after it has begun to write."""
     prepare(directory)
-    process = writing(directory)
+    process = subprocess.Popen(command(directory), env=environment())
     while process.poll() is None and not any(directory.glob(".*")):
         time.sleep(0.0002)
     time.sleep(seconds)
     process.kill()
-    process.communicate()
-    return process.returncode
+    process.wait()
 
 
 def outcome(directory: Path) -> str:
@@ -195,44 +170,13 @@ def recovers(directory: Path) -> None:
     assert sorted(os.listdir(directory)) == sorted(_NAMES)
 
 
-def can_trace() -> bool:
-    """Tell whether strace is there and may be used."""
-    if shutil.which("strace") is None:
-        return False
-    done = subprocess.run(
-        ["strace", "-o", os.devnull, "true"], capture_output=True, check=False
-    )
-    return done.returncode == 0
-
-
 def main() -> int:
-    """Write, or run the whole table."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--write", type=Path)
-    parser.add_argument("--runs", type=int, default=300, help="kills at random moments")
-    arguments = parser.parse_args()
-    if arguments.write is not None:
-        try:
-            write(arguments.write, 2)
-        except StorageError as error:
-            print(error, file=sys.stderr)
-            return FAILED
-        return 0
-    seen: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as place:
-        directory = Path(place) / "checkpoints"
-        for what in ("KILL", *ERRORS):
-            for calls in (*CALLS, *LOOKS):
-                for _ in at_each_call(directory, calls, what):
-                    seen[f"{what} at a call: {outcome(directory)}"] += 1
-                    recovers(directory)
-        for _ in range(arguments.runs):
-            at_a_moment(directory, random.uniform(0, 0.03))
-            seen[f"KILL at a moment: {outcome(directory)}"] += 1
-            recovers(directory)
-    for what, count in sorted(seen.items()):
-        print(f"{count:5}  {what}")
-    print(f"{seen.total():5}  runs, 0 torn")
+    """Write."""
+    try:
+        write(Path(sys.argv[2]), 2)
+    except StorageError as error:
+        print(error, file=sys.stderr)
+        return FAILED
     return 0
 
 

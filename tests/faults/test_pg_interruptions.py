@@ -1,4 +1,4 @@
-"""A cancel at every await: nothing has happened, or the group is plainly broken."""
+"""A process group interrupted at every await: as before, or plainly broken."""
 
 from __future__ import annotations
 
@@ -7,18 +7,26 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from itertools import count
+from types import NoneType
 from typing import Any
 
 import pytest
 
-from aiockpt import PeerFailedError, ProcessGroupError, StepNotFoundError
-from aiockpt.testing import assert_same
+from aiockpt import (
+    AiockptError,
+    PeerFailedError,
+    ProcessGroupError,
+    StepNotFoundError,
+)
+from aiockpt.testing import assert_same, interrupted
+from faultrecord import Record
+from faultrows import row
 from groups import Transport, transports
-from suspensions import cut_at
 from transports import weights
 
 pytestmark = [
     pytest.mark.asyncio,
+    pytest.mark.timeout(120),
     pytest.mark.allow_leaks("threads", "fds"),  # the waits that nothing ends
 ]
 
@@ -64,31 +72,59 @@ async def stay_there(side: Side, ours: Transport) -> None:
     await go_on(side, ours)
 
 
-@pytest.mark.parametrize(
+ENDS = pytest.mark.parametrize(
     ("cut", "stay"), [(send, receive), (receive, send), (fill, send)]
 )
-async def test_a_cancel_at_every_await(cut: Side, stay: Side) -> None:
+
+
+@row(25)
+@ENDS
+async def test_a_cancel_at_every_await(record: Record, cut: Side, stay: Side) -> None:
     """Either the same two ranks go on, or both know at once that they cannot."""
     seen: Counter[bool] = Counter()
     for at in count():
         async with transports(timeout=30) as made:
             ours, theirs = made if cut is send else reversed(made)
             staying = asyncio.create_task(stay_there(stay, theirs))
-            call = await cut_at(at, cut(ours, 1))
-            assert call.task is not None
+            struck = await interrupted(cut(ours, 1), at)
             async with asyncio.timeout(PROMPT):
-                if not call.reached:
+                if not struck.reached:
                     await asyncio.gather(go_on(cut, ours), staying)
                     break
-                assert call.task.cancelled(), call.task
-                broken = "broken" in repr(ours)
-                seen[broken] += 1
-                if broken:
-                    with pytest.raises(ProcessGroupError, match="make a new group"):
-                        await cut(ours, 2)
-                    with pytest.raises(ProcessGroupError, match="make a new group"):
-                        await staying
-                else:
-                    await asyncio.gather(go_on(cut, ours), staying)
+                assert struck.cancelled, str(struck)
+                seen[await settled(ours, cut, staying)] += 1
+                record.ran()
     assert seen[True] > 5
     assert cut is receive or seen[False] > 1, "while it stages, or loads"
+
+
+@row(26)
+@ENDS
+async def test_a_failure_at_every_await(record: Record, cut: Side, stay: Side) -> None:
+    """It is a typed error at this end, and soon one at the other, or none at all."""
+    for at in count():
+        async with transports(timeout=30) as made:
+            ours, theirs = made if cut is send else reversed(made)
+            staying = asyncio.create_task(stay_there(stay, theirs))
+            refused = OSError(5, "on purpose")
+            struck = await interrupted(cut(ours, 1), at, error=refused)
+            assert isinstance(struck.error, AiockptError | NoneType), str(struck)
+            async with asyncio.timeout(PROMPT):
+                if not struck.reached:
+                    await asyncio.gather(go_on(cut, ours), staying)
+                    break
+                await settled(ours, cut, staying)
+                record.ran()
+    assert at > 3
+
+
+async def settled(ours: Transport, cut: Side, staying: asyncio.Task[None]) -> bool:
+    """Check that both ends go on, or that both say that they cannot; tell which."""
+    if "broken" not in repr(ours):
+        await asyncio.gather(go_on(cut, ours), staying)
+        return False
+    with pytest.raises(ProcessGroupError, match="make a new group"):
+        await cut(ours, 2)
+    with pytest.raises(ProcessGroupError, match="make a new group"):
+        await staying
+    return True

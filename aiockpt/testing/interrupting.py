@@ -1,0 +1,234 @@
+"""Interrupts a coroutine at each of its suspension points, one after another.
+
+A suspension point is where the call, or a task that it made, waits. Only there can a
+cancel come in, and only there does something fail that is not the call's own doing::
+
+    async for struck in interruptions(lambda: transport.recv_checkpoint(0, url, 7)):
+        assert struck.cancelled or struck.error is None, struck
+        ...  # nothing has leaked, and the transport still works
+
+A run is not repeated exactly where threads and sockets take part. So a point is a
+number, not a place, and ``where`` says where the run was.
+
+What is to fail waits to its end first, and then raises instead of returning: as a
+thread does that has failed, and nothing goes on behind the back of who waited for it. A
+bare turn of the loop (``asyncio.sleep(0)``) waits for nothing, and cannot fail; nor can
+locks and task groups. They are no points then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+__all__ = ["Interruption", "interrupted", "interruptions"]
+
+T = TypeVar("T")
+
+_KINDS = (
+    ("cr_frame", "cr_await"),
+    ("ag_frame", "ag_await"),
+    ("gi_frame", "gi_yieldfrom"),
+)
+_INFALLIBLE = ("asyncio/locks.py", "asyncio/tasks.py", "_backends/_asyncio.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Interruption(Generic[T]):
+    """A call that was interrupted at one of its suspension points, and has ended.
+
+    Attributes:
+        at: The number of the point, from 0.
+        reached: Whether the call came so far; else it was not disturbed.
+        where: The innermost line that waited there: ``file:line function``.
+        task: The call, which is done.
+    """
+
+    at: int
+    reached: bool
+    where: str
+    task: asyncio.Task[T]
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the call ended by a cancel."""
+        return self.task.cancelled()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it raised, other than a cancel."""
+        return None if self.cancelled else self.task.exception()
+
+    @property
+    def returned(self) -> bool:
+        """Whether it finished as if nothing had been."""
+        return not self.cancelled and self.error is None
+
+    def __str__(self) -> str:
+        place = f"point {self.at} ({self.where})" if self.reached else "no point"
+        how = "cancelled" if self.cancelled else repr(self.error or "returned")
+        return f"interrupted at {place}: {how}"
+
+
+class _Aim:
+    """What is going to strike whom, and when."""
+
+    def __init__(self, at: int, error: BaseException | None) -> None:
+        self.left = at
+        self.error = error
+        self.where = ""
+        self.reached = False
+        self.task: asyncio.Task[Any] | None = None
+
+    def strikes(self, waiting: Coroutine[Any, Any, Any], awaited: Any) -> bool:
+        """Count a suspension; tell whether it is the one."""
+        assert self.task is not None
+        if self.reached or self.task.done():  # a task may outlive its call
+            return False
+        place = _place(waiting) if self.error is not None or not self.left else ""
+        if self.error is not None and (awaited is None or not _fallible(place)):
+            return False
+        self.left -= 1
+        self.reached, self.where = self.left < 0, place
+        return self.reached
+
+
+_aim: ContextVar[_Aim | None] = ContextVar("_aim", default=None)
+
+
+async def interruptions(
+    make: Callable[[], Coroutine[Any, Any, T]],
+    *,
+    error: Callable[[], BaseException] | None = None,
+    start: int = 0,
+    every: int = 1,
+) -> AsyncIterator[Interruption[T]]:
+    """Make a call again and again; interrupt each one at a later suspension point.
+
+    The last one given is the first that had fewer points, so was not interrupted.
+
+    Args:
+        make: Returns the coroutine, anew for each run.
+        error: What is raised at the point; None: the call is cancelled there.
+        start: The first point.
+        every: Leave out points: 1 takes all of them.
+    """
+    for at in count(start, every):
+        struck = await interrupted(make(), at, error=error() if error else None)
+        yield struck
+        if not struck.reached:
+            return
+
+
+async def interrupted(
+    call: Coroutine[Any, Any, T], at: int, *, error: BaseException | None = None
+) -> Interruption[T]:
+    """Make a call, interrupt it at its suspension point ``at``, and wait for its end.
+
+    With ``error`` what is waited for there raises it in place of its result; without,
+    the call is cancelled, whichever of its tasks it is that waits.
+
+    If cancelled, the call is cancelled, and waited for.
+    """
+    loop = asyncio.get_running_loop()
+    factory = loop.get_task_factory()
+    aim, context = _Aim(at, error), copy_context()
+    context.run(_aim.set, aim)
+    loop.set_task_factory(_make_task)
+    try:
+        task = loop.create_task(_Watched(call, aim), context=context)
+        aim.task = task
+        await _end_of(task)
+    finally:
+        loop.set_task_factory(factory)
+    return Interruption(at, aim.reached, aim.where, task)
+
+
+async def _end_of(task: asyncio.Task[Any]) -> None:
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait({task})
+        raise
+
+
+def _make_task(
+    loop: asyncio.AbstractEventLoop, call: Any, **options: Any
+) -> asyncio.Task[Any]:
+    aim = _aim.get()
+    watched = call if aim is None else _Watched(call, aim)
+    return asyncio.Task(watched, loop=loop, **options)
+
+
+class _Watched(Coroutine[Any, Any, T]):
+    """A coroutine whose suspensions are counted."""
+
+    def __init__(self, call: Coroutine[Any, Any, T], aim: _Aim) -> None:
+        self._call = call
+        self._aim = aim
+        self._error: BaseException | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)  # its state and name, which others look at
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        raise NotImplementedError("it is for a task")
+
+    def send(self, value: Any) -> Any:
+        """Go on, or fail if that was what had been waited for."""
+        error, self._error = self._error, None
+        if error is not None:
+            return self._suspended(self._call.throw(error))
+        return self._suspended(self._call.send(value))
+
+    def throw(self, *error: Any) -> Any:
+        """Pass on what went wrong by itself."""
+        self._error = None
+        return self._suspended(self._call.throw(*error))
+
+    def close(self) -> None:
+        """End it."""
+        self._call.close()
+
+    def _suspended(self, awaited: Any) -> Any:
+        aim = self._aim
+        if aim.strikes(self._call, awaited):
+            self._error = aim.error
+            if aim.error is None:
+                assert aim.task is not None
+                aim.task.cancel()
+        return awaited
+
+
+def _fallible(place: str) -> bool:
+    """Tell whether what is waited for at a place can fail: not locks, nor groups."""
+    return not place.startswith(_INFALLIBLE)
+
+
+def _place(waiting: object) -> str:
+    """Return where the innermost coroutine of a chain waits."""
+    place = ""
+    inner: object = waiting
+    while inner is not None:
+        kind = next((kind for kind in _KINDS if hasattr(inner, kind[0])), None)
+        if kind is None:
+            break
+        if frame := getattr(inner, kind[0]):
+            code, file = frame.f_code, Path(frame.f_code.co_filename)
+            place = f"{file.parent.name}/{file.name}:{frame.f_lineno} {code.co_name}"
+        inner = _unwrapped(getattr(inner, kind[1]))
+    return place
+
+
+def _unwrapped(awaited: object) -> object:
+    """Return the coroutine that a coroutine's or a generator's iterator runs."""
+    if type(awaited).__name__ not in ("coroutine_wrapper", "async_generator_asend"):
+        return awaited
+    return next(iter(gc.get_referents(awaited)), None)

@@ -1,0 +1,249 @@
+"""Loops that stand still, clocks that jump, deadlines of every kind, slow readers."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aiockpt
+from aiockpt import AuthenticationError, TransferTimeoutError
+from aiockpt.testing import (
+    Drip,
+    LaggingLoop,
+    PeerProcess,
+    assert_same,
+    busy_interpreter,
+    monotonic_ahead,
+    wall_clock_jumped,
+)
+from commandline import ENVIRONMENT
+from faultrecord import Record
+from faultrows import row
+from groups import moved, transports
+from served import MIB_SERVED
+from serving import Peer
+from transports import (
+    pair,
+    port_of,
+    proxied,
+    receive,
+    through,
+    transport,
+    weights,
+)
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(900)]
+
+SUPPORT = Path(__file__).parents[1] / "support"
+RANGES = 4
+HOUR = 3600.0
+
+
+@row(27)
+async def test_a_loop_that_stands_still_is_not_taken_for_a_stalled_peer(
+    record: Record,
+) -> None:
+    """Of either end: every block is shorter than the stall timeout, if not by much."""
+    for block in record.pick([0.3], [0.1, 0.5, 1.0, 5.0]):
+        # Some blocks long: the bytes come in between.
+        slow = Drip(rate=1e6 / block, burst=1 << 16)
+        stall_timeout = block * 1.5 + record.pick(2.0, 0.2)
+        async with lagged(stall_timeout, slow) as ends:
+            with LaggingLoop(block, pause=block) as lag:
+                await ends()
+            assert lag.count > 1
+        record.ran()
+    record.within("connections made again", 0, 0, unit="")
+
+
+@row(27)
+async def test_nor_is_a_busy_interpreter(record: Record) -> None:
+    """Threads compute in Python beside the loop."""
+    for threads in record.pick([1], [1, 2, 4]):
+        slow = Drip(rate=10e6, burst=1 << 18)
+        async with lagged(record.pick(5.0, 2.0), slow) as ends:
+            with busy_interpreter(threads):
+                await ends()
+        record.ran()
+
+
+@asynccontextmanager
+async def lagged(stall_timeout: float, slow: Drip) -> AsyncIterator[Any]:
+    """Give a transfer on a slow link; who is thought stalled is connected to again."""
+    options: Any = {"stall_timeout": stall_timeout, "max_concurrency": RANGES}
+    async with pair(**options) as (sender, receiver):
+        await sender.send_checkpoint([], 1, weights(mib=8))
+        async with proxied(sender, otherwise=slow) as proxy:
+
+            async def transfer() -> None:
+                url = through(proxy, sender)
+                got = await receiver.recv_checkpoint(0, url, 1, 300)
+                assert_same(got, weights(mib=8))
+                assert proxy.statistics().connections <= RANGES
+
+            yield transfer
+
+
+@row(30)
+@pytest.mark.parametrize("jump", [HOUR, -HOUR])
+async def test_a_jump_of_the_wall_clock_moves_no_deadline(
+    record: Record, jump: float
+) -> None:
+    """In the middle of a receive; one that is short is kept, too."""
+    for _ in range(record.pick(1, 20)):
+        async with pair() as (sender, receiver):
+            await sender.send_checkpoint([], 1, weights(mib=8))
+            with wall_clock_jumped(jump):
+                await sender.send_checkpoint([], 2, weights(mib=8))
+                assert_same(await receive(sender, receiver, 2), weights(mib=8))
+                began = time.monotonic()
+                with pytest.raises(TransferTimeoutError):
+                    await receive(sender, receiver, 3, timeout=0.3)
+                record.within("late", time.monotonic() - began - 0.3, 0.5)
+        record.ran()
+
+
+@row(30)
+async def test_a_token_expires_by_the_wall_clock(record: Record) -> None:
+    """An hour early where that is an hour ahead; never where it is behind."""
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, weights())
+        metadata = sender.grant("worker", lifetime=60)
+        with wall_clock_jumped(-HOUR):
+            await receiver.recv_checkpoint(0, metadata, 1)
+        with wall_clock_jumped(HOUR), pytest.raises(AuthenticationError):
+            await receiver.recv_checkpoint(0, metadata, 1)
+        assert_same(await receiver.recv_checkpoint(0, metadata, 1), weights())
+    record.ran(3)
+
+
+@row(30)
+@pytest.mark.asyncio(loop_factories=["asyncio"])  # the other process takes seconds
+async def test_the_clocks_of_two_ends_may_differ(record: Record) -> None:
+    """The monotonic one, too, as those of two hosts do."""
+    program = [sys.executable, str(SUPPORT / "served.py"), "0", "secret"]
+    paths = {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{SUPPORT}"}
+    ahead = monotonic_ahead(1_000_000, program)
+    async with PeerProcess(ahead, env=ENVIRONMENT | paths) as peer:
+        url = await peer.line()
+        async with transport(token="secret") as receiver:
+            with wall_clock_jumped(-HOUR):
+                got = await receiver.recv_checkpoint(0, url, 1)
+            assert_same(got, weights(mib=MIB_SERVED))
+    record.ran()
+    record.note("`time.time` jumps in a process; no faked clock under torch's threads")
+
+
+Verb = Callable[[Any, Any], Coroutine[Any, Any, Any]]
+
+EXPIRED: dict[str, Verb] = {
+    "send": lambda ours, limit: ours.send_checkpoint([], 2, weights(), limit),
+    "recv": lambda ours, limit: ours.recv_checkpoint(0, ours.metadata(), 2, limit),
+    "into": lambda ours, limit: ours.recv_checkpoint(
+        0, ours.metadata(), 2, limit, into=weights(0.0)
+    ),
+    "select": lambda ours, limit: ours.recv_checkpoint(
+        0, ours.metadata(), 2, limit, select=["w0"]
+    ),
+}
+
+
+@row(36)
+@pytest.mark.parametrize("verb", EXPIRED)
+async def test_a_deadline_of_nothing_is_over_at_once(record: Record, verb: str) -> None:
+    """Nobody is asked, nothing is staged; a tiny one is kept, too."""
+    async with transport() as ours, proxied(ours) as proxy:
+        await ours.send_checkpoint([], 1, weights())
+        for limit in (0, 0.0, timedelta(0), 1e-9):
+            began = time.monotonic()
+            with pytest.raises(TransferTimeoutError, match="timed out after"):
+                await EXPIRED[verb](ours, limit)
+            record.within("over after", time.monotonic() - began, 0.5)
+            record.ran()
+        assert ours.statistics().step == 1
+        assert proxy.statistics().connections == 0
+
+
+@row(36)
+@pytest.mark.parametrize("limit", [1e9, 1e30, timedelta.max])
+async def test_a_huge_deadline_is_as_good_as_none(record: Record, limit: Any) -> None:
+    """No clock, socket or lock overflows; in a process group, too."""
+    state = weights()
+    async with pair(timeout=limit) as (sender, receiver):
+        await sender.send_checkpoint([], 1, state, limit)
+        assert_same(await receive(sender, receiver, timeout=limit), state)
+        await sender.disallow_checkpoint()
+    async with transports(timeout=limit) as (first, second):
+        assert_same(await moved(first, second, state, timeout=limit), state)
+    record.ran(2)
+
+
+@row(36)
+async def test_an_expired_deadline_of_a_process_group_breaks_nothing(
+    record: Record,
+) -> None:
+    """Nothing was sent: the group is well."""
+    async with transports() as (first, second):
+        for call in (
+            lambda: first.send_checkpoint([1], 1, weights(), 0),
+            lambda: second.recv_checkpoint(0, "", 1, 0),
+        ):
+            with pytest.raises(TransferTimeoutError):
+                await call()
+            record.ran()
+        assert_same(await moved(first, second, weights(), 2), weights())
+
+
+@row(36)
+@pytest.mark.allow_error_logs  # a save that fails is logged
+async def test_a_save_that_is_late_before_it_begins_saves_nothing(
+    tmp_path: Path, record: Record
+) -> None:
+    """And training goes on."""
+    config = aiockpt.CheckpointerConfig(use_process=False, raise_on_failure=True)
+    async with aiockpt.make_async_checkpointer(config) as made:
+        for limit in (0, timedelta(0), 1e-9):
+            with pytest.raises(TransferTimeoutError):
+                await made.save(weights(), tmp_path / "a", timeout=limit)
+            record.ran()
+        assert aiockpt.list_checkpoints(tmp_path) == []
+        for limit in (1e9, timedelta.max):
+            await (await made.save(weights(), tmp_path / "a", timeout=limit)).written()
+            record.ran()
+
+
+@row(23)
+async def test_a_send_that_times_out_under_a_slow_reader_changes_nothing(
+    record: Record,
+) -> None:
+    """Again and again: the reader gets the old bits to the last one."""
+    old = weights(1.0, mib=16)
+    async with transport(zero_copy=True, grace=600, insecure=True) as sender:
+        await sender.send_checkpoint([], 1, old)
+        async with Peer(port_of(sender), token=None, receive_buffer=4096) as reader:
+            await reader.request("/checkpoint/1/full")
+            head = await reader.head()
+            before = facts(sender)
+            for _ in range(record.pick(10, 100)):
+                with pytest.raises(TransferTimeoutError):
+                    await sender.send_checkpoint([], 2, weights(2.0, mib=1), 0.02)
+                assert facts(sender) == before
+                record.ran()
+            body = await reader.read_some(int(head.headers["Content-Length"]))
+        assert body.endswith(bytes(old["w0"].numpy()))
+        await sender.send_checkpoint([], 2, weights(2.0))
+        async with transport() as receiver:
+            assert_same(await receive(sender, receiver, 2), weights(2.0))
+
+
+def facts(sender: Any) -> tuple[Any, ...]:
+    """Return what a transport says of its offer and its readers."""
+    now = sender.statistics()
+    return now.step, now.readers, now.waiting

@@ -1,0 +1,98 @@
+"""A writer of checkpoints dies, or its system calls fail: nothing is ever torn."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+import torn
+from faultrecord import Record
+from faultrows import row
+
+pytestmark = [pytest.mark.torch_free, pytest.mark.timeout(900)]
+
+FEW = {
+    "KILL": ("fsync", "pwritev,pwritev2", "rename", "renameat2", "write"),
+    "EIO": ("fsync", "openat", "write"),
+    "ENOSPC": ("fallocate", "pwritev,pwritev2"),
+    "EINTR": ("fsync", "write"),
+}
+"""What is tried, here and there, where there is no time for everything."""
+
+
+def calls_for(record: Record, what: str) -> tuple[str, ...]:
+    """Return which system calls are tried."""
+    return record.pick(FEW[what], (*torn.CALLS, *torn.LOOKS))
+
+
+@row(18)
+def test_a_writer_that_is_killed_leaves_nothing_torn(
+    tmp_path: Path, record: Record
+) -> None:
+    """At each call: the old one or the new one is there; the next save cleans up."""
+    directory = tmp_path / "checkpoints"
+    for calls in calls_for(record, "KILL"):
+        struck = 0
+        for fault, saved in torn.at_each_call(
+            directory, calls, "KILL", every=record.pick(6, 1)
+        ):
+            assert saved != fault.struck
+            seen = torn.outcome(directory)
+            assert seen == "new 2" or not saved
+            torn.recovers(directory)
+            struck += fault.struck
+            record.ran(fault.struck)
+        assert struck, calls
+    record.within("torn checkpoints", 0, 0, unit="")
+
+
+@row(18)
+def test_nor_at_any_moment(tmp_path: Path, record: Record) -> None:
+    """Killed from outside."""
+    directory = tmp_path / "checkpoints"
+    chance = random.Random(18)
+    for _ in range(record.pick(4, 300)):
+        torn.at_a_moment(directory, chance.uniform(0, 0.03))
+        torn.outcome(directory)
+        torn.recovers(directory)
+        record.ran()
+
+
+@row(17)
+@pytest.mark.parametrize("what", torn.ERRORS)
+def test_a_call_that_fails_leaves_nothing_torn(
+    tmp_path: Path, record: Record, what: str
+) -> None:
+    """What says that it has saved has; what has not raises ``StorageError``."""
+    directory = tmp_path / "checkpoints"
+    for calls in calls_for(record, what):
+        struck = 0
+        for fault, saved in torn.at_each_call(
+            directory, calls, what, every=record.pick(6, 1)
+        ):
+            seen = torn.outcome(directory)
+            assert seen == "new 2" or not saved, fault
+            # A disk that did not take it stays so: to ask again proves nothing.
+            assert not (saved and fault.struck and calls == "fsync") or what == "EINTR"
+            torn.recovers(directory)
+            struck += fault.struck
+            record.ran(fault.struck)
+        assert struck, calls
+    record.within("torn checkpoints", 0, 0, unit="")
+
+
+@row(16)
+@pytest.mark.parametrize("calls", ["fallocate", "pwritev,pwritev2", "write", "fsync"])
+def test_the_first_time_that_there_is_no_space_ends_the_save(
+    tmp_path: Path, record: Record, calls: str
+) -> None:
+    """The old one is there, and not one file more."""
+    directory = tmp_path / "checkpoints"
+    fault, saved = next(torn.at_each_call(directory, calls, "ENOSPC"))
+    assert (fault.struck, saved) == (True, False)
+    assert torn.outcome(directory) == "old -"
+    assert [path.name for path in directory.iterdir()] == ["last"]
+    torn.recovers(directory)
+    record.ran()

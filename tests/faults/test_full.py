@@ -1,0 +1,105 @@
+"""A disk, or the shared memory, that is full."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt import StorageError
+from aiockpt.testing import assert_same, in_small_shm, small_disk
+from commandline import ENVIRONMENT
+from faultrecord import Record
+from faultrows import row
+
+SUPPORT = Path(__file__).parents[1] / "support"
+DISK = 8 << 20
+
+
+def state(nbytes: int, fill: int) -> dict[str, Any]:
+    """Return a state dict of that size."""
+    return {"weight": torch.full((nbytes,), fill, dtype=torch.uint8), "fill": fill}
+
+
+def failed(made: Any, new: Any, path: Path) -> StorageError | None:
+    """Save; return why it could not be."""
+    try:
+        made.save(new, path)
+    except StorageError as error:
+        return error
+    return None
+
+
+@row(16)
+def test_a_disk_that_is_full_keeps_the_old_checkpoint(
+    tmp_path: Path, record: Record
+) -> None:
+    """Saves of all sizes, some of which fit beside it."""
+    chance = random.Random(16)
+    fits = {True: 0, False: 0}
+    with (
+        small_disk(tmp_path / "disk", DISK) as disk,
+        aiockpt.make_sync_checkpointer() as made,
+    ):
+        old = state(1 << 20, 1)
+        made.save(old, disk / "last")
+        for _ in range(record.pick(20, 500)):
+            new = state(chance.randrange(5 << 20, 9 << 20), 2)
+            error = failed(made, new, disk / "last")
+            assert_same(made.load(disk / "last"), old if error else new)
+            assert [path.name for path in disk.iterdir()] == ["last"]
+            if error:
+                assert str(disk) in error.path
+                assert "MB are needed and" in str(error)
+            else:
+                made.save(old, disk / "last")
+            fits[not error] += 1
+            record.ran()
+    assert all(fits.values()), fits
+
+
+@row(16)
+@pytest.mark.asyncio
+@pytest.mark.allow_error_logs  # a save that nobody may overlook
+@pytest.mark.parametrize("use_process", [False, True], ids=["thread", "process"])
+async def test_also_in_the_background(
+    tmp_path: Path, record: Record, *, use_process: bool
+) -> None:
+    """The handle raises, the next save works."""
+    config = aiockpt.CheckpointerConfig(use_process=use_process)
+    with small_disk(tmp_path / "disk", DISK) as disk:
+        async with aiockpt.make_async_checkpointer(config) as made:
+            old = state(1 << 20, 1)
+            await (await made.save(old, disk / "step-1")).written()
+            for step in range(2, record.pick(4, 12)):
+                handle = await made.save(state(9 << 20, 2), disk / f"step-{step}")
+                with pytest.raises(StorageError, match="No space left on device"):
+                    await handle.written()
+                record.ran()
+            await (await made.save(old, disk / "again")).written()
+            assert_same(await made.load(disk / "step-1"), old)
+        assert sorted(path.name for path in disk.iterdir()) == ["again", "step-1"]
+
+
+@row(19)
+def test_a_full_shm_kills_nobody(tmp_path: Path, record: Record) -> None:
+    """Nothing of ours lies there: it works, and is not ended by SIGBUS."""
+    program = [sys.executable, str(SUPPORT / "shmfull.py"), str(tmp_path)]
+    done = subprocess.run(
+        in_small_shm(4 << 20, program),
+        env=ENVIRONMENT | {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{SUPPORT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert done.stderr == ""
+    record.ran()
+    record.note("a send, a receive, a save and a load of 16 MiB")

@@ -1,0 +1,51 @@
+"""Cancels anywhere in the reader-writer lock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+import uvloop
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from faultrecord import Record
+from faultrows import row
+from lockmodel import LockMachine, Storm
+
+pytestmark = [pytest.mark.torch_free, pytest.mark.timeout(900)]
+
+
+@row(24)
+@pytest.mark.asyncio
+async def test_no_schedule_of_cancels_strands_anybody(record: Record) -> None:
+    """Seeded schedules of cancels and failures end with a free lock."""
+    outcomes: Counter[str] = Counter()
+    for seed in range(record.pick(4_000, 50_000)):
+        storm = Storm(seed)
+        await storm.rage()
+        storm.check()
+        outcomes["cancelled"] += sum(task.cancelled() for task in storm.tasks)
+        outcomes["finished"] += sum(not task.cancelled() for task in storm.tasks)
+        outcomes["evicted"] += storm.lock.statistics().evicted
+        record.ran()
+    # The schedules are worth something: all of this happened often.
+    assert min(outcomes.values()) > 500, outcomes
+
+
+@row(24)
+@pytest.mark.parametrize(
+    "new_loop",
+    [asyncio.new_event_loop, uvloop.new_event_loop],
+    ids=["asyncio", "uvloop"],
+)
+def test_the_lock_follows_its_rules(record: Record, new_loop) -> None:
+    """Any sequence of acquires, releases, cancels and a close agrees with a model."""
+    machine = type("Machine", (LockMachine,), {"new_loop": staticmethod(new_loop)})
+    count = record.pick(60, 1_000)
+    run_state_machine_as_test(
+        machine,
+        settings=settings(max_examples=count, stateful_step_count=40, deadline=None),
+    )
+    record.ran(count)

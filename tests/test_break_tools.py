@@ -1,0 +1,339 @@
+"""The tools that break processes, files, calls, loops and clocks do what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from aiockpt.testing import (
+    FaultUnavailableError,
+    LaggingLoop,
+    PeerProcess,
+    SystemCallFault,
+    WallClock,
+    busy_interpreter,
+    in_small_shm,
+    interrupted,
+    interruptions,
+    monotonic_ahead,
+    small_disk,
+    system_call_faults,
+    wall_clock_jumped,
+)
+from checkpointing import eventually, is_running, state_of
+
+pytestmark = pytest.mark.torch_free
+
+WRITES = """\
+import os, sys
+fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+for letter in "abc":
+    os.write(fd, letter.encode())
+"""
+
+
+def python(code: str, *arguments: str) -> list[str]:
+    """Return the command of a program in Python."""
+    return [sys.executable, "-c", code, *arguments]
+
+
+def said(command: list[str]) -> str:
+    """Return what a program prints."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout
+
+
+class Journal:
+    """A call with a child task, which writes down how both fared."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    async def call(self) -> str:
+        """Turn the loop, wait for a task, and wait for a failure that may come."""
+        await asyncio.sleep(0)
+        child = asyncio.create_task(self.child())
+        try:
+            return await child
+        finally:
+            child.cancel()
+            await asyncio.wait({child})
+            self.said.append("over")
+
+    async def child(self) -> str:
+        """Wait for what the loop does."""
+        done = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(0.001, done.set_result, "done")
+        try:
+            return str(await done)
+        except OSError as error:
+            self.said.append("failed")
+            raise ConnectionError("translated") from error
+        except asyncio.CancelledError:
+            self.said.append("cancelled")
+            raise
+        finally:
+            timer.cancel()
+
+
+@pytest.mark.asyncio
+class TestInterrupting:
+    """One point after another, the ones of its tasks too."""
+
+    async def test_every_point_is_cancelled_once(self) -> None:
+        """And the last run is not."""
+        journal = Journal()
+        seen = [struck async for struck in interruptions(journal.call)]
+        assert [struck.at for struck in seen] == list(range(len(seen)))
+        assert [struck.reached for struck in seen] == [True] * (len(seen) - 1) + [False]
+        *cut, last = seen
+        assert all(struck.cancelled for struck in cut[:3])
+        assert last.returned
+        assert last.task.result() == "done"
+        assert "cancelled" in journal.said
+
+    async def test_the_place_is_told(self) -> None:
+        """The innermost line."""
+        seen = [str(struck) async for struck in interruptions(Journal().call)]
+        assert any("test_fault_tools.py" in said and " child" in said for said in seen)
+        assert "no point" in seen[-1]
+
+    async def test_an_error_comes_out_of_what_was_waited_for(self) -> None:
+        """Only where that can fail: not of a turn of the loop."""
+        journal = Journal()
+        seen = [
+            struck
+            async for struck in interruptions(
+                journal.call, error=lambda: OSError(errno.EIO, "on purpose")
+            )
+        ]
+        kinds = [type(struck.error) for struck in seen]
+        assert kinds == [OSError, ConnectionError, type(None)]
+        assert journal.said == ["over", "failed", "over", "over"]
+
+    async def test_points_may_be_left_out(self) -> None:
+        """For a call that has many."""
+        seen = [s.at async for s in interruptions(Journal().call, start=1, every=2)]
+        assert seen[:2] == [1, 3]
+
+    async def test_a_task_factory_of_others_comes_back(self) -> None:
+        """It is not used meanwhile."""
+        loop = asyncio.get_running_loop()
+
+        def factory(loop, call, **options):
+            return asyncio.Task(call, loop=loop, **options)
+
+        loop.set_task_factory(factory)
+        try:
+            await interrupted(Journal().call(), 0)
+            assert loop.get_task_factory() is factory
+        finally:
+            loop.set_task_factory(None)
+
+    async def test_a_cancelled_harness_leaves_no_call(self) -> None:
+        """It waits for its end."""
+        journal = Journal()
+        task = asyncio.create_task(interrupted(journal.call(), 99))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+        assert journal.said[-1:] in ([], ["over"])
+
+
+@pytest.mark.asyncio
+class TestPeerProcess:
+    """It is killed, stopped and started again."""
+
+    PROGRAM = (
+        "import time\nfor n in range(1000): print(n, flush=True); time.sleep(0.01)"
+    )
+
+    async def test_it_stands_still_and_goes_on(self) -> None:
+        """Between the two it says nothing."""
+        async with PeerProcess(python(self.PROGRAM)) as peer:
+            assert await peer.line() == "0"
+            await peer.stop()
+            assert state_of(peer.pid) == "T"
+            peer.resume()
+            assert await peer.line() == "1"
+            assert repr(peer) == f"<PeerProcess pid={peer.pid} running>"
+
+    async def test_it_is_killed_and_started_again(self) -> None:
+        """The same program; a stopped one is killed, too."""
+        async with PeerProcess(python(self.PROGRAM)) as peer:
+            first = peer.pid
+            await peer.stop()
+            await peer.kill()
+            assert peer.returncode == -signal.SIGKILL
+            await peer.start()
+            assert peer.pid != first
+            assert await peer.line() == "0"
+
+    async def test_its_children_go_with_it(self) -> None:
+        """They are of its group."""
+        code = "import os, time\nprint(os.fork(), flush=True)\ntime.sleep(60)"
+        async with PeerProcess(python(code)) as peer:
+            child = int(await peer.line()) or int(await peer.line())
+        await eventually(lambda: not is_running(child), "its end")
+
+    async def test_its_end_is_told(self, tmp_path: Path) -> None:
+        """With its code, and what it wrote to stderr."""
+        code = "import sys\nprint('word', file=sys.stderr)\nsys.exit(3)"
+        async with PeerProcess(python(code), errors=tmp_path / "errors") as peer:
+            with pytest.raises(EOFError, match="says nothing more"):
+                await peer.line()
+            assert await peer.ended() == 3
+        assert (tmp_path / "errors").read_text() == "word\n"
+
+    async def test_one_that_was_not_started_says_so(self) -> None:
+        """A mistake of the caller."""
+        peer = PeerProcess(["true"])
+        assert repr(peer) == "<PeerProcess not started>"
+        with pytest.raises(RuntimeError, match="not started"):
+            peer.resume()
+        await peer.kill()
+
+
+class TestFull:
+    """ENOSPC where it was asked for."""
+
+    def test_a_small_disk_is_soon_full(self, tmp_path: Path) -> None:
+        """And gone after the block."""
+        with small_disk(tmp_path / "disk", 1 << 20) as disk:
+            (disk / "half").write_bytes(bytes(1 << 19))
+            with pytest.raises(OSError, match="No space left"):
+                (disk / "more").write_bytes(bytes(1 << 20))
+        assert list((tmp_path / "disk").iterdir()) == []
+
+    def test_a_small_shm_is_so_for_one_program_only(self) -> None:
+        """Others keep theirs."""
+        ask = "import os\nfound = os.statvfs('/dev/shm')\n"
+        ask += "print(found.f_blocks * found.f_frsize)"
+        before = os.statvfs("/dev/shm").f_blocks
+        assert int(said(in_small_shm(1 << 20, python(ask)))) == 1 << 20
+        assert os.statvfs("/dev/shm").f_blocks == before
+
+    def test_a_machine_that_does_not_permit_it_says_why(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The error is for a test to be skipped by."""
+        monkeypatch.setenv("PATH", str(tmp_path))
+        with pytest.raises(FaultUnavailableError, match="mount is not installed") as e:
+            small_disk(tmp_path / "disk", 1 << 20).__enter__()
+        assert (e.value.fault, e.value.reason) == (
+            "small disk",
+            "mount is not installed",
+        )
+
+
+class TestSystemCalls:
+    """The n-th one fails."""
+
+    def test_each_of_them_fails_once(self, tmp_path: Path) -> None:
+        """And then the program has no more of them."""
+        left = []
+        for fault in system_call_faults("write", "EIO", paths=[tmp_path / "f"]):
+            done = fault.run(python(WRITES, str(tmp_path / "f")))
+            assert (done.returncode != 0) == fault.struck
+            left.append((tmp_path / "f").read_text())
+        assert left == ["", "a", "ab", "abc"]
+
+    def test_or_kills(self) -> None:
+        """The program, and nobody else."""
+        fault = SystemCallFault("getcwd", "KILL")
+        done = fault.run(python("import os; os.getcwd(); os.write(1, b'alive')"))
+        assert fault.struck
+        assert done.stdout == ""
+
+    def test_strace_that_is_missing_is_told(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Not mistaken for the program's failure."""
+        from aiockpt.testing import system_calls
+
+        system_calls._refused.cache_clear()
+        monkeypatch.setenv("PATH", str(tmp_path))
+        try:
+            with pytest.raises(FaultUnavailableError, match="strace is not installed"):
+                SystemCallFault("write", "EIO").run(["true"])
+        finally:
+            system_calls._refused.cache_clear()
+
+
+@pytest.mark.asyncio
+class TestLag:
+    """Time passes, and nothing happens."""
+
+    async def test_the_loop_stands_still_again_and_again(self) -> None:
+        """For as long as was said, and no longer than the block."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        with LaggingLoop(0.05, pause=0.001) as lag:
+            while lag.count < 3:  # noqa: ASYNC110 - it is counted by the loop
+                await asyncio.sleep(0)
+        assert loop.time() - began >= 0.14
+        await asyncio.sleep(0.01)
+        assert lag.count == 3
+
+    async def test_a_busy_interpreter_ends_with_the_block(self) -> None:
+        """And leaves Python's own interval."""
+        interval = sys.getswitchinterval()
+        with busy_interpreter(2, hold=0.02):
+            assert sys.getswitchinterval() == pytest.approx(0.02)
+            await asyncio.sleep(0.01)
+        assert sys.getswitchinterval() == interval
+
+
+class TestClocks:
+    """They jump; the machine's does not."""
+
+    CLOCKS = "print([time.time(), time.monotonic()], flush=True)\n"
+
+    def test_the_wall_clock_of_this_process_jumps(self) -> None:
+        """And comes back."""
+        before = time.time()
+        with wall_clock_jumped(-3600):
+            assert time.time() < before - 3000
+            assert time.time_ns() / 1e9 == pytest.approx(time.time(), abs=5)
+        assert time.time() >= before
+
+    @pytest.mark.asyncio
+    async def test_that_of_another_process_jumps_while_it_runs(
+        self, tmp_path: Path
+    ) -> None:
+        """Its monotonic clock does not."""
+        code = "import os, select, sys, time\n" + self.CLOCKS
+        code += "while not os.path.exists(sys.argv[1]):\n"
+        code += "    select.select([], [], [], 0.01)\n" + self.CLOCKS
+        go = tmp_path / "go"
+        program = python(code, str(go))
+        with WallClock(tmp_path / "clock") as clock:
+            async with PeerProcess(program, env=clock.environment()) as peer:
+                wall, monotonic = json.loads(await peer.line())
+                assert abs(wall - time.time()) < 60
+                clock.jump(3600)
+                go.touch()
+                later, then = json.loads(await peer.line())
+        assert 3500 < later - wall < 3700
+        assert abs(then - monotonic) < 100
+
+    def test_the_monotonic_clock_of_a_process_is_ahead(self) -> None:
+        """As if the host had run for longer."""
+        command = monotonic_ahead(
+            100_000, python("import time; print(time.monotonic())")
+        )
+        assert float(said(command)) > time.monotonic() + 90_000

@@ -1,0 +1,52 @@
+"""What this host refuses is an error of ours; other errors stay what they are."""
+
+from __future__ import annotations
+
+import pytest
+
+from aiockpt._here import failing_here
+from aiockpt.errors import AiockptError, StagingError, StorageError
+from transports import pair, receive, weights
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason"),
+    [(OSError(12, "Cannot allocate memory"), "Cannot alloc"), (MemoryError(), "Mem")],
+)
+def test_what_the_host_refuses_is_a_staging_error(
+    refused: Exception, reason: str
+) -> None:
+    """It says what was done, and why it could not be."""
+    with (
+        pytest.raises(
+            StagingError, match=f"receiving failed on this host: .*{reason}"
+        ) as e,
+        failing_here("receiving"),
+    ):
+        raise refused
+    assert e.value.__cause__ is refused
+
+
+@pytest.mark.parametrize("error", [StorageError("/a", "full"), ZeroDivisionError()])
+def test_others_stay_what_they_are(error: Exception) -> None:
+    """Those of ours, and those that nobody foresaw."""
+    with pytest.raises(type(error)) as caught, failing_here("receiving"):
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.asyncio
+async def test_a_receive_says_what_it_leaves_of_its_template(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the host is at fault: nothing was written yet."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, weights())
+        monkeypatch.setattr("aiockpt.memory.Arena.populate", refuse)
+        with pytest.raises(AiockptError, match="Cannot allocate") as caught:
+            await receive(sender, receiver, into=weights(0.0))
+    assert "the template was not modified" in caught.value.__notes__
