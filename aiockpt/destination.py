@@ -87,11 +87,16 @@ class Destination(Protocol):
 
 
 def destination_of(
-    manifest: Manifest, template: Template | None, terms: Terms, bridge: Bridge
+    manifest: Manifest,
+    template: Template | None,
+    terms: Terms,
+    bridge: Bridge,
+    arena: Arena | None = None,
 ) -> Destination:
     """Return where the checkpoint goes; for a thread.
 
-    Without a template nothing refers to ``manifest`` afterwards.
+    Without a template nothing refers to ``manifest`` afterwards. ``arena`` is memory
+    that has the data segment already; None takes new memory.
 
     Raises:
         TemplateMismatchError: the template does not fit.
@@ -101,8 +106,9 @@ def destination_of(
     """
     if template is None:
         check_meshes(Frame.of(manifest), limits=terms.limits)
-        return Fresh(manifest, terms, bridge)
-    return InTemplate(manifest, template.match(manifest), terms, bridge)
+        return Fresh(manifest, terms, bridge, arena=arena)
+    match = template.match(manifest)
+    return InTemplate(manifest, match, terms, bridge, arena=arena)
 
 
 class Fresh:
@@ -114,11 +120,17 @@ class Fresh:
     touched = False
 
     def __init__(
-        self, manifest: Manifest, terms: Terms, bridge: Bridge, away: Away = _NOTHING
+        self,
+        manifest: Manifest,
+        terms: Terms,
+        bridge: Bridge,
+        away: Away = _NOTHING,
+        *,
+        arena: Arena | None = None,
     ) -> None:
         self._terms, self._bridge = terms, bridge
         used = manifest.segment_bytes - _nbytes(away)
-        self._arena = _allocate(manifest, used, terms.limits)
+        self._arena = arena or _allocate(manifest, used, terms.limits)
         self.memory: Memory = self._arena
         self._tensors = tensors_over(manifest, self._arena.buffer, away=away)
         self._frame = Frame.of(manifest)
@@ -152,6 +164,7 @@ class InTemplate:
         bridge: Bridge,
         *,
         away: Away = _NOTHING,
+        arena: Arena | None = None,
     ) -> None:
         self._away = away
         self._match, self._terms, self._bridge = match, terms, bridge
@@ -162,7 +175,7 @@ class InTemplate:
         entries, used = manifest.entries, manifest.segment_bytes - _nbytes(away)
         if terms.direct:
             used -= _at_home(match.backings, terms.ports)
-        self._arena = _allocate(manifest, used, terms.limits)
+        self._arena = arena or _allocate(manifest, used, terms.limits)
         self._copies = CopyPlan(
             match.backings,
             entries.starts,

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from aiockpt import _packets
 from aiockpt.checkpointers.messages import MAX_MESSAGE, encode
 
 __all__ = ["Channel", "pair", "receive"]
@@ -36,12 +37,7 @@ def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
         BlockingIOError: there is none yet, and the socket does not block.
         OSError: the connection has failed.
     """
-    data, fds, flags, _ = socket.recv_fds(sock, MAX_MESSAGE, _MAX_FDS)
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-        for fd in fds:
-            os.close(fd)
-        raise OSError("a message was cut short")
-    return data, fds
+    return _packets.receive(sock, MAX_MESSAGE, _MAX_FDS)
 
 
 class Channel:

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from aiockpt._bridge import Bridge
+from aiockpt._packets import is_ours
 from aiockpt.checkpointers.jobs import Job, MappedSnapshot, sealed, trusted_header
 from aiockpt.checkpointers.messages import encode, pack
 from aiockpt.checkpointers.rendezvous import (
     DONE,
     Kept,
     address,
-    is_ours,
     private_directory,
     socket_name,
 )

@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from aiockpt._bridge import Bridge
+from aiockpt._packets import is_ours
 from aiockpt.checkpointers.barriers import default_rank_info
 from aiockpt.checkpointers.channel import receive
 from aiockpt.checkpointers.config import RankInfo
@@ -21,7 +22,6 @@ from aiockpt.checkpointers.rendezvous import (
     DONE,
     Kept,
     address,
-    is_ours,
     private_directory,
     socket_name,
 )

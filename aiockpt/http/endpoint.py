@@ -10,10 +10,12 @@ from urllib.parse import urlsplit
 
 import anyio
 
+from aiockpt._bridge import Bridge
 from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.http.forks import close_in_forks
 from aiockpt.http.guard import ServerConfig
 from aiockpt.http.handlers import CheckpointService, ServerStatistics
+from aiockpt.http.lending import Lender
 from aiockpt.http.listen import advertised_address, open_sockets, url_host
 from aiockpt.http.options import require
 from aiockpt.http.server import CheckpointServer
@@ -67,11 +69,15 @@ class Endpoint:
     """Binds when the address is first asked for, serves from :meth:`start` on.
 
     Mounted in an application it does neither, and only knows the public URL. What is
-    on its ``shelf`` is served.
+    on its ``shelf`` is served, and lent to processes of this host if there is a
+    ``bridge`` for that.
     """
 
-    def __init__(self, config: EndpointConfig) -> None:
+    def __init__(self, config: EndpointConfig, bridge: Bridge | None = None) -> None:
         self.shelf = Shelf()
+        self._lender: Lender | None = None
+        if bridge is not None:
+            self._lender = Lender(self.shelf, bridge, most=config.max_readers)
         self._config = config
         self._sockets: list[socket] = []
         self._server: CheckpointServer | None = None
@@ -138,7 +144,8 @@ class Endpoint:
             if self._mounted or self._server is not None:
                 return
             self._listen()
-            server = CheckpointServer(self.shelf, self._config.for_server(_PREFIX))
+            config = self._config.for_server(_PREFIX)
+            server = CheckpointServer(self.shelf, config, self._lender)
             # Duplicates: a server that fails to start closes what it was given.
             mine = [each.dup() for each in self._sockets]
             close_in_forks(mine)
@@ -160,7 +167,8 @@ class Endpoint:
             )
         self._mounted = True
         self._unlisten()
-        service = CheckpointService(self.shelf, self._config.for_server(prefix))
+        config = self._config.for_server(prefix)
+        service = CheckpointService(self.shelf, config, self._lender)
         self._services.append(service)
         return service
 
@@ -170,11 +178,18 @@ class Endpoint:
         each = [nothing, *(service.statistics() for service in self._services)]
         return ServerStatistics(*map(sum, zip(*each, strict=True)))
 
+    @property
+    def lent(self) -> int:
+        """How often a checkpoint was lent to a process of this host."""
+        return self._lender.count if self._lender else 0
+
     async def stop(self) -> None:
         """Serve nothing, close the sockets and every connection; idempotent."""
         self._closed = True
         self._unlisten()
         await self.shelf.close()
+        if self._lender is not None:
+            await self._lender.aclose()
         async with self._turn:  # a start that is under way ends first
             server, self._server = self._server, None
         if server is not None:

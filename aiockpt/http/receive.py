@@ -14,6 +14,7 @@ from aiockpt._selection import Select
 from aiockpt.destination import Destination, Terms, destination_of
 from aiockpt.errors import AiockptError
 from aiockpt.http.client import CheckpointClient
+from aiockpt.http.supply import Sharing, Supply
 from aiockpt.memory import return_freed
 from aiockpt.observe import Progress, TransferEvent, emit
 from aiockpt.template import Template
@@ -34,6 +35,7 @@ class ReceiveOptions:
     select: Select | None
     progress: Callable[[Progress], None] | None
     terms: Terms
+    sharing: Sharing
 
 
 class Receive:
@@ -46,7 +48,7 @@ class Receive:
         options: ReceiveOptions,
         deadline: Deadline,
     ) -> None:
-        self._client = client
+        self._supply = Supply(client, bridge, options.sharing, self._remember)
         self._bridge = bridge
         self._options = options
         self._deadline = deadline
@@ -61,9 +63,16 @@ class Receive:
         If it fails or is cancelled, a template is as it was or holds the whole
         checkpoint, unless ``direct`` lets bytes into it as they arrive.
         """
-        asked, step = time.monotonic(), exact_step(step)
+        try:
+            return await self._run(source, exact_step(step))
+        finally:
+            self._supply.close()
+
+    async def _run(self, source: Source, step: int) -> object:
+        asked = time.monotonic()
         outline = await self._find(source, step)
         started = time.monotonic()
+        await self._borrow(outline)
         goal = await self._choose()
         await self._fetch(source, outline, goal)
         self._stop("rebuild")
@@ -95,9 +104,11 @@ class Receive:
 
     async def _ask(self, source: Source, step: int) -> Manifest:
         self._stop("fetch_manifest")
-        return await self._client.fetch_manifest(
-            source, step, deadline=self._deadline.when, on_retry=self._remember
-        )
+        return await self._supply.ask(source, step, self._deadline.when)
+
+    async def _borrow(self, outline: Outline) -> None:
+        self._stop("allocate")
+        await self._supply.open(outline, self._options.terms.limits)
 
     def _describe(self) -> Template:
         terms = self._options.terms
@@ -116,7 +127,8 @@ class Receive:
         assert manifest is not None
         terms = self._options.terms
         template, self._template = self._template, None
-        goal = destination_of(manifest, template, terms, self._bridge)
+        arena = self._supply.arena
+        goal = destination_of(manifest, template, terms, self._bridge, arena)
         many = manifest.header_bytes > _MANY
         del manifest, template
         if many:
@@ -126,13 +138,12 @@ class Receive:
     async def _fetch(self, source: Source, outline: Outline, goal: Destination) -> None:
         self._stop("fetch_chunk")
         goal.begin()
-        await self._client.fetch_chunks(
+        await self._supply.bring(
             source,
             outline,
             goal.memory,
             range(len(outline.grid)),
             on_progress=self._progress.add,
-            on_retry=self._remember,
             prepare=goal.prepare,
         )
 
@@ -142,6 +153,7 @@ class Receive:
     def _tell(
         self, source: Source, step: int, nbytes: int, asked: float, started: float
     ) -> None:
+        found = f"found after {started - asked:.3f} s"
         emit(
             TransferEvent(
                 stop="recv",
@@ -149,14 +161,16 @@ class Receive:
                 peer=source.base_url,
                 nbytes=nbytes,
                 seconds=time.monotonic() - started,
-                detail=f"found after {started - asked:.3f} s",
+                detail=", ".join(filter(None, [found, self._supply.remark])),
                 level=logging.INFO,
+                medium=self._supply.medium,
             )
         )
 
     def _release(self) -> None:
         """Free what 100,000 tensors were described with, where no loop waits for it."""
         self._goal = None
+        self._supply.give_back()
 
     def _remember(self, error: AiockptError) -> None:
         self._deadline.last_error = str(error)

@@ -17,6 +17,7 @@ from aiockpt.http.client import CheckpointClient
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.http.selecting import PartReceive
 from aiockpt.http.steps import Steps
+from aiockpt.http.supply import Sharing
 from aiockpt.observe import Progress
 from aiockpt.transport import CheckpointTransport, T, Timeout, exact_step, seconds
 from aiockpt.wire.http import parse_metadata
@@ -33,6 +34,7 @@ class Receiver(CheckpointTransport[T]):
     _allow_pickle: bool
     _lifetime: Lifetime
     _bridge: Bridge
+    _same_host: bool | None
     _client: CheckpointClient
 
     async def recv_checkpoint(
@@ -45,6 +47,8 @@ class Receiver(CheckpointTransport[T]):
         into: T | None = None,
         direct: bool = False,
         select: Select | None = None,
+        share: bool = False,
+        verify_shared: bool = False,
         progress: Callable[[Progress], None] | None = None,
     ) -> T:
         """Fetch ``step`` from the transport that ``metadata`` names.
@@ -66,9 +70,17 @@ class Receiver(CheckpointTransport[T]):
                 not fetched. With ``into``, which may then have more or fewer keys,
                 it is filled where selected, and returned; it is checked once the
                 values that are no tensors have come.
+            share: Return tensors in the sender's own memory, where it is a process of
+                this user on this host that lends it (``same_host=True``). Nothing is
+                copied but the pages that are written to, which then are this
+                process's. The memory is sealed: it never changes, whatever the
+                sender does. Elsewhere the bytes come over HTTP, as without it.
+            verify_shared: Compare the digests of what is shared, too; that reads it
+                all.
             progress: Called with :class:`.Progress` as bytes arrive.
 
         Raises:
+            ValueError: ``share`` with ``into``, which has memory of its own.
             TransferTimeoutError: the deadline passed.
             StepNotFoundError: a newer step has taken its place.
             PeerFailedError: the sender could not send it.
@@ -77,6 +89,8 @@ class Receiver(CheckpointTransport[T]):
             DeviceMeshError: a distributed tensor has no place among the ranks here.
             TransportError, ProtocolError, AuthenticationError: see the error tree.
         """
+        if share and into is not None:
+            raise ValueError("share=True returns new tensors: leave out into=")
         select = listed(select)
         source = parse_metadata(metadata)
         limit = self._timeout if timeout is None else seconds(timeout)
@@ -87,8 +101,14 @@ class Receiver(CheckpointTransport[T]):
             direct=direct,
             ports=port_for,
         )
+        sharing = Sharing(
+            wanted=self._same_host is not False,
+            keep=share,
+            through=into is not None and not direct,
+            verify=verify_shared,
+        )
         options = ReceiveOptions(
-            into=into, select=select, progress=progress, terms=terms
+            into=into, select=select, progress=progress, terms=terms, sharing=sharing
         )
         kind = Receive if select is None else PartReceive
         receive = kind(self._client, self._bridge, options, deadline)

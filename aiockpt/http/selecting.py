@@ -23,6 +23,7 @@ from aiockpt.filling import Filling
 from aiockpt.http.client import CheckpointClient
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.landing import PlacedLanding
+from aiockpt.memory import Arena
 from aiockpt.transport import exact_step
 from aiockpt.wants import Wants
 from aiockpt.wire.chunks import chunks_over
@@ -48,7 +49,13 @@ class _Target:
 class _Part:
     """What is wanted of a checkpoint, and the memory that it comes to; for threads."""
 
-    def __init__(self, manifest: Manifest, options: ReceiveOptions, url: str) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        options: ReceiveOptions,
+        url: str,
+        arena: Arena | None,
+    ) -> None:
         select, terms = options.select, options.terms
         if callable(select):
             select = cache(select)  # it is asked here, and again by the filling
@@ -63,6 +70,7 @@ class _Part:
             _by_nobody,
             limits=terms.limits,
             allow_pickle=terms.allow_pickle,
+            arena=arena,
         )
         self._wants = Wants([self.content], device=None, ports=terms.ports)
         self._filling = Filling(self._selection, self._wants)
@@ -165,10 +173,16 @@ class PartReceive(Receive):
         If it fails or is cancelled, a template is as it was or holds all that was
         selected, unless ``direct`` lets bytes into it as they arrive.
         """
-        asked, step = time.monotonic(), exact_step(step)
+        try:
+            return await self._run(source, exact_step(step))
+        finally:
+            self._supply.close()
+
+    async def _run(self, source: Source, step: int) -> object:
+        asked = time.monotonic()
         manifest = await self._ask(source, step)
         started = time.monotonic()
-        self._stop("allocate")
+        await self._borrow(manifest.outline)
         part = await self._bridge.run(self._open, manifest, source)
         early = await self._bridge.run(part.early)
         await self._bring(source, manifest, early, _Target(part.content.memory))
@@ -185,7 +199,8 @@ class PartReceive(Receive):
         return state
 
     def _open(self, manifest: Manifest, source: Source) -> _Part:
-        self._part = _Part(manifest, self._options, source.base_url)
+        arena = self._supply.arena
+        self._part = _Part(manifest, self._options, source.base_url, arena)
         return self._part
 
     async def _bring(
@@ -200,18 +215,14 @@ class PartReceive(Receive):
         assert self._part is not None
         self._progress.expect_more(self._part.sizes(chunks), len(chunks))
         self._stop("fetch_chunk")
-        await self._client.fetch_chunks(
-            source,
-            manifest.outline,
-            target,
-            chunks,
-            on_progress=self._progress.add,
-            on_retry=self._remember,
+        await self._supply.bring(
+            source, manifest.outline, target, chunks, on_progress=self._progress.add
         )
 
     def _release(self) -> None:
         """Unmap what was received beside the selection, where no loop waits for it."""
         self._part = None
+        self._supply.give_back()
 
     def _has_touched(self) -> bool:
         return self._part is not None and self._part.touched

@@ -25,6 +25,7 @@ class TransportStatistics(NamedTuple):
         gone: Bodies whose client left, or whose connection broke.
         stalled: Bodies that were given up since nothing moved.
         evicted: Readers that were cut when their grace was over.
+        lent: Checkpoints that processes of this host took as memory.
         threads: The calls in the threads that stage, verify and load.
     """
 
@@ -39,6 +40,7 @@ class TransportStatistics(NamedTuple):
     gone: int
     stalled: int
     evicted: int
+    lent: int
     threads: BridgeStatistics
 
 
@@ -57,5 +59,6 @@ def survey(endpoint: Endpoint, bridge: Bridge) -> TransportStatistics:
         gone=served.gone,
         stalled=served.stalled,
         evicted=shelf.evicted,
+        lent=endpoint.lent,
         threads=bridge.statistics(),
     )

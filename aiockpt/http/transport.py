@@ -21,7 +21,8 @@ from aiockpt.http.offering import Offering
 from aiockpt.http.receiver import Receiver
 from aiockpt.http.security import Security
 from aiockpt.http.statistics import TransportStatistics, survey
-from aiockpt.staging import Stager
+from aiockpt.memory import CAN_LEND
+from aiockpt.staging import Stager, StagerOptions
 from aiockpt.transport import T, Timeout, seconds
 from aiockpt.wire.http import format_metadata
 from aiockpt.wire.limits import Limits
@@ -69,6 +70,10 @@ class HTTPTransport(Receiver[T]):
         limits: What a receive accepts.
         zero_copy: Serve contiguous host tensors from their own memory, under the
             lock, instead of a copy: mutate them only after ``disallow_checkpoint``.
+        same_host: Lend what is sent to processes of this user on this host, which then
+            take the memory instead of a copy through a socket. None takes what others
+            lend, and lends nothing: memory that can be lent is slower when it is new.
+            False does neither.
         allow_pickle: Let leaves that nothing else carries travel as pickles, which
             run code when they are received. Both ends must say so.
     """
@@ -96,9 +101,12 @@ class HTTPTransport(Receiver[T]):
         security: Security = Security(),  # noqa: B008 - frozen
         limits: Limits = Limits(),  # noqa: B008 - frozen
         zero_copy: bool = False,
+        same_host: bool | None = None,
         allow_pickle: bool = False,
     ) -> None:
         self._timeout, self._limits = seconds(timeout), limits
+        self._same_host, lends = same_host, bool(same_host) and CAN_LEND
+        self._bridge = Bridge(threads=_THREADS, name="aiockpt")
         self._lifetime = Lifetime("the transport")
         self._allow_pickle = allow_pickle
         self._credentials = find_credentials(token, insecure=insecure, env=os.environ)
@@ -114,9 +122,9 @@ class HTTPTransport(Receiver[T]):
                 stall_timeout=stall_timeout,
                 max_readers=max_readers,
                 manifest_key=security.key,
-            )
+            ),
+            self._bridge if lends else None,
         )
-        self._bridge = Bridge(threads=_THREADS, name="aiockpt")
         stager = Stager(
             self._bridge,
             threads=_THREADS,
@@ -124,6 +132,7 @@ class HTTPTransport(Receiver[T]):
             zero_copy=zero_copy,
             allow_pickle=allow_pickle,
             limits=limits,
+            options=StagerOptions(shared=lends),
         )
         self._offering = Offering(stager, self._endpoint.shelf, grace=grace)
         self._client = CheckpointClient(

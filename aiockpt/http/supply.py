@@ -1,0 +1,197 @@
+"""Where the bytes of one receive come from: the sender's memory, else its server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from aiockpt._bridge import Bridge
+from aiockpt._tasks import together
+from aiockpt.http.borrowing import Loan, NotLentError, borrow
+from aiockpt.http.client import CheckpointClient, Lending
+from aiockpt.http.fetching import OnProgress, Prepare, Target
+from aiockpt.http.hosts import identity
+from aiockpt.http.retrying import OnRetry
+from aiockpt.memory import Arena
+from aiockpt.wire.chunks import digest
+from aiockpt.wire.http import Source
+from aiockpt.wire.lending import format_probe
+from aiockpt.wire.limits import Limits, enforce
+from aiockpt.wire.manifest import Manifest, Outline
+
+__all__ = ["Sharing", "Supply"]
+
+_HTTP: Final = "HTTP"
+_MEMORY: Final = "shared memory"
+_WORKERS: Final = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """Whether memory of this host's processes is taken, and what for.
+
+    Attributes:
+        wanted: It is taken where it is offered.
+        keep: Tensors may lie in it.
+        through: A template is filled from it, once all of it was verified.
+        verify: Digests are compared even of what is kept.
+    """
+
+    wanted: bool
+    keep: bool
+    through: bool
+    verify: bool
+
+
+class Supply:
+    """Brings the chunks of one checkpoint to where they belong.
+
+    Attributes:
+        medium: How they come.
+        remark: Why they do not come as they should, if so.
+        arena: The sender's memory, where the checkpoint is used in it or from it.
+    """
+
+    def __init__(
+        self,
+        client: CheckpointClient,
+        bridge: Bridge,
+        sharing: Sharing,
+        on_retry: OnRetry,
+    ) -> None:
+        self.medium, self.remark = _HTTP, ""
+        self.arena: Arena | None = None
+        self._client, self._bridge = client, bridge
+        self._sharing, self._on_retry = sharing, on_retry
+        self._lending: Lending | None = None
+        self._loan: Loan | None = None
+
+    def __repr__(self) -> str:
+        return f"<Supply by {self.medium}>"
+
+    async def ask(self, source: Source, step: int, deadline: float) -> Manifest:
+        """Return the manifest; learn whether there is memory to be had."""
+        here = await self._bridge.run(identity) if self._sharing.wanted else None
+        if here is not None:
+            self._lending = Lending(format_probe(here, os.urandom(16)))
+        return await self._client.fetch_manifest(
+            source,
+            step,
+            deadline=deadline,
+            on_retry=self._on_retry,
+            lending=self._lending,
+        )
+
+    async def open(self, outline: Outline, limits: Limits) -> None:
+        """Borrow the memory if it was offered.
+
+        Raises:
+            LimitExceededError: it is more than is accepted.
+        """
+        offer = self._lending and self._lending.offer
+        if not offer or not outline.grid.segment_bytes:
+            if self._sharing.keep:
+                self.remark = "not shared: the sender offers no memory"
+            return
+        enforce("the checkpoint's size", outline.grid.segment_bytes, limits.max_bytes)
+        sharing = self._sharing
+        try:
+            self._loan = await borrow(offer, outline, keep=sharing.keep)
+            if sharing.keep or sharing.through:
+                self.arena = self._loan.map()
+        except (NotLentError, OSError) as error:
+            self.remark = f"not shared: {error}"
+            self.close()
+        else:
+            self.medium = _MEMORY
+
+    async def bring(
+        self,
+        source: Source,
+        outline: Outline,
+        target: Target,
+        chunks: Sequence[int],
+        *,
+        on_progress: OnProgress,
+        prepare: Prepare | None = None,
+    ) -> None:
+        """Bring chunks into ``target``, and verify them.
+
+        Raises:
+            AiockptError: see `CheckpointClient.fetch_chunks`.
+        """
+        left: Sequence[int] = chunks
+        if self._loan is not None:
+            left = await self._take(self._loan, outline, target, chunks, on_progress)
+        if left:
+            await self._client.fetch_chunks(
+                source,
+                outline,
+                target,
+                left,
+                on_progress=on_progress,
+                on_retry=self._on_retry,
+                prepare=prepare,
+            )
+
+    def give_back(self) -> None:
+        """Give the memory back, unless tensors lie in it. For threads."""
+        loan, self._loan, self.arena = self._loan, None, None
+        if loan is None:
+            return
+        if self._sharing.keep:
+            loan.close()
+        else:
+            loan.give_back()
+
+    def close(self) -> None:
+        """Let go of the memory, which may be in use. Idempotent."""
+        loan, self._loan, self.arena = self._loan, None, None
+        if loan is not None:
+            loan.close()
+
+    async def _take(
+        self,
+        loan: Loan,
+        outline: Outline,
+        target: Target,
+        chunks: Sequence[int],
+        on_progress: OnProgress,
+    ) -> list[int]:
+        """Take chunks from the memory; return those that are bad."""
+        grid = outline.grid
+        if self._sharing.keep and not self._sharing.verify:
+            on_progress(sum(map(_size, map(grid.range, chunks))), len(chunks))
+            return []
+        bad: list[int] = []
+        remaining = iter(chunks)
+
+        async def work() -> None:
+            for chunk in remaining:
+                start, stop = grid.range(chunk)
+                take = partial(self._taken, loan, target, start, stop)
+                if await self._bridge.run(take) != outline.digests[chunk]:
+                    bad.append(chunk)
+                else:
+                    on_progress(stop - start, 1)
+
+        await together([work] * min(_WORKERS, len(chunks)))
+        if bad:
+            self.remark = f"{len(bad)} chunks of the shared memory were bad"
+        return sorted(bad)
+
+    def _taken(self, loan: Loan, target: Target, start: int, stop: int) -> str:
+        views = target.buffers(start, stop)
+        if self.arena is not None:  # the target is this very memory
+            return digest(views)
+        try:
+            return loan.take(views, start)
+        except OSError as error:
+            return str(error)  # no digest: HTTP brings the chunk
+
+
+def _size(reach: tuple[int, int]) -> int:
+    return reach[1] - reach[0]
