@@ -667,25 +667,27 @@ async def another() -> AsyncIterator[Other]:
 class TestProcesses:
     """Two processes."""
 
-    @pytest.mark.parametrize("share", [False, True])
-    async def test_they_hold_apart_what_they_share(self, share: bool) -> None:
+    async def test_they_hold_apart_what_they_share(self) -> None:
         """Each may write, send again, and be killed."""
         async with transport(same_host=True) as sender, another() as other:
-            await sender.send_checkpoint([1], 1, weights(1.0, mib=4))
-            ask = {"metadata": sender.metadata(), "step": 1, "share": share}
-            medium, _, seen = await other.call("receive", **ask)
-            assert (medium, seen) == (MEMORY, [1.0, 1.0])
-            for step in range(2, 5):
-                await sender.send_checkpoint([1], step, weights(float(step), mib=4))
-            assert await other.call("look") == [1.0, 1.0]
-            await other.call("write", fill=9.0)
+            for step, share in ((1, False), (4, True)):
+                await sender.send_checkpoint([1], step, weights(1.0, mib=4))
+                ask = {"metadata": sender.metadata(), "step": step, "share": share}
+                medium, _, seen = await other.call("receive", **ask)
+                assert (medium, seen) == (MEMORY, [1.0, 1.0])
+                for later in range(step + 1, step + 3):
+                    await sender.send_checkpoint([1], later, weights(5.0, mib=4))
+                assert await other.call("look") == [1.0, 1.0]
+            await sender.send_checkpoint([1], 7, weights(7.0, mib=4))
             async with transport() as receiver:
-                state = await receive(sender, receiver, 4, share=True)
-                assert_same(state, weights(4.0, mib=4))
+                await other.call("receive", metadata=sender.metadata(), step=7, share=1)
+                state = await receive(sender, receiver, 7, share=True)
+                await other.call("write", fill=9.0)
+                assert_same(state, weights(7.0, mib=4))
                 other.process.kill()
                 await other.process.wait()
-                assert_same(state, weights(4.0, mib=4))
-            await sender.send_checkpoint([1], 5, weights(5.0, mib=4))
+                assert_same(state, weights(7.0, mib=4))
+            await sender.send_checkpoint([1], 8, weights(8.0, mib=4))
 
     async def test_the_senders_death_does_not_matter(self) -> None:
         """Nor that of its memory: it lives as long as somebody maps it."""
@@ -693,10 +695,10 @@ class TestProcesses:
             async with another() as other:
                 metadata = await other.call("send", step=1, fill=3.0, mib=4)
                 held = await receiver.recv_checkpoint(0, metadata, 1, share=True)
-            expected = {"w": torch.full((MIB,), 3.0)}
+            expected = {"w0": torch.full((MIB,), 3.0)}
             assert_same(held, expected)
-            held["w"][0] = 1.0
-            assert float(held["w"][1]) == 3.0
+            held["w0"][0] = 1.0
+            assert float(held["w0"][1]) == 3.0
 
     @needs_root
     async def test_another_user_gets_it_over_http(self) -> None:
@@ -724,7 +726,7 @@ class TestProcesses:
                 pytest.skip("root may not change networks here")
             metadata = await other.call("send", step=1, fill=3.0, mib=1)
             got = await receiver.recv_checkpoint(0, metadata, 1, share=True)
-            assert_same(got, {"w": torch.full((MIB // 4,), 3.0)})
+            assert_same(got, {"w0": torch.full((MIB // 4,), 3.0)})
             assert came_by(events) == HTTP
             refused = "Connection refused" in events[-1].detail
             assert refused is pretend

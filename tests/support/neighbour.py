@@ -35,7 +35,7 @@ class Neighbour:
 
     async def send(self, step: int, fill: float, mib: int) -> str:
         """Offer a tensor of one number."""
-        state = {"w": torch.full((mib << 18,), fill)}
+        state = {"w0": torch.full((mib << 18,), fill)}
         await self.transport.send_checkpoint([1], step, state)
         return self.transport.metadata()
 
@@ -50,15 +50,18 @@ class Neighbour:
 
     async def look(self) -> list[float]:
         """Return the least and the greatest number of what is held."""
-        tensor = self.held["w"]
+        tensor = self.held["w0"]
         return [float(tensor.min()), float(tensor.max())]
 
     async def write(self, fill: float) -> None:
         """Write to it."""
-        self.held["w"].fill_(fill)
+        self.held["w0"].fill_(fill)
 
     async def become(self, user: int) -> None:
-        """Be another user from now on."""
+        """Be another user from now on, who may not read what is to be imported."""
+        warm = Neighbour()
+        await warm.receive(await warm.send(1, 0.0, 1), 1, share=False)
+        await warm.transport.shutdown()
         os.setgroups([])
         os.setgid(user)
         os.setuid(user)
