@@ -44,6 +44,7 @@ __all__ = ["Lender"]
 _TICKETS: Final = 1024
 _VALID: Final = 30.0
 _PATIENCE: Final = 5.0
+_PAUSE: Final = 1.0
 
 logger = logging.getLogger("aiockpt")
 
@@ -131,19 +132,29 @@ class Lender:
                 listener.settimeout(0)
                 listener.bind(Offer(self._name, "").address)
                 listener.listen(self._most)
-                asyncio.get_running_loop().add_reader(listener, self._accept, listener)
             except OSError as error:
                 listener.close()
                 logger.warning("nothing is lent to this host's processes: %s", error)
                 return False
             close_in_forks([listener])
             self._listener = listener
+            self._resume()
         return True
+
+    def _resume(self) -> None:
+        if (listener := self._listener) is not None:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
             guest, _ = listener.accept()
-        except OSError:
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:  # no descriptor is left, say: it would come again
+            logger.warning("a process of this host has to wait: %s", error)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listener)
+            loop.call_later(_PAUSE, self._resume)
             return
         if len(self._visits) >= self._most or not is_ours(guest):
             guest.close()

@@ -72,7 +72,7 @@ class Receive:
         asked = time.monotonic()
         outline = await self._find(source, step)
         started = time.monotonic()
-        await self._borrow(outline)
+        await self._borrow(outline, most=self._options.terms.limits.max_bytes)
         goal = await self._choose()
         await self._fetch(source, outline, goal)
         self._stop("rebuild")
@@ -106,9 +106,9 @@ class Receive:
         self._stop("fetch_manifest")
         return await self._supply.ask(source, step, self._deadline.when)
 
-    async def _borrow(self, outline: Outline) -> None:
+    async def _borrow(self, outline: Outline, *, most: int | None) -> None:
         self._stop("allocate")
-        await self._supply.open(outline, self._options.terms.limits)
+        await self._supply.open(outline, most=most)
 
     def _describe(self) -> Template:
         terms = self._options.terms

@@ -182,7 +182,7 @@ class PartReceive(Receive):
         asked = time.monotonic()
         manifest = await self._ask(source, step)
         started = time.monotonic()
-        await self._borrow(manifest.outline)
+        await self._borrow(manifest.outline, most=None)  # a part may be less
         part = await self._bridge.run(self._open, manifest, source)
         early = await self._bridge.run(part.early)
         await self._bring(source, manifest, early, _Target(part.content.memory))

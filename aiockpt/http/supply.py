@@ -19,7 +19,7 @@ from aiockpt.memory import Arena
 from aiockpt.wire.chunks import digest
 from aiockpt.wire.http import Source
 from aiockpt.wire.lending import format_probe
-from aiockpt.wire.limits import Limits, enforce
+from aiockpt.wire.limits import enforce
 from aiockpt.wire.manifest import Manifest, Outline
 
 __all__ = ["Sharing", "Supply"]
@@ -85,18 +85,18 @@ class Supply:
             lending=self._lending,
         )
 
-    async def open(self, outline: Outline, limits: Limits) -> None:
+    async def open(self, outline: Outline, *, most: int | None) -> None:
         """Borrow the memory if it was offered.
 
         Raises:
-            LimitExceededError: it is more than is accepted.
+            LimitExceededError: it is more than ``most``.
         """
         offer = self._lending and self._lending.offer
         if not offer or not outline.grid.segment_bytes:
             if self._sharing.keep:
                 self.remark = "not shared: the sender offers no memory"
             return
-        enforce("the checkpoint's size", outline.grid.segment_bytes, limits.max_bytes)
+        enforce("the checkpoint's size", outline.grid.segment_bytes, most)
         sharing = self._sharing
         try:
             self._loan = await borrow(offer, outline, keep=sharing.keep)
@@ -151,7 +151,8 @@ class Supply:
         """Let go of the memory, which may be in use. Idempotent."""
         loan, self._loan, self.arena = self._loan, None, None
         if loan is not None:
-            loan.close()
+            # Not on the loop: if the lender is gone, this frees gigabytes.
+            self._bridge.post(loan.close)
 
     async def _take(
         self,
