@@ -303,11 +303,11 @@ class TestLending:
         assert arena.lend() == fd
         assert not os.get_inheritable(fd)
         for each in (fd, arena.fd):
-            with pytest.raises(OSError, match="not permitted|Bad file descriptor"):
+            with pytest.raises(OSError, match=r"not permitted|Bad file descriptor"):
                 os.pwrite(each, b"x", 0)
             with pytest.raises(PermissionError):
                 mmap.mmap(each, 1 << 20)
-            with pytest.raises(OSError, match="not permitted|Invalid argument"):
+            with pytest.raises(OSError, match=r"not permitted|Invalid argument"):
                 os.ftruncate(each, 0)
         arena.buffer[:3] = b"abc"
         assert os.pread(fd, 3, 0) == b"abc"

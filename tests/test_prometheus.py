@@ -87,6 +87,7 @@ class TestFigures:
                 "gone_bodies_total",
                 "stalled_bodies_total",
                 "evicted_readers_total",
+                "lent_checkpoints_total",
                 "threads",
                 "running_calls",
                 "waiting_calls",

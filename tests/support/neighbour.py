@@ -73,7 +73,7 @@ class Neighbour:
         if ctypes.CDLL(None).unshare(NEW_NETWORK):
             return False
         if pretend:
-            lending.identity = lambda: here
+            setattr(lending, "identity", lambda: here)  # noqa: B010 - not its own
         return True
 
 
