@@ -66,15 +66,14 @@ class Loan:
         self._arena = Borrowed(self._fd, self._nbytes)
         return self._arena
 
-    def take(self, views: Sequence[memoryview], start: int) -> str:
-        """Read the bytes from ``start`` on into ``views``; return their digest.
+    def take(self, views: Sequence[memoryview], start: int, state: xxh3_128) -> None:
+        """Read the bytes from ``start`` on into ``views``, and add to their digest.
 
         For threads.
 
         Raises:
             OSError: it cannot be read.
         """
-        state = xxh3_128()
         for batch in _batches(views):
             nbytes = sum(view.nbytes for view in batch)
             if os.preadv(self._fd, batch, start) != nbytes:
@@ -82,7 +81,6 @@ class Loan:
             for view in batch:
                 state.update(view)
             start += nbytes
-        return state.hexdigest()
 
     def give_back(self) -> None:
         """Return it, if no page of it is mapped; else close it only. For threads."""

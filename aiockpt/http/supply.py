@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from xxhash import xxh3_128
+
 from aiockpt._bridge import Bridge
 from aiockpt._tasks import together
 from aiockpt.http.borrowing import Loan, NotLentError, borrow
@@ -16,7 +18,6 @@ from aiockpt.http.fetching import OnProgress, Prepare, Target
 from aiockpt.http.hosts import identity
 from aiockpt.http.retrying import OnRetry
 from aiockpt.memory import Arena
-from aiockpt.wire.chunks import digest
 from aiockpt.wire.http import Source
 from aiockpt.wire.lending import format_probe
 from aiockpt.wire.limits import enforce
@@ -27,6 +28,7 @@ __all__ = ["Sharing", "Supply"]
 _HTTP: Final = "HTTP"
 _MEMORY: Final = "shared memory"
 _WORKERS: Final = 2
+_SPAN: Final = 64 << 20  # a cancel waits for the end of one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,25 +175,37 @@ class Supply:
         async def work() -> None:
             for chunk in remaining:
                 start, stop = grid.range(chunk)
-                take = partial(self._taken, loan, target, start, stop)
-                if await self._bridge.run(take) != outline.digests[chunk]:
-                    bad.append(chunk)
-                else:
+                digest = await self._digest(loan, target, start, stop)
+                if digest == outline.digests[chunk]:
                     on_progress(stop - start, 1)
+                else:
+                    bad.append(chunk)
 
         await together([work] * min(_WORKERS, len(chunks)))
         if bad:
             self.remark = f"{len(bad)} chunks of the shared memory were bad"
         return sorted(bad)
 
-    def _taken(self, loan: Loan, target: Target, start: int, stop: int) -> str:
+    async def _digest(self, loan: Loan, target: Target, start: int, stop: int) -> str:
+        """Return the digest of a chunk that is where it belongs now."""
+        state = xxh3_128()
+        for at in range(start, stop, _SPAN):
+            add = partial(self._add, loan, target, at, min(at + _SPAN, stop), state)
+            try:
+                await self._bridge.run(add)
+            except OSError as error:
+                return str(error)  # no digest: HTTP brings the chunk
+        return state.hexdigest()
+
+    def _add(
+        self, loan: Loan, target: Target, start: int, stop: int, state: xxh3_128
+    ) -> None:
         views = target.buffers(start, stop)
-        if self.arena is not None:  # the target is this very memory
-            return digest(views)
-        try:
-            return loan.take(views, start)
-        except OSError as error:
-            return str(error)  # no digest: HTTP brings the chunk
+        if self.arena is None:
+            loan.take(views, start, state)
+        else:  # the target is this very memory
+            for view in views:
+                state.update(view)
 
 
 def _size(reach: tuple[int, int]) -> int:
