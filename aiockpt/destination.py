@@ -19,6 +19,7 @@ from aiockpt._backings import Backings
 from aiockpt._bridge import Bridge
 from aiockpt._copy import CopyPlan, Fences
 from aiockpt._device import Event, PortFor, completed
+from aiockpt._warm import Loan, WarmArena
 from aiockpt.errors import LimitExceededError
 from aiockpt.memory import Arena, Memory, available_memory
 from aiockpt.rebuild import (
@@ -54,12 +55,16 @@ _NOTHING: Final[Away] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What a receive accepts, and whether bytes go straight into a template."""
+    """What a receive accepts, and whether bytes go straight into a template.
+
+    ``warm`` lends the memory that it needs, if some is kept.
+    """
 
     limits: Limits
     allow_pickle: bool
     direct: bool
     ports: PortFor
+    warm: WarmArena | None = None
 
 
 class Destination(Protocol):
@@ -130,9 +135,10 @@ class Fresh:
     ) -> None:
         self._terms, self._bridge = terms, bridge
         used = manifest.segment_bytes - _nbytes(away)
-        self._arena = arena or _allocate(manifest, used, terms.limits)
+        self._loan = Loan(arena) if arena else _allocate(manifest, used, terms)
+        self._arena = self._loan.arena
         self.memory: Memory = self._arena
-        self._tensors = tensors_over(manifest, self._arena.buffer, away=away)
+        self._tensors = tensors_over(manifest, self._loan.buffer, away=away)
         self._frame = Frame.of(manifest)
 
     def begin(self) -> None:
@@ -144,6 +150,7 @@ class Fresh:
 
     async def assemble(self) -> object:
         """Put the tensors into the tree."""
+        self._loan.finish()
         return await self._bridge.run(_put, self._frame, self._tensors, self._terms)
 
     async def load(self) -> None:
@@ -175,7 +182,8 @@ class InTemplate:
         entries, used = manifest.entries, manifest.segment_bytes - _nbytes(away)
         if terms.direct:
             used -= _at_home(match.backings, terms.ports)
-        self._arena = arena or _allocate(manifest, used, terms.limits)
+        self._loan = Loan(arena) if arena else _allocate(manifest, used, terms)
+        self._arena = self._loan.arena
         self._copies = CopyPlan(
             match.backings,
             entries.starts,
@@ -214,7 +222,10 @@ class InTemplate:
         except BaseException:
             self._bridge.post(self._drain)  # keeps the memory until it is idle
             raise
-        await self._bridge.run(self._arena.close)
+        if self._terms.warm is None:
+            await self._bridge.run(self._arena.close)
+        else:
+            self._loan.finish()
 
     def _put_together(self) -> object:
         found, values = self._match.tensors, self._values()
@@ -226,7 +237,7 @@ class InTemplate:
         if self._manifest is None:
             return {}
         parts, blobs = self._match.parts, self._match.blobs
-        buffer = self._arena.buffer
+        buffer = self._loan.buffer
         away = self._away
         return parts_over(self._manifest, buffer, parts=parts, blobs=blobs, away=away)
 
@@ -267,16 +278,16 @@ def _nbytes(away: Away) -> int:
     return sum(data.numel() for data in away.values())
 
 
-def _allocate(manifest: Manifest, nbytes: int, limits: Limits) -> Arena:
+def _allocate(manifest: Manifest, nbytes: int, terms: Terms) -> Loan:
     """Return an arena for the segment, of which ``nbytes`` are going to be used."""
     available = available_memory()
-    limit = limits.max_bytes
+    limit = terms.limits.max_bytes
     if limit is None:
         limit = int(available * _SHARE_OF_MEMORY)
     enforce("the checkpoint's size", nbytes, limit)
     size = manifest.segment_bytes
     try:
-        return Arena(size)
+        return terms.warm.lend(size) if terms.warm else Loan(Arena(size))
     except (OSError, OverflowError, MemoryError, ValueError) as error:
         what = "the checkpoint's size, for which there is no memory,"
         raise LimitExceededError(what, limit=available, actual=size) from error

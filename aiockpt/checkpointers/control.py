@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from aiockpt.checkpointers.channel import Channel
+from aiockpt._channel import Channel
 from aiockpt.checkpointers.jobs import Job
 from aiockpt.checkpointers.keeper import Keeper
 from aiockpt.checkpointers.messages import (
@@ -246,10 +246,10 @@ class Control:
 
     def _trainer_gone(self) -> None:
         """Finish what was handed over, and keep the last snapshot if told to."""
+        if self._trainer >= 0:  # it would be told again and again
+            self._loop.remove_reader(self._trainer)
         if self._ending:
             return
-        if self._trainer >= 0:
-            self._loop.remove_reader(self._trainer)
         self._channel.read()  # what it said last
         self._end()
         if self._keeper is not None:

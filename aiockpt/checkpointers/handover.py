@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 from aiockpt._bridge import Bridge
+from aiockpt._channel import pack
 from aiockpt._snapshot import Snapshot
 from aiockpt.checkpointers.base import step_for
 from aiockpt.checkpointers.config import CheckpointStagerConfig
 from aiockpt.checkpointers.jobs import encode_keywords
-from aiockpt.checkpointers.messages import pack
 from aiockpt.checkpointers.stager import StagedState, stager_of
 from aiockpt.errors import StorageError
 from aiockpt.memory import Arena

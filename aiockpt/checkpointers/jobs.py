@@ -5,18 +5,17 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, cast
 
 import msgspec
 
-from aiockpt.checkpointers.messages import Write, unpack
+from aiockpt._channel import unpack
+from aiockpt._mapped import TRUSTED
+from aiockpt.checkpointers.messages import Write
 from aiockpt.checkpointers.writer import CheckpointWriter
-from aiockpt.errors import RemoteProtocolError
 from aiockpt.wire.chunks import digest
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import Manifest, decode_header
+from aiockpt.wire.manifest import Manifest
 from aiockpt.wire.registry import REGISTRY
 from aiockpt.wire.relabel import with_digests
 from aiockpt.wire.tree import encode_tree
@@ -24,22 +23,12 @@ from aiockpt.wire.untree import decode_tree
 
 __all__ = [
     "Job",
-    "MappedSnapshot",
     "Staged",
     "decode_keywords",
     "encode_keywords",
     "perform",
     "sealed",
-    "trusted_header",
 ]
-
-# The trainer made it: nothing here is from a stranger.
-_TRUSTED = Limits(
-    max_header_bytes=1 << 40,
-    max_depth=1 << 20,
-    max_nodes=1 << 60,
-    max_tensors=1 << 60,
-)
 
 
 class Staged(Protocol):
@@ -51,27 +40,6 @@ class Staged(Protocol):
 
     def views(self, start: int, stop: int) -> list[memoryview]:
         """Return the bytes ``[start, stop)`` of the data segment, in order."""
-
-
-class MappedSnapshot:
-    """A snapshot in memory that another process has staged."""
-
-    def __init__(self, manifest: Manifest, fd: int) -> None:
-        self.manifest = manifest
-        size = max(manifest.segment_bytes, 1)
-        self._map = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
-
-    def __repr__(self) -> str:
-        return f"<MappedSnapshot step={self.manifest.step}>"
-
-    def views(self, start: int, stop: int) -> list[memoryview]:
-        """Return the bytes ``[start, stop)`` of the data segment as one view."""
-        return [memoryview(self._map)[start:stop]] if stop > start else []
-
-    def close(self) -> None:
-        """Unmap; a view that somebody has kept keeps its pages."""
-        with suppress(BufferError):
-            self._map.close()
 
 
 @dataclass(slots=True)
@@ -114,14 +82,6 @@ class _Watched:
         return self._snapshot.views(start, stop)
 
 
-def trusted_header(header: bytes) -> Manifest:
-    """Return the manifest that the trainer sent."""
-    manifest = decode_header(header, limits=_TRUSTED)
-    if not isinstance(manifest, Manifest):
-        raise RemoteProtocolError("this is no header of a snapshot")
-    return manifest
-
-
 def sealed(snapshot: Staged) -> Manifest:
     """Return the manifest with the digest of every chunk."""
     manifest = snapshot.manifest
@@ -138,7 +98,7 @@ def encode_keywords(keywords: Mapping[str, object]) -> bytes:
         UnsupportedLeafError: one cannot travel; ``path`` says which.
     """
     tree = encode_tree(
-        dict(keywords), registry=REGISTRY, leaf=lambda _, __: None, limits=_TRUSTED
+        dict(keywords), registry=REGISTRY, leaf=lambda _, __: None, limits=TRUSTED
     )
     return msgspec.json.encode(tree)
 
@@ -146,7 +106,7 @@ def encode_keywords(keywords: Mapping[str, object]) -> bytes:
 def decode_keywords(text: bytes) -> dict[str, Any]:
     """Return what `encode_keywords` encoded."""
     node = msgspec.json.decode(text)
-    found = decode_tree(node, registry=REGISTRY, tensors=(), limits=_TRUSTED)
+    found = decode_tree(node, registry=REGISTRY, tensors=(), limits=TRUSTED)
     return cast("dict[str, Any]", found)
 
 
@@ -170,5 +130,5 @@ def perform(
     from aiockpt.rebuild import Frame, assemble, tensors_over
 
     tensors = tensors_over(snapshot.manifest, memory())
-    state = assemble(Frame.of(snapshot.manifest), tensors, limits=_TRUSTED)
+    state = assemble(Frame.of(snapshot.manifest), tensors, limits=TRUSTED)
     writer.write(path=path, state_dict=state, **keywords)

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from aiockpt._bridge import Bridge
+from aiockpt._channel import encode, pack
+from aiockpt._mapped import MappedSnapshot, trusted_header
 from aiockpt._packets import is_ours
-from aiockpt.checkpointers.jobs import Job, MappedSnapshot, sealed, trusted_header
-from aiockpt.checkpointers.messages import encode, pack
+from aiockpt.checkpointers.jobs import Job, sealed
 from aiockpt.checkpointers.rendezvous import (
     DONE,
     Kept,

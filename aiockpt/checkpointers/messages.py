@@ -1,22 +1,17 @@
 """What the trainer and the checkpoint process say to each other: plain data.
 
-A message is one packet of a Unix socket: JSON, and beside it the descriptors that it
-speaks of. What may be large lies in memory that one of these stands for: a *parcel*, or
-the arena with the data segment. Paths are bytes: not all are text that JSON can hold.
+See `Channel` for how they travel. Paths are bytes: not all are text that JSON can hold.
 """
 
 from __future__ import annotations
 
-import os
-from mmap import mmap
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
 from aiockpt.checkpointers.failures import Failure
 
 __all__ = [
-    "MAX_MESSAGE",
     "Alive",
     "Begun",
     "Close",
@@ -32,12 +27,7 @@ __all__ = [
     "Write",
     "decode_from_worker",
     "decode_to_worker",
-    "encode",
-    "pack",
-    "unpack",
 ]
-
-MAX_MESSAGE: Final = 192 << 10  # a packet must fit the socket's buffer
 
 
 class Setup(msgspec.Struct, tag=True, frozen=True):
@@ -125,28 +115,5 @@ class Alive(msgspec.Struct, tag=True, frozen=True):
 ToWorker: TypeAlias = Setup | Write | Forsake | Drop | Close
 FromWorker: TypeAlias = Ready | Begun | Progressed | Dropped | Ended | Alive
 
-encode = msgspec.json.encode
 decode_to_worker = msgspec.json.Decoder(ToWorker).decode
 decode_from_worker = msgspec.json.Decoder(FromWorker).decode
-
-
-def pack(*parts: bytes | memoryview | mmap) -> int:
-    """Return the descriptor of a parcel; it is the caller's."""
-    fd = os.memfd_create("aiockpt-parcel", os.MFD_CLOEXEC)
-    try:
-        with open(fd, "wb", buffering=0, closefd=False) as file:
-            for part in parts:
-                rest = memoryview(part)
-                while rest:
-                    rest = rest[file.write(rest) :]
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def unpack(fd: int) -> bytes:
-    """Return what a parcel holds, and close it."""
-    with open(fd, "rb", buffering=0) as file:
-        # Its offset is shared with who wrote it.
-        return os.pread(file.fileno(), os.fstat(fd).st_size, 0)

@@ -22,8 +22,8 @@ from typing import Any, Final
 
 import msgspec
 
-from aiockpt.checkpointers.channel import pair
-from aiockpt.checkpointers.messages import Setup, encode, pack
+from aiockpt._channel import encode, pack, pair
+from aiockpt.checkpointers.messages import Setup
 from aiockpt.errors import LocalProtocolError
 
 __all__ = ["Child", "Recipe"]

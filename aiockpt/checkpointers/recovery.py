@@ -12,12 +12,11 @@ from typing import Any, Final
 import msgspec
 
 from aiockpt._bridge import Bridge
+from aiockpt._channel import receive, unpack
+from aiockpt._mapped import trusted_header
 from aiockpt._packets import is_ours
 from aiockpt.checkpointers.barriers import default_rank_info
-from aiockpt.checkpointers.channel import receive
 from aiockpt.checkpointers.config import RankInfo
-from aiockpt.checkpointers.jobs import trusted_header
-from aiockpt.checkpointers.messages import unpack
 from aiockpt.checkpointers.rendezvous import (
     DONE,
     Kept,

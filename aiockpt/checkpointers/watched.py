@@ -6,7 +6,7 @@ import asyncio
 import os
 from dataclasses import dataclass
 
-from aiockpt.checkpointers.channel import Channel
+from aiockpt._channel import Channel
 from aiockpt.checkpointers.config import CheckpointProcessConfig
 from aiockpt.checkpointers.failures import raised
 from aiockpt.checkpointers.messages import (

@@ -20,15 +20,15 @@ from typing import Any, Final
 import msgspec
 
 from aiockpt._bridge import Bridge
+from aiockpt._channel import unpack
+from aiockpt._mapped import MappedSnapshot, trusted_header
 from aiockpt.checkpointers.control import Control, Inbox, Preparation
 from aiockpt.checkpointers.failures import failure_of, plain
 from aiockpt.checkpointers.jobs import (
     Job,
-    MappedSnapshot,
     decode_keywords,
     perform,
     sealed,
-    trusted_header,
 )
 from aiockpt.checkpointers.messages import (
     Begun,
@@ -37,7 +37,6 @@ from aiockpt.checkpointers.messages import (
     Progressed,
     Ready,
     Setup,
-    unpack,
 )
 
 __all__ = ["main"]

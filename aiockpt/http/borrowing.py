@@ -28,7 +28,7 @@ from aiockpt.wire.manifest import Outline
 if sys.platform == "linux":
     import fcntl
 
-__all__ = ["Loan", "NotLentError", "borrow"]
+__all__ = ["LentMemory", "NotLentError", "borrow"]
 
 _PATIENCE: Final = 5.0
 _PIECE: Final = 1 << 20  # what is read at once stays in the cache for its digest
@@ -39,7 +39,7 @@ class NotLentError(Exception):
     """There is no memory to be had, for this reason; HTTP still works."""
 
 
-class Loan:
+class LentMemory:
     """The memory of a data segment that another process has lent.
 
     It is given back by :meth:`give_back`, once nothing of it is mapped or read here.
@@ -55,7 +55,7 @@ class Loan:
 
     def __repr__(self) -> str:
         how = "read" if self._arena is None else "mapped"
-        return f"<Loan bytes={self._nbytes} {how}>"
+        return f"<LentMemory bytes={self._nbytes} {how}>"
 
     def map(self) -> Arena:
         """Return it as memory of which only what is written here is copied.
@@ -100,7 +100,7 @@ class Loan:
         self._lender.close()
 
 
-async def borrow(offered: str, outline: Outline, *, keep: bool) -> Loan:
+async def borrow(offered: str, outline: Outline, *, keep: bool) -> LentMemory:
     """Return the memory that an offer in a reply speaks of.
 
     ``keep``: it will not be given back, so the lender never writes to it again.
@@ -131,7 +131,7 @@ async def borrow(offered: str, outline: Outline, *, keep: bool) -> Loan:
         if isinstance(error, OSError):
             raise NotLentError(str(error)) from error
         raise
-    return Loan(lender, fd, outline.grid.segment_bytes)
+    return LentMemory(lender, fd, outline.grid.segment_bytes)
 
 
 def _descriptor(lender: socket.socket, outline: Outline) -> int:

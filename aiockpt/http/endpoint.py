@@ -21,9 +21,9 @@ from aiockpt.http.options import require
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.shelf import Shelf
 
-__all__ = ["Endpoint", "EndpointConfig"]
+__all__ = ["PREFIX", "Address", "Endpoint", "EndpointConfig"]
 
-_PREFIX = "/checkpoint"
+PREFIX = "/checkpoint"
 _DEFAULT_WAIT = 5.0
 
 
@@ -65,55 +65,68 @@ class EndpointConfig:
         return frozenset({name} if name else ())
 
 
-class Endpoint:
-    """Binds when the address is first asked for, serves from :meth:`start` on.
+class Address:
+    """Where a transport listens, and its URL; bound when first asked for."""
 
-    Mounted in an application it does neither, and only knows the public URL. What is
-    on its ``shelf`` is served, and lent to processes of this host if there is a
-    ``bridge`` for that.
-    """
-
-    def __init__(self, config: EndpointConfig, bridge: Bridge | None = None) -> None:
-        self.shelf = Shelf()
-        self._lender: Lender | None = None
-        if bridge is not None:
-            self._lender = Lender(self.shelf, bridge, most=config.max_readers)
-        self._config = config
-        self._sockets: list[socket] = []
-        self._server: CheckpointServer | None = None
-        self._services: list[CheckpointService] = []
-        self._turn = anyio.Lock()
-        self._mounted = False
+    def __init__(self, config: EndpointConfig) -> None:
+        self.config = config
+        self.sockets: list[socket] = []
+        self.elsewhere = False
         self._closed = False
 
     def __repr__(self) -> str:
-        how = "mounted" if self._mounted else f"sockets={len(self._sockets)}"
-        return f"<Endpoint {how}>"
+        return f"<Address sockets={len(self.sockets)}>"
 
     def url(self) -> str:
         """Return the base URL, without credentials.
 
         Raises:
-            ClosedError: after :meth:`stop`.
+            ClosedError: after :meth:`close`.
             LocalProtocolError: mounted, and not told where; or no such interface.
             OSError: the address cannot be bound.
         """
-        self._check()
-        told = self._config.advertise
+        self.check()
+        told = self.config.advertise
         if told and "://" in told:
             return told.rstrip("/") + "/"
-        if self._mounted:
+        if self.elsewhere:
             raise LocalProtocolError(
                 "mounted in an application, the transport does not know its address: "
                 'pass advertise="https://host/prefix/"'
             )
-        self._listen()
-        scheme = "https" if self._config.ssl_context else "http"
-        port = self._sockets[0].getsockname()[1]
-        return f"{scheme}://{url_host(self._host())}:{port}{_PREFIX}/"
+        self.listen()
+        scheme = "https" if self.config.ssl_context else "http"
+        port = self.sockets[0].getsockname()[1]
+        return f"{scheme}://{url_host(self._host())}:{port}{PREFIX}/"
+
+    def check(self) -> None:
+        """Raise ``ClosedError`` after :meth:`close`."""
+        if self._closed:
+            raise ClosedError("the transport")
+
+    def listen(self) -> list[socket]:
+        """Return the sockets, which listen."""
+        if not self.sockets:
+            self.sockets = open_sockets(self.config.host, self.config.port)
+        return self.sockets
+
+    def leave(self) -> None:
+        """Close the sockets: an application has its own."""
+        self.elsewhere = True
+        self._unlisten()
+
+    def close(self) -> None:
+        """Close the sockets for good. Idempotent."""
+        self._closed = True
+        self._unlisten()
+
+    def _unlisten(self) -> None:
+        sockets, self.sockets = self.sockets, []
+        for each in sockets:
+            each.close()
 
     def _host(self) -> str:
-        config = self._config
+        config = self.config
         return advertised_address(
             advertise=config.advertise,
             interface=config.interface,
@@ -121,13 +134,30 @@ class Endpoint:
             env=os.environ,
         )
 
-    def _check(self) -> None:
-        if self._closed:
-            raise ClosedError("the transport")
 
-    def _listen(self) -> None:
-        if not self._sockets:
-            self._sockets = open_sockets(self._config.host, self._config.port)
+class Endpoint:
+    """Serves what is on its ``shelf`` from :meth:`start` on, in this very loop.
+
+    Mounted in an application it does not, and only knows the public URL. With a
+    ``bridge`` it lends what it serves to processes of this host, too.
+    """
+
+    def __init__(self, config: EndpointConfig, bridge: Bridge | None = None) -> None:
+        self.shelf = Shelf()
+        self._address = Address(config)
+        self._lender: Lender | None = None
+        if bridge is not None:
+            self._lender = Lender(self.shelf, bridge, most=config.max_readers)
+        self._server: CheckpointServer | None = None
+        self._services: list[CheckpointService] = []
+        self._turn = anyio.Lock()
+
+    def __repr__(self) -> str:
+        return f"<Endpoint {self._address}>"
+
+    def url(self) -> str:
+        """Return the base URL; see :meth:`Address.url`."""
+        return self._address.url()
 
     async def start(self) -> None:
         """Serve, unless mounted; idempotent.
@@ -139,17 +169,17 @@ class Endpoint:
             ClosedError: after :meth:`stop`.
             OSError: the address cannot be bound.
         """
+        address = self._address
         async with self._turn:
-            self._check()
-            if self._mounted or self._server is not None:
+            address.check()
+            if address.elsewhere or self._server is not None:
                 return
-            self._listen()
-            config = self._config.for_server(_PREFIX)
+            config = address.config.for_server(PREFIX)
             server = CheckpointServer(self.shelf, config, self._lender)
             # Duplicates: a server that fails to start closes what it was given.
-            mine = [each.dup() for each in self._sockets]
+            mine = [each.dup() for each in address.listen()]
             close_in_forks(mine)
-            await server.start(mine, ssl_context=self._config.ssl_context)
+            await server.start(mine, ssl_context=address.config.ssl_context)
             self._server = server
             self._services.append(server.service)
 
@@ -160,14 +190,13 @@ class Endpoint:
             ClosedError: after :meth:`stop`.
             LocalProtocolError: it serves on a socket of its own already.
         """
-        self._check()
+        self._address.check()
         if self._server is not None or self._turn.locked():
             raise LocalProtocolError(
                 "the transport serves on its own already: mount it before it is used"
             )
-        self._mounted = True
-        self._unlisten()
-        config = self._config.for_server(prefix)
+        self._address.leave()
+        config = self._address.config.for_server(prefix)
         service = CheckpointService(self.shelf, config, self._lender)
         self._services.append(service)
         return service
@@ -185,8 +214,7 @@ class Endpoint:
 
     async def stop(self) -> None:
         """Serve nothing, close the sockets and every connection; idempotent."""
-        self._closed = True
-        self._unlisten()
+        self._address.close()
         await self.shelf.close()
         if self._lender is not None:
             await self._lender.aclose()
@@ -194,8 +222,3 @@ class Endpoint:
             server, self._server = self._server, None
         if server is not None:
             await server.stop()
-
-    def _unlisten(self) -> None:
-        sockets, self._sockets = self._sockets, []
-        for each in sockets:
-            each.close()

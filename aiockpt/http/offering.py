@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Protocol
 
 import anyio
 
@@ -10,12 +11,32 @@ from aiockpt._deadline import Deadline
 from aiockpt.errors import AiockptError, ClosedError, StepNotFoundError
 from aiockpt.http.failing import Failure
 from aiockpt.http.options import require
-from aiockpt.http.shelf import Shelf
+from aiockpt.http.shelf import ShelfStatistics
 from aiockpt.observe import TransferEvent, emit
 from aiockpt.staging import Snapshot, Stager
 from aiockpt.transport import exact_step
 
-__all__ = ["Offering"]
+__all__ = ["Offering", "Offers"]
+
+
+class Offers(Protocol):
+    """A shelf, in this process or in another one, as its trainer sees it."""
+
+    @property
+    def retractions(self) -> int:
+        """How often it was told to serve nothing."""
+
+    def statistics(self) -> ShelfStatistics:
+        """Return what it holds now."""
+
+    async def publish(self, snapshot: Snapshot, *, grace: float) -> None:
+        """Serve ``snapshot`` from now on; see `Shelf.publish`."""
+
+    async def retract(self, *, grace: float) -> None:
+        """Serve nothing; see `Shelf.retract`."""
+
+    def fail(self, failure: Failure | None) -> None:
+        """Tell those who wait for a step that it does not come; None forgets it."""
 
 
 class Offering:
@@ -25,7 +46,7 @@ class Offering:
     staging, and what they have staged by then is not published.
     """
 
-    def __init__(self, stager: Stager, shelf: Shelf, *, grace: float) -> None:
+    def __init__(self, stager: Stager, shelf: Offers, *, grace: float) -> None:
         require(grace=grace)
         self._stager = stager
         self._shelf = shelf

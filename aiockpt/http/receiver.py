@@ -11,6 +11,7 @@ from aiockpt._deadline import Deadline
 from aiockpt._device import port_for
 from aiockpt._lifetime import Lifetime
 from aiockpt._selection import Select, listed
+from aiockpt._warm import WarmArena
 from aiockpt.destination import Terms
 from aiockpt.errors import AiockptError
 from aiockpt.http.client import CheckpointClient
@@ -36,6 +37,7 @@ class Receiver(CheckpointTransport[T]):
     _bridge: Bridge
     _same_host: bool | None
     _client: CheckpointClient
+    _warm: WarmArena | None
 
     async def recv_checkpoint(
         self,
@@ -100,6 +102,7 @@ class Receiver(CheckpointTransport[T]):
             allow_pickle=self._allow_pickle,
             direct=direct,
             ports=port_for,
+            warm=self._warm,
         )
         sharing = Sharing(
             wanted=self._same_host is not False,

@@ -74,8 +74,8 @@ class Shelf:
             evicted=self._evicted,
         )
 
-    async def publish(self, servable: Servable, *, grace: float) -> None:
-        """Serve ``servable`` from now on, instead of what was served before.
+    async def publish(self, snapshot: Servable, *, grace: float) -> None:
+        """Serve ``snapshot`` from now on, instead of what was served before.
 
         Returns at once if the old memory is a snapshot: its readers finish. Live
         memory is drained first: readers get ``grace`` seconds, then are evicted, and
@@ -90,9 +90,9 @@ class Shelf:
         before = self._retractions
         await self._drain([each for each in self._held() if each.servable.live], grace)
         if self._retractions != before:
-            raise StepNotFoundError(servable.manifest.step)
+            raise StepNotFoundError(snapshot.manifest.step)
         # Nothing is awaited between the last drain and this.
-        old, self._current = self._current, Published(servable)
+        old, self._current = self._current, Published(snapshot)
         self._failure = None
         self._announce()
         if old is not None:

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from aiockpt._bridge import Bridge, BridgeStatistics
-from aiockpt.http.endpoint import Endpoint
+from aiockpt.http.handlers import ServerStatistics
+from aiockpt.http.offering import Offers
 
-__all__ = ["TransportStatistics", "survey"]
+__all__ = ["Serves", "TransportStatistics", "survey"]
+
+
+class Serves(Protocol):
+    """An endpoint, as far as it counts."""
+
+    @property
+    def shelf(self) -> Offers:
+        """What it serves from."""
+
+    def statistics(self) -> ServerStatistics:
+        """Return what it counts."""
+
+    @property
+    def lent(self) -> int:
+        """How often a checkpoint was lent to a process of this host."""
 
 
 class TransportStatistics(NamedTuple):
@@ -44,7 +60,7 @@ class TransportStatistics(NamedTuple):
     threads: BridgeStatistics
 
 
-def survey(endpoint: Endpoint, bridge: Bridge) -> TransportStatistics:
+def survey(endpoint: Serves, bridge: Bridge) -> TransportStatistics:
     """Return what a transport's parts count."""
     shelf, served = endpoint.shelf.statistics(), endpoint.statistics()
     return TransportStatistics(

@@ -12,7 +12,7 @@ from xxhash import xxh3_128
 
 from aiockpt._bridge import Bridge
 from aiockpt._tasks import together
-from aiockpt.http.borrowing import Loan, NotLentError, borrow
+from aiockpt.http.borrowing import LentMemory, NotLentError, borrow
 from aiockpt.http.client import CheckpointClient, Lending
 from aiockpt.http.fetching import OnProgress, Prepare, Target
 from aiockpt.http.hosts import identity
@@ -69,7 +69,7 @@ class Supply:
         self._client, self._bridge = client, bridge
         self._sharing, self._on_retry = sharing, on_retry
         self._lending: Lending | None = None
-        self._loan: Loan | None = None
+        self._lent: LentMemory | None = None
 
     def __repr__(self) -> str:
         return f"<Supply by {self.medium}>"
@@ -101,9 +101,9 @@ class Supply:
         enforce("the checkpoint's size", outline.grid.segment_bytes, most)
         sharing = self._sharing
         try:
-            self._loan = await borrow(offer, outline, keep=sharing.keep)
+            self._lent = await borrow(offer, outline, keep=sharing.keep)
             if sharing.keep or sharing.through:
-                self.arena = self._loan.map()
+                self.arena = self._lent.map()
         except (NotLentError, OSError) as error:
             self.remark = f"not shared: {error}"
             self.close()
@@ -126,8 +126,8 @@ class Supply:
             AiockptError: see `CheckpointClient.fetch_chunks`.
         """
         left: Sequence[int] = chunks
-        if self._loan is not None:
-            left = await self._take(self._loan, outline, target, chunks, on_progress)
+        if self._lent is not None:
+            left = await self._take(self._lent, outline, target, chunks, on_progress)
         if left:
             await self._client.fetch_chunks(
                 source,
@@ -141,24 +141,24 @@ class Supply:
 
     def give_back(self) -> None:
         """Give the memory back, unless tensors lie in it. For threads."""
-        loan, self._loan, self.arena = self._loan, None, None
-        if loan is None:
+        lent, self._lent, self.arena = self._lent, None, None
+        if lent is None:
             return
         if self._sharing.keep:
-            loan.close()
+            lent.close()
         else:
-            loan.give_back()
+            lent.give_back()
 
     def close(self) -> None:
         """Let go of the memory, which may be in use. Idempotent."""
-        loan, self._loan, self.arena = self._loan, None, None
-        if loan is not None:
+        lent, self._lent, self.arena = self._lent, None, None
+        if lent is not None:
             # Not on the loop: if the lender is gone, this frees gigabytes.
-            self._bridge.post(loan.close)
+            self._bridge.post(lent.close)
 
     async def _take(
         self,
-        loan: Loan,
+        lent: LentMemory,
         outline: Outline,
         target: Target,
         chunks: Sequence[int],
@@ -175,7 +175,7 @@ class Supply:
         async def work() -> None:
             for chunk in remaining:
                 start, stop = grid.range(chunk)
-                digest = await self._digest(loan, target, start, stop)
+                digest = await self._digest(lent, target, start, stop)
                 if digest == outline.digests[chunk]:
                     on_progress(stop - start, 1)
                 else:
@@ -186,11 +186,13 @@ class Supply:
             self.remark = f"{len(bad)} chunks of the shared memory were bad"
         return sorted(bad)
 
-    async def _digest(self, loan: Loan, target: Target, start: int, stop: int) -> str:
+    async def _digest(
+        self, lent: LentMemory, target: Target, start: int, stop: int
+    ) -> str:
         """Return the digest of a chunk that is where it belongs now."""
         state = xxh3_128()
         for at in range(start, stop, _SPAN):
-            add = partial(self._add, loan, target, at, min(at + _SPAN, stop), state)
+            add = partial(self._add, lent, target, at, min(at + _SPAN, stop), state)
             try:
                 await self._bridge.run(add)
             except OSError as error:
@@ -198,11 +200,11 @@ class Supply:
         return state.hexdigest()
 
     def _add(
-        self, loan: Loan, target: Target, start: int, stop: int, state: xxh3_128
+        self, lent: LentMemory, target: Target, start: int, stop: int, state: xxh3_128
     ) -> None:
         views = target.buffers(start, stop)
         if self.arena is None:
-            loan.take(views, start, state)
+            lent.take(views, start, state)
         else:  # the target is this very memory
             for view in views:
                 state.update(view)

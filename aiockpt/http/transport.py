@@ -6,13 +6,15 @@ import os
 import ssl
 import time
 from functools import partial
-from typing import Self
+from typing import Literal, Self
 
 import aiohttp
 
 from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
 from aiockpt._lifetime import Lifetime
+from aiockpt._warm import WarmArena
+from aiockpt.http.apart.endpoint import ApartEndpoint, check_server
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
 from aiockpt.http.endpoint import Endpoint, EndpointConfig
@@ -73,9 +75,18 @@ class HTTPTransport(Receiver[T]):
         same_host: Lend what is sent to processes of this user on this host, which then
             take the memory instead of a copy through a socket. None takes what others
             lend, and lends nothing: memory that can be lent is slower when it is new.
-            False does neither.
+            False does neither. ``True`` needs ``server="loop"``.
         allow_pickle: Let leaves that nothing else carries travel as pickles, which
             run code when they are received. Both ends must say so.
+        keep_arena: Keep the memory of one receive for the next one, once none of its
+            tensors lives: what was touched before is faster to receive into.
+        server: ``"process"`` serves from a process of its own, which a busy trainer
+            cannot slow down, nor it the trainer: staging is all that is paid here. It
+            is started with the transport, replaced if it dies, and serves from the
+            memory that was staged into. Without ``ssl_context`` and ``zero_copy`` only.
+        keep_last: Seconds for which that process outlives a trainer that dies, after
+            its last request, so that a successor can fetch what was offered last from
+            the same URL. An orderly end ends it at once.
     """
 
     def __init__(
@@ -103,28 +114,36 @@ class HTTPTransport(Receiver[T]):
         zero_copy: bool = False,
         same_host: bool | None = None,
         allow_pickle: bool = False,
+        keep_arena: bool = False,
+        server: Literal["loop", "process"] = "loop",
+        keep_last: float = 0.0,
     ) -> None:
         self._timeout, self._limits = seconds(timeout), limits
         self._same_host, lends = same_host, bool(same_host) and CAN_LEND
         self._bridge = Bridge(threads=_THREADS, name="aiockpt")
         self._lifetime = Lifetime("the transport")
         self._allow_pickle = allow_pickle
+        self._warm = WarmArena() if keep_arena else None
         self._credentials = find_credentials(token, insecure=insecure, env=os.environ)
-        self._endpoint = Endpoint(
-            EndpointConfig(
-                host=host,
-                port=port,
-                advertise=advertise,
-                interface=interface,
-                ssl_context=ssl_context,
-                token=self._credentials.token,
-                timeout=self._timeout,
-                stall_timeout=stall_timeout,
-                max_readers=max_readers,
-                manifest_key=security.key,
-            ),
-            self._bridge if lends else None,
+        config = EndpointConfig(
+            host=host,
+            port=port,
+            advertise=advertise,
+            interface=interface,
+            ssl_context=ssl_context,
+            token=self._credentials.token,
+            timeout=self._timeout,
+            stall_timeout=stall_timeout,
+            max_readers=max_readers,
+            manifest_key=security.key,
         )
+        self._endpoint: Endpoint | ApartEndpoint
+        if check_server(
+            server, zero_copy=zero_copy, keep_last=keep_last, lends=bool(same_host)
+        ):
+            self._endpoint = ApartEndpoint(config, self._bridge, keep_last=keep_last)
+        else:
+            self._endpoint = Endpoint(config, self._bridge if lends else None)
         stager = Stager(
             self._bridge,
             threads=_THREADS,
@@ -132,7 +151,7 @@ class HTTPTransport(Receiver[T]):
             zero_copy=zero_copy,
             allow_pickle=allow_pickle,
             limits=limits,
-            options=StagerOptions(shared=lends),
+            options=StagerOptions(shared=lends or server == "process"),
         )
         self._offering = Offering(stager, self._endpoint.shelf, grace=grace)
         self._client = CheckpointClient(
@@ -271,3 +290,5 @@ class HTTPTransport(Receiver[T]):
             partial(self._lifetime.calls_ended, timeout=_CLOSING),
             partial(self._bridge.aclose, timeout=_CLOSING),
         )
+        if self._warm is not None:
+            self._warm.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ssl
-from typing import TypedDict, TypeVar, Unpack
+from typing import Literal, TypedDict, TypeVar, Unpack
 
 import aiockpt
 from aiockpt.http.security import Security
@@ -42,6 +42,9 @@ class HTTPOptions(TypedDict, total=False):
     zero_copy: bool
     same_host: bool | None
     allow_pickle: bool
+    keep_arena: bool
+    server: Literal["loop", "process"]
+    keep_last: float
 
 
 class HTTPTransport(Adapter[T]):

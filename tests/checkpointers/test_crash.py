@@ -110,6 +110,12 @@ async def trainer(
         made.close()
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return how long a process has had a core."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 async def recovered(made: Trainer) -> recovery.Recovered:
     """Take over what a trainer's child keeps."""
     return await aiockpt.recover(
@@ -133,6 +139,22 @@ class TestFinishing:
             await made.child_ends()
             for step in range(1, words.count("save") + 1):
                 assert_same(loaded(made.path(step)), state(step))
+
+    async def test_one_that_was_told_to_end_only_waits_for_its_write(
+        self, tmp_path: Path
+    ) -> None:
+        """The trainer's death afterwards does not keep it busy."""
+        async with trainer(tmp_path, "save wait") as made:
+            await made.waits()
+            os.kill(made.child, signal.SIGTERM)
+            await asyncio.sleep(0.2)  # it may be told in either order
+            await made.killed()
+            before = cpu_seconds(made.child)
+            await asyncio.sleep(1.0)
+            assert cpu_seconds(made.child) - before < 0.2
+            made.gate.open(5)
+            await made.child_ends()
+            assert_same(loaded(made.path(1)), state(1))
 
     async def test_a_writer_that_hangs_then_ends_too(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

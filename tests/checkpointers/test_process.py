@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt.checkpointers.channel import Channel
+from aiockpt._channel import Channel, encode
 from aiockpt.checkpointers.config import CheckpointProcessConfig, RankInfo
 from aiockpt.checkpointers.defaults import configured_writer
-from aiockpt.checkpointers.messages import Write, encode
+from aiockpt.checkpointers.messages import Write
 from aiockpt.checkpointers.process import CheckpointProcess
 from aiockpt.checkpointers.stager import DefaultStager
 from aiockpt.errors import (

@@ -80,9 +80,7 @@ async def over_http() -> None:
 def trusted() -> None:
     """Who may read, and who is asked, is said in text and numbers."""
     security = aiockpt.Security(manifest_key=b"k" * 16, peers=["10.0.0.0/8"])
-    transport = aiockpt.HTTPTransport[dict[str, int]](
-        security=security, same_host=True
-    )
+    transport = aiockpt.HTTPTransport[dict[str, int]](security=security, same_host=True)
     granted = transport.grant("rank-3", step=7, lifetime=timedelta(minutes=1))
     assert_type(granted, str)
     assert_type(aiockpt.make_token("secret", "rank-3", expires=1e9, step=7), str)

@@ -1,7 +1,9 @@
 """One end of a Unix socket between two processes, on an event loop.
 
 Packets, not a stream: a message arrives whole with its descriptors, or not at all, and
-what the trainer has sent is read even if the trainer is killed right after.
+what the trainer has sent is read even if the trainer is killed right after. A message
+is JSON. What may be large lies in memory that a descriptor beside it stands for: a
+*parcel*, or an arena.
 """
 
 from __future__ import annotations
@@ -11,15 +13,21 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
+from mmap import mmap
 from typing import Final
 
+import msgspec
+
 from aiockpt import _packets
-from aiockpt.checkpointers.messages import MAX_MESSAGE, encode
 
-__all__ = ["Channel", "pair", "receive"]
+__all__ = ["MAX_MESSAGE", "Channel", "encode", "pack", "pair", "receive", "unpack"]
 
-_MAX_FDS: Final = 4
+MAX_MESSAGE: Final = 192 << 10  # a packet must fit the socket's buffer
+
+_MAX_FDS: Final = 8
 _BUFFER: Final = 1 << 20
+
+encode = msgspec.json.encode
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -38,6 +46,28 @@ def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
         OSError: the connection has failed.
     """
     return _packets.receive(sock, MAX_MESSAGE, _MAX_FDS)
+
+
+def pack(*parts: bytes | memoryview | mmap) -> int:
+    """Return the descriptor of a parcel; it is the caller's."""
+    fd = os.memfd_create("aiockpt-parcel", os.MFD_CLOEXEC)
+    try:
+        with open(fd, "wb", buffering=0, closefd=False) as file:
+            for part in parts:
+                rest = memoryview(part)
+                while rest:
+                    rest = rest[file.write(rest) :]
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def unpack(fd: int) -> bytes:
+    """Return what a parcel holds, and close it."""
+    with open(fd, "rb", buffering=0) as file:
+        # Its offset is shared with who wrote it.
+        return os.pread(file.fileno(), os.fstat(fd).st_size, 0)
 
 
 class Channel:

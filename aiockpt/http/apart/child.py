@@ -1,0 +1,259 @@
+"""The process that serves: a loop that only serves, and hears the trainer.
+
+Nothing here imports torch. It ends with the trainer, or some time after it, if it is
+to keep the last checkpoint for those who come later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from contextlib import suppress
+from typing import Final
+
+from aiockpt._bridge import Bridge
+from aiockpt._channel import Channel, unpack
+from aiockpt._mapped import MappedSnapshot, trusted_header
+from aiockpt.errors import StepNotFoundError
+from aiockpt.http.apart.messages import (
+    Counted,
+    Done,
+    Fail,
+    FromServer,
+    Happened,
+    Logged,
+    Publish,
+    Ready,
+    Released,
+    Retract,
+    Setup,
+    decode_to_server,
+)
+from aiockpt.http.audit import Access
+from aiockpt.http.server import CheckpointServer
+from aiockpt.http.shelf import Shelf
+from aiockpt.observe import TransferEvent, add_hook
+from aiockpt.wire.manifest import Manifest
+
+__all__ = ["Serving", "main"]
+
+logger = logging.getLogger("aiockpt")
+
+_TICK: Final = 0.1
+"""Seconds between two looks at the counters, and at who still reads."""
+
+
+def main(fd: int) -> None:
+    """Serve what the trainer at the other end of a socket publishes, until its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the trainer's
+    asyncio.run(Serving(socket.socket(fileno=fd)).run())
+
+
+class _Servable:
+    """A snapshot that the trainer has staged, until its last reader is gone."""
+
+    live = False
+    arena = None  # nothing is lent from here
+
+    def __init__(self, manifest: Manifest, arena: int, serving: Serving, number: int):
+        self.manifest = manifest
+        self._mapped = MappedSnapshot(manifest, arena)
+        self._references = 1
+        self._serving = serving
+        self._number = number
+
+    def __repr__(self) -> str:
+        return f"<_Servable number={self._number} references={self._references}>"
+
+    def views(self, start: int, stop: int) -> list[memoryview]:
+        return self._mapped.views(start, stop)
+
+    def acquire(self) -> None:
+        self._references += 1
+
+    def release(self) -> None:
+        self._references -= 1
+        if not self._references:
+            self._mapped.close()
+            self._serving.say(Released(self._number))
+
+
+class Serving:
+    """One life of the process.
+
+    Args:
+        sock: Its end of the channel to the trainer.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._shelf = Shelf()
+        self._bridge = Bridge(threads=1, name="aiockpt-serve")
+        self._server: CheckpointServer | None = None
+        self._setup: Setup | None = None
+        self._counted: Counted | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._trainer = -1
+        self._alone = False
+
+    def __repr__(self) -> str:
+        return f"<Serving {self._server}>"
+
+    async def run(self) -> None:
+        """Serve until the trainer says so, or has gone."""
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
+        self._channel = Channel(self._sock, self._hear, self._trainer_gone)
+        self._loop.add_signal_handler(signal.SIGTERM, self._ended.set)
+        ticking = self._loop.create_task(self._tick())
+        try:
+            await self._ended.wait()
+        finally:
+            ticking.cancel()
+            await self._stop()
+
+    def say(self, message: FromServer) -> None:
+        """Tell the trainer, if there is one."""
+        if not self._alone:
+            self._channel.send(message)
+
+    async def _stop(self) -> None:
+        await self._shelf.close()
+        if self._server is not None:
+            await self._server.stop()
+        self._channel.close()
+        if self._trainer >= 0:
+            self._loop.remove_reader(self._trainer)
+            os.close(self._trainer)
+        await self._bridge.aclose(timeout=_TICK)
+
+    # ------------------------------------------------------------ the trainer
+
+    def _hear(self, data: bytes, fds: list[int]) -> None:
+        message = decode_to_server(data)
+        if isinstance(message, Setup):
+            self._start(self._set_up(message, fds))
+        elif isinstance(message, Publish):
+            self._start(self._publish(message, *fds))
+        elif isinstance(message, Retract):
+            self._start(self._retract(message))
+        else:
+            assert isinstance(message, Fail)
+            self._shelf.fail(message.failure)
+
+    def _start(self, coroutine: asyncio._CoroutineLike[None]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("the process that serves ends", exc_info=task.exception())
+            self._ended.set()
+
+    async def _set_up(self, setup: Setup, fds: list[int]) -> None:
+        self._setup = setup
+        self._forward(setup.levels)
+        # A process that the trainer has forked holds the channel open after its death.
+        with suppress(OSError, AttributeError):
+            self._trainer = os.pidfd_open(setup.trainer)
+            self._loop.add_reader(self._trainer, self._trainer_gone)
+        if os.getppid() != setup.trainer:
+            self._trainer_gone()
+        self._server = CheckpointServer(self._shelf, setup.config)
+        await self._server.start([socket.socket(fileno=fd) for fd in fds])
+        self.say(Ready())
+
+    async def _publish(self, message: Publish, parcel: int, arena: int) -> None:
+        before = self._shelf.retractions
+        try:
+            manifest = await self._bridge.run(trusted_header, unpack(parcel))
+            servable = _Servable(manifest, arena, self, message.number)
+        finally:
+            os.close(arena)
+        try:
+            if self._shelf.retractions == before:
+                await self._shelf.publish(servable, grace=message.grace)
+        except StepNotFoundError:
+            pass  # it was retracted meanwhile, which the trainer knows
+        finally:
+            servable.release()
+        self.say(Done(message.number))
+
+    async def _retract(self, message: Retract) -> None:
+        await self._shelf.retract(grace=message.grace)
+        self.say(Done(message.number))
+
+    def _trainer_gone(self) -> None:
+        """End, or keep the last checkpoint for those who come."""
+        if self._alone:
+            return
+        self._channel.read()  # what it said last
+        self._alone = True
+        if self._trainer >= 0:
+            self._loop.remove_reader(self._trainer)
+        if self._setup is None or not self._setup.keep_last or not self._shelf.latest:
+            self._ended.set()
+        else:
+            _let_go_of_stderr()
+            self._start(self._outlive(self._setup.keep_last))
+
+    async def _outlive(self, keep_last: float) -> None:
+        """Serve until nobody has read anything for a while."""
+        until = self._loop.time() + keep_last
+        seen = 0
+        while self._loop.time() < until:
+            await asyncio.sleep(min(_TICK, keep_last))
+            assert self._server is not None
+            now = self._server.statistics()
+            if now.readers or now.requests != seen:
+                seen, until = now.requests, self._loop.time() + keep_last
+        self._ended.set()
+
+    # ------------------------------------------------ what there is to be seen
+
+    def _forward(self, levels: dict[str, int]) -> None:
+        """Have events and log records happen in the trainer, and not here."""
+        handler = _Forwarding(self)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        logger.addHandler(handler)
+        logger.propagate = False
+        add_hook(lambda event: self.say(Happened(event)))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK)
+            if self._server is not None and not self._channel.full:
+                now = Counted(self._shelf.statistics(), self._server.statistics())
+                if now != self._counted:
+                    self._counted = now
+                    self.say(now)
+
+
+def _let_go_of_stderr() -> None:
+    """Close the trainer's pipe, whose reader would take us for the trainer."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+
+
+class _Forwarding(logging.Handler):
+    """Sends records to the trainer, but those of events, which travel as such."""
+
+    def __init__(self, serving: Serving) -> None:
+        super().__init__()
+        self._serving = serving
+
+    def emit(self, record: logging.LogRecord) -> None:
+        args = record.args if isinstance(record.args, tuple) else ()
+        first = args[0] if args else None
+        if isinstance(first, TransferEvent):
+            return
+        access = first if isinstance(first, Access) else None
+        text = self.format(record)
+        self._serving.say(Logged(record.name, record.levelno, text, access))

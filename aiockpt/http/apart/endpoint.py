@@ -1,0 +1,125 @@
+"""An endpoint whose server is a process of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import anyio
+
+from aiockpt._bridge import Bridge
+from aiockpt.errors import LocalProtocolError
+from aiockpt.http.apart.messages import Setup
+from aiockpt.http.apart.remote import RemoteShelf
+from aiockpt.http.endpoint import PREFIX, Address, EndpointConfig
+from aiockpt.http.handlers import CheckpointService, ServerStatistics
+from aiockpt.http.options import require
+
+__all__ = ["ApartEndpoint", "check_server"]
+
+_LOGGERS = ("aiockpt", "aiockpt.audit", "aiockpt.http")
+
+
+class ApartEndpoint:
+    """Serves what is on its ``shelf`` from :meth:`start` on, in another process.
+
+    Args:
+        config: As for an endpoint in this process, but without TLS.
+        bridge: Where the process is launched.
+        keep_last: Seconds for which the process outlives this one.
+
+    Raises:
+        LocalProtocolError: there is a ``ssl_context``, which cannot leave its process.
+    """
+
+    def __init__(
+        self, config: EndpointConfig, bridge: Bridge, *, keep_last: float
+    ) -> None:
+        if config.ssl_context is not None:
+            raise LocalProtocolError(
+                "an ssl_context cannot be handed to the process that serves: take "
+                'server="loop", or have a proxy speak TLS'
+            )
+        self.shelf = RemoteShelf(bridge, self._setup)
+        self._address = Address(config)
+        self._keep_last = keep_last
+        self._turn = anyio.Lock()
+
+    def __repr__(self) -> str:
+        return f"<ApartEndpoint {self.shelf}>"
+
+    def url(self) -> str:
+        """Return the base URL; see :meth:`Address.url`."""
+        return self._address.url()
+
+    async def start(self) -> None:
+        """Start the process, and wait until it serves; idempotent.
+
+        If cancelled, it starts nevertheless.
+
+        Raises:
+            ClosedError: after :meth:`stop`.
+            OSError: the address cannot be bound.
+            WorkerError: the process cannot be started.
+        """
+        async with self._turn:
+            self._address.check()
+            await self.shelf.start(self._address.listen())
+
+    def mount(self, prefix: str) -> CheckpointService:
+        """Refuse: the handlers of an application run in its own process.
+
+        Raises:
+            LocalProtocolError: always.
+        """
+        raise LocalProtocolError(
+            f"handlers for {prefix!r} run in the application's process: take a "
+            'transport with server="loop"'
+        )
+
+    def statistics(self) -> ServerStatistics:
+        """Return the counters of the process, a moment old."""
+        return self.shelf.served()
+
+    @property
+    def lent(self) -> int:
+        """How often a checkpoint was lent to a process of this host: never."""
+        return 0
+
+    async def stop(self) -> None:
+        """End the process, close the sockets; idempotent."""
+        self._address.close()
+        await self.shelf.close()
+
+    def _setup(self) -> Setup:
+        return Setup(
+            trainer=os.getpid(),
+            keep_last=self._keep_last,
+            levels={n: logging.getLogger(n).getEffectiveLevel() for n in _LOGGERS},
+            config=self._address.config.for_server(PREFIX),
+        )
+
+
+def check_server(
+    server: str, *, zero_copy: bool, keep_last: float, lends: bool
+) -> bool:
+    """Return whether a process of its own serves.
+
+    Raises:
+        ValueError: there is no such kind of server; or ``keep_last`` is negative.
+        LocalProtocolError: what was asked for does not go together.
+    """
+    require(keep_last=keep_last)
+    if server not in ("loop", "process"):
+        raise ValueError(f"server must be 'loop' or 'process', got {server!r}")
+    if server == "loop" and keep_last:
+        raise LocalProtocolError('keep_last= needs server="process"')
+    if server == "process" and zero_copy:
+        raise LocalProtocolError(
+            'server="process" serves from memory of its own: leave out zero_copy=True'
+        )
+    if server == "process" and lends:
+        raise LocalProtocolError(
+            'with server="process" nothing is lent yet: leave out same_host=True'
+        )
+    return server == "process"

@@ -1,0 +1,109 @@
+"""What the trainer and the process that serves say to each other: plain data."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from aiockpt.http.audit import Access
+from aiockpt.http.failing import Failure
+from aiockpt.http.guard import ServerConfig
+from aiockpt.http.handlers import ServerStatistics
+from aiockpt.http.shelf import ShelfStatistics
+from aiockpt.observe import TransferEvent
+
+__all__ = [
+    "Counted",
+    "Done",
+    "Fail",
+    "FromServer",
+    "Happened",
+    "Logged",
+    "Publish",
+    "Ready",
+    "Released",
+    "Retract",
+    "Setup",
+    "ToServer",
+    "decode_from_server",
+    "decode_to_server",
+]
+
+
+class Setup(msgspec.Struct, tag=True, frozen=True):
+    """The first one, with the listening sockets.
+
+    ``trainer`` is the process to outlive, by ``keep_last`` seconds after the last
+    reader. ``levels`` are those of the trainer's loggers.
+    """
+
+    trainer: int
+    keep_last: float
+    levels: dict[str, int]
+    config: ServerConfig
+
+
+class Publish(msgspec.Struct, tag=True, frozen=True):
+    """Serve a snapshot: its parcel holds the header, then comes its arena."""
+
+    number: int
+    grace: float
+
+
+class Retract(msgspec.Struct, tag=True, frozen=True):
+    """Serve nothing; readers get ``grace`` seconds."""
+
+    number: int
+    grace: float
+
+
+class Fail(msgspec.Struct, tag=True, frozen=True):
+    """Tell those who wait for a step that it does not come; None forgets it."""
+
+    failure: Failure | None
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The sockets are being served."""
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """A publication or a retraction has ended."""
+
+    number: int
+
+
+class Released(msgspec.Struct, tag=True, frozen=True):
+    """Nobody reads the memory of a snapshot any more, nor will."""
+
+    number: int
+
+
+class Counted(msgspec.Struct, tag=True, frozen=True):
+    """The counters, when they have changed, ten times a second at most."""
+
+    shelf: ShelfStatistics
+    server: ServerStatistics
+
+
+class Happened(msgspec.Struct, tag=True, frozen=True):
+    """An event for the trainer's hooks and its log."""
+
+    event: TransferEvent
+
+
+class Logged(msgspec.Struct, tag=True, frozen=True):
+    """A record for the trainer's log; ``access`` is that of an audit's."""
+
+    name: str
+    level: int
+    text: str
+    access: Access | None = None
+
+
+ToServer: TypeAlias = Setup | Publish | Retract | Fail
+FromServer: TypeAlias = Ready | Done | Released | Counted | Happened | Logged
+
+decode_to_server = msgspec.json.Decoder(ToServer).decode
+decode_from_server = msgspec.json.Decoder(FromServer).decode

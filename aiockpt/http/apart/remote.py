@@ -1,0 +1,216 @@
+"""The shelf of a process that serves, as the trainer sees it.
+
+What is published stays the trainer's memory: it is reused once the process says that
+nobody reads it any more. A process that dies is replaced at once. Peers that connect
+meanwhile wait, since the sockets on which they arrive are the trainer's as well; the
+next process gets what the last one has served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from socket import socket
+from typing import Final
+
+from aiockpt._bridge import Bridge
+from aiockpt._channel import pack
+from aiockpt._snapshot import Snapshot
+from aiockpt.errors import StepNotFoundError
+from aiockpt.http.apart.messages import (
+    Counted,
+    Done,
+    Fail,
+    Happened,
+    Logged,
+    Publish,
+    Released,
+    Retract,
+    Setup,
+)
+from aiockpt.http.apart.process import PATIENCE, ServerProcess
+from aiockpt.http.failing import Failure
+from aiockpt.http.handlers import ServerStatistics
+from aiockpt.http.shelf import ShelfStatistics
+from aiockpt.observe import emit
+
+__all__ = ["RemoteShelf"]
+
+_LONGEST_GRACE: Final = 1e9
+_NOTHING: Final = Counted(
+    ShelfStatistics(None, 0, 0, 0.0, 0), ServerStatistics(0, 0, 0, 0, 0, 0, 0, 0)
+)
+
+
+class RemoteShelf:
+    """Publishes to, and retracts from, a process that serves.
+
+    Args:
+        bridge: Where processes are launched.
+        setup: What a process is told first.
+    """
+
+    def __init__(self, bridge: Bridge, setup: Callable[[], Setup]) -> None:
+        self._bridge = bridge
+        self._setup = setup
+        self._process = ServerProcess(
+            bridge, begin=self._begin, hear=self._hear, mourn=self._mourn
+        )
+        self._numbers = itertools.count(1)
+        self._given: dict[int, Snapshot] = {}
+        self._current = 0
+        self._failure: Failure | None = None
+        self._retractions = 0
+        self._waiting: dict[int, asyncio.Event] = {}
+        self._counted = _NOTHING
+        self._before = _NOTHING.server
+
+    def __repr__(self) -> str:
+        return f"<RemoteShelf {self._process} given={len(self._given)}>"
+
+    @property
+    def process(self) -> ServerProcess:
+        """The process that serves."""
+        return self._process
+
+    @property
+    def retractions(self) -> int:
+        """How often it was told to serve nothing."""
+        return self._retractions
+
+    def statistics(self) -> ShelfStatistics:
+        """Return what the process said last about its shelf."""
+        current = self._given.get(self._current)
+        step = current.manifest.step if current else None
+        return self._counted.shelf._replace(step=step)
+
+    def served(self) -> ServerStatistics:
+        """Return what the processes have counted, the last one a moment ago."""
+        both = zip(self._before, self._counted.server, strict=True)
+        return ServerStatistics(*map(sum, both))
+
+    async def start(self, sockets: Sequence[socket]) -> None:
+        """Start the process, and wait until it serves ``sockets``; idempotent.
+
+        Raises:
+            ClosedError: after :meth:`close`.
+            WorkerError: it cannot be started.
+        """
+        await self._process.start(sockets)
+
+    async def publish(self, snapshot: Snapshot, *, grace: float) -> None:
+        """Serve ``snapshot`` from now on, instead of what was served before.
+
+        If cancelled, it may be served already.
+
+        Raises:
+            ClosedError: after :meth:`close`.
+            StepNotFoundError: :meth:`retract` was called meanwhile, and holds.
+            WorkerError: no process can be started.
+        """
+        before, step = self._retractions, snapshot.manifest.step
+        await self._process.serves()
+        parcel = await self._bridge.run(pack, snapshot.manifest.header)
+        if self._retractions != before:
+            os.close(parcel)
+            raise StepNotFoundError(step)
+        # Nothing is awaited until all is said: what a process that dies does not hear,
+        # the next one is told.
+        number = next(self._numbers)
+        snapshot.acquire()
+        self._given[number] = snapshot
+        self._current, self._failure = number, None
+        self._offer(number, parcel, grace)
+        await self._answer(number, grace)
+        if self._retractions != before:
+            raise StepNotFoundError(step)
+
+    def fail(self, failure: Failure | None) -> None:
+        """Tell those who wait for a step that it does not come; None forgets it."""
+        self._failure = failure
+        self._process.send(Fail(failure))
+
+    async def retract(self, *, grace: float) -> None:
+        """Serve nothing; no byte is read any more once this returns.
+
+        A process that does not answer within the grace, and a little, is killed.
+        """
+        self._retractions += 1
+        self._current = 0
+        if self._given:
+            number = next(self._numbers)
+            self._process.send(Retract(number, min(grace, _LONGEST_GRACE)))
+            await self._answer(number, grace)
+
+    async def close(self) -> None:
+        """Serve nothing for good; end the process. Idempotent."""
+        self._retractions += 1
+        self._current = 0
+        await self._process.close()
+
+    def _begin(self, sockets: Sequence[socket]) -> None:
+        """Tell a new process everything that the last one knew."""
+        self._process.send(self._setup(), [each.fileno() for each in sockets])
+        if self._failure is not None:
+            self._process.send(Fail(self._failure))
+        if self._current:
+            parcel = pack(self._given[self._current].manifest.header)
+            self._offer(self._current, parcel, 0.0)
+
+    def _offer(self, number: int, parcel: int, grace: float) -> None:
+        arena = self._given[number].arena
+        assert arena is not None, "it is not in one piece"
+        message = Publish(number, min(grace, _LONGEST_GRACE))
+        self._process.send(message, [parcel, arena.fd])
+        os.close(parcel)
+
+    async def _answer(self, number: int, grace: float) -> None:
+        """Wait until the process has done what it was told, or is gone."""
+        if self._process.pid is None:
+            return
+        answer = self._waiting[number] = asyncio.Event()
+        try:
+            async with asyncio.timeout(grace + PATIENCE):
+                await answer.wait()
+        except TimeoutError:
+            self._process.kill()
+        finally:
+            del self._waiting[number]
+
+    def _mourn(self) -> None:
+        """Take back what a process had that is gone; nobody waits for it any more."""
+        self._before = self.served()._replace(readers=0, waiting=0)
+        self._counted = _NOTHING
+        for number in tuple(self._given):
+            if number != self._current:
+                self._take_back(number)
+        for answer in self._waiting.values():
+            answer.set()
+
+    def _take_back(self, number: int) -> None:
+        snapshot = self._given.pop(number, None)
+        if snapshot is not None:
+            snapshot.release()
+
+    def _hear(self, message: object) -> None:
+        if isinstance(message, Done):
+            if message.number in self._waiting:
+                self._waiting[message.number].set()
+        elif isinstance(message, Released):
+            self._take_back(message.number)
+        elif isinstance(message, Counted):
+            self._counted = message
+        elif isinstance(message, Happened):
+            emit(message.event)
+        else:
+            assert isinstance(message, Logged)
+            _log(message)
+
+
+def _log(message: Logged) -> None:
+    told = logging.getLogger(message.name)
+    if told.isEnabledFor(message.level):
+        told.log(message.level, "%s", message.access or message.text)

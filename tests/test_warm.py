@@ -1,0 +1,110 @@
+"""`keep_arena` uses the memory of one receive again, and never one that is in use."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from aiockpt import HTTPTransport, TransportError
+from aiockpt._warm import WarmArena
+from aiockpt.testing import StallAfter, assert_same
+from transports import pair, proxied, receive, through, transport
+
+pytestmark = pytest.mark.asyncio
+
+
+def state(value: float) -> dict[str, torch.Tensor]:
+    """Return tensors of one value."""
+    return {name: torch.full((50_000,), float(value)) for name in "abc"}
+
+
+def addresses(received: dict[str, torch.Tensor]) -> set[int]:
+    """Return where tensors lie."""
+    return {tensor.data_ptr() for tensor in received.values()}
+
+
+async def test_memory_is_used_again_once_it_is_free() -> None:
+    """Receive after receive has the same addresses, and its own values."""
+    async with pair(keep_arena=True) as (sender, receiver):
+        seen: set[int] = set()
+        for step in range(1, 6):
+            await sender.send_checkpoint([1], step, state(step))
+            received = await receive(sender, receiver, step)
+            assert_same(received, state(step))
+            seen |= addresses(received)
+            del received
+        assert len(seen) == 3
+
+
+@pytest.mark.parametrize("kept", ["tensor", "view", "storage", "array"])
+async def test_memory_in_use_is_left_alone(kept: str) -> None:
+    """Whatever of it is used, and however."""
+    async with pair(keep_arena=True) as (sender, receiver):
+        await sender.send_checkpoint([1], 1, state(1))
+        first = await receive(sender, receiver)
+        held: Any = {
+            "tensor": lambda t: t,
+            "view": lambda t: t[1:5],
+            "storage": lambda t: t.untyped_storage(),
+            "array": lambda t: t.numpy(),
+        }[kept](first["b"])
+        del first
+        await sender.send_checkpoint([1], 2, state(2))
+        second = await receive(sender, receiver, 2)
+        assert_same(second, state(2))
+        if kept == "storage":
+            held = torch.tensor([]).set_(held, 0, (50_000,), (1,))
+        assert set(torch.as_tensor(held).tolist()) == {1.0}
+
+
+async def test_a_template_is_filled_by_way_of_it() -> None:
+    """Without direct, the bytes wait in memory that is kept, too."""
+    async with pair(keep_arena=True) as (sender, receiver):
+        template = state(0)
+        for step in range(1, 4):
+            await sender.send_checkpoint([1], step, state(step))
+            await receive(sender, receiver, step, into=template)
+            assert_same(template, state(step))
+        warm: WarmArena = receiver._warm  # type: ignore[assignment]
+        [arena] = warm._returned
+        assert arena.nbytes >= 600_000
+
+
+async def test_what_a_failed_receive_had_is_not_used_again() -> None:
+    """Somebody might still write to it."""
+    async with pair(keep_arena=True, reconnect_timeout=0) as (sender, receiver):
+        await sender.send_checkpoint([1], 1, state(1))
+        async with proxied(sender, otherwise=StallAfter(200_000)) as proxy:
+            with pytest.raises(TransportError):
+                await receiver.recv_checkpoint(0, through(proxy, sender), 1, timeout=2)
+        gc.collect()
+        warm: WarmArena = receiver._warm  # type: ignore[assignment]
+        assert not warm._returned
+        assert_same(await receive(sender, receiver), state(1))
+
+
+async def test_the_end_keeps_nothing_but_what_is_used() -> None:
+    """What was received stays; its memory goes with it."""
+    async with transport() as sender:
+        await sender.send_checkpoint([1], 1, state(1))
+        receiver: HTTPTransport[Any] = transport(keep_arena=True)
+        received = await receive(sender, receiver)
+        await receiver.shutdown()
+        assert_same(received, state(1))
+        warm: WarmArena = receiver._warm  # type: ignore[assignment]
+        del received
+        assert not warm._returned
+
+
+async def test_another_size_takes_other_memory() -> None:
+    """More than twice as large is a waste, and smaller does not fit."""
+    warm = WarmArena()
+    for nbytes, reused in [(1 << 20, False), (1 << 19, True), (1 << 18, False)]:
+        loan = warm.lend(nbytes)
+        assert (loan.arena.nbytes != nbytes) == reused
+        loan.finish()
+        del loan
+    warm.close()
