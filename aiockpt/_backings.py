@@ -9,11 +9,18 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Final
 
 import msgspec
 import torch
 
 __all__ = ["Backing", "Backings", "Part"]
+
+_DEVICE: Final = attrgetter("device")
+
+# Tensors that C functions look at in a row, with the interpreter lock held.
+_SLICE: Final = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +71,17 @@ class Backings:
     def __iter__(self) -> Iterator[Backing]:
         return map(self.__getitem__, range(len(self)))
 
+    def devices(self) -> set[torch.device]:
+        """Return where they are, some tensors at a time: a call keeps the lock."""
+        found: set[torch.device] = set()
+        for start in range(0, len(self), _SLICE):
+            found.update(map(_DEVICE, self.tensors[start : start + _SLICE]))
+        return found
+
     def taken(self, order: Sequence[int]) -> Backings:
         """Return those of the given entries, in that order; nothing for a -1."""
+        if order == range(len(self)):
+            return self
         nothing = torch.empty(0)
         return Backings(
             [nothing if entry < 0 else self.tensors[entry] for entry in order],

@@ -11,14 +11,17 @@ import ctypes
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from operator import add
-from typing import TypeAlias
+from itertools import compress
+from operator import attrgetter
+from typing import Final, TypeAlias
 
 import torch
 
 from aiockpt._backings import Backings, Part
+from aiockpt._columns import column, numbers
 from aiockpt._device import Event, Pair, PortFor
-from aiockpt.memory import Arena, view_of_address
+from aiockpt._in_place import InPlace
+from aiockpt.memory import Arena
 
 __all__ = ["CopyPlan", "Fences", "InPlace", "once", "part_pairs", "raw_bytes"]
 
@@ -33,6 +36,12 @@ _move_large = ctypes.memmove
 _move_small = ctypes.PyDLL(None).memmove
 _move_small.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _move_small.restype = ctypes.c_void_p
+
+
+_VERSION: Final = attrgetter("_version")
+
+# Tensors that C functions look at in a row, with the interpreter lock held.
+_SLICE: Final = 2000
 
 
 # An entry's address in host memory (0: it is not copied from there), its first byte
@@ -99,14 +108,16 @@ class CopyPlan:
         self._backings = backings
         self._arena = arena
         self._whole: torch.Tensor | None = None
-        devices = {tensor.device for tensor in backings.tensors}
-        found = {device: port_for(device) for device in devices}
+        found = {device: port_for(device) for device in backings.devices()}
         self.ports = {device: port for device, port in found.items() if port}
         # Rows, in columns: there may be 100,000.
         self._starts = array("q", offsets)
-        self._stops = array("q", map(add, offsets, sizes))
-        self._held = array("q", map(add, offsets, backings.sizes))
-        self._addresses = array("Q", self._host_addresses())
+        starts = numbers(self._starts)
+        self._stops = column(starts + numbers(array("q", sizes)))
+        self._held = column(starts + numbers(backings.sizes))
+        self._addresses = array("Q", backings.addresses)
+        if self.ports or not bool(numbers(backings.sizes).all()):
+            self._addresses = array("Q", self._host_addresses())
         for entry in backings.parts:
             self._held[entry] = self._stops[entry]
             self._addresses[entry] = 0
@@ -222,15 +233,23 @@ class CopyPlan:
 
     def versions(self) -> array[int]:
         """Return how often torch has written to each tensor that is used in place."""
-        columns = zip(self._backings.tensors, self._addresses, strict=True)
-        live = (tensor for tensor, address in columns if address)
-        return array("q", (0 if t.is_inference() else t._version for t in live))  # noqa: SLF001
+        live = [*compress(self._backings.tensors, self._addresses)]
+        found = array("q")
+        for start in range(0, len(live), _SLICE):
+            some = live[start : start + _SLICE]
+            if any(map(torch.Tensor.is_inference, some)):  # which have none
+                some = [tensor for tensor in some if not tensor.is_inference()]
+            found.extend(map(_VERSION, some))
+        return found
 
     def span(self) -> tuple[int, int]:
         """Return the addresses between which all host memory of the state lies."""
-        columns = zip(self._addresses, self._starts, self._held, strict=True)
-        stops = (address + held - first for address, first, held in columns if address)
-        return min(filter(None, self._addresses), default=0), max(stops, default=0)
+        addresses = numbers(self._addresses)
+        live = addresses != 0
+        if not bool(live.any()):
+            return 0, 0
+        stops = addresses + numbers(self._held) - numbers(self._starts)
+        return int(addresses[live].min()), int(stops[live].max())
 
     def _between(self, start: int, stop: int) -> list[_Row]:
         """Return the entries that reach into a range, the outer ones cut to it."""
@@ -268,30 +287,3 @@ class CopyPlan:
         if self._whole is None:
             self._whole = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
         return self._whole[start : start + nbytes]
-
-
-class InPlace:
-    """The data segment in the state dict's own memory, where that is possible.
-
-    One window over all of the state's host memory, of which only what belongs to it
-    is ever sliced: a view of each tensor would weigh more than a small tensor.
-    """
-
-    def __init__(self, plan: CopyPlan) -> None:
-        start, stop = plan.span()
-        self._plan = plan
-        self._base = start
-        self._window = view_of_address(start, stop - start, plan)
-        self._versions: array[int] | None = None
-
-    def watch(self) -> None:
-        """Remember the state, so that `changed` can tell."""
-        self._versions = self._plan.versions()
-
-    def changed(self) -> bool:
-        """Say whether torch has written to one of the tensors since."""
-        return self._versions is not None and self._versions != self._plan.versions()
-
-    def buffers(self, start: int, stop: int) -> list[memoryview]:
-        """Return the writable views that hold ``[start, stop)``, in order."""
-        return self._plan.views(self._window, self._base, start, stop)

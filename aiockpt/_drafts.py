@@ -7,22 +7,30 @@ these there may be 100,000, so no object is made for one: it is a line in column
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from operator import add, attrgetter, le, mul
+from typing import Final, TypeAlias, cast
 
 import torch
 
 from aiockpt._backings import Backings, Part
+from aiockpt._columns import column, numbers
 from aiockpt._groups import Group, group_members
 from aiockpt._members import CODES, Member
-from aiockpt.wire.layout import Storage
+from aiockpt.wire.storages import Storage, Storages
 
 __all__ = ["Drafts", "draft"]
 
 _ITEMSIZES: Final = {code: dtype.itemsize for dtype, code in CODES.items() if code}
 
-_REGION_BITS: Final = 22
+# Tensors that C functions look at in a row, with the interpreter lock held.
+_SLICE: Final = 1000
+
+_DTYPE: Final = attrgetter("dtype")
+_NBYTES: Final = attrgetter("nbytes")
+_SHAPE: Final = attrgetter("shape")
+_REQUIRES_GRAD: Final = attrgetter("requires_grad")
 
 _Columns: TypeAlias = """tuple[
     list[str | None], list[tuple[int, ...]], array[int], array[int]
@@ -48,16 +56,25 @@ class Drafts:
     backings: Backings
     owners: Mapping[int, tuple[Group, Member]]
 
-    def entries(self) -> list[int]:
+    def entries(self) -> Sequence[int]:
         """Return the numbers that entries go by."""
+        if not self.owners:
+            return range(len(self.codes))
         return [
             number
             for number, code in enumerate(self.codes)
             if code is not None or self.owners[number][0].first == number
         ]
 
-    def storage(self, number: int, name: str) -> Storage:
-        """Return the entry of a plain tensor that is called ``name``, or of a group."""
+    def storages(self, firsts: Sequence[int], names: Sequence[str]) -> Storages:
+        """Return the entries that go by ``firsts``, of tensors with these names."""
+        if self.owners:
+            return Storages.of(self._storage(each, names[each]) for each in firsts)
+        codes, sizes = cast("Sequence[str]", self.codes), self.backings.sizes
+        aligns = [*map(_ITEMSIZES.__getitem__, codes)]
+        return Storages(names, codes, self.shapes, column(numbers(sizes)), aligns)
+
+    def _storage(self, number: int, name: str) -> Storage:
         code = self.codes[number]
         if code is None:
             return self.owners[number][0].storage
@@ -96,8 +113,8 @@ def draft(
     )
 
 
-def _looked_at(tensors: Iterable[torch.Tensor]) -> _Columns:
-    """Return codes, shapes, addresses and sizes: all at once, while a tensor is cached.
+def _looked_at(tensors: Sequence[torch.Tensor]) -> _Columns:
+    """Return codes, shapes, addresses and sizes, some tensors at a time.
 
     One object for equal shapes, of which there are many.
     """
@@ -105,13 +122,49 @@ def _looked_at(tensors: Iterable[torch.Tensor]) -> _Columns:
     shapes: list[tuple[int, ...]] = []
     starts, sizes = array("Q"), array("Q")
     known: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for tensor in tensors:
-        address, nbytes, shape = tensor.data_ptr(), tensor.nbytes, tensor.shape
-        codes.append(_plain_code(tensor, address, nbytes))
-        shapes.append(known.get(shape) or known.setdefault(tuple(shape), tuple(shape)))
-        starts.append(address)
-        sizes.append(nbytes)
+    for first in range(0, len(tensors), _SLICE):
+        some = tensors[first : first + _SLICE]
+        starts.extend(map(torch.Tensor.data_ptr, some))
+        sizes.extend(map(_NBYTES, some))
+        own = [*map(tuple, map(_SHAPE, some))]
+        shapes += map(known.setdefault, own, own)
+        codes += _plain_codes(some, starts[first:], sizes[first:])
     return codes, shapes, starts, sizes
+
+
+def _plain_codes(
+    tensors: Sequence[torch.Tensor], addresses: Sequence[int], sizes: Sequence[int]
+) -> list[str | None]:
+    """Return the codes of tensors that are plain; None for each other one."""
+    codes = [*map(CODES.__getitem__, map(_DTYPE, tensors))]
+    if _all_are_plain(tensors, codes, addresses, sizes):
+        return codes
+    return [*map(_plain_code, tensors, addresses, sizes)]
+
+
+def _all_are_plain(
+    tensors: Sequence[torch.Tensor],
+    codes: Sequence[str | None],
+    addresses: Sequence[int],
+    sizes: Sequence[int],
+) -> bool:
+    """Say at once what `_plain_code` says tensor by tensor: mostly, all are."""
+    kinds = {*codes}
+    if (
+        None in kinds
+        or not all(addresses)
+        or {*map(type, tensors)} != {torch.Tensor}
+        or any(map(_REQUIRES_GRAD, tensors))
+        or any(map(torch.Tensor.is_neg, tensors))
+        or ("C64" in kinds and any(map(torch.Tensor.is_conj, tensors)))
+        or not all(map(torch.Tensor.is_contiguous, tensors))
+    ):
+        return False
+    widths = map(_ITEMSIZES.__getitem__, codes)  # type: ignore[arg-type]
+    offsets = map(mul, map(torch.Tensor.storage_offset, tensors), widths)
+    storages = map(torch.Tensor.untyped_storage, tensors)
+    held = map(torch.UntypedStorage.nbytes, storages)
+    return all(map(le, map(add, offsets, sizes), held))
 
 
 def _plain_code(tensor: torch.Tensor, address: int, nbytes: int) -> str | None:
@@ -131,29 +184,21 @@ def _plain_code(tensor: torch.Tensor, address: int, nbytes: int) -> str | None:
     return code if stop <= tensor.untyped_storage().nbytes() else None
 
 
-def _overlapping(starts: Sequence[int], sizes: Sequence[int]) -> set[int]:
+def _overlapping(starts: array[int], sizes: array[int]) -> set[int]:
     """Return the numbers of those that some other one overlaps."""
+    order = torch.argsort(numbers(starts), stable=True)
+    ascending = numbers(starts)[order]
+    if bool((ascending + numbers(sizes)[order])[:-1].le(ascending[1:]).all()):
+        return set()
     found: set[int] = set()
     reach, reaching = -1, -1
-    for number in _by_address(starts):
+    for number in column(order):
         start, size = starts[number], sizes[number]
         if size and start < reach:
             found |= {number, reaching}
         if start + size > reach:
             reach, reaching = start + size, number
     return found
-
-
-def _by_address(starts: Sequence[int]) -> Iterator[int]:
-    """Yield numbers in the order of their addresses.
-
-    Region by region, since a sort keeps the interpreter lock until it is done.
-    """
-    regions: dict[int, list[int]] = {}
-    for number, start in enumerate(starts):
-        regions.setdefault(start >> _REGION_BITS, []).append(number)
-    for _, numbers in sorted(regions.items()):
-        yield from sorted(numbers, key=starts.__getitem__)
 
 
 def _backings(plain: Backings, groups: Sequence[Group]) -> Backings:

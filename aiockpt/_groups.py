@@ -32,8 +32,9 @@ from aiockpt._backings import Backing, Part
 from aiockpt._leaves import DTYPE_NAMES
 from aiockpt._members import Member, by_view, runs, share_elements
 from aiockpt.errors import UnsupportedLeafError
-from aiockpt.wire.layout import Storage, dense_stride
+from aiockpt.wire.layout import dense_stride
 from aiockpt.wire.manifest import COMPACTED, TensorSpec
+from aiockpt.wire.storages import Storage
 
 __all__ = ["Backing", "Group", "Part", "group_members"]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import sub
 from typing import Final, Protocol
 
@@ -57,7 +58,8 @@ _NOTHING: Final[Away] = {}
 class Terms:
     """What a receive accepts, and whether bytes go straight into a template.
 
-    ``warm`` lends the memory that it needs, if some is kept.
+    ``warm`` lends the memory that it needs, if some is kept. ``ahead`` says that who
+    brings the bytes has no time to touch new pages.
     """
 
     limits: Limits
@@ -65,6 +67,7 @@ class Terms:
     direct: bool
     ports: PortFor
     warm: WarmArena | None = None
+    ahead: bool = False
 
 
 class Destination(Protocol):
@@ -146,7 +149,8 @@ class Fresh:
 
     async def prepare(self, start: int, stop: int) -> None:
         """Have the pages mapped, which may take longer than their bytes."""
-        await self._bridge.run(self._arena.populate, start, stop)
+        touch = partial(self._arena.populate, every=self._terms.ahead)
+        await self._bridge.run(touch, start, stop)
 
     async def assemble(self) -> object:
         """Put the tensors into the tree."""
@@ -176,7 +180,6 @@ class InTemplate:
         self._away = away
         self._match, self._terms, self._bridge = match, terms, bridge
         self._frame, self._grid = Frame.of(manifest), manifest.grid
-        self._numbers = range(manifest.tensor_count)
         # Who has no values to make needs no more of the manifest.
         self._manifest = manifest if match.parts or match.blobs else None
         entries, used = manifest.entries, manifest.segment_bytes - _nbytes(away)
@@ -203,7 +206,8 @@ class InTemplate:
     async def prepare(self, start: int, stop: int) -> None:
         """Have the arena's pages mapped; those of a template are there."""
         if not self._terms.direct:
-            await self._bridge.run(self._arena.populate, start, stop)
+            touch = partial(self._arena.populate, every=self._terms.ahead)
+            await self._bridge.run(touch, start, stop)
 
     async def assemble(self) -> object:
         """Put the template's tensors, and the peer's values, into the tree."""
@@ -228,9 +232,7 @@ class InTemplate:
             self._loan.finish()
 
     def _put_together(self) -> object:
-        found, values = self._match.tensors, self._values()
-        unused = torch.empty(0)  # a number that the tree does not mention
-        tensors = [found.get(n, values.get(n, unused)) for n in self._numbers]
+        tensors = self._match.tensors.beside(self._values())
         return _put(self._frame, tensors, self._terms, self._match.wholes)
 
     def _values(self) -> dict[int, torch.Tensor]:
@@ -295,16 +297,12 @@ def _allocate(manifest: Manifest, nbytes: int, terms: Terms) -> Loan:
 
 def _at_home(backings: Backings, ports: PortFor) -> int:
     """Return how many bytes need no arena in a direct receive."""
-    tensors, sizes, parts = backings.tensors, backings.sizes, backings.parts
-    devices = {tensor.device for tensor in tensors}
-    away = {device for device in devices if ports(device) is not None}
+    sizes, parts = backings.sizes, backings.parts
+    away = {device for device in backings.devices() if ports(device) is not None}
     nbytes = sum(sizes) - sum(sizes[entry] for entry in parts)
-    if away:
-        nbytes -= sum(
-            size
-            for entry, (tensor, size) in enumerate(zip(tensors, sizes, strict=True))
-            if tensor.device in away and entry not in parts
-        )
+    for entry, tensor in enumerate(backings.tensors if away else ()):
+        if tensor.device in away and entry not in parts:
+            nbytes -= sizes[entry]
     return nbytes
 
 

@@ -5,31 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from aiockpt._backings import Backings
-from aiockpt._distributed import take_apart
 from aiockpt._drafts import Drafts, draft
 from aiockpt._gc import collector_paused
-from aiockpt._leaves import extension
-from aiockpt.errors import AiockptError, StateDictError, UnsupportedLeafError
-from aiockpt.wire.layout import Storage, plan_segment
+from aiockpt._numbering import Numbering
+from aiockpt.errors import AiockptError, StateDictError
+from aiockpt.wire.layout import plan_segment
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import TensorSpec
-from aiockpt.wire.paths import Node, Path, format_path
+from aiockpt.wire.paths import Node
 from aiockpt.wire.references import renumber
-from aiockpt.wire.registry import REGISTRY, register_leaf
-from aiockpt.wire.tree import encode_tree
+from aiockpt.wire.registry import register_leaf
+from aiockpt.wire.storages import Storages
 
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
-
-__all__ = ["Description", "Survey", "describe", "register_leaf", "survey"]
-
-_DENSE_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+__all__ = [
+    "Description",
+    "Layout",
+    "Survey",
+    "describe",
+    "lay_out",
+    "register_leaf",
+    "survey",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Description:
     """
 
     tree: Node
-    storages: Sequence[Storage]
+    storages: Storages
     offsets: Sequence[int]
     segment_bytes: int
     backings: Backings
@@ -62,75 +62,21 @@ class Survey:
     wholes: Mapping[int, torch.Tensor]
 
 
-class _Collector:
-    """Numbers tensors as the tree codec meets them; one object, one number."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a survey's tensors come in a checkpoint.
 
-    def __init__(self, limits: Limits, *, allow_pickle: bool, writing: bool) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.names: dict[str, None] = {}
-        self.wholes: dict[int, torch.Tensor] = {}
-        self.writing = writing
-        self._numbers: dict[int, int] = {}
-        self._limits = limits
-        self._allow_pickle = allow_pickle
+    ``firsts`` are the numbers that entries go by in the survey, in the order of the
+    data segment, as ``storages`` and ``offsets``; ``numbers`` are the tensors' numbers
+    in the manifest, in the order of the survey.
+    """
 
-    def encode(self, value: object, path: Path = ()) -> Node:
-        """Return the tree of a value that is at ``path``."""
-        return encode_tree(
-            value,
-            registry=REGISTRY,
-            leaf=partial(self._leaf_below, path) if path else self._leaf,
-            limits=self._limits,
-        )
-
-    def _leaf_below(self, above: Path, value: object, path: Path) -> Node:
-        return self._leaf(value, (*above, *path))
-
-    def _leaf(self, value: object, path: Path) -> Node:
-        """Say how a leaf travels; None where it cannot."""
-        if _is_dense_tensor(value):
-            return ["tensor", self._number(value, path)]
-        if (parts := take_apart(value, path)) is not None:
-            for tensor in parts.tensors:
-                self._number(tensor, path)  # the entry has the name of the whole
-                self.wholes[id(tensor)] = parts.whole
-            self.wholes.setdefault(id(parts.whole), parts.whole)
-            return ["ext", parts.tag, self.encode(parts.payload, path)]
-        if self.writing and isinstance(value, torch.Tensor) and value.is_quantized:
-            remedy = "it cannot be received into; receive without a template"
-            raise UnsupportedLeafError(format_path(path), "quantized tensor", remedy)
-        if type(value) is bytes:
-            blob = torch.frombuffer(bytearray(value), dtype=torch.uint8)
-            return ["blob", self._number(blob, path)]
-        odd = extension(value, path, allow_pickle=self._allow_pickle)
-        return None if odd is None else ["ext", odd.tag, self.encode(odd.payload, path)]
-
-    def _number(self, tensor: torch.Tensor, path: Path) -> int:
-        identity = id(tensor)
-        number = self._numbers.get(identity)
-        if number is None:
-            number = self._numbers[identity] = len(self.tensors)
-            self.tensors.append(tensor)
-            name = format_path(path) or "tensor"
-            if name in self.names or name == "__metadata__":
-                name = self._another(name)
-            self.names[name] = None
-        return number
-
-    def _another(self, name: str) -> str:
-        again = 2
-        while (unique := f"{name}#{again}") in self.names:
-            again += 1
-        return unique
-
-
-def _is_dense_tensor(value: object) -> TypeIs[torch.Tensor]:
-    return (
-        type(value) in _DENSE_TYPES
-        and value.layout is torch.strided  # type: ignore[attr-defined]
-        and not value.is_quantized  # type: ignore[attr-defined]
-        and not value.is_nested  # type: ignore[attr-defined]
-    )
+    firsts: Sequence[int]
+    storages: Storages
+    offsets: Sequence[int]
+    segment_bytes: int
+    views: Sequence[TensorSpec]
+    numbers: Sequence[int]
 
 
 def survey(
@@ -146,12 +92,12 @@ def survey(
         LimitExceededError: too deep or too many nodes; containers with cycles too.
         StateDictError: a tensor or a registered type failed when it was looked at.
     """
-    collector = _Collector(limits, allow_pickle=allow_pickle, writing=writing)
+    numbering = Numbering(limits, allow_pickle=allow_pickle, writing=writing)
     with _looking():
-        tree = collector.encode(state_dict)
-        tensors, names = collector.tensors, [*collector.names]
-        wholes = collector.wholes
-        del collector  # its tables are large, and there is more to come
+        tree = numbering.encode(state_dict)
+        tensors, names = numbering.tensors, [*numbering.names]
+        wholes = numbering.wholes
+        del numbering  # its tables are large, and there is more to come
         drafts = draft(tensors, names, writing=writing)
     return Survey(tree, tensors, names, drafts, wholes)
 
@@ -179,30 +125,36 @@ def describe(
         state_dict, limits=limits, allow_pickle=allow_pickle, writing=writing
     )
     with _looking():
-        return _laid_out(found)
-
-
-def _laid_out(found: Survey) -> Description:
-    drafts, firsts = found.drafts, found.drafts.entries()
-    storages = [drafts.storage(number, found.names[number]) for number in firsts]
-    order, offsets, segment_bytes = plan_segment(storages)
-    firsts = [firsts[index] for index in order]
-    views, numbers = _number_tensors(drafts, firsts)
-    renumber(found.tree, numbers)
+        layout = lay_out(found)
+        renumber(found.tree, layout.numbers)
     return Description(
         tree=found.tree,
-        storages=[storages[index] for index in order],
-        offsets=offsets,
-        segment_bytes=segment_bytes,
-        backings=drafts.backings.taken(firsts),
-        views=views,
+        storages=layout.storages,
+        offsets=layout.offsets,
+        segment_bytes=layout.segment_bytes,
+        backings=found.drafts.backings.taken(layout.firsts),
+        views=layout.views,
     )
+
+
+def lay_out(found: Survey) -> Layout:
+    """Give every tensor its place; whoever uses the tree renumbers it."""
+    drafts, firsts = found.drafts, found.drafts.entries()
+    storages = drafts.storages(firsts, found.names)
+    order, offsets, segment_bytes = plan_segment(storages)
+    if order != range(len(firsts)):
+        firsts = [*map(firsts.__getitem__, order)]
+    views, numbers = _number_tensors(drafts, firsts)
+    taken = storages.taken(order)
+    return Layout(firsts, taken, offsets, segment_bytes, views, numbers)
 
 
 def _number_tensors(
     drafts: Drafts, firsts: Sequence[int]
-) -> tuple[list[TensorSpec], list[int]]:
+) -> tuple[Sequence[TensorSpec], Sequence[int]]:
     """Number the plain tensors after their entries, and the others behind them."""
+    if isinstance(firsts, range):  # of all tensors: each is an entry, in its order
+        return (), firsts
     views: list[TensorSpec] = []
     numbers = [0] * len(drafts.codes)
     for entry, first in enumerate(firsts):

@@ -13,14 +13,12 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Final, Self
 
-from xxhash import xxh3_128
-
 from aiockpt._copy import CopyPlan
 from aiockpt._device import Event, PortFor, port_for
 from aiockpt.errors import AiockptError, StagingError
 from aiockpt.flatten import describe
 from aiockpt.memory import Arena, ArenaPool
-from aiockpt.wire.chunks import ChunkGrid
+from aiockpt.wire.chunks import ChunkGrid, Digester
 from aiockpt.wire.limits import DEFAULT_LIMITS
 from aiockpt.wire.manifest import Manifest, build_manifest
 from aiockpt.wire.relabel import UNSEALED
@@ -62,8 +60,7 @@ class LiveState:
         self._description, self._step = found, step
         self.segment_bytes = found.segment_bytes
         self._grid = ChunkGrid(found.segment_bytes, chunk_bytes)
-        self._digests = [UNSEALED] * len(self._grid)
-        self._state = xxh3_128()
+        self._digester = Digester(self._grid, unknown=UNSEALED)
         self.header_bytes = self.seal().header_bytes
         away = any(
             ports(device) for device in {t.device for t in found.backings.tensors}
@@ -76,7 +73,7 @@ class LiveState:
         self._plan = CopyPlan(
             found.backings,
             found.offsets,
-            [storage.nbytes for storage in found.storages],
+            found.storages.sizes,
             arena=self._arena,
             port_for=ports,
         )
@@ -109,19 +106,7 @@ class LiveState:
         if self._pool is not None:
             with self._copying():
                 self._stage(start, stop)
-        found: list[memoryview] = []
-        while start < stop:
-            chunk = self._grid.index_of(start)
-            end = self._grid.range(chunk)[1]
-            piece = self._memory.buffers(start, min(stop, end))
-            for view in piece:
-                self._state.update(view)
-            if end <= stop:
-                self._digests[chunk] = self._state.hexdigest()
-                self._state.reset()
-            found += piece
-            start = end
-        return found
+        return self._digester.views(start, stop, self._memory.buffers)
 
     def seal(self) -> Manifest:
         """Return the manifest; before all bytes were asked for, it has no digests."""
@@ -131,7 +116,7 @@ class LiveState:
             storages=self._description.storages,
             views=self._description.views,
             tree=self._description.tree,
-            digests=self._digests,
+            digests=self._digester.digests,
         )
 
     def _begin(self) -> None:

@@ -106,20 +106,21 @@ class Arena:
         """Return the writable bytes of ``[start, stop)`` as one view."""
         return [memoryview(self._map)[start:stop]] if stop > start else []
 
-    def populate(self, start: int, stop: int) -> None:
+    def populate(self, start: int, stop: int, *, every: bool = False) -> None:
         """Have the pages of ``[start, stop)`` mapped now, not when bytes arrive.
 
         It only saves time, mostly that of a loop: on a virtual machine that gives free
         memory back to its host, each first touch may take milliseconds. A first touch
         that is quick is left to whoever brings the bytes, which then are still in the
-        cache; so a sample decides. For threads; the interpreter lock is free meanwhile.
+        cache; so a sample decides, unless ``every`` page is asked for. For threads; the
+        interpreter lock is free meanwhile.
         """
         if sys.platform != "linux":
             return
         for at in range(start - start % _STRIDE, stop, _STRIDE):
             began = time.perf_counter()
             self._touch(at)
-            if time.perf_counter() - began > _QUICK:
+            if every or time.perf_counter() - began > _QUICK:
                 for rest in range(at + _HUGE_PAGE, min(at + _STRIDE, stop), _HUGE_PAGE):
                     self._touch(rest)
 
@@ -177,7 +178,7 @@ class Borrowed(Arena):
     def __init__(self, fd: int, nbytes: int) -> None:
         self._adopt(nbytes, -1, mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY))
 
-    def populate(self, start: int, stop: int) -> None:
+    def populate(self, start: int, stop: int, *, every: bool = False) -> None:
         """Do nothing: a page that is made writable is a copy."""
 
 

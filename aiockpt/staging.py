@@ -8,29 +8,32 @@ waits for the copies, leaves the digests to the process that writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 from aiockpt._bridge import Bridge
 from aiockpt._copy import CopyPlan, Fences, InPlace
 from aiockpt._device import Event, PortFor, completed, port_for
+from aiockpt._frontier import Frontier
 from aiockpt._inline import Inline
 from aiockpt._snapshot import Snapshot
 from aiockpt._tasks import together
 from aiockpt.errors import AiockptError, StagingError
 from aiockpt.flatten import Description, describe
 from aiockpt.memory import Arena, ArenaPool
-from aiockpt.wire.chunks import (
-    ChunkGrid,
-    check_chunk_bytes,
-    digest,
-)
+from aiockpt.wire.chunks import ChunkGrid, check_chunk_bytes, digest
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import Manifest, build_manifest
 from aiockpt.wire.relabel import UNSEALED, with_step
 
-__all__ = ["Snapshot", "Stager", "StagerOptions"]
+__all__ = ["Follow", "Snapshot", "Stager", "StagerOptions"]
+
+Follow: TypeAlias = Callable[[Snapshot], Awaitable[None]]
+"""Is given a snapshot that is being staged; takes a reference if it wants to read."""
 
 # What is copied at once where no digest is computed beside it: long enough that the
 # way to a thread and back costs nothing, short enough to cancel.
@@ -47,6 +50,7 @@ class StagerOptions:
         seal: Compute digests; else the manifest is unsealed (`wire.relabel`).
         pin: Page-lock arenas where a device gains from it.
         poll: Poll for the end of a device's copies; else a thread blocks until then.
+        beside: Let who follows read while the rest is copied; else when all is there.
     """
 
     shared: bool = False
@@ -54,6 +58,7 @@ class StagerOptions:
     seal: bool = True
     pin: bool = True
     poll: bool = True
+    beside: bool = True
 
 
 @dataclass(slots=True)
@@ -108,30 +113,49 @@ class Stager:
             dispose=lambda arena: bridge.post(arena.close),
         )
 
-    async def stage(self, state_dict: object, *, step: int) -> Snapshot:
+    async def stage(
+        self, state_dict: object, *, step: int, follow: Follow | None = None
+    ) -> Snapshot:
         """Return a snapshot; the state dict may be mutated from then on.
+
+        Without digests, ``follow`` is given it before a byte is copied: its readers
+        stay behind its ``frontier``.
 
         Raises:
             UnsupportedLeafError: a leaf cannot travel; nothing was copied.
-            StagingError: a copy failed.
+            StagingError: a copy failed. What ``follow`` raises comes out as it is.
 
-        If cancelled, waits for the copy of the current chunk and keeps nothing.
+        If cancelled, waits for the copy of the current chunk and keeps nothing: who
+        follows is told by the frontier, and the last one to let go frees the memory.
         """
+        assert follow is None or not self._options.seal, "digests come at the end"
         description = await self._bridge.run(self._describe, state_dict)
         arena = self._take(description.segment_bytes)
         plans: list[CopyPlan] = []
+        undo = free = partial(self._free, arena, plans)
+        frontier = Frontier()
         try:
-            job = await self._bridge.run(self._plan, description, arena, plans)
-            digests = await self._copy(job)
-            manifest = await self._bridge.run(_seal, job, step, digests)
+            with _failing(step):
+                job = await self._bridge.run(self._plan, description, arena, plans)
+                digests = [UNSEALED] * len(job.grid)
+                if self._options.seal:
+                    digests = await self._copy(job, frontier)
+                manifest = await self._bridge.run(_seal, job, step, digests)
+            made = partial(Snapshot, manifest, job.memory, live=job.live)
+            snapshot = made(on_free=free, frontier=frontier)
+            undo = partial(snapshot.release)
+            if follow is not None:
+                await follow(snapshot)
+            with _failing(step):
+                if not self._options.seal:
+                    await self._copy(job, frontier)
         except BaseException as error:
-            # Not awaited: a cancelled caller must not be able to cut it short.
-            self._bridge.post(self._salvage, arena, plans)
-            if isinstance(error, Exception) and not isinstance(error, AiockptError):
-                raise StagingError(f"staging step {step} failed: {error}") from error
+            frontier.fail(_reason(error))
+            undo()
             raise
-        free = partial(self._give_back, arena)
-        return Snapshot(manifest, job.memory, live=self._zero_copy, on_free=free)
+        plans.clear()
+        frontier.finish()
+        return snapshot
 
     async def relabel(self, snapshot: Snapshot, *, step: int) -> Snapshot:
         """Return a snapshot of the same memory under another step.
@@ -167,6 +191,14 @@ class Stager:
         else:
             self._pool.give_back(arena)
 
+    def _free(self, arena: Arena, plans: Sequence[CopyPlan]) -> None:
+        """Take back an arena, of which ``plans`` may still be copying something."""
+        if plans:
+            # Not awaited: a cancelled caller must not be able to cut it short.
+            self._bridge.post(self._salvage, arena, tuple(plans))
+        else:
+            self._give_back(arena)
+
     def _salvage(self, arena: Arena, plans: Iterable[CopyPlan]) -> None:
         """Take back an arena when nothing that was left in flight writes to it."""
         for plan in plans:
@@ -179,7 +211,7 @@ class Stager:
         plan = CopyPlan(
             description.backings,
             description.offsets,
-            [storage.nbytes for storage in description.storages],
+            description.storages.sizes,
             arena=arena,
             port_for=self._ports,
         )
@@ -192,7 +224,7 @@ class Stager:
         grid = ChunkGrid(description.segment_bytes, self._chunk_bytes)
         return _Job(description, grid, plan, memory, self._zero_copy)
 
-    async def _copy(self, job: _Job) -> list[str]:
+    async def _copy(self, job: _Job, frontier: Frontier) -> list[str]:
         """Copy everything, ``threads`` pieces at a time; return the chunks' digests."""
         fences = job.plan.fences()
         dense = await self._bridge.run(job.plan.stage_parts, fences)
@@ -209,6 +241,8 @@ class Stager:
                 found = await self._bridge.run(copy, job, start, stop)
                 if found is not None:
                     digests[piece] = found
+                if self._options.beside:
+                    frontier.add(start, stop)
 
         await together([worker] * min(self._threads, len(pieces)))
         return digests
@@ -224,6 +258,23 @@ class Stager:
                 await completed(event)
             else:
                 await self._bridge.run(event.synchronize)
+
+
+@contextmanager
+def _failing(step: int) -> Iterator[None]:
+    """Say that staging failed."""
+    try:
+        yield
+    except AiockptError:
+        raise
+    except Exception as error:
+        raise StagingError(f"staging step {step} failed: {error}") from error
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, asyncio.CancelledError):
+        return "it was cancelled"
+    return str(error) or type(error).__name__
 
 
 def _copy_host(job: _Job, start: int, stop: int) -> None:

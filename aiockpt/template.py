@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -14,13 +15,14 @@ from aiockpt._pairing import Pairing
 from aiockpt._places import Places, is_filled, mismatch, path_of
 from aiockpt._wholes import layouts
 from aiockpt.errors import RemoteProtocolError, UnsupportedLeafError
-from aiockpt.flatten import survey
+from aiockpt.flatten import Layout, lay_out, survey
+from aiockpt.wire.foretelling import Foretold, foretell
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import Manifest
 from aiockpt.wire.paths import Node, format_path
-from aiockpt.wire.references import Reference, mentions
+from aiockpt.wire.references import Reference, mentions, renumber
 
-__all__ = ["Match", "Template"]
+__all__ = ["Filled", "Match", "Template"]
 
 _REMEDY = (
     "what it is made of cannot be received into; put None in its place, "
@@ -43,14 +45,14 @@ class Match:
     """
 
     backings: Backings
-    tensors: Mapping[int, torch.Tensor]
+    tensors: Filled
     parts: Set[int]
     blobs: Set[int]
     wholes: Mapping[int, torch.Tensor]
 
     def changed(self) -> Iterator[torch.Tensor]:
         """Yield every tensor of the template that has other elements once filled."""
-        yield from self.tensors.values()
+        yield from self.tensors.each()
         yield from filter(has_version, self.wholes.values())
 
 
@@ -66,12 +68,32 @@ class Template:
         self, state_dict: object, *, limits: Limits, allow_pickle: bool
     ) -> None:
         own = survey(state_dict, limits=limits, allow_pickle=allow_pickle, writing=True)
+        self._own, self._limits = own, limits
         self._tree, self._tensors, self._drafts = own.tree, own.tensors, own.drafts
-        self._wholes, self._limits = own.wholes, limits
-        self._count = _count_filled(own.tree)
+        self._wholes = own.wholes
+        self._count, self._values = _count_filled(own.tree)
+        self._foretold: tuple[Foretold, Layout] | None = None
 
     def __repr__(self) -> str:
         return f"<Template tensors={self._count}>"
+
+    def foretell(self) -> Foretold | None:
+        """Return what the header of such a checkpoint says, if that can be foretold.
+
+        It saves `decode_header` and `match` their work where the sender has just such a
+        state dict.
+        """
+        if self._values or self._wholes or self._foretold is not None:
+            return None
+        with collector_paused():
+            layout = lay_out(self._own)
+            renumber(self._tree, layout.numbers)
+            found = foretell(layout.storages, layout.views, self._tree)
+            if found is None:
+                renumber(self._tree, _inverse(layout))
+            else:
+                self._foretold = found, layout
+        return found
 
     def match(self, manifest: Manifest) -> Match:
         """Return where the checkpoint goes, tensor by tensor, matched by path.
@@ -85,7 +107,23 @@ class Template:
             RemoteProtocolError: the tree names a tensor that there is not.
         """
         with collector_paused():
+            if self._foretold is not None:
+                foretold, layout = self._foretold
+                if manifest.tree is foretold.tree:  # and so is everything else
+                    return self._matched(layout)
+                self._foretold = None
+                renumber(self._tree, _inverse(layout))
             return self._match(manifest)
+
+    def _matched(self, layout: Layout) -> Match:
+        """Return where a checkpoint goes that is laid out as this would be."""
+        return Match(
+            self._drafts.backings.taken(layout.firsts),
+            Filled(self._tensors, _inverse(layout)),
+            set(),
+            set(),
+            self._wholes,
+        )
 
     def _match(self, manifest: Manifest) -> Match:
         places = Places(self._tree)
@@ -102,7 +140,7 @@ class Template:
         _keep_apart(manifest, values, pairing)
         return Match(
             self._drafts.backings.taken(pairing.entries.there),
-            _Filled(self._tensors, pairing.tensors.there),
+            Filled(self._tensors, pairing.tensors.there),
             {value.number for value in values if value.kind == "tensor"},
             {value.number for value in values if value.kind == "blob"},
             self._wholes,
@@ -132,20 +170,32 @@ class Template:
         return pairing
 
 
-def _count_filled(tree: Node) -> int:
-    """Count the tensors to fill, and refuse those that a leaf is made of.
+def _inverse(layout: Layout) -> Sequence[int]:
+    """Return the number in the survey by the number in the manifest, or -1."""
+    numbers = layout.numbers
+    if isinstance(numbers, range):
+        return numbers  # they are the same
+    inverse = array("q", [-1]) * (len(layout.firsts) + len(layout.views))
+    for own, number in enumerate(numbers):
+        inverse[number] = own
+    return inverse
+
+
+def _count_filled(tree: Node) -> tuple[int, int]:
+    """Count the tensors to fill and the values; refuse tensors that a leaf is made of.
 
     A sparse tensor's indices are valid for its size alone, and nothing compares that
     with the sender's: once they were filled, reading it would leave its memory.
     """
-    count = 0
+    count = values = 0
     for mention in mentions(tree):
         filled = is_filled(mention)
         if mention.kind == "tensor" and mention.leaf is not None and not filled:
             where, tag = mention.leaf
             raise UnsupportedLeafError(format_path(where), tag, _REMEDY)
         count += len(mention.numbers) if filled else 0
-    return count
+        values += not filled
+    return count, values
 
 
 def _check(numbers: Sequence[int], count: int) -> None:
@@ -164,7 +214,7 @@ def _keep_apart(
             raise mismatch(path, expected=memory, actual="tensors only")
 
 
-class _Filled(Mapping[int, torch.Tensor]):
+class Filled(Mapping[int, torch.Tensor]):
     """Tensors by the manifest's numbers, without an object for each of these."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], there: Sequence[int]) -> None:
@@ -182,3 +232,18 @@ class _Filled(Mapping[int, torch.Tensor]):
 
     def __len__(self) -> int:
         return sum(own >= 0 for own in self._there)
+
+    def __bool__(self) -> bool:
+        return any(own >= 0 for own in self._there)
+
+    def each(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors: what `values` does by many calls."""
+        return (self._tensors[own] for own in self._there if own >= 0)
+
+    def beside(self, others: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Return a tensor for each number: of ``others``, where this has none."""
+        unused = torch.empty(0)  # a number that the tree does not mention
+        return [
+            self._tensors[own] if own >= 0 else others.get(number, unused)
+            for number, own in enumerate(self._there)
+        ]

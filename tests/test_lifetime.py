@@ -146,6 +146,16 @@ class TestWithdrawal:
             assert [type(result) for result in results] == [StepNotFoundError] * 2
             assert "step=None" in repr(sender)
 
+    async def test_it_wins_over_a_send_that_has_hardly_begun(self) -> None:
+        """Which only looks whether it serves already."""
+        async with transport() as sender:
+            send = asyncio.create_task(sender.send_checkpoint([], 1, weights()))
+            await asyncio.sleep(0)
+            await sender.disallow_checkpoint()
+            with pytest.raises(StepNotFoundError):
+                await send
+            assert "step=None" in repr(sender)
+
     async def test_it_wins_over_a_renaming(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -58,6 +58,14 @@ class TestPopulate:
         assert 0 < resident(arena) * mmap.PAGESIZE <= arena.nbytes // 2
         arena.close()
 
+    def test_every_page_is_there_where_that_is_asked_for(self, monkeypatch) -> None:
+        """However quick they are."""
+        monkeypatch.setattr(memory, "_QUICK", 60.0)
+        arena = Arena(40 << 20)
+        arena.populate(0, 16 << 20, every=True)
+        assert (16 << 20) <= resident(arena) * mmap.PAGESIZE <= (20 << 20)
+        arena.close()
+
     def test_what_lies_there_stays(self, monkeypatch) -> None:
         """A resumed receive has bytes in the range already."""
         monkeypatch.setattr(memory, "_QUICK", 0.0)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from aiockpt import PeerFailedError, UnsupportedLeafError
+from aiockpt import PeerFailedError, TransferTimeoutError, UnsupportedLeafError
 from aiockpt.testing import assert_same
 from serving import settle
 from transports import Transport, pair, port_of, receive, transport, weights
@@ -34,6 +34,17 @@ async def test_a_receiver_that_waits_is_told_why_nothing_comes() -> None:
             await waiting
         await sender.send_checkpoint([1], 1, weights())
         assert_same(await receive(sender, receiver), weights())
+
+
+async def test_it_is_told_of_a_send_that_had_no_time() -> None:
+    """However early that ended."""
+    async with pair() as (sender, receiver):
+        waiting = asyncio.ensure_future(receive(sender, receiver, timeout=60))
+        await settle(lambda: sender.statistics().waiting > 0)
+        with pytest.raises(TransferTimeoutError):
+            await sender.send_checkpoint([1], 1, weights(), timeout=0)
+        with pytest.raises(PeerFailedError, match="timed out after 0 s"):
+            await waiting
 
 
 async def test_what_was_offered_is_still_received() -> None:

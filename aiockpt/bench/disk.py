@@ -8,12 +8,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["Figures", "clean", "timed_call", "write_raw"]
+from aiockpt.bench.memory import warm_host
+
+__all__ = ["Figures", "clean", "settle", "timed_call", "write_raw"]
 
 Figures = dict[str, float]
 """What one measurement found, by name; ``seconds`` is always there."""
 
 _PIECE = 8 << 20
+_PAUSE = 0.3
 
 
 def write_raw(path: Path, memory: memoryview, *, fsync: bool) -> float:
@@ -37,6 +40,16 @@ def timed_call(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
+
+
+def settle(nbytes: int) -> None:
+    """Have the disk idle, and memory at hand for ``nbytes`` of the system's cache.
+
+    Both are what the one before may have left to whoever comes next.
+    """
+    os.sync()
+    time.sleep(_PAUSE)
+    warm_host(nbytes)
 
 
 def clean(directory: Path) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from aiockpt._bridge import Bridge
-from aiockpt.bench.disk import Figures, clean, timed_call, write_raw
-from aiockpt.bench.memory import TOUCHED, fresh, touch
+from aiockpt.bench.disk import Figures, clean, settle, timed_call, write_raw
+from aiockpt.bench.memory import TOUCHED, fresh, touch, warm_host
 from aiockpt.bench.raw import memcpy
 from aiockpt.bench.shapes import bytes_of, cut, numbered, shape_of
 from aiockpt.bench.torch_savers import RIVALS, RivalSave, write_whole
@@ -56,30 +56,28 @@ class Saver:
 
     async def release(self) -> None:
         """Close the checkpointer, and forget everything."""
+        await self._close_ours()
+        self._state, self._flat = {}, torch.empty(0, dtype=torch.uint8)
+
+    async def _close_ours(self) -> None:
         ours, self._ours = self._ours, None
         if ours is not None:
             await ours.close()
-        self._state, self._flat = {}, torch.empty(0, dtype=torch.uint8)
 
     # -------------------------------------------------------------- references
 
     async def memcpy(self, kind: str) -> Figures:
         """Copy the same bytes in one thread."""
+        warm_host(self._flat.nbytes)
         memory = fresh(kind, self._flat.nbytes)
         if kind == TOUCHED:
             touch(memory)
         return {"seconds": memcpy(memory, bytes_of(self._flat))}
 
     async def write_raw(self, *, fsync: bool) -> Figures:
-        """Write the same bytes to a plain file.
-
-        The first large write after a pause is slow, whoever makes it: one goes before,
-        unless the disk is waited for, which then would have more to do.
-        """
+        """Write the same bytes to a plain file."""
         path, memory = self._place / "raw", bytes_of(self._flat)
-        if not fsync:
-            write_raw(path, memory, fsync=False)
-            clean(self._place)
+        self._settle()
         return self._cleaned({"seconds": write_raw(path, memory, fsync=fsync)})
 
     # ------------------------------------------------------------------ saving
@@ -87,6 +85,7 @@ class Saver:
     async def save(self, *, first: bool) -> Figures:
         """Save in the background: until it may be mutated, until it is durable."""
         async with self._checkpointer(first=first) as ours:
+            self._settle(1 + first)  # the first one needs an arena, too
             started = time.perf_counter()
             handle = await ours.save(self._state, self._place / "step-1")
             staged = time.perf_counter() - started
@@ -98,16 +97,20 @@ class Saver:
         """Compute in plain Python while a save is written; what that costs, in %."""
         usual = await _spin(_for(_SPIN))
         async with self._checkpointer(first=False) as ours:
+            self._settle()
             handle = await ours.save(self._state, self._place / "step-1")
             beside = await _spin(lambda: not handle.done())
         return self._cleaned({"seconds": 1.0, **_slowdown(usual, beside)})
 
     async def save_rival(self, name: str) -> Figures:
         """Save by one of torch's asynchronous checkpointers, once it is warm."""
+        await self._close_ours()  # it has memory that the rival may need
         rival: RivalSave = RIVALS[name]()
         try:
             await self._bridge.run(rival.save, self._state, self._place / "warm")
             usual = await _spin(_for(_SPIN))
+            clean(self._place)
+            self._settle()
             found = await self._bridge.run(
                 rival.begin, self._state, self._place / "step-1"
             )
@@ -123,10 +126,12 @@ class Saver:
         config = CheckpointerConfig(writer_config=CheckpointWriterConfig(fsync=False))
         with make_sync_checkpointer(config, RankInfo(0, 1)) as ours:
             work = partial(ours.save, self._state, self._place / "step-1")
+            self._settle()
             return self._cleaned({"seconds": timed_call(work)})
 
     async def write_whole(self, how: str) -> Figures:
         """Save to one file by torch or by safetensors."""
+        self._settle()
         seconds = write_whole(how, self._state, self._place / "file")
         return self._cleaned({"seconds": seconds})
 
@@ -159,6 +164,7 @@ class Saver:
             "mapped": {"mmap": True, "verify": "none"},
             "one": {"select": [next(iter(self._state))]},
         }
+        warm_host(self._flat.nbytes)
         with make_sync_checkpointer(rank_info=RankInfo(0, 1)) as ours:
             return {
                 "seconds": timed_call(
@@ -169,6 +175,9 @@ class Saver:
     async def clean(self) -> None:
         """Remove what was saved."""
         clean(self._place)
+
+    def _settle(self, copies: int = 1) -> None:
+        settle(copies * self._flat.nbytes)
 
     def _cleaned(self, found: Figures) -> Figures:
         clean(self._place)

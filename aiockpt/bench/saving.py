@@ -27,6 +27,9 @@ _RIVALS = (
 )
 _WRITERS = ("torch.save", "safetensors.save_file")
 
+# One round of the asynchronous ones takes minutes at 2 GiB.
+_RIVAL_REPEAT = 1
+
 _NOT_MOVED = ("save beside Python", "death", "load, mapped", "load, one")
 
 # The targets, as shares of the reference's speed.
@@ -87,8 +90,11 @@ def measure_saving(
         Worker("saver") as saver,
     ):
         saver.call("prepare", key=shape.key, size=size, place=place)
-        for phase in (_saving, _loading):
+        for phase in (_durable, _at_once, _others, _loading):
             take_turns(phase(saver, found, rivals=rivals), repeat, note)
+        if rivals:
+            slow = [_rival(saver, found, name) for name in _RIVALS]
+            take_turns(slow, _RIVAL_REPEAT, note)
     return found
 
 
@@ -105,23 +111,32 @@ def _measurement(
     return lambda: found.note(name, saver.call(do, **arguments))
 
 
-def _saving(saver: Worker, found: Found, *, rivals: bool) -> list[Candidate]:
-    candidates = [
-        *_copies(saver, found, TOUCHED, SMALL),
-        _run(saver, found, "raw write", "write_raw", fsync=False),
+def _durable(saver: Worker, found: Found, *, rivals: bool) -> list[Candidate]:
+    del rivals  # none of them waits for the disk
+    return [
+        *_copies(saver, found, TOUCHED),
         _run(saver, found, "raw write and fsync", "write_raw", fsync=True),
-        _run(saver, found, "first save", "save", first=True),
         _run(saver, found, "save", "save", first=False),
-        _run(saver, found, "save beside Python", "spin_beside"),
+    ]
+
+
+def _at_once(saver: Worker, found: Found, *, rivals: bool) -> list[Candidate]:
+    writers = _writers() if rivals else ()
+    return [
+        _run(saver, found, "raw write", "write_raw", fsync=False),
         _run(saver, found, "SyncCheckpointer, no fsync", "save_here"),
+        *(_run(saver, found, how, "write_whole", how=how) for how in writers),
+    ]
+
+
+def _others(saver: Worker, found: Found, *, rivals: bool) -> list[Candidate]:
+    del rivals
+    return [
+        *_copies(saver, found, SMALL),
+        _run(saver, found, "first save", "save", first=True),
+        _run(saver, found, "save beside Python", "spin_beside"),
         _run(saver, found, "death", "killed"),
     ]
-    if rivals:
-        candidates += [
-            _run(saver, found, how, "write_whole", how=how) for how in _writers()
-        ]
-        candidates += [_rival(saver, found, name) for name in _RIVALS]
-    return candidates
 
 
 def _rival(saver: Worker, found: Found, name: str) -> Candidate:
@@ -137,6 +152,7 @@ def _writers() -> Sequence[str]:
 
 
 def _loading(saver: Worker, found: Found, *, rivals: bool) -> list[Candidate]:
+    del rivals
     saver.call("clean")
     saver.call("keep_one")
     return [

@@ -15,11 +15,11 @@ from aiockpt._deadline import Deadline
 from aiockpt._lifetime import Lifetime
 from aiockpt.checkpointers.base import Checkpointer, step_for
 from aiockpt.checkpointers.config import BusyPolicy
+from aiockpt.checkpointers.following import release, stage_and_submit
 from aiockpt.checkpointers.handle import (
     Account,
     CheckpointerStatistics,
     SaveHandle,
-    meter,
 )
 from aiockpt.checkpointers.loading import load
 from aiockpt.checkpointers.reader import CheckpointReader
@@ -122,7 +122,8 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
             TransferTimeoutError: with ``raise_on_failure``; as all other failures do,
                 it fails the handle otherwise.
 
-        If cancelled, nothing was handed over; other ranks are told, and fail theirs.
+        If cancelled, nothing is saved, also if writing had begun beside the staging;
+        other ranks are told, and fail theirs.
         """
         if self._raises:
             self._raise_unobserved()
@@ -136,11 +137,11 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
                     await self._save(handle, began, state_dict, progress, kwargs)
         except (SaveInProgressError, ClosedError, LocalProtocolError):
             raise
-        except asyncio.CancelledError:  # it was not handed over, and others wait for it
-            await self._writer.forsake(handle.path, handle.step, "it was cancelled")
+        except asyncio.CancelledError:
+            await self._forsake(handle, "it was cancelled")
             raise
         except Exception as error:
-            await self._writer.forsake(handle.path, handle.step, str(error))
+            await self._forsake(handle, str(error))
             self._account.failed(handle, error)  # and training goes on
             if self._raises:
                 handle.observed = True
@@ -230,15 +231,9 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         progress: Callable[[Progress], None] | None,
         kwargs: dict[str, Any],
     ) -> None:
-        staged = await self._stager.stage(state_dict, **{"step": handle.step, **kwargs})
-        try:
-            nbytes = staged.nbytes if isinstance(staged, StagedState) else 0
-            submission = await self._writer.submit(
-                staged, handle.path, kwargs, meter(progress, nbytes)
-            )
-        except BaseException:
-            _release(staged)
-            raise
+        staged, submission = await stage_and_submit(
+            self._stager, self._writer, state_dict, handle, kwargs, progress
+        )
         self._keep(staged)
         self._account.staged(handle, submission.nbytes, began)
         if self._policy == "replace" and len(self._under_way) >= _SLOTS:
@@ -246,12 +241,17 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
             self._writer.drop(next(reversed(self._under_way)))
         self._follow(handle, submission)
 
+    async def _forsake(self, handle: SaveHandle, reason: str) -> None:
+        """Tell the ranks that wait for it, unless a writer has it, which tells them."""
+        if not handle.handed_over:
+            await self._writer.forsake(handle.path, handle.step, reason)
+
     def _keep(self, staged: Any) -> None:
         """Let go of the snapshot before, which is not the last one any more."""
         if not self._keeps:
-            _release(staged)
+            release(staged)
             return
-        _release(self._last)
+        release(self._last)
         self._last = staged if isinstance(staged, StagedState) else None
 
     def _follow(self, handle: SaveHandle, submission: Submission) -> None:
@@ -291,10 +291,5 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
     async def _settle(self) -> None:
         """Let the handles know, and let go of the last snapshot."""
         await asyncio.sleep(0)
-        _release(self._last)
+        release(self._last)
         self._last = None
-
-
-def _release(staged: Any) -> None:
-    if isinstance(staged, StagedState):
-        staged.release()

@@ -11,12 +11,12 @@ import logging
 import os
 import socket
 import threading
-from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 from aiockpt._channel import Channel
+from aiockpt._mapped import trusted_header
+from aiockpt.checkpointers.inbox import Inbox, Preparation
 from aiockpt.checkpointers.jobs import Job
 from aiockpt.checkpointers.keeper import Keeper
 from aiockpt.checkpointers.messages import (
@@ -27,75 +27,19 @@ from aiockpt.checkpointers.messages import (
     Forsake,
     FromWorker,
     Setup,
+    Staged,
+    Unstaged,
     Write,
     decode_to_worker,
 )
 from aiockpt.wire.manifest import Manifest
 
-__all__ = ["Control", "Inbox", "Preparation"]
+__all__ = ["Control"]
 
 logger = logging.getLogger("aiockpt")
 
 BEAT: Final = 1.0
 """Seconds between two signs of life while something is being written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Preparation:
-    """What comes before the first write: the init functions, in a parcel."""
-
-    setup: Setup
-    parcel: int
-
-
-Work: TypeAlias = Preparation | Job | Forsake
-
-
-class Inbox:
-    """What the main thread is to do, in order. For threads."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._work: deque[Work] = deque()
-        self._closed = False
-        self._at_work = False
-
-    def __repr__(self) -> str:
-        return f"<Inbox waiting={len(self._work)}>"
-
-    @property
-    def busy(self) -> bool:
-        """Whether there is anything to do, or something is being done."""
-        return self._at_work or bool(self._work)
-
-    def put(self, work: Work) -> None:
-        """Add what is to be done."""
-        with self._changed:
-            self._work.append(work)
-            self._changed.notify()
-
-    def take(self) -> Work | None:
-        """Wait for the next thing to do; None: there will be nothing more."""
-        with self._changed:
-            self._at_work = False
-            self._changed.wait_for(lambda: self._work or self._closed)
-            self._at_work = bool(self._work)
-            return self._work.popleft() if self._work else None
-
-    def drop(self, number: int) -> Job | None:
-        """Return a write that nobody has taken, which is then forgotten."""
-        with self._changed:
-            for work in self._work:
-                if isinstance(work, Job) and work.request.number == number:
-                    self._work.remove(work)
-                    return work
-        return None
-
-    def close(self) -> None:
-        """Say that nothing more comes. Idempotent."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
 
 
 class Control:
@@ -114,6 +58,7 @@ class Control:
         self._patience = BEAT
         self._limit: asyncio.TimerHandle | None = None
         self._keeper: Keeper | None = None
+        self._staging: dict[int, Job] = {}
         self._trainer = -1
         self._started = threading.Event()
         self._ending = False
@@ -201,10 +146,11 @@ class Control:
         if isinstance(message, Setup):
             self._set_up(message, *fds)
         elif isinstance(message, Write):
-            job = Job.of(message, fds)
-            if self._keeper is not None:
-                self._keeper.hold(job)
-            self._inbox.put(job)
+            self._take(Job.of(message, fds))
+        elif isinstance(message, Staged):
+            self._advance(message)
+        elif isinstance(message, Unstaged):
+            self._call_off(message)
         elif isinstance(message, Forsake):
             self._inbox.put(message)
         elif isinstance(message, Drop):
@@ -224,13 +170,50 @@ class Control:
             self._trainer_gone()
         self._inbox.put(Preparation(setup, parcel))
 
-    def _drop(self, number: int) -> None:
+    def _take(self, job: Job) -> None:
+        number = job.request.number
+        if self._keeper is not None:
+            self._keeper.expect(job)
+        self._staging[number] = job
+        self._inbox.put(job)
+        if job.frontier.done:
+            self._staged(number)
+
+    def _advance(self, message: Staged) -> None:
+        job = self._staging.get(message.number)
+        if job is None:
+            return  # it was dropped, and the trainer does not know yet
+        job.frontier.advance(message.nbytes)
+        if message.done:
+            job.frontier.finish()
+            self._staged(message.number)
+
+    def _staged(self, number: int) -> None:
+        del self._staging[number]
+        if self._keeper is not None:
+            self._keeper.hold(number)
+
+    def _call_off(self, message: Unstaged) -> None:
+        """Fail a write that has begun; drop one that has not, and tell its ranks."""
+        number, job = message.number, self._staging.pop(message.number, None)
+        if job is None:
+            return
+        job.frontier.fail(message.reason)
+        if self._drop(number):
+            step = trusted_header(job.header).step
+            self._inbox.put(Forsake(job.request.path, step, message.reason))
+        elif self._keeper is not None:
+            self._keeper.let_go(number)
+
+    def _drop(self, number: int) -> bool:
         job = self._inbox.drop(number)
         if job is not None:
+            self._staging.pop(number, None)
             if self._keeper is not None:
                 self._keeper.let_go(number)
             job.close()
             self._channel.send(Dropped(number))
+        return job is not None
 
     def _close(self, message: Close) -> None:
         if message.keep:
@@ -248,9 +231,13 @@ class Control:
         """Finish what was handed over, and keep the last snapshot if told to."""
         if self._trainer >= 0:  # it would be told again and again
             self._loop.remove_reader(self._trainer)
+        self._channel.read()  # what it said last
+        for number in [*self._staging]:
+            self._staging.pop(number).frontier.fail("the trainer has gone")
+            if self._keeper is not None:
+                self._keeper.let_go(number)
         if self._ending:
             return
-        self._channel.read()  # what it said last
         self._end()
         if self._keeper is not None:
             self._keeper.start()

@@ -60,6 +60,7 @@ class SaveHandle:
         self.skipped = False
         self.replaced = False
         self.observed = False
+        self.handed_over = False
         self._ended = asyncio.Event()
         self._error: BaseException | None = None
 

@@ -1,7 +1,8 @@
-"""One write: a staged snapshot, sealed and given to the writer. It blocks."""
+"""One write: a snapshot, given to the writer as it is staged and sealed. It blocks."""
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from collections.abc import Callable, Mapping
@@ -11,24 +12,30 @@ from typing import Any, Protocol, Self, cast
 import msgspec
 
 from aiockpt._channel import unpack
+from aiockpt._frontier import Frontier
 from aiockpt._mapped import TRUSTED
 from aiockpt.checkpointers.messages import Write
 from aiockpt.checkpointers.writer import CheckpointWriter
-from aiockpt.wire.chunks import digest
+from aiockpt.errors import StagingError
+from aiockpt.wire.chunks import Digester, digest
 from aiockpt.wire.manifest import Manifest
 from aiockpt.wire.registry import REGISTRY
-from aiockpt.wire.relabel import with_digests
+from aiockpt.wire.relabel import UNSEALED, with_digests
 from aiockpt.wire.tree import encode_tree
 from aiockpt.wire.untree import decode_tree
 
 __all__ = [
     "Job",
     "Staged",
+    "Watch",
     "decode_keywords",
     "encode_keywords",
+    "forsake",
     "perform",
     "sealed",
 ]
+
+logger = logging.getLogger("aiockpt")
 
 
 class Staged(Protocol):
@@ -50,6 +57,7 @@ class Job:
     header: bytes
     keywords: bytes
     arena: int
+    frontier: Frontier
 
     @classmethod
     def of(cls, request: Write, fds: list[int]) -> Self:
@@ -57,7 +65,8 @@ class Job:
         parcel, arena = fds
         content = unpack(parcel)
         cut = request.header_bytes
-        return cls(request, content[:cut], content[cut:], arena)
+        frontier = Frontier(done=request.staged)
+        return cls(request, content[:cut], content[cut:], arena, frontier)
 
     def close(self) -> None:
         """Let go of the arena. Idempotent."""
@@ -66,20 +75,60 @@ class Job:
             self.arena = -1
 
 
-class _Watched:
-    """A snapshot that tells how far its reader is."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """What a write looks at, and who looks at it.
 
-    def __init__(self, snapshot: Staged, report: Callable[[int], object]) -> None:
-        self.manifest = snapshot.manifest
-        self._snapshot = snapshot
-        self._report = report
+    Attributes:
+        frontier: How far staging is.
+        report: Hears how many bytes the writer has taken.
+        on_seal: Hears of the manifest with the digests, as soon as it is known.
+    """
+
+    frontier: Frontier
+    report: Callable[[int], object]
+    on_seal: Callable[[Manifest], object]
+
+
+class _Whole:
+    """A sealed snapshot that tells how far its reader is."""
+
+    def __init__(self, snapshot: Staged, watch: Watch) -> None:
+        self.manifest = sealed(snapshot)
+        watch.on_seal(self.manifest)
+        self._snapshot, self._watch = snapshot, watch
 
     def __repr__(self) -> str:
-        return f"<Watched {self._snapshot!r}>"
+        return f"<Whole {self._snapshot!r}>"
 
     def views(self, start: int, stop: int) -> list[memoryview]:
-        self._report(start)
+        self._watch.report(start)
         return self._snapshot.views(start, stop)
+
+
+class _Growing:
+    """A snapshot as a `snapshotfile.Source`: digested as it is written and staged."""
+
+    def __init__(self, snapshot: Staged, watch: Watch) -> None:
+        manifest = snapshot.manifest
+        self.header_bytes = manifest.header_bytes
+        self.segment_bytes = manifest.segment_bytes
+        self._snapshot, self._watch = snapshot, watch
+        self._digester = Digester(manifest.grid, unknown=UNSEALED)
+
+    def __repr__(self) -> str:
+        return f"<Growing {self._snapshot!r}>"
+
+    def views(self, start: int, stop: int) -> list[memoryview]:
+        self._watch.frontier.wait(stop)
+        self._watch.report(start)
+        return self._digester.views(start, stop, self._snapshot.views)
+
+    def seal(self) -> Manifest:
+        self._watch.frontier.wait_until_done()
+        manifest = with_digests(self._snapshot.manifest, self._digester.digests)
+        self._watch.on_seal(manifest)
+        return manifest
 
 
 def sealed(snapshot: Staged) -> Manifest:
@@ -117,18 +166,47 @@ def perform(
     keywords: Mapping[str, Any],
     *,
     memory: Callable[[], mmap.mmap | memoryview],
-    report: Callable[[int], object],
+    watch: Watch,
 ) -> None:
-    """Have the writer write a sealed snapshot.
+    """Have the writer write a snapshot, close behind its staging.
 
-    One that has a ``write`` of its own gets a state dict over ``memory()``, which is
-    its until it returns.
+    One that has a ``write_snapshot`` of its own gets it when it is whole; one that has
+    a ``write`` a state dict over ``memory()``, which is its until it returns.
     """
-    if getattr(type(writer), "write", None) is CheckpointWriter.write:
-        writer.write_snapshot(path, _Watched(snapshot, report), **keywords)
+    own = _own_methods(writer)
+    if not own:
+        source = _Growing(snapshot, watch)
+        writer.write_source(path, source, snapshot.manifest.step, **keywords)
+        return
+    try:
+        watch.frontier.wait_until_done()
+    except StagingError as error:
+        forsake(writer, path, snapshot.manifest.step, str(error))
+        raise
+    whole = _Whole(snapshot, watch)
+    if "write" not in own:
+        writer.write_snapshot(path, whole, **keywords)
         return
     from aiockpt.rebuild import Frame, assemble, tensors_over
 
-    tensors = tensors_over(snapshot.manifest, memory())
-    state = assemble(Frame.of(snapshot.manifest), tensors, limits=TRUSTED)
+    tensors = tensors_over(whole.manifest, memory())
+    state = assemble(Frame.of(whole.manifest), tensors, limits=TRUSTED)
     writer.write(path=path, state_dict=state, **keywords)
+
+
+def forsake(writer: Any, path: str, step: int, reason: str) -> None:
+    """Have the writer tell the other ranks, if it knows how, that nothing will come."""
+    if callable(abandon := getattr(writer, "abandon", None)):
+        try:
+            abandon(path, step, reason)
+        except Exception:
+            logger.warning("the other ranks were not told", exc_info=True)
+
+
+def _own_methods(writer: Any) -> set[str]:
+    """Return which of the writer's ways to write are not `CheckpointWriter`'s."""
+    return {
+        name
+        for name in ("write", "write_snapshot")
+        if getattr(type(writer), name, None) is not getattr(CheckpointWriter, name)
+    }

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from aiockpt._bridge import Bridge
 from aiockpt._lifetime import Lifetime
+from aiockpt._snapshot import Snapshot
 from aiockpt.checkpointers.config import (
     CheckpointProcessConfig,
     CheckpointStagerConfig,
@@ -137,9 +138,15 @@ class CheckpointProcess(BackgroundWriter):
                 self._count += 1
                 submission = Submission(self._count, path, snapshot, progress)
                 self._supervisor.send(submission, _message(submission, text), parcel)
+                if (frontier := snapshot.frontier) is not None and not frontier.ended:
+                    frontier.watch(partial(self._supervisor.follow, submission))
             finally:
                 snapshot.release()
         return submission
+
+    def follows(self, snapshot: Snapshot) -> bool:
+        """Say whether the child can map it, and so write what is staged already."""
+        return snapshot.arena is not None and snapshot.arena.fd >= 0
 
     def drop(self, submission: Submission) -> None:
         """Call off a submission, unless it has begun."""
@@ -174,6 +181,7 @@ class CheckpointProcess(BackgroundWriter):
         await self._end(self._supervisor.abandon)
 
     async def _end(self, last: Callable[[], Any]) -> None:
+        self._lifetime.bind()
         self._handover.close()
         await self._lifetime.end(
             partial(self._lifetime.calls_ended, timeout=_CLOSING),
@@ -183,12 +191,13 @@ class CheckpointProcess(BackgroundWriter):
 
 
 def _message(submission: Submission, path: str) -> Write:
-    manifest = submission.snapshot.manifest
+    manifest, frontier = submission.snapshot.manifest, submission.snapshot.frontier
     return Write(
         number=submission.number,
         path=os.fsencode(path),
         header_bytes=len(manifest.header),
         segment_bytes=manifest.segment_bytes,
+        staged=frontier is None or frontier.done,
     )
 
 

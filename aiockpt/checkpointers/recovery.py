@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -92,7 +93,9 @@ async def recover(
         finally:
             await bridge.aclose(timeout=_CLOSING)
         keeper.settimeout(0)
-        keeper.send(DONE)  # behind the last await: now the caller gets it for certain
+        with suppress(ConnectionError):  # who has died keeps nothing either
+            # Behind the last await: now the caller gets it for certain.
+            keeper.send(DONE)
     finally:
         keeper.close()
     return taken
@@ -114,6 +117,8 @@ def _take(
         raise WorkerError(
             f"the process that keeps the snapshot said nothing for {limit:g} s"
         ) from None
+    except ConnectionError:  # it died before it had accepted
+        data, fds = b"", []
     if not data:
         raise _nothing(directory, rank)
     parcel, arena = fds

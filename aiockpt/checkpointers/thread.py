@@ -12,16 +12,18 @@ from functools import partial
 from typing import Any, Final
 
 from aiockpt._bridge import Bridge
+from aiockpt._frontier import Frontier
 from aiockpt._lifetime import Lifetime
 from aiockpt._snapshot import Snapshot
 from aiockpt.checkpointers.config import CheckpointStagerConfig
 from aiockpt.checkpointers.failures import failure_of
 from aiockpt.checkpointers.handover import Handover, text_of
 from aiockpt.checkpointers.jobs import (
+    Watch,
     decode_keywords,
     encode_keywords,
+    forsake,
     perform,
-    sealed,
 )
 from aiockpt.checkpointers.submission import BackgroundWriter, Submission
 from aiockpt.errors import AiockptError, WorkerError
@@ -89,7 +91,14 @@ class CheckpointThread(BackgroundWriter):
             loop = asyncio.get_running_loop()
             self._waiting[submission] = loop.create_task(self._outlast(submission))
             self._bridge.post(self._write, loop, submission, given)
+            if (frontier := snapshot.frontier) is not None and not frontier.ended:
+                frontier.watch(partial(self._heed, frontier, submission))
         return submission
+
+    def follows(self, snapshot: Snapshot) -> bool:
+        """Return True: the memory is this process's own."""
+        del snapshot
+        return True
 
     def drop(self, submission: Submission) -> None:
         """Call off a submission, unless it has begun."""
@@ -140,6 +149,13 @@ class CheckpointThread(BackgroundWriter):
         detail = f"writing {submission.path} {what} within {limit}"
         submission.finish(WorkerError(detail))
 
+    def _heed(self, frontier: Frontier, submission: Submission) -> None:
+        """Call off a submission that will not be staged; one that has begun fails."""
+        if frontier.failure and self._call_off(submission):
+            submission.finish(written=False)
+            path, step = text_of(submission.path), submission.step
+            self._bridge.post(self._forsake, path, step, frontier.failure)
+
     def _call_off(self, submission: Submission) -> bool:
         with self._lock:
             if submission.begun or submission.ended.done():
@@ -189,31 +205,23 @@ class CheckpointThread(BackgroundWriter):
         perform(
             self._made(),
             text_of(submission.path),
-            _Sealed(snapshot),
+            snapshot,
             keywords,
             memory=partial(_memory, snapshot),
-            report=lambda done: _tell(loop, submission.advance, done),
+            watch=Watch(
+                frontier=snapshot.frontier or Frontier(done=True),
+                report=lambda done: _tell(loop, submission.advance, done),
+                on_seal=lambda _: None,
+            ),
         )
 
     def _forsake(self, path: str, step: int, reason: str) -> None:
-        if callable(abandon := getattr(self._made(), "abandon", None)):
-            abandon(path, step, reason)
+        forsake(self._made(), path, step, reason)
 
     def _made(self) -> Any:
         if self._writer is None:
             self._writer = self._make_writer()
         return self._writer
-
-
-class _Sealed:
-    """A snapshot of this process with its digests."""
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self.manifest = sealed(snapshot)
-        self.views = snapshot.views
-
-    def __repr__(self) -> str:
-        return f"<Sealed step={self.manifest.step}>"
 
 
 def _travelled(keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import platform
 import signal
 import socket
 import time
+from functools import partial
 from multiprocessing.reduction import ForkingPickler  # noqa: TID251 - as above
 from typing import Any, Final
 
@@ -22,13 +23,15 @@ import msgspec
 from aiockpt._bridge import Bridge
 from aiockpt._channel import unpack
 from aiockpt._mapped import MappedSnapshot, trusted_header
-from aiockpt.checkpointers.control import Control, Inbox, Preparation
+from aiockpt.checkpointers.control import Control
 from aiockpt.checkpointers.failures import failure_of, plain
+from aiockpt.checkpointers.inbox import Inbox, Preparation
 from aiockpt.checkpointers.jobs import (
     Job,
+    Watch,
     decode_keywords,
+    forsake,
     perform,
-    sealed,
 )
 from aiockpt.checkpointers.messages import (
     Begun,
@@ -90,7 +93,7 @@ def _work(inbox: Inbox, control: Control) -> None:
         if isinstance(work, Job):
             _write(writer, work, control)
         elif isinstance(work, Forsake):
-            _forsake(writer, work)
+            forsake(writer, os.fsdecode(work.path), work.step, work.reason)
     if callable(close := getattr(writer, "close", None)):
         close()
 
@@ -143,33 +146,27 @@ def _write(writer: Any, job: Job, control: Control) -> None:
         logger.error("%s is not saved: %s: %s", path, failure.kind, failure.text)
 
 
-def _forsake(writer: Any, work: Forsake) -> None:
-    if callable(abandon := getattr(writer, "abandon", None)):
-        try:
-            abandon(os.fsdecode(work.path), work.step, work.reason)
-        except Exception:
-            logger.warning("the other ranks were not told", exc_info=True)
-
-
 def _perform(writer: Any, job: Job, control: Control) -> None:
     path = os.fsdecode(job.request.path)
     snapshot = MappedSnapshot(trusted_header(job.header), job.arena)
     try:
         keywords = decode_keywords(job.keywords)
     except Exception as error:
-        _forsake(writer, Forsake(job.request.path, snapshot.manifest.step, str(error)))
+        forsake(writer, path, snapshot.manifest.step, str(error))
         snapshot.close()
         raise
     try:
-        snapshot.manifest = sealed(snapshot)
-        control.sealed(job.request.number, snapshot.manifest)
         perform(
             writer,
             path,
             snapshot,
             keywords,
             memory=lambda: _private(snapshot, job.arena),
-            report=_Meter(job.request.number, control),
+            watch=Watch(
+                frontier=job.frontier,
+                report=_Meter(job.request.number, control),
+                on_seal=partial(control.sealed, job.request.number),
+            ),
         )
     finally:
         snapshot.close()

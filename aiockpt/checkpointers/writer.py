@@ -116,6 +116,20 @@ class CheckpointWriter:
         save = self._begin(path, snapshot.manifest.step)
         self._save(path, save, Sealed(snapshot), kwargs)
 
+    def write_source(
+        self, path: StrPath, source: Source, step: int, /, **kwargs: Any
+    ) -> None:
+        """Write what may still be staged meanwhile: its views are waited for.
+
+        A checkpointer calls this, unless a subclass has a :meth:`write` or a
+        :meth:`write_snapshot` of its own, which is given what is whole.
+
+        Raises:
+            StagingError: it will never be whole; nothing is left of it.
+            StorageError: see :meth:`write`.
+        """
+        self._save(path, self._begin(path, step), source, kwargs)
+
     def abandon(self, path: StrPath, step: int, reason: str) -> None:
         """Tell the ranks that wait for this one that it has nothing to write."""
         self._begin(path, step).tell("written", reason)

@@ -24,6 +24,7 @@ from aiockpt.http.retrying import OnRetry, Patience, Retrier, backoff, persist
 from aiockpt.http.stretch import plan
 from aiockpt.http.translating import Exchange, naming
 from aiockpt.observe import TransferEvent, emit
+from aiockpt.wire.foretelling import Foretold
 from aiockpt.wire.grants import MAC_HEADER, check_manifest_mac
 from aiockpt.wire.http import (
     Resource,
@@ -88,13 +89,14 @@ class CheckpointClient:
         *,
         deadline: float,
         on_retry: OnRetry | None = None,
+        foretold: Foretold | None = None,
         lending: Lending | None = None,
     ) -> Manifest:
         """Return the manifest of ``step``, waiting until the peer publishes it.
 
         It waits until it is cancelled; ``deadline`` (loop time) only tells the peer
-        how long that may be. ``lending`` has the peer's offer afterwards, if it made
-        one. If cancelled, nothing is left behind.
+        how long that may be. ``foretold`` is for `decode_header`; ``lending`` has the
+        peer's offer afterwards, if it made one. If cancelled, nothing is left behind.
 
         Raises:
             StepNotFoundError: a newer step has taken its place.
@@ -107,9 +109,8 @@ class CheckpointClient:
         polls = 0
         while True:
             asked, retrier = _now(), self._retrier()
-            attempt = partial(
-                self._fetch_manifest, source, step, deadline, retrier, lending
-            )
+            fetch = partial(self._fetch_manifest, foretold=foretold, lending=lending)
+            attempt = partial(fetch, source, step, deadline, retrier)
             try:
                 return await persist(attempt, retrier, tell, pause=self._port.pause)
             except StepNotFoundError as error:
@@ -215,6 +216,7 @@ class CheckpointClient:
         step: int,
         deadline: float,
         retrier: Retrier,
+        foretold: Foretold | None,
         lending: Lending | None,
     ) -> Manifest:
         # Longer waits are asked for in pieces: a connection that is dead meanwhile
@@ -233,7 +235,7 @@ class CheckpointClient:
         header = await self._download(exchange, retrier)
         if lending is not None:
             lending.offer = exchange.offer
-        return await self._decode(header, exchange, step)
+        return await self._decode(header, exchange, step, foretold)
 
     async def _download(
         self, exchange: Exchange, retrier: Retrier
@@ -255,9 +257,13 @@ class CheckpointClient:
         return memory
 
     async def _decode(
-        self, header: bytearray | mmap.mmap, exchange: Exchange, step: int
+        self,
+        header: bytearray | mmap.mmap,
+        exchange: Exchange,
+        step: int,
+        foretold: Foretold | None,
     ) -> Manifest:
-        decode = partial(self._authenticated, header, exchange)
+        decode = partial(self._authenticated, header, exchange, foretold)
         with naming(exchange):
             manifest = await self._run(decode)
         if isinstance(manifest, ForeignHeader):
@@ -267,13 +273,16 @@ class CheckpointClient:
         return manifest
 
     def _authenticated(
-        self, header: bytearray | mmap.mmap, exchange: Exchange
+        self,
+        header: bytearray | mmap.mmap,
+        exchange: Exchange,
+        foretold: Foretold | None,
     ) -> Manifest | ForeignHeader:
         key = self._config.security.key
         if key is not None:  # before anything is made of it
             view = memoryview(header)
             check_manifest_mac(key, view, exchange.mac, url=exchange.url)
-        return decode_header(header, limits=self._config.limits)
+        return decode_header(header, limits=self._config.limits, foretold=foretold)
 
     def _retrier(self, reconnect_timeout: float | None = None) -> Retrier:
         config = self._config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import anyio
@@ -43,12 +44,21 @@ class Offering:
     """Stages and publishes one checkpoint at a time; the last one wins.
 
     A withdrawal wins over every call that began before it: it does not wait for their
-    staging, and what they have staged by then is not published.
+    staging, and what they have staged by then is not published. ``start`` is awaited
+    by each offer, so that it, too, is withdrawn meanwhile, or told of when it fails.
     """
 
-    def __init__(self, stager: Stager, shelf: Offers, *, grace: float) -> None:
+    def __init__(
+        self,
+        stager: Stager,
+        shelf: Offers,
+        *,
+        start: Callable[[], Awaitable[None]],
+        grace: float,
+    ) -> None:
         require(grace=grace)
         self._stager = stager
+        self._start = start
         self._shelf = shelf
         self._grace = grace
         self._turn = anyio.Lock()
@@ -61,24 +71,27 @@ class Offering:
     async def offer(
         self, state_dict: object, step: int, deadline: Deadline, receivers: int
     ) -> None:
-        """Stage ``state_dict`` and publish it.
+        """Stage ``state_dict`` and publish it, within ``deadline``.
 
         If it fails, the old offer stays, and those who wait for ``step`` are told:
         as many as there are ``receivers``, or any number if that is 0.
 
         Raises:
             StepNotFoundError: it was withdrawn meanwhile; nothing is offered.
+            TransferTimeoutError: the deadline passed.
             ClosedError: after, or because of, :meth:`close`.
         """
         started, step = time.monotonic(), exact_step(step)
         before = self._shelf.retractions
         self._shelf.fail(None)
         try:
-            async with self._turn:
-                self._check(step, before)
-                snapshot = await self._stager.stage(state_dict, step=step)
-                deadline.stop = "publish"
-                await self._publish(snapshot, before)
+            async with deadline:
+                await self._start()
+                async with self._turn:
+                    self._check(step, before)
+                    snapshot = await self._stager.stage(state_dict, step=step)
+                    deadline.stop = "publish"
+                    await self._publish(snapshot, before)
         except BaseException as error:
             if not self._closed and self._shelf.retractions == before:
                 self._shelf.fail(Failure.of(error, step=step, receivers=receivers))

@@ -19,6 +19,7 @@ from aiockpt.memory import return_freed
 from aiockpt.observe import Progress, TransferEvent, emit
 from aiockpt.template import Template
 from aiockpt.transport import exact_step
+from aiockpt.wire.foretelling import Foretold
 from aiockpt.wire.http import Source
 from aiockpt.wire.manifest import Manifest, Outline
 
@@ -54,6 +55,7 @@ class Receive:
         self._deadline = deadline
         self._progress = Meter(options.progress)
         self._template: Template | None = None
+        self._foretold: Foretold | None = None
         self._manifest: Manifest | None = None
         self._goal: Destination | None = None
 
@@ -104,7 +106,8 @@ class Receive:
 
     async def _ask(self, source: Source, step: int) -> Manifest:
         self._stop("fetch_manifest")
-        return await self._supply.ask(source, step, self._deadline.when)
+        foretold, self._foretold = self._foretold, None
+        return await self._supply.ask(source, step, self._deadline.when, foretold)
 
     async def _borrow(self, outline: Outline, *, most: int | None) -> None:
         self._stop("allocate")
@@ -112,9 +115,11 @@ class Receive:
 
     def _describe(self) -> Template:
         terms = self._options.terms
-        return Template(
+        template = Template(
             self._options.into, limits=terms.limits, allow_pickle=terms.allow_pickle
         )
+        self._foretold = template.foretell()
+        return template
 
     async def _choose(self) -> Destination:
         self._stop("allocate")

@@ -18,6 +18,7 @@ from aiockpt.http.fetching import OnProgress, Prepare, Target
 from aiockpt.http.hosts import identity
 from aiockpt.http.retrying import OnRetry
 from aiockpt.memory import Arena
+from aiockpt.wire.foretelling import Foretold
 from aiockpt.wire.http import Source
 from aiockpt.wire.lending import format_probe
 from aiockpt.wire.limits import enforce
@@ -74,7 +75,9 @@ class Supply:
     def __repr__(self) -> str:
         return f"<Supply by {self.medium}>"
 
-    async def ask(self, source: Source, step: int, deadline: float) -> Manifest:
+    async def ask(
+        self, source: Source, step: int, deadline: float, foretold: Foretold | None
+    ) -> Manifest:
         """Return the manifest; learn whether there is memory to be had."""
         here = await self._bridge.run(identity) if self._sharing.wanted else None
         if here is not None:
@@ -84,6 +87,7 @@ class Supply:
             step,
             deadline=deadline,
             on_retry=self._on_retry,
+            foretold=foretold,
             lending=self._lending,
         )
 

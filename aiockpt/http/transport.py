@@ -153,7 +153,10 @@ class HTTPTransport(Receiver[T]):
             limits=limits,
             options=StagerOptions(shared=lends or server == "process"),
         )
-        self._offering = Offering(stager, self._endpoint.shelf, grace=grace)
+        endpoint = self._endpoint
+        self._offering = Offering(
+            stager, endpoint.shelf, start=endpoint.start, grace=grace
+        )
         self._client = CheckpointClient(
             ClientConfig(
                 max_concurrency=num_chunks or max_concurrency,
@@ -251,10 +254,9 @@ class HTTPTransport(Receiver[T]):
             ClosedError: after :meth:`shutdown`.
         """
         limit = self._timeout if timeout is None else seconds(timeout)
+        deadline = Deadline(limit, stop="stage")
         with self._lifetime.call():
-            async with Deadline(limit, stop="stage") as deadline:
-                await self._endpoint.start()
-                await self._offering.offer(state_dict, step, deadline, len(dst_ranks))
+            await self._offering.offer(state_dict, step, deadline, len(dst_ranks))
 
     async def allow_checkpoint(self, step: int) -> None:
         """Offer what was sent last as ``step``, without staging it again.

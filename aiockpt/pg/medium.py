@@ -21,11 +21,13 @@ from aiockpt.pg.device.sealing import DeviceSealing, Sealed
 from aiockpt.pg.device.segment import Segment
 from aiockpt.pg.device.staging import DeviceSnapshot, DeviceStager
 from aiockpt.pg.group import Group
+from aiockpt.pg.messages import MESSAGE_BYTES
 from aiockpt.pg.mover import Mover
 from aiockpt.pg.sealing import HostSealing, OnChunk, Sealing
 from aiockpt.staging import Snapshot, Stager, StagerOptions
 from aiockpt.template import Template
 from aiockpt.wire.chunks import DEVICE_ALGORITHM, ChunkGrid
+from aiockpt.wire.foretelling import Foretold
 from aiockpt.wire.layout import LENGTH_BYTES
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import ForeignHeader, Manifest, decode_header, header_length
@@ -61,6 +63,10 @@ class Medium(Protocol):
     def tagged(self) -> bool:
         """Whether conversations may be held at once."""
 
+    @property
+    def message_bytes(self) -> int:
+        """How long a message of a large entry may be."""
+
     async def stage(self, state_dict: object, *, step: int) -> Parcel:
         """Return a snapshot; see `aiockpt.staging.Stager.stage`."""
 
@@ -70,7 +76,7 @@ class Medium(Protocol):
     def mover(self, group: Group, rank: int, *, sending: bool) -> Mover:
         """Return what moves messages between this rank and another one."""
 
-    def read(self, offer: mmap, limits: Limits) -> Offered:
+    def read(self, offer: mmap, limits: Limits, foretold: Foretold | None) -> Offered:
         """Return what a sender has said; see `decode_header`."""
 
     def destination(
@@ -110,6 +116,7 @@ class _Host:
     """Host memory."""
 
     tagged = True
+    message_bytes = MESSAGE_BYTES
 
     def __init__(
         self, bridge: Bridge, *, chunk_bytes: int, allow_pickle: bool, limits: Limits
@@ -143,8 +150,8 @@ class _Host:
     def mover(self, group: Group, rank: int, *, sending: bool) -> Mover:
         return Mover(group, rank, sending=sending)
 
-    def read(self, offer: mmap, limits: Limits) -> Offered:
-        return Offered(decode_header(offer, limits=limits))
+    def read(self, offer: mmap, limits: Limits, foretold: Foretold | None) -> Offered:
+        return Offered(decode_header(offer, limits=limits, foretold=foretold))
 
     def destination(
         self,
@@ -171,6 +178,7 @@ class DeviceMedium:
     """
 
     tagged = False
+    message_bytes = DeviceMover.message_bytes
 
     def __init__(
         self,
@@ -206,11 +214,13 @@ class DeviceMedium:
         """Return one whose messages are on the device."""
         return DeviceMover(group, rank, self._board, sending=sending)
 
-    def read(self, offer: mmap, limits: Limits) -> Offered:
+    def read(self, offer: mmap, limits: Limits, foretold: Foretold | None) -> Offered:
         """Return the manifest, and what is on the sender's device."""
         length = header_length(offer[:LENGTH_BYTES], limits=limits)
         header, placement = memoryview(offer)[:length], memoryview(offer)[length:]
-        found = decode_header(header, limits=limits, algorithm=DEVICE_ALGORITHM)
+        found = decode_header(
+            header, limits=limits, algorithm=DEVICE_ALGORITHM, foretold=foretold
+        )
         return Offered(found, decode_placement(placement, len(found.entries)))
 
     def destination(

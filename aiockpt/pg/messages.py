@@ -19,20 +19,29 @@ __all__ = ["Landings", "Leavings", "Memory", "messages_of", "plan_messages"]
 
 LARGE_BYTES: Final = 256 << 10
 TOGETHER_BYTES: Final = 1 << 20
-MESSAGE_BYTES: Final = 4 << 20
+MESSAGE_BYTES: Final = 16 << 20
+"""Of host memory: each message wakes both ends; a digest wants a cache."""
 
 BESIDE: Final = 8
 """Messages that may be under way beside their places, at either end."""
 
+BESIDE_BYTES: Final = BESIDE * TOGETHER_BYTES
+"""With as many bytes beside their places, no other message begins there."""
 
-def messages_of(manifest: Manifest) -> list[tuple[int, int]]:
+
+def messages_of(manifest: Manifest, longest: int) -> list[tuple[int, int]]:
     """Return the ranges of the segment that travel, in order."""
     entries = manifest.entries
-    return plan_messages(zip(entries.starts, entries.stops, strict=True))
+    return plan_messages(zip(entries.starts, entries.stops, strict=True), longest)
 
 
-def plan_messages(entries: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges of the segment that travel, from those of the entries."""
+def plan_messages(
+    entries: Iterable[tuple[int, int]], longest: int
+) -> list[tuple[int, int]]:
+    """Return the ranges of the segment that travel, from those of the entries.
+
+    ``longest`` bounds a message that is part of a large entry.
+    """
     messages: list[tuple[int, int]] = []
     first = last = 0
     for start, stop in entries:
@@ -42,7 +51,7 @@ def plan_messages(entries: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
                 messages.append((first, start))
             first = start
         if large:
-            messages += _pieces(start, stop)
+            messages += _pieces(start, stop, longest)
             first = stop
         last = stop
     if first < last:
@@ -50,9 +59,8 @@ def plan_messages(entries: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return messages
 
 
-def _pieces(start: int, stop: int) -> list[tuple[int, int]]:
-    starts = range(start, stop, MESSAGE_BYTES)
-    return [(at, min(at + MESSAGE_BYTES, stop)) for at in starts]
+def _pieces(start: int, stop: int, longest: int) -> list[tuple[int, int]]:
+    return [(at, min(at + longest, stop)) for at in range(start, stop, longest)]
 
 
 class Leavings:
@@ -60,24 +68,25 @@ class Leavings:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._copies: set[int] = set()
+        self._copies: dict[int, int] = {}
 
     @property
     def crowded(self) -> bool:
         """Whether more copies would be too much."""
-        return len(self._copies) >= BESIDE
+        sizes = self._copies.values()
+        return len(sizes) >= BESIDE or sum(sizes) >= BESIDE_BYTES
 
     def take(self, start: int, stop: int) -> torch.Tensor:
         """Return these bytes of the segment."""
         views = self._memory.buffers(start, stop)
         if len(views) == 1:
             return torch.frombuffer(views[0], dtype=torch.uint8)
-        self._copies.add(start)
+        self._copies[start] = stop - start
         return torch.frombuffer(bytearray().join(views), dtype=torch.uint8)
 
     def gone(self, start: int) -> None:
         """Let go of a copy that has been sent."""
-        self._copies.discard(start)
+        self._copies.pop(start, None)
 
 
 class Landings:
@@ -94,7 +103,8 @@ class Landings:
     @property
     def crowded(self) -> bool:
         """Whether more memory beside the places would be too much."""
-        return len(self._beside) >= BESIDE
+        sizes = [len(block) for block, _ in self._beside.values()]
+        return len(sizes) >= BESIDE or sum(sizes) >= BESIDE_BYTES
 
     def expect(self, start: int, stop: int) -> torch.Tensor:
         """Return where these bytes of the segment are going to arrive."""

@@ -31,6 +31,7 @@ from aiockpt.pg.line import Line
 from aiockpt.pg.medium import Medium
 from aiockpt.pg.messages import messages_of
 from aiockpt.template import Template
+from aiockpt.wire.foretelling import Foretold
 from aiockpt.wire.limits import enforce
 from aiockpt.wire.manifest import Manifest, Outline
 
@@ -80,6 +81,7 @@ class Receive:
         self._progress = Meter(options.progress)
         self._into = options.into
         self._template: Template | None = None
+        self._foretold: Foretold | None = None
         self._unfit: Exception | None = None
         self._destination: Destination | None = None
 
@@ -174,7 +176,11 @@ class Receive:
     async def _make_room(self, told: list[mmap]) -> _Coming:
         limits = self._options.terms.limits
         # Taken out of the list: it weighs much, and nobody needs it any more.
-        offered = await self._bridge.run(self._medium.read, told.pop(), limits)
+        foretold, self._foretold = self._foretold, None
+        offered = await self._bridge.run(
+            self._medium.read, told.pop(), limits, foretold
+        )
+        del foretold
         found, placement = offered.manifest, offered.placement
         del offered
         if not isinstance(found, Manifest) or found.step != self._step:
@@ -182,15 +188,18 @@ class Receive:
         outline, found = found.outline, found.without_header()
         self._progress.expect(outline)
         self._stop("allocate")
-        messages = await self._bridge.run(messages_of, found)
+        longest = self._medium.message_bytes
+        messages = await self._bridge.run(messages_of, found, longest)
         self._destination = await self._bridge.run(self._choose, found, placement)
         return _Coming(outline, messages, self._destination)
 
     def _describe(self) -> Template:
         terms = self._options.terms
-        return Template(
+        template = Template(
             self._into, limits=terms.limits, allow_pickle=terms.allow_pickle
         )
+        self._foretold = template.foretell()
+        return template
 
     def _choose(self, manifest: Manifest, placement: Sequence[int]) -> Destination:
         template, self._template = self._template, None

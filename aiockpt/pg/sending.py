@@ -55,7 +55,9 @@ class Send:
                 async with self._turn:  # or two sends to a rank may change places
                     parcel = await self._medium.stage(state_dict, step=step)
                     stack.callback(parcel.release)
-                    messages = await self._bridge.run(messages_of, parcel.manifest)
+                    messages = await self._bridge.run(
+                        messages_of, parcel.manifest, self._medium.message_bytes
+                    )
             except Exception as error:
                 await self._tell(ranks, step, error)
                 raise

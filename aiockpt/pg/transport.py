@@ -206,6 +206,7 @@ class PGTransport(CheckpointTransport[T]):
             allow_pickle=self._allow_pickle,
             direct=direct,
             ports=port_for,
+            ahead=True,  # gloo has one thread, for the wire and for the pages
         )
         options = ReceiveOptions(
             into=into, template=self._state_dict, progress=progress, terms=terms
@@ -230,6 +231,7 @@ class PGTransport(CheckpointTransport[T]):
         waits for the group ends by itself, with the wait. If cancelled, the closing
         goes on by itself.
         """
+        self._lifetime.bind()
         self._bridge.refuse()
         self._medium.close()
         await self._lifetime.end(

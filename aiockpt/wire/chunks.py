@@ -7,8 +7,9 @@ RFC 9110 section 14 exists in the parsers and formatters below and nowhere else.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from xxhash import xxh3_128
 
@@ -21,6 +22,7 @@ __all__ = [
     "DIGEST_DIGITS",
     "MIN_CHUNK_BYTES",
     "ChunkGrid",
+    "Digester",
     "RangeNotSatisfiable",
     "check_chunk_bytes",
     "chunks_over",
@@ -37,6 +39,8 @@ DEVICE_ALGORITHM = "multilinear-xxh3-128"  # aiockpt.pg.device computes it
 DIGEST_DIGITS = 32
 CHUNK_ALIGNMENT = 64
 MIN_CHUNK_BYTES = 64 * 1024
+
+Views: TypeAlias = Callable[[int, int], Sequence[memoryview]]
 
 # 19 digits hold every int64; longer ones only cost time.
 _RANGE = re.compile(r"([0-9]{0,19})-([0-9]{0,19})")
@@ -83,6 +87,38 @@ def check_chunk_bytes(chunk_bytes: int) -> None:
             f"chunk_bytes must be a multiple of {CHUNK_ALIGNMENT}, at least "
             f"{MIN_CHUNK_BYTES}, got {chunk_bytes}"
         )
+
+
+class Digester:
+    """Computes the digests of a data segment that passes by in order.
+
+    Attributes:
+        digests: Those of the chunks that have passed; ``unknown`` for the others.
+    """
+
+    def __init__(self, grid: ChunkGrid, *, unknown: str) -> None:
+        self.digests = [unknown] * len(grid)
+        self._grid = grid
+        self._state = xxh3_128()
+
+    def __repr__(self) -> str:
+        return f"<Digester chunks={len(self.digests)}>"
+
+    def views(self, start: int, stop: int, of: Views) -> list[memoryview]:
+        """Return the views ``of`` a range that follows on the last one, digested."""
+        found: list[memoryview] = []
+        while start < stop:
+            chunk = self._grid.index_of(start)
+            end = self._grid.range(chunk)[1]
+            piece = of(start, min(stop, end))
+            for view in piece:
+                self._state.update(view)
+            if end <= stop:
+                self.digests[chunk] = self._state.hexdigest()
+                self._state.reset()
+            found += piece
+            start = end
+        return found
 
 
 def digest(views: Iterable[memoryview | bytes | bytearray]) -> str:

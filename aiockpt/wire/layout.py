@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import mod, neg
 from typing import Final
 
 import msgspec
@@ -21,6 +22,7 @@ from aiockpt.wire.chunks import digest
 from aiockpt.wire.document import ManifestDocument, dense_stride
 from aiockpt.wire.entries import Entries, Entry
 from aiockpt.wire.pieces import encode_entries
+from aiockpt.wire.storages import Storage, Storages
 
 __all__ = [
     "ALIGNMENT",
@@ -29,6 +31,7 @@ __all__ = [
     "PREFIX",
     "Entry",
     "Storage",
+    "Storages",
     "dense_stride",
     "encode_header",
     "encode_metadata",
@@ -43,52 +46,40 @@ PREFIX: Final = b'{"__metadata__":{"aiockpt.snapshot":"'
 ID_SLICE: Final = slice(len(PREFIX), len(PREFIX) + 32)
 
 
-class Storage(msgspec.Struct, frozen=True, gc=False):
-    """A storage that wants a place in the segment.
-
-    ``align`` is the element size of the widest tensor in it; ``nbytes`` must be a
-    multiple of it, or whatever follows would not be aligned. (A struct, like `Entry`:
-    there may be 100,000.)
-    """
-
-    name: str
-    dtype_code: str
-    shape: tuple[int, ...]
-    nbytes: int
-    align: int
-
-
 def plan_segment(
-    storages: Sequence[Storage],
-) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    storages: Storages,
+) -> tuple[Sequence[int], Sequence[int], int]:
     """Place storages without holes so that each is aligned: widest elements first.
 
     Returns:
         ``(order, offsets, segment_bytes)``: ``order[k]`` is the index of the storage
         that comes k-th, and ``offsets[k]`` is where *that one* starts.
     """
-    for storage in storages:
-        if storage.nbytes % storage.align:
-            raise LocalProtocolError(
-                f"storage {storage.name!r}: {storage.nbytes} bytes are no multiple of "
-                f"its alignment of {storage.align}"
-            )
-    order = sorted(range(len(storages)), key=lambda i: -storages[i].align)
-    *offsets, segment_bytes = accumulate((storages[i].nbytes for i in order), initial=0)
-    return tuple(order), tuple(offsets), segment_bytes
+    sizes, aligns = storages.sizes, storages.aligns
+    if any(map(mod, sizes, aligns)):
+        odd = storages[next(i for i, s in enumerate(sizes) if s % aligns[i])]
+        raise LocalProtocolError(
+            f"storage {odd.name!r}: {odd.nbytes} bytes are no multiple of "
+            f"its alignment of {odd.align}"
+        )
+    order: Sequence[int] = range(len(storages))
+    if len(set(aligns)) > 1:
+        order = sorted(order, key=[*map(neg, aligns)].__getitem__)
+    bounds = array("q", accumulate(map(sizes.__getitem__, order), initial=0))
+    return order, bounds[:-1], bounds[-1]
 
 
-def make_entries(storages: Sequence[Storage]) -> Entries:
+def make_entries(storages: Storages) -> Entries:
     """Return the entries of storages that are in segment order.
 
     Raises:
         LocalProtocolError: two have the same name.
     """
     entries = Entries()
-    entries.names = [storage.name for storage in storages]
-    entries.dtypes = [storage.dtype_code for storage in storages]
-    entries.shapes = [storage.shape for storage in storages]
-    bounds = array("q", accumulate((s.nbytes for s in storages), initial=0))
+    entries.names = [*storages.names]
+    entries.dtypes = [*storages.codes]
+    entries.shapes = [*storages.shapes]
+    bounds = array("q", accumulate(storages.sizes, initial=0))
     entries.starts, entries.stops = bounds[:-1], bounds[1:]
     if len(set(entries.names)) != len(entries):
         raise LocalProtocolError("two storages have the same name")

@@ -25,6 +25,7 @@ from aiockpt.wire.document import (
     TensorSpec,
 )
 from aiockpt.wire.entries import Bytes, Entries
+from aiockpt.wire.foretelling import Foretold
 from aiockpt.wire.layout import (
     ALIGNMENT,
     ID_SLICE,
@@ -32,6 +33,7 @@ from aiockpt.wire.layout import (
     PREFIX,
     Entry,
     Storage,
+    Storages,
     encode_header,
     encode_metadata,
     make_entries,
@@ -69,7 +71,7 @@ def build_manifest(
     *,
     step: int,
     chunk_bytes: int,
-    storages: Sequence[Storage],
+    storages: Storages | Sequence[Storage],
     views: Sequence[TensorSpec] = (),
     tree: Node,
     digests: Sequence[str],
@@ -83,6 +85,8 @@ def build_manifest(
     Raises:
         LocalProtocolError: a receiver would refuse it.
     """
+    if not isinstance(storages, Storages):
+        storages = Storages.of(storages)
     entries = make_entries(storages)
     document = ManifestDocument(
         version=VERSION,
@@ -137,11 +141,13 @@ def decode_header(
     *,
     limits: Limits,
     algorithm: str = ALGORITHM,
+    foretold: Foretold | None = None,
 ) -> Manifest | ForeignHeader:
     """Return what a complete header (its 8 length bytes included) says.
 
     A map is not copied: nobody may write to it any more. ``algorithm`` is that of the
-    digests that the reader can compute.
+    digests that the reader can compute. What is written as ``foretold`` is taken from
+    there, and not decoded.
 
     Everything but the tree is validated: a Manifest that this returns can be
     allocated, fetched and viewed without further checks. `decode_tree` validates
@@ -163,7 +169,7 @@ def decode_header(
     )
     header = memoryview(raw)[LENGTH_BYTES:]
     if bytes(header[: len(PREFIX)]) == PREFIX:
-        return _decode_own(raw, header, limits, algorithm)
+        return _decode_own(raw, header, limits, algorithm, foretold)
     return _decode_foreign(raw, header, limits)
 
 
@@ -192,22 +198,31 @@ _STRINGS: Final = msgspec.json.Decoder(dict[str, str])
 
 
 def _decode_own(
-    raw: Bytes, header: memoryview, limits: Limits, algorithm: str
+    raw: Bytes,
+    header: memoryview,
+    limits: Limits,
+    algorithm: str,
+    foretold: Foretold | None,
 ) -> Manifest:
     claimed = bytes(header[ID_SLICE]).decode("ascii", "replace")
     if (actual := snapshot_id_of(header)) != claimed:
         raise IntegrityError(expected=claimed, actual=actual)
     document, start = _decode_metadata(raw, claimed)
+    if foretold is not None and not foretold.has_entries(raw, start):
+        foretold = None
     with _reading("entries"):
-        entries = decode_entries(raw, start)
+        entries = foretold.entries if foretold else decode_entries(raw, start)
     tensors = len(entries) + len(document.views)
     enforce("the number of tensors", tensors, limits.max_tensors)
-    if fault := fault_of(document, entries, algorithm):
+    if fault := fault_of(document, entries, algorithm, checked=foretold is not None):
         raise RemoteProtocolError(f"the header contradicts itself: {fault}")
     text = bytes(document.tree)
     enforce_values("the number of nodes in the tree", text, limits.max_nodes)
-    with _reading("tree"):
-        tree = msgspec.json.decode(text)
+    if foretold and foretold.views == document.views and foretold.has_tree(text):
+        tree = foretold.tree
+    else:
+        with _reading("tree"):
+            tree = msgspec.json.decode(text)
     manifest = _manifest(document, entries, tree, raw)
     enforce("the data segment", manifest.segment_bytes, limits.max_bytes)
     return manifest

@@ -183,6 +183,8 @@ def registered(root: Node) -> Iterator[tuple[Path, str, Node]]:
 
 def renumber(node: Node, numbers: Sequence[int]) -> None:
     """Replace each tensor number ``n`` of our own tree by ``numbers[n]``, in place."""
+    if numbers == range(len(numbers)):
+        return
     stack: list[Node] = [node]
     while stack:
         match stack.pop():

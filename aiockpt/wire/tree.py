@@ -9,7 +9,7 @@ the wire format's reference; ``_ENCODERS`` here and ``_DECODERS`` in `untree` fo
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -34,6 +34,7 @@ __all__ = [
     "Node",
     "Path",
     "Registry",
+    "RowEncoder",
     "decode_tree",
     "encode_tree",
     "format_path",
@@ -46,8 +47,16 @@ __all__ = [
 LeafEncoder: TypeAlias = Callable[[object, Path], Node]
 """Turns a leaf into a node such as ``["tensor", 3]``; None: it cannot."""
 
+RowEncoder: TypeAlias = Callable[
+    [Sequence[str], Sequence[object], Path], "list[int] | None"
+]
+"""Numbers all values of a dict at once; None: not all of them are tensors."""
+
 BLOB_BYTES: Final = 4096
 """Longer bytes are offered to the leaf encoder, which may carry them as a blob."""
+
+# A shorter row is sooner read value by value.
+_ROW: Final = 16
 
 _FACTORY_NAMES: Final[dict[type, str]] = {
     factory: name for name, factory in FACTORIES.items()
@@ -55,18 +64,24 @@ _FACTORY_NAMES: Final[dict[type, str]] = {
 
 
 def encode_tree(
-    value: object, *, registry: Registry, leaf: LeafEncoder, limits: Limits
+    value: object,
+    *,
+    registry: Registry,
+    leaf: LeafEncoder,
+    limits: Limits,
+    row: RowEncoder | None = None,
 ) -> Node:
     """Return the node of ``value``.
 
     ``leaf`` is asked for each value of a type that is neither built in nor
-    registered, and for bytes longer than `BLOB_BYTES`.
+    registered, and for bytes longer than `BLOB_BYTES`; ``row`` before it, for all
+    values of a dict whose keys are text.
 
     Raises:
         UnsupportedLeafError: nothing encodes a value; names its path.
         LimitExceededError: too deep (or containing itself), or too many nodes.
     """
-    encoder = _Encoder(registry, leaf, limits)
+    encoder = _Encoder(registry, leaf, limits, row)
     try:
         return encoder.encode(value, ())
     except RecursionError:
@@ -75,11 +90,18 @@ def encode_tree(
 
 
 class _Encoder:
-    __slots__ = ("depth", "leaf", "limits", "nodes", "registry")
+    __slots__ = ("depth", "leaf", "limits", "nodes", "registry", "row")
 
-    def __init__(self, registry: Registry, leaf: LeafEncoder, limits: Limits) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        leaf: LeafEncoder,
+        limits: Limits,
+        row: RowEncoder | None,
+    ) -> None:
         self.registry = registry
         self.leaf = leaf
+        self.row = row
         self.limits = limits
         self.depth = 0
         self.nodes = 1
@@ -174,7 +196,10 @@ def _set(encoder: _Encoder, value: set[object] | frozenset[object], path: Path) 
 
 
 def _dict(encoder: _Encoder, value: dict[object, object], path: Path) -> Node:
-    keys, values = _items(encoder, value, path)
+    keys = _keys(encoder, value, path)
+    if (numbers := _row(encoder, keys, value, path)) is not None:
+        return ["tensors", keys, numbers]
+    values = encoder.children(value.items(), path)
     if keys and _are_tensors(keys, values):
         return ["tensors", keys, [node[1] for node in values]]  # type: ignore[index]
     return ["dict", keys, values]
@@ -189,12 +214,30 @@ def _are_tensors(keys: list[Node], values: list[Node]) -> bool:
 def _items(
     encoder: _Encoder, value: dict[object, object], path: Path
 ) -> tuple[list[Node], list[Node]]:
-    if set(map(type, value)) == {str} and is_unicode("".join(value)):  # type: ignore[arg-type]
-        keys: list[Node] = list(value)  # type: ignore[arg-type]
-        encoder.nodes += len(keys)
-    else:
-        keys = encoder.children(((key, key) for key in value), path)
+    keys = _keys(encoder, value, path)
+    if (numbers := _row(encoder, keys, value, path)) is not None:
+        return keys, [["tensor", number] for number in numbers]
     return keys, encoder.children(value.items(), path)
+
+
+def _keys(encoder: _Encoder, value: dict[object, object], path: Path) -> list[Node]:
+    if set(map(type, value)) == {str} and is_unicode("".join(value)):  # type: ignore[arg-type]
+        encoder.nodes += len(value)
+        return list(value)  # type: ignore[arg-type]
+    return encoder.children(((key, key) for key in value), path)
+
+
+def _row(
+    encoder: _Encoder, keys: list[Node], value: dict[object, object], path: Path
+) -> list[Node] | None:
+    """Return the numbers of a dict's values, if all are tensors that can be one row."""
+    if encoder.row is None or len(keys) < _ROW or set(map(type, keys)) != {str}:
+        return None
+    numbers = encoder.row(keys, [*value.values()], path)  # type: ignore[arg-type]
+    if numbers is not None:
+        encoder.descend(path)
+        encoder.ascend(len(numbers))
+    return numbers  # type: ignore[return-value]
 
 
 def _odict(encoder: _Encoder, value: OrderedDict[object, object], path: Path) -> Node:

@@ -44,18 +44,26 @@ def _at(entries: Entries, index: int, what: str) -> str:
 
 
 def fault_of(
-    document: ManifestDocument, entries: Entries, algorithm: str
+    document: ManifestDocument,
+    entries: Entries,
+    algorithm: str,
+    *,
+    checked: bool = False,
 ) -> str | None:
-    """Return the first contradiction within one of our headers."""
+    """Return the first contradiction within one of our headers.
+
+    ``checked`` says that there is none among the entries.
+    """
     if not 0 <= document.step <= INT64_MAX:
         return f"step {document.step} is not between 0 and 2**63 - 1"
     if document.entries != len(entries):
         return f"{len(entries)} entries instead of {document.entries}"
-    return (
-        tiling_fault(entries, _WRITTEN_BYTES, 1)
-        or entries_fault(entries)
-        or grid_fault(document, entries.nbytes, algorithm)
-        or views_fault(document.views, entries)
+    if not checked and (
+        fault := tiling_fault(entries, _WRITTEN_BYTES, 1) or entries_fault(entries)
+    ):
+        return fault
+    return grid_fault(document, entries.nbytes, algorithm) or views_fault(
+        document.views, entries
     )
 
 

@@ -23,7 +23,6 @@ from aiockpt.pg.device import folding
 from aiockpt.pg.device.board import decode_placement, encode_placement
 from aiockpt.pg.device.mover import DeviceMover
 from aiockpt.pg.device.segment import Segment
-from aiockpt.pg.messages import MESSAGE_BYTES
 from aiockpt.testing import FakeAccelerator, assert_same
 from aiockpt.testing.suite.base import sample
 from boards import CPU, FakeBoard, device_transports
@@ -166,8 +165,8 @@ class TestMixed:
         assert_same(got, state)
         assert not theirs.owns(got["w"])
         assert ours.allocated == theirs.allocated == 0
-        assert max(rooms) <= MESSAGE_BYTES
-        assert DeviceMover.window * MESSAGE_BYTES <= 64 * MIB
+        assert max(rooms) <= DeviceMover.message_bytes
+        assert DeviceMover.window * DeviceMover.message_bytes <= 64 * MIB
 
     async def test_damage_is_noticed(
         self, ours: FakeBoard, theirs: FakeBoard, monkeypatch: pytest.MonkeyPatch
@@ -246,7 +245,7 @@ class TestStreams:
                 *(each.recv_checkpoint(0, "", 1) for each in receivers),
             )
         assert ranks == sorted(ranks)
-        assert len(ranks) == 2 * 32 * MIB // MESSAGE_BYTES
+        assert len(ranks) == 2 * 32 * MIB // DeviceMover.message_bytes
         for each in got:
             assert_same(each, state)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from aiockpt.pg.messages import (
     BESIDE,
+    BESIDE_BYTES,
     LARGE_BYTES,
     MESSAGE_BYTES,
     TOGETHER_BYTES,
@@ -30,7 +31,7 @@ def ranges(sizes: list[int]) -> list[tuple[int, int]]:
 @given(st.lists(st.sampled_from([0, 1, 4 * KIB, 300 * KIB, 3000 * KIB, 40 << 20])))
 def test_messages_tile_the_segment(sizes: list[int]) -> None:
     """In order, bounded, none of them empty."""
-    messages = plan_messages(ranges(sizes))
+    messages = plan_messages(ranges(sizes), MESSAGE_BYTES)
     assert [start for start, _ in messages][1:] == [stop for _, stop in messages][:-1]
     assert sum(stop - start for start, stop in messages) == sum(sizes)
     assert all(0 < stop - start <= MESSAGE_BYTES for start, stop in messages)
@@ -39,7 +40,7 @@ def test_messages_tile_the_segment(sizes: list[int]) -> None:
 def test_a_large_entry_travels_by_itself() -> None:
     """So that either end can use the memory of the tensor."""
     sizes = [100, LARGE_BYTES, 100, 100, 2 * MESSAGE_BYTES + 1]
-    messages = plan_messages(ranges(sizes))
+    messages = plan_messages(ranges(sizes), MESSAGE_BYTES)
     assert [stop - start for start, stop in messages] == [
         100,
         LARGE_BYTES,
@@ -52,7 +53,7 @@ def test_a_large_entry_travels_by_itself() -> None:
 
 def test_small_entries_travel_together() -> None:
     """100,000 tensors of 4 KiB are 200 messages."""
-    messages = plan_messages(ranges([4 * KIB] * 100_000))
+    messages = plan_messages(ranges([4 * KIB] * 100_000), MESSAGE_BYTES)
     assert len(messages) == -(-100_000 * 4 * KIB // TOGETHER_BYTES)
 
 
@@ -106,6 +107,18 @@ def test_memory_beside_the_places_is_bounded_and_used_again() -> None:
     first = landings.expect(160, 180).data_ptr()
     landings.settle(160)
     assert landings.expect(160, 180).data_ptr() == first
+
+
+def test_long_messages_beside_their_places_are_bounded_sooner() -> None:
+    """By their bytes: an entry that its tensor does not fill may be long."""
+    pieces = Pieces([BESIDE_BYTES // 2] * 4)
+    landings, leavings = Landings(pieces), Leavings(pieces)
+    landings.expect(0, BESIDE_BYTES)
+    leavings.take(0, BESIDE_BYTES)
+    assert [landings.crowded, leavings.crowded] == [True, True]
+    landings.settle(0)
+    leavings.gone(0)
+    assert [landings.crowded, leavings.crowded] == [False, False]
 
 
 def test_copies_that_leave_are_bounded() -> None:

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,15 @@ def pass_gate(gate: str) -> None:
 
 
 class GatedWriter(CheckpointWriter):
-    """Waits at a gate before each write."""
+    """Waits at a gate before each write, beside which staging goes on."""
 
     def __init__(self, rank_info: RankInfo, gate: str) -> None:
         super().__init__(CheckpointWriterConfig(), rank_info)
         self._gate = gate
 
-    def write_snapshot(self, path: Any, snapshot: Any, /, **kwargs: Any) -> None:
+    def write_source(self, path: Any, source: Any, step: int, /, **kwargs: Any) -> None:
         pass_gate(self._gate)
-        super().write_snapshot(path, snapshot, **kwargs)
+        super().write_source(path, source, step, **kwargs)
 
 
 class Troubled(CheckpointWriter):
@@ -80,6 +81,20 @@ class Troubled(CheckpointWriter):
         if trouble == "system-exit":
             raise SystemExit(4)
         super().write_snapshot(path, snapshot, **kwargs)
+
+
+class Forsaken:
+    """Writes down which saves the others are told not to wait for."""
+
+    def __init__(self, rank_info: RankInfo, diary: str) -> None:
+        self._diary = diary
+
+    def write(self, path: str, state_dict: Any, **kwargs: Any) -> None:
+        raise AssertionError("nothing is written")
+
+    def abandon(self, path: str, step: int, reason: str) -> None:
+        with open(self._diary, "a") as file:
+            print(path, step, reason, file=file)
 
 
 class OwnFormat:
@@ -166,3 +181,9 @@ def is_running(pid: int) -> bool:
 def has_torch(pid: int) -> bool:
     """Tell whether a process has loaded torch."""
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def reaped(pid: int) -> None:
+    """Reap a child that was abandoned: who does that dies, as a rule."""
+    with suppress(ChildProcessError):
+        os.waitpid(pid, 0)

@@ -10,16 +10,26 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import torch
 
 import aiockpt
-from checkpointing import GatedWriter, note_pid
+from aiockpt import staging
+from aiockpt._copy import CopyPlan
+from checkpointing import GatedWriter, eventually, note_pid
+
+PIECE = 4 << 20
 
 
 def state(fill: float) -> dict[str, object]:
     """Return the state dict of a step."""
     return {"weight": torch.full((300_000,), fill), "step": fill}
+
+
+def is_begun(file: Path) -> bool:
+    """Say whether the first piece of a state dict is in a file."""
+    return b"\x80\x3f" in file.read_bytes()[: PIECE // 2]
 
 
 class Trainer:
@@ -34,7 +44,10 @@ class Trainer:
             write_timeout_secs=float(os.environ.get("WRITE_TIMEOUT", "1800")),
         )
         self.checkpointer = aiockpt.make_async_checkpointer(
-            aiockpt.CheckpointerConfig(process_config=process),
+            aiockpt.CheckpointerConfig(
+                process_config=process,
+                staging_config=aiockpt.CheckpointStagerConfig(write_beside=True),
+            ),
             subprocess_init_fn=note_pid,
             subprocess_init_args=(f"{place}/pid",),
             checkpoint_writer_init_fn=GatedWriter,
@@ -56,6 +69,26 @@ class Trainer:
         for _ in range(20):
             await asyncio.sleep(0)
 
+    async def stuck(self) -> None:
+        """Be in the middle of staging for ever, with the write of it begun."""
+        self.step += 1
+        staging._SPAN = PIECE
+        copy = CopyPlan.stage_host
+
+        def stage_host(plan: CopyPlan, start: int, stop: int) -> None:
+            if start >= PIECE:
+                signal.pause()
+            copy(plan, start, stop)
+
+        setattr(CopyPlan, "stage_host", stage_host)  # noqa: B010 - it is a method
+        wide = {"weight": torch.full((PIECE,), 1.0)}
+        path = f"{self.place}/checkpoints/step-{self.step}"
+        self.saving = asyncio.create_task(self.checkpointer.save(wide, path))
+        part = Path(f"{self.place}/checkpoints/.step-{self.step}.part")
+        await eventually(
+            lambda: any(is_begun(each) for each in part.glob("*.tmp")), "the write"
+        )
+
     async def fork(self) -> None:
         """Leave a child that has every descriptor of this process."""
         if not os.fork():
@@ -64,6 +97,13 @@ class Trainer:
     async def close(self) -> None:
         """End as one should."""
         await self.checkpointer.close()
+
+    async def closing(self) -> None:
+        """Be in the middle of the end; what is under way holds it up."""
+        end = asyncio.get_running_loop().create_task(self.checkpointer.close())
+        await asyncio.wait({end}, timeout=0.2)
+        print("closing", flush=True)
+        await end
 
     async def crash(self) -> None:
         """End by an exception inside of the block."""

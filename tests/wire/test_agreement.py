@@ -14,7 +14,7 @@ from aiockpt.wire import dtypes
 from aiockpt.wire.chunks import ChunkGrid, digest
 from aiockpt.wire.document import Entry, TensorSpec
 from aiockpt.wire.entries import Entries
-from aiockpt.wire.layout import Storage, dense_stride, plan_segment
+from aiockpt.wire.layout import Storage, Storages, dense_stride, plan_segment
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import (
     ForeignHeader,
@@ -115,7 +115,7 @@ def storages(draw: st.DrawFn) -> list[Storage]:
 @given(storages())
 def test_safetensors_reads_what_we_write(found: list[Storage]) -> None:
     """Names, shapes and bytes are the same for a tool that never heard of us."""
-    order, _, size = plan_segment(found)
+    order, _, size = plan_segment(Storages.of(found))
     segment = random.Random(size).randbytes(size)
     manifest = build_manifest(
         step=1,

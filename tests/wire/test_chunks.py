@@ -7,7 +7,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt.wire.chunks import ChunkGrid, digest
+from aiockpt.wire.chunks import ChunkGrid, Digester, digest
 
 SIZES = st.integers(0, 10_000)
 LENGTHS = st.integers(1, 300)
@@ -64,3 +64,22 @@ def test_a_digest_does_not_depend_on_how_bytes_are_split(data: bytes, at: int) -
     whole = xxhash.xxh3_128(data).hexdigest()
     assert digest([data]) == whole
     assert digest([memoryview(data)[:at], b"", bytearray(data[at:])]) == whole
+
+
+@given(st.binary(min_size=1, max_size=300), st.lists(st.integers(1, 299)))
+def test_chunks_that_pass_by_in_any_blocks_have_their_digests(
+    data: bytes, cuts: list[int]
+) -> None:
+    """As if each were digested alone; the views are handed on as they are."""
+    grid = ChunkGrid(len(data), 64)
+    made = Digester(grid, unknown="?")
+    whole = memoryview(data)
+    passed = b""
+    stops = [*sorted({cut for cut in cuts if cut < len(data)}), len(data)]
+    for start, stop in zip([0, *stops], stops, strict=False):
+        found = made.views(start, stop, lambda first, last: [whole[first:last]])
+        passed += b"".join(found)
+        assert made.digests[-1] == "?" or stop == len(data)
+    assert passed == data
+    chunks = [grid.range(index) for index in range(len(grid))]
+    assert made.digests == [digest([whole[a:b]]) for a, b in chunks]

@@ -15,6 +15,7 @@ from aiockpt.wire.dtypes import DTYPES
 from aiockpt.wire.layout import (
     PREFIX,
     Storage,
+    Storages,
     dense_stride,
     make_entries,
     plan_segment,
@@ -43,7 +44,7 @@ def storages(draw: st.DrawFn) -> list[Storage]:
 @given(storages())
 def test_storages_tile_the_segment_aligned(found: list[Storage]) -> None:
     """No gap, no overlap, and each starts at a multiple of its widest element."""
-    order, offsets, segment_bytes = plan_segment(found)
+    order, offsets, segment_bytes = plan_segment(Storages.of(found))
     assert sorted(order) == list(range(len(found)))
     end = 0
     for index, offset in zip(order, offsets, strict=True):
@@ -56,19 +57,19 @@ def test_storages_tile_the_segment_aligned(found: list[Storage]) -> None:
 @given(storages())
 def test_widest_come_first_and_equals_keep_their_order(found: list[Storage]) -> None:
     """The order depends on nothing but the state dict."""
-    order, _, _ = plan_segment(found)
+    order, _, _ = plan_segment(Storages.of(found))
     assert list(order) == sorted(order, key=lambda i: (-found[i].align, i))
 
 
 def test_a_ragged_storage_is_refused() -> None:
     """Whatever follows it would not be aligned."""
     with pytest.raises(LocalProtocolError, match="alignment"):
-        plan_segment([Storage("a", "U8", (10,), 10, 8)])
+        plan_segment(Storages.of([Storage("a", "U8", (10,), 10, 8)]))
 
 
 def build(found: list[Storage], segment: bytes) -> Manifest:
     """Lay storages out and describe them."""
-    order, _, size = plan_segment(found)
+    order, _, size = plan_segment(Storages.of(found))
     grid = ChunkGrid(size, 1 << 16)
     chunks = [segment[slice(*grid.range(index))] for index in range(len(grid))]
     return build_manifest(
@@ -83,7 +84,7 @@ def build(found: list[Storage], segment: bytes) -> Manifest:
 @given(storages())
 def test_every_layout_survives_the_header(found: list[Storage]) -> None:
     """What was built is what is read, and what is read encodes to the same bytes."""
-    manifest = build(found, bytes(plan_segment(found)[2]))
+    manifest = build(found, bytes(plan_segment(Storages.of(found))[2]))
     assert decode_header(manifest.header, limits=Limits()) == manifest
     assert manifest.header_bytes % 64 == 0
 
@@ -102,7 +103,7 @@ def test_a_name_given_twice_is_refused() -> None:
     """JSON would keep one of the two."""
     twice = [Storage("a", "U8", (1,), 1, 1)] * 2
     with pytest.raises(LocalProtocolError, match="same name"):
-        make_entries(twice)
+        make_entries(Storages.of(twice))
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "\ud800"])

@@ -28,7 +28,8 @@ class DeviceMover(Mover):
     """A `Mover` whose messages are on a device, and on its side stream."""
 
     tagged = False
-    ahead = window = 16  # of 4 MiB, where a message is no tensor's own memory
+    message_bytes = 4 << 20
+    ahead = window = 16  # of them, where a message is no tensor's own memory
 
     def __init__(self, group: Group, rank: int, board: Board, *, sending: bool) -> None:
         super().__init__(group, rank, sending=sending)

@@ -59,7 +59,7 @@ class _Job:
         self.plan = CopyPlan(
             without(description.backings, self.own),
             description.offsets,
-            [storage.nbytes for storage in description.storages],
+            description.storages.sizes,
             arena=self.arena,
             port_for=ports,
         )
@@ -180,6 +180,5 @@ def without(backings: Backings, entries: Iterable[int]) -> Backings:
 
 
 def _bounds_of(description: Description) -> Bounds:
-    sizes: Iterable[int] = (storage.nbytes for storage in description.storages)
     starts = array("q", description.offsets)
-    return starts, array("q", map(add, starts, sizes))
+    return starts, array("q", map(add, starts, description.storages.sizes))

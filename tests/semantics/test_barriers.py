@@ -1,0 +1,34 @@
+"""What a barrier leaves behind when a rank does not come."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cells import proves
+from commandline import ENVIRONMENT, PATIENCE
+from outcomes import Cell
+from rankprocesses import SUPPORT
+
+pytestmark = pytest.mark.timeout(180)
+
+HERE = "semantics/test_barriers.py::"
+
+
+@proves(HERE + "test_a_rank_that_stays_away")
+def test_a_rank_that_stays_away(cell: Cell, tmp_path: Path) -> None:
+    """A group in which a rank was missed once is out of step, and says so at once."""
+    paths = f"{ENVIRONMENT['PYTHONPATH']}:{SUPPORT}"
+    done = subprocess.run(
+        [sys.executable, SUPPORT / "late_rank.py", tmp_path],
+        env={**ENVIRONMENT, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
+    )
+    assert done.stdout.split() == ["ProcessGroupError"] * 2, done.stderr
+    assert cell.left == "broken / broken"

@@ -1,0 +1,179 @@
+"""What calls of a transport for torchft leave behind, where no other test says so."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+from aiockpt import PeerFailedError, StepNotFoundError, TransferTimeoutError
+from aiockpt.testing import assert_same
+from aiockpt.torchft import HTTPTransport
+from cells import proves
+from outcomes import Cell
+from receivers import arenas
+
+Transport = HTTPTransport[Any]
+Make = Callable[..., Transport]
+
+HERE = "torchft/test_semantics.py::"
+PATIENCE = 20.0
+
+
+def state(fill: float = 1.0, mib: int = 1) -> dict[str, Any]:
+    """Return what is sent."""
+    return {"weight": torch.full((mib << 18,), fill)}
+
+
+def until(condition: Callable[[], Any]) -> None:
+    """Wait for what another thread brings about."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@contextmanager
+def interrupting(
+    monkeypatch: pytest.MonkeyPatch, ready: Callable[[], Any]
+) -> Iterator[None]:
+    """Press Ctrl-C in this thread once it waits in a call, and ``ready()`` holds."""
+    ours = threading.current_thread()
+
+    def interrupted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(*args: Any) -> Any:
+            if threading.current_thread() is not ours:
+                return function(*args)
+            until(ready)
+            raise KeyboardInterrupt
+
+        return wait
+
+    with monkeypatch.context() as patch:
+        for owner, name in ((Future, "result"), (threading.Thread, "join")):
+            patch.setattr(owner, name, interrupted(getattr(owner, name)))
+        try:
+            yield
+        except KeyboardInterrupt:
+            return
+    pytest.fail("it was not interrupted")
+
+
+@contextmanager
+def stuck_reader(source: Transport) -> Iterator[socket.socket]:
+    """Ask for step 1, and read nothing of it."""
+    told = urlsplit(source.metadata())
+    with socket.socket() as stuck:
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stuck.connect((told.hostname, told.port))
+        head = f"GET {told.path}1/full HTTP/1.1\r\nHost: {told.netloc}\r\n"
+        stuck.sendall(f"{head}Authorization: Bearer {told.fragment}\r\n\r\n".encode())
+        until(lambda: source.statistics().readers)
+        yield stuck
+
+
+@proves(HERE + "test_a_send_that_does_not_succeed")
+def test_a_send_that_does_not_succeed(
+    cell: Cell, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for the step is told; what was offered is received as before."""
+    source, heir = make(), make()
+    source.send_checkpoint([1], 1, state(), 10)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(heir.recv_checkpoint, 0, source.metadata(), 2, 30)
+        until(lambda: source.statistics().waiting)
+        if cell.ending == "timeout":
+            with pytest.raises(TransferTimeoutError):
+                source.send_checkpoint([1], 2, state(2.0), 0)
+        else:
+            _interrupt_a_send(source, monkeypatch)
+        assert isinstance(call.exception(PATIENCE), PeerFailedError)
+    assert_same(heir.recv_checkpoint(0, source.metadata(), 1, 10), state())
+    assert cell.left == "old / told"
+
+
+def _interrupt_a_send(source: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def describe(_: object) -> None:
+        begun.set()
+        assert go.wait(PATIENCE)
+        raise AssertionError("it is cancelled by then")
+
+    stager: Any = source._transport._offering._stager  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr(stager, "_describe", describe)
+        with interrupting(monkeypatch, begun.is_set):
+            source.send_checkpoint([1], 2, state(2.0), 30)
+        go.set()
+
+
+@proves(HERE + "test_a_receive_that_does_not_succeed")
+def test_a_receive_that_does_not_succeed(
+    cell: Cell, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it is kept, and the source offers as before."""
+    source, heir = make(), make()
+    source.send_checkpoint([1], 2, state(), 10)
+    before = arenas()
+    if cell.ending == "error":
+        with pytest.raises(StepNotFoundError):
+            heir.recv_checkpoint(0, source.metadata(), 1, 10)
+    elif cell.ending == "timeout":
+        with pytest.raises(TransferTimeoutError):
+            heir.recv_checkpoint(0, source.metadata(), 3, 0.3)
+    else:
+        with interrupting(monkeypatch, lambda: source.statistics().waiting):
+            heir.recv_checkpoint(0, source.metadata(), 3, 30)
+    until(lambda: not source.statistics().waiting)
+    assert arenas() <= before
+    assert_same(heir.recv_checkpoint(0, source.metadata(), 2, 10), state())
+    assert cell.left == "nothing / idle"
+
+
+@proves(HERE + "test_a_withdrawal_that_is_interrupted")
+def test_a_withdrawal_that_is_interrupted(
+    cell: Cell, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader of live memory has its grace, whoever waits for it."""
+    source = make(grace=1.0, zero_copy=True)
+    source.send_checkpoint([1], 1, state(mib=16), 10)
+    with stuck_reader(source):
+        withdrawn: list[int] = []
+
+        def ready() -> bool:
+            now = source._transport.statistics()  # type: ignore[attr-defined]
+            withdrawn[:] = [now.readers]
+            return now.step is None
+
+        with interrupting(monkeypatch, ready):
+            source.disallow_checkpoint()
+        assert withdrawn == [1]
+        until(lambda: not source.statistics().readers)
+    assert cell.left == "none / reads on"
+
+
+@proves(HERE + "test_an_end_that_is_interrupted")
+def test_an_end_that_is_interrupted(
+    cell: Cell, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes by itself, and the reader is evicted."""
+    source = make(grace=0.3)
+    source.send_checkpoint([1], 1, state(mib=16), 10)
+    with stuck_reader(source) as stuck:
+        with interrupting(monkeypatch, lambda: True):
+            source.shutdown()
+        until(lambda: not source._portal._thread.is_alive())
+        stuck.settimeout(PATIENCE)
+        with suppress(ConnectionError):
+            while stuck.recv(1 << 20):
+                pass
+    assert cell.left == "closing / evicted"
