@@ -18,6 +18,8 @@ from typing import Final
 
 import msgspec
 
+from aiockpt import _packets
+
 __all__ = ["MAX_MESSAGE", "Channel", "encode", "pack", "pair", "receive", "unpack"]
 
 MAX_MESSAGE: Final = 192 << 10  # a packet must fit the socket's buffer
@@ -43,12 +45,7 @@ def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
         BlockingIOError: there is none yet, and the socket does not block.
         OSError: the connection has failed.
     """
-    data, fds, flags, _ = socket.recv_fds(sock, MAX_MESSAGE, _MAX_FDS)
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-        for fd in fds:
-            os.close(fd)
-        raise OSError("a message was cut short")
-    return data, fds
+    return _packets.receive(sock, MAX_MESSAGE, _MAX_FDS)
 
 
 def pack(*parts: bytes | memoryview | mmap) -> int:

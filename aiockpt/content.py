@@ -52,6 +52,7 @@ class Content:
         manifest: What it holds; a foreign header as `manifest_of_file` adopts it.
         fetch: Brings its bytes.
         mapping: The whole file in memory; None: an arena that ``fetch`` fills.
+        arena: That arena; None: a new one.
 
     Attributes:
         arena: The memory of a content that has no mapping.
@@ -67,6 +68,7 @@ class Content:
         limits: Limits,
         allow_pickle: bool,
         mapping: mmap.mmap | None = None,
+        arena: Arena | None = None,
     ) -> None:
         self.manifest, self.fetch = manifest, fetch
         self.mapped = mapping is not None
@@ -78,7 +80,7 @@ class Content:
             self.address = addressof(c_char.from_buffer(mapping)) + base
             self._tensors = tensors_over(manifest, mapping, base=base)
         else:
-            self.arena = arena = _arena(manifest.segment_bytes)
+            self.arena = arena = arena or _arena(manifest.segment_bytes)
             self.memory, self.address = arena.buffer, arena.address
             self._tensors = tensors_over(manifest, arena.buffer)
 

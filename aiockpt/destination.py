@@ -96,11 +96,16 @@ class Destination(Protocol):
 
 
 def destination_of(
-    manifest: Manifest, template: Template | None, terms: Terms, bridge: Bridge
+    manifest: Manifest,
+    template: Template | None,
+    terms: Terms,
+    bridge: Bridge,
+    arena: Arena | None = None,
 ) -> Destination:
     """Return where the checkpoint goes; for a thread.
 
-    Without a template nothing refers to ``manifest`` afterwards.
+    Without a template nothing refers to ``manifest`` afterwards. ``arena`` is memory
+    that has the data segment already; None takes new memory.
 
     Raises:
         TemplateMismatchError: the template does not fit.
@@ -110,8 +115,9 @@ def destination_of(
     """
     if template is None:
         check_meshes(Frame.of(manifest), limits=terms.limits)
-        return Fresh(manifest, terms, bridge)
-    return InTemplate(manifest, template.match(manifest), terms, bridge)
+        return Fresh(manifest, terms, bridge, arena=arena)
+    match = template.match(manifest)
+    return InTemplate(manifest, match, terms, bridge, arena=arena)
 
 
 class Fresh:
@@ -123,11 +129,17 @@ class Fresh:
     touched = False
 
     def __init__(
-        self, manifest: Manifest, terms: Terms, bridge: Bridge, away: Away = _NOTHING
+        self,
+        manifest: Manifest,
+        terms: Terms,
+        bridge: Bridge,
+        away: Away = _NOTHING,
+        *,
+        arena: Arena | None = None,
     ) -> None:
         self._terms, self._bridge = terms, bridge
         used = manifest.segment_bytes - _nbytes(away)
-        self._loan = _allocate(manifest, used, terms)
+        self._loan = Loan(arena) if arena else _allocate(manifest, used, terms)
         self.arena = self._loan.arena
         self.memory: Memory = self.arena
         self._tensors = tensors_over(manifest, self._loan.buffer, away=away)
@@ -165,6 +177,7 @@ class InTemplate:
         bridge: Bridge,
         *,
         away: Away = _NOTHING,
+        arena: Arena | None = None,
     ) -> None:
         self._away = away
         self.match, self._terms, self._bridge = match, terms, bridge
@@ -174,7 +187,7 @@ class InTemplate:
         entries, used = manifest.entries, manifest.segment_bytes - _nbytes(away)
         if terms.direct:
             used -= _at_home(match.backings, terms.ports)
-        self._loan = _allocate(manifest, used, terms)
+        self._loan = Loan(arena) if arena else _allocate(manifest, used, terms)
         self.arena = self._loan.arena
         self.copies = CopyPlan(
             match.backings,

@@ -8,6 +8,7 @@ huge pages and is reused where its owner can. Every view of memory here is a
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import sys
@@ -16,11 +17,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
+
+if sys.platform == "linux":
+    import fcntl
 
 __all__ = [
+    "CAN_LEND",
+    "LENT_SEALS",
     "Arena",
     "ArenaPool",
+    "Borrowed",
     "Memory",
     "available_memory",
     "return_freed",
@@ -29,6 +36,13 @@ __all__ = [
 
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+CAN_LEND: Final = sys.platform == "linux" and hasattr(os, "memfd_create")
+"""Whether other processes can be handed the memory of an arena."""
+
+# F_SEAL_SHRINK, F_SEAL_GROW, and F_SEAL_FUTURE_WRITE of Linux 5.1, which not all
+# versions of Python name.
+LENT_SEALS: Final = 0x2 | 0x4 | 0x10
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -57,20 +71,24 @@ class Arena:
     """
 
     def __init__(self, nbytes: int, *, shared: bool = False) -> None:
-        self.nbytes = nbytes
-        self.fd = -1
+        fd = -1
         size = max(nbytes, mmap.PAGESIZE)
         if shared:
-            self.fd = os.memfd_create("aiockpt", os.MFD_CLOEXEC)
-            os.ftruncate(self.fd, size)
-        # A duplicate belongs to the mapping, so the arena may close its own. Anonymous
-        # memory that is shared is a file too, to which the kernel gives no huge pages.
+            fd = os.memfd_create("aiockpt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(fd, size)
+        # A duplicate belongs to the mapping, so the arena may close its own.
         kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._map = mmap.mmap(self.fd, size, flags=kind)
-        if not shared and hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping = mmap.mmap(fd, size, flags=kind)
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # a shared one needs shmem_enabled, too
             with suppress(OSError):
-                self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+        self._adopt(nbytes, fd, mapping)
+
+    def _adopt(self, nbytes: int, fd: int, mapping: mmap.mmap) -> None:
+        self.nbytes, self.fd, self._map = nbytes, fd, mapping
+        self.spent = False
+        self._lent = -1
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         self._unpin: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
@@ -116,6 +134,28 @@ class Arena:
         if self._unpin is None:
             self._unpin = pin(self)
 
+    def lend(self) -> int:
+        """Return a descriptor for another process, which can only read; for a thread.
+
+        It is the arena's own. Seals tell who has it that the size stays, and that
+        nobody else can write either, but the owner through the mapping that it has.
+
+        Raises:
+            OSError: the kernel cannot seal it.
+        """
+        if sys.platform != "linux":
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, LENT_SEALS)
+        if self._lent < 0:
+            flags = os.O_RDONLY | os.O_CLOEXEC
+            self._lent = os.open(f"/proc/self/fd/{self.fd}", flags)
+        return self._lent
+
+    @property
+    def closed(self) -> bool:
+        """Whether the pages have gone, and no view can be left."""
+        return self._map.closed
+
     def close(self) -> None:
         """Unmap; views that still live keep their pages until they go. Idempotent."""
         if self._unpin is not None:
@@ -123,9 +163,23 @@ class Arena:
             self._unpin = None
         with suppress(BufferError):
             self._map.close()
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        for fd in (self.fd, self._lent):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self._lent = -1
+
+
+class Borrowed(Arena):
+    """Memory of another process: what is written to it here, is copied first.
+
+    It must be sealed against shrinking, or reading it could end this process.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self._adopt(nbytes, -1, mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY))
+
+    def populate(self, start: int, stop: int, *, every: bool = False) -> None:
+        """Do nothing: a page that is made writable is a copy."""
 
 
 class ArenaPool:
@@ -162,7 +216,13 @@ class ArenaPool:
         return Arena(nbytes, shared=self._shared)
 
     def give_back(self, arena: Arena) -> None:
-        """Take an arena back; the oldest free one returns to the system for it."""
+        """Take an arena back; the oldest free one returns to the system for it.
+
+        One that is spent, since others may still read it, is closed here only.
+        """
+        if arena.spent:
+            self._dispose(arena)
+            return
         with self._lock:
             self._free.append(arena)
             most = 0 if self._closed else self._keep

@@ -63,6 +63,8 @@ class TransferEvent:
         reused: Bytes that were there already (``have``), and were not moved.
         seconds: How long it took.
         detail: The error or the remark, as one line.
+        medium: How the bytes came where that may differ: ``HTTP``, or ``shared
+            memory`` of this host.
         level: A level of :mod:`logging`.
     """
 
@@ -74,6 +76,7 @@ class TransferEvent:
     seconds: float = 0.0
     detail: str = ""
     level: int = logging.DEBUG
+    medium: str = ""
 
     def __str__(self) -> str:
         words = [self.stop]
@@ -87,6 +90,8 @@ class TransferEvent:
             words.append(f"reused={self.reused}")
         if self.seconds:
             words.append(f"seconds={self.seconds:.3f}")
+        if self.medium:
+            words.append(f"medium={self.medium!r}")
         if self.nbytes and self.seconds:
             words.append(f"GB/s={self.nbytes / self.seconds / 1e9:.2f}")
         return " ".join(words) + (f": {self.detail}" if self.detail else "")

@@ -57,6 +57,7 @@ _TRANSPORT = (
     _Figure("gone", "gone_bodies", "Bodies whose client left.", total=True),
     _Figure("stalled", "stalled_bodies", "Bodies of stalled clients.", total=True),
     _Figure("evicted", "evicted_readers", "Readers cut after their grace.", total=True),
+    _Figure("lent", "lent_checkpoints", "Taken as memory on this host.", total=True),
     _Figure("threads.threads", "threads", "Threads that stage, verify and load."),
     _Figure("threads.running", "running_calls", "Calls in these threads."),
     _Figure("threads.waiting", "waiting_calls", "Calls that wait for a thread."),

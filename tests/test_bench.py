@@ -16,9 +16,13 @@ from aiockpt.bench.process import BenchError, Worker
 from aiockpt.bench.report import Report, as_markdown, as_text
 from aiockpt.bench.rounds import Candidate, take_turns
 from aiockpt.bench.rows import (
+    BESIDE,
+    COPIED,
+    SHARED,
     Row,
     rows_of_footprint,
     rows_of_group,
+    rows_of_same_host,
     rows_of_speed,
     rows_of_ticker,
 )
@@ -47,6 +51,8 @@ def test_a_tiny_run_yields_a_table_and_valid_json(
     table = capsys.readouterr().out
     found = json.loads(file.read_text())
     assert "| receive in place | 4 x 1 MiB | " in table
+    assert "| same host, shared | 4 x 1 MiB | " in table
+    assert "| same host, copied in place | 4 x 1 MiB | " in table
     assert {row["verdict"] for row in found["rows"]} <= {"ok", "MISSED", ""}
     assert all(
         sample["seconds"] > 0
@@ -296,6 +302,24 @@ def test_rows_compare_with_the_references() -> None:
     verdicts = ["ok", "ok", "", "ok", "", "MISSED", "ok"]
     assert [row.verdict for row in rows] == verdicts
     assert {row.verdict for row in rows_of_ticker(shape, found)} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("key", "shared", "verdicts"),
+    [("1m", 0.05, ["ok", "ok"]), ("1m", 0.06, ["MISSED", "ok"]), ("100k", 1, ["", ""])],
+)
+def test_lent_memory_has_targets(
+    key: str, shared: float, verdicts: Sequence[str]
+) -> None:
+    """A time where nothing is copied, a part of memcpy's speed where everything is."""
+    found = {
+        name: series(name, seconds)
+        for name, seconds in {SHARED: shared, COPIED: 1.0, BESIDE: 0.8}.items()
+    }
+    rows = list(rows_of_same_host(shape_of(key, MIB), found))
+    assert [row.verdict for row in rows] == verdicts
+    assert rows[0].value == pytest.approx(1000 * shared)
+    assert list(rows_of_same_host(shape_of(key, MIB), {})) == []
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from aiockpt import memory
-from aiockpt.memory import Arena, ArenaPool, available_memory, view_of_address
+from aiockpt.memory import (
+    CAN_LEND,
+    Arena,
+    ArenaPool,
+    Borrowed,
+    available_memory,
+    view_of_address,
+)
 
 
 def resident(arena: Arena) -> int:
@@ -291,3 +298,59 @@ def test_threads_may_share_a_pool() -> None:
     assert len({id(arena) for arena in disposed}) == len(disposed)
     for arena in disposed:
         arena.close()
+
+
+@pytest.mark.skipif(not CAN_LEND, reason="memory is lent on Linux only")
+class TestLending:
+    """Memory that another process gets."""
+
+    def test_only_its_owner_can_write_or_change_it(self) -> None:
+        """And he only by the mapping that he has had before."""
+        arena = Arena(1 << 20, shared=True)
+        fd = arena.lend()
+        assert arena.lend() == fd
+        assert not os.get_inheritable(fd)
+        for each in (fd, arena.fd):
+            with pytest.raises(OSError, match=r"not permitted|Bad file descriptor"):
+                os.pwrite(each, b"x", 0)
+            with pytest.raises(PermissionError):
+                mmap.mmap(each, 1 << 20)
+            with pytest.raises(OSError, match=r"not permitted|Invalid argument"):
+                os.ftruncate(each, 0)
+        arena.buffer[:3] = b"abc"
+        assert os.pread(fd, 3, 0) == b"abc"
+        arena.close()
+        assert arena.closed
+
+    def test_what_is_borrowed_is_copied_where_it_is_written(self) -> None:
+        """Not where it is made ready, nor on the other side."""
+        arena = Arena(3 * mmap.PAGESIZE, shared=True)
+        borrowed = Borrowed(arena.lend(), arena.nbytes)
+        borrowed.populate(0, arena.nbytes)
+        arena.buffer[:3] = b"abc"
+        assert bytes(borrowed.buffer[:3]) == b"abc"
+        borrowed.buffer[:2] = b"xy"
+        assert bytes(arena.buffer[:3]) == b"abc"
+        assert bytes(borrowed.buffer[:3]) == b"xyc"
+        arena.close()
+        assert bytes(borrowed.buffer[:3]) == b"xyc"
+        view = borrowed.buffer
+        borrowed.close()
+        assert not borrowed.closed
+        del view
+        borrowed.close()
+        assert borrowed.closed
+
+    def test_a_spent_arena_is_not_used_again(self) -> None:
+        """Others may still read it."""
+        pool = ArenaPool(shared=True, keep=2, dispose=Arena.close)
+        spent, fine = pool.take(100), pool.take(100)
+        spent.spent = True
+        pool.give_back(spent)
+        pool.give_back(fine)
+        assert spent.closed
+        assert pool.take(100) is fine
+        again = pool.take(100)
+        assert again is not spent
+        for each in (fine, again):
+            each.close()

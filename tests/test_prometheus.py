@@ -39,7 +39,7 @@ class Fixed:
 
 
 TRANSPORT = TransportStatistics(
-    7, 2, 1.5, 3, 4, 50, 6, 7000, 8, 9, 10, BridgeStatistics(11, 12, 13, 14)
+    7, 2, 1.5, 3, 4, 50, 6, 7000, 8, 9, 10, 15, BridgeStatistics(11, 12, 13, 14)
 )
 CHECKPOINTER = CheckpointerStatistics(1, 2, 3, 4, 5, 6, 7, 8.5, 9.5, 10)
 
@@ -87,6 +87,7 @@ class TestFigures:
                 "gone_bodies_total",
                 "stalled_bodies_total",
                 "evicted_readers_total",
+                "lent_checkpoints_total",
                 "threads",
                 "running_calls",
                 "waiting_calls",

@@ -28,6 +28,7 @@ from aiockpt.bench.rows import (
     Row,
     rows_of_footprint,
     rows_of_group,
+    rows_of_same_host,
     rows_of_speed,
     rows_of_ticker,
 )
@@ -160,7 +161,8 @@ def _over_http(
     found = measure_shape(pair, plan, partial(_note, shape))
     _note(shape, "memory")
     footprint = measure_footprint(sender, shape, plan.size, rival=plan.rival)
-    _add(report, shape, found, rows_of_speed(shape, found), footprint)
+    rows = [*rows_of_speed(shape, found), *rows_of_same_host(shape, found)]
+    _add(report, shape, found, rows, footprint)
 
 
 def _over_group(

@@ -9,9 +9,11 @@ from aiockpt.bench.memory import FRESH, KINDS, TOUCHED
 from aiockpt.bench.process import Worker
 from aiockpt.bench.rival import CHUNKS
 from aiockpt.bench.rounds import Candidate, Note, take_turns
+from aiockpt.bench.rows import BESIDE, COPIED, SHARED
 from aiockpt.bench.shapes import Shape
 from aiockpt.bench.statistics import Sample, Series
 from aiockpt.bench.timed import Cost
+from aiockpt.memory import CAN_LEND
 
 __all__ = ["Pair", "Plan", "idle", "measure_shape", "sample_of"]
 
@@ -126,7 +128,7 @@ def idle(pair: Pair) -> Candidate:
 def measure_shape(pair: Pair, plan: Plan, note: Note) -> dict[str, Series]:
     """Measure everything that has a time."""
     found: dict[str, Series] = {}
-    for phase in (_receive_fresh, _receive_in_place, _stage):
+    for phase in (_receive_fresh, _receive_in_place, _same_host, _stage):
         candidates = phase(pair, plan)
         for name, samples in take_turns(candidates, plan.repeat, note).items():
             found[name] = Series(name, pair.shape.nbytes, samples)
@@ -150,6 +152,21 @@ def _receive_in_place(pair: Pair, plan: Plan) -> list[Candidate]:
         *pair.raw(TOUCHED, plan.connections),
         pair.ours("aiockpt, in place", into=True),
     ]
+
+
+def _same_host(pair: Pair, _: Plan) -> list[Candidate]:
+    if not CAN_LEND:
+        return []
+    metadata = pair.sender.call("lend")
+    return [
+        Candidate(BESIDE, _memcpy(pair, TOUCHED)),
+        Candidate(SHARED, _borrow(pair, metadata, into=False)),
+        Candidate(COPIED, _borrow(pair, metadata, into=True)),
+    ]
+
+
+def _borrow(pair: Pair, metadata: str, *, into: bool) -> Callable[[], Sample]:
+    return lambda: pair.received("borrow", touched=True, metadata=metadata, into=into)
 
 
 def _stage(pair: Pair, plan: Plan) -> list[Candidate]:

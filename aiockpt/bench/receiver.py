@@ -22,6 +22,7 @@ from aiockpt.bench.rival import Rival
 from aiockpt.bench.shapes import Shape, bytes_of, cut, looks_right, numbered, shape_of
 from aiockpt.bench.timed import Cost, timed
 from aiockpt.http.transport import HTTPTransport
+from aiockpt.observe import TransferEvent, add_hook
 
 __all__ = ["Receiver"]
 
@@ -93,6 +94,25 @@ class Receiver:
             return self._checked(state, cost)
         finally:
             await transport.shutdown()
+
+    async def borrow(self, metadata: str, into: bool) -> Cost:  # noqa: FBT001 - from JSON
+        """Receive the memory that is lent: share it, or copy it into the template."""
+        came: list[TransferEvent] = []
+        remove = add_hook(came.append)
+        try:
+            transport: HTTPTransport[_State] = HTTPTransport(_TIMEOUT)
+            async with transport:
+                template = self._template if into else None
+                state, cost = await timed(
+                    lambda: transport.recv_checkpoint(
+                        0, metadata, 1, into=template, direct=into, share=not into
+                    )
+                )
+        finally:
+            remove()
+        if came[-1].medium != "shared memory":
+            raise AssertionError(f"the memory was not lent: {came[-1]}")
+        return self._checked(state, cost)
 
     async def receive_rival(self, metadata: str, num_chunks: int) -> Cost:
         """Receive by torchft."""

@@ -11,9 +11,13 @@ from aiockpt.bench.shapes import Shape
 from aiockpt.bench.statistics import Series, best, percentile
 
 __all__ = [
+    "BESIDE",
+    "COPIED",
+    "SHARED",
     "Row",
     "rows_of_footprint",
     "rows_of_group",
+    "rows_of_same_host",
     "rows_of_speed",
     "rows_of_ticker",
 ]
@@ -27,6 +31,12 @@ _OF_RAW_FRESH = 0.7
 _OF_RAW_TOUCHED = 0.6
 _OF_MEMCPY = 0.6
 _FRESH, _PLACED = "receive into fresh memory", "receive in place"
+SHARED, COPIED = "aiockpt, same host, shared", "aiockpt, same host, in place"
+BESIDE = "memcpy beside them"
+"""Names of what is measured together: memory that is lent, and a copy of as much."""
+
+_MAX_SHARED = 50.0  # ms
+_OF_MEMCPY_IN_PLACE = 0.7
 _MAX_LAG = 20.0  # ms
 _MAX_FRESH = 5.0  # percent of the state dict
 _MAX_IN_PLACE = 64.0  # MiB
@@ -131,6 +141,25 @@ def rows_of_group(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:
     ):
         if reference in found:
             yield _speed(shape, what, ours, found[reference], target)
+
+
+def rows_of_same_host(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:
+    """Yield how long memory takes that is lent, where the system can do that."""
+    if SHARED not in found:
+        return
+    large = shape.is_large
+    yield Row(
+        what="same host, shared",
+        shape=str(shape),
+        value=1e3 * found[SHARED].seconds,
+        unit="ms",
+        reference=BESIDE,
+        reference_value=1e3 * found[BESIDE].seconds,
+        at_most=_MAX_SHARED if large else None,
+    )
+    target = _OF_MEMCPY_IN_PLACE * large
+    what = "same host, copied in place"
+    yield _speed(shape, what, found[COPIED], found[BESIDE], target)
 
 
 def _speed(

@@ -59,6 +59,12 @@ class Sender:
         await self._offering.send_checkpoint([1], 1, self._state, _TIMEOUT)
         return self._offering.metadata()
 
+    async def lend(self) -> str:
+        """Publish the state dict in memory that is lent; return the metadata."""
+        self._offering = await _started(same_host=True)
+        await self._offering.send_checkpoint([1], 1, self._state, _TIMEOUT)
+        return self._offering.metadata()
+
     async def offer_raw(self) -> int:
         """Serve the same bytes through bare sockets; return the port."""
         self._raw = RawServer(self._bytes(), self._bridge)
@@ -127,7 +133,11 @@ class Sender:
         return bytes_of(self._flat)
 
 
-async def _started(host: str = "127.0.0.1") -> HTTPTransport[object]:
-    transport: HTTPTransport[object] = HTTPTransport(_TIMEOUT, host=host)
+async def _started(
+    host: str = "127.0.0.1", *, same_host: bool | None = None
+) -> HTTPTransport[object]:
+    transport: HTTPTransport[object] = HTTPTransport(
+        _TIMEOUT, host=host, same_host=same_host
+    )
     await transport.start()
     return transport

@@ -18,12 +18,12 @@ from typing import Final
 from aiockpt._bridge import Bridge
 from aiockpt._channel import encode, pack
 from aiockpt._mapped import MappedSnapshot, trusted_header
+from aiockpt._packets import is_ours
 from aiockpt.checkpointers.jobs import Job, sealed
 from aiockpt.checkpointers.rendezvous import (
     DONE,
     Kept,
     address,
-    is_ours,
     private_directory,
     socket_name,
 )

@@ -15,13 +15,13 @@ import msgspec
 from aiockpt._bridge import Bridge
 from aiockpt._channel import receive, unpack
 from aiockpt._mapped import trusted_header
+from aiockpt._packets import is_ours
 from aiockpt.checkpointers.barriers import default_rank_info
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.rendezvous import (
     DONE,
     Kept,
     address,
-    is_ours,
     private_directory,
     socket_name,
 )

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 import stat
-import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +23,6 @@ __all__ = [
     "DONE",
     "Kept",
     "address",
-    "is_ours",
     "private_directory",
     "runtime_dir",
     "socket_name",
@@ -81,11 +78,3 @@ def socket_name(directory: str, rank: int) -> str:
 def address(directory_fd: int, name: str) -> str:
     """Return an address within an open directory: a path may be too long for one."""
     return f"/proc/self/fd/{directory_fd}/{name}"
-
-
-def is_ours(sock: socket.socket) -> bool:
-    """Tell whether the other end is a process of the same user."""
-    form = "3i"  # struct ucred: pid, uid, gid
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(form))
-    _, uid, _ = struct.unpack(form, raw)
-    return bool(uid == os.geteuid())

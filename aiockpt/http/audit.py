@@ -33,14 +33,14 @@ class Access:
 
     Attributes:
         peer: The address at the other end of the connection: behind a proxy, the
-            proxy's.
+            proxy's; ``pid:`` and a number where a process of this host took memory.
         receiver: Whose token it was; empty for the token that is everybody's.
-        method, path: What was asked for, without any query.
+        method, path: What was asked for, without any query; ``LEND`` is memory.
         step: The step in the path.
         status: The HTTP status of the answer; 499 where the client left before it.
         nbytes: Bytes of the body that were sent.
         outcome: ``sent``, ``refused``, or why the body was not sent whole: ``gone``,
-            ``stalled``, ``evicted``.
+            ``stalled``, ``evicted``; ``lent`` for memory.
     """
 
     peer: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -33,10 +34,11 @@ from aiockpt.wire.http import (
     format_resource,
 )
 from aiockpt.wire.layout import LENGTH_BYTES
+from aiockpt.wire.lending import OFFER_HEADER, PROBE_HEADER
 from aiockpt.wire.limits import enforce
 from aiockpt.wire.manifest import ForeignHeader, Manifest, Outline, decode_header
 
-__all__ = ["CheckpointClient", "ClientConfig", "LatestInfo", "Run", "Target"]
+__all__ = ["CheckpointClient", "ClientConfig", "LatestInfo", "Lending", "Run", "Target"]
 
 T = TypeVar("T")
 
@@ -50,6 +52,14 @@ class Run(Protocol):
 
     def __call__(self, fn: Callable[[], T], /) -> Awaitable[T]:
         """Return what the function returns."""
+
+
+@dataclass(slots=True)
+class Lending:
+    """Asks, together with a manifest, for the memory itself: see `wire.lending`."""
+
+    probe: str
+    offer: str | None = None
 
 
 class CheckpointClient:
@@ -79,12 +89,13 @@ class CheckpointClient:
         deadline: float,
         on_retry: OnRetry | None = None,
         foretold: Foretold | None = None,
+        lending: Lending | None = None,
     ) -> Manifest:
         """Return the manifest of ``step``, waiting until the peer publishes it.
 
         It waits until it is cancelled; ``deadline`` (loop time) only tells the peer
-        how long that may be. If cancelled, nothing is left behind. ``foretold`` is for
-        `decode_header`.
+        how long that may be. ``foretold`` is for `decode_header`; ``lending`` has the
+        peer's offer afterwards, if it made one. If cancelled, nothing is left behind.
 
         Raises:
             StepNotFoundError: a newer step has taken its place.
@@ -97,7 +108,7 @@ class CheckpointClient:
         polls = 0
         while True:
             asked, retrier = _now(), self._retrier()
-            fetch = partial(self._fetch_manifest, foretold=foretold)
+            fetch = partial(self._fetch_manifest, foretold=foretold, lending=lending)
             attempt = partial(fetch, source, step, deadline, retrier)
             try:
                 return await persist(attempt, retrier, tell, pause=self._port.pause)
@@ -230,6 +241,7 @@ class CheckpointClient:
         deadline: float,
         retrier: Retrier,
         foretold: Foretold | None,
+        lending: Lending | None,
     ) -> Manifest:
         # Longer waits are asked for in pieces: a connection that is dead meanwhile
         # goes unnoticed for the wait and the stall timeout.
@@ -242,7 +254,11 @@ class CheckpointClient:
             step=step,
             allowance=wait,
         )
+        if lending is not None:
+            exchange.headers = {**exchange.headers, PROBE_HEADER: lending.probe}
         header = await self._download(exchange, retrier)
+        if lending is not None:
+            lending.offer = exchange.offer
         return await self._decode(header, exchange, step, foretold)
 
     async def _download(
@@ -255,6 +271,7 @@ class CheckpointClient:
         async with self._port.open(exchange, heard) as (answer, watch):
             check_step(answer, exchange)
             exchange.mac = answer.headers.get(MAC_HEADER)
+            exchange.offer = answer.headers.get(OFFER_HEADER)
             exchange.expected = length_of(answer, exchange.url)
             enforce("the size of the header", exchange.expected, limit)
             memory = room_for(exchange.expected)

@@ -10,10 +10,12 @@ from urllib.parse import urlsplit
 
 import anyio
 
+from aiockpt._bridge import Bridge
 from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.http.forks import close_in_forks
 from aiockpt.http.guard import ServerConfig
 from aiockpt.http.handlers import CheckpointService, ServerStatistics
+from aiockpt.http.lending import Lender
 from aiockpt.http.listen import advertised_address, open_sockets, url_host
 from aiockpt.http.options import require
 from aiockpt.http.server import CheckpointServer
@@ -136,12 +138,16 @@ class Address:
 class Endpoint:
     """Serves what is on its ``shelf`` from :meth:`start` on, in this very loop.
 
-    Mounted in an application it does not, and only knows the public URL.
+    Mounted in an application it does not, and only knows the public URL. With a
+    ``bridge`` it lends what it serves to processes of this host, too.
     """
 
-    def __init__(self, config: EndpointConfig) -> None:
+    def __init__(self, config: EndpointConfig, bridge: Bridge | None = None) -> None:
         self.shelf = Shelf()
         self._address = Address(config)
+        self._lender: Lender | None = None
+        if bridge is not None:
+            self._lender = Lender(self.shelf, bridge, most=config.max_readers)
         self._server: CheckpointServer | None = None
         self._services: list[CheckpointService] = []
         self._turn = anyio.Lock()
@@ -168,7 +174,8 @@ class Endpoint:
             address.check()
             if address.elsewhere or self._server is not None:
                 return
-            server = CheckpointServer(self.shelf, address.config.for_server(PREFIX))
+            config = address.config.for_server(PREFIX)
+            server = CheckpointServer(self.shelf, config, self._lender)
             # Duplicates: a server that fails to start closes what it was given.
             mine = [each.dup() for each in address.listen()]
             close_in_forks(mine)
@@ -189,7 +196,8 @@ class Endpoint:
                 "the transport serves on its own already: mount it before it is used"
             )
         self._address.leave()
-        service = CheckpointService(self.shelf, self._address.config.for_server(prefix))
+        config = self._address.config.for_server(prefix)
+        service = CheckpointService(self.shelf, config, self._lender)
         self._services.append(service)
         return service
 
@@ -199,10 +207,17 @@ class Endpoint:
         each = [nothing, *(service.statistics() for service in self._services)]
         return ServerStatistics(*map(sum, zip(*each, strict=True)))
 
+    @property
+    def lent(self) -> int:
+        """How often a checkpoint was lent to a process of this host."""
+        return self._lender.count if self._lender else 0
+
     async def stop(self) -> None:
         """Serve nothing, close the sockets and every connection; idempotent."""
         self._address.close()
         await self.shelf.close()
+        if self._lender is not None:
+            await self._lender.aclose()
         async with self._turn:  # a start that is under way ends first
             server, self._server = self._server, None
         if server is not None:

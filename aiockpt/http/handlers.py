@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from aiockpt.http import sockets
 from aiockpt.http.audit import VISIT, Auditor, Visit
 from aiockpt.http.awaiting import Awaiting, transport_of
 from aiockpt.http.guard import RefusedError, ServerConfig, admit
+from aiockpt.http.lending import Lender
 from aiockpt.http.macs import ManifestMacs
 from aiockpt.http.published import Published
 from aiockpt.http.replies import (
@@ -42,6 +43,7 @@ from aiockpt.http.sending import Outcome, Sending
 from aiockpt.http.shelf import Shelf
 from aiockpt.observe import TransferEvent, emit
 from aiockpt.wire import http
+from aiockpt.wire.lending import OFFER_HEADER, PROBE_HEADER
 
 __all__ = ["CheckpointService", "ServerStatistics"]
 
@@ -80,9 +82,12 @@ class ServerStatistics(NamedTuple):
 class CheckpointService:
     """The handlers over one shelf; any number of applications may route to them."""
 
-    def __init__(self, shelf: Shelf, config: ServerConfig) -> None:
+    def __init__(
+        self, shelf: Shelf, config: ServerConfig, lender: Lender | None = None
+    ) -> None:
         self.shelf = shelf
         self.config = config
+        self._lender = lender
         self._sendings: set[Sending] = set()
         self._readers = 0
         self._awaiting = Awaiting(shelf, config)
@@ -180,10 +185,22 @@ class CheckpointService:
         reply = plan_reply(resource, manifest, request.headers, request.method)
         if resource.kind is http.ResourceKind.METADATA:
             reply.headers.update(await self._macs.headers_of(manifest))
+            reply.headers.update(await self._offer(request, published))
         if request.method == "HEAD" or reply.status == HTTPStatus.NOT_MODIFIED:
             return _Stream(status=reply.status, headers=reply.headers)
         with self._admission():
             return await self._send(request, published, reply)
+
+    async def _offer(
+        self, request: web.Request, published: Published
+    ) -> Mapping[str, str]:
+        """Offer the memory itself to who asks from this host."""
+        if self._lender is None or request.method != "GET":
+            return {}
+        probe, receiver = request.headers.get(PROBE_HEADER), request[VISIT].receiver
+        offer = await self._lender.offer(published, probe, receiver)
+        # A ticket is good once: no cache should keep it.
+        return {OFFER_HEADER: offer, "Cache-Control": "no-store"} if offer else {}
 
     @contextmanager
     def _admission(self) -> Iterator[None]:

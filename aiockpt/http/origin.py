@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from aiockpt.http.client import CheckpointClient, LatestInfo, Target
+from aiockpt.http.client import CheckpointClient, LatestInfo, Lending, Target
 from aiockpt.http.fetching import OnProgress, Prepare
 from aiockpt.http.member import Members
 from aiockpt.http.retrying import OnRetry
@@ -40,8 +40,12 @@ class Origin(Protocol):
         deadline: float,
         on_retry: OnRetry | None = None,
         foretold: Foretold | None = None,
+        lending: Lending | None = None,
     ) -> Manifest:
-        """Return the manifest of ``step``, waiting until it is published."""
+        """Return the manifest of ``step``, waiting until it is published.
+
+        Of several sources none lends its memory.
+        """
 
     async def fetch_chunks(
         self,
@@ -86,6 +90,7 @@ class OneSource:
         deadline: float,
         on_retry: OnRetry | None = None,
         foretold: Foretold | None = None,
+        lending: Lending | None = None,
     ) -> Manifest:
         """See `Origin`."""
         return await self._client.fetch_manifest(
@@ -94,6 +99,7 @@ class OneSource:
             deadline=deadline,
             on_retry=on_retry,
             foretold=foretold,
+            lending=lending,
         )
 
     async def fetch_chunks(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from aiockpt._rwlock import RWLock
+from aiockpt.memory import Arena
 from aiockpt.wire.manifest import Manifest
 
 __all__ = ["Published", "Servable"]
@@ -20,6 +21,10 @@ class Servable(Protocol):
     @property
     def live(self) -> bool:
         """Whether the memory belongs to the trainer, who will change it."""
+
+    @property
+    def arena(self) -> Arena | None:
+        """The memory that holds the data segment from its first byte on, if any."""
 
     def views(self, start: int, stop: int) -> list[memoryview]:
         """Return the bytes ``[start, stop)`` of the data segment, in order."""

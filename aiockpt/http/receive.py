@@ -18,6 +18,7 @@ from aiockpt.errors import AiockptError
 from aiockpt.flatten import Survey, survey
 from aiockpt.held import Held, HeldInTemplate
 from aiockpt.http.origin import Origin
+from aiockpt.http.supply import Sharing, Supply
 from aiockpt.memory import Memory, return_freed
 from aiockpt.observe import Progress, TransferEvent, emit
 from aiockpt.template import Template
@@ -42,6 +43,7 @@ class ReceiveOptions:
     select: Select | None
     progress: Callable[[Progress], None] | None
     terms: Terms
+    sharing: Sharing
 
 
 class Receive:
@@ -55,6 +57,7 @@ class Receive:
         deadline: Deadline,
     ) -> None:
         self._origin = origin
+        self._supply = Supply(origin, bridge, options.sharing, self._remember)
         self._bridge = bridge
         self._options = options
         self._deadline = deadline
@@ -73,9 +76,16 @@ class Receive:
         If it fails or is cancelled, a template is as it was or holds the whole
         checkpoint, unless ``direct`` lets bytes into it as they arrive.
         """
-        asked, step = time.monotonic(), exact_step(step)
+        try:
+            return await self._run(exact_step(step))
+        finally:
+            self._supply.close()
+
+    async def _run(self, step: int) -> object:
+        asked = time.monotonic()
         outline = await self._find(step)
         started = time.monotonic()
+        await self._borrow(outline, most=self._options.terms.limits.max_bytes)
         goal = await self._choose()
         await self._fetch(outline, goal)
         self._stop("rebuild")
@@ -109,12 +119,11 @@ class Receive:
     async def _ask(self, step: int) -> Manifest:
         self._stop("fetch_manifest")
         foretold, self._foretold = self._foretold, None
-        return await self._origin.fetch_manifest(
-            step,
-            deadline=self._deadline.when,
-            on_retry=self._remember,
-            foretold=foretold,
-        )
+        return await self._supply.ask(step, self._deadline.when, foretold)
+
+    async def _borrow(self, outline: Outline, *, most: int | None) -> None:
+        self._stop("allocate")
+        await self._supply.open(outline, most=most)
 
     def _describe(self) -> None:
         """Look at the template, and at what there is already."""
@@ -150,7 +159,8 @@ class Receive:
         assert manifest is not None
         terms = self._options.terms
         template, self._template = self._template, None
-        goal = destination_of(manifest, template, terms, self._bridge)
+        arena = self._supply.arena
+        goal = destination_of(manifest, template, terms, self._bridge, arena)
         own, self._own = self._own, None
         if own is not None:
             self._begin_delta(self._held(manifest, own, goal))
@@ -199,12 +209,11 @@ class Receive:
     async def _fetch_chunks(
         self, outline: Outline, goal: Destination, chunks: Sequence[int]
     ) -> None:
-        await self._origin.fetch_chunks(
+        await self._supply.bring(
             outline,
             goal.memory,
             chunks,
             on_progress=self._progress.add,
-            on_retry=self._remember,
             prepare=goal.prepare,
         )
 
@@ -212,6 +221,7 @@ class Receive:
         return self._goal is not None and self._goal.touched
 
     def _tell(self, step: int, nbytes: int, asked: float, started: float) -> None:
+        found = f"found after {started - asked:.3f} s"
         emit(
             TransferEvent(
                 stop="recv",
@@ -220,14 +230,16 @@ class Receive:
                 nbytes=nbytes - self._reused,
                 reused=self._reused,
                 seconds=time.monotonic() - started,
-                detail=f"found after {started - asked:.3f} s",
+                detail=", ".join(filter(None, [found, self._supply.remark])),
                 level=logging.INFO,
+                medium=self._supply.medium,
             )
         )
 
     def _release(self) -> None:
         """Free what 100,000 tensors were described with, where no loop waits for it."""
         self._goal = self._delta = None
+        self._supply.give_back()
 
     def _reuse(self, nbytes: int, chunks: int) -> None:
         self._reused += nbytes

@@ -20,6 +20,7 @@ from aiockpt.http.origin import origin_of, sources_of
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.http.selecting import PartReceive
 from aiockpt.http.steps import Steps
+from aiockpt.http.supply import Sharing
 from aiockpt.observe import Progress
 from aiockpt.transport import CheckpointTransport, T, Timeout, exact_step, seconds
 from aiockpt.wire.http import parse_metadata
@@ -36,6 +37,7 @@ class Receiver(CheckpointTransport[T]):
     _allow_pickle: bool
     _lifetime: Lifetime
     _bridge: Bridge
+    _same_host: bool | None
     _client: CheckpointClient
     _warm: WarmArena | None
 
@@ -50,6 +52,8 @@ class Receiver(CheckpointTransport[T]):
         direct: bool = False,
         have: T | bool | None = None,
         select: Select | None = None,
+        share: bool = False,
+        verify_shared: bool = False,
         progress: Callable[[Progress], None] | None = None,
     ) -> T:
         """Fetch ``step`` from the transport, or the transports, of ``metadata``.
@@ -80,9 +84,17 @@ class Receiver(CheckpointTransport[T]):
                 not fetched. With ``into``, which may then have more or fewer keys,
                 it is filled where selected, and returned; it is checked once the
                 values that are no tensors have come.
+            share: Return tensors in the sender's own memory, where it is a process of
+                this user on this host that lends it (``same_host=True``). Nothing is
+                copied but the pages that are written to, which then are this
+                process's. The memory is sealed: it never changes, whatever the
+                sender does. Elsewhere the bytes come over HTTP, as without it.
+            verify_shared: Compare the digests of what is shared, too; that reads it
+                all.
             progress: Called with :class:`.Progress` as bytes arrive.
 
         Raises:
+            ValueError: ``share`` with ``into``, which has memory of its own.
             TransferTimeoutError: the deadline passed.
             StepNotFoundError: a newer step has taken its place.
             PeerFailedError: the sender could not send it.
@@ -96,6 +108,10 @@ class Receiver(CheckpointTransport[T]):
                 Of several sources the most telling error, with the others as notes.
             ValueError: ``metadata`` is an empty list.
         """
+        if share and into is not None:
+            raise ValueError("share=True returns new tensors: leave out into=")
+        if share and have is not None:
+            raise ValueError("share=True moves no bytes: leave out have=")
         select = listed(select)
         origin = origin_of(self._client, sources_of(metadata))
         limit = self._timeout if timeout is None else seconds(timeout)
@@ -107,12 +123,19 @@ class Receiver(CheckpointTransport[T]):
             ports=port_for,
             warm=self._warm,
         )
+        sharing = Sharing(
+            wanted=self._same_host is not False and have is None,
+            keep=share,
+            through=into is not None and not direct,
+            verify=verify_shared,
+        )
         options = ReceiveOptions(
             into=into,
             have=_known(have, into),
             select=select,
             progress=progress,
             terms=terms,
+            sharing=sharing,
         )
         kind = Receive if select is None else PartReceive
         receive = kind(origin, self._bridge, options, deadline)

@@ -24,6 +24,7 @@ from aiockpt.held import Held
 from aiockpt.http.origin import Origin
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.landing import PlacedLanding
+from aiockpt.memory import Arena
 from aiockpt.transport import exact_step
 from aiockpt.wants import Wants
 from aiockpt.wire.chunks import chunks_over
@@ -48,7 +49,13 @@ class _Target:
 class _Part:
     """What is wanted of a checkpoint, and the memory that it comes to; for threads."""
 
-    def __init__(self, manifest: Manifest, options: ReceiveOptions, url: str) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        options: ReceiveOptions,
+        url: str,
+        arena: Arena | None,
+    ) -> None:
         select, terms = options.select, options.terms
         if callable(select):
             select = cache(select)  # it is asked here, and again by the filling
@@ -63,6 +70,7 @@ class _Part:
             _by_nobody,
             limits=terms.limits,
             allow_pickle=terms.allow_pickle,
+            arena=arena,
         )
         self._wants = Wants([self.content], device=None, ports=terms.ports)
         self._filling = Filling(self._selection, self._wants)
@@ -169,10 +177,16 @@ class PartReceive(Receive):
         If it fails or is cancelled, a template is as it was or holds all that was
         selected, unless ``direct`` lets bytes into it as they arrive.
         """
-        asked, step = time.monotonic(), exact_step(step)
+        try:
+            return await self._run(exact_step(step))
+        finally:
+            self._supply.close()
+
+    async def _run(self, step: int) -> object:
+        asked = time.monotonic()
         manifest = await self._ask(step)
         started = time.monotonic()
-        self._stop("allocate")
+        await self._borrow(manifest.outline, most=None)  # a part may be less
         part = await self._bridge.run(self._open, manifest)
         early = await self._bridge.run(part.early)
         await self._bring(manifest, early, _Target(part.content.memory))
@@ -189,7 +203,8 @@ class PartReceive(Receive):
         return state
 
     def _open(self, manifest: Manifest) -> _Part:
-        part = self._part = _Part(manifest, self._options, self._origin.name)
+        name, arena = self._origin.name, self._supply.arena
+        part = self._part = _Part(manifest, self._options, name, arena)
         if self._options.have is not None:
             arena, ports = part.content.arena, self._options.terms.ports
             held = Held.of(manifest, self._survey(), arena=arena, ports=ports)
@@ -209,12 +224,8 @@ class PartReceive(Receive):
     async def _fetch_part(
         self, outline: Outline, target: _Target, chunks: Sequence[int]
     ) -> None:
-        await self._origin.fetch_chunks(
-            outline,
-            target,
-            chunks,
-            on_progress=self._progress.add,
-            on_retry=self._remember,
+        await self._supply.bring(
+            outline, target, chunks, on_progress=self._progress.add
         )
 
     def _release(self) -> None:

@@ -17,6 +17,7 @@ from aiockpt.http.embed import routes
 from aiockpt.http.forks import cut_off_in_forks
 from aiockpt.http.guard import ServerConfig
 from aiockpt.http.handlers import CheckpointService, ServerStatistics
+from aiockpt.http.lending import Lender
 from aiockpt.http.replies import COMMON_HEADERS
 from aiockpt.http.shelf import Shelf
 from aiockpt.http.sockets import descriptor_of
@@ -34,8 +35,10 @@ class CheckpointServer:
     The shelf belongs to the caller, the sockets to the server once it has started.
     """
 
-    def __init__(self, shelf: Shelf, config: ServerConfig) -> None:
-        self.service = CheckpointService(shelf, config)
+    def __init__(
+        self, shelf: Shelf, config: ServerConfig, lender: Lender | None = None
+    ) -> None:
+        self.service = CheckpointService(shelf, config, lender)
         self._runner: web.AppRunner | None = None
         self._stopped = False
         cut_off_in_forks(self)

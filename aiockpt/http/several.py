@@ -16,7 +16,7 @@ import anyio
 
 from aiockpt._tasks import News, together
 from aiockpt.errors import AiockptError, CheckpointChangedError, ClosedError
-from aiockpt.http.client import CheckpointClient, LatestInfo, Target
+from aiockpt.http.client import CheckpointClient, LatestInfo, Lending, Target
 from aiockpt.http.fetching import OnProgress, Prepare
 from aiockpt.http.member import Members, summed_up
 from aiockpt.http.poll import Poll
@@ -82,6 +82,7 @@ class SeveralSources:
         deadline: float,
         on_retry: OnRetry | None = None,
         foretold: Foretold | None = None,
+        lending: Lending | None = None,
     ) -> Manifest:
         """Return the manifest of ``step`` that most have; else the first one's.
 

@@ -21,6 +21,10 @@ class Serves(Protocol):
     def statistics(self) -> ServerStatistics:
         """Return what it counts."""
 
+    @property
+    def lent(self) -> int:
+        """How often a checkpoint was lent to a process of this host."""
+
 
 class TransportStatistics(NamedTuple):
     """A moment of a transport; what it counts, it counts from its beginning.
@@ -37,6 +41,7 @@ class TransportStatistics(NamedTuple):
         gone: Bodies whose client left, or whose connection broke.
         stalled: Bodies that were given up since nothing moved.
         evicted: Readers that were cut when their grace was over.
+        lent: Checkpoints that processes of this host took as memory.
         threads: The calls in the threads that stage, verify and load.
     """
 
@@ -51,6 +56,7 @@ class TransportStatistics(NamedTuple):
     gone: int
     stalled: int
     evicted: int
+    lent: int
     threads: BridgeStatistics
 
 
@@ -69,5 +75,6 @@ def survey(endpoint: Serves, bridge: Bridge) -> TransportStatistics:
         gone=served.gone,
         stalled=served.stalled,
         evicted=shelf.evicted,
+        lent=endpoint.lent,
         threads=bridge.statistics(),
     )

@@ -41,6 +41,7 @@ class Exchange:
     chunk: int | None = None
     allowance: float = 0.0
     mac: str | None = None
+    offer: str | None = None
     may_be_empty: bool = False
     received: int = 0
     expected: int = 0

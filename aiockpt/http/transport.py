@@ -23,6 +23,7 @@ from aiockpt.http.offering import Offering
 from aiockpt.http.receiver import Receiver
 from aiockpt.http.security import Security
 from aiockpt.http.statistics import TransportStatistics, survey
+from aiockpt.memory import CAN_LEND
 from aiockpt.staging import Stager, StagerOptions
 from aiockpt.transport import T, Timeout, seconds
 from aiockpt.wire.http import format_metadata
@@ -72,6 +73,10 @@ class HTTPTransport(Receiver[T]):
         limits: What a receive accepts.
         zero_copy: Serve contiguous host tensors from their own memory, under the
             lock, instead of a copy: mutate them only after ``disallow_checkpoint``.
+        same_host: Lend what is sent to processes of this user on this host, which then
+            take the memory instead of a copy through a socket. None takes what others
+            lend, and lends nothing: memory that can be lent is slower when it is new.
+            False does neither. ``True`` needs ``server="loop"``.
         allow_pickle: Let leaves that nothing else carries travel as pickles, which
             run code when they are received. Both ends must say so.
         keep_arena: Keep the memory of one receive for the next one, once none of its
@@ -108,12 +113,15 @@ class HTTPTransport(Receiver[T]):
         security: Security = Security(),  # noqa: B008 - frozen
         limits: Limits = Limits(),  # noqa: B008 - frozen
         zero_copy: bool = False,
+        same_host: bool | None = None,
         allow_pickle: bool = False,
         keep_arena: bool = False,
         server: Literal["loop", "process"] = "loop",
         keep_last: float = 0.0,
     ) -> None:
         self._timeout, self._limits = seconds(timeout), limits
+        self._same_host, lends = same_host, bool(same_host) and CAN_LEND
+        self._bridge = Bridge(threads=_THREADS, name="aiockpt")
         self._lifetime = Lifetime("the transport")
         self._allow_pickle = allow_pickle
         self._warm = WarmArena() if keep_arena else None
@@ -130,12 +138,13 @@ class HTTPTransport(Receiver[T]):
             max_readers=max_readers,
             manifest_key=security.key,
         )
-        self._bridge = Bridge(threads=_THREADS, name="aiockpt")
         self._endpoint: Endpoint | ApartEndpoint
-        if check_server(server, zero_copy=zero_copy, keep_last=keep_last):
+        if check_server(
+            server, zero_copy=zero_copy, keep_last=keep_last, lends=bool(same_host)
+        ):
             self._endpoint = ApartEndpoint(config, self._bridge, keep_last=keep_last)
         else:
-            self._endpoint = Endpoint(config)
+            self._endpoint = Endpoint(config, self._bridge if lends else None)
         stager = Stager(
             self._bridge,
             threads=_THREADS,
@@ -143,7 +152,7 @@ class HTTPTransport(Receiver[T]):
             zero_copy=zero_copy,
             allow_pickle=allow_pickle,
             limits=limits,
-            options=StagerOptions(shared=server == "process"),
+            options=StagerOptions(shared=lends or server == "process"),
         )
         endpoint = self._endpoint
         self._offering = Offering(

@@ -40,6 +40,7 @@ class HTTPOptions(TypedDict, total=False):
     limits: Limits
     security: Security
     zero_copy: bool
+    same_host: bool | None
     allow_pickle: bool
     keep_arena: bool
     server: Literal["loop", "process"]

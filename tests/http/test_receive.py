@@ -21,6 +21,7 @@ from aiockpt.errors import (
     TransferInterruptedError,
 )
 from aiockpt.http.receive import Receive, ReceiveOptions
+from aiockpt.http.supply import Sharing
 from aiockpt.wire.layout import Storage
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import Manifest, Outline, build_manifest
@@ -83,8 +84,14 @@ def receive() -> Iterator[Receiving]:
 
 async def _receive(bridge: Bridge, peer: Peer, into: object, *, direct: bool) -> Any:
     terms = Terms(limits=Limits(), allow_pickle=False, direct=direct, ports=port_for)
+    sharing = Sharing(wanted=False, keep=False, through=not direct, verify=False)
     options = ReceiveOptions(
-        into=into, have=None, select=None, progress=None, terms=terms
+        into=into,
+        have=None,
+        select=None,
+        progress=None,
+        terms=terms,
+        sharing=sharing,
     )
     deadline = Deadline(20, stop="test")
     call = Receive(peer, bridge, options, deadline)  # type: ignore[arg-type]

@@ -48,6 +48,7 @@ class Memory:
         noise = random.Random(step).randbytes(nbytes)
         self.data = bytearray(noise if fill is None else bytes([fill]) * nbytes)
         self.live = live
+        self.arena = None
         self.references = 0
         storage = Storage("weight", "U8", (nbytes,), nbytes, 1)
         grid = ChunkGrid(nbytes, chunk_bytes)

@@ -69,6 +69,8 @@ async def over_http() -> None:
         assert_type(several, dict[str, int])
         part = await transport.recv_checkpoint(0, "", 7, select=str.isidentifier)
         assert_type(part, dict[str, int])
+        shared = await transport.recv_checkpoint(0, "", 7, share=True)
+        assert_type(shared, dict[str, int])
         async for step in transport.steps(transport.metadata(), after=7):
             assert_type(step, int)
             await transport.recv_checkpoint(0, "", step, 1, select=["a"], into={"a": 1})
@@ -83,7 +85,7 @@ async def over_http() -> None:
 def trusted() -> None:
     """Who may read, and who is asked, is said in text and numbers."""
     security = aiockpt.Security(manifest_key=b"k" * 16, peers=["10.0.0.0/8"])
-    transport = aiockpt.HTTPTransport[dict[str, int]](security=security)
+    transport = aiockpt.HTTPTransport[dict[str, int]](security=security, same_host=True)
     granted = transport.grant("rank-3", step=7, lifetime=timedelta(minutes=1))
     assert_type(granted, str)
     assert_type(aiockpt.make_token("secret", "rank-3", expires=1e9, step=7), str)

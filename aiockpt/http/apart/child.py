@@ -56,6 +56,7 @@ class _Servable:
     """A snapshot that the trainer has staged, until its last reader is gone."""
 
     live = False
+    arena = None  # nothing is lent from here
 
     def __init__(self, manifest: Manifest, arena: int, serving: Serving, number: int):
         self.manifest = manifest

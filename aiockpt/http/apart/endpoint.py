@@ -81,6 +81,11 @@ class ApartEndpoint:
         """Return the counters of the process, a moment old."""
         return self.shelf.served()
 
+    @property
+    def lent(self) -> int:
+        """How often a checkpoint was lent to a process of this host: never."""
+        return 0
+
     async def stop(self) -> None:
         """End the process, close the sockets; idempotent."""
         self._address.close()
@@ -95,7 +100,9 @@ class ApartEndpoint:
         )
 
 
-def check_server(server: str, *, zero_copy: bool, keep_last: float) -> bool:
+def check_server(
+    server: str, *, zero_copy: bool, keep_last: float, lends: bool
+) -> bool:
     """Return whether a process of its own serves.
 
     Raises:
@@ -110,5 +117,9 @@ def check_server(server: str, *, zero_copy: bool, keep_last: float) -> bool:
     if server == "process" and zero_copy:
         raise LocalProtocolError(
             'server="process" serves from memory of its own: leave out zero_copy=True'
+        )
+    if server == "process" and lends:
+        raise LocalProtocolError(
+            'with server="process" nothing is lent yet: leave out same_host=True'
         )
     return server == "process"

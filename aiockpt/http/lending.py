@@ -1,0 +1,239 @@
+"""Hands snapshots to processes of this host, as memory instead of through a socket.
+
+A request for a manifest that proves to come from this host is answered with a ticket.
+It is shown at a Unix socket, where the kernel tells whose process is there: one of
+another user gets nothing. Who only copies gives the memory back, and the next
+checkpoint may be staged into it. Who keeps it, or is gone without a word, has it for
+good: nothing is staged into it again, and nobody is waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from aiockpt._bridge import Bridge
+from aiockpt._packets import arrival, is_ours, owner_of, receive
+from aiockpt.errors import ClosedError
+from aiockpt.http.audit import Access, Auditor
+from aiockpt.http.forks import close_in_forks
+from aiockpt.http.hosts import identity
+from aiockpt.http.published import Published
+from aiockpt.http.shelf import Shelf
+from aiockpt.observe import TransferEvent, emit
+from aiockpt.wire.lending import (
+    MAX_MESSAGE,
+    RETURNED,
+    Ask,
+    Lent,
+    Offer,
+    format_offer,
+    is_probe_of,
+)
+
+__all__ = ["Lender"]
+
+_TICKETS: Final = 1024
+_VALID: Final = 30.0
+_PATIENCE: Final = 5.0
+_PAUSE: Final = 1.0
+
+logger = logging.getLogger("aiockpt")
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    """What was offered to whom, until when."""
+
+    snapshot_id: str
+    receiver: str
+    until: float
+
+
+class Lender:
+    """Lends what is on a shelf; its socket is there from the first offer on.
+
+    Args:
+        shelf: What may be lent.
+        bridge: Where the kernel is asked for what takes a while.
+        most: How many guests it has at a time; to more it says nothing.
+    """
+
+    def __init__(self, shelf: Shelf, bridge: Bridge, *, most: int) -> None:
+        self.count = 0
+        self._shelf = shelf
+        self._bridge = bridge
+        self._turn = asyncio.Lock()
+        self._most = most
+        self._name = secrets.token_hex(16)
+        self._tickets: dict[str, _Ticket] = {}
+        self._listener: socket.socket | None = None
+        self._visits: set[asyncio.Task[None]] = set()
+        self._auditor = Auditor()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Lender guests={len(self._visits)} lent={self.count}>"
+
+    async def offer(
+        self, published: Published, probe: str | None, receiver: str
+    ) -> str | None:
+        """Return the header that offers a checkpoint to who sent this probe, or None.
+
+        None if the probe is not of this host, or the memory not of a kind to lend.
+        """
+        arena = published.servable.arena
+        if probe is None or arena is None or arena.fd < 0:
+            return None
+        here = await self._bridge.run(identity)
+        if here is None or not is_probe_of(probe, here):
+            return None
+        if self._closed or not self._is_listening():
+            return None
+        ticket = secrets.token_hex(16)
+        self._forget_old()
+        until = time.monotonic() + _VALID
+        self._tickets[ticket] = _Ticket(published.snapshot_id, receiver, until)
+        return format_offer(Offer(self._name, ticket))
+
+    async def aclose(self) -> None:
+        """Lend nothing more; who has something keeps it. Idempotent."""
+        self._closed = True
+        self._tickets.clear()
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            asyncio.get_running_loop().remove_reader(listener)
+            listener.close()
+        visits = tuple(self._visits)
+        for visit in visits:
+            visit.cancel()
+        if visits:
+            await asyncio.wait(visits)
+
+    def _forget_old(self) -> None:
+        now = time.monotonic()
+        old = [key for key, ticket in self._tickets.items() if ticket.until < now]
+        surplus = [*self._tickets][: max(len(self._tickets) - _TICKETS + 1, 0)]
+        for key in {*old, *surplus}:
+            del self._tickets[key]
+
+    def _is_listening(self) -> bool:
+        if self._listener is None:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                listener.settimeout(0)
+                listener.bind(Offer(self._name, "").address)
+                listener.listen(self._most)
+            except OSError as error:
+                listener.close()
+                logger.warning("nothing is lent to this host's processes: %s", error)
+                return False
+            close_in_forks([listener])
+            self._listener = listener
+            self._resume()
+        return True
+
+    def _resume(self) -> None:
+        if (listener := self._listener) is not None:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            guest, _ = listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:  # no descriptor is left, say: it would come again
+            logger.warning("a process of this host has to wait: %s", error)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listener)
+            loop.call_later(_PAUSE, self._resume)
+            return
+        if len(self._visits) >= self._most or not is_ours(guest):
+            guest.close()
+            return
+        guest.settimeout(0)
+        close_in_forks([guest])
+        visit = asyncio.get_running_loop().create_task(self._receive(guest))
+        self._visits.add(visit)
+        visit.add_done_callback(self._visits.discard)
+
+    async def _receive(self, guest: socket.socket) -> None:
+        with guest, suppress(OSError, msgspec.MsgspecError, TimeoutError, ClosedError):
+            async with asyncio.timeout(_PATIENCE):
+                ask = msgspec.json.decode(await _heard(guest), type=Ask)
+            ticket = self._tickets.pop(ask.ticket, None)
+            published = self._on_shelf(ticket)
+            if ticket is not None and published is not None:
+                await self._lend(guest, published, ticket, keep=ask.keep)
+
+    def _on_shelf(self, ticket: _Ticket | None) -> Published | None:
+        now = self._shelf.latest
+        if ticket is None or now is None or ticket.until < time.monotonic():
+            return None
+        return now if now.snapshot_id == ticket.snapshot_id else None
+
+    async def _lend(
+        self, guest: socket.socket, published: Published, ticket: _Ticket, *, keep: bool
+    ) -> None:
+        servable, arena = published.servable, published.servable.arena
+        assert arena is not None, "what was offered has an arena"
+        servable.acquire()
+        given = returned = False
+        try:
+            async with self._turn:
+                fd = await self._bridge.run(arena.lend)
+            if self._on_shelf(ticket) is not published:
+                return  # retracted meanwhile: nothing of it goes out any more
+            nbytes = servable.manifest.segment_bytes
+            message = msgspec.json.encode(Lent(ticket.snapshot_id, nbytes))
+            socket.send_fds(guest, [message], [fd])
+            given = True
+            self._tell(guest, published, ticket, kept=keep)
+            returned = not keep and await _heard(guest) == RETURNED
+        finally:
+            if given and not returned:
+                arena.spent = True
+            servable.release()
+
+    def _tell(
+        self, guest: socket.socket, published: Published, ticket: _Ticket, *, kept: bool
+    ) -> None:
+        self.count += 1
+        pid, _ = owner_of(guest)
+        nbytes, how = published.servable.manifest.segment_bytes, "kept" if kept else ""
+        self._auditor.note(
+            Access(
+                peer=f"pid:{pid}",
+                receiver=ticket.receiver,
+                method="LEND",
+                path="",
+                step=published.step,
+                status=200,
+                nbytes=nbytes,
+                outcome="lent",
+            )
+        )
+        emit(
+            TransferEvent(
+                stop="serve",
+                step=published.step,
+                peer=f"pid:{pid}",
+                nbytes=nbytes,
+                detail=how,
+                medium="shared memory",
+            )
+        )
+
+
+async def _heard(guest: socket.socket) -> bytes:
+    """Return the next packet; nothing at the end. Descriptors in it are refused."""
+    await arrival(guest)
+    return receive(guest, MAX_MESSAGE, 0)[0]

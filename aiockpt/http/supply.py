@@ -1,0 +1,215 @@
+"""Where the bytes of one receive come from: the sender's memory, else its server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from xxhash import xxh3_128
+
+from aiockpt._bridge import Bridge
+from aiockpt._tasks import together
+from aiockpt.http.borrowing import LentMemory, NotLentError, borrow
+from aiockpt.http.client import Lending
+from aiockpt.http.fetching import OnProgress, Prepare, Target
+from aiockpt.http.hosts import identity
+from aiockpt.http.origin import Origin
+from aiockpt.http.retrying import OnRetry
+from aiockpt.memory import Arena
+from aiockpt.wire.foretelling import Foretold
+from aiockpt.wire.lending import format_probe
+from aiockpt.wire.limits import enforce
+from aiockpt.wire.manifest import Manifest, Outline
+
+__all__ = ["Sharing", "Supply"]
+
+_HTTP: Final = "HTTP"
+_MEMORY: Final = "shared memory"
+_WORKERS: Final = 2
+_SPAN: Final = 64 << 20  # a cancel waits for the end of one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """Whether memory of this host's processes is taken, and what for.
+
+    Attributes:
+        wanted: It is taken where it is offered.
+        keep: Tensors may lie in it.
+        through: A template is filled from it, once all of it was verified.
+        verify: Digests are compared even of what is kept.
+    """
+
+    wanted: bool
+    keep: bool
+    through: bool
+    verify: bool
+
+
+class Supply:
+    """Brings the chunks of one checkpoint to where they belong.
+
+    Attributes:
+        medium: How they come.
+        remark: Why they do not come as they should, if so.
+        arena: The sender's memory, where the checkpoint is used in it or from it.
+    """
+
+    def __init__(
+        self,
+        origin: Origin,
+        bridge: Bridge,
+        sharing: Sharing,
+        on_retry: OnRetry,
+    ) -> None:
+        self.medium, self.remark = _HTTP, ""
+        self.arena: Arena | None = None
+        self._origin, self._bridge = origin, bridge
+        self._sharing, self._on_retry = sharing, on_retry
+        self._lending: Lending | None = None
+        self._lent: LentMemory | None = None
+
+    def __repr__(self) -> str:
+        return f"<Supply by {self.medium}>"
+
+    async def ask(
+        self, step: int, deadline: float, foretold: Foretold | None
+    ) -> Manifest:
+        """Return the manifest; learn whether there is memory to be had."""
+        here = await self._bridge.run(identity) if self._sharing.wanted else None
+        if here is not None:
+            self._lending = Lending(format_probe(here, os.urandom(16)))
+        return await self._origin.fetch_manifest(
+            step,
+            deadline=deadline,
+            on_retry=self._on_retry,
+            foretold=foretold,
+            lending=self._lending,
+        )
+
+    async def open(self, outline: Outline, *, most: int | None) -> None:
+        """Borrow the memory if it was offered.
+
+        Raises:
+            LimitExceededError: it is more than ``most``.
+        """
+        offer = self._lending and self._lending.offer
+        if not offer or not outline.grid.segment_bytes:
+            if self._sharing.keep:
+                self.remark = "not shared: the sender offers no memory"
+            return
+        enforce("the checkpoint's size", outline.grid.segment_bytes, most)
+        sharing = self._sharing
+        try:
+            self._lent = await borrow(offer, outline, keep=sharing.keep)
+            if sharing.keep or sharing.through:
+                self.arena = self._lent.map()
+        except (NotLentError, OSError) as error:
+            self.remark = f"not shared: {error}"
+            self.close()
+        else:
+            self.medium = _MEMORY
+
+    async def bring(
+        self,
+        outline: Outline,
+        target: Target,
+        chunks: Sequence[int],
+        *,
+        on_progress: OnProgress,
+        prepare: Prepare | None = None,
+    ) -> None:
+        """Bring chunks into ``target``, and verify them.
+
+        Raises:
+            AiockptError: see `CheckpointClient.fetch_chunks`.
+        """
+        left: Sequence[int] = chunks
+        if self._lent is not None:
+            left = await self._take(self._lent, outline, target, chunks, on_progress)
+        if left:
+            await self._origin.fetch_chunks(
+                outline,
+                target,
+                left,
+                on_progress=on_progress,
+                on_retry=self._on_retry,
+                prepare=prepare,
+            )
+
+    def give_back(self) -> None:
+        """Give the memory back, unless tensors lie in it. For threads."""
+        lent, self._lent, self.arena = self._lent, None, None
+        if lent is None:
+            return
+        if self._sharing.keep:
+            lent.close()
+        else:
+            lent.give_back()
+
+    def close(self) -> None:
+        """Let go of the memory, which may be in use. Idempotent."""
+        lent, self._lent, self.arena = self._lent, None, None
+        if lent is not None:
+            # Not on the loop: if the lender is gone, this frees gigabytes.
+            self._bridge.post(lent.close)
+
+    async def _take(
+        self,
+        lent: LentMemory,
+        outline: Outline,
+        target: Target,
+        chunks: Sequence[int],
+        on_progress: OnProgress,
+    ) -> list[int]:
+        """Take chunks from the memory; return those that are bad."""
+        grid = outline.grid
+        if self._sharing.keep and not self._sharing.verify:
+            on_progress(sum(map(_size, map(grid.range, chunks))), len(chunks))
+            return []
+        bad: list[int] = []
+        remaining = iter(chunks)
+
+        async def work() -> None:
+            for chunk in remaining:
+                start, stop = grid.range(chunk)
+                digest = await self._digest(lent, target, start, stop)
+                if digest == outline.digests[chunk]:
+                    on_progress(stop - start, 1)
+                else:
+                    bad.append(chunk)
+
+        await together([work] * min(_WORKERS, len(chunks)))
+        if bad:
+            self.remark = f"{len(bad)} chunks of the shared memory were bad"
+        return sorted(bad)
+
+    async def _digest(
+        self, lent: LentMemory, target: Target, start: int, stop: int
+    ) -> str:
+        """Return the digest of a chunk that is where it belongs now."""
+        state = xxh3_128()
+        for at in range(start, stop, _SPAN):
+            add = partial(self._add, lent, target, at, min(at + _SPAN, stop), state)
+            try:
+                await self._bridge.run(add)
+            except OSError as error:
+                return str(error)  # no digest: HTTP brings the chunk
+        return state.hexdigest()
+
+    def _add(
+        self, lent: LentMemory, target: Target, start: int, stop: int, state: xxh3_128
+    ) -> None:
+        views = target.buffers(start, stop)
+        if self.arena is None:
+            lent.take(views, start, state)
+        else:  # the target is this very memory
+            for view in views:
+                state.update(view)
+
+
+def _size(reach: tuple[int, int]) -> int:
+    return reach[1] - reach[0]
