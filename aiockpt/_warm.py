@@ -10,10 +10,16 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from typing import Final
 
-from aiockpt.memory import Arena
+from aiockpt.errors import LimitExceededError
+from aiockpt.memory import Arena, available_memory
+from aiockpt.wire.limits import enforce
 
-__all__ = ["Loan", "WarmArena"]
+__all__ = ["Loan", "WarmArena", "lend"]
+
+# A receiver with less to spare would take the host down with it.
+_SHARE_OF_MEMORY: Final = 0.9
 
 
 class Loan:
@@ -71,6 +77,26 @@ class WarmArena:
         returned, self._returned = self._returned, deque(maxlen=0)
         while returned:
             returned.pop().close()
+
+
+def lend(nbytes: int, *, used: int, most: int | None, warm: WarmArena | None) -> Loan:
+    """Return an arena for a checkpoint, of which ``used`` bytes are going to be used.
+
+    Raises:
+        LimitExceededError: they are more than ``most`` (None: what the host can spare),
+            or there is no memory for it.
+    """
+    available = available_memory()
+    enforce(
+        "the checkpoint's size",
+        used,
+        int(available * _SHARE_OF_MEMORY) if most is None else most,
+    )
+    try:
+        return warm.lend(nbytes) if warm else Loan(Arena(nbytes))
+    except (OSError, OverflowError, MemoryError, ValueError) as error:
+        what = "the checkpoint's size, for which there is no memory,"
+        raise LimitExceededError(what, limit=available, actual=nbytes) from error
 
 
 def _come_back(arena: Arena, finished: list[bool], returned: deque[Arena]) -> None:

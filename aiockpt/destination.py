@@ -21,9 +21,8 @@ from aiockpt._backings import Backings
 from aiockpt._bridge import Bridge
 from aiockpt._copy import CopyPlan, Fences
 from aiockpt._device import Event, PortFor, completed
-from aiockpt._warm import Loan, WarmArena
-from aiockpt.errors import LimitExceededError
-from aiockpt.memory import Arena, Memory, available_memory
+from aiockpt._warm import Loan, WarmArena, lend
+from aiockpt.memory import Arena, Memory
 from aiockpt.rebuild import (
     Away,
     Frame,
@@ -33,7 +32,7 @@ from aiockpt.rebuild import (
     tensors_over,
 )
 from aiockpt.template import Match, Template
-from aiockpt.wire.limits import Limits, enforce
+from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import Manifest
 
 __all__ = [
@@ -43,9 +42,6 @@ __all__ = [
     "Terms",
     "destination_of",
 ]
-
-# A receiver with less to spare would take the host down with it.
-_SHARE_OF_MEMORY = 0.9
 
 
 _NOTHING: Final[Away] = {}
@@ -287,17 +283,8 @@ def _nbytes(away: Away) -> int:
 
 def _allocate(manifest: Manifest, nbytes: int, terms: Terms) -> Loan:
     """Return an arena for the segment, of which ``nbytes`` are going to be used."""
-    available = available_memory()
-    limit = terms.limits.max_bytes
-    if limit is None:
-        limit = int(available * _SHARE_OF_MEMORY)
-    enforce("the checkpoint's size", nbytes, limit)
-    size = manifest.segment_bytes
-    try:
-        return terms.warm.lend(size) if terms.warm else Loan(Arena(size))
-    except (OSError, OverflowError, MemoryError, ValueError) as error:
-        what = "the checkpoint's size, for which there is no memory,"
-        raise LimitExceededError(what, limit=available, actual=size) from error
+    size, most = manifest.segment_bytes, terms.limits.max_bytes
+    return lend(size, used=nbytes, most=most, warm=terms.warm)
 
 
 def _at_home(backings: Backings, ports: PortFor) -> int:

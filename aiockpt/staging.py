@@ -36,8 +36,7 @@ __all__ = ["Follow", "Snapshot", "Stager", "StagerOptions"]
 Follow: TypeAlias = Callable[[Snapshot], Awaitable[None]]
 """Is given a snapshot that is being staged; takes a reference if it wants to read."""
 
-# What is copied at once where no digest is computed beside it: long enough that the
-# way to a thread and back costs nothing, short enough to cancel.
+# Copied at once where no digest is computed beside it: worth a thread, soon cancelled.
 _SPAN = 64 << 20
 
 

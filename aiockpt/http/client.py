@@ -3,63 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from typing import Protocol, TypeVar
 
 from aiohttp import ClientSession
 
-from aiockpt.errors import (
-    AiockptError,
-    RemoteProtocolError,
-    StepNotFoundError,
-)
-from aiockpt.http.exchange import ClientConfig, Port, length_of, room_for
+from aiockpt.errors import AiockptError, StepNotFoundError
+from aiockpt.http.exchange import ClientConfig, Port
 from aiockpt.http.fetching import ChunkFetch, OnProgress, Prepare, Target
-from aiockpt.http.filler import Filler
-from aiockpt.http.latest import LatestInfo, ask_latest, check_step
+from aiockpt.http.latest import LatestInfo, ask_latest
+from aiockpt.http.manifests import Lending, ManifestRequest, Run
 from aiockpt.http.retrying import OnRetry, Patience, Retrier, backoff, persist
 from aiockpt.http.stretch import plan
-from aiockpt.http.translating import Exchange, naming
 from aiockpt.observe import TransferEvent, emit
 from aiockpt.wire.foretelling import Foretold
-from aiockpt.wire.grants import MAC_HEADER, check_manifest_mac
-from aiockpt.wire.http import (
-    Resource,
-    ResourceKind,
-    Source,
-    format_prefer_wait,
-    format_resource,
-)
-from aiockpt.wire.layout import LENGTH_BYTES
-from aiockpt.wire.lending import OFFER_HEADER, PROBE_HEADER
-from aiockpt.wire.limits import enforce
-from aiockpt.wire.manifest import ForeignHeader, Manifest, Outline, decode_header
+from aiockpt.wire.http import Source
+from aiockpt.wire.manifest import Manifest, Outline
 
 __all__ = ["CheckpointClient", "ClientConfig", "LatestInfo", "Lending", "Run", "Target"]
-
-T = TypeVar("T")
 
 # An answer that took this long has waited: asking again at once is no busy loop.
 _WAITED = 0.5
 _POLL = 30.0  # seconds for which a peer is asked to wait for news
-
-
-class Run(Protocol):
-    """Calls a function in a thread and ends when the thread has, as `Bridge.run`."""
-
-    def __call__(self, fn: Callable[[], T], /) -> Awaitable[T]:
-        """Return what the function returns."""
-
-
-@dataclass(slots=True)
-class Lending:
-    """Asks, together with a manifest, for the memory itself: see `wire.lending`."""
-
-    probe: str
-    offer: str | None = None
 
 
 class CheckpointClient:
@@ -105,11 +70,13 @@ class CheckpointClient:
                 IntegrityError, ForgedManifestError: what the peer answered.
         """
         tell = self._teller(source, step, on_retry)
+        request = ManifestRequest(
+            self._port, self._config, self._run, foretold=foretold, lending=lending
+        )
         polls = 0
         while True:
             asked, retrier = _now(), self._retrier()
-            fetch = partial(self._fetch_manifest, foretold=foretold, lending=lending)
-            attempt = partial(fetch, source, step, deadline, retrier)
+            attempt = partial(request.send, source, step, deadline, retrier)
             try:
                 return await persist(attempt, retrier, tell, pause=self._port.pause)
             except StepNotFoundError as error:
@@ -233,80 +200,6 @@ class CheckpointClient:
 
     def __repr__(self) -> str:
         return f"<CheckpointClient {self._port.state}>"
-
-    async def _fetch_manifest(
-        self,
-        source: Source,
-        step: int,
-        deadline: float,
-        retrier: Retrier,
-        foretold: Foretold | None,
-        lending: Lending | None,
-    ) -> Manifest:
-        # Longer waits are asked for in pieces: a connection that is dead meanwhile
-        # goes unnoticed for the wait and the stall timeout.
-        wait = min(max(deadline - _now(), 0.0), self._config.stall_timeout)
-        exchange = Exchange(
-            source=source,
-            path=format_resource(Resource(ResourceKind.METADATA, step)),
-            headers={"Prefer": format_prefer_wait(wait)},
-            status=200,
-            step=step,
-            allowance=wait,
-        )
-        if lending is not None:
-            exchange.headers = {**exchange.headers, PROBE_HEADER: lending.probe}
-        header = await self._download(exchange, retrier)
-        if lending is not None:
-            lending.offer = exchange.offer
-        return await self._decode(header, exchange, step, foretold)
-
-    async def _download(
-        self, exchange: Exchange, retrier: Retrier
-    ) -> bytearray | mmap.mmap:
-        def heard(_: int) -> None:
-            retrier.patience.heard(_now())
-
-        limit = self._config.limits.max_header_bytes + LENGTH_BYTES
-        async with self._port.open(exchange, heard) as (answer, watch):
-            check_step(answer, exchange)
-            exchange.mac = answer.headers.get(MAC_HEADER)
-            exchange.offer = answer.headers.get(OFFER_HEADER)
-            exchange.expected = length_of(answer, exchange.url)
-            enforce("the size of the header", exchange.expected, limit)
-            memory = room_for(exchange.expected)
-            view = memoryview(memory)
-            filler = Filler(lambda a, b: [view[a:b]], 0, exchange.expected)
-            await self._port.receive(exchange, answer, watch, filler)
-        return memory
-
-    async def _decode(
-        self,
-        header: bytearray | mmap.mmap,
-        exchange: Exchange,
-        step: int,
-        foretold: Foretold | None,
-    ) -> Manifest:
-        decode = partial(self._authenticated, header, exchange, foretold)
-        with naming(exchange):
-            manifest = await self._run(decode)
-        if isinstance(manifest, ForeignHeader):
-            raise RemoteProtocolError(f"{exchange.url} has no manifest of aiockpt")
-        if manifest.step != step:
-            raise RemoteProtocolError(f"{exchange.url} describes step {manifest.step}")
-        return manifest
-
-    def _authenticated(
-        self,
-        header: bytearray | mmap.mmap,
-        exchange: Exchange,
-        foretold: Foretold | None,
-    ) -> Manifest | ForeignHeader:
-        key = self._config.security.key
-        if key is not None:  # before anything is made of it
-            view = memoryview(header)
-            check_manifest_mac(key, view, exchange.mac, url=exchange.url)
-        return decode_header(header, limits=self._config.limits, foretold=foretold)
 
     def _retrier(self, reconnect_timeout: float | None = None) -> Retrier:
         config = self._config
