@@ -107,7 +107,7 @@ class TestInterrupting:
     async def test_the_place_is_told(self) -> None:
         """The innermost line."""
         seen = [str(struck) async for struck in interruptions(Journal().call)]
-        assert any("test_fault_tools.py" in said and " child" in said for said in seen)
+        assert any("test_break_tools.py" in said and " child" in said for said in seen)
         assert "no point" in seen[-1]
 
     async def test_an_error_comes_out_of_what_was_waited_for(self) -> None:

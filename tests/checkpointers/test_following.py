@@ -172,8 +172,10 @@ class TestBeside:
         stager = DefaultStager(BESIDE, ports=device.port_for)
         async with checkpointer(make(), stager) as made:
             task = asyncio.create_task(made.save(state(), tmp_path / "step-1"))
-            await settle(lambda: not device.idle)
-            device.run(copies=3)  # the fence, a piece, and its event
+            while not device.copied:
+                device.run(copies=1)
+                await asyncio.sleep(0.001)
+            device.run(copies=1)  # the piece's event
             await begun(tmp_path / "step-1")
             assert not task.done()
             device.held = False

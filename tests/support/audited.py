@@ -25,8 +25,11 @@ from auditing import Guard
 
 WARMING = 3
 LIMITS = Limits(max_bytes=16 << 20)
-READ = ("/proc/meminfo", "/sys/fs/cgroup", "/proc/self")
-"""Where a receiver looks how much memory there is."""
+READ = (
+    *("/proc/meminfo", "/sys/fs/cgroup", "/proc/self"),
+    "/proc/sys/kernel/random/boot_id",
+)
+"""Where a receiver looks how much memory there is, and which host it is on."""
 
 EVENTS = frozenset(
     {

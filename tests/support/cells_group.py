@@ -33,7 +33,7 @@ GROUP: Final[Cells] = {
         ),
         (
             "broken / broken",
-            "pg/test_pg_cancels.py::test_a_cancel_at_every_await",
+            "faults/test_pg_interruptions.py::test_a_cancel_at_every_await",
             _CALLS + "test_a_cancel_anywhere_ends_both_ends_at_once",
         ),
         ("broken", _DEATHS + "test_a_sender_killed_half_way"),
@@ -51,7 +51,7 @@ GROUP: Final[Cells] = {
         (
             "nothing, broken / broken",
             _CUT,
-            "pg/test_pg_cancels.py::test_a_cancel_at_every_await",
+            "faults/test_pg_interruptions.py::test_a_cancel_at_every_await",
         ),
         ("broken", _KILLED),
         ("nothing, broken", _DEATHS + "test_a_dead_peer_is_an_error_at_once"),

@@ -300,8 +300,8 @@ BLOCKING: Final[Cells] = {
         _NOBODY,
         (
             "one",
-            "checkpointers/test_torn.py::test_at_each_call",
-            "checkpointers/test_torn.py::test_at_any_moment",
+            "faults/test_files.py::test_a_writer_that_is_killed_leaves_nothing_torn",
+            "faults/test_files.py::test_nor_at_any_moment",
         ),
         ("failed / one", _TOGETHER + "TestKilled::test_at_any_moment"),
     ),
