@@ -172,10 +172,8 @@ class TestBeside:
         stager = DefaultStager(BESIDE, ports=device.port_for)
         async with checkpointer(make(), stager) as made:
             task = asyncio.create_task(made.save(state(), tmp_path / "step-1"))
-            while not device.copied:
-                device.run(copies=1)
-                await asyncio.sleep(0.001)
-            device.run(copies=1)  # the piece's event
+            await settle(lambda: len(device._side) > 2)
+            device.run(copies=3)  # the fence, a piece, and its event
             await begun(tmp_path / "step-1")
             assert not task.done()
             device.held = False
