@@ -131,7 +131,7 @@ def test_a_receive_that_does_not_succeed(
         with pytest.raises(TransferTimeoutError):
             heir.recv_checkpoint(0, source.metadata(), 3, 0.3)
     else:
-        with interrupting(monkeypatch, lambda: source.statistics().waiting):
+        with interrupting(monkeypatch, lambda: source._http.statistics().waiting):
             heir.recv_checkpoint(0, source.metadata(), 3, 30)
     until(lambda: not source.statistics().waiting)
     assert arenas() <= before
