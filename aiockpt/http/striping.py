@@ -151,6 +151,8 @@ class Striping:
         Raises:
             AiockptError: it was the last one.
         """
+        if not self._members.has(number):
+            return  # another lane has said so
         self._members.drop(number, error, step=self._step)
         self._board.lanes = [each for each in self._board.lanes if each.peer != number]
         if not self._members.left():

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -169,7 +170,8 @@ class TestBeside:
         """Piece by piece, as its stream gets there."""
         monkeypatch.setattr(staging, "_SPAN", PIECE)
         device = FakeAccelerator()
-        stager = DefaultStager(BESIDE, ports=device.port_for)
+        one_by_one = replace(BESIDE, threads=1)  # else any piece may be the first
+        stager = DefaultStager(one_by_one, ports=device.port_for)
         async with checkpointer(make(), stager) as made:
             task = asyncio.create_task(made.save(state(), tmp_path / "step-1"))
             await settle(lambda: len(device._side) > 2)

@@ -12,6 +12,8 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -108,6 +110,9 @@ def main(rank: int, port: int, directory: str, kind: str, life: str) -> None:
         else:
             print(f"{step} saved", flush=True)
     writer.close()
+    if kind == "default_store" and life in ("well", "fails"):
+        with suppress(RuntimeError):  # the other one may be dead
+            dist.monitored_barrier(timeout=timedelta(seconds=5))  # rank 0 is the store
     if dist.is_initialized():
         dist.destroy_process_group()
 
