@@ -93,18 +93,19 @@ def test_a_cancelled_receive_is_an_ordinary_error(tmp_path: Path) -> None:
 
 
 def test_a_transient_network_error_does_not_fork_the_model(tmp_path: Path) -> None:
-    """Row 9: one rank's connection breaks in every way, and heals in one receive.
+    """Row 9: one rank's connection breaks in every way, and each receive heals.
 
     Had it failed, the manager might have taken its group for healed all the same.
     """
-    with Job(tmp_path, replicas=2, ranks=2, min_replicas=2, until=6) as job:
+    patient = {"timeout": 40.0, "group_timeout": 40.0}
+    with Job(tmp_path, replicas=2, ranks=2, min_replicas=2, until=6, **patient) as job:
         job.start(0, faults_of=[[], TRANSIENT], faults_at=3)
         for victim in job.start(1, die_at=3):
             assert victim.wait() != 0
         heirs = job.start(1)
         job.finish()
     for heir in heirs:
-        assert errors(heir, "recv") == [""]
+        assert {*errors(heir, "recv")} == {""}
     proxied = job.lives[0, 1][0]
     before = proxied.events("armed")[0]["before"]
     assert proxied.events("proxy")[0]["connections"] - before > len(TRANSIENT)
