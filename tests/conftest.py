@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import zlib
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,22 +76,42 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 def pytest_collection_finish() -> None:
     """Make what stays for good now, and keep it out of the collections later."""
-    for factory in pytest_asyncio_loop_factories().values():
+    for factory in loops().values():
         factory().close()  # libuv keeps the signal pipe of its first loop
+    keep_out_of_collections()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Do the same for what the tests of a module have imported: it is a lot."""
+    if nextitem is not None and nextitem.path != item.path:
+        keep_out_of_collections()
+
+
+def keep_out_of_collections() -> None:
+    """Have every later ``gc.collect()``, of which each test makes one, pass by it."""
     gc.collect()
     gc.freeze()
 
 
-def pytest_asyncio_loop_factories() -> Mapping[
-    str, Callable[[], asyncio.AbstractEventLoop]
-]:
-    """Run every async test on asyncio's loop and on uvloop's."""
+def loops() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Return what makes asyncio's loop, and uvloop's."""
     factories = {"asyncio": asyncio.new_event_loop}
     if HAS_UVLOOP:
         import uvloop
 
         factories["uvloop"] = uvloop.new_event_loop
     return factories
+
+
+def pytest_asyncio_loop_factories(
+    item: pytest.Item,
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Run an async test on both loops; one that asks for it on either of them."""
+    found = loops()
+    if item.get_closest_marker("one_loop") is None:
+        return found
+    chosen = sorted(found)[zlib.crc32(item.name.encode()) % len(found)]
+    return {chosen: found[chosen]}
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

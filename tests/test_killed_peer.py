@@ -14,7 +14,7 @@ from senders import TOKEN, serving_process
 from served import MIB_SERVED
 from transports import MIB, transport, weights
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop, pytest.mark.timeout(120)]
 
 
 class Killing:

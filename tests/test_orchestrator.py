@@ -21,7 +21,7 @@ import aiockpt
 from serving import settle
 from transports import Transport, proxied, through, transport
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop, pytest.mark.timeout(180)]
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PACKAGE = str(Path(aiockpt.__file__).parents[1])

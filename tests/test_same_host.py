@@ -663,6 +663,7 @@ async def another() -> AsyncIterator[Other]:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.one_loop
 class TestProcesses:
     """Two processes."""
 

@@ -25,7 +25,7 @@ from senders import TOKEN, serving_process
 from served import MIB_SERVED
 from transports import MIB, Transport, proxied, through, transport, weights
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop, pytest.mark.timeout(180)]
 
 STATE = {
     "model": {"w": torch.arange(300_000.0), "b": torch.ones(7)},

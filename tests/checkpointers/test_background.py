@@ -36,7 +36,7 @@ from aiockpt.observe import Progress, TransferEvent
 from aiockpt.testing import assert_same
 from checkpointing import Diary, Gate, GatedWriter, OwnFormat, Troubled, loaded
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
 PROCESS = CheckpointerConfig()
 THREAD = CheckpointerConfig(use_process=False)

@@ -39,7 +39,7 @@ from aiockpt.wire.relabel import UNSEALED
 from checkpointing import PATIENCE, Gate, GatedWriter, eventually, loaded
 from serving import settle
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
 ALONE = RankInfo(0, 1)
 BESIDE = CheckpointStagerConfig(write_beside=True)

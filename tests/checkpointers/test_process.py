@@ -42,7 +42,7 @@ from checkpointing import (
     refuse,
 )
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
 ALONE = RankInfo(0, 1)
 DEFAULTS = CheckpointProcessConfig()

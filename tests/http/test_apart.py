@@ -34,6 +34,8 @@ from aiockpt.testing.suite.endings import Endings
 from aiockpt.testing.suite.offers import Offers
 from transports import Transport, receive, transport
 
+pytestmark = pytest.mark.one_loop
+
 STATE = {"weight": torch.arange(300_000.0), "step": 7}
 
 

@@ -580,6 +580,7 @@ class TestTwoTransports:
             assert await receive(sender, receiver, 7) == {"n": 1}
 
 
+@pytest.mark.one_loop
 class TestShutdown:
     """The application ends while a checkpoint is on its way."""
 

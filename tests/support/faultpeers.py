@@ -157,7 +157,7 @@ class At:
 
 def share(seed: int) -> float:
     """Return a random share, neither of the very first nor of the last bytes."""
-    return random.Random(seed).uniform(0.05, 0.7)
+    return random.Random(seed).uniform(0.05, 0.6)
 
 
 # What the processes do.

@@ -10,6 +10,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-PATIENCE = 2.0
+PATIENCE = 5.0
 """Seconds that a thread or a process which was told to end may take to be gone."""
 
 ALLOWED_THREADS = {
@@ -36,8 +37,8 @@ ALLOWED_CHILDREN = {
 SHM_PREFIXES = ("psm_", "sem.", "torch_", "aiockpt")
 """How multiprocessing, torch and this package name what they share.
 
-Other programs of the same user may come and go in the same directory. Two processes of
-the suite do not: what a test leaves there, the test beside it may be blamed for, too.
+Other programs of the same user may come and go in the same directory, and so does what
+the other processes of the suite share with their children.
 """
 
 
@@ -70,6 +71,23 @@ def shm() -> set[str]:
             ):
                 found.add(entry.name)
     return found
+
+
+def mapped_elsewhere() -> set[str]:
+    """Return the shared memory in use by processes that do not descend from this."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it may end at any moment, or be another user's
+            maps = (process / "maps").read_text()
+            if not _is_ours(process.name):
+                found.update(re.findall(r"/dev/shm/(\S+)$", maps, re.MULTILINE))
+    return found
+
+
+def _is_ours(pid: str) -> bool:
+    while int(pid) not in (0, os.getpid()):
+        pid = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+    return pid != "0"
 
 
 def children() -> set[str]:
@@ -116,6 +134,8 @@ class Footprint:
 
     def _growth(self) -> dict[str, list[str]]:
         now = {kind: KINDS[kind]() - held for kind, held in self._held.items()}
+        if now.get("shm"):
+            now["shm"] -= mapped_elsewhere()
         return {kind: sorted(new) for kind, new in now.items() if new}
 
 
