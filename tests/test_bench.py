@@ -89,7 +89,7 @@ def test_a_tiny_run_of_the_checkpointer_yields_its_table(
         "SyncCheckpointer, no fsync",
         "load, verified",
         "load, mapped and unverified",
-        "load one key",
+        "load one key of 256",
         "slowdown of Python beside the write",
         "death of the process noticed",
     ):

@@ -35,6 +35,8 @@ __all__ = ["Saver"]
 
 _SPIN = 1.0
 _SLICE = 0.02
+_LAYERS = 256
+"""Tensors of the file from which one is loaded."""
 
 
 class Saver:
@@ -102,6 +104,17 @@ class Saver:
             beside = await _spin(lambda: not handle.done())
         return self._cleaned({"seconds": 1.0, **_slowdown(usual, beside)})
 
+    async def spin_beside_raw(self) -> Figures:
+        """Compute likewise while a thread writes a plain file and syncs it."""
+        usual = await _spin(_for(_SPIN))
+        self._settle()
+        path, memory = self._place / "raw", bytes_of(self._flat)
+        write = partial(write_raw, path, memory, fsync=True)
+        writing = asyncio.create_task(self._bridge.run(write))
+        beside = await _spin(lambda: not writing.done())
+        await writing
+        return self._cleaned({"seconds": 1.0, **_slowdown(usual, beside)})
+
     async def save_rival(self, name: str) -> Figures:
         """Save by one of torch's asynchronous checkpointers, once it is warm."""
         await self._close_ours()  # it has memory that the rival may need
@@ -152,24 +165,26 @@ class Saver:
 
     # ----------------------------------------------------------------- loading
 
-    async def keep_one(self) -> None:
+    async def keep(self) -> None:
         """Save what is loaded from then on; it stays in the system's cache."""
+        layers = self._flat.tensor_split(_LAYERS)
         with make_sync_checkpointer(rank_info=RankInfo(0, 1)) as ours:
-            ours.save(self._state, self._place / "kept")
+            ours.save(self._state, self._place / "whole")
+            layered = {str(number): layer for number, layer in enumerate(layers)}
+            ours.save(layered, self._place / "layers")
 
     async def load(self, how: str) -> Figures:
         """Load it: ``whole``, ``mapped``, or ``one`` key."""
-        known: dict[str, dict[str, Any]] = {
-            "whole": {},
-            "mapped": {"mmap": True, "verify": "none"},
-            "one": {"select": [next(iter(self._state))]},
+        known: dict[str, tuple[str, dict[str, Any]]] = {
+            "whole": ("whole", {}),
+            "mapped": ("whole", {"mmap": True, "verify": "none"}),
+            "one": ("layers", {"select": [str(_LAYERS // 2)]}),
         }
+        name, options = known[how]
         warm_host(self._flat.nbytes)
         with make_sync_checkpointer(rank_info=RankInfo(0, 1)) as ours:
             return {
-                "seconds": timed_call(
-                    partial(ours.load, self._place / "kept", **known[how])
-                )
+                "seconds": timed_call(partial(ours.load, self._place / name, **options))
             }
 
     async def clean(self) -> None:

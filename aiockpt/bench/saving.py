@@ -30,7 +30,8 @@ _WRITERS = ("torch.save", "safetensors.save_file")
 # One round of the asynchronous ones takes minutes at 2 GiB.
 _RIVAL_REPEAT = 1
 
-_NOT_MOVED = ("save beside Python", "death", "load, mapped", "load, one")
+_RAW_BESIDE = "raw write and fsync in a thread"
+_NOT_MOVED = ("save beside Python", _RAW_BESIDE, "death", "load, mapped", "load, one")
 
 # The targets, as shares of the reference's speed.
 _OF_MEMCPY = 1 / 1.2
@@ -135,6 +136,7 @@ def _others(saver: Worker, found: Found, *, rivals: bool) -> list[Candidate]:
         *_copies(saver, found, SMALL),
         _run(saver, found, "first save", "save", first=True),
         _run(saver, found, "save beside Python", "spin_beside"),
+        _run(saver, found, _RAW_BESIDE, "spin_beside_raw"),
         _run(saver, found, "death", "killed"),
     ]
 
@@ -154,7 +156,7 @@ def _writers() -> Sequence[str]:
 def _loading(saver: Worker, found: Found, *, rivals: bool) -> list[Candidate]:
     del rivals
     saver.call("clean")
-    saver.call("keep_one")
+    saver.call("keep")
     return [
         *_copies(saver, found, FRESH),
         *(
@@ -177,7 +179,7 @@ def rows_of_saving(shape: Shape, found: Found) -> Iterator[Row]:
     yield from _rows_of_slowdown(shape, found)
     for what, name, limit in (
         ("load, mapped and unverified", "load, mapped", _MAX_QUICK),
-        ("load one key", "load, one", _MAX_QUICK),
+        ("load one key of 256", "load, one", _MAX_QUICK),
         ("death of the process noticed", "death", _MAX_DEATH),
     ):
         seconds = found.value(name)
@@ -242,5 +244,7 @@ def _rows_of_slowdown(shape: Shape, found: Found) -> Iterator[Row]:
                     shape=str(shape),
                     value=max(slowdown, 0.0),
                     unit="%",
+                    reference="" if prefix else _RAW_BESIDE,
+                    reference_value=found.value(_RAW_BESIDE, figure),
                     at_most=None if prefix else limit,
                 )
