@@ -242,7 +242,7 @@ async def test_a_deadline_holds_however_slowly_bytes_drip(record: Record) -> Non
 async def test_two_of_four_connections_stall_for_ever(record: Record) -> None:
     """The others go on, and what the two had is fetched once they are given up."""
     chance, stall = record.chance(), 1.0
-    state = noise(64)
+    state = noise(record.pick(64, 200))  # long enough to be compared
     async with pair(chunk_bytes=CHUNK, num_chunks=4, stall_timeout=stall) as (
         sender,
         receiver,

@@ -201,7 +201,8 @@ async def attacked(peer: Peer, count: int) -> AsyncIterator[None]:
             sock.setblocking(False)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             tasks.append(asyncio.create_task(attack(sock, number % 3)))
-        await asyncio.sleep(0.5)
+        # What they are owed at first fills their buffers.
+        await asyncio.sleep(count / 100)
         try:
             yield
         finally:
@@ -213,26 +214,33 @@ async def attacked(peer: Peer, count: int) -> AsyncIterator[None]:
 @row(29)
 async def test_attackers_do_not_slow_a_good_client_down(record: Record) -> None:
     """Two hundred that are silent, ask a byte a second, or read one."""
-    mib, turns = record.pick(8, 256), record.pick(1, 5)
+    mib, turns, times = record.pick(8, 200), record.pick(1, 5), record.pick(1, 4)
     state, clean, under = noise(mib), [], []
-    async with sender(mib=mib) as peer, transport(token=TOKEN) as receiver:
+    # Those who read slowly have the token, and each of them takes a reader's place.
+    serving = sender(mib=mib, max_readers=128)
+    async with serving as peer, transport(token=TOKEN) as receiver:
         into = noise(mib)
         await receiver.recv_checkpoint(0, peer.url, 1, into=into)
         for _ in range(turns):
-            clean.append(await timed_into(receiver, peer, into, state))
+            clean.append(await timed_into(receiver, peer, into, state, times))
             async with attacked(peer, record.pick(30, 200)):
-                under.append(await timed_into(receiver, peer, into, state))
+                under.append(await timed_into(receiver, peer, into, state, times))
             record.ran(2)
     slower = statistics.median(under) / statistics.median(clean)
     record.within("good client's time", slower, 1.1, unit=" clean times")
 
 
 async def timed_into(
-    receiver: Transport, peer: Peer, into: object, state: object
+    receiver: Transport, peer: Peer, into: object, state: object, times: int
 ) -> float:
-    """Receive into the same memory again; return the seconds that this took."""
+    """Receive into the same memory again and again; return the seconds in all.
+
+    The first one does not count: some machines take back memory that rests.
+    """
+    await receiver.recv_checkpoint(0, peer.url, 1, into=into)
     since = time.monotonic()
-    got = await receiver.recv_checkpoint(0, peer.url, 1, into=into)
+    for _ in range(times):
+        await receiver.recv_checkpoint(0, peer.url, 1, into=into)
     took = time.monotonic() - since
-    assert_same(got, state)
+    assert_same(into, state)
     return took
