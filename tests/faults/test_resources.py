@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-import statistics
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -226,7 +225,7 @@ async def test_attackers_do_not_slow_a_good_client_down(record: Record) -> None:
             async with attacked(peer, record.pick(30, 200)):
                 under.append(await timed_into(receiver, peer, into, state, times))
             record.ran(2)
-    slower = statistics.median(under) / statistics.median(clean)
+    slower = min(under) / min(clean)  # what attackers cost, they cost every time
     record.within("good client's time", slower, 1.1, unit=" clean times")
 
 
