@@ -91,7 +91,13 @@ class Shelf:
         await self._drain([each for each in self._held() if each.servable.live], grace)
         if self._retractions != before:
             raise StepNotFoundError(snapshot.manifest.step)
-        # Nothing is awaited between the last drain and this.
+        self.replace(snapshot)  # nothing is awaited between the last drain and this
+
+    def replace(self, snapshot: Servable) -> None:
+        """Serve ``snapshot`` instead of what was served, which nobody must wait for.
+
+        Readers of a snapshot finish; live memory has none any more.
+        """
         old, self._current = self._current, Published(snapshot)
         self._failure = None
         self._announce()

@@ -29,7 +29,7 @@ from aiockpt import (
 )
 from aiockpt.http import setup
 from aiockpt.observe import add_hook
-from aiockpt.testing import assert_same
+from aiockpt.testing import assert_same, interruptions
 from aiockpt.testing.suite.endings import Endings
 from aiockpt.testing.suite.offers import Offers
 from transports import Transport, receive, transport
@@ -170,6 +170,21 @@ class TestServing:
                 await sender.send_checkpoint([1], 3, {"bad": object()})
             with pytest.raises(aiockpt.PeerFailedError, match="UnsupportedLeafError"):
                 await waiting
+
+    async def test_a_cancel_at_any_await_leaves_one_offer(self) -> None:
+        """The old one; and the memory of the new one comes back."""
+        async with apart() as sender, transport() as receiver:
+            shelf: Any = sender._endpoint.shelf
+            await sender.send_checkpoint([1], 1, STATE)
+            new = {"weight": torch.ones(1000)}
+            async for cut in interruptions(lambda: sender.send_checkpoint([1], 2, new)):
+                assert cut.cancelled is cut.reached, cut
+                if cut.cancelled:
+                    assert_same(await receive(sender, receiver), STATE)
+                await until(lambda: len(shelf._given) == 1)
+            assert_same(await receive(sender, receiver, 2), new)
+            await sender.allow_checkpoint(3)
+            assert_same(await receive(sender, receiver, 3), new)
 
 
 @pytest.mark.asyncio

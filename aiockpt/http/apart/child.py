@@ -12,19 +12,20 @@ import os
 import signal
 import socket
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from aiockpt._bridge import Bridge
 from aiockpt._channel import Channel, unpack
 from aiockpt._mapped import MappedSnapshot, trusted_header
-from aiockpt.errors import StepNotFoundError
 from aiockpt.http.apart.messages import (
     Counted,
     Done,
     Fail,
+    Forget,
     FromServer,
     Happened,
     Logged,
+    Prepare,
     Publish,
     Ready,
     Released,
@@ -41,6 +42,8 @@ from aiockpt.wire.manifest import Manifest
 __all__ = ["Serving", "main"]
 
 logger = logging.getLogger("aiockpt")
+
+T = TypeVar("T")
 
 _TICK: Final = 0.1
 """Seconds between two looks at the counters, and at who still reads."""
@@ -95,7 +98,8 @@ class Serving:
         self._server: CheckpointServer | None = None
         self._setup: Setup | None = None
         self._counted: Counted | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._prepared: dict[int, asyncio.Task[_Servable]] = {}
         self._trainer = -1
         self._alone = False
 
@@ -136,20 +140,26 @@ class Serving:
         message = decode_to_server(data)
         if isinstance(message, Setup):
             self._start(self._set_up(message, fds))
+        elif isinstance(message, Prepare):
+            preparing = self._start(self._prepare(message, *fds))
+            self._prepared[message.number] = preparing
         elif isinstance(message, Publish):
-            self._start(self._publish(message, *fds))
+            self._publish(self._prepared.pop(message.number))
+        elif isinstance(message, Forget):
+            self._prepared.pop(message.number).add_done_callback(_let_go)
         elif isinstance(message, Retract):
             self._start(self._retract(message))
         else:
             assert isinstance(message, Fail)
             self._shelf.fail(message.failure)
 
-    def _start(self, coroutine: asyncio._CoroutineLike[None]) -> None:
+    def _start(self, coroutine: asyncio._CoroutineLike[T]) -> asyncio.Task[T]:
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
+        return task
 
-    def _finished(self, task: asyncio.Task[None]) -> None:
+    def _finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("the process that serves ends", exc_info=task.exception())
@@ -168,21 +178,27 @@ class Serving:
         await self._server.start([socket.socket(fileno=fd) for fd in fds])
         self.say(Ready())
 
-    async def _publish(self, message: Publish, parcel: int, arena: int) -> None:
-        before = self._shelf.retractions
+    async def _prepare(self, message: Prepare, parcel: int, arena: int) -> _Servable:
         try:
             manifest = await self._bridge.run(trusted_header, unpack(parcel))
             servable = _Servable(manifest, arena, self, message.number)
         finally:
             os.close(arena)
-        try:
-            if self._shelf.retractions == before:
-                await self._shelf.publish(servable, grace=message.grace)
-        except StepNotFoundError:
-            pass  # it was retracted meanwhile, which the trainer knows
-        finally:
-            servable.release()
         self.say(Done(message.number))
+        return servable
+
+    def _publish(self, preparing: asyncio.Task[_Servable]) -> None:
+        before = self._shelf.retractions
+
+        def publish(prepared: asyncio.Task[_Servable]) -> None:
+            if not self._ended.is_set() and self._shelf.retractions == before:
+                self._shelf.replace(prepared.result())
+            _let_go(prepared)
+
+        if preparing.done():
+            publish(preparing)  # now: who asks next has heard of it
+        else:
+            preparing.add_done_callback(publish)
 
     async def _retract(self, message: Retract) -> None:
         await self._shelf.retract(grace=message.grace)
@@ -233,6 +249,11 @@ class Serving:
                 if now != self._counted:
                     self._counted = now
                     self.say(now)
+
+
+def _let_go(preparing: asyncio.Task[_Servable]) -> None:
+    if not preparing.cancelled() and preparing.exception() is None:
+        preparing.result().release()
 
 
 def _let_go_of_stderr() -> None:

@@ -17,9 +17,11 @@ __all__ = [
     "Counted",
     "Done",
     "Fail",
+    "Forget",
     "FromServer",
     "Happened",
     "Logged",
+    "Prepare",
     "Publish",
     "Ready",
     "Released",
@@ -44,11 +46,22 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     config: ServerConfig
 
 
-class Publish(msgspec.Struct, tag=True, frozen=True):
-    """Serve a snapshot: its parcel holds the header, then comes its arena."""
+class Prepare(msgspec.Struct, tag=True, frozen=True):
+    """Be ready to serve a snapshot: its parcel has the header, then comes its arena."""
 
     number: int
-    grace: float
+
+
+class Publish(msgspec.Struct, tag=True, frozen=True):
+    """Serve a snapshot that was prepared, at once, instead of the last one."""
+
+    number: int
+
+
+class Forget(msgspec.Struct, tag=True, frozen=True):
+    """Let go of a snapshot that was to be prepared."""
+
+    number: int
 
 
 class Retract(msgspec.Struct, tag=True, frozen=True):
@@ -69,7 +82,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """A publication or a retraction has ended."""
+    """A snapshot is prepared, or a retraction has ended."""
 
     number: int
 
@@ -102,7 +115,7 @@ class Logged(msgspec.Struct, tag=True, frozen=True):
     access: Access | None = None
 
 
-ToServer: TypeAlias = Setup | Publish | Retract | Fail
+ToServer: TypeAlias = Setup | Prepare | Publish | Forget | Retract | Fail
 FromServer: TypeAlias = Ready | Done | Released | Counted | Happened | Logged
 
 decode_to_server = msgspec.json.Decoder(ToServer).decode

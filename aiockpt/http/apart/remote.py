@@ -4,6 +4,10 @@ What is published stays the trainer's memory: it is reused once the process says
 nobody reads it any more. A process that dies is replaced at once. Peers that connect
 meanwhile wait, since the sockets on which they arrive are the trainer's as well; the
 next process gets what the last one has served.
+
+A publication has two halves, so that a cancel never leaves it half done. The process
+gets everything that it needs, and says that it is prepared; then it is told to publish,
+which nobody has to wait for.
 """
 
 from __future__ import annotations
@@ -24,8 +28,10 @@ from aiockpt.http.apart.messages import (
     Counted,
     Done,
     Fail,
+    Forget,
     Happened,
     Logged,
+    Prepare,
     Publish,
     Released,
     Retract,
@@ -104,7 +110,7 @@ class RemoteShelf:
     async def publish(self, snapshot: Snapshot, *, grace: float) -> None:
         """Serve ``snapshot`` from now on, instead of what was served before.
 
-        If cancelled, it may be served already.
+        If cancelled, what was served before still is.
 
         Raises:
             ClosedError: after :meth:`close`.
@@ -117,16 +123,21 @@ class RemoteShelf:
         if self._retractions != before:
             os.close(parcel)
             raise StepNotFoundError(step)
-        # Nothing is awaited until all is said: what a process that dies does not hear,
-        # the next one is told.
         number = next(self._numbers)
-        snapshot.acquire()
-        self._given[number] = snapshot
+        self._give(number, snapshot, parcel)
+        try:
+            await self._answer(number, grace)
+            if self._retractions != before:
+                raise StepNotFoundError(step)
+        except BaseException:
+            self._process.send(Forget(number))
+            raise
+        # Nothing is awaited from here on: what a process that dies does not hear, the
+        # next one is told.
         self._current, self._failure = number, None
-        self._offer(number, parcel, grace)
-        await self._answer(number, grace)
-        if self._retractions != before:
-            raise StepNotFoundError(step)
+        if number not in self._given:  # it has died, and the next one may be there
+            self._give(number, snapshot, pack(snapshot.manifest.header))
+        self._process.send(Publish(number))
 
     def fail(self, failure: Failure | None) -> None:
         """Tell those who wait for a step that it does not come; None forgets it."""
@@ -157,14 +168,19 @@ class RemoteShelf:
         if self._failure is not None:
             self._process.send(Fail(self._failure))
         if self._current:
-            parcel = pack(self._given[self._current].manifest.header)
-            self._offer(self._current, parcel, 0.0)
+            current = self._given[self._current]
+            self._prepare(self._current, current, pack(current.manifest.header))
+            self._process.send(Publish(self._current))
 
-    def _offer(self, number: int, parcel: int, grace: float) -> None:
-        arena = self._given[number].arena
+    def _give(self, number: int, snapshot: Snapshot, parcel: int) -> None:
+        snapshot.acquire()
+        self._given[number] = snapshot
+        self._prepare(number, snapshot, parcel)
+
+    def _prepare(self, number: int, snapshot: Snapshot, parcel: int) -> None:
+        arena = snapshot.arena
         assert arena is not None, "it is not in one piece"
-        message = Publish(number, min(grace, _LONGEST_GRACE))
-        self._process.send(message, [parcel, arena.fd])
+        self._process.send(Prepare(number), [parcel, arena.fd])
         os.close(parcel)
 
     async def _answer(self, number: int, grace: float) -> None:
