@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import sys
-from asyncio.subprocess import PIPE, Process, create_subprocess_exec
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
-from aiockpt import ProcessGroupError, Progress, TransportError
-from aiockpt.testing import Drip, FaultProxy, assert_same
-from cells import CELLS, proves
-from commandline import ENVIRONMENT
+from aiockpt import ProcessGroupError
+from cells import proves
+from deaths import at_the_receivers, at_the_senders
 from groups import Transport as GroupTransport
 from outcomes import Cell
-from rankprocesses import SUPPORT, ranks
-from receivers import COUNT, MIB_LARGE, left, options_of
-from serving import Peer, settle
-from transports import MIB, Transport, proxied, receive, through, transport, weights
+from rankprocesses import ranks
+from transports import weights
 
 # The kernel tells of a death, whatever the loop is.
 LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
@@ -34,162 +25,6 @@ LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
 pytestmark = pytest.mark.timeout(120)
 
 HERE = "semantics/test_deaths.py::"
-SLOW = Drip(rate=MIB, burst=64 << 10)
-"""A connection that needs seconds for what is received here."""
-
-
-RECEIVES = [
-    call
-    for call in dict.fromkeys(call for call, _ in CELLS)
-    if "HTTPTransport.recv" in call and "torchft" not in call
-]
-"""The rows of all kinds of receives."""
-
-
-@asynccontextmanager
-async def program(name: str, path: Path) -> AsyncIterator[Process]:
-    """Run a helper with ``path`` for its files; kill what is left of it at the end."""
-    paths = f"{ENVIRONMENT['PYTHONPATH']}:{SUPPORT}"
-    process = await create_subprocess_exec(
-        *(sys.executable, str(SUPPORT / f"{name}.py")),
-        env={**ENVIRONMENT, "PYTHONPATH": paths, "TMPDIR": str(path)},
-        cwd=path,
-        stdin=PIPE,
-        stdout=PIPE,
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
-
-
-async def heard(process: Process) -> str:
-    """Return the next line that a program prints."""
-    assert process.stdout is not None
-    line = (await process.stdout.readline()).decode().strip()
-    assert line, "it has died"
-    return line
-
-
-def say(process: Process, line: str) -> None:
-    """Tell it something."""
-    assert process.stdin is not None
-    process.stdin.write(f"{line}\n".encode())
-
-
-async def stuck(stack: AsyncExitStack, url: str) -> Peer:
-    """Read the beginning of step 1, and no more."""
-    port = urlsplit(url).port
-    assert port is not None
-    peer = await stack.enter_async_context(Peer(port, token=None, receive_buffer=4096))
-    await peer.request("/checkpoint/1/full")
-    await peer.head()
-    return peer
-
-
-async def at_the_receivers(stack: AsyncExitStack, path: Path) -> Mapping[str, str]:
-    """Kill senders in the middle of all their calls; return what others find."""
-    receiver = await stack.enter_async_context(transport(reconnect_timeout=0))
-    sender = await stack.enter_async_context(program("dying_sender", path))
-    urls = json.loads(await heard(sender))
-    serving = urls.pop("")
-    peers = {
-        name: await stuck(stack, url) for name, url in urls.items() if name != "start"
-    }
-    say(sender, "call")
-    assert json.loads(await heard(sender)) == ["", "start"]
-    waiting = {
-        name: asyncio.create_task(receiver.recv_checkpoint(0, url, 3))
-        for name, url in urls.items()
-    }
-    receives = await under_way(stack, receiver, serving)
-    sender.kill()
-    async with asyncio.timeout(30):
-        found = {name: await cut_off(waiting[name], peers.get(name)) for name in urls}
-        found |= {name: await left_of(*each) for name, each in receives.items()}
-    assert not os.listdir(path), "nothing of it is on the disk"
-    return found
-
-
-async def cut_off(waiting: asyncio.Task[Any], peer: Peer | None) -> str:
-    """Say what becomes of who waits, and of who reads."""
-    with pytest.raises(TransportError):
-        await waiting
-    assert peer is None or len(await peer.read_all()) < 16 * MIB
-    return "cut"
-
-
-Under = tuple[asyncio.Task[Any], dict[str, Any]]
-
-
-async def under_way(
-    stack: AsyncExitStack, receiver: Transport, url: str
-) -> dict[str, Under]:
-    """Begin a receive of each kind over slow connections; some of each has arrived."""
-    address = urlsplit(url)
-    assert address.hostname is not None
-    assert address.port is not None
-    proxy = FaultProxy(address.hostname, address.port, otherwise=SLOW)
-    await stack.enter_async_context(proxy)
-    found = {}
-    for name in RECEIVES:
-        begun = asyncio.Event()
-        options = options_of(name)
-        call = receiver.recv_checkpoint(
-            *(0, proxy.url(address.path), 1),
-            **options,
-            progress=partial(_note, begun),
-        )
-        found[name] = asyncio.create_task(call), options
-        await begun.wait()
-    return found
-
-
-def _note(begun: asyncio.Event, now: Progress) -> None:
-    if now.chunks_done:
-        begun.set()
-
-
-async def left_of(task: asyncio.Task[Any], options: dict[str, Any]) -> str:
-    """Say what is left of a receive whose sender has died."""
-    with pytest.raises(TransportError) as caught:
-        await task
-    notes = list(getattr(caught.value, "__notes__", []))
-    here = "nothing" if "into" not in options else left(options, 0)
-    if "into" in options:
-        done = "was modified" if here == "torn" else "was not modified"
-        assert f"the template {done}" in notes
-    return here
-
-
-async def at_the_senders(stack: AsyncExitStack, path: Path) -> Mapping[str, str]:
-    """Kill receivers in the middle of all their calls; return what senders find."""
-    state = weights(mib=MIB_LARGE, count=COUNT)
-    senders, metadata = {}, {}
-    for name in (*RECEIVES, "HTTPTransport.steps"):
-        sender = await stack.enter_async_context(transport())
-        await sender.send_checkpoint([], 1, state)
-        proxy = await stack.enter_async_context(proxied(sender, otherwise=SLOW))
-        senders[name], metadata[name] = sender, through(proxy, sender)
-    receiver = await stack.enter_async_context(program("dying_receiver", path))
-    say(receiver, json.dumps(metadata))
-    assert await heard(receiver) == "receiving"
-    await settle(lambda: all(map(uses, senders.values())))
-    receiver.kill()
-    await settle(lambda: not any(map(uses, senders.values())))
-    async with transport() as other:
-        for sender in senders.values():
-            assert_same(await receive(sender, other), state)
-    assert not os.listdir(path)
-    return dict.fromkeys(senders, "idle")
-
-
-def uses(sender: Transport) -> int:
-    """Return how many requests somebody has there."""
-    now = sender.statistics()
-    return now.readers + now.waiting
 
 
 @pytest.fixture(scope="module")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import pytest
 
 from aiockpt import AiockptError, StepNotFoundError, TransferTimeoutError
+from aiockpt.http.apart.remote import RemoteShelf
 from aiockpt.testing import assert_same
 from cells import proves
 from outcomes import Cell
@@ -38,7 +41,9 @@ async def stuck(sender: Transport) -> AsyncIterator[Peer]:
 @asynccontextmanager
 async def offering(cell: Cell, **options: Any) -> AsyncIterator[Transport]:
     """Offer 16 MiB as step 1, from the memory that is sent where the cell says so."""
-    zero_copy = "zero_copy" in cell.call or not cell.call.endswith("send_checkpoint")
+    zero_copy = "zero_copy" in cell.call or "send_checkpoint" not in cell.call
+    if "process" in cell.call:
+        options |= {"zero_copy": False, "server": "process"}
     options = {"grace": GRACE, "insecure": True, "zero_copy": zero_copy, **options}
     sender = transport(**options)
     await sender.send_checkpoint([], 1, weights(mib=16))
@@ -68,13 +73,15 @@ async def is_offered(sender: Transport, receiver: Transport) -> str:
 
 
 @asynccontextmanager
-async def waiting(sender: Transport, receiver: Transport) -> AsyncIterator[list[str]]:
+async def waiting(
+    sender: Transport, receiver: Transport, patience: float = 0.3
+) -> AsyncIterator[list[str]]:
     """Have somebody wait for step 2; say afterwards what they know of it."""
     known: list[str] = []
     task = asyncio.create_task(receive(sender, receiver, 2, timeout=30))
     await settle(lambda: sender.statistics().waiting == 1)
     yield known
-    await asyncio.wait({task}, timeout=0.3 if sender.statistics().waiting else 10)
+    await asyncio.wait({task}, timeout=patience if sender.statistics().waiting else 10)
     if task.done():
         known.append("told" if task.exception() else "served")
     else:
@@ -98,32 +105,74 @@ async def test_a_start_that_fails(cell: Cell) -> None:
     assert cell.left == "as before"
 
 
+@contextmanager
+def stopped(sender: Transport) -> Iterator[None]:
+    """Have the process that serves, if there is one, hear of something too late."""
+    shelf = sender._endpoint.shelf
+    if not isinstance(shelf, RemoteShelf):
+        yield
+        return
+    assert shelf.process.pid is not None
+    os.kill(shelf.process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(shelf.process.pid, signal.SIGCONT)
+
+
 @proves(HERE + "test_a_send_that_does_not_succeed")
 async def test_a_send_that_does_not_succeed(cell: Cell) -> None:
     """A reader of what was offered before reads on; who waits for the step is told."""
+    await failed_send(cell)
+
+
+@pytest.mark.one_loop
+@proves(HERE + "test_a_send_to_a_process_that_does_not_succeed")
+async def test_a_send_to_a_process_that_does_not_succeed(cell: Cell) -> None:
+    """As little is left where the process that serves has all of it already."""
+    await failed_send(cell)
+
+
+async def failed_send(cell: Cell) -> None:
+    """Have a send fail; see what is on offer then, and what who waits for it knows."""
     state = weights(2.0, mib=16)
     async with offering(cell) as sender, transport() as receiver, stuck(sender) as peer:
         call: Callable[..., Any] = sender.send_checkpoint
-        async with waiting(sender, receiver) as known:
+        patience = 10.0 if "process" in cell.call else 0.3  # to hear of its failure
+        async with waiting(sender, receiver, patience) as known:
             if cell.ending == "error":
                 with pytest.raises(AiockptError):
                     await call([], 2, {**state, "bad": object()})
             elif cell.ending == "timeout":
-                with pytest.raises(TransferTimeoutError):
-                    await call([], 2, state, 0.3 if "zero" in cell.call else 0)
+                with pytest.raises(TransferTimeoutError), stopped(sender):
+                    await call([], 2, state, limit_of(cell))
             else:
-                await _cancelled_send(cell, call([], 2, state))
+                with stopped(sender):
+                    await _cancelled_send(cell, sender, call([], 2, state))
         here = await is_offered(sender, receiver)
         assert f"{here} / {known[0]}" == cell.left
         assert len(await peer.read_all()) > 16 << 20
 
 
-async def _cancelled_send(cell: Cell, call: Coroutine[Any, Any, object]) -> None:
+def limit_of(cell: Cell) -> float:
+    """Return a deadline for staging, or one for whoever is waited for after that."""
+    if "process" in cell.call:
+        return 1.0
+    return 0.3 if "zero_copy" in cell.call else 0.0
+
+
+async def _cancelled_send(
+    cell: Cell, sender: Transport, call: Coroutine[Any, Any, object]
+) -> None:
     if "zero_copy" in cell.call:  # it waits for the reader
         await cancelled(call)
         return
     task = asyncio.create_task(call)
-    await asyncio.sleep(0)  # it stages
+    shelf = sender._endpoint.shelf
+    if isinstance(shelf, RemoteShelf):
+        await settle(lambda: shelf._waiting)  # the process has it
+    else:
+        await asyncio.sleep(0)  # it stages
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from aiockpt.testing import TransportConformance
+from aiockpt.testing.suite.endings import Endings
+from aiockpt.testing.suite.offers import Offers
 from cells import CELLS
 from outcomes import ENDINGS
 
@@ -46,10 +48,17 @@ def _names(module: ast.Module) -> Iterator[str]:
     for node in module.body:
         if isinstance(node, ast.ClassDef):
             yield from (f"{node.name}::{name}" for name in _tests_of(node.body))
-            if re.search("Rendezvous|TransportConformance", ast.unparse(node)):
-                suite = [name for name in dir(TransportConformance) if "test_" in name]
-                yield from (f"{node.name}::{name}" for name in suite)
+            for suite in _suites_of(ast.unparse(node)):
+                tests = [name for name in dir(suite) if "test_" in name]
+                yield from (f"{node.name}::{name}" for name in tests)
     yield from _tests_of(module.body)
+
+
+def _suites_of(text: str) -> Iterator[type]:
+    """Return the parts of the public suite that a class takes its tests from."""
+    if re.search("Rendezvous|TransportConformance", text):
+        yield TransportConformance
+    yield from (each for each in (Endings, Offers) if f"{each.__name__}[" in text)
 
 
 def _tests_of(body: list[ast.stmt]) -> Iterator[str]:

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
 
-from aiockpt import IntegrityError, TransferTimeoutError
+from aiockpt import IntegrityError, MissingKeysError, TransferTimeoutError
 from aiockpt.testing import StallAfter, assert_same
 from cells import proves
 from outcomes import Cell
-from receivers import COUNT, MIB_SENT, arenas, held_up, left, options_of
+from receivers import (
+    COUNT,
+    FILLING,
+    MIB_SENT,
+    SHARING,
+    arenas,
+    held_up,
+    left,
+    lends,
+    options_of,
+    there,
+)
 from serving import settle
 from transports import MIB, Transport, pair, proxied, receive, through, transport
 from transports import weights as filled
@@ -32,14 +43,25 @@ async def at_the_sender(sender: Transport, receiver: Transport) -> str:
     """Say what is left there; the next receive finds what it should."""
     await settle(lambda: sender.statistics().readers == 0)
     assert sender.statistics().step == 1
+    found = there(sender)
     assert_same(await receive(sender, receiver), weights())
-    return "idle"
+    return found
 
 
-def check(cell: Cell, seen: set[str], there: str) -> None:
+def check(cell: Cell, seen: set[str], other: str) -> None:
     """Compare what was found with the words of the cell."""
     here = "either" if seen == {"untouched", "filled"} else "/".join(sorted(seen))
-    assert f"{here} / {there}" == cell.left
+    assert f"{here} / {other}" == cell.left
+
+
+@asynccontextmanager
+async def found_at(
+    cell: Cell, sender: Transport, **faults: Any
+) -> AsyncIterator[str | list[str]]:
+    """Give the metadata of one sender, or of two, all by way of proxies."""
+    async with proxied(sender, **faults) as one, proxied(sender, **faults) as other:
+        both = [through(each, sender) for each in (one, other)]
+        yield both if "metadata=[" in cell.call else both[0]
 
 
 @proves(HERE + "test_an_error")
@@ -51,8 +73,9 @@ async def test_an_error(cell: Cell) -> None:
         await sender.send_checkpoint([], 1, state)
         before = arenas()
         state[f"w{COUNT - 1}"].numpy()[:] = 9.0  # which nobody can see
-        with pytest.raises(IntegrityError) as caught:
-            await receive(sender, receiver, **options)
+        async with found_at(cell, sender) as metadata:
+            with pytest.raises(IntegrityError) as caught:
+                await receiver.recv_checkpoint(0, metadata, 1, **options)
         notes = list(getattr(caught.value, "__notes__", []))
         del caught
         here = left(options, before)
@@ -63,12 +86,31 @@ async def test_an_error(cell: Cell) -> None:
         assert f"the template {done}" in notes
 
 
-@asynccontextmanager
-async def stalling(sender: Transport) -> AsyncIterator[str]:
-    """Give the metadata of a sender whose connections fall silent half way."""
-    silent = StallAfter(int(MIB_SENT * MIB / 16))
-    async with proxied(sender, otherwise=silent) as proxy:
-        yield through(proxy, sender)
+@proves(HERE + "test_an_error_of_what_is_shared")
+async def test_an_error_of_what_is_shared(cell: Cell) -> None:
+    """The memory has come, and does not hold what is asked for."""
+    options = {**options_of(cell.call), "select": ["nothing"]}
+    async with transport(same_host=True) as sender, transport() as receiver:
+        await sender.send_checkpoint([], 1, weights())
+        before = arenas()
+        with pytest.raises(MissingKeysError) as caught:
+            await receive(sender, receiver, **options)
+        del caught
+        here = await finally_left(options, before)
+        check(cell, {here}, await at_the_sender(sender, receiver))
+
+
+async def finally_left(options: dict[str, Any], before: int) -> str:
+    """Say what is left once a thread has let go of what was shared."""
+    with suppress(TimeoutError):
+        await settle(lambda: left(options, before) != "something")
+    return left(options, before)
+
+
+def stalling() -> dict[str, Any]:
+    """Return faults: connections fall silent half way, and later ones at once."""
+    half = StallAfter(int(MIB_SENT * MIB / 16))
+    return {"faults": [half, half], "otherwise": StallAfter(0)}
 
 
 async def end(task: asyncio.Task[Any], cell: Cell) -> None:
@@ -94,7 +136,7 @@ async def cut_half_way(
     arrived = asyncio.Event()
     before = arenas()
     limit = 0.5 if cell.ending == "timeout" else 30
-    async with stalling(sender) as metadata:
+    async with found_at(cell, sender, **stalling()) as metadata:
         task = asyncio.create_task(
             receiver.recv_checkpoint(
                 *(0, metadata, 1, limit),
@@ -116,27 +158,39 @@ async def cut_at_the_end(
     receiver: Transport,
     monkeypatch: pytest.MonkeyPatch,
 ) -> str:
-    """Cut it short while the template is filled."""
+    """Cut it short while the template is filled, or tensors are made."""
+    before = arenas()
     with monkeypatch.context() as patch:
-        gate = held_up(patch)
+        gate = held_up(patch, SHARING if "share=" in cell.call else FILLING)
         limit = 2 if cell.ending == "timeout" else 30
         task = asyncio.create_task(receive(sender, receiver, timeout=limit, **options))
         await gate.entered.wait()
         await end(task, cell)
         gate.go.set()
         await outcome(task, cell)
-    return left(options, 0)
+        del task
+    return await finally_left(options, before)
+
+
+def is_held_up(call: str) -> bool:
+    """Tell whether a receive has something to do when all bytes are there."""
+    return "share=" in call or ("into=" in call and "direct" not in call)
 
 
 async def cut(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut a receive short at each of the moments that make a difference."""
-    async with pair(num_chunks=1, stall_timeout=30) as (sender, receiver):
+    same_host = lends(cell.call)
+    ends = pair(num_chunks=1, stall_timeout=30, same_host=same_host)
+    async with ends as (sender, receiver):
         await sender.send_checkpoint([], 1, weights())
-        seen = {await cut_half_way(cell, options_of(cell.call), sender, receiver)}
-        if "into=" in cell.call and "direct" not in cell.call:
+        seen = set()
+        if "share=" not in cell.call:  # which takes all at once
             options = options_of(cell.call)
-            ends = (sender, receiver, monkeypatch)
-            seen.add(await cut_at_the_end(cell, options, *ends))
+            seen.add(await cut_half_way(cell, options, sender, receiver))
+        if is_held_up(cell.call):
+            options = options_of(cell.call)
+            end = cut_at_the_end(cell, options, sender, receiver, monkeypatch)
+            seen.add(await end)
         check(cell, seen, await at_the_sender(sender, receiver))
 
 

@@ -13,6 +13,9 @@ _LIFETIME: Final = "test_lifetime.py::"
 _SHELF: Final = "http/test_shelf.py::"
 _SERVER: Final = "http/test_server.py::"
 _STEPS: Final = "http/test_steps.py::"
+_APART: Final = "http/test_apart.py::"
+_HOST: Final = "test_same_host.py::"
+_SOURCES: Final = "test_sources_transport.py::"
 _OFFERS: Final = "semantics/test_offers.py::"
 _RECEIVES: Final = "semantics/test_receives.py::"
 _DEATHS: Final = "semantics/test_deaths.py::"
@@ -20,16 +23,32 @@ _DEATHS: Final = "semantics/test_deaths.py::"
 _SENDER_DIES: Final = ("cut", _DEATHS + "test_a_sender_dies")
 
 
-def _received(call: str, success: Proven, error: str, cut: str, died: str) -> Cells:
+_FAILED_SEND: Final = (
+    "old / told",
+    _OFFERS + "test_a_send_to_a_process_that_does_not_succeed",
+)
+
+
+def _received(
+    call: str,
+    success: Proven,
+    error: str,
+    cut: str,
+    died: str,
+    *,
+    there: str = "idle",
+    failing: Proven = (_RECEIVES + "test_an_error",),
+    outliving: Proven = (),
+) -> Cells:
     """Return the row of a receive; ``cut`` is left by a deadline, or by a cancel."""
     return row(
         f"HTTPTransport.recv_checkpoint{call}",
         success,
-        (f"{error} / idle", _RECEIVES + "test_an_error"),
-        (f"{cut} / idle", _RECEIVES + "test_a_deadline"),
-        (f"{cut} / idle", _RECEIVES + "test_a_cancel"),
-        ("idle", _DEATHS + "test_a_receiver_dies"),
-        (died, _DEATHS + "test_a_receive_outlives_its_sender"),
+        (f"{error} / {there}", *failing),
+        (f"{cut} / {there}", _RECEIVES + "test_a_deadline"),
+        (f"{cut} / {there}", _RECEIVES + "test_a_cancel"),
+        (there, _DEATHS + "test_a_receiver_dies"),
+        (died, _DEATHS + "test_a_receive_outlives_its_sender", *outliving),
     )
 
 
@@ -86,6 +105,32 @@ HTTP: Final[Cells] = {
         ),
         _SENDER_DIES,
         ("new", _OFFERS + "test_a_reader_dies"),
+    ),
+    **row(
+        'HTTPTransport.send_checkpoint, server="process"',
+        (
+            "new / served",
+            _APART + "TestConformance::test_a_receive_that_comes_first_waits",
+            _APART + "TestConformance::test_a_new_step_takes_the_place_of_the_old",
+            _APART + "TestServing::test_a_slow_reader_keeps_the_old_one",
+        ),
+        (*_FAILED_SEND, _APART + "TestServing::test_a_failed_send_is_told"),
+        _FAILED_SEND,
+        (
+            *_FAILED_SEND,
+            _APART + "TestServing::test_a_cancel_at_any_await_leaves_one_offer",
+        ),
+        (
+            "serves on",
+            _DEATHS + "test_a_sender_dies",
+            _APART + "TestTheTrainersDeath::test_it_does_not_stay_for_ever",
+            _APART + "TestTheTrainersDeath::test_it_ends_too",
+        ),
+        (
+            "new",
+            _APART + "TestConformance::test_a_receiver_that_leaves_disturbs_nobody",
+            _APART + "TestItsDeath::test_a_send_at_that_moment_is_not_lost",
+        ),
     ),
     **row(
         "HTTPTransport.allow_checkpoint",
@@ -150,6 +195,57 @@ HTTP: Final[Cells] = {
         error="untouched",
         cut="either",
         died="untouched",
+    ),
+    **_received(
+        ", have=",
+        (
+            "whole / idle",
+            "http/test_delta.py::test_what_has_not_changed_is_not_fetched",
+            "http/test_delta.py::test_what_changes_meanwhile_is_fetched",
+        ),
+        error="nothing",
+        cut="nothing",
+        died="nothing",
+    ),
+    **_received(
+        ", have=True, into=",
+        (
+            "filled / idle",
+            "http/test_delta.py::test_what_has_not_changed_is_not_fetched",
+        ),
+        error="untouched",
+        cut="either",
+        died="untouched",
+    ),
+    **_received(
+        ", share=True",
+        (
+            "shared / lent",
+            _HOST + "TestShare::test_it_is_the_same_state",
+            _HOST + "TestShare::test_later_sends_do_not_change_it",
+            _HOST + "TestShare::test_what_is_written_is_the_receivers_alone",
+        ),
+        error="nothing",
+        cut="nothing",
+        died="shared or nothing",
+        there="lent",
+        failing=(_RECEIVES + "test_an_error_of_what_is_shared",),
+        outliving=(_HOST + "TestProcesses::test_the_senders_death_does_not_matter",),
+    ),
+    **_received(
+        ", metadata=[...]",
+        (
+            "whole / idle",
+            _SOURCES + "test_it_arrives_anew_and_says_who_gave_what",
+        ),
+        error="nothing",
+        cut="nothing",
+        died="whole",
+        failing=(
+            _RECEIVES + "test_an_error",
+            "http/test_sources.py::TestAllFail::test_killed_one_after_the_other",
+        ),
+        outliving=(_SOURCES + "test_a_process_that_ends_or_stops_in_the_middle",),
     ),
     **row(
         "HTTPTransport.steps",

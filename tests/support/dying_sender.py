@@ -14,27 +14,43 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from receivers import COUNT, MIB_SENT
+from receivers import COUNT, MIB_SENT, lends
 from transports import Transport, transport, weights
 
 MIB_OFFERED = 16
 
-CALLS: dict[str, Callable[[Transport], Coroutine[Any, Any, object]]] = {
+Call = Callable[[Transport], Coroutine[Any, Any, object]]
+
+
+def send(sender: Transport) -> Coroutine[Any, Any, object]:
+    """Send something else."""
+    return sender.send_checkpoint([], 2, weights())
+
+
+CALLS: dict[str, Call] = {
     "": lambda it: it.start(),
+    "share=True": lambda it: it.start(),
     "start": lambda it: it.start(),
-    "send_checkpoint": lambda it: it.send_checkpoint([], 2, weights()),
-    "send_checkpoint, zero_copy=True": lambda it: it.send_checkpoint([], 2, weights()),
+    "send_checkpoint": send,
+    "send_checkpoint, zero_copy=True": send,
+    'send_checkpoint, server="process"': send,
     "allow_checkpoint": lambda it: it.allow_checkpoint(2),
     "disallow_checkpoint": lambda it: it.disallow_checkpoint(),
     "shutdown": lambda it: it.shutdown(),
 }
-"""What each of them is in the middle of; the one without a name is received from."""
+"""What each of them is in the middle of; the first two are received from."""
+
+RECEIVED_FROM = ("", "share=True")
 
 
 def made(name: str) -> Transport:
     """Make a transport that waits for its readers, as those of live memory do."""
-    zero_copy = name not in ("", "start", "send_checkpoint")
-    return transport(grace=600, insecure=True, zero_copy=zero_copy, timeout=600)
+    options: dict[str, Any] = {"grace": 600, "insecure": True, "timeout": 600}
+    if "process" in name:
+        options |= {"server": "process", "keep_last": 60}
+    elif name not in (*RECEIVED_FROM, "start", "send_checkpoint"):
+        options["zero_copy"] = True
+    return transport(same_host=lends(name), **options)
 
 
 def stage_for_ever(sender: Transport) -> None:
@@ -46,11 +62,13 @@ async def main() -> None:
     """Offer, wait for a word, and make the calls."""
     senders = {name: made(name) for name in CALLS}
     for name, sender in senders.items():
-        if not name:
+        if name in RECEIVED_FROM:
             await sender.send_checkpoint([], 1, weights(mib=MIB_SENT, count=COUNT))
         elif name != "start":
             await sender.send_checkpoint([], 1, weights(mib=MIB_OFFERED))
-    stage_for_ever(senders["send_checkpoint"])
+    for name, sender in senders.items():
+        if name.startswith("send_checkpoint") and "zero_copy" not in name:
+            stage_for_ever(sender)
     urls = {name: sender.address() for name, sender in senders.items()}
     print(json.dumps(urls), flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)

@@ -11,26 +11,38 @@ from typing import Any
 import pytest
 import torch
 
+from aiockpt import destination
 from aiockpt.destination import InTemplate
 from aiockpt.http.selecting import _Part
 from aiockpt.memory import Arena
-from transports import weights
+from transports import Transport, weights
 
 __all__ = [
     "COUNT",
+    "FILLING",
     "MIB_LARGE",
     "MIB_SENT",
+    "SHARING",
     "Gate",
     "arenas",
     "held_up",
     "left",
+    "lends",
     "options_of",
+    "there",
 ]
 
 MIB_SENT = 4.0
 MIB_LARGE = 24.0  # more than the buffers of one slow connection hold
 COUNT = 16
 _PARTS = {"select": [f"w{n}" for n in range(COUNT // 2, COUNT)]}
+_HELD = [f"w{n}" for n in range(COUNT // 2)]
+
+Places = tuple[tuple[Any, str], ...]
+FILLING: Places = ((InTemplate, "_load"), (_Part, "finish"))
+"""Where a template is filled, which is one call in a thread."""
+SHARING: Places = ((destination, "_put"),)
+"""Where a state dict is made, for which the memory is there by then."""
 
 
 def options_of(call: str, mib: float = MIB_SENT) -> dict[str, Any]:
@@ -42,7 +54,32 @@ def options_of(call: str, mib: float = MIB_SENT) -> dict[str, Any]:
         options["direct"] = True
     if "select=" in call:
         options |= _PARTS
+    if "share=" in call:
+        options["share"] = True
+    if "have=" in call:
+        options |= _having(options, mib)
     return options
+
+
+def _having(options: dict[str, Any], mib: float) -> dict[str, Any]:
+    """Return what says that half of what is sent is there, maybe in the template."""
+    held = options.get("into", weights(0.0, mib=mib, count=COUNT))
+    for name in _HELD:
+        held[name].fill_(1.0)
+    return {"have": "into" in options or held}
+
+
+def lends(call: str) -> bool | None:
+    """Return the ``same_host`` of the sender that a row is about."""
+    return True if "share=" in call else None
+
+
+def there(sender: Transport) -> str:
+    """Say what is left at a sender that nobody reads from any more."""
+    shelf: Any = sender._endpoint.shelf
+    spent = getattr(shelf.latest.servable.arena, "spent", False)
+    assert spent == (sender.statistics().lent > 0)
+    return "lent" if spent else "idle"
 
 
 def arenas() -> int:
@@ -53,9 +90,13 @@ def arenas() -> int:
 
 def left(options: dict[str, Any], before: int) -> str:
     """Say what is left of a receive that has not succeeded."""
+    have = options.get("have")
+    held = options.get("into") if have is True else have
+    assert held is None or all(held[name].eq(1.0).all() for name in _HELD)
     if "into" not in options:
+        assert held is None or not any(held[name].any() for name in _PARTS["select"])
         return "nothing" if arenas() <= before else "something"
-    wanted = options.get("select", options["into"])
+    wanted = _PARTS["select"] if have else options.get("select", options["into"])
     filled = torch.cat([options["into"][name] for name in wanted])
     if not filled.any():
         return "untouched"
@@ -75,10 +116,10 @@ class Gate:
         assert self.go.wait(30)
 
 
-def held_up(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """Hold up the filling of templates, which is one call in a thread."""
+def held_up(monkeypatch: pytest.MonkeyPatch, places: Places = FILLING) -> Gate:
+    """Hold up the threads that come to one of these places."""
     gate = Gate()
-    for owner, name in ((InTemplate, "_load"), (_Part, "finish")):
+    for owner, name in places:
         monkeypatch.setattr(owner, name, _after(gate, getattr(owner, name)))
     return gate
 
