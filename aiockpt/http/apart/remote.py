@@ -119,12 +119,7 @@ class RemoteShelf:
         """
         before, step = self._retractions, snapshot.manifest.step
         await self._process.serves()
-        parcel = await self._bridge.run(pack, snapshot.manifest.header)
-        if self._retractions != before:
-            os.close(parcel)
-            raise StepNotFoundError(step)
-        number = next(self._numbers)
-        self._give(number, snapshot, parcel)
+        number = await self._hand_over(snapshot)
         try:
             await self._answer(number, grace)
             if self._retractions != before:
@@ -171,6 +166,19 @@ class RemoteShelf:
             current = self._given[self._current]
             self._prepare(self._current, current, pack(current.manifest.header))
             self._process.send(Publish(self._current))
+
+    async def _hand_over(self, snapshot: Snapshot) -> int:
+        """Have the process prepare a snapshot; return its number."""
+        made: list[int] = []
+        try:
+            await self._bridge.run(_pack, snapshot, made)
+        except BaseException:
+            for parcel in made:  # a call that is cancelled returns nothing
+                os.close(parcel)
+            raise
+        number = next(self._numbers)
+        self._give(number, snapshot, *made)
+        return number
 
     def _give(self, number: int, snapshot: Snapshot, parcel: int) -> None:
         snapshot.acquire()
@@ -224,6 +232,10 @@ class RemoteShelf:
         else:
             assert isinstance(message, Logged)
             _log(message)
+
+
+def _pack(snapshot: Snapshot, made: list[int]) -> None:
+    made.append(pack(snapshot.manifest.header))
 
 
 def _log(message: Logged) -> None:
