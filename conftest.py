@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from typing import Any
 
 from sybil import Sybil
-from sybil.parsers.markdown import SkipParser as MarkdownSkipParser
 from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
 
 
@@ -30,7 +29,7 @@ def back(namespace: dict[str, Any]) -> None:
 
 
 pytest_collect_file = Sybil(
-    parsers=[PythonCodeBlockParser(), SkipParser(), MarkdownSkipParser()],
+    parsers=[PythonCodeBlockParser(), SkipParser()],
     patterns=["README.md", "docs/**/*.md"],
     setup=elsewhere,
     teardown=back,
