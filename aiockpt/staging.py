@@ -21,15 +21,16 @@ from aiockpt._device import Event, PortFor, completed, port_for
 from aiockpt._frontier import Frontier
 from aiockpt._here import failing_here
 from aiockpt._inline import Inline
+from aiockpt._job import Job
 from aiockpt._snapshot import Snapshot
 from aiockpt._tasks import together
 from aiockpt.errors import AiockptError, StagingError
 from aiockpt.flatten import Description, describe
 from aiockpt.memory import Arena, ArenaPool
-from aiockpt.wire.chunks import ChunkGrid, check_chunk_bytes, digest
+from aiockpt.wire.chunks import ChunkGrid, check_chunk_bytes
 from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import Manifest, build_manifest
-from aiockpt.wire.relabel import UNSEALED, with_step
+from aiockpt.wire.manifest import Manifest
+from aiockpt.wire.relabel import UNSEALED, with_digests, with_step
 
 __all__ = ["Follow", "Snapshot", "Stager", "StagerOptions"]
 
@@ -59,17 +60,6 @@ class StagerOptions:
     pin: bool = True
     poll: bool = True
     beside: bool = True
-
-
-@dataclass(slots=True)
-class _Job:
-    """One staging in progress."""
-
-    description: Description
-    grid: ChunkGrid
-    plan: CopyPlan
-    memory: Arena | InPlace
-    live: bool
 
 
 class Stager:
@@ -118,8 +108,8 @@ class Stager:
     ) -> Snapshot:
         """Return a snapshot; the state dict may be mutated from then on.
 
-        Without digests, ``follow`` is given it before a byte is copied: its readers
-        stay behind its ``frontier``.
+        ``follow`` is given it before a byte is copied, without digests: its readers
+        stay behind its ``frontier``. What is returned then is of the same memory.
 
         Raises:
             UnsupportedLeafError: a leaf cannot travel; nothing was copied.
@@ -128,35 +118,37 @@ class Stager:
         If cancelled, waits for the copy of the current chunk and keeps nothing: who
         follows is told by the frontier, and the last one to let go frees the memory.
         """
-        assert follow is None or not self._options.seal, "digests come at the end"
         with failing_here(f"staging step {step}"):
             description = await self._bridge.run(self._describe, state_dict)
             arena = self._take(description.segment_bytes)
         plans: list[CopyPlan] = []
         undo = free = partial(self._free, arena, plans)
-        frontier = Frontier()
+        frontier, seal = Frontier(), self._options.seal
+        early = follow is not None or not seal
         try:
             with _failing(step):
                 job = await self._bridge.run(self._plan, description, arena, plans)
                 digests = [UNSEALED] * len(job.grid)
-                if self._options.seal:
+                if not early:
                     digests = await self._copy(job, frontier)
-                manifest = await self._bridge.run(_seal, job, step, digests)
+                manifest = await self._bridge.run(job.manifest, step, digests)
             made = partial(Snapshot, manifest, job.memory, live=job.live)
             snapshot = made(on_free=free, frontier=frontier)
             undo = partial(snapshot.release)
             if follow is not None:
                 await follow(snapshot)
             with _failing(step):
-                if not self._options.seal:
-                    await self._copy(job, frontier)
+                if early:
+                    digests = await self._copy(job, frontier)
+                if early and seal:
+                    manifest = await self._bridge.run(with_digests, manifest, digests)
         except BaseException as error:
             frontier.fail(_reason(error))
             undo()
             raise
         plans.clear()
         frontier.finish()
-        return snapshot
+        return _sealed(snapshot, manifest)
 
     async def relabel(self, snapshot: Snapshot, *, step: int) -> Snapshot:
         """Return a snapshot of the same memory under another step.
@@ -209,7 +201,7 @@ class Stager:
 
     def _plan(
         self, description: Description, arena: Arena, plans: list[CopyPlan]
-    ) -> _Job:
+    ) -> Job:
         plan = CopyPlan(
             description.backings,
             description.offsets,
@@ -224,9 +216,9 @@ class Stager:
         if isinstance(memory, InPlace) and not self._options.seal:
             memory.watch()  # whoever computes the digests later asks
         grid = ChunkGrid(description.segment_bytes, self._chunk_bytes)
-        return _Job(description, grid, plan, memory, self._zero_copy)
+        return Job(description, grid, plan, memory, self._zero_copy)
 
-    async def _copy(self, job: _Job, frontier: Frontier) -> list[str]:
+    async def _copy(self, job: Job, frontier: Frontier) -> list[str]:
         """Copy everything, ``threads`` pieces at a time; return the chunks' digests."""
         fences = job.plan.fences()
         dense = await self._bridge.run(job.plan.stage_parts, fences)
@@ -239,8 +231,8 @@ class Stager:
             for piece in remaining:
                 start, stop = pieces.range(piece)
                 await self._copy_device(job, start, stop, fences, dense)
-                copy = _copy_and_digest if seal else _copy_host
-                found = await self._bridge.run(copy, job, start, stop)
+                copy = job.copy_and_digest if seal else job.copy_host
+                found = await self._bridge.run(copy, start, stop)
                 if found is not None:
                     digests[piece] = found
                 if self._options.beside:
@@ -250,7 +242,7 @@ class Stager:
         return digests
 
     async def _copy_device(
-        self, job: _Job, start: int, stop: int, fences: Fences, dense: Iterable[Event]
+        self, job: Job, start: int, stop: int, fences: Fences, dense: Iterable[Event]
     ) -> None:
         if not fences:
             return
@@ -260,6 +252,15 @@ class Stager:
                 await completed(event)
             else:
                 await self._bridge.run(event.synchronize)
+
+
+def _sealed(snapshot: Snapshot, manifest: Manifest) -> Snapshot:
+    """Return the only reference with this manifest; those who follow keep the other."""
+    if snapshot.manifest is manifest:
+        return snapshot
+    sealed = snapshot.relabelled(manifest)
+    snapshot.release()
+    return sealed
 
 
 @contextmanager
@@ -277,24 +278,3 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, asyncio.CancelledError):
         return "it was cancelled"
     return str(error) or type(error).__name__
-
-
-def _copy_host(job: _Job, start: int, stop: int) -> None:
-    if not job.live:
-        job.plan.stage_host(start, stop)
-
-
-def _copy_and_digest(job: _Job, start: int, stop: int) -> str:
-    _copy_host(job, start, stop)
-    return digest(job.memory.buffers(start, stop))
-
-
-def _seal(job: _Job, step: int, digests: Sequence[str]) -> Manifest:
-    return build_manifest(
-        step=step,
-        chunk_bytes=job.grid.chunk_bytes,
-        storages=job.description.storages,
-        views=job.description.views,
-        tree=job.description.tree,
-        digests=digests,
-    )

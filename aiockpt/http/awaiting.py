@@ -7,8 +7,10 @@ client is still there, since an application around us may not tell it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -16,9 +18,12 @@ from aiockpt.errors import ClosedError, StepNotFoundError
 from aiockpt.http.guard import ServerConfig
 from aiockpt.http.published import Published
 from aiockpt.http.shelf import Shelf
+from aiockpt.http.unsealed import Unsealed
 from aiockpt.wire.http import parse_prefer_wait
 
 __all__ = ["Awaiting", "transport_of"]
+
+T = TypeVar("T")
 
 _GLANCE = 0.25  # seconds between two looks at the client
 _RARE_GLANCE = 0.5  # who waits for news waits nearly always; a server ends in a second
@@ -49,6 +54,29 @@ class Awaiting:
             request, look, _is_past, default_wait=default_wait, glance=_GLANCE
         )
 
+    async def early(self, request: web.Request, step: int) -> Published | Unsealed:
+        """Return this step as :meth:`step` does, or while it is being staged."""
+        look = partial(self._shelf.wait_for_early, step)
+        default_wait = self._config.default_wait
+        return await self._find(
+            request, look, _is_past, default_wait=default_wait, glance=_GLANCE
+        )
+
+    async def until(
+        self, request: web.Request, early: Unsealed, holds: Callable[[], bool]
+    ) -> bool:
+        """Wait until it holds of what is staged, as long as the request may; say so."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._wait_of(request, self._config.default_wait)
+        with self._counted():
+            while True:
+                left = max(deadline - loop.time(), 0.0)
+                if await early.wait_until(holds, wait=min(left, _GLANCE)):
+                    return True
+                if not left:
+                    return False
+                self._still_wanted(request)
+
     async def newer(self, request: web.Request, after: int) -> Published:
         """Return a step after this one, waiting as long as the request may.
 
@@ -66,16 +94,15 @@ class Awaiting:
     async def _find(
         self,
         request: web.Request,
-        look: Callable[..., Awaitable[Published]],
+        look: Callable[..., Awaitable[T]],
         is_final: Callable[[StepNotFoundError], bool] = lambda _: False,
         *,
         default_wait: float,
         glance: float,
-    ) -> Published:
+    ) -> T:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._wait_of(request, default_wait)
-        self.count += 1
-        try:
+        with self._counted():
             while True:
                 left = deadline - loop.time()
                 try:
@@ -84,6 +111,12 @@ class Awaiting:
                     if left <= glance or is_final(error):
                         raise
                 self._still_wanted(request)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.count += 1
+        try:
+            yield
         finally:
             self.count -= 1
 

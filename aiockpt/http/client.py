@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from aiohttp import ClientSession
@@ -11,16 +12,17 @@ from aiohttp import ClientSession
 from aiockpt.errors import AiockptError, StepNotFoundError
 from aiockpt.http.exchange import ClientConfig, Port
 from aiockpt.http.fetching import ChunkFetch, OnProgress, Prepare, Target
+from aiockpt.http.following import AHEAD, Following, SealRequest
 from aiockpt.http.latest import LatestInfo, ask_latest
-from aiockpt.http.manifests import Lending, ManifestRequest, Run
+from aiockpt.http.manifests import NOTHING, ManifestRequest, Run, Wishes
 from aiockpt.http.retrying import OnRetry, Patience, Retrier, backoff, persist
 from aiockpt.http.stretch import plan
 from aiockpt.observe import TransferEvent, emit
-from aiockpt.wire.foretelling import Foretold
 from aiockpt.wire.http import Source
 from aiockpt.wire.manifest import Manifest, Outline
+from aiockpt.wire.unsealed import Promise
 
-__all__ = ["CheckpointClient", "ClientConfig", "LatestInfo", "Lending", "Run", "Target"]
+__all__ = ["CheckpointClient", "ClientConfig", "LatestInfo", "Run", "Target"]
 
 # An answer that took this long has waited: asking again at once is no busy loop.
 _WAITED = 0.5
@@ -53,14 +55,13 @@ class CheckpointClient:
         *,
         deadline: float,
         on_retry: OnRetry | None = None,
-        foretold: Foretold | None = None,
-        lending: Lending | None = None,
+        wishes: Wishes = NOTHING,
     ) -> Manifest:
         """Return the manifest of ``step``, waiting until the peer publishes it.
 
         It waits until it is cancelled; ``deadline`` (loop time) only tells the peer
-        how long that may be. ``foretold`` is for `decode_header`; ``lending`` has the
-        peer's offer afterwards, if it made one. If cancelled, nothing is left behind.
+        how long that may be. ``wishes`` may bring it earlier, without digests. If
+        cancelled, nothing is left behind.
 
         Raises:
             StepNotFoundError: a newer step has taken its place.
@@ -70,9 +71,7 @@ class CheckpointClient:
                 IntegrityError, ForgedManifestError: what the peer answered.
         """
         tell = self._teller(source, step, on_retry)
-        request = ManifestRequest(
-            self._port, self._config, self._run, foretold=foretold, lending=lending
-        )
+        request = ManifestRequest(self._port, self._config, self._run, wishes)
         polls = 0
         while True:
             asked, retrier = _now(), self._retrier()
@@ -166,6 +165,43 @@ class CheckpointClient:
         )
         workers = self._config.max_concurrency
         await fetch.run(plan(outline, chunks, workers=workers), workers=workers)
+
+    async def follow(
+        self,
+        source: Source,
+        promise: Promise,
+        outline: Outline,
+        target: Target,
+        chunks: Sequence[int],
+        *,
+        on_progress: OnProgress,
+        on_retry: OnRetry | None = None,
+        prepare: Prepare | None = None,
+    ) -> tuple[Outline, list[int]]:
+        """Fetch chunks of an unsealed checkpoint, and then its sealed outline.
+
+        Returns that, and the chunks that are still to be fetched; the others have
+        been verified. The arguments are those of :meth:`fetch_chunks`, and so is what
+        a cancel leaves behind.
+
+        Raises:
+            PeerFailedError: the peer could not stage it.
+            StepNotFoundError: the peer has withdrawn it.
+            AiockptError: as :meth:`fetch_chunks`.
+        """
+        fetch = self.fetching(
+            source,
+            promise.outline(outline),
+            target,
+            on_progress=on_progress,
+            on_retry=on_retry,
+            prepare=prepare,
+        )
+        fetch = replace(fetch, held=self._config.stall_timeout)
+        request = SealRequest(fetch, self._config, self._run, promise, outline)
+        workers = self._config.max_concurrency
+        runs = plan(outline, chunks, workers=workers, most=AHEAD)
+        return await Following(fetch, request).run(runs, workers=workers)
 
     @property
     def max_concurrency(self) -> int:

@@ -45,8 +45,12 @@ class Failure:
             return False
         return asyncio.get_running_loop().time() < self.until
 
+    def told(self, receivers: int) -> None:
+        """Note that so many receivers know already."""
+        if self.left is not None:
+            self.left = max(self.left - receivers, 0)
+
     def tell(self) -> PeerFailedError:
         """Return the error for one receiver."""
-        if self.left is not None:
-            self.left -= 1
+        self.told(1)
         return PeerFailedError(None, self.reason)

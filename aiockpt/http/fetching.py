@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from typing import Protocol
 
 from aiohttp import hdrs
@@ -33,8 +34,11 @@ from aiockpt.wire.http import (
     parse_etag,
 )
 from aiockpt.wire.manifest import Outline
+from aiockpt.wire.unsealed import UNSEALED_HEADER
 
 __all__ = ["ChunkFetch", "OnProgress", "Prepare", "Target", "check_part"]
+
+_NOT_YET = 0.05  # seconds
 
 OnProgress = Callable[[int, int], None]
 Prepare = Callable[[int, int], Awaitable[None]]
@@ -67,7 +71,11 @@ def check_part(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkFetch:
-    """One call of ``fetch_chunks``: what its requests have in common."""
+    """One call of ``fetch_chunks``: what its requests have in common.
+
+    ``held`` is how many seconds the peer may take to have bytes that it is staging;
+    the outline then has the tag of what it stages for a snapshot id.
+    """
 
     port: Port
     source: Source
@@ -77,6 +85,7 @@ class ChunkFetch:
     on_progress: OnProgress
     on_retry: OnRetry
     patience: Patience
+    held: float = 0.0
 
     async def run(self, runs: Sequence[Sequence[Part]], *, workers: int) -> None:
         """Fetch all chunks, by at most ``workers`` requests at a time.
@@ -109,6 +118,11 @@ class ChunkFetch:
         self.patience.heard(asyncio.get_running_loop().time())
         self.on_progress(new, 0)
 
+    async def not_yet(self) -> None:
+        """Note that the peer lives, and has not what it was asked for."""
+        self.patience.heard(asyncio.get_running_loop().time())
+        await self.port.pause(_NOT_YET)  # it has waited; one that did not is bounded
+
 
 class _Attempt:
     """Fetches what is left of a stretch; called again after a failure."""
@@ -134,6 +148,9 @@ class _Attempt:
         head = fetch.outline.header_bytes
         wanted = (head + start, head + stop, fetch.outline.total_bytes)
         async with fetch.port.open(exchange, fetch.count) as (answer, watch):
+            if answer.status == HTTPStatus.NO_CONTENT:
+                await fetch.not_yet()
+                return
             check_part(answer.headers, wanted, exchange)
             if length_of(answer, exchange.url) != stop - start:
                 raise RemoteProtocolError(f"{exchange.url} contradicts itself")
@@ -144,21 +161,26 @@ class _Attempt:
                 stretch.place(exchange)
 
     def _exchange(self, start: int, stop: int) -> Exchange:
-        outline = self._fetch.outline
+        outline, held = self._fetch.outline, self._fetch.held
         step, snapshot_id = outline.step, outline.snapshot_id
         head = outline.header_bytes
+        headers = {
+            hdrs.RANGE: format_range(head + start, head + stop),
+            hdrs.IF_MATCH: format_etag(snapshot_id),
+            "Prefer": format_prefer_wait(held or self._patience()),
+        }
+        if held:
+            headers[UNSEALED_HEADER] = snapshot_id
         return Exchange(
             source=self._fetch.source,
             path=format_resource(Resource(ResourceKind.FULL, step)),
-            headers={
-                hdrs.RANGE: format_range(head + start, head + stop),
-                hdrs.IF_MATCH: format_etag(snapshot_id),
-                "Prefer": format_prefer_wait(self._patience()),
-            },
-            status=206,
+            headers=headers,
+            status=HTTPStatus.PARTIAL_CONTENT,
             step=step,
             snapshot_id=snapshot_id,
             chunk=self._stretch.chunk,
+            allowance=held,
+            may_be_empty=bool(held),
         )
 
     def _patience(self) -> float:

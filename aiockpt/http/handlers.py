@@ -21,12 +21,12 @@ from aiohttp import web
 from aiockpt.errors import (
     AiockptError,
     ClosedError,
-    RemoteProtocolError,
     StepNotFoundError,
 )
 from aiockpt.http import sockets
 from aiockpt.http.audit import VISIT, Auditor, Visit
 from aiockpt.http.awaiting import Awaiting, transport_of
+from aiockpt.http.choosing import Choosing, resource_of
 from aiockpt.http.guard import RefusedError, ServerConfig, admit
 from aiockpt.http.lending import Lender
 from aiockpt.http.macs import ManifestMacs
@@ -91,6 +91,7 @@ class CheckpointService:
         self._sendings: set[Sending] = set()
         self._readers = 0
         self._awaiting = Awaiting(shelf, config)
+        self._choosing = Choosing(shelf, self._awaiting)
         self._closed = False
         self._counts: Counter[str] = Counter()
         self._macs = ManifestMacs(config.manifest_key)
@@ -179,10 +180,13 @@ class CheckpointService:
         return _Answer(body=body, headers=headers)
 
     async def _resource(self, request: web.Request) -> web.StreamResponse:
-        resource = _resource_of(request)
-        published = await self._awaiting.step(request, resource.step)
+        resource = resource_of(request)
+        choice = await self._choosing.choose(request, resource)
+        if choice is None:
+            return _Answer(status=HTTPStatus.NO_CONTENT, headers=no_news_headers(None))
+        published, tag = choice.published, choice.tag
         manifest = published.servable.manifest
-        reply = plan_reply(resource, manifest, request.headers, request.method)
+        reply = plan_reply(resource, manifest, choice.headers, request.method, tag=tag)
         if resource.kind is http.ResourceKind.METADATA:
             reply.headers.update(await self._macs.headers_of(manifest))
             reply.headers.update(await self._offer(request, published))
@@ -273,15 +277,6 @@ def _event_of(
         detail="" if outcome is Outcome.SENT else outcome.value,
         level=_LEVELS[outcome],
     )
-
-
-def _resource_of(request: web.Request) -> http.Resource:
-    try:
-        return http.parse_resource(
-            request.match_info["step"], request.match_info["what"]
-        )
-    except RemoteProtocolError as error:
-        raise RefusedError(HTTPStatus.NOT_FOUND, str(error)) from None
 
 
 def _response_to(error: AiockptError) -> web.Response:

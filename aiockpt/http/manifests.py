@@ -7,7 +7,8 @@ import mmap
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from http import HTTPStatus
+from typing import Protocol, TypeAlias, TypeVar
 
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.http.exchange import ClientConfig, Port, length_of, room_for
@@ -28,10 +29,22 @@ from aiockpt.wire.layout import LENGTH_BYTES
 from aiockpt.wire.lending import OFFER_HEADER, PROBE_HEADER
 from aiockpt.wire.limits import enforce
 from aiockpt.wire.manifest import ForeignHeader, Manifest, decode_header
+from aiockpt.wire.unsealed import ACCEPT, UNSEALED_HEADER, Promise, parse_tag
 
-__all__ = ["Lending", "ManifestRequest", "Run"]
+__all__ = [
+    "NOTHING",
+    "Advance",
+    "Lending",
+    "ManifestRequest",
+    "Memory",
+    "Run",
+    "Wishes",
+    "authenticate",
+    "download_header",
+]
 
 T = TypeVar("T")
+Memory: TypeAlias = bytearray | mmap.mmap
 
 
 class Run(Protocol):
@@ -49,6 +62,43 @@ class Lending:
     offer: str | None = None
 
 
+@dataclass(slots=True)
+class Advance:
+    """Asks for a manifest without digests if there is none with them yet.
+
+    ``promise`` is there afterwards if that is what came.
+    """
+
+    promise: Promise | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What is asked for beside a manifest, and what is made of it.
+
+    Attributes:
+        foretold: For `decode_header`.
+        lending: Has the peer's offer afterwards, if it made one.
+        advance: Has what an unsealed manifest promises, if one came.
+    """
+
+    foretold: Foretold | None = None
+    lending: Lending | None = None
+    advance: Advance | None = None
+
+    def headers(self) -> dict[str, str]:
+        """Return what the request has to say."""
+        found = {}
+        if self.lending is not None:
+            found[PROBE_HEADER] = self.lending.probe
+        if self.advance is not None:
+            found[UNSEALED_HEADER] = ACCEPT
+        return found
+
+
+NOTHING = Wishes()
+
+
 class ManifestRequest:
     """One request for a manifest, which may be sent again and again.
 
@@ -56,22 +106,14 @@ class ManifestRequest:
         port: What it is sent by.
         config: The stall timeout, the limits, and the key of manifests.
         run: Where the manifest is decoded.
-        foretold: For `decode_header`.
-        lending: Has the peer's offer afterwards, if it made one.
+        wishes: What else is wanted.
     """
 
     def __init__(
-        self,
-        port: Port,
-        config: ClientConfig,
-        run: Run,
-        *,
-        foretold: Foretold | None,
-        lending: Lending | None,
+        self, port: Port, config: ClientConfig, run: Run, wishes: Wishes
     ) -> None:
         self._port, self._config, self._run = port, config, run
-        self._foretold = foretold
-        self._lending = lending
+        self._wishes = wishes
 
     def __repr__(self) -> str:
         return f"<ManifestRequest {self._port.state}>"
@@ -84,44 +126,27 @@ class ManifestRequest:
         # goes unnoticed for the wait and the stall timeout.
         left = max(deadline - asyncio.get_running_loop().time(), 0.0)
         wait = min(left, self._config.stall_timeout)
-        headers = {"Prefer": format_prefer_wait(wait)}
-        if self._lending is not None:
-            headers[PROBE_HEADER] = self._lending.probe
+        wishes = self._wishes
         exchange = Exchange(
             source=source,
             path=format_resource(Resource(ResourceKind.METADATA, step)),
-            headers=headers,
-            status=200,
+            headers={"Prefer": format_prefer_wait(wait), **wishes.headers()},
+            status=HTTPStatus.OK,
             step=step,
             allowance=wait,
         )
-        header = await self._download(exchange, retrier)
-        if self._lending is not None:
-            self._lending.offer = exchange.offer
-        return await self._decode(header, exchange, step)
+        header = await download_header(self._port, self._config, exchange, retrier)
+        assert header is not None, "only a request for a seal may come back empty"
+        if wishes.lending is not None:
+            wishes.lending.offer = exchange.offer
+        manifest = await self._decode(header, exchange, step)
+        if wishes.advance is not None and exchange.unsealed is not None:
+            with naming(exchange):
+                tag = parse_tag(exchange.unsealed)
+                wishes.advance.promise = Promise.of(manifest, tag)
+        return manifest
 
-    async def _download(
-        self, exchange: Exchange, retrier: Retrier
-    ) -> bytearray | mmap.mmap:
-        def heard(_: int) -> None:
-            retrier.patience.heard(asyncio.get_running_loop().time())
-
-        limit = self._config.limits.max_header_bytes + LENGTH_BYTES
-        async with self._port.open(exchange, heard) as (answer, watch):
-            check_step(answer, exchange)
-            exchange.mac = answer.headers.get(MAC_HEADER)
-            exchange.offer = answer.headers.get(OFFER_HEADER)
-            exchange.expected = length_of(answer, exchange.url)
-            enforce("the size of the header", exchange.expected, limit)
-            memory = room_for(exchange.expected)
-            view = memoryview(memory)
-            filler = Filler(lambda a, b: [view[a:b]], 0, exchange.expected)
-            await self._port.receive(exchange, answer, watch, filler)
-        return memory
-
-    async def _decode(
-        self, header: bytearray | mmap.mmap, exchange: Exchange, step: int
-    ) -> Manifest:
+    async def _decode(self, header: Memory, exchange: Exchange, step: int) -> Manifest:
         with naming(exchange):
             manifest = await self._run(partial(self._believe, header, exchange))
         if isinstance(manifest, ForeignHeader):
@@ -130,11 +155,41 @@ class ManifestRequest:
             raise RemoteProtocolError(f"{exchange.url} describes step {manifest.step}")
         return manifest
 
-    def _believe(
-        self, header: bytearray | mmap.mmap, exchange: Exchange
-    ) -> Manifest | ForeignHeader:
-        key, limits = self._config.security.key, self._config.limits
-        if key is not None:  # before anything is made of it
-            view = memoryview(header)
-            check_manifest_mac(key, view, exchange.mac, url=exchange.url)
-        return decode_header(header, limits=limits, foretold=self._foretold)
+    def _believe(self, header: Memory, exchange: Exchange) -> Manifest | ForeignHeader:
+        authenticate(self._config, header, exchange)
+        limits, foretold = self._config.limits, self._wishes.foretold
+        return decode_header(header, limits=limits, foretold=foretold)
+
+
+async def download_header(
+    port: Port, config: ClientConfig, exchange: Exchange, retrier: Retrier
+) -> Memory | None:
+    """Return the body of an answer that is a header; None if it has none yet."""
+
+    def heard(_: int) -> None:
+        retrier.patience.heard(asyncio.get_running_loop().time())
+
+    limit = config.limits.max_header_bytes + LENGTH_BYTES
+    async with port.open(exchange, heard) as (answer, watch):
+        if answer.status == HTTPStatus.NO_CONTENT:
+            heard(0)
+            return None
+        check_step(answer, exchange)
+        exchange.mac = answer.headers.get(MAC_HEADER)
+        exchange.offer = answer.headers.get(OFFER_HEADER)
+        exchange.unsealed = answer.headers.get(UNSEALED_HEADER)
+        exchange.expected = length_of(answer, exchange.url)
+        enforce("the size of the header", exchange.expected, limit)
+        memory = room_for(exchange.expected)
+        view = memoryview(memory)
+        filler = Filler(lambda a, b: [view[a:b]], 0, exchange.expected)
+        await port.receive(exchange, answer, watch, filler)
+    return memory
+
+
+def authenticate(config: ClientConfig, header: Memory, exchange: Exchange) -> None:
+    """Check who has written a header, before anything is made of it."""
+    key = config.security.key
+    if key is not None:
+        view = memoryview(header)
+        check_manifest_mac(key, view, exchange.mac, url=exchange.url)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Protocol
 
 import anyio
@@ -40,12 +41,23 @@ class Offers(Protocol):
         """Tell those who wait for a step that it does not come; None forgets it."""
 
 
+class Announces(Protocol):
+    """A shelf from which a checkpoint is read while it is being staged."""
+
+    def announce(self, staged: Snapshot, /) -> None:
+        """Let it be read behind its frontier; see `Shelf.announce`."""
+
+    def lose(self, failure: Failure) -> None:
+        """Take away what was announced last; see `Shelf.lose`."""
+
+
 class Offering:
     """Stages and publishes one checkpoint at a time; the last one wins.
 
     A withdrawal wins over every call that began before it: it does not wait for their
     staging, and what they have staged by then is not published. ``start`` is awaited
     by each offer, so that it, too, is withdrawn meanwhile, or told of when it fails.
+    With ``early``, receivers read what is being staged.
     """
 
     def __init__(
@@ -55,11 +67,13 @@ class Offering:
         *,
         start: Callable[[], Awaitable[None]],
         grace: float,
+        early: Announces | None = None,
     ) -> None:
         require(grace=grace)
         self._stager = stager
         self._start = start
         self._shelf = shelf
+        self._early = early
         self._grace = grace
         self._turn = anyio.Lock()
         self._offered: Snapshot | None = None
@@ -83,18 +97,31 @@ class Offering:
         """
         started, step = time.monotonic(), exact_step(step)
         before = self._shelf.retractions
+        told: list[Announces] = []
+
+        async def announce(early: Announces, staged: Snapshot) -> None:
+            self._check(step, before)
+            early.announce(staged)
+            told.append(early)
+
+        early = self._early
+        follow = None if early is None else partial(announce, early)
         self._shelf.fail(None)
         try:
             async with deadline:
                 await self._start()
                 async with self._turn:
                     self._check(step, before)
-                    snapshot = await self._stager.stage(state_dict, step=step)
+                    stage = self._stager.stage
+                    snapshot = await stage(state_dict, step=step, follow=follow)
                     deadline.stop = "publish"
                     await self._publish(snapshot, before)
         except BaseException as error:
             if not self._closed and self._shelf.retractions == before:
-                self._shelf.fail(Failure.of(error, step=step, receivers=receivers))
+                failure = Failure.of(error, step=step, receivers=receivers)
+                for each in told:
+                    each.lose(failure)
+                self._shelf.fail(failure)
             raise
         nbytes, elapsed = snapshot.manifest.segment_bytes, time.monotonic() - started
         emit(TransferEvent(stop="publish", step=step, nbytes=nbytes, seconds=elapsed))

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from aiockpt.http.client import CheckpointClient, LatestInfo, Lending, Target
+from aiockpt.http.client import CheckpointClient, LatestInfo, Target
 from aiockpt.http.fetching import OnProgress, Prepare
+from aiockpt.http.manifests import NOTHING, Wishes
 from aiockpt.http.member import Members
 from aiockpt.http.retrying import OnRetry
 from aiockpt.http.several import SeveralSources
-from aiockpt.wire.foretelling import Foretold
 from aiockpt.wire.http import Source, parse_metadata
 from aiockpt.wire.manifest import Manifest, Outline
+from aiockpt.wire.unsealed import Promise
 
 __all__ = ["OneSource", "Origin", "distinct", "origin_of", "sources_of"]
 
@@ -39,12 +40,11 @@ class Origin(Protocol):
         *,
         deadline: float,
         on_retry: OnRetry | None = None,
-        foretold: Foretold | None = None,
-        lending: Lending | None = None,
+        wishes: Wishes = NOTHING,
     ) -> Manifest:
         """Return the manifest of ``step``, waiting until it is published.
 
-        Of several sources none lends its memory.
+        Of several sources none lends its memory, or comes before it is published.
         """
 
     async def fetch_chunks(
@@ -58,6 +58,19 @@ class Origin(Protocol):
         prepare: Prepare | None = None,
     ) -> None:
         """Fetch chunks into ``target`` and verify each one."""
+
+    async def follow(
+        self,
+        promise: Promise,
+        outline: Outline,
+        target: Target,
+        chunks: Sequence[int],
+        *,
+        on_progress: OnProgress,
+        on_retry: OnRetry | None = None,
+        prepare: Prepare | None = None,
+    ) -> tuple[Outline, list[int]]:
+        """Fetch chunks while they are staged; see `CheckpointClient.follow`."""
 
 
 class OneSource:
@@ -89,8 +102,7 @@ class OneSource:
         *,
         deadline: float,
         on_retry: OnRetry | None = None,
-        foretold: Foretold | None = None,
-        lending: Lending | None = None,
+        wishes: Wishes = NOTHING,
     ) -> Manifest:
         """See `Origin`."""
         return await self._client.fetch_manifest(
@@ -98,8 +110,7 @@ class OneSource:
             step,
             deadline=deadline,
             on_retry=on_retry,
-            foretold=foretold,
-            lending=lending,
+            wishes=wishes,
         )
 
     async def fetch_chunks(
@@ -115,6 +126,29 @@ class OneSource:
         """See `Origin`."""
         await self._client.fetch_chunks(
             self._source,
+            outline,
+            target,
+            chunks,
+            on_progress=on_progress,
+            on_retry=on_retry,
+            prepare=prepare,
+        )
+
+    async def follow(
+        self,
+        promise: Promise,
+        outline: Outline,
+        target: Target,
+        chunks: Sequence[int],
+        *,
+        on_progress: OnProgress,
+        on_retry: OnRetry | None = None,
+        prepare: Prepare | None = None,
+    ) -> tuple[Outline, list[int]]:
+        """See `Origin`."""
+        return await self._client.follow(
+            self._source,
+            promise,
             outline,
             target,
             chunks,

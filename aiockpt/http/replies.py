@@ -16,6 +16,7 @@ from aiockpt.http.guard import RefusedError
 from aiockpt.http.published import Servable
 from aiockpt.wire import chunks, http
 from aiockpt.wire.manifest import Manifest
+from aiockpt.wire.unsealed import UNSEALED_HEADER
 
 __all__ = [
     "COMMON_HEADERS",
@@ -71,25 +72,31 @@ class FileBody:
 
 
 def plan_reply(
-    resource: http.Resource, manifest: Manifest, headers: Mapping[str, str], method: str
+    resource: http.Resource,
+    manifest: Manifest,
+    headers: Mapping[str, str],
+    method: str,
+    *,
+    tag: str,
 ) -> Reply:
     """Return how to answer ``GET`` or ``HEAD`` of a resource that is being served.
+
+    ``tag`` is the snapshot id, or what names it for those who read before it is sealed.
 
     Raises:
         CheckpointChangedError: ``If-Match`` names another snapshot.
         RangeNotSatisfiable: the range holds no byte.
         RefusedError: 404, there is no such chunk.
     """
-    snapshot = manifest.snapshot_id
     start, stop = _extent(resource, manifest)
-    answer = _headers(resource, manifest)
-    if not http.if_match(headers.get("If-Match"), snapshot):
+    answer = _headers(resource, manifest, tag)
+    if not http.if_match(headers.get("If-Match"), tag):
         raise CheckpointChangedError(
-            expected=headers["If-Match"].strip('"')[:64], actual=snapshot
+            expected=headers["If-Match"].strip('"')[:64], actual=tag
         )
-    if not http.if_none_match(headers.get("If-None-Match"), snapshot):
+    if not http.if_none_match(headers.get("If-None-Match"), tag):
         return Reply(HTTPStatus.NOT_MODIFIED, answer, start, start)
-    wanted = _wanted(headers, method, snapshot, stop - start)
+    wanted = _wanted(headers, method, tag, stop - start)
     if wanted is None:
         answer["Content-Length"] = str(stop - start)
         return Reply(HTTPStatus.OK, answer, start, stop)
@@ -123,9 +130,9 @@ def no_news_headers(serving: int | None) -> dict[str, str]:
 
 
 def _wanted(
-    headers: Mapping[str, str], method: str, snapshot: str, size: int
+    headers: Mapping[str, str], method: str, tag: str, size: int
 ) -> tuple[int, int] | None:
-    if method != "GET" or not http.if_range(headers.get("If-Range"), snapshot):
+    if method != "GET" or not http.if_range(headers.get("If-Range"), tag):
         return None
     return chunks.parse_range(headers.get("Range"), size)
 
@@ -145,16 +152,19 @@ def _extent(resource: http.Resource, manifest: Manifest) -> tuple[int, int]:
     return start + manifest.header_bytes, stop + manifest.header_bytes
 
 
-def _headers(resource: http.Resource, manifest: Manifest) -> dict[str, str]:
+def _headers(resource: http.Resource, manifest: Manifest, tag: str) -> dict[str, str]:
+    sealed = tag == manifest.snapshot_id
     answer = {
         **COMMON_HEADERS,
-        "ETag": http.format_etag(manifest.snapshot_id),
+        "ETag": http.format_etag(tag),
         "Accept-Ranges": "bytes",
-        "Cache-Control": _CACHE,
+        "Cache-Control": _CACHE if sealed else "no-store, no-transform",
         "Content-Type": "application/octet-stream",
         http.STEP_HEADER: str(manifest.step),
     }
-    if resource.chunk is not None and resource.chunk < len(manifest.digests):
+    if not sealed:
+        answer[UNSEALED_HEADER] = tag
+    elif resource.chunk is not None and resource.chunk < len(manifest.digests):
         # Of the whole chunk, whatever range of it is asked for.
         digest = manifest.digests[resource.chunk]
         answer[http.DIGEST_HEADER] = http.format_digest(digest)

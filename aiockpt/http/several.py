@@ -10,20 +10,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import anyio
 
 from aiockpt._tasks import News, together
 from aiockpt.errors import AiockptError, CheckpointChangedError, ClosedError
-from aiockpt.http.client import CheckpointClient, LatestInfo, Lending, Target
+from aiockpt.http.client import CheckpointClient, LatestInfo, Target
 from aiockpt.http.fetching import OnProgress, Prepare
+from aiockpt.http.manifests import NOTHING, Wishes
 from aiockpt.http.member import Members, summed_up
 from aiockpt.http.poll import Poll
 from aiockpt.http.retrying import OnRetry
 from aiockpt.http.stretch import parts_of
 from aiockpt.http.striping import Striping
-from aiockpt.wire.foretelling import Foretold
 from aiockpt.wire.http import Source
 from aiockpt.wire.manifest import Manifest, Outline
 
@@ -81,8 +81,7 @@ class SeveralSources:
         *,
         deadline: float,
         on_retry: OnRetry | None = None,
-        foretold: Foretold | None = None,
-        lending: Lending | None = None,
+        wishes: Wishes = NOTHING,
     ) -> Manifest:
         """Return the manifest of ``step`` that most have; else the first one's.
 
@@ -94,7 +93,8 @@ class SeveralSources:
         """
         self._members.begin(deadline)
         poll = Poll[Manifest](len(self._sources), key=_outline)
-        ask = partial(self._ask_manifest, step, foretold)
+        # They agree by their digests; and what is lent, one lends alone.
+        ask = partial(self._ask_manifest, step, Wishes(foretold=wishes.foretold))
         await self._hold(poll, ask, on_retry)
         for number, error in poll.failures.items():
             self._members.drop(number, error, step=step)
@@ -148,6 +148,10 @@ class SeveralSources:
         await striping.run()
         members.report(outline.step, _now() - began)
 
+    async def follow(self, *_: object, **__: object) -> NoReturn:
+        """Never be called: no manifest of theirs comes unsealed."""
+        raise AssertionError("several sources promise nothing")
+
     def _lanes(self) -> int:
         most = self._client.max_concurrency
         return max(1, min(most, _LANES * most // len(self._sources)))
@@ -158,7 +162,7 @@ class SeveralSources:
     async def _ask_manifest(
         self,
         step: int,
-        foretold: Foretold | None,
+        wishes: Wishes,
         source: Source,
         on_retry: OnRetry | None,
     ) -> Manifest:
@@ -167,7 +171,7 @@ class SeveralSources:
             step,
             deadline=self._members.deadline,
             on_retry=on_retry,
-            foretold=foretold,
+            wishes=wishes,
         )
 
     async def _join(
@@ -176,7 +180,7 @@ class SeveralSources:
         """Return when a member is known to hold the checkpoint; else raise."""
         if number not in self._members.agreed:
             source = self._sources[number]
-            found = await self._ask_manifest(outline.step, None, source, on_retry)
+            found = await self._ask_manifest(outline.step, NOTHING, source, on_retry)
             if found.outline != outline:
                 raise self._differing(number, outline, found)
             self._members.agreed.add(number)

@@ -12,11 +12,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import NamedTuple
 
 from aiockpt.errors import CheckpointChangedError, ClosedError, StepNotFoundError
 from aiockpt.http.failing import Failure
 from aiockpt.http.published import Published, Servable
+from aiockpt.http.unsealed import Early, Staged, Unsealed
 
 __all__ = ["Shelf", "ShelfStatistics"]
 
@@ -32,7 +34,11 @@ class ShelfStatistics(NamedTuple):
 
 
 class Shelf:
-    """Holds the checkpoint that is being served. Bound to the loop that uses it."""
+    """Holds the checkpoint that is being served. Bound to the loop that uses it.
+
+    Attributes:
+        early: What may be read before it is published.
+    """
 
     def __init__(self) -> None:
         self._current: Published | None = None
@@ -43,6 +49,7 @@ class Shelf:
         self._retractions = 0
         self._failure: Failure | None = None
         self._withdrawals = 0
+        self.early = Early()
 
     def __repr__(self) -> str:
         now = self.statistics()
@@ -100,9 +107,22 @@ class Shelf:
         """
         old, self._current = self._current, Published(snapshot)
         self._failure = None
+        self.early.seal(self._current)
         self._announce()
         if old is not None:
             self._supersede(old)
+            self._let_go_early(old)
+
+    def announce(self, staged: Staged) -> None:
+        """Let ``staged`` be read behind its staging, until it is published or lost."""
+        self.early.open(staged)
+        self._announce()
+
+    def lose(self, failure: Failure) -> None:
+        """Take away what is announced, and tell its readers why."""
+        lost = self.early.fail(failure)
+        if lost is not None:
+            self._supersede(lost)
 
     def fail(self, failure: Failure | None) -> None:
         """Tell those who wait for the step of a failure that it does not come.
@@ -123,10 +143,12 @@ class Shelf:
         if self._failure is not None and self._failure.left is None:
             self._failure = None
         old, self._current = self._current, None
+        self._let_go_early(None)
         if old is not None:
             self._withdrawals += 1
             self._announce()
             self._supersede(old)
+            self._let_go_early(old)
         await self._drain(list(self._superseded), grace)
 
     async def close(self) -> None:
@@ -147,6 +169,19 @@ class Shelf:
         """
         await self._until(lambda: self._settled(step), wait)
         return self._find(step)
+
+    async def wait_for_early(self, step: int, *, wait: float) -> Published | Unsealed:
+        """As :meth:`wait_for`, or give it while it is being staged.
+
+        Raises:
+            StepNotFoundError, PeerFailedError, ClosedError: see :meth:`wait_for`.
+        """
+        early = partial(self.early.pending, step)
+        await self._until(lambda: self._settled(step) or early() is not None, wait)
+        now, pending = self._current, early()
+        if pending is None or (now is not None and now.step == step):
+            return self._find(step)
+        return pending
 
     async def wait_past(self, step: int, *, wait: float) -> Published:
         """Return what is served once it is newer than ``step``.
@@ -210,7 +245,8 @@ class Shelf:
 
     def _held(self) -> list[Published]:
         # The current one last: it is served until all others have been drained.
-        return [*self._superseded, *([self._current] if self._current else [])]
+        now = [self._current] if self._current else []
+        return [*self._superseded, *self.early.held(), *now]
 
     def _has_newer(self, step: int) -> bool:
         now = self._current
@@ -245,6 +281,11 @@ class Shelf:
         if not old.servable.live:
             old.let_go()
         self._tidy(old)
+
+    def _let_go_early(self, sealed: Published | None) -> None:
+        early = self.early.end(sealed)
+        if early is not None:
+            self._supersede(early)
 
     def _tidy(self, published: Published) -> None:
         lock = published.lock.statistics()

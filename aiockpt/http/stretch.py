@@ -17,7 +17,7 @@ from aiockpt.errors import IntegrityError, LocalProtocolError
 from aiockpt.http.translating import Exchange
 from aiockpt.wire.manifest import Outline
 
-__all__ = ["MAX_RUN", "Part", "Stretch", "parts_of", "plan"]
+__all__ = ["MAX_RUN", "Part", "Stretch", "UnsealedStretch", "parts_of", "plan"]
 
 # A request costs about as much as a mebibyte: with this many bytes it is forgotten.
 MAX_RUN = 64 << 20
@@ -33,14 +33,17 @@ class Part:
     digest: str
 
 
-def plan(outline: Outline, chunks: Sequence[int], *, workers: int) -> list[list[Part]]:
+def plan(
+    outline: Outline, chunks: Sequence[int], *, workers: int, most: int = MAX_RUN
+) -> list[list[Part]]:
     """Return what to fetch, each chunk once, in runs of consecutive chunks.
 
-    A run is short enough that every worker gets two, and at most 64 MiB, or a chunk.
+    A run is short enough that every worker gets two, and has at most ``most`` bytes,
+    or a chunk.
     """
     wanted = parts_of(outline, chunks)
     share = -(-len(wanted) // (2 * workers))
-    longest = max(1, min(share, MAX_RUN // outline.grid.chunk_bytes))
+    longest = max(1, min(share, most // outline.grid.chunk_bytes))
     runs: list[list[Part]] = []
     for part in wanted:
         follows = runs and runs[-1][-1].stop == part.start
@@ -158,3 +161,19 @@ class Stretch:
     def _begin(self) -> None:
         self._hasher = xxh3_128()
         self.position = self._todo[0].start if self._todo else 0
+
+
+class UnsealedStretch(Stretch):
+    """One whose digests are not known yet: those of what has come are noted."""
+
+    def __init__(self, parts: Sequence[Part], noted: dict[int, str]) -> None:
+        super().__init__(parts, on_verified=_nothing)
+        self._noted = noted
+
+    def _close(self, part: Part) -> None:
+        self._noted[part.chunk] = self._hasher.hexdigest()
+        self._begin()
+
+
+def _nothing() -> None:
+    pass

@@ -6,16 +6,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, TypedDict
 
 from xxhash import xxh3_128
 
 from aiockpt._bridge import Bridge
 from aiockpt._tasks import together
 from aiockpt.http.borrowing import LentMemory, NotLentError, borrow
-from aiockpt.http.client import Lending
 from aiockpt.http.fetching import OnProgress, Prepare, Target
 from aiockpt.http.hosts import identity
+from aiockpt.http.manifests import Advance, Lending, Wishes
 from aiockpt.http.origin import Origin
 from aiockpt.http.retrying import OnRetry
 from aiockpt.memory import Arena
@@ -49,6 +49,14 @@ class Sharing:
     verify: bool
 
 
+class _Manner(TypedDict):
+    """How chunks are fetched, as `Origin` takes it."""
+
+    on_progress: OnProgress
+    on_retry: OnRetry
+    prepare: Prepare | None
+
+
 class Supply:
     """Brings the chunks of one checkpoint to where they belong.
 
@@ -70,24 +78,29 @@ class Supply:
         self._origin, self._bridge = origin, bridge
         self._sharing, self._on_retry = sharing, on_retry
         self._lending: Lending | None = None
+        self._advance: Advance | None = None
         self._lent: LentMemory | None = None
 
     def __repr__(self) -> str:
         return f"<Supply by {self.medium}>"
 
     async def ask(
-        self, step: int, deadline: float, foretold: Foretold | None
+        self, step: int, deadline: float, foretold: Foretold | None, *, early: bool
     ) -> Manifest:
-        """Return the manifest; learn whether there is memory to be had."""
+        """Return the manifest; learn whether there is memory to be had.
+
+        ``early`` says that it may come without digests, while the rest is staged.
+        """
         here = await self._bridge.run(identity) if self._sharing.wanted else None
         if here is not None:
             self._lending = Lending(format_probe(here, os.urandom(16)))
+        if early and not self._sharing.keep:
+            self._advance = Advance()
         return await self._origin.fetch_manifest(
             step,
             deadline=deadline,
             on_retry=self._on_retry,
-            foretold=foretold,
-            lending=self._lending,
+            wishes=Wishes(foretold, self._lending, self._advance),
         )
 
     async def open(self, outline: Outline, *, most: int | None) -> None:
@@ -130,15 +143,18 @@ class Supply:
         left: Sequence[int] = chunks
         if self._lent is not None:
             left = await self._take(self._lent, outline, target, chunks, on_progress)
+        more: _Manner = {
+            "on_progress": on_progress,
+            "on_retry": self._on_retry,
+            "prepare": prepare,
+        }
+        promise = self._advance and self._advance.promise
+        if promise:
+            self.remark = "while it was staged"
+            follow = self._origin.follow
+            outline, left = await follow(promise, outline, target, left, **more)
         if left:
-            await self._origin.fetch_chunks(
-                outline,
-                target,
-                left,
-                on_progress=on_progress,
-                on_retry=self._on_retry,
-                prepare=prepare,
-            )
+            await self._origin.fetch_chunks(outline, target, left, **more)
 
     def give_back(self) -> None:
         """Give the memory back, unless tensors lie in it. For threads."""

@@ -156,7 +156,11 @@ class HTTPTransport(Receiver[T]):
         )
         endpoint = self._endpoint
         self._offering = Offering(
-            stager, endpoint.shelf, start=endpoint.start, grace=grace
+            stager,
+            endpoint.shelf,
+            start=endpoint.start,
+            grace=grace,
+            early=None if zero_copy else endpoint.early,
         )
         self._client = CheckpointClient(
             ClientConfig(

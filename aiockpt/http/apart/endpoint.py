@@ -41,6 +41,7 @@ class ApartEndpoint:
                 'server="loop", or have a proxy speak TLS'
             )
         self.shelf = RemoteShelf(bridge, self._setup)
+        self.early = None  # what is staged is handed over when it is sealed
         self._address = Address(config)
         self._keep_last = keep_last
         self._turn = anyio.Lock()

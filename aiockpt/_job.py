@@ -1,0 +1,46 @@
+"""One staging in progress, as the threads see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aiockpt._copy import CopyPlan, InPlace
+from aiockpt.flatten import Description
+from aiockpt.memory import Arena
+from aiockpt.wire.chunks import ChunkGrid, digest
+from aiockpt.wire.manifest import Manifest, build_manifest
+
+__all__ = ["Job"]
+
+
+@dataclass(slots=True)
+class Job:
+    """What is copied to where; ``live`` says that host memory is not copied at all."""
+
+    description: Description
+    grid: ChunkGrid
+    plan: CopyPlan
+    memory: Arena | InPlace
+    live: bool
+
+    def copy_host(self, start: int, stop: int) -> None:
+        """Copy the host memory of a range."""
+        if not self.live:
+            self.plan.stage_host(start, stop)
+
+    def copy_and_digest(self, start: int, stop: int) -> str:
+        """Copy the host memory of a chunk; return the digest of the whole chunk."""
+        self.copy_host(start, stop)
+        return digest(self.memory.buffers(start, stop))
+
+    def manifest(self, step: int, digests: Sequence[str]) -> Manifest:
+        """Return what describes it."""
+        return build_manifest(
+            step=step,
+            chunk_bytes=self.grid.chunk_bytes,
+            storages=self.description.storages,
+            views=self.description.views,
+            tree=self.description.tree,
+            digests=digests,
+        )
