@@ -92,6 +92,12 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
     made.go()
 
 
+@pytest.fixture(autouse=True)
+def _many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have cores enough to stage and to send at once."""
+    monkeypatch.setattr("aiockpt.staging.usable_cores", lambda: 8)
+
+
 @pytest.fixture
 def events() -> Iterator[list[TransferEvent]]:
     """Return what is told from now on."""
@@ -311,6 +317,23 @@ class TestWaiting:
     ) -> None:
         """Their memory is the trainer's, or is lent as a whole."""
         async with transport(**options) as sender, transport() as receiver:
+            waiting = asyncio.create_task(receive(sender, receiver))
+            await settle(lambda: sender.statistics().waiting > 0)
+            send = sending(sender)
+            copies.go()
+            await send
+            assert_same(await waiting, state())
+        assert streamed(events) == [False]
+
+    async def test_nobody_follows_where_staging_needs_all_cores(
+        self,
+        copies: Copies,
+        events: list[TransferEvent],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """The send, for which training waits, comes first there."""
+        monkeypatch.setattr("aiockpt.staging.usable_cores", lambda: 2)
+        async with pair() as (sender, receiver):
             waiting = asyncio.create_task(receive(sender, receiver))
             await settle(lambda: sender.statistics().waiting > 0)
             send = sending(sender)

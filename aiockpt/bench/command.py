@@ -26,6 +26,7 @@ from aiockpt.bench.report import Report, as_json, as_markdown, as_text
 from aiockpt.bench.rival import is_installed
 from aiockpt.bench.rows import (
     Row,
+    rows_of_both,
     rows_of_footprint,
     rows_of_group,
     rows_of_same_host,
@@ -161,7 +162,11 @@ def _over_http(
     found = measure_shape(pair, plan, partial(_note, shape))
     _note(shape, "memory")
     footprint = measure_footprint(sender, shape, plan.size, rival=plan.rival)
-    rows = [*rows_of_speed(shape, found), *rows_of_same_host(shape, found)]
+    rows = [
+        *rows_of_speed(shape, found),
+        *rows_of_both(shape, found),
+        *rows_of_same_host(shape, found),
+    ]
     _add(report, shape, found, rows, footprint)
 
 

@@ -9,7 +9,7 @@ from aiockpt.bench.memory import FRESH, KINDS, TOUCHED
 from aiockpt.bench.process import Worker
 from aiockpt.bench.rival import CHUNKS
 from aiockpt.bench.rounds import Candidate, Note, take_turns
-from aiockpt.bench.rows import BESIDE, COPIED, SHARED
+from aiockpt.bench.rows import BESIDE, BOTH, COPIED, SHARED
 from aiockpt.bench.shapes import Shape
 from aiockpt.bench.statistics import Sample, Series
 from aiockpt.bench.timed import Cost
@@ -105,6 +105,17 @@ class Pair:
             ),
         )
 
+    def followed(self, name: str) -> Candidate:
+        """Return a send to, and receive by, somebody who waits for it."""
+
+        def run() -> Sample:
+            asked = self.sender.call("send_when_asked")
+            sample = self.received("receive", touched=True, into=True, **asked)
+            self.sender.call("sent")
+            return sample
+
+        return Candidate(name, run)
+
     def rivals(self) -> list[Candidate]:
         """Return the receives by torchft."""
         names = tuple(f"torchft, num_chunks={chunks}" for chunks in CHUNKS)
@@ -151,6 +162,7 @@ def _receive_in_place(pair: Pair, plan: Plan) -> list[Candidate]:
     return [
         *pair.raw(TOUCHED, plan.connections),
         pair.ours("aiockpt, in place", into=True),
+        pair.followed(BOTH),
     ]
 
 

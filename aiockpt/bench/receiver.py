@@ -81,14 +81,14 @@ class Receiver:
         )
         return cost
 
-    async def receive(self, metadata: str, into: bool) -> Cost:  # noqa: FBT001 - from JSON
+    async def receive(self, metadata: str, into: bool, step: int = 1) -> Cost:  # noqa: FBT001 - from JSON
         """Receive by this library, into fresh memory or into the template."""
         transport: HTTPTransport[_State] = HTTPTransport(_TIMEOUT)
         template = self._template if into else None
         try:
             state, cost = await timed(
                 lambda: transport.recv_checkpoint(
-                    0, metadata, 1, into=template, direct=into
+                    0, metadata, step, into=template, direct=into
                 )
             )
             return self._checked(state, cost)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 from aiockpt.bench.footprint import Footprint
 from aiockpt.bench.memory import FRESH, TOUCHED
@@ -12,9 +13,11 @@ from aiockpt.bench.statistics import Series, best, percentile
 
 __all__ = [
     "BESIDE",
+    "BOTH",
     "COPIED",
     "SHARED",
     "Row",
+    "rows_of_both",
     "rows_of_footprint",
     "rows_of_group",
     "rows_of_same_host",
@@ -35,6 +38,8 @@ SHARED, COPIED = "aiockpt, same host, shared", "aiockpt, same host, in place"
 BESIDE = "memcpy beside them"
 """Names of what is measured together: memory that is lent, and a copy of as much."""
 
+BOTH = "aiockpt, sent and received"
+_OF_SLOWEST_STAGE = 0.8  # the time may be 1.25 times as long
 _MAX_SHARED = 50.0  # ms
 _OF_MEMCPY_IN_PLACE = 0.7
 _MAX_LAG = 20.0  # ms
@@ -160,6 +165,16 @@ def rows_of_same_host(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row
     target = _OF_MEMCPY_IN_PLACE * large
     what = "same host, copied in place"
     yield _speed(shape, what, found[COPIED], found[BESIDE], target)
+
+
+def rows_of_both(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:
+    """Yield a send and its receive, which run beside each other where cores allow."""
+    if BOTH not in found:
+        return
+    stages = [found["aiockpt, stage warm"], found["aiockpt, in place"]]
+    slowest = min(stages, key=attrgetter("speed"))
+    target = _OF_SLOWEST_STAGE * shape.is_large
+    yield _speed(shape, "send and receive in place", found[BOTH], slowest, target)
 
 
 def _speed(

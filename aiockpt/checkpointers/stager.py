@@ -6,13 +6,13 @@ kept and reused, so that only the first saves pay for new memory.
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final, Self, TypeAlias
 
 from aiockpt._bridge import Bridge
+from aiockpt._cores import usable_cores
 from aiockpt._device import PortFor, port_for
 from aiockpt._inline import Inline
 from aiockpt._lifetime import Lifetime
@@ -224,6 +224,4 @@ def stager_of(
 def _is_beside(config: CheckpointStagerConfig) -> bool:
     if config.write_beside is not None:
         return config.write_beside
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0)) > config.threads
-    return (os.cpu_count() or 1) > config.threads
+    return usable_cores() > config.threads

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from aiockpt._cores import usable_cores
 from aiockpt.memory import available_memory
 
 __all__ = ["Settings", "read_settings"]
@@ -58,7 +59,7 @@ class Settings:
 def read_settings() -> Settings:
     """Return them as they are now."""
     return Settings(
-        cores=_cores(),
+        cores=usable_cores(),
         quota=_quota(),
         memory=available_memory(),
         congestion=_text(_TCP / "tcp_congestion_control"),
@@ -77,12 +78,6 @@ def _text(path: Path) -> str:
     with suppress(OSError):
         return path.read_text().strip()
     return ""
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _quota() -> float | None:

@@ -143,9 +143,11 @@ class Following:
         except AiockptError:
             if self.sealed is None:
                 raise
+        if stretch.chunk is None:
+            return True
         _, come = stretch.leave()
         fetch.on_progress(-come, 0)
-        return stretch.chunk is None
+        return False
 
     def _judge(self, sealed: Outline, runs: Sequence[Sequence[Part]]) -> list[int]:
         """Return the chunks that are missing or wrong; count the others."""

@@ -57,7 +57,7 @@ class Offering:
     A withdrawal wins over every call that began before it: it does not wait for their
     staging, and what they have staged by then is not published. ``start`` is awaited
     by each offer, so that it, too, is withdrawn meanwhile, or told of when it fails.
-    With ``early``, receivers read what is being staged.
+    With ``early``, receivers read what is being staged, if that makes sense.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Offering:
         self._stager = stager
         self._start = start
         self._shelf = shelf
-        self._early = early
+        self._early = early if stager.can_be_followed else None
         self._grace = grace
         self._turn = anyio.Lock()
         self._offered: Snapshot | None = None

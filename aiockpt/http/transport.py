@@ -48,8 +48,7 @@ class HTTPTransport(Receiver[T]):
             an early request waits for its step.
         num_chunks: If not 0, how many ranges travel at once; the two ends need not
             agree (the name is torchft's).
-        host: Address to bind; None binds every interface.
-        port: Port to bind; 0 takes a free one.
+        host, port: Where to listen: None is every interface, and 0 any free port.
         advertise: Host to tell the peers, or the whole base URL where a reverse
             proxy or an app of your own serves the routes.
         interface: Network interface whose address to tell. Without either, the
@@ -160,7 +159,7 @@ class HTTPTransport(Receiver[T]):
             endpoint.shelf,
             start=endpoint.start,
             grace=grace,
-            early=None if zero_copy else endpoint.early,
+            early=endpoint.early,
         )
         self._client = CheckpointClient(
             ClientConfig(
@@ -248,7 +247,7 @@ class HTTPTransport(Receiver[T]):
     ) -> None:
         """Stage ``state_dict`` and offer it as ``step``; peers come and fetch it.
 
-        Whoever holds the metadata may fetch. If this fails, those who wait for
+        Whoever holds the metadata may fetch, and may begin meanwhile. If this fails, those who wait for
         ``step`` are told at once: as many as there are ``dst_ranks``, or all.
 
         Raises:

@@ -1,0 +1,14 @@
+"""How many cores there are for this process."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["usable_cores"]
+
+
+def usable_cores() -> int:
+    """Return on how many cores this process may run."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
