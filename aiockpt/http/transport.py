@@ -247,8 +247,8 @@ class HTTPTransport(Receiver[T]):
     ) -> None:
         """Stage ``state_dict`` and offer it as ``step``; peers come and fetch it.
 
-        Whoever holds the metadata may fetch, and may begin meanwhile. If this fails, those who wait for
-        ``step`` are told at once: as many as there are ``dst_ranks``, or all.
+        Whoever holds the metadata may fetch, and begin at once. If this fails, those
+        who wait for ``step`` are told: as many as there are ``dst_ranks``, or all.
 
         Raises:
             UnsupportedLeafError: a leaf cannot travel; what was offered stays.

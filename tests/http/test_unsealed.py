@@ -80,9 +80,7 @@ async def test_it_is_there_as_far_as_it_is_staged() -> None:
     staged.frontier.advance(10)
     assert (early.has(10), early.has(11)) == (True, False)
     assert not await early.wait_until(lambda: early.has(11), wait=0)
-    waiting = asyncio.create_task(
-        early.wait_until(lambda: early.has(11), wait=3600)
-    )
+    waiting = asyncio.create_task(early.wait_until(lambda: early.has(11), wait=3600))
     await asyncio.sleep(0)
     staged.frontier.advance(11)
     assert await waiting

@@ -15,7 +15,7 @@ NBYTES, CHUNK = 200_000, 64 << 10
 CHUNKS = range(len(ChunkGrid(NBYTES, CHUNK)))
 DIGESTS = [f"{chunk + 1:032x}" for chunk in CHUNKS]
 TAG = make_tag(bytes(range(16)))
-LOOKALIKE = r'\"digests\":\"'
+LOOKALIKE = r"\"digests\":\""
 
 
 def manifest(step: int = 3, name: str = "w") -> Manifest:
