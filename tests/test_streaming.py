@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,7 +17,6 @@ from aiockpt import (
     StepNotFoundError,
     TransferTimeoutError,
 )
-from aiockpt._copy import CopyPlan
 from aiockpt.http import choosing
 from aiockpt.http.security import Security
 from aiockpt.observe import TransferEvent, add_hook
@@ -26,6 +24,7 @@ from aiockpt.testing import CutAfter, FlipBit, assert_same
 from aiockpt.wire.manifest import Manifest, decode_header
 from aiockpt.wire.relabel import UNSEALED
 from aiockpt.wire.unsealed import UNSEALED_HEADER
+from holding import Copies
 from serving import Answer, Peer, settle
 from transports import (
     MIB,
@@ -41,7 +40,6 @@ from transports import (
 
 pytestmark = [pytest.mark.asyncio]
 
-PATIENCE = 30.0
 CHUNK = 64 << 10
 HELD = 10 * CHUNK
 """Of the data segment the copies are held from here on."""
@@ -55,39 +53,10 @@ def state(fill: float = 1.0) -> dict[str, Any]:
     return {"w": numbers, "b": torch.full((9,), fill, dtype=torch.float64), "n": fill}
 
 
-class Copies:
-    """Holds the copies of host memory from the middle on, when told to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.held = True
-        self.failure: Exception | None = None
-        self._go = threading.Event()
-        copy = CopyPlan.stage_host
-
-        def stage_host(plan: CopyPlan, start: int, stop: int) -> None:
-            if self.held and start >= HELD:
-                assert self._go.wait(PATIENCE)
-                if self.failure is not None:
-                    raise self.failure
-            copy(plan, start, stop)
-
-        monkeypatch.setattr(CopyPlan, "stage_host", stage_host)
-
-    def go(self, failure: Exception | None = None) -> None:
-        """Let them go on, or fail."""
-        self.failure = failure
-        self._go.set()
-
-    def hold(self) -> None:
-        """Hold the next ones."""
-        self.failure = None
-        self._go.clear()
-
-
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
     """Return what holds copies."""
-    made = Copies(monkeypatch)
+    made = Copies(monkeypatch, after=HELD)
     yield made
     made.go()
 

@@ -121,7 +121,7 @@ class ChunkFetch:
     async def not_yet(self) -> None:
         """Note that the peer lives, and has not what it was asked for."""
         self.patience.heard(asyncio.get_running_loop().time())
-        await self.port.pause(_NOT_YET)  # it has waited; one that did not is bounded
+        await self.port.pause(_NOT_YET)  # it should have waited itself, and need not
 
 
 class _Attempt:

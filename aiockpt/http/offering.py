@@ -97,12 +97,12 @@ class Offering:
         """
         started, step = time.monotonic(), exact_step(step)
         before = self._shelf.retractions
-        told: list[Announces] = []
+        announced: list[Announces] = []
 
         async def announce(early: Announces, staged: Snapshot) -> None:
             self._check(step, before)
             early.announce(staged)
-            told.append(early)
+            announced.append(early)
 
         early = self._early
         follow = None if early is None else partial(announce, early)
@@ -119,7 +119,7 @@ class Offering:
         except BaseException as error:
             if not self._closed and self._shelf.retractions == before:
                 failure = Failure.of(error, step=step, receivers=receivers)
-                for each in told:
+                for each in announced:
                     each.lose(failure)
                 self._shelf.fail(failure)
             raise
