@@ -548,6 +548,7 @@ class TestWire:
             tag = early.headers[UNSEALED_HEADER]
             assert early.headers["ETag"] == f'"{tag}"'
             assert early.headers["Cache-Control"] == "no-store, no-transform"
+            assert early.headers["Vary"] == "*"
             unsealed = decoded(early.body)
             assert {*unsealed.digests} == {UNSEALED}
             assert (await ask("metadata", tag, Prefer="wait=0")).status == 204

@@ -14,8 +14,6 @@ from functools import partial
 from http import HTTPStatus
 from typing import Final
 
-from aiohttp import hdrs
-
 from aiockpt._tasks import together
 from aiockpt.errors import AiockptError, CheckpointChangedError, IntegrityError
 from aiockpt.http.exchange import ClientConfig
@@ -27,7 +25,6 @@ from aiockpt.http.translating import Exchange, naming
 from aiockpt.wire.http import (
     Resource,
     ResourceKind,
-    format_etag,
     format_prefer_wait,
     format_resource,
 )
@@ -70,8 +67,8 @@ class SealRequest:
         exchange = Exchange(
             source=fetch.source,
             path=format_resource(Resource(ResourceKind.METADATA, step)),
+            # No condition: a cache that has the sealed header may give that.
             headers={
-                hdrs.IF_MATCH: format_etag(tag),
                 UNSEALED_HEADER: tag,
                 "Prefer": format_prefer_wait(fetch.held),
             },

@@ -164,6 +164,7 @@ def _headers(resource: http.Resource, manifest: Manifest, tag: str) -> dict[str,
     }
     if not sealed:
         answer[UNSEALED_HEADER] = tag
+        answer["Vary"] = "*"  # for caches that were told to ignore Cache-Control
     elif resource.chunk is not None and resource.chunk < len(manifest.digests):
         # Of the whole chunk, whatever range of it is asked for.
         digest = manifest.digests[resource.chunk]
