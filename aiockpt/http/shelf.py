@@ -111,7 +111,6 @@ class Shelf:
         self._announce()
         if old is not None:
             self._supersede(old)
-            self._let_go_early(old)
 
     def announce(self, staged: Staged) -> None:
         """Let ``staged`` be read behind its staging, until it is published or lost."""
@@ -120,9 +119,7 @@ class Shelf:
 
     def lose(self, failure: Failure) -> None:
         """Take away what is announced, and tell its readers why."""
-        lost = self.early.fail(failure)
-        if lost is not None:
-            self._supersede(lost)
+        self._drop(self.early.fail(failure))
 
     def fail(self, failure: Failure | None) -> None:
         """Tell those who wait for the step of a failure that it does not come.
@@ -143,12 +140,11 @@ class Shelf:
         if self._failure is not None and self._failure.left is None:
             self._failure = None
         old, self._current = self._current, None
-        self._let_go_early(None)
+        self._drop(self.early.end(None))
         if old is not None:
             self._withdrawals += 1
             self._announce()
             self._supersede(old)
-            self._let_go_early(old)
         await self._drain(list(self._superseded), grace)
 
     async def close(self) -> None:
@@ -281,9 +277,9 @@ class Shelf:
         if not old.servable.live:
             old.let_go()
         self._tidy(old)
+        self._drop(self.early.end(old))
 
-    def _let_go_early(self, sealed: Published | None) -> None:
-        early = self.early.end(sealed)
+    def _drop(self, early: Published | None) -> None:
         if early is not None:
             self._supersede(early)
 
