@@ -157,7 +157,7 @@ class At:
 
 def share(seed: int) -> float:
     """Return a random share, neither of the very first nor of the last bytes."""
-    return random.Random(seed).uniform(0.05, 0.6)
+    return random.Random(seed).uniform(0.05, 0.25)
 
 
 # What the processes do.
