@@ -119,7 +119,7 @@ class RemoteShelf:
         """
         before, step = self._retractions, snapshot.manifest.step
         await self._process.serves()
-        number = await self._hand_over(snapshot)
+        number = await self._hand_over(snapshot, before)
         try:
             await self._answer(number, grace)
             if self._retractions != before:
@@ -167,11 +167,13 @@ class RemoteShelf:
             self._prepare(self._current, current, pack(current.manifest.header))
             self._process.send(Publish(self._current))
 
-    async def _hand_over(self, snapshot: Snapshot) -> int:
+    async def _hand_over(self, snapshot: Snapshot, before: int) -> int:
         """Have the process prepare a snapshot; return its number."""
         made: list[int] = []
         try:
             await self._bridge.run(_pack, snapshot, made)
+            if self._retractions != before:  # it may even be closed by now
+                raise StepNotFoundError(snapshot.manifest.step)
         except BaseException:
             for parcel in made:  # a call that is cancelled returns nothing
                 os.close(parcel)
