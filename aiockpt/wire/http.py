@@ -28,6 +28,7 @@ __all__ = [
     "DIGEST_HEADER",
     "LATEST",
     "STEP_HEADER",
+    "MAX_METADATA",
     "HostNotAllowed",
     "PeerBusy",
     "Problem",
@@ -58,6 +59,9 @@ DIGEST_HEADER = "Aiockpt-Digest"
 STEP_HEADER = "Aiockpt-Step"
 LATEST = "latest"
 AFTER = "after"
+
+MAX_METADATA = 4096
+"""Most characters: servers take lines of 8 KiB, torchft's Manager messages of 4 MiB."""
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # RFC 6750 section 2.1, b64token
@@ -156,6 +160,8 @@ def parse_metadata(text: str) -> Source:
     if fault is not None:
         raise _bad_metadata(fault)
     path = parts.path if parts.path.endswith("/") else f"{parts.path}/"
+    if (length := len(text) + len(path) - len(parts.path)) > MAX_METADATA:
+        raise _bad_metadata(f"{length} characters are more than {MAX_METADATA}")
     return Source(f"{parts.scheme}://{parts.netloc}{path}", parts.fragment or None)
 
 

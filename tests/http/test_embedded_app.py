@@ -612,10 +612,11 @@ class TestShutdown:
         server, trust = certified() if tls else (None, True)
         async with reverse_proxy(pause=MIB, trust=trust) as proxy:
             listening, proxy.upstream = listener(server)
-            sender = transport(advertise=proxy.url, grace=0.1)
+            one = 64 * MIB  # no socket holds it, so it is under way at the end
+            sender = transport(advertise=proxy.url, grace=0.1, chunk_bytes=one)
             app = web.Application()
             mount(app, sender, "setup")
-            async with transport() as receiver:
+            async with transport(max_concurrency=1) as receiver:
                 async with running(app, listening, ssl_context=server):
                     await sender.send_checkpoint([], 7, weights(mib=64))
                     received = asyncio.create_task(receive(sender, receiver, 7))
@@ -629,10 +630,17 @@ class TestShutdown:
                 await asyncio.wait({received})
 
     async def test_a_connection_that_comes_with_the_end_does_not_delay_it(self) -> None:
-        """It is made after aiohttp has told the others, and is closed when answered."""
-        async with reverse_proxy(pause=MIB) as proxy, transport() as receiver:
+        """It is made after aiohttp has told the others, and is closed when answered.
+
+        One that is made while aiohttp tells them, and has no task yet, is never heard
+        by aiohttp: the receiver has only one, which has brought a request by then.
+        """
+        one = transport(max_concurrency=1)
+        async with reverse_proxy(pause=MIB) as proxy, one as receiver:
             listening, proxy.upstream = listener()
-            sender = transport(advertise=proxy.url, grace=1, insecure=True)
+            sender = transport(
+                advertise=proxy.url, grace=1, insecure=True, chunk_bytes=64 * MIB
+            )
             app = web.Application()
             mount(app, sender, "setup")
             async with running(app, listening, shutdown_timeout=60) as host:

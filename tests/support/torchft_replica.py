@@ -33,6 +33,7 @@ from torchft.coordination import LighthouseServer
 import aiockpt.torchft
 from aiockpt._portal import Portal
 from aiockpt.testing import FaultProxy, fault_kinds
+from torchft_job import LONG
 
 State = dict[str, Any]
 
@@ -156,7 +157,9 @@ class HTTP(Watched, aiockpt.torchft.HTTPTransport[State]):
     """Over HTTP, through a proxy where connections are to go wrong."""
 
     def __init__(self, options: Options, failing: Failing) -> None:
-        super().__init__(timedelta(seconds=options.timeout), stall_timeout=1.0)
+        token = LONG if failing.once("long metadata") else None
+        timeout = timedelta(seconds=options.timeout)
+        super().__init__(timeout, stall_timeout=1.0, token=token)
         self.failing = failing
         self._told = super().metadata()
         self._faults = [eval(each, vars(fault_kinds)) for each in options.faults]
@@ -191,10 +194,19 @@ class HTTP(Watched, aiockpt.torchft.HTTPTransport[State]):
         return self._told
 
 
-class Cancelling(aiockpt.HTTPTransport[State]):
-    """A transport whose first receive is cancelled by something inside of it."""
+class Unruly(aiockpt.HTTPTransport[State]):
+    """A transport that does what none of ours does, when told."""
 
     failing: Failing
+
+    def metadata(self) -> str:
+        """Raise, from the second time on that it is asked."""
+        if self._asked and self.failing.once("metadata"):
+            raise RuntimeError("injected")
+        self._asked = True
+        return super().metadata()
+
+    _asked = False
 
     async def recv_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Raise what is no Exception."""
@@ -207,7 +219,7 @@ class Adapted(Watched, aiockpt.torchft.Adapter[State]):
     """What `aiockpt.torchft.adapt` makes, watched."""
 
     def __init__(self, options: Options, failing: Failing) -> None:
-        transport = Cancelling(options.timeout)
+        transport = Unruly(options.timeout)
         transport.failing = self.failing = failing
         super().__init__(transport)
 

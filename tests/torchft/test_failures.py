@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from torchft_job import SECONDS, Job, Life
+from aiockpt.errors import LocalProtocolError
+from aiockpt.torchft import HTTPTransport
+from torchft_job import LONG, SECONDS, Job, Life
 
 pytestmark = pytest.mark.timeout(2 * SECONDS)
 
@@ -82,6 +84,23 @@ def test_a_reader_that_is_stuck_does_not_hold_up_the_source(tmp_path: Path) -> N
     calls = source.events("disallow")
     assert {each["error"] for each in calls} == {""}
     assert max(each["seconds"] for each in calls) < 2
+
+
+def test_metadata_that_fails_is_not_asked_for_in_a_quorum(tmp_path: Path) -> None:
+    """Row 6: the Manager is told what the transport said when it was started."""
+    job = train(tmp_path, source="metadata", transport="adapted")
+    source, heir = lives(job)
+    assert source.events("injected") == []  # the next who asks gets the exception
+    assert errors(heir, "recv") == [""]
+
+
+def test_the_longest_metadata_heals_and_a_longer_one_is_refused(tmp_path: Path) -> None:
+    """Row 8: the Manager's messages have room for 4 MiB, and nobody comes near it."""
+    source, heir = lives(train(tmp_path, source="long metadata"))
+    assert source.events("ready")[0]["metadata"] > len(LONG)
+    assert errors(heir, "recv") == [""]
+    with pytest.raises(LocalProtocolError, match=r"characters are more than 4096"):
+        HTTPTransport(1.0, token="t" * (5 << 20))
 
 
 def test_a_cancelled_receive_is_an_ordinary_error(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from aiockpt.errors import LocalProtocolError, RemoteProtocolError
 from aiockpt.wire.http import (
+    MAX_METADATA,
     Resource,
     ResourceKind,
     Source,
@@ -162,6 +163,17 @@ def test_metadata_round_trips(token: str | None) -> None:
     """What `metadata()` returns is understood."""
     text = format_metadata("http://h:1/checkpoint", token)
     assert parse_metadata(text) == Source("http://h:1/checkpoint/", token)
+
+
+@pytest.mark.parametrize("rest", ["/", "", "/#token"])
+def test_metadata_has_a_length_that_every_server_takes(rest: str) -> None:
+    """The longest round-trips, with the slash that it may lack."""
+    room = MAX_METADATA - len("http://h/") - len(rest.removeprefix("/"))
+    longest = f"http://h/{'a' * (room - 1)}{rest}"
+    source = parse_metadata(longest)
+    assert parse_metadata(format_metadata(source.base_url, source.token)) == source
+    with pytest.raises(LocalProtocolError, match="4097 characters"):
+        parse_metadata(longest.replace("a", "aa", 1))
 
 
 def test_a_token_that_would_not_arrive_is_refused() -> None:
