@@ -61,6 +61,36 @@ class Memory(Protocol):
         """Return the writable bytes of ``[start, stop)``, in order."""
 
 
+class Lendable(Protocol):
+    """Memory of which another process may get a descriptor.
+
+    Attributes:
+        fd: What it lies in; negative if it cannot be lent.
+        spent: Whether somebody else may read it for ever: its owner reuses it no more.
+    """
+
+    fd: int
+    spent: bool
+
+    def lend(self) -> int:
+        """Return a descriptor that only reads, and stays ours; see `sealed`."""
+
+
+def sealed(fd: int) -> int:
+    """Return a new descriptor of shared memory that can only read; for a thread.
+
+    Seals tell who has it that the size stays, and that nobody else can write either,
+    but the owner through the mapping that it has.
+
+    Raises:
+        OSError: the kernel cannot seal it.
+    """
+    if sys.platform != "linux":
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, LENT_SEALS)
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+
 class Arena:
     """One allocation of host memory, page-aligned and zeroed when new.
 
@@ -137,18 +167,13 @@ class Arena:
     def lend(self) -> int:
         """Return a descriptor for another process, which can only read; for a thread.
 
-        It is the arena's own. Seals tell who has it that the size stays, and that
-        nobody else can write either, but the owner through the mapping that it has.
+        It is the arena's own; see `sealed`.
 
         Raises:
             OSError: the kernel cannot seal it.
         """
-        if sys.platform != "linux":
-            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, LENT_SEALS)
         if self._lent < 0:
-            flags = os.O_RDONLY | os.O_CLOEXEC
-            self._lent = os.open(f"/proc/self/fd/{self.fd}", flags)
+            self._lent = sealed(self.fd)
         return self._lent
 
     @property

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aiockpt import HTTPTransport, LocalProtocolError
+from aiockpt import HTTPTransport
 
 
 @pytest.mark.parametrize(
@@ -39,12 +39,6 @@ def test_limits_of_another_type_are_refused(limits: Any) -> None:
     """At once, and not by the first receive."""
     with pytest.raises(TypeError, match="limits must be a Limits"):
         HTTPTransport(limits=limits)
-
-
-def test_a_server_process_lends_nothing() -> None:
-    """It is said at once, and not by receives that are slow."""
-    with pytest.raises(LocalProtocolError, match="same_host=True"):
-        HTTPTransport(server="process", same_host=True)
 
 
 def test_a_token_and_no_token_contradict_each_other() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from aiockpt._rwlock import RWLock
-from aiockpt.memory import Arena
+from aiockpt.memory import Lendable
 from aiockpt.wire.manifest import Manifest
 
 __all__ = ["Published", "Servable"]
@@ -23,7 +23,7 @@ class Servable(Protocol):
         """Whether the memory belongs to the trainer, who will change it."""
 
     @property
-    def arena(self) -> Arena | None:
+    def arena(self) -> Lendable | None:
         """The memory that holds the data segment from its first byte on, if any."""
 
     def views(self, start: int, stop: int) -> list[memoryview]:

@@ -75,7 +75,7 @@ class HTTPTransport(Receiver[T]):
         same_host: Lend what is sent to processes of this user on this host, which then
             take the memory instead of a copy through a socket. None takes what others
             lend, and lends nothing: memory that can be lent is slower when it is new.
-            False does neither. ``True`` needs ``server="loop"``.
+            False does neither.
         allow_pickle: Let leaves that nothing else carries travel as pickles, which
             run code when they are received. Both ends must say so.
         keep_arena: Keep the memory of one receive for the next one, once none of its
@@ -138,10 +138,10 @@ class HTTPTransport(Receiver[T]):
             manifest_key=security.key,
         )
         self._endpoint: Endpoint | ApartEndpoint
-        if check_server(
-            server, zero_copy=zero_copy, keep_last=keep_last, lends=bool(same_host)
-        ):
-            self._endpoint = ApartEndpoint(config, self._bridge, keep_last=keep_last)
+        if check_server(server, zero_copy=zero_copy, keep_last=keep_last):
+            self._endpoint = ApartEndpoint(
+                config, self._bridge, keep_last=keep_last, lends=lends
+            )
         else:
             self._endpoint = Endpoint(config, self._bridge if lends else None)
         stager = Stager(

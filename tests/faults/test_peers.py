@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
 from aiockpt import TransferStalledError, TransportError
 from aiockpt.testing import FaultProxy, assert_same
-from faultpeers import TOKEN, At, noise, running, said, sender, share
+from faultpeers import TOKEN, At, Line, noise, running, said, sender, share
 from faultrecord import Record
 from faultrows import row
 from serving import settle
@@ -106,6 +107,44 @@ async def test_a_sender_that_stands_still_for_a_while_is_waited_for(
         assert_same(await receiving, noise(SIZE))
         record.within("in all", time.monotonic() - at.since, pause + 4)
     record.ran()
+
+
+@asynccontextmanager
+async def sources(count: int, *, mib: int) -> AsyncIterator[tuple[list[str], Process]]:
+    """Start senders of the same bytes, each behind a line; give the last process."""
+    urls = []
+    async with AsyncExitStack() as stack:
+        for _ in range(count):
+            peer = await stack.enter_async_context(sender(mib=mib, chunk_bytes=CHUNK))
+            proxy = FaultProxy("127.0.0.1", peer.port, otherwise=Line(50e6))
+            await stack.enter_async_context(proxy)
+            urls.append(proxy.url("/checkpoint/"))
+        yield urls, peer.process
+
+
+@row(40)
+async def test_two_of_three_sources_finish_what_the_third_began(record: Record) -> None:
+    """Beside what two take that nothing happens to."""
+    mib = record.pick(32, 192)
+    expected = noise(mib)
+
+    async def take(urls: list[str], progress: At | None = None) -> float:
+        async with transport(token=TOKEN) as receiver:
+            since = time.monotonic()
+            got = await receiver.recv_checkpoint(0, urls, 1, progress=progress)
+            took = time.monotonic() - since
+        assert_same(got, expected)
+        record.ran()
+        return took
+
+    for _ in record.part_of(range(6), few=1):
+        async with sources(2, mib=mib) as (urls, _):
+            clean = await take(urls)
+        async with sources(3, mib=mib) as (urls, last):
+            kill = At(0.5, last.kill)
+            struck = await take(urls, kill)
+        assert kill.since
+        record.within("time", struck / clean, 1.3, unit=" clean times with two")
 
 
 @asynccontextmanager

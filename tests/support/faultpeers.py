@@ -128,6 +128,20 @@ class Hold(Fault):
             await pipe.send(data[before:])
 
 
+class Line(Fault):
+    """All connections of a proxy together get so many bytes a second."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate, self._free = rate, 0.0
+
+    async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
+        """Wait for one's turn."""
+        now = time.monotonic()
+        self._free = max(self._free, now) + len(data) / self._rate
+        await asyncio.sleep(self._free - now)
+        await pipe.send(data)
+
+
 async def outcome(receiving: asyncio.Task[Any], *allowed: dict[str, Any]) -> bool:
     """Return whether a receive succeeded; fail on anything else than is allowed."""
     try:

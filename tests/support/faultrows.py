@@ -275,6 +275,12 @@ ROWS: Final = (
         "`nox -s soak`: all of the proxy's faults, kills, stops, sends and retractions",
         "≥ 1,000 transfers, 0 corrupt",
     ),
+    Row(
+        40,
+        "One of three sources is killed half way",
+        "SIGKILL of its process; each source behind a line of 50 MB/s",
+        "bit-exact, and ≤ 1.3 times the clean time with two",
+    ),
 )
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 from aiockpt._bridge import Bridge
 from aiockpt._channel import Channel, unpack
-from aiockpt._mapped import MappedSnapshot, trusted_header
+from aiockpt._mapped import trusted_header
 from aiockpt.http.apart.messages import (
     Counted,
     Done,
@@ -28,16 +28,16 @@ from aiockpt.http.apart.messages import (
     Prepare,
     Publish,
     Ready,
-    Released,
     Retract,
     Setup,
     decode_to_server,
 )
+from aiockpt.http.apart.servable import Servable
 from aiockpt.http.audit import Access
+from aiockpt.http.lending import Lender
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.shelf import Shelf
 from aiockpt.observe import TransferEvent, add_hook
-from aiockpt.wire.manifest import Manifest
 
 __all__ = ["Serving", "main"]
 
@@ -55,35 +55,6 @@ def main(fd: int) -> None:
     asyncio.run(Serving(socket.socket(fileno=fd)).run())
 
 
-class _Servable:
-    """A snapshot that the trainer has staged, until its last reader is gone."""
-
-    live = False
-    arena = None  # nothing is lent from here
-
-    def __init__(self, manifest: Manifest, arena: int, serving: Serving, number: int):
-        self.manifest = manifest
-        self._mapped = MappedSnapshot(manifest, arena)
-        self._references = 1
-        self._serving = serving
-        self._number = number
-
-    def __repr__(self) -> str:
-        return f"<_Servable number={self._number} references={self._references}>"
-
-    def views(self, start: int, stop: int) -> list[memoryview]:
-        return self._mapped.views(start, stop)
-
-    def acquire(self) -> None:
-        self._references += 1
-
-    def release(self) -> None:
-        self._references -= 1
-        if not self._references:
-            self._mapped.close()
-            self._serving.say(Released(self._number))
-
-
 class Serving:
     """One life of the process.
 
@@ -96,10 +67,11 @@ class Serving:
         self._shelf = Shelf()
         self._bridge = Bridge(threads=1, name="aiockpt-serve")
         self._server: CheckpointServer | None = None
+        self._lender: Lender | None = None
         self._setup: Setup | None = None
         self._counted: Counted | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._prepared: dict[int, asyncio.Task[_Servable]] = {}
+        self._prepared: dict[int, asyncio.Task[Servable]] = {}
         self._trainer = -1
         self._alone = False
 
@@ -126,6 +98,8 @@ class Serving:
 
     async def _stop(self) -> None:
         await self._shelf.close()
+        if self._lender is not None:
+            await self._lender.aclose()
         if self._server is not None:
             await self._server.stop()
         self._channel.close()
@@ -174,23 +148,27 @@ class Serving:
             self._loop.add_reader(self._trainer, self._trainer_gone)
         if os.getppid() != setup.trainer:
             self._trainer_gone()
-        self._server = CheckpointServer(self._shelf, setup.config)
+        if setup.lends:
+            most = setup.config.max_readers
+            self._lender = Lender(self._shelf, self._bridge, most=most)
+        self._server = CheckpointServer(self._shelf, setup.config, self._lender)
         await self._server.start([socket.socket(fileno=fd) for fd in fds])
         self.say(Ready())
 
-    async def _prepare(self, message: Prepare, parcel: int, arena: int) -> _Servable:
+    async def _prepare(self, message: Prepare, parcel: int, arena: int) -> Servable:
         try:
             manifest = await self._bridge.run(trusted_header, unpack(parcel))
-            servable = _Servable(manifest, arena, self, message.number)
+            number, lends = message.number, self._lender is not None
+            servable = Servable(manifest, arena, number, self.say, lends=lends)
         finally:
             os.close(arena)
         self.say(Done(message.number))
         return servable
 
-    def _publish(self, preparing: asyncio.Task[_Servable]) -> None:
+    def _publish(self, preparing: asyncio.Task[Servable]) -> None:
         before = self._shelf.retractions
 
-        def publish(prepared: asyncio.Task[_Servable]) -> None:
+        def publish(prepared: asyncio.Task[Servable]) -> None:
             if not self._ended.is_set() and self._shelf.retractions == before:
                 self._shelf.replace(prepared.result())
             _let_go(prepared)
@@ -245,13 +223,14 @@ class Serving:
         while True:
             await asyncio.sleep(_TICK)
             if self._server is not None and not self._channel.full:
-                now = Counted(self._shelf.statistics(), self._server.statistics())
+                lent = self._lender.count if self._lender else 0
+                now = Counted(self._shelf.statistics(), self._server.statistics(), lent)
                 if now != self._counted:
                     self._counted = now
                     self.say(now)
 
 
-def _let_go(preparing: asyncio.Task[_Servable]) -> None:
+def _let_go(preparing: asyncio.Task[Servable]) -> None:
     if not preparing.cancelled() and preparing.exception() is None:
         preparing.result().release()
 

@@ -27,23 +27,24 @@ class ApartEndpoint:
         config: As for an endpoint in this process, but without TLS.
         bridge: Where the process is launched.
         keep_last: Seconds for which the process outlives this one.
+        lends: Whether processes of this host may take the memory itself.
 
     Raises:
         LocalProtocolError: there is a ``ssl_context``, which cannot leave its process.
     """
 
     def __init__(
-        self, config: EndpointConfig, bridge: Bridge, *, keep_last: float
+        self, config: EndpointConfig, bridge: Bridge, *, keep_last: float, lends: bool
     ) -> None:
         if config.ssl_context is not None:
             raise LocalProtocolError(
                 "an ssl_context cannot be handed to the process that serves: take "
                 'server="loop", or have a proxy speak TLS'
             )
-        self.shelf = RemoteShelf(bridge, self._setup)
+        self.shelf = RemoteShelf(bridge, self._setup, lends=lends)
         self.early = None  # what is staged is handed over when it is sealed
         self._address = Address(config)
-        self._keep_last = keep_last
+        self._keep_last, self._lends = keep_last, lends
         self._turn = anyio.Lock()
 
     def __repr__(self) -> str:
@@ -84,8 +85,8 @@ class ApartEndpoint:
 
     @property
     def lent(self) -> int:
-        """How often a checkpoint was lent to a process of this host: never."""
-        return 0
+        """How often a checkpoint was lent to a process of this host, a moment ago."""
+        return self.shelf.lent
 
     async def stop(self) -> None:
         """End the process, close the sockets; idempotent."""
@@ -96,14 +97,13 @@ class ApartEndpoint:
         return Setup(
             trainer=os.getpid(),
             keep_last=self._keep_last,
+            lends=self._lends,
             levels={n: logging.getLogger(n).getEffectiveLevel() for n in _LOGGERS},
             config=self._address.config.for_server(PREFIX),
         )
 
 
-def check_server(
-    server: str, *, zero_copy: bool, keep_last: float, lends: bool
-) -> bool:
+def check_server(server: str, *, zero_copy: bool, keep_last: float) -> bool:
     """Return whether a process of its own serves.
 
     Raises:
@@ -118,9 +118,5 @@ def check_server(
     if server == "process" and zero_copy:
         raise LocalProtocolError(
             'server="process" serves from memory of its own: leave out zero_copy=True'
-        )
-    if server == "process" and lends:
-        raise LocalProtocolError(
-            'with server="process" nothing is lent yet: leave out same_host=True'
         )
     return server == "process"

@@ -27,6 +27,7 @@ __all__ = [
     "Released",
     "Retract",
     "Setup",
+    "Spent",
     "ToServer",
     "decode_from_server",
     "decode_to_server",
@@ -37,11 +38,13 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     """The first one, with the listening sockets.
 
     ``trainer`` is the process to outlive, by ``keep_last`` seconds after the last
-    reader. ``levels`` are those of the trainer's loggers.
+    reader. ``lends`` says whether processes of this host get the memory itself.
+    ``levels`` are those of the trainer's loggers.
     """
 
     trainer: int
     keep_last: float
+    lends: bool
     levels: dict[str, int]
     config: ServerConfig
 
@@ -93,11 +96,18 @@ class Released(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
+class Spent(msgspec.Struct, tag=True, frozen=True):
+    """Somebody has the memory of a snapshot for good: nothing may be staged there."""
+
+    number: int
+
+
 class Counted(msgspec.Struct, tag=True, frozen=True):
     """The counters, when they have changed, ten times a second at most."""
 
     shelf: ShelfStatistics
     server: ServerStatistics
+    lent: int
 
 
 class Happened(msgspec.Struct, tag=True, frozen=True):
@@ -116,7 +126,7 @@ class Logged(msgspec.Struct, tag=True, frozen=True):
 
 
 ToServer: TypeAlias = Setup | Prepare | Publish | Forget | Retract | Fail
-FromServer: TypeAlias = Ready | Done | Released | Counted | Happened | Logged
+FromServer: TypeAlias = Ready | Done | Released | Spent | Counted | Happened | Logged
 
 decode_to_server = msgspec.json.Decoder(ToServer).decode
 decode_from_server = msgspec.json.Decoder(FromServer).decode

@@ -36,6 +36,7 @@ from aiockpt.http.apart.messages import (
     Released,
     Retract,
     Setup,
+    Spent,
 )
 from aiockpt.http.apart.process import PATIENCE, ServerProcess
 from aiockpt.http.failing import Failure
@@ -47,7 +48,7 @@ __all__ = ["RemoteShelf"]
 
 _LONGEST_GRACE: Final = 1e9
 _NOTHING: Final = Counted(
-    ShelfStatistics(None, 0, 0, 0.0, 0), ServerStatistics(0, 0, 0, 0, 0, 0, 0, 0)
+    ShelfStatistics(None, 0, 0, 0.0, 0), ServerStatistics(0, 0, 0, 0, 0, 0, 0, 0), 0
 )
 
 
@@ -57,11 +58,15 @@ class RemoteShelf:
     Args:
         bridge: Where processes are launched.
         setup: What a process is told first.
+        lends: Whether it lends the memory to processes of this host.
     """
 
-    def __init__(self, bridge: Bridge, setup: Callable[[], Setup]) -> None:
+    def __init__(
+        self, bridge: Bridge, setup: Callable[[], Setup], *, lends: bool
+    ) -> None:
         self._bridge = bridge
         self._setup = setup
+        self._lends = lends
         self._process = ServerProcess(
             bridge, begin=self._begin, hear=self._hear, mourn=self._mourn
         )
@@ -73,6 +78,7 @@ class RemoteShelf:
         self._waiting: dict[int, asyncio.Event] = {}
         self._counted = _NOTHING
         self._before = _NOTHING.server
+        self._lent_before = 0
 
     def __repr__(self) -> str:
         return f"<RemoteShelf {self._process} given={len(self._given)}>"
@@ -97,6 +103,11 @@ class RemoteShelf:
         """Return what the processes have counted, the last one a moment ago."""
         both = zip(self._before, self._counted.server, strict=True)
         return ServerStatistics(*map(sum, both))
+
+    @property
+    def lent(self) -> int:
+        """How often the processes have lent a checkpoint."""
+        return self._lent_before + self._counted.lent
 
     async def start(self, sockets: Sequence[socket]) -> None:
         """Start the process, and wait until it serves ``sockets``; idempotent.
@@ -209,7 +220,11 @@ class RemoteShelf:
     def _mourn(self) -> None:
         """Take back what a process had that is gone; nobody waits for it any more."""
         self._before = self.served()._replace(readers=0, waiting=0)
+        self._lent_before = self.lent
         self._counted = _NOTHING
+        if self._lends:  # it may not have come to say what it had lent
+            for number in self._given:
+                self._spend(number)
         for number in tuple(self._given):
             if number != self._current:
                 self._take_back(number)
@@ -221,12 +236,19 @@ class RemoteShelf:
         if snapshot is not None:
             snapshot.release()
 
+    def _spend(self, number: int) -> None:
+        snapshot = self._given.get(number)
+        if snapshot is not None and snapshot.arena is not None:
+            snapshot.arena.spent = True
+
     def _hear(self, message: object) -> None:
         if isinstance(message, Done):
             if message.number in self._waiting:
                 self._waiting[message.number].set()
         elif isinstance(message, Released):
             self._take_back(message.number)
+        elif isinstance(message, Spent):
+            self._spend(message.number)
         elif isinstance(message, Counted):
             self._counted = message
         elif isinstance(message, Happened):

@@ -1,0 +1,102 @@
+"""What the trainer has staged, in the process that serves it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TypeAlias
+
+from aiockpt._mapped import MappedSnapshot
+from aiockpt.http.apart.messages import Released, Spent
+from aiockpt.memory import sealed
+from aiockpt.wire.manifest import Manifest
+
+__all__ = ["Servable"]
+
+Say: TypeAlias = Callable[[Released | Spent], None]
+
+
+class Servable:
+    """A snapshot of the trainer's, until its last reader is gone.
+
+    Args:
+        manifest: What describes it.
+        arena: A descriptor of its memory, which stays the caller's.
+        number: What the trainer calls it.
+        say: Tells the trainer.
+        lends: Whether processes of this host may get the memory.
+    """
+
+    live = False
+
+    def __init__(
+        self, manifest: Manifest, arena: int, number: int, say: Say, *, lends: bool
+    ) -> None:
+        self.manifest = manifest
+        self.arena = TrainersArena(arena, number, say) if lends else None
+        self._mapped = MappedSnapshot(manifest, arena)
+        self._references = 1
+        self._number = number
+        self._say = say
+
+    def __repr__(self) -> str:
+        return f"<Servable number={self._number} references={self._references}>"
+
+    def views(self, start: int, stop: int) -> list[memoryview]:
+        """Return the bytes ``[start, stop)`` of the data segment."""
+        return self._mapped.views(start, stop)
+
+    def acquire(self) -> None:
+        """Keep the memory as it is until :meth:`release`; counted."""
+        self._references += 1
+
+    def release(self) -> None:
+        """Undo one :meth:`acquire`; after the last one the trainer may reuse it."""
+        self._references -= 1
+        if not self._references:
+            if self.arena is not None:
+                self.arena.close()
+            self._mapped.close()
+            self._say(Released(self._number))
+
+
+class TrainersArena:
+    """The memory of a snapshot, to be lent; the trainer hears when it is spent."""
+
+    def __init__(self, fd: int, number: int, say: Say) -> None:
+        self.fd = os.dup(fd)
+        self._number = number
+        self._say = say
+        self._spent = False
+        self._lent = -1
+
+    def __repr__(self) -> str:
+        return f"<TrainersArena number={self._number} spent={self.spent}>"
+
+    @property
+    def spent(self) -> bool:
+        """Whether somebody else may read it for ever."""
+        return self._spent
+
+    @spent.setter
+    def spent(self, spent: bool) -> None:
+        if spent and not self._spent:
+            self._say(Spent(self._number))
+        self._spent = spent
+
+    def lend(self) -> int:
+        """Return a descriptor that only reads, and stays ours; for a thread.
+
+        Raises:
+            OSError: the kernel cannot seal the memory.
+        """
+        if self._lent < 0:
+            self._lent = sealed(self.fd)
+        return self._lent
+
+    def close(self) -> None:
+        """Close the descriptors; who was lent the memory has one of his own."""
+        for fd in (self.fd, self._lent):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self._lent = -1
