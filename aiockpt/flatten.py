@@ -12,7 +12,7 @@ from aiockpt._backings import Backings
 from aiockpt._drafts import Drafts, draft
 from aiockpt._gc import collector_paused
 from aiockpt._numbering import Numbering
-from aiockpt.errors import AiockptError, StateDictError
+from aiockpt.errors import AiockptError, StagingError, StateDictError
 from aiockpt.wire.layout import plan_segment
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import TensorSpec
@@ -25,6 +25,7 @@ __all__ = [
     "Description",
     "Layout",
     "Survey",
+    "Unready",
     "describe",
     "lay_out",
     "register_leaf",
@@ -45,6 +46,13 @@ class Description:
     segment_bytes: int
     backings: Backings
     views: Sequence[TensorSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class Unready:
+    """Stands for a state dict that was not computed, so that receivers hear of it."""
+
+    error: Exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +136,14 @@ def describe(
     allow_pickle: bool = False,
     writing: bool = False,
 ) -> Description:
-    """Describe a state dict as it travels; see `survey`."""
+    """Describe a state dict as it travels; see `survey`.
+
+    Raises:
+        StagingError: it is `Unready`.
+    """
+    if isinstance(state_dict, Unready):
+        why = f"the caller's stream failed: {state_dict.error}"
+        raise StagingError(why) from state_dict.error
     found = survey(
         state_dict, limits=limits, allow_pickle=allow_pickle, writing=writing
     )

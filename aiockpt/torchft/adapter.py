@@ -6,13 +6,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torchft.checkpointing.transport import CheckpointTransport
 
 from aiockpt import transport as awaited
 from aiockpt._device import settle
 from aiockpt._portal import Portal
+from aiockpt.flatten import Unready
 from aiockpt.torchft.persistence import receive
 from aiockpt.transport import Timeout, seconds
 
@@ -73,9 +74,13 @@ class Adapter(CheckpointTransport[T]):
         What the calling thread's stream has been given is waited for. If this fails,
         the receivers that wait are told.
         """
-        settle()
         limit = seconds(timeout)
-        send = partial(self._transport.send_checkpoint, dst_ranks, step, state_dict)
+        sent: Any = state_dict
+        try:
+            settle()
+        except Exception as error:  # noqa: BLE001 - it is raised by the send
+            sent = Unready(error)
+        send = partial(self._transport.send_checkpoint, dst_ranks, step, sent)
         offer = partial(self._offer, partial(send, limit))
         self._portal.call(offer, timeout=limit, stop="stage")
 

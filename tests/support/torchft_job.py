@@ -15,12 +15,10 @@ from types import TracebackType
 from typing import Any
 
 import aiockpt
-from aiockpt.wire.http import MAX_METADATA
 
 SCRIPT = Path(__file__).parent / "torchft_replica.py"
 PATHS = [str(Path(aiockpt.__file__).parents[1]), str(SCRIPT.parent)]
 SECONDS = 120
-LONG = "t" * (MAX_METADATA - 100)  # a token, with room for the address
 
 Event = dict[str, Any]
 

@@ -33,9 +33,10 @@ from torchft.coordination import LighthouseServer
 import aiockpt.torchft
 from aiockpt._portal import Portal
 from aiockpt.testing import FaultProxy, fault_kinds
-from torchft_job import LONG
 
 State = dict[str, Any]
+
+LONG = f"http://127.0.0.1/{'a' * (5 << 20)}/"  # the Manager's messages have 4 MiB
 
 
 @dataclass(frozen=True)
@@ -157,9 +158,9 @@ class HTTP(Watched, aiockpt.torchft.HTTPTransport[State]):
     """Over HTTP, through a proxy where connections are to go wrong."""
 
     def __init__(self, options: Options, failing: Failing) -> None:
-        token = LONG if failing.once("long metadata") else None
+        told = LONG if failing.once("long metadata") else None
         timeout = timedelta(seconds=options.timeout)
-        super().__init__(timeout, stall_timeout=1.0, token=token)
+        super().__init__(timeout, stall_timeout=1.0, advertise=told)
         self.failing = failing
         self._told = super().metadata()
         self._faults = [eval(each, vars(fault_kinds)) for each in options.faults]

@@ -32,6 +32,7 @@ from aiockpt.errors import (
     LocalProtocolError,
     PeerFailedError,
     PeerUnreachableError,
+    StagingError,
     StepNotFoundError,
     TransferTimeoutError,
     UnsupportedLeafError,
@@ -494,6 +495,26 @@ class TestPoint12FailedSource:
             for work in works:
                 with pytest.raises(PeerFailedError, match="bad is a object"):
                     work.result(20)
+
+    def test_that_a_stream_has_failed_is_told(
+        self, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What it was to compute can never be sent."""
+
+        class Stream:
+            def synchronize(self) -> None:
+                raise RuntimeError("an illegal memory access was encountered")
+
+        source, heir = pair
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.accelerator, "current_stream", Stream)
+        with beside(receive, heir, source.metadata(), 1, 60) as result:
+            until(lambda: waiting(source))
+            with pytest.raises(StagingError, match="illegal memory access") as caught:
+                send(source, 1, state())
+            assert isinstance(caught.value.__cause__, RuntimeError)
+            with pytest.raises(PeerFailedError, match="stream failed: an illegal"):
+                result()
 
     def test_one_who_comes_late_is_told_too(self, pair: Pair) -> None:
         """The source's step may be over by then."""

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from aiockpt.errors import LocalProtocolError
-from aiockpt.torchft import HTTPTransport
-from torchft_job import LONG, SECONDS, Job, Life
+from torchft_job import SECONDS, Job, Life
 
 pytestmark = pytest.mark.timeout(2 * SECONDS)
 
@@ -94,13 +92,16 @@ def test_metadata_that_fails_is_not_asked_for_in_a_quorum(tmp_path: Path) -> Non
     assert errors(heir, "recv") == [""]
 
 
-def test_the_longest_metadata_heals_and_a_longer_one_is_refused(tmp_path: Path) -> None:
-    """Row 8: the Manager's messages have room for 4 MiB, and nobody comes near it."""
-    source, heir = lives(train(tmp_path, source="long metadata"))
-    assert source.events("ready")[0]["metadata"] > len(LONG)
-    assert errors(heir, "recv") == [""]
-    with pytest.raises(LocalProtocolError, match=r"characters are more than 4096"):
-        HTTPTransport(1.0, token="t" * (5 << 20))
+def test_metadata_that_is_too_long_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Row 8: of a replica that has not joined yet, so the others go on."""
+    with Job(tmp_path, replicas=2) as job:
+        job.start(0)
+        (wrong,) = job.start(1, fail="long metadata")
+        assert wrong.wait() == 1
+        assert "characters are more than 4096" in wrong.log.read_text()
+        job.start(1)
+        _, heir = job.finish()
+    assert errors(heir, "recv")[-1] == ""
 
 
 def test_a_cancelled_receive_is_an_ordinary_error(tmp_path: Path) -> None:
