@@ -140,7 +140,7 @@ def describe() -> str:
     return (
         f"Measured on {facts['cores']} cores with {facts['memory']} of memory, "
         f"{facts['kernel']}, congestion control\n{facts['congestion control']}; "
-        f"{versions}. Figures of time and of rates were taken while nothing else ran."
+        f"{versions}. At most light work ran beside: no figure is better for it."
     )
 
 
