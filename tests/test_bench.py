@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -22,6 +23,7 @@ from aiockpt.bench.rows import (
     SHARED,
     Row,
     rows_of_both,
+    rows_of_cost,
     rows_of_footprint,
     rows_of_group,
     rows_of_same_host,
@@ -48,20 +50,24 @@ def test_a_tiny_run_yields_a_table_and_valid_json(
 ) -> None:
     """The whole benchmark works end to end, and ends its processes."""
     file = tmp_path / "bench.json"
+    plot = tmp_path / "bench.svg"
     options = ["--size", "0.004", "--repeat", "1", "--shapes", "1m", "--no-torchft"]
-    assert main([*options, "--markdown", "--json", str(file)]) == 0
+    assert main([*options, "--markdown", "--json", str(file), "--plot", str(plot)]) == 0
     table = capsys.readouterr().out
     found = json.loads(file.read_text())
     assert "| receive in place | 4 x 1 MiB | " in table
     assert "| send and receive in place | 4 x 1 MiB | " in table
     assert "| same host, shared | 4 x 1 MiB | " in table
     assert "| same host, copied in place | 4 x 1 MiB | " in table
+    assert "| CPU seconds per GB, both ends, in place | 4 x 1 MiB | " in table
     assert {row["verdict"] for row in found["rows"]} <= {"ok", "MISSED", ""}
     assert all(
         sample["seconds"] > 0
         for samples in found["samples"]["1m"].values()
         for sample in samples
     )
+    drawn = {each.text for each in ET.parse(plot).iter() if each.text}
+    assert {row["what"] for row in found["rows"]} <= drawn
 
 
 @pytest.mark.timeout(300)  # as above
@@ -165,6 +171,8 @@ def test_too_little_memory_is_an_error_before_anything_starts(
         ["--connections", "x"],
         ["--embedded", "--checkpointer"],
         ["--embedded", "--transport", "pg"],
+        ["--trainer", "--transport", "pg"],
+        ["--trainer", "--delta"],
     ],
 )
 def test_wrong_arguments_are_refused(argv: Sequence[str]) -> None:
@@ -321,6 +329,35 @@ def test_a_send_and_its_receive_are_compared_with_the_slower_stage() -> None:
         (row,) = rows_of_both(shape, {**stages, BOTH: series(BOTH, seconds)})
         assert (row.reference, row.verdict) == ("aiockpt, in place", verdict)
     assert list(rows_of_both(shape, stages)) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "cpu", "verdicts"),
+    [("1m", 0.54, ["ok", "ok"]), ("1m", 0.6, ["ok", "MISSED"]), ("100k", 9, ["", ""])],
+)
+def test_processor_seconds_of_both_ends_are_compared_with_the_fastest_raw_ones(
+    key: str, cpu: float, verdicts: Sequence[str]
+) -> None:
+    """A tenth more is allowed, where bytes decide; less is as good as it gets."""
+    costs = {
+        "raw socket, fresh, as the library's, x1": (1.0, 3.0),
+        "raw socket, touched, x1": (2.0, 0.1),
+        "raw socket, touched, x4": (1.0, 0.5),
+        "aiockpt, fresh": (1.0, 0.5),
+        "aiockpt, in place": (1.0, cpu),
+    }
+    found = {
+        name: Series(
+            name,
+            10**9,
+            [Sample(seconds=took, sender_cpu=spent / 2, receiver_cpu=spent / 2)],
+        )
+        for name, (took, spent) in costs.items()
+    }
+    fresh, in_place = rows_of_cost(shape_of(key, MIB), found)
+    assert [fresh.verdict, in_place.verdict] == verdicts
+    assert (in_place.reference, in_place.value) == ("raw socket, touched, x4", cpu)
+    assert in_place.target == ("at most 1.1" if key == "1m" else "")
 
 
 @pytest.mark.parametrize(

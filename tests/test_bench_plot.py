@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -68,6 +69,26 @@ def test_rows_of_one_subject_stand_together() -> None:
     """Under its name, once, and in the order of the report."""
     written = texts(drawn(row("one", 1, 1), row("one", 2, 1), row("two", 1, 1)))
     assert [text for text in written if text in ("one", "two")] == ["one", "two"]
+
+
+def test_what_is_compared_with_several_things_is_drawn_once() -> None:
+    """Above them all, on one scale, with its ratios in their order."""
+    others = [replace(row("w", 4.0, of), reference=f"x{of:g}") for of in (2.0, 8.0)]
+    picture = drawn(*others, others[1])
+    assert widths(picture, "ours") == pytest.approx([max(widths(picture, "other")) / 2])
+    assert texts(picture).count("4.00 GB/s, 2.00 x, 0.50 x") == 1
+    below = [text for text in texts(picture) if text.endswith((" x2", " x8"))]
+    assert below == ["2.00 GB/s, x2", "8.00 GB/s, x8"]
+
+
+def test_a_limit_of_the_ratio_is_marked_beyond_the_reference() -> None:
+    """Where the bar should end, at most."""
+    picture = drawn(row("w", 3.0, 2.0, ratio_at_most=1.5))
+    assert widths(picture, "missed") == []
+    limit = next(picture.iter(f"{SVG}line"))
+    bar = next(picture.iter(f"{SVG}rect"))
+    end = float(bar.get("x", "nan")) + float(bar.get("width", "nan"))
+    assert float(limit.get("x1", "nan")) == pytest.approx(end, abs=0.1)
 
 
 def test_it_names_the_machine_and_escapes_what_is_no_markup() -> None:

@@ -27,6 +27,7 @@ from aiockpt.bench.rival import is_installed
 from aiockpt.bench.rows import (
     Row,
     rows_of_both,
+    rows_of_cost,
     rows_of_footprint,
     rows_of_group,
     rows_of_same_host,
@@ -34,6 +35,7 @@ from aiockpt.bench.rows import (
     rows_of_ticker,
 )
 from aiockpt.bench.saving import measure_saving, rows_of_saving
+from aiockpt.bench.serving import measure_serving, rows_of_serving
 from aiockpt.bench.shapes import Shape, shape_of
 from aiockpt.bench.statistics import Series
 from aiockpt.memory import available_memory
@@ -75,6 +77,8 @@ def _measure(options: Options) -> Report:
         _measure_saving(report, options)
     elif options.embedded:
         _measure_embedded(report, options)
+    elif options.trainer:
+        _measure_serving(report, options)
     elif options.delta:
         _measure_delta(report, options)
     elif options.url is not None:
@@ -84,13 +88,17 @@ def _measure(options: Options) -> Report:
     return report
 
 
-def _measure_transport(report: Report, options: Options) -> None:
-    plan = Plan(
+def _plan(options: Options) -> Plan:
+    return Plan(
         size=options.size,
         repeat=options.repeat,
         connections=options.connections,
         rival=options.torchft and is_installed(),
     )
+
+
+def _measure_transport(report: Report, options: Options) -> None:
+    plan = _plan(options)
     measure = _over_http if options.transport == "http" else _over_group
     roles = _ROLES[options.transport]
     with Worker(roles[0]) as sender, Worker(roles[1]) as receiver:
@@ -120,6 +128,14 @@ def _measure_embedded(report: Report, options: Options) -> None:
         )
         report.series[shape] = found
         report.rows += rows_of_embedded(shape, found)
+
+
+def _measure_serving(report: Report, options: Options) -> None:
+    plan = _plan(options)
+    for shape in _shapes(options):
+        found = measure_serving(shape, plan, partial(_note, shape))
+        report.series[shape] = found
+        report.rows += rows_of_serving(shape, found)
 
 
 def _measure_delta(report: Report, options: Options) -> None:
@@ -166,6 +182,7 @@ def _over_http(
         *rows_of_speed(shape, found),
         *rows_of_both(shape, found),
         *rows_of_same_host(shape, found),
+        *rows_of_cost(shape, found),
     ]
     _add(report, shape, found, rows, footprint)
 

@@ -31,6 +31,7 @@ class Options:
     torchft: bool
     checkpointer: bool
     embedded: bool
+    trainer: bool
     delta: bool
     url: str | None
     json: Path | None
@@ -55,6 +56,7 @@ def parse(argv: Sequence[str]) -> Options:
         torchft=given.torchft,
         checkpointer=given.checkpointer,
         embedded=given.embedded,
+        trainer=given.trainer,
         delta=given.delta,
         url=given.url,
         json=given.json,
@@ -66,7 +68,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 def _subject(parser: argparse.ArgumentParser, given: argparse.Namespace) -> bool:
     """Return whether one shape is enough; complain where two subjects are named."""
-    names = ("checkpointer", "embedded", "delta", "url")
+    names = ("checkpointer", "embedded", "trainer", "delta", "url")
     named = [f"--{name}" for name in names if getattr(given, name)]
     if len(named) > 1:
         parser.error(f"{' and '.join(named)} are different subjects: choose one")
@@ -103,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
         help="measure saving instead, below the working directory")  # fmt: skip
     add("--embedded", action="store_true",
         help="measure what a transfer costs the app that serves it")  # fmt: skip
+    add("--trainer", action="store_true",
+        help="measure what serving costs a training loop, and vice versa")  # fmt: skip
     add("--delta", action="store_true",
         help="measure receives of what has changed, over a line of 1 Gb/s that it "
         "makes: needs root")  # fmt: skip

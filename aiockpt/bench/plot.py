@@ -1,13 +1,14 @@
 """The rows as a picture: an SVG that needs no library, on light and dark pages.
 
-Units differ from row to row, so each row has a scale of its own: the longer of its two
-bars, or its limit, is as wide as there is room.
+Units differ from row to row, so each figure has a scale of its own: the longest of its
+bars, or its limit, is as wide as there is room. What is compared with several things is
+drawn once, above them, and its ratios have their order.
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import groupby
 from operator import attrgetter
@@ -47,8 +48,8 @@ def as_svg(report: Report) -> str:
     page.skip()
     for what, rows in groupby(report.rows, attrgetter("what")):
         page.text(what, "what", _MARGIN)
-        for row in rows:
-            _draw(page, row)
+        for _, same in groupby(rows, attrgetter("shape", "value")):
+            _draw(page, [*same])
         page.skip()
     for line in textwrap.wrap(_words(report.machine), _TEXT):
         page.text(line, "small", _MARGIN)
@@ -116,16 +117,31 @@ class _Page:
         )
 
 
-def _draw(page: _Page, row: Row) -> None:
-    reference = row.reference_value
-    whole = max(row.value, reference or 0.0, row.at_most or 0.0)
+def _draw(page: _Page, rows: Sequence[Row]) -> None:
+    """Draw one figure, and below it whatever it is compared with, once."""
+    ours = rows[0]
+    others = {row.reference: row for row in rows if row.reference_value is not None}
+    limits = [limit for row in rows if (limit := _limit(row)) is not None]
+    references = [row.reference_value or 0.0 for row in others.values()]
+    whole = max([ours.value, *references, *limits])
     scale = 1 / whole if whole > 0 else 0.0
-    times = "" if row.ratio is None else f", {row.ratio:.2f} x"
-    kind = "missed" if row.missed else "ours"
-    value = f"{row.value:.2f} {row.unit}{times}"
-    page.bar(row.shape, kind, max(row.value, 0) * scale, value)
-    if row.at_most is not None:
-        page.limit(row.at_most * scale)
-    if reference is not None:
-        text = f"{reference:.2f} {row.unit}, {row.reference}"
+    times = [f"{row.ratio:.2f} x" for row in others.values() if row.ratio is not None]
+    kind = "missed" if any(row.missed for row in rows) else "ours"
+    value = ", ".join([_amount(ours.value, ours.unit), *times])
+    page.bar(ours.shape, kind, max(ours.value, 0) * scale, value)
+    for limit in dict.fromkeys(limits):
+        page.limit(limit * scale)
+    for row, reference in zip(others.values(), references, strict=True):
+        text = f"{_amount(reference, row.unit)}, {row.reference}"
         page.bar("", "other", max(reference, 0) * scale, text)
+
+
+def _limit(row: Row) -> float | None:
+    """Return what the value should not exceed, if anything."""
+    if row.ratio_at_most is None:
+        return row.at_most
+    return row.ratio_at_most * (row.reference_value or 0.0)
+
+
+def _amount(value: float, unit: str) -> str:
+    return f"{value:.2f} {unit}"

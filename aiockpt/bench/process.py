@@ -23,10 +23,13 @@ class BenchError(RuntimeError):
 class Worker:
     """A process with a role, ``sender`` or ``receiver``; use it in a ``with`` block.
 
-    ``inside`` is a command that runs it.
+    ``inside`` is a command that runs it. One that is ``apart`` has a session of its
+    own, as other jobs have: systems may share cores among sessions (autogroups).
     """
 
-    def __init__(self, role: str, inside: Sequence[str] = ()) -> None:
+    def __init__(
+        self, role: str, inside: Sequence[str] = (), *, apart: bool = False
+    ) -> None:
         self._role = role
         self._doing = ""
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by __exit__
@@ -36,6 +39,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
+            start_new_session=apart,
         )
 
     def __repr__(self) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import time
+from typing import Any
 
 import anyio
 import torch
@@ -113,6 +115,14 @@ class Receiver:
         if came[-1].medium != "shared memory":
             raise AssertionError(f"the memory was not lent: {came[-1]}")
         return self._checked(state, cost)
+
+    async def repeat(self, what: str, seconds: float, **arguments: Any) -> list[Cost]:
+        """Receive again and again until so much time has passed, once at least."""
+        costs: list[Cost] = []
+        until = time.monotonic() + seconds
+        while not costs or time.monotonic() < until:
+            costs.append(await getattr(self, what)(**arguments))
+        return costs
 
     async def receive_rival(self, metadata: str, num_chunks: int) -> Cost:
         """Receive by torchft."""

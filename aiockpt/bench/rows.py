@@ -18,6 +18,7 @@ __all__ = [
     "SHARED",
     "Row",
     "rows_of_both",
+    "rows_of_cost",
     "rows_of_footprint",
     "rows_of_group",
     "rows_of_same_host",
@@ -40,6 +41,7 @@ BESIDE = "memcpy beside them"
 
 BOTH = "aiockpt, sent and received"
 _OF_SLOWEST_STAGE = 0.8  # the time may be 1.25 times as long
+_TIMES_RAW_CPU = 1.1
 _MAX_SHARED = 50.0  # ms
 _OF_MEMCPY_IN_PLACE = 0.7
 _MAX_LAG = 20.0  # ms
@@ -60,6 +62,7 @@ class Row:
         reference_value: In the same unit.
         at_least: What the ratio should reach, if anything.
         at_most: What the value should not exceed, if anything.
+        ratio_at_most: What the ratio should not exceed, if anything.
     """
 
     what: str
@@ -70,6 +73,7 @@ class Row:
     reference_value: float | None = None
     at_least: float | None = None
     at_most: float | None = None
+    ratio_at_most: float | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -81,15 +85,20 @@ class Row:
     @property
     def missed(self) -> bool:
         """Whether there is a target, and it was not reached."""
-        ratio = self.ratio
-        too_low = self.at_least is not None and (ratio or 0.0) < self.at_least
-        return too_low or (self.at_most is not None and self.value > self.at_most)
+        ratio = self.ratio or 0.0
+        return (
+            (self.at_least is not None and ratio < self.at_least)
+            or (self.at_most is not None and self.value > self.at_most)
+            or (self.ratio_at_most is not None and ratio > self.ratio_at_most)
+        )
 
     @property
     def target(self) -> str:
         """The target in words; empty if there is none."""
         if self.at_least is not None:
             return f"at least {self.at_least:g}"
+        if self.ratio_at_most is not None:
+            return f"at most {self.ratio_at_most:g}"
         return "" if self.at_most is None else f"at most {self.at_most:g} {self.unit}"
 
     @property
@@ -175,6 +184,22 @@ def rows_of_both(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:
     slowest = min(stages, key=attrgetter("speed"))
     target = _OF_SLOWEST_STAGE * shape.is_large
     yield _speed(shape, "send and receive in place", found[BOTH], slowest, target)
+
+
+def rows_of_cost(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:
+    """Yield what a GB costs the processors of both ends, beside the fastest raw one."""
+    for way, kind in (("fresh", FRESH), ("in place", TOUCHED)):
+        ours, reference = found[f"aiockpt, {way}"], best(found, f"raw socket, {kind}")
+        if reference is not None:
+            yield Row(
+                what=f"CPU seconds per GB, both ends, {way}",
+                shape=str(shape),
+                value=ours.cost,
+                unit="s",
+                reference=reference.name,
+                reference_value=reference.cost,
+                ratio_at_most=_TIMES_RAW_CPU if shape.is_large else None,
+            )
 
 
 def _speed(

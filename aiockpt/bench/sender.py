@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 
 import anyio
 import torch
@@ -59,15 +60,20 @@ class Sender:
 
     async def offer(self, host: str = "127.0.0.1") -> str:
         """Publish the state dict; return the metadata."""
-        self._offering = await _started(host)
-        await self._offering.send_checkpoint([1], 1, self._state, _TIMEOUT)
-        return self._offering.metadata()
+        return await self._publish(await _started(host))
+
+    async def offer_apart(self) -> str:
+        """Publish it from a process of its own; return the metadata."""
+        return await self._publish(await _started(server="process"))
 
     async def lend(self) -> str:
         """Publish the state dict in memory that is lent; return the metadata."""
-        self._offering = await _started(same_host=True)
-        await self._offering.send_checkpoint([1], 1, self._state, _TIMEOUT)
-        return self._offering.metadata()
+        return await self._publish(await _started(same_host=True))
+
+    async def _publish(self, transport: HTTPTransport[object]) -> str:
+        self._offering = transport
+        await transport.send_checkpoint([1], 1, self._state, _TIMEOUT)
+        return transport.metadata()
 
     async def offer_raw(self) -> int:
         """Serve the same bytes through bare sockets; return the port."""
@@ -160,10 +166,13 @@ class Sender:
 
 
 async def _started(
-    host: str = "127.0.0.1", *, same_host: bool | None = None
+    host: str = "127.0.0.1",
+    *,
+    same_host: bool | None = None,
+    server: Literal["loop", "process"] = "loop",
 ) -> HTTPTransport[object]:
     transport: HTTPTransport[object] = HTTPTransport(
-        _TIMEOUT, host=host, same_host=same_host
+        _TIMEOUT, host=host, same_host=same_host, server=server
     )
     await transport.start()
     return transport

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 __all__ = ["Sample", "Series", "best", "percentile"]
@@ -28,6 +28,7 @@ class Sample:
         sender_lags: How late the sender's ticker was, in seconds, tick by tick.
         receiver_lags: How late the receiver's ticker was.
         latencies: How long small requests took meanwhile, one by one.
+        figures: What else was found, by name.
     """
 
     seconds: float
@@ -36,6 +37,7 @@ class Sample:
     sender_lags: Sequence[float] = ()
     receiver_lags: Sequence[float] = ()
     latencies: Sequence[float] = ()
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,12 @@ class Series:
         return median(each.receiver_cpu for each in self.samples) * 1e9 / self.nbytes
 
     @property
+    def cost(self) -> float:
+        """CPU seconds of both ends per GB."""
+        spent = (each.sender_cpu + each.receiver_cpu for each in self.samples)
+        return median(spent) * 1e9 / self.nbytes
+
+    @property
     def sender_lags(self) -> list[float]:
         """The sender's ticks of all samples."""
         return [lag for sample in self.samples for lag in sample.sender_lags]
@@ -86,6 +94,10 @@ class Series:
     def latencies(self) -> list[float]:
         """The small requests of all samples."""
         return [took for sample in self.samples for took in sample.latencies]
+
+    def figure(self, name: str) -> float:
+        """Return the median of what else was found."""
+        return median(sample.figures[name] for sample in self.samples)
 
 
 def best(series: Mapping[str, Series], prefix: str) -> Series | None:

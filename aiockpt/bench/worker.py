@@ -12,7 +12,8 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TextIO
 
 from aiockpt._bridge import Bridge
@@ -23,11 +24,13 @@ from aiockpt.bench.keeper import Keeper
 from aiockpt.bench.receiver import Receiver
 from aiockpt.bench.saver import Saver
 from aiockpt.bench.sender import Sender
+from aiockpt.bench.trainer import Trainer
+from aiockpt.bench.training import Training, train_beside
 from aiockpt.bench.visitor import Visitor
 
 __all__ = ["main"]
 
-_Role = type[Sender | Receiver | Saver | Visitor | Guest]
+_Role = Callable[[Bridge], Sender | Receiver | Saver | Visitor | Guest]
 _ROLES: dict[str, _Role] = {
     "sender": Sender,
     "receiver": Receiver,
@@ -39,6 +42,7 @@ _ROLES: dict[str, _Role] = {
     "app": AppSender,
     "visitor": Visitor,
 }
+_TRAINER = "trainer"  # its main thread trains, and another one obeys
 _THREADS = 16
 
 
@@ -47,7 +51,14 @@ def main(argv: Sequence[str]) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     with answers:
-        asyncio.run(_obey(_ROLES[argv[0]], answers))
+        if argv[0] == _TRAINER:
+            train_beside(partial(_obey_beside, answers))
+        else:
+            asyncio.run(_obey(_ROLES[argv[0]], answers))
+
+
+def _obey_beside(answers: TextIO, training: Training) -> None:
+    asyncio.run(_obey(partial(Trainer, training), answers))
 
 
 async def _obey(role: _Role, answers: TextIO) -> None:

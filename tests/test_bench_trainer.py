@@ -1,0 +1,169 @@
+"""The benchmark of a training loop that serves: it runs, and its figures are right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Event
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from aiockpt.bench import main, serving, training
+from aiockpt.bench.process import BenchError, Worker
+from aiockpt.bench.serving import APART, LOOP, RAW, rows_of_serving, sample_of
+from aiockpt.bench.shapes import shape_of
+from aiockpt.bench.statistics import Sample, Series
+from aiockpt.bench.timed import Cost
+from aiockpt.bench.training import Training, progress, train_beside
+
+MIB = 1 << 20
+PATIENCE = 30.0
+
+
+@pytest.mark.timeout(300)  # three processes import torch, one after the other
+def test_a_tiny_run_beside_a_training_loop_yields_its_table(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Everybody serves the loop's process, or beside it, and all is drawn."""
+    for name in ("_TRAINED", "_SERVED", "_BOTH"):
+        monkeypatch.setattr(serving, name, 0.05)
+    file, plot = tmp_path / "bench.json", tmp_path / "bench.svg"
+    options = ["--trainer", "--size", "0.004", "--repeat", "1", "--no-torchft"]
+    assert main([*options, "--markdown", "--json", str(file), "--plot", str(plot)]) == 0
+    table = capsys.readouterr().out
+    for what in ("steps lost", "longest stall", "receive while it trains"):
+        for name in (APART, LOOP):
+            assert f"| {what}, {name} | 4 x 1 MiB | " in table
+            assert f"{what}, {name}" in texts(plot)
+    found = json.loads(file.read_text())["samples"]["1m"]
+    for name in (APART, LOOP):
+        assert found[f"nothing trains: {name}"][0]["seconds"] > 0
+        assert found[name][0]["figures"]["lost"] < 100
+        assert found[name][0]["figures"]["stall"] > 0
+
+
+def texts(plot: Path) -> list[str]:
+    """Return all that is written in a picture."""
+    svg = "{http://www.w3.org/2000/svg}"
+    return [each.text or "" for each in ET.parse(plot).iter(f"{svg}text")]
+
+
+@pytest.mark.timeout(120)
+def test_a_trainer_obeys_while_it_trains() -> None:
+    """Its commands are done beside the loop; what fails says why, and ends nothing."""
+    with Worker("trainer", apart=True) as trainer:
+        trainer.call("train")
+        with pytest.raises(BenchError, match="the trainer could not prepare: KeyError"):
+            trainer.call("prepare", key="7m", size=MIB)
+        trainer.call("train")
+        trainer.call("rest")
+        trainer.call("train")  # and it ends all the same
+
+
+def test_steps_are_made_between_begin_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the thread that has nothing else to do, until the other one has ended."""
+    stepped = Event()
+    monkeypatch.setattr(training, "_step", stepped.set)
+    found: list[Sequence[float]] = []
+
+    def serve(loop: Training) -> None:
+        found.append(loop.end())
+        for _ in range(2):
+            loop.begin()
+            assert stepped.wait(PATIENCE)
+            stepped.clear()
+            found.append(loop.end())
+        loop.begin()
+
+    train_beside(serve)
+    assert found[0] == ()
+    assert len(found) == 3
+
+
+def test_progress_counts_steps_of_the_time_that_is_asked_for() -> None:
+    """The longest pause lies between steps, before the first or after the last."""
+    ends = [0.5, 1.5, 2.0, 2.5, 4.5]
+    assert progress(ends, 1.0, 3.0) == {"speed": 1.5, "stall": 0.5}
+    assert progress(ends, 2.5, 4.5) == {"speed": 1.0, "stall": 2.0}
+    assert progress([], 1.0, 3.0) == {"speed": 0.0, "stall": 2.0}
+
+
+def costs(*seconds: float) -> list[Cost]:
+    """Return receives that took so long, each after a pause of a second."""
+    found, at = list[Cost](), 0.0
+    for each in seconds:
+        found.append({"began": at, "seconds": each, "cpu": each / 2, "lags": []})
+        at += each + 1.0
+    return found
+
+
+def test_what_is_lost_counts_against_the_loop_alone() -> None:
+    """In percent, and in time per GB, pauses between receives included."""
+    beside = progress([0.5, 1.0, 4.0], 0.0, 6.0)
+    sample = sample_of(10**9, 1.0, costs(1.0, 1.0), beside, costs(2.0, 3.0))
+    assert (sample.seconds, sample.receiver_cpu) == (2.5, 1.25)
+    assert sample.figures == {
+        "idle": 1.0,
+        "lost": 50.0,
+        "stall": 3000.0,
+        "price": 1500.0,
+    }
+
+
+def series(name: str, lost: float, stall: float, *seconds: float) -> dict[str, Series]:
+    """Return what serves a GB beside the loop, and while nothing trains."""
+    beside, alone = seconds
+    figures = {"lost": lost, "stall": stall, "price": 10 * lost}
+    sample = Sample(seconds=beside, figures=figures)
+    return {
+        name: Series(name, 10**9, [sample]),
+        f"nothing trains: {name}": Series(name, 10**9, [Sample(seconds=alone)]),
+    }
+
+
+RAW_SOCKETS = series(f"{RAW}, x2", 2.0, 5.0, 1.0, 0.8)
+TORCHFT = series("torchft, num_chunks=0", 59.0, 775.0, 4.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("lost", "stall", "seconds", "missed"),
+    [
+        (3.0, 10.0, 1.2, []),
+        (4.0, 10.0, 1.2, ["steps lost"]),
+        (5.5, 10.0, 1.2, ["steps lost", f"steps lost beyond what {RAW} cost"]),
+        (1.0, 11.0, 1.2, ["longest stall"]),
+        (1.0, 1.0, 1.3, ["receive while it trains"]),
+    ],
+)
+def test_a_server_process_has_targets(
+    lost: float, stall: float, seconds: float, missed: Sequence[str]
+) -> None:
+    """A server in the trainer has none, however it does."""
+    found = series(LOOP, 50.0, 100.0, 9.0, 1.0) | RAW_SOCKETS
+    found |= series(APART, lost, stall, seconds, 1.0)
+    rows = list(rows_of_serving(shape_of("1m", MIB), found))
+    assert [row.what for row in rows if row.missed] == [
+        f"{what}, {APART}" for what in missed
+    ]
+    assert {row.target for row in rows if LOOP in row.what} == {""}
+
+
+def test_serving_a_loop_is_compared_with_raw_sockets_and_torchft() -> None:
+    """With the best of torchft's settings; how fast that one serves is shown too."""
+    worse = series("torchft, num_chunks=4", 24.0, 35.0, 5.0, 0.1)
+    found = series(LOOP, 50.0, 1.0, 1.0, 1.0) | series(APART, 1.0, 1.0, 1.0, 1.0)
+    found |= RAW_SOCKETS | TORCHFT | worse
+    rows = list(rows_of_serving(shape_of("1m", MIB), found))
+    compared = {(row.reference, row.reference_value) for row in rows if row.unit == "%"}
+    assert compared == {
+        (f"{RAW}, x2", 2.0),
+        ("torchft, num_chunks=0", 59.0),
+        ("torchft, num_chunks=0", 57.0),
+    }
+    speeds = {row.what: row.ratio for row in rows if row.unit == "GB/s"}
+    assert speeds["receive while it trains, torchft, num_chunks=0"] == 0.5
+    assert speeds[f"receive while it trains, {RAW}, x2"] == 0.8
