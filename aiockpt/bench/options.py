@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ TRANSPORTS = ("http", "pg")
 
 _SIZE, _REPEAT = 2.0, 5
 _DELTA_SIZE, _DELTA_REPEAT = 1.0, 3  # a whole GiB takes 9 s over its line
+_CONNECTIONS = min(4, os.cpu_count() or 4)  # as of a transport
 _QUICK_SIZE, _QUICK_REPEAT = 0.25, 3
 _LEAST = 1 / 1024  # GiB
 
@@ -96,8 +98,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--size", type=_size, metavar="GIB", help=f"of a state dict; {_SIZE:g}")
     add("--repeat", type=_count, metavar="N", help=f"of each candidate; {_REPEAT}")
     add("--shapes", nargs="+", choices=SHAPES, help="of tensors; all")
-    add("--connections", type=_count, default=4, metavar="N",
-        help="of raw copies, beside 1; 4")  # fmt: skip
+    add("--connections", type=_count, default=_CONNECTIONS, metavar="N",
+        help="of raw copies, beside 1; as many as a receive has")  # fmt: skip
     add("--quick", action="store_true",
         help=f"{_QUICK_SIZE} GiB, {_QUICK_REPEAT} repeats")  # fmt: skip
     add("--no-torchft", dest="torchft", action="store_false", help="leave torchft out")

@@ -1,8 +1,9 @@
 """``aiockpt bench --trainer``: what serving costs a training loop, and it the serving.
 
 A loop of plain Python in the process that serves is slowed down in two ways: by who
-takes its core, and by who has its interpreter's lock. Raw sockets of another process do
-the first only, so what they cost it is the reference.
+takes its core, and by who has its interpreter's lock. Senders of another process do the
+first only, so what they cost it is the reference: the very same receive, and raw
+sockets.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from statistics import mean
 
 from aiockpt.bench.measuring import Pair, Plan
@@ -23,9 +25,18 @@ from aiockpt.bench.statistics import Sample, Series, best
 from aiockpt.bench.timed import Cost
 from aiockpt.bench.training import Progress
 
-__all__ = ["APART", "LOOP", "RAW", "measure_serving", "rows_of_serving", "sample_of"]
+__all__ = [
+    "APART",
+    "ELSEWHERE",
+    "LOOP",
+    "RAW",
+    "measure_serving",
+    "rows_of_serving",
+    "sample_of",
+]
 
 APART, LOOP = 'aiockpt, server="process"', 'aiockpt, server="loop"'
+ELSEWHERE = "aiockpt, from an unrelated process"
 RAW = "raw sockets of another process"
 _RIVAL = "torchft"
 _ALONE = "nothing trains: "
@@ -34,14 +45,20 @@ _TRAINED, _SERVED, _BOTH = 0.5, 1.0, 2.0
 """Seconds in which only one of them happens, and in which both do, at least."""
 
 _MAX_LOST = 3.0  # percent of the steps
-_MAX_STALL = 10.0  # ms
+_FIGURES = (
+    ("steps lost", "lost", "%", _MAX_LOST),
+    ("longest stall", "stall", "ms", 10.0),
+    ("training lost per GB served", "price", "ms", None),
+)
+"""What is said of the loop, and what a server process may cost it at most."""
+
 _OF_IDLE = 0.8
 
 _Offer = Callable[[], Mapping[str, object]]
 
 
 class TrainerPair(Pair):
-    """A process that trains and serves, a receiver, and one that sends raw bytes.
+    """A process that trains and serves, a receiver, and an unrelated sender.
 
     One of them offers at a time, so that nobody else's memory and threads are there.
     """
@@ -57,14 +74,18 @@ class TrainerPair(Pair):
     def candidates(self, plan: Plan) -> list[Candidate]:
         """Return everybody who serves beside the loop."""
         return [
-            Candidate(APART, self._measured("receive", self._ours("offer_apart"))),
-            Candidate(LOOP, self._measured("receive", self._ours("offer"))),
+            self._ours(APART, self.sender, "offer_apart"),
+            self._ours(LOOP, self.sender, "offer"),
+            self._ours(ELSEWHERE, self._other, "offer"),
             self._raw_sockets(plan.connections[-1]),
             *(self.rivals() if plan.rival else ()),
         ]
 
-    def _ours(self, do: str) -> _Offer:
-        return lambda: {"metadata": self.sender.call(do), "into": True}
+    def _ours(self, name: str, sender: Worker, do: str) -> Candidate:
+        def offer() -> Mapping[str, object]:
+            return {"metadata": sender.call(do), "into": True}
+
+        return Candidate(name, self._measured("receive", offer))
 
     def _raw_sockets(self, count: int) -> Candidate:
         def offer() -> Mapping[str, object]:
@@ -75,17 +96,16 @@ class TrainerPair(Pair):
 
     def rivals(self) -> list[Candidate]:
         """Return torchft, by its settings."""
-        names = tuple(f"{_RIVAL}, num_chunks={chunks}" for chunks in CHUNKS)
+        names = [f"{_RIVAL}, num_chunks={chunks}" for chunks in CHUNKS]
+        offers = [partial(self._torchft, chunks) for chunks in CHUNKS]
         return [
-            Candidate(name, self._measured("receive_rival", self._rival(chunks)), names)
-            for name, chunks in zip(names, CHUNKS, strict=True)
+            Candidate(name, self._measured("receive_rival", offer), (*names,))
+            for name, offer in zip(names, offers, strict=True)
         ]
 
-    def _rival(self, chunks: int) -> _Offer:
-        return lambda: {
-            "metadata": self.sender.call("offer_rival", num_chunks=chunks),
-            "num_chunks": chunks,
-        }
+    def _torchft(self, chunks: int) -> Mapping[str, object]:
+        metadata = self.sender.call("offer_rival", num_chunks=chunks)
+        return {"metadata": metadata, "num_chunks": chunks}
 
     def _measured(self, what: str, offer: _Offer) -> Callable[[], Sample]:
         def run() -> Sample:
@@ -143,7 +163,6 @@ def sample_of(
     lost = 1 - beside["speed"] / usual
     return Sample(
         seconds=mean(cost["seconds"] for cost in costs),
-        receiver_cpu=mean(cost["cpu"] for cost in costs),
         figures={
             "idle": mean(cost["seconds"] for cost in idle),
             "lost": 100 * lost,
@@ -175,22 +194,10 @@ def _alone(series: Series) -> Series:
 
 def rows_of_serving(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:
     """Yield what the loop loses, and then how fast it is served from beside it."""
-    others = [best(found, RAW), best(found, _RIVAL)]
+    others = [found[ELSEWHERE], best(found, RAW), best(found, _RIVAL)]
     references = [each for each in others if each is not None]
-    for row in (_lost, _beyond, _stall, _price):
-        for name in (APART, LOOP):
-            yield from row(shape, found[name], references)
-    for name in (APART, LOOP, *(each.name for each in references)):
-        yield _speed(shape, found[name], found[_ALONE + name])
-
-
-def _figures(
-    what: str, figure: str, unit: str, limit: float | None
-) -> Callable[[Shape, Series, Sequence[Series]], Iterator[Row]]:
-    """Return what yields a row for each reference; the limit is for a process."""
-
-    def rows(shape: Shape, ours: Series, references: Sequence[Series]) -> Iterator[Row]:
-        for reference in references:
+    for what, figure, unit, limit in _FIGURES:
+        for ours, reference in product((found[APART], found[LOOP]), references):
             yield Row(
                 what=f"{what}, {ours.name}",
                 shape=str(shape),
@@ -200,25 +207,18 @@ def _figures(
                 reference_value=reference.figure(figure),
                 at_most=limit if ours.name == APART else None,
             )
-
-    return rows
-
-
-_lost = _figures("steps lost", "lost", "%", _MAX_LOST)
-_stall = _figures("longest stall", "stall", "ms", _MAX_STALL)
-_price = _figures("training lost per GB served", "price", "ms", None)
+    for name in (APART, LOOP):
+        yield _beyond(shape, found[name], found[ELSEWHERE])
+    for name in (APART, LOOP, *(each.name for each in references)):
+        yield _speed(shape, found[name], found[_ALONE + name])
 
 
-def _beyond(shape: Shape, ours: Series, references: Sequence[Series]) -> Iterator[Row]:
-    raw, *rivals = references
-    usual = raw.figure("lost")
-    yield Row(
-        what=f"steps lost beyond what {RAW} cost, {ours.name}",
+def _beyond(shape: Shape, ours: Series, elsewhere: Series) -> Row:
+    return Row(
+        what=f"steps lost beyond those to an unrelated process, {ours.name}",
         shape=str(shape),
-        value=ours.figure("lost") - usual,
+        value=ours.figure("lost") - elsewhere.figure("lost"),
         unit="%",
-        reference=rivals[0].name if rivals else "",
-        reference_value=rivals[0].figure("lost") - usual if rivals else None,
         at_most=_MAX_LOST if ours.name == APART else None,
     )
 
