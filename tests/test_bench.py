@@ -26,6 +26,7 @@ from aiockpt.bench.rows import (
     rows_of_cost,
     rows_of_footprint,
     rows_of_group,
+    rows_of_many,
     rows_of_same_host,
     rows_of_speed,
     rows_of_ticker,
@@ -407,6 +408,23 @@ def test_many_small_tensors_have_one_speed_target() -> None:
     """There, the number of tensors decides, so raw bytes are no measure."""
     row = Row(what="w", shape="s", value=1.0, unit="GB/s", reference_value=2.0)
     assert (row.ratio, row.target, row.verdict) == (0.5, "", "")
+
+
+@pytest.mark.parametrize(
+    ("size", "seconds", "verdict"),
+    [(2 << 30, 0.35, "ok"), (2 << 30, 0.36, "MISSED"), (MIB, 1.0, "")],
+)
+def test_the_time_of_many_small_tensors_has_a_target(
+    size: int, seconds: float, verdict: str
+) -> None:
+    """Where there are as many as are announced; torchft's best stands beside it."""
+    found = {"aiockpt, fresh": series("x", seconds)}
+    (alone,) = rows_of_many(shape_of("100k", size), found)
+    found |= {f"torchft, {n}": series(f"torchft, {n}", n) for n in (9.0, 8.0)}
+    (row,) = rows_of_many(shape_of("100k", size), found)
+    assert (alone.reference, row.reference) == ("", "torchft, 8.0")
+    assert (alone.verdict, row.verdict) == (verdict, verdict)
+    assert list(rows_of_many(shape_of("1m", size), found)) == []
 
 
 def test_memory_has_ceilings() -> None:

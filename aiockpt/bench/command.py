@@ -30,6 +30,7 @@ from aiockpt.bench.rows import (
     rows_of_cost,
     rows_of_footprint,
     rows_of_group,
+    rows_of_many,
     rows_of_same_host,
     rows_of_speed,
     rows_of_ticker,
@@ -180,6 +181,7 @@ def _over_http(
     footprint = measure_footprint(sender, shape, plan.size, rival=plan.rival)
     rows = [
         *rows_of_speed(shape, found),
+        *rows_of_many(shape, found),
         *rows_of_both(shape, found),
         *rows_of_same_host(shape, found),
         *rows_of_cost(shape, found),

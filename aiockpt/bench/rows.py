@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from aiockpt.bench.footprint import Footprint
 from aiockpt.bench.memory import FRESH, TOUCHED
-from aiockpt.bench.shapes import Shape
+from aiockpt.bench.shapes import MANY, Shape
 from aiockpt.bench.statistics import Series, best, percentile
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "rows_of_cost",
     "rows_of_footprint",
     "rows_of_group",
+    "rows_of_many",
     "rows_of_same_host",
     "rows_of_speed",
     "rows_of_ticker",
@@ -42,6 +43,7 @@ BESIDE = "memcpy beside them"
 BOTH = "aiockpt, sent and received"
 _OF_SLOWEST_STAGE = 0.8  # the time may be 1.25 times as long
 _TIMES_RAW_CPU = 1.1
+_MAX_MANY = 0.35  # s
 _MAX_SHARED = 50.0  # ms
 _OF_MEMCPY_IN_PLACE = 0.7
 _MAX_LAG = 20.0  # ms
@@ -140,6 +142,21 @@ def rows_of_speed(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:
     ):
         if reference is not None:
             yield _speed(shape, what, ours, reference, target)
+
+
+def rows_of_many(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:
+    """Yield how long many small tensors take, which no bytes per second tell."""
+    rival = best(found, "torchft")
+    if not shape.is_large:
+        yield Row(
+            what="time of a receive into fresh memory",
+            shape=str(shape),
+            value=found["aiockpt, fresh"].seconds,
+            unit="s",
+            reference=rival.name if rival else "",
+            reference_value=rival.seconds if rival else None,
+            at_most=_MAX_MANY if shape.count == MANY else None,
+        )
 
 
 def rows_of_group(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:

@@ -11,8 +11,18 @@ import torch
 
 from aiockpt.memory import view_of_address
 
-__all__ = ["SHAPES", "Shape", "bytes_of", "cut", "looks_right", "numbered", "shape_of"]
+__all__ = [
+    "MANY",
+    "SHAPES",
+    "Shape",
+    "bytes_of",
+    "cut",
+    "looks_right",
+    "numbered",
+    "shape_of",
+]
 
+MANY = 100_000
 SHAPES = ("1m", "256m", "one", "100k")
 """Tensors of 1 MiB; of 256 MiB; one tensor; 100,000 tensors of 4 KiB."""
 
@@ -50,7 +60,7 @@ def shape_of(key: str, size: int) -> Shape:
     Where 100,000 tensors would be more than half of ``size``, they are fewer.
     """
     if key == "100k":
-        return Shape(key, max(min(100_000, size // (8 * _KIB)), 1), 4 * _KIB)
+        return Shape(key, max(min(MANY, size // (8 * _KIB)), 1), 4 * _KIB)
     wanted = {"1m": _MIB, "256m": 256 * _MIB, "one": size}[key]
     each = min(wanted, size) // 8 * 8
     return Shape(key, size // each, each)
