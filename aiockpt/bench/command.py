@@ -25,6 +25,8 @@ from aiockpt.bench.process import BenchError, Worker
 from aiockpt.bench.report import Report, as_json, as_markdown, as_text
 from aiockpt.bench.rival import is_installed
 from aiockpt.bench.rows import (
+    MAX_LAG,
+    MAX_LAG_PG,
     Row,
     rows_of_both,
     rows_of_cost,
@@ -185,6 +187,7 @@ def _over_http(
         *rows_of_both(shape, found),
         *rows_of_same_host(shape, found),
         *rows_of_cost(shape, found),
+        *rows_of_ticker(shape, found, MAX_LAG),
     ]
     _add(report, shape, found, rows, footprint)
 
@@ -196,7 +199,11 @@ def _over_group(
     found = measure_group_shape(pair, plan, partial(_note, shape))
     _note(shape, "memory")
     footprint = measure_group_footprint(sender, shape, plan.size, rival=plan.rival)
-    _add(report, shape, found, rows_of_group(shape, found), footprint)
+    rows = [
+        *rows_of_group(shape, found),
+        *rows_of_ticker(shape, found, MAX_LAG_PG),
+    ]
+    _add(report, shape, found, rows, footprint)
 
 
 def _add(
@@ -209,7 +216,6 @@ def _add(
     report.series[shape] = found
     report.rows += rows
     report.rows += rows_of_footprint(shape, footprint)
-    report.rows += rows_of_ticker(shape, found)
 
 
 def _note(shape: Shape, text: str) -> None:
