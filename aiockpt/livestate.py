@@ -2,7 +2,8 @@
 
 For those who wait until everything is written, and let nobody mutate the state dict
 meanwhile. What lies in host memory is digested and written where it lies. What a device
-holds, or what is copied element by element, is staged a block ahead of the writing.
+holds, or what is copied element by element, is staged a block ahead of the writing. A
+thread of its own digests a block while it is written.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Final, Self
 
 from aiockpt._copy import CopyPlan
 from aiockpt._device import Event, PortFor, port_for
+from aiockpt._follower import Follower
 from aiockpt.errors import AiockptError, StagingError
 from aiockpt.flatten import describe
 from aiockpt.memory import Arena, ArenaPool
@@ -61,6 +63,7 @@ class LiveState:
         self.segment_bytes = found.segment_bytes
         self._grid = ChunkGrid(found.segment_bytes, chunk_bytes)
         self._digester = Digester(self._grid, unknown=UNSEALED)
+        self._digesting = Follower("aiockpt-digest")
         self.header_bytes = self.seal().header_bytes
         away = any(
             ports(device) for device in {t.device for t in found.backings.tensors}
@@ -92,6 +95,7 @@ class LiveState:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._digesting.close()
         self._plan.drain()
         if self._pool is not None:
             self._pool.give_back(self._arena)
@@ -102,14 +106,17 @@ class LiveState:
         return f"<LiveState step={self._step} bytes={self.segment_bytes}>"
 
     def views(self, start: int, stop: int) -> list[memoryview]:
-        """Return ``[start, stop)``, staged and digested."""
+        """Return ``[start, stop)``, staged; it is being digested."""
         if self._pool is not None:
             with self._copying():
                 self._stage(start, stop)
-        return self._digester.views(start, stop, self._memory.buffers)
+        buffers = self._memory.buffers
+        self._digesting.call(self._digester.views, start, stop, buffers)
+        return buffers(start, stop)
 
     def seal(self) -> Manifest:
         """Return the manifest; before all bytes were asked for, it has no digests."""
+        self._digesting.wait()
         return build_manifest(
             step=self._step,
             chunk_bytes=self._grid.chunk_bytes,
