@@ -49,6 +49,11 @@ class Lane:
         """Return how long it needs for so many bytes."""
         return nbytes / self.rate if self.rate else _UNKNOWN
 
+    def learn(self, nbytes: int, seconds: float) -> None:
+        """Note how long a run took; a short one tells little, but more than none."""
+        if nbytes >= _TELLING or not self.rate:
+            self.rate = nbytes / max(seconds, 1e-6)
+
 
 @dataclass(eq=False, slots=True)
 class Hand:
@@ -132,8 +137,7 @@ class Board:
             lane.reliefs += hand.relieved
         else:
             lane.reliefs = 0
-            if hand.size >= _TELLING or not lane.rate:
-                lane.rate = hand.size / max(now - hand.started, 1e-6)
+            lane.learn(hand.size, now - hand.started)
         return hand.size - lost, come
 
     def slow_hand(self, lane: Lane, now: float) -> Hand | None:

@@ -13,6 +13,7 @@ from aiockpt.errors import AiockptError, StepNotFoundError
 from aiockpt.http.exchange import ClientConfig, Port
 from aiockpt.http.fetching import ChunkFetch, OnProgress, Prepare, Target
 from aiockpt.http.following import AHEAD, Following, SealRequest
+from aiockpt.http.hedging import Hedging
 from aiockpt.http.latest import LatestInfo, ask_latest
 from aiockpt.http.manifests import NOTHING, ManifestRequest, Run, Wishes
 from aiockpt.http.retrying import OnRetry, Patience, Retrier, backoff, persist
@@ -164,7 +165,8 @@ class CheckpointClient:
             prepare=prepare,
         )
         workers = self._config.max_concurrency
-        await fetch.run(plan(outline, chunks, workers=workers), workers=workers)
+        runs = plan(outline, chunks, workers=workers)
+        await Hedging(fetch).run(runs, workers=workers)
 
     async def follow(
         self,

@@ -146,12 +146,21 @@ class Port:
         raise ClosedError("the client")
 
     async def receive(
-        self, exchange: Exchange, answer: ClientResponse, watch: Watch, filler: Filler
+        self,
+        exchange: Exchange,
+        answer: ClientResponse,
+        watch: Watch,
+        filler: Filler,
+        *,
+        fast: bool,
     ) -> None:
-        """Receive the answer's whole body into ``filler``; count what has come."""
+        """Receive all that is left of the answer into ``filler``; count what came.
+
+        ``fast`` lets it go straight there, where that is possible.
+        """
         watch.filler = filler
         try:
-            await receive(answer, filler, direct=self._config.fast_path)
+            await receive(answer, filler, direct=fast and self._config.fast_path)
         finally:
             exchange.received += filler.filled
 

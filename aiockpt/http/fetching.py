@@ -1,4 +1,4 @@
-"""Fetches chunks: bounded parallel ranges, resumed, verified, straight into memory.
+"""Fetches chunks: ranges, resumed, verified, straight into memory.
 
 ``fetch_chunk`` and ``verify_chunk`` of a receive happen here. A chunk is done when its
 digest is that of the manifest; bytes of another snapshot never meet those of this one,
@@ -8,21 +8,21 @@ because every request says ``If-Match``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from http import HTTPStatus
 from typing import Protocol
 
-from aiohttp import hdrs
+from aiohttp import ClientResponse, hdrs
 
-from aiockpt._tasks import together
 from aiockpt.errors import CheckpointChangedError, RemoteProtocolError
 from aiockpt.http.exchange import Port, length_of
 from aiockpt.http.filler import Filler
 from aiockpt.http.retrying import OnRetry, Patience, Retrier, persist
 from aiockpt.http.stretch import Part, Stretch
 from aiockpt.http.translating import Exchange, naming
+from aiockpt.http.watching import Watch
 from aiockpt.wire.chunks import format_range, parse_content_range
 from aiockpt.wire.http import (
     Resource,
@@ -36,7 +36,7 @@ from aiockpt.wire.http import (
 from aiockpt.wire.manifest import Outline
 from aiockpt.wire.unsealed import UNSEALED_HEADER
 
-__all__ = ["ChunkFetch", "OnProgress", "Prepare", "Target", "check_part"]
+__all__ = ["Body", "ChunkFetch", "OnProgress", "Prepare", "Target", "check_part"]
 
 _NOT_YET = 0.05  # seconds
 
@@ -87,22 +87,6 @@ class ChunkFetch:
     patience: Patience
     held: float = 0.0
 
-    async def run(self, runs: Sequence[Sequence[Part]], *, workers: int) -> None:
-        """Fetch all chunks, by at most ``workers`` requests at a time.
-
-        The first chunk that fails for good cancels the others.
-        """
-        queue = iter(runs)
-        work = partial(self._work, queue)
-        await together([work] * min(workers, len(runs)))
-        assert next(queue, None) is None, "a chunk was left out"
-
-    async def _work(self, queue: Iterator[Sequence[Part]]) -> None:
-        for parts in queue:
-            stretch = Stretch(parts, on_verified=partial(self.on_progress, 0, 1))
-            await self.have_ready(parts)
-            await self.fetch(stretch, Retrier(self.patience))
-
     async def have_ready(self, parts: Sequence[Part]) -> None:
         """Prepare the memory of consecutive chunks."""
         if self.prepare is not None:
@@ -113,6 +97,27 @@ class ChunkFetch:
         attempt = _Attempt(self, stretch)
         await persist(attempt, retrier, self.on_retry, pause=self.port.pause)
 
+    @asynccontextmanager
+    async def ask(self, stretch: Stretch) -> AsyncIterator[Body | None]:
+        """Ask for as much of a stretch as one request can bring.
+
+        Gives None if the peer has not staged it yet. If cancelled, or if the block
+        does not receive the body, the connection is closed.
+        """
+        start, stop = stretch.position, stretch.stop
+        exchange = self._exchange(start, stop)
+        stretch.place(exchange)
+        head = self.outline.header_bytes
+        wanted = (head + start, head + stop, self.outline.total_bytes)
+        async with self.port.open(exchange, self.count) as (answer, watch):
+            if answer.status == HTTPStatus.NO_CONTENT:
+                yield None
+                return
+            check_part(answer.headers, wanted, exchange)
+            if length_of(answer, exchange.url) != stop - start:
+                raise RemoteProtocolError(f"{exchange.url} contradicts itself")
+            yield Body(self, stretch, exchange, answer, watch, start, stop)
+
     def count(self, new: int) -> None:
         """Note bytes that have arrived."""
         self.patience.heard(asyncio.get_running_loop().time())
@@ -122,6 +127,70 @@ class ChunkFetch:
         """Note that the peer lives, and has not what it was asked for."""
         self.patience.heard(asyncio.get_running_loop().time())
         await self.port.pause(_NOT_YET)  # it should have waited itself, and need not
+
+    def _exchange(self, start: int, stop: int) -> Exchange:
+        outline, held = self.outline, self.held
+        step, snapshot_id = outline.step, outline.snapshot_id
+        head = outline.header_bytes
+        headers = {
+            hdrs.RANGE: format_range(head + start, head + stop),
+            hdrs.IF_MATCH: format_etag(snapshot_id),
+            "Prefer": format_prefer_wait(held or self._wait()),
+        }
+        if held:
+            headers[UNSEALED_HEADER] = snapshot_id
+        return Exchange(
+            source=self.source,
+            path=format_resource(Resource(ResourceKind.FULL, step)),
+            headers=headers,
+            status=HTTPStatus.PARTIAL_CONTENT,
+            step=step,
+            snapshot_id=snapshot_id,
+            allowance=held,
+            may_be_empty=bool(held),
+        )
+
+    def _wait(self) -> float:
+        # A peer that has just come back may not have published again yet.
+        patience = self.patience
+        return min(patience.reconnect_timeout, patience.stall_timeout / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """An answer of which ``[start, stop)`` of the data segment is still to come."""
+
+    fetch: ChunkFetch
+    stretch: Stretch
+    exchange: Exchange
+    answer: ClientResponse
+    watch: Watch
+    start: int
+    stop: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether it still is what the stretch lacks, or its beginning came since."""
+        stretch = self.stretch
+        return self.stop == stretch.stop and self.start <= stretch.position
+
+    async def receive(self, ahead: bytes = b"") -> None:
+        """Receive what the stretch lacks, of which ``ahead`` has been read already.
+
+        Where that is something, the rest comes the portable way: the other mover
+        wants to be the first.
+        """
+        stretch, fetch = self.stretch, self.fetch
+        start = stretch.position
+        filler = Filler(fetch.target.buffers, start, self.stop, stretch.take)
+        filler.write(ahead)
+        port, fast = fetch.port, not ahead
+        try:
+            await port.receive(
+                self.exchange, self.answer, self.watch, filler, fast=fast
+            )
+        finally:
+            stretch.place(self.exchange)
 
 
 class _Attempt:
@@ -142,48 +211,8 @@ class _Attempt:
             raise error
 
     async def _receive(self) -> None:
-        fetch, stretch = self._fetch, self._stretch
-        start, stop = stretch.position, stretch.stop
-        exchange = self._exchange(start, stop)
-        head = fetch.outline.header_bytes
-        wanted = (head + start, head + stop, fetch.outline.total_bytes)
-        async with fetch.port.open(exchange, fetch.count) as (answer, watch):
-            if answer.status == HTTPStatus.NO_CONTENT:
-                await fetch.not_yet()
-                return
-            check_part(answer.headers, wanted, exchange)
-            if length_of(answer, exchange.url) != stop - start:
-                raise RemoteProtocolError(f"{exchange.url} contradicts itself")
-            filler = Filler(fetch.target.buffers, start, stop, stretch.take)
-            try:
-                await fetch.port.receive(exchange, answer, watch, filler)
-            finally:
-                stretch.place(exchange)
-
-    def _exchange(self, start: int, stop: int) -> Exchange:
-        outline, held = self._fetch.outline, self._fetch.held
-        step, snapshot_id = outline.step, outline.snapshot_id
-        head = outline.header_bytes
-        headers = {
-            hdrs.RANGE: format_range(head + start, head + stop),
-            hdrs.IF_MATCH: format_etag(snapshot_id),
-            "Prefer": format_prefer_wait(held or self._patience()),
-        }
-        if held:
-            headers[UNSEALED_HEADER] = snapshot_id
-        return Exchange(
-            source=self._fetch.source,
-            path=format_resource(Resource(ResourceKind.FULL, step)),
-            headers=headers,
-            status=HTTPStatus.PARTIAL_CONTENT,
-            step=step,
-            snapshot_id=snapshot_id,
-            chunk=self._stretch.chunk,
-            allowance=held,
-            may_be_empty=bool(held),
-        )
-
-    def _patience(self) -> float:
-        # A peer that has just come back may not have published again yet.
-        patience = self._fetch.patience
-        return min(patience.reconnect_timeout, patience.stall_timeout / 2)
+        async with self._fetch.ask(self._stretch) as body:
+            if body is None:
+                await self._fetch.not_yet()
+            else:
+                await body.receive()

@@ -111,7 +111,7 @@ class Following:
         Raises:
             PeerFailedError: the peer could not stage it.
             StepNotFoundError: the peer has withdrawn it.
-            AiockptError: as `ChunkFetch.run`.
+            AiockptError: as `CheckpointClient.fetch_chunks`.
         """
         queue = iter(runs)
         work = partial(self._work, queue)

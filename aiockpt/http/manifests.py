@@ -183,7 +183,7 @@ async def download_header(
         memory = room_for(exchange.expected)
         view = memoryview(memory)
         filler = Filler(lambda a, b: [view[a:b]], 0, exchange.expected)
-        await port.receive(exchange, answer, watch, filler)
+        await port.receive(exchange, answer, watch, filler, fast=True)
     return memory
 
 

@@ -85,11 +85,16 @@ class Patience:
 
 @dataclass(slots=True)
 class Retrier:
-    """The attempts at one request."""
+    """The attempts at one request.
+
+    Attributes:
+        due: When the next one begins, in loop time, where there was one.
+    """
 
     patience: Patience
     failures: int = 0
     bad_answers: int = 0
+    due: float = 0.0
 
     def delay_after(
         self, error: AiockptError, *, started: float, now: float
@@ -145,4 +150,5 @@ async def persist(
             if delay is None:
                 raise
             on_retry(error)
+        retrier.due = loop.time() + delay
         await pause(delay)
