@@ -26,6 +26,7 @@ from aiockpt.checkpointers.builder import (
 )
 from aiockpt.checkpointers.config import (
     CheckpointerConfig,
+    CheckpointProcessConfig,
     CheckpointWriterConfig,
     RankInfo,
 )
@@ -47,7 +48,7 @@ class Saver:
         self._place = Path()
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._state: dict[str, torch.Tensor] = {}
-        self._ours: Any = None
+        self._ours: dict[int, Any] = {}  # by the niceness of their processes
 
     async def prepare(self, key: str, size: int, place: str) -> None:
         """Build the state dict; save in ``place``."""
@@ -62,9 +63,9 @@ class Saver:
         self._state, self._flat = {}, torch.empty(0, dtype=torch.uint8)
 
     async def _close_ours(self) -> None:
-        ours, self._ours = self._ours, None
-        if ours is not None:
-            await ours.close()
+        ours, self._ours = self._ours, {}
+        for each in ours.values():
+            await each.close()
 
     # -------------------------------------------------------------- references
 
@@ -95,10 +96,10 @@ class Saver:
             seconds = time.perf_counter() - started
         return self._cleaned({"staged": staged, "seconds": seconds})
 
-    async def spin_beside(self) -> Figures:
+    async def spin_beside(self, *, nice: int) -> Figures:
         """Compute in plain Python while a save is written; what that costs, in %."""
         usual = await _spin(_for(_SPIN))
-        async with self._checkpointer(first=False) as ours:
+        async with self._checkpointer(first=False, nice=nice) as ours:
             self._settle()
             handle = await ours.save(self._state, self._place / "step-1")
             beside = await _spin(lambda: not handle.done())
@@ -199,19 +200,24 @@ class Saver:
         return found
 
     @asynccontextmanager
-    async def _checkpointer(self, *, first: bool) -> AsyncIterator[Any]:
+    async def _checkpointer(self, *, first: bool, nice: int = 0) -> AsyncIterator[Any]:
         """Give a checkpointer that has never saved, or one that has, twice."""
         if first:
-            async with make_async_checkpointer(rank_info=RankInfo(0, 1)) as new:
+            async with _checkpointer(nice) as new:
                 await _ready(new)
                 yield new
             return
-        if self._ours is None:
-            self._ours = make_async_checkpointer(rank_info=RankInfo(0, 1))
-            await _ready(self._ours)
-            await (await self._ours.save(self._state, self._place / "warm")).written()
+        if nice not in self._ours:
+            ours = self._ours[nice] = _checkpointer(nice)
+            await _ready(ours)
+            await (await ours.save(self._state, self._place / "warm")).written()
             clean(self._place)
-        yield self._ours
+        yield self._ours[nice]
+
+
+def _checkpointer(nice: int) -> Any:
+    config = CheckpointerConfig(process_config=CheckpointProcessConfig(nice=nice))
+    return make_async_checkpointer(config, RankInfo(0, 1))
 
 
 async def _ready(checkpointer: Any) -> None:
