@@ -73,9 +73,14 @@ class Journal:
 
     async def child(self) -> str:
         """Wait for what the loop does."""
-        done = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(0.001, done.set_result, "done")
+        done = loop.create_future()
+
+        def finish() -> None:
+            if not done.done():  # it may be cancelled, and this task not know it yet
+                done.set_result("done")
+
+        timer = loop.call_later(0.001, finish)
         try:
             return str(await done)
         except OSError as error:
