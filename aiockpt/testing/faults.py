@@ -148,7 +148,13 @@ class FaultProxy:
             self._serve(Pipe(reader, writer, self._counts), fault)
         )
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not writer.is_closing():  # it was cut before it had begun
+                writer.transport.abort()
+
+        task.add_done_callback(ended)
 
     async def _serve(self, pipe: Pipe, fault: Fault) -> None:
         # Everything ends a connection by an exception: the cut, a peer that went.
