@@ -43,12 +43,22 @@ class Life:
         (done,) = self.events("done")
         return str(done["digest"])
 
-    def await_done(self) -> None:
+    def has_trained(self) -> bool:
         """Wait until it has trained to the end, or has ended otherwise."""
         deadline = time.monotonic() + SECONDS
         while self.process.poll() is None and '"done"' not in self.output.read_text():
-            assert time.monotonic() < deadline, self.log.read_text()[-3000:]
+            if time.monotonic() > deadline:
+                return False
             time.sleep(0.05)
+        return True
+
+    def account(self) -> str:
+        """Return what it told, what it logged last, and where its threads are."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGUSR1)
+            time.sleep(1)  # it writes where its threads are
+        told, log = self.output.read_text()[-2000:], self.log.read_text()[-6000:]
+        return f"{self.output.name}, {self.process.returncode}:\n{told}\n{log}"
 
     def let_go(self) -> None:
         """Allow it to end."""
@@ -141,7 +151,7 @@ class Job:
         """
         last = [lives[-1] for _, lives in sorted(self.lives.items())]
         for life in last:
-            life.await_done()
+            assert life.has_trained(), "\n".join(each.account() for each in self.all())
         for life in last:
             life.let_go()
         for life in last:

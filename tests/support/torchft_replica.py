@@ -7,6 +7,7 @@ happens as JSON, line by line. ``lighthouse N`` runs torchft's lighthouse instea
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import hashlib
 import json
 import os
@@ -288,7 +289,9 @@ class Rank:
             rank=options.rank,
             world_size=options.ranks,
             lighthouse_addr=options.lighthouse,
-            use_async_quorum=options.async_quorum,
+            # state_dict() of FSDP2 shards the parameters anew: never beside a forward
+            # pass, which is where an asynchronous quorum calls it.
+            use_async_quorum=options.async_quorum and options.ranks == 1,
             timeout=timedelta(seconds=options.timeout),
             quorum_timeout=timedelta(seconds=40),
             checkpoint_transport=self.transport,
@@ -388,6 +391,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "lighthouse":
         lighthouse(int(sys.argv[2]))
     else:
+        faulthandler.register(signal.SIGUSR1)  # tells where all threads are
         asked = Options(**json.loads(sys.argv[1]))
         made = store_of(asked)
         Rank(asked, made).train()
