@@ -23,6 +23,8 @@ from aiockpt import HTTPTransport
         ("reconnect_timeout", -1),
         ("grace", -0.5),
         ("timeout", -1),
+        ("server_nice", -1),
+        ("server_nice", 20),
         ("token", ""),
         ("token", "two words"),
     ],

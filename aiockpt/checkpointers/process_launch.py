@@ -154,8 +154,9 @@ class Child:
             [program, *flags, "-c", _CODE, str(there), *map(str, sys.path)],
             stdin=subprocess.DEVNULL,
             pass_fds=(there, *inherited),
-            # A Ctrl-C, or whatever ends the trainer's group, is not for it.
-            start_new_session=True,
+            # A Ctrl-C, or whatever ends the trainer's group, is not for it. But in a
+            # session of its own its niceness would not count (autogroups).
+            process_group=0,
         )
         self._theirs.close()  # or its end would not be noticed
         with suppress(OSError, AttributeError):  # an old kernel: the socket tells too

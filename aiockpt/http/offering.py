@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Protocol
 
@@ -51,29 +50,42 @@ class Announces(Protocol):
         """Take away what was announced last; see `Shelf.lose`."""
 
 
+class Serves(Protocol):
+    """An endpoint, as far as an offer needs it."""
+
+    @property
+    def shelf(self) -> Offers:
+        """Where it is published."""
+
+    @property
+    def early(self) -> Announces | None:
+        """Where it is announced before it is whole, if that can be."""
+
+    async def start(self) -> None:
+        """Serve what is on the shelf."""
+
+
 class Offering:
     """Stages and publishes one checkpoint at a time; the last one wins.
 
     A withdrawal wins over every call that began before it: it does not wait for their
-    staging, and what they have staged by then is not published. ``start`` is awaited
-    by each offer, so that it, too, is withdrawn meanwhile, or told of when it fails.
-    With ``early``, receivers read what is being staged, if that makes sense.
+    staging, and what they have staged by then is not published. Each offer starts the
+    endpoint, so that it, too, is withdrawn meanwhile, or told of when that fails.
+    Receivers read what is being staged, if that makes sense and the endpoint can.
     """
 
     def __init__(
         self,
         stager: Stager,
-        shelf: Offers,
+        endpoint: Serves,
         *,
-        start: Callable[[], Awaitable[None]],
         grace: float,
-        early: Announces | None = None,
     ) -> None:
         require(grace=grace)
         self._stager = stager
-        self._start = start
-        self._shelf = shelf
-        self._early = early if stager.can_be_followed else None
+        self._start = endpoint.start
+        self._shelf = endpoint.shelf
+        self._early = endpoint.early if stager.can_be_followed else None
         self._grace = grace
         self._turn = anyio.Lock()
         self._offered: Snapshot | None = None

@@ -14,7 +14,7 @@ from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
 from aiockpt._lifetime import Lifetime
 from aiockpt._warm import WarmArena
-from aiockpt.http.apart.endpoint import ApartEndpoint, check_server
+from aiockpt.http.apart.endpoint import ApartEndpoint, ApartOptions, check_server
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
 from aiockpt.http.endpoint import Endpoint, EndpointConfig
@@ -81,12 +81,14 @@ class HTTPTransport(Receiver[T]):
         keep_arena: Keep the memory of one receive for the next one, once none of its
             tensors lives: what was touched before is faster to receive into.
         server: ``"process"`` serves from a process of its own, which a busy trainer
-            cannot slow down, nor it the trainer: staging is all that is paid here. It
-            is started with the transport, replaced if it dies, and serves from the
-            memory that was staged into. Without ``ssl_context`` and ``zero_copy`` only.
+            cannot slow down, nor it the trainer. It is started with the transport,
+            replaced if it dies, and serves from the memory that was staged into.
+            Without ``ssl_context`` and ``zero_copy`` only.
         keep_last: Seconds for which that process outlives a trainer that dies, after
             its last request, so that a successor can fetch what was offered last from
             the same URL. An orderly end ends it at once.
+        server_nice: Added to its niceness: 19 for what the trainer leaves of the cores,
+            0 for as much as any other thread has.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class HTTPTransport(Receiver[T]):
         keep_arena: bool = False,
         server: Literal["loop", "process"] = "loop",
         keep_last: float = 0.0,
+        server_nice: int = 19,
     ) -> None:
         self._timeout, self._limits = seconds(timeout), limits
         self._same_host, lends = same_host, bool(same_host) and CAN_LEND
@@ -138,10 +141,9 @@ class HTTPTransport(Receiver[T]):
             manifest_key=security.key,
         )
         self._endpoint: Endpoint | ApartEndpoint
-        if check_server(server, zero_copy=zero_copy, keep_last=keep_last):
-            self._endpoint = ApartEndpoint(
-                config, self._bridge, keep_last=keep_last, lends=lends
-            )
+        apart = ApartOptions(keep_last, server_nice, lends)
+        if check_server(server, apart, zero_copy=zero_copy):
+            self._endpoint = ApartEndpoint(config, self._bridge, apart)
         else:
             self._endpoint = Endpoint(config, self._bridge if lends else None)
         stager = Stager(
@@ -153,14 +155,7 @@ class HTTPTransport(Receiver[T]):
             limits=limits,
             options=StagerOptions(shared=lends or server == "process"),
         )
-        endpoint = self._endpoint
-        self._offering = Offering(
-            stager,
-            endpoint.shelf,
-            start=endpoint.start,
-            grace=grace,
-            early=endpoint.early,
-        )
+        self._offering = Offering(stager, self._endpoint, grace=grace)
         self._client = CheckpointClient(
             ClientConfig(
                 max_concurrency=num_chunks or max_concurrency,

@@ -45,6 +45,7 @@ class HTTPOptions(TypedDict, total=False):
     keep_arena: bool
     server: Literal["loop", "process"]
     keep_last: float
+    server_nice: int
 
 
 class HTTPTransport(Adapter[T]):

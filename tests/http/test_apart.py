@@ -83,6 +83,17 @@ class TestServing:
             assert "memfd:aiockpt" in mapped
             assert "libtorch" not in mapped
 
+    @pytest.mark.parametrize("nice", [0, 7])
+    async def test_it_is_as_nice_as_it_is_told(self, nice: int) -> None:
+        """In this session, in which alone that counts, and in a group of its own."""
+        async with apart(server_nice=nice) as sender:
+            pid = process_of(sender).pid
+            mine = os.getpriority(os.PRIO_PROCESS, 0)
+            expected = min(mine + nice, 19)
+            assert os.getpriority(os.PRIO_PROCESS, pid) == expected
+            assert os.getsid(pid) == os.getsid(0)
+            assert os.getpgid(pid) == pid
+
     async def test_it_answers_while_the_trainers_loop_does_not(self) -> None:
         """A receiver in a process of its own is served while the loop is blocked."""
         async with apart() as sender:

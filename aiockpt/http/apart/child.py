@@ -141,6 +141,7 @@ class Serving:
 
     async def _set_up(self, setup: Setup, fds: list[int]) -> None:
         self._setup = setup
+        os.nice(setup.nice)  # of this thread, and those that it starts
         self._forward(setup.levels)
         # A process that the trainer has forked holds the channel open after its death.
         with suppress(OSError, AttributeError):

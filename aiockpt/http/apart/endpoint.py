@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass
 
 import anyio
 
@@ -13,11 +14,27 @@ from aiockpt.http.apart.messages import Setup
 from aiockpt.http.apart.remote import RemoteShelf
 from aiockpt.http.endpoint import PREFIX, Address, EndpointConfig
 from aiockpt.http.handlers import CheckpointService, ServerStatistics
-from aiockpt.http.options import require
+from aiockpt.http.options import require, require_type
 
-__all__ = ["ApartEndpoint", "check_server"]
+__all__ = ["ApartEndpoint", "ApartOptions", "check_server"]
 
+_NICEST = 19  # who has it gets what others leave
 _LOGGERS = ("aiockpt", "aiockpt.audit", "aiockpt.http")
+
+
+@dataclass(frozen=True, slots=True)
+class ApartOptions:
+    """What is asked of a process that serves.
+
+    Attributes:
+        keep_last: Seconds for which it outlives the trainer.
+        nice: Added to its niceness.
+        lends: Whether processes of this host may take the memory itself.
+    """
+
+    keep_last: float
+    nice: int
+    lends: bool
 
 
 class ApartEndpoint:
@@ -26,25 +43,24 @@ class ApartEndpoint:
     Args:
         config: As for an endpoint in this process, but without TLS.
         bridge: Where the process is launched.
-        keep_last: Seconds for which the process outlives this one.
-        lends: Whether processes of this host may take the memory itself.
+        options: What is asked of the process.
 
     Raises:
         LocalProtocolError: there is a ``ssl_context``, which cannot leave its process.
     """
 
     def __init__(
-        self, config: EndpointConfig, bridge: Bridge, *, keep_last: float, lends: bool
+        self, config: EndpointConfig, bridge: Bridge, options: ApartOptions
     ) -> None:
         if config.ssl_context is not None:
             raise LocalProtocolError(
                 "an ssl_context cannot be handed to the process that serves: take "
                 'server="loop", or have a proxy speak TLS'
             )
-        self.shelf = RemoteShelf(bridge, self._setup, lends=lends)
+        self.shelf = RemoteShelf(bridge, self._setup, lends=options.lends)
         self.early = None  # what is staged is handed over when it is sealed
         self._address = Address(config)
-        self._keep_last, self._lends = keep_last, lends
+        self._options = options
         self._turn = anyio.Lock()
 
     def __repr__(self) -> str:
@@ -96,24 +112,31 @@ class ApartEndpoint:
     def _setup(self) -> Setup:
         return Setup(
             trainer=os.getpid(),
-            keep_last=self._keep_last,
-            lends=self._lends,
+            keep_last=self._options.keep_last,
+            nice=self._options.nice,
+            lends=self._options.lends,
             levels={n: logging.getLogger(n).getEffectiveLevel() for n in _LOGGERS},
             config=self._address.config.for_server(PREFIX),
         )
 
 
-def check_server(server: str, *, zero_copy: bool, keep_last: float) -> bool:
+def check_server(server: str, options: ApartOptions, *, zero_copy: bool) -> bool:
     """Return whether a process of its own serves.
 
     Raises:
-        ValueError: there is no such kind of server; or ``keep_last`` is negative.
+        ValueError: there is no such kind of server; or an option is out of its range.
+        TypeError: a niceness that is no integer.
         LocalProtocolError: what was asked for does not go together.
     """
-    require(keep_last=keep_last)
+    require(keep_last=options.keep_last)
+    require_type(int, server_nice=options.nice)
+    if not 0 <= options.nice <= _NICEST:
+        raise ValueError(
+            f"server_nice must be between 0 and {_NICEST}, got {options.nice}"
+        )
     if server not in ("loop", "process"):
         raise ValueError(f"server must be 'loop' or 'process', got {server!r}")
-    if server == "loop" and keep_last:
+    if server == "loop" and options.keep_last:
         raise LocalProtocolError('keep_last= needs server="process"')
     if server == "process" and zero_copy:
         raise LocalProtocolError(

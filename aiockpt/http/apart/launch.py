@@ -64,8 +64,9 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=(there,),
-            # A Ctrl-C, or whatever ends the trainer's group, is not for it.
-            start_new_session=True,
+            # A Ctrl-C, or whatever ends the trainer's group, is not for it. But in a
+            # session of its own its niceness would not count (autogroups).
+            process_group=0,
         )
 
     async def gone(self) -> None:

@@ -38,12 +38,14 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     """The first one, with the listening sockets.
 
     ``trainer`` is the process to outlive, by ``keep_last`` seconds after the last
-    reader. ``lends`` says whether processes of this host get the memory itself.
+    reader. ``nice`` is added to the niceness of whoever serves. ``lends`` says whether
+    processes of this host get the memory itself.
     ``levels`` are those of the trainer's loggers.
     """
 
     trainer: int
     keep_last: float
+    nice: int
     lends: bool
     levels: dict[str, int]
     config: ServerConfig
