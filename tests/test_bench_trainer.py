@@ -17,13 +17,14 @@ from aiockpt.bench.serving import (
     ELSEWHERE,
     LOOP,
     RAW,
+    Round,
     rows_of_serving,
     sample_of,
 )
 from aiockpt.bench.shapes import shape_of
 from aiockpt.bench.statistics import Sample, Series
 from aiockpt.bench.timed import Cost
-from aiockpt.bench.training import Training, progress, train_beside
+from aiockpt.bench.training import Moment, Training, progress, train_beside
 
 MIB = 1 << 20
 PATIENCE = 30.0
@@ -75,7 +76,7 @@ def test_steps_are_made_between_begin_and_end(monkeypatch: pytest.MonkeyPatch) -
     """By the thread that has nothing else to do, until the other one has ended."""
     stepped = Event()
     monkeypatch.setattr(training, "_step", stepped.set)
-    found: list[Sequence[float]] = []
+    found: list[Sequence[Moment]] = []
 
     def serve(loop: Training) -> None:
         found.append(loop.end())
@@ -93,10 +94,12 @@ def test_steps_are_made_between_begin_and_end(monkeypatch: pytest.MonkeyPatch) -
 
 def test_progress_counts_steps_of_the_time_that_is_asked_for() -> None:
     """The longest pause lies between steps, before the first or after the last."""
-    ends = [0.5, 1.5, 2.0, 2.5, 4.5]
-    assert progress(ends, 1.0, 3.0) == {"speed": 1.5, "stall": 0.5}
-    assert progress(ends, 2.5, 4.5) == {"speed": 1.0, "stall": 2.0}
-    assert progress([], 1.0, 3.0) == {"speed": 0.0, "stall": 2.0}
+    ends = [(0.5, 0.1), (1.5, 1.1), (2.0, 1.5), (2.5, 1.9), (4.5, 2.4)]
+    found = progress(ends, 1.0, 3.0)
+    assert found == {"speed": 1.5, "stall": 0.5, "waited": pytest.approx(0.2)}
+    found = progress(ends, 2.5, 4.5)
+    assert found == {"speed": 1.0, "stall": 2.0, "waited": pytest.approx(0.75)}
+    assert progress([], 1.0, 3.0) == {"speed": 0.0, "stall": 2.0, "waited": 1.0}
 
 
 def costs(*seconds: float) -> list[Cost]:
@@ -110,21 +113,27 @@ def costs(*seconds: float) -> list[Cost]:
 
 def test_what_is_lost_counts_against_the_loop_alone() -> None:
     """In percent, and in time per GB, pauses between receives included."""
-    beside = progress([0.5, 1.0, 4.0], 0.0, 6.0)
-    sample = sample_of(10**9, 1.0, costs(1.0, 1.0), beside, costs(2.0, 3.0))
-    assert sample.seconds == 2.5
+    beside = progress([(0.5, 0.5), (1.0, 1.0), (4.0, 1.9)], 0.0, 6.0)
+    again = progress([(0.5, 0.5), (1.0, 1.0)], 0.0, 2.0)
+    rounds = [
+        Round(1.0, beside, costs(2.0, 3.0)),
+        Round(1.25, again, costs(2.0)),
+    ]
+    sample = sample_of(10**9, costs(1.0, 1.0), rounds)
+    assert sample.seconds == pytest.approx(7 / 3)
     assert sample.figures == {
         "idle": 1.0,
-        "lost": 50.0,
+        "lost": pytest.approx(35.0),
+        "waited": pytest.approx(30.0),
         "stall": 3000.0,
-        "price": 1500.0,
+        "price": pytest.approx(1e3 * (0.5 * 6 + 0.2 * 2) / 3),
     }
 
 
 def series(name: str, lost: float, stall: float, *seconds: float) -> dict[str, Series]:
     """Return what serves a GB beside the loop, and while nothing trains."""
     beside, alone = seconds
-    figures = {"lost": lost, "stall": stall, "price": 10 * lost}
+    figures = {"lost": lost, "waited": lost, "stall": stall, "price": 10 * lost}
     sample = Sample(seconds=beside, figures=figures)
     return {
         name: Series(name, 10**9, [sample]),
@@ -132,6 +141,7 @@ def series(name: str, lost: float, stall: float, *seconds: float) -> dict[str, S
     }
 
 
+WAITED = "time without a core or the lock"
 BEYOND = "steps lost beyond those to an unrelated process"
 OTHERS = series(f"{RAW}, x2", 1.0, 5.0, 1.0, 0.8)
 OTHERS |= series(ELSEWHERE, 2.0, 6.0, 1.0, 0.5)
@@ -142,8 +152,8 @@ TORCHFT = series("torchft, num_chunks=0", 59.0, 775.0, 4.0, 2.0)
     ("lost", "stall", "seconds", "missed"),
     [
         (3.0, 10.0, 1.2, []),
-        (4.0, 10.0, 1.2, ["steps lost"]),
-        (5.5, 10.0, 1.2, ["steps lost", BEYOND]),
+        (4.0, 10.0, 1.2, ["steps lost", WAITED]),
+        (5.5, 10.0, 1.2, ["steps lost", WAITED, BEYOND]),
         (1.0, 11.0, 1.2, ["longest stall"]),
         (1.0, 1.0, 1.3, ["receive while it trains"]),
     ],

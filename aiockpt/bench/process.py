@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -11,13 +12,31 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-__all__ = ["BenchError", "Worker"]
+__all__ = ["BenchError", "Worker", "aside"]
 
 _PATIENCE = 30.0
+_ASIDE = (
+    "import os, sys; "
+    "os.sched_setaffinity(0, map(int, sys.argv[1].split(','))); "
+    "os.execv(sys.argv[2], sys.argv[2:])"
+)
 
 
 class BenchError(RuntimeError):
     """A worker could not do what it was asked."""
+
+
+def aside() -> Sequence[str]:
+    """Return a command that runs another one on all cores but the first.
+
+    Empty where there is one core, or the system does not let us choose.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return ()
+    others = sorted(os.sched_getaffinity(0))[1:]
+    if not others:
+        return ()
+    return (sys.executable, "-c", _ASIDE, ",".join(map(str, others)))
 
 
 class Worker:

@@ -103,6 +103,7 @@ class Saver:
             self._settle()
             handle = await ours.save(self._state, self._place / "step-1")
             beside = await _spin(lambda: not handle.done())
+        usual = _between(usual, await _spin(_for(_SPIN)))
         return self._cleaned({"seconds": 1.0, **_slowdown(usual, beside)})
 
     async def spin_beside_raw(self) -> Figures:
@@ -114,6 +115,7 @@ class Saver:
         writing = asyncio.create_task(self._bridge.run(write))
         beside = await _spin(lambda: not writing.done())
         await writing
+        usual = _between(usual, await _spin(_for(_SPIN)))
         return self._cleaned({"seconds": 1.0, **_slowdown(usual, beside)})
 
     async def save_rival(self, name: str) -> Figures:
@@ -130,6 +132,7 @@ class Saver:
             )
             beside = await _spin(lambda: not rival.done())
             found |= await self._bridge.run(rival.finish)
+            usual = _between(usual, await _spin(_for(_SPIN)))
             found |= _slowdown(usual, beside)
         finally:
             await self._bridge.run(rival.close)
@@ -230,10 +233,22 @@ def _for(seconds: float) -> Callable[[], bool]:
     return lambda: time.perf_counter() < until
 
 
+def _between(
+    before: tuple[float, float], after: tuple[float, float]
+) -> tuple[float, float]:
+    """Return the means: cores are faster at one moment than at another."""
+    return (before[0] + after[0]) / 2, (before[1] + after[1]) / 2
+
+
 def _slowdown(usual: tuple[float, float], beside: tuple[float, float]) -> Figures:
-    """Return in % how much slower it was, and how much of that is no lack of cores."""
+    """Return in % how much slower it was, and why.
+
+    ``interference`` is how much slower while it ran, and ``waited`` how much of the
+    time it did not run, since others had its core or its interpreter's lock.
+    """
     wall, cpu = (100 * (1 - b / u) for u, b in zip(usual, beside, strict=True))
-    return {"slowdown": wall, "interference": cpu}
+    waited = 100 * (1 - beside[0] / beside[1])
+    return {"slowdown": wall, "interference": cpu, "waited": max(waited, 0.0)}
 
 
 async def _spin(going: Callable[[], bool]) -> tuple[float, float]:

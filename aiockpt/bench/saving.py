@@ -47,6 +47,7 @@ _MAX_SLOWDOWN = 5.0  # percent
 _SLOWDOWNS = (
     ("slowdown of Python beside the write", "slowdown", _MAX_SLOWDOWN),
     ("the same per second of its core", "interference", _MAX_SLOWDOWN),
+    ("time without a core or the lock", "waited", _MAX_SLOWDOWN),
 )
 _MAX_QUICK = 20.0  # ms
 _MAX_DEATH = 100.0  # ms

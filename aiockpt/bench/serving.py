@@ -3,20 +3,21 @@
 A loop of plain Python in the process that serves is slowed down in two ways: by who
 takes its core, and by who has its interpreter's lock. Senders of another process do the
 first only, so what they cost it is the reference: the very same receive, and raw
-sockets.
+sockets. The receiver, which would be on another host, leaves one core alone.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from statistics import mean
 
 from aiockpt.bench.measuring import Pair, Plan
 from aiockpt.bench.memory import TOUCHED
-from aiockpt.bench.process import Worker
+from aiockpt.bench.process import Worker, aside
 from aiockpt.bench.rival import CHUNKS
 from aiockpt.bench.rounds import Candidate, Note, take_turns
 from aiockpt.bench.rows import Row
@@ -41,18 +42,44 @@ RAW = "raw sockets of another process"
 _RIVAL = "torchft"
 _ALONE = "nothing trains: "
 
-_TRAINED, _SERVED, _BOTH = 0.5, 1.0, 2.0
+_TRAINED, _SERVED, _BOTH = 0.4, 1.0, 0.5
 """Seconds in which only one of them happens, and in which both do, at least."""
+
+_ROUNDS = 4
+"""How often both happen in one measurement, between times of training alone: a core
+is faster at one moment than at the next."""
 
 _MAX_LOST = 3.0  # percent of the steps
 _FIGURES = (
     ("steps lost", "lost", "%", _MAX_LOST),
+    ("time without a core or the lock", "waited", "%", _MAX_LOST),
     ("longest stall", "stall", "ms", 10.0),
     ("training lost per GB served", "price", "ms", None),
 )
 """What is said of the loop, and what a server process may cost it at most."""
 
 _OF_IDLE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Some receives beside the loop.
+
+    Attributes:
+        usual: How many steps a second it makes alone, at about that time.
+        beside: How far it got meanwhile.
+        costs: The receives.
+    """
+
+    usual: float
+    beside: Progress
+    costs: Sequence[Cost]
+
+    @property
+    def lost(self) -> float:
+        """The share of its steps that it did not make."""
+        return 1 - self.beside["speed"] / self.usual
+
 
 _Offer = Callable[[], Mapping[str, object]]
 
@@ -113,15 +140,22 @@ class TrainerPair(Pair):
                 receive = partial(self.receiver.call, "repeat", what=what, **offer())
                 self.receiver.call("ready", touched=True)
                 receive(seconds=0)  # connections, threads and pages are no part of it
-                before, idle = self._train(_TRAINED), receive(seconds=_SERVED)
-                costs, beside = self._both(partial(receive, seconds=_BOTH))
-                usual = mean((before["speed"], self._train(_TRAINED)["speed"]))
+                idle = receive(seconds=_SERVED)
+                rounds = [*self._rounds(partial(receive, seconds=_BOTH))]
             finally:
                 self.sender.call("retract")
                 self._other.call("retract")
-            return sample_of(self.shape.nbytes, usual, idle, beside, costs)
+            return sample_of(self.shape.nbytes, idle, rounds)
 
         return run
+
+    def _rounds(self, receive: Callable[[], Sequence[Cost]]) -> Iterator[Round]:
+        before = self._train(_TRAINED)["speed"]
+        for _ in range(_ROUNDS):
+            costs, beside = self._both(receive)
+            after = self._train(_TRAINED)["speed"]
+            yield Round(mean((before, after)), beside, costs)
+            before = after
 
     def _train(self, seconds: float) -> Progress:
         self.sender.call("train")
@@ -148,35 +182,32 @@ def _window(costs: Sequence[Cost]) -> tuple[float, float]:
     return costs[0]["began"], costs[-1]["began"] + costs[-1]["seconds"]
 
 
-def sample_of(
-    nbytes: int,
-    usual: float,
-    idle: Sequence[Cost],
-    beside: Progress,
-    costs: Sequence[Cost],
-) -> Sample:
-    """Return the mean receive beside the loop, and what they cost each other.
-
-    ``usual`` is how many steps a second the loop makes when it is alone.
-    """
-    began, ended = _window(costs)
-    lost = 1 - beside["speed"] / usual
+def sample_of(nbytes: int, idle: Sequence[Cost], rounds: Sequence[Round]) -> Sample:
+    """Return the mean receive beside the loop, and what they cost each other."""
+    costs = [cost for each in rounds for cost in each.costs]
+    lost = sum(each.lost * _length(each.costs) for each in rounds)
     return Sample(
         seconds=mean(cost["seconds"] for cost in costs),
         figures={
             "idle": mean(cost["seconds"] for cost in idle),
-            "lost": 100 * lost,
-            "stall": 1e3 * beside["stall"],
-            "price": 1e3 * lost * (ended - began) / (len(costs) * nbytes / 1e9),
+            "lost": 100 * mean(each.lost for each in rounds),
+            "waited": 100 * mean(each.beside["waited"] for each in rounds),
+            "stall": 1e3 * max(each.beside["stall"] for each in rounds),
+            "price": 1e3 * lost / (len(costs) * nbytes / 1e9),
         },
     )
+
+
+def _length(costs: Sequence[Cost]) -> float:
+    began, ended = _window(costs)
+    return ended - began
 
 
 def measure_serving(shape: Shape, plan: Plan, note: Note) -> dict[str, Series]:
     """Measure everything in three processes, and those that serve for one of them."""
     with (
         Worker("trainer", apart=True) as trainer,
-        Worker("receiver", apart=True) as receiver,
+        Worker("receiver", aside(), apart=True) as receiver,
         Worker("sender", apart=True) as other,
     ):
         pair = TrainerPair(trainer, receiver, other, shape, plan.size)

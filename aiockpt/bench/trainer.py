@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from aiockpt._bridge import Bridge
 from aiockpt.bench.sender import Sender
-from aiockpt.bench.training import Progress, Training, progress
+from aiockpt.bench.training import Moment, Progress, Training, progress
 
 __all__ = ["Trainer"]
 
@@ -17,7 +17,7 @@ class Trainer(Sender):
     def __init__(self, training: Training, bridge: Bridge) -> None:
         super().__init__(bridge)
         self._training = training
-        self._ends: Sequence[float] = ()
+        self._ends: Sequence[Moment] = ()
 
     async def train(self) -> None:
         """Train from now on."""

@@ -10,7 +10,7 @@ from typing import TypedDict
 
 from aiockpt._bridge import start_daemon
 
-__all__ = ["Progress", "Training", "progress", "train_beside"]
+__all__ = ["Moment", "Progress", "Training", "progress", "train_beside"]
 
 _OPERATIONS = 2000  # of a step, which takes a tenth of a millisecond then
 
@@ -19,25 +19,32 @@ class Progress(TypedDict):
     """How far a loop got in some time.
 
     ``speed`` is in steps per second, ``stall`` the longest time, in seconds, in which
-    no step ended.
+    no step ended, and ``waited`` the share of the time in which its thread did not run:
+    others had its core, or its interpreter's lock. On a machine whose cores are faster
+    at one moment than at the next, that is known better than the speed.
     """
 
     speed: float
     stall: float
+    waited: float
+
+
+Moment = tuple[float, float]
+"""When a step ended: on the clock of the system, and of its thread, in seconds."""
 
 
 class _Round:
-    """One time of training: the moment at which each step ended."""
+    """One time of training: when each step ended."""
 
     def __init__(self) -> None:
         self.going = True
-        self.ends: list[float] = []
+        self.ends: list[Moment] = []
 
     def train(self) -> None:
         ends = self.ends
         while self.going:
             _step()
-            ends.append(time.monotonic())
+            ends.append((time.monotonic(), time.thread_time()))
 
 
 class Training:
@@ -62,8 +69,8 @@ class Training:
         self._round = _Round()
         self._wanted.set()
 
-    def end(self) -> Sequence[float]:
-        """Train no more; return when each step ended, on the clock of the system."""
+    def end(self) -> Sequence[Moment]:
+        """Train no more; return when each step ended."""
         ended, self._round = self._round, None
         if ended is None:
             return ()
@@ -84,11 +91,22 @@ def _step() -> int:
     return total
 
 
-def progress(ends: Sequence[float], began: float, ended: float) -> Progress:
-    """Return how far a loop got between two moments."""
-    inside = [end for end in ends if began <= end <= ended]
-    stall = max(after - before for before, after in pairwise((began, *inside, ended)))
-    return {"speed": len(inside) / (ended - began), "stall": stall}
+def progress(ends: Sequence[Moment], began: float, ended: float) -> Progress:
+    """Return how far a loop got between two times of the system's clock."""
+    inside = [end for end in ends if began <= end[0] <= ended]
+    at = [began, *(end[0] for end in inside), ended]
+    return {
+        "speed": len(inside) / (ended - began),
+        "stall": max(after - before for before, after in pairwise(at)),
+        "waited": _waited(inside),
+    }
+
+
+def _waited(ends: Sequence[Moment]) -> float:
+    if len(ends) < 2:
+        return 1.0
+    passed, ran = (last - first for first, last in zip(ends[0], ends[-1], strict=True))
+    return max(1 - ran / passed, 0.0)
 
 
 def train_beside(serve: Callable[[Training], object]) -> None:
