@@ -34,6 +34,7 @@ from aiockpt.snapshotfile import BLOCK, write_source
 from aiockpt.storage import read_header, verify_chunks
 from aiockpt.testing import assert_same, small_disk
 from aiockpt.testing.devices import FakeAccelerator
+from aiockpt.wire.chunks import Digester
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import Manifest
 from pipeline import stager
@@ -355,6 +356,25 @@ class TestFailures:
                 break
         assert 1 < doomed <= calls + 1
         assert load(tmp_path / "s")["a"] == 2
+
+    def test_a_digest_that_fails(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It is computed in a thread behind the writing, which hears of it."""
+        save(tmp_path / "s", {"a": 1})
+        digest, seen = Digester.views, []
+
+        def failing(self: Digester, start: int, stop: int, views: Any) -> None:
+            seen.append(start)
+            if len(seen) == 2:
+                raise MemoryError("injected")
+            digest(self, start, stop, views)
+
+        monkeypatch.setattr(Digester, "views", failing)
+        with pytest.raises(MemoryError, match="injected"):
+            save(tmp_path / "s", {"a": torch.zeros(3 * BLOCK // 4)})
+        assert load(tmp_path / "s") == {"a": 1}
+        assert names(tmp_path) == ["s"]
 
     @pytest.mark.parametrize("fsync", [True, False])
     def test_a_close_that_fails(

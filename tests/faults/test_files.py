@@ -31,7 +31,7 @@ def calls_for(record: Record, what: str) -> tuple[str, ...]:
 def test_a_writer_that_is_killed_leaves_nothing_torn(
     tmp_path: Path, record: Record
 ) -> None:
-    """At each call: the old one or the new one is there; the next save cleans up."""
+    """At each call: the old one or the new one (C1); the next save cleans up."""
     directory = tmp_path / "checkpoints"
     for calls in calls_for(record, "KILL"):
         struck = 0
