@@ -20,7 +20,7 @@ nitpick_ignore_regex = [
         r"py:.*",
         (
             r"(_?asyncio|aiohttp|collections|datetime|logging|msgspec|os|pathlib|ssl"
-            r"|subprocess|torch|typing|web|CollectorRegistry)(\..*)?"
+            r"|socket|subprocess|torch|typing|web|CollectorRegistry)(\..*)?"
         ),
     ),
     (r"py:(class|obj)", r"(aiockpt\..*\.)?[BT]"),  # type variables

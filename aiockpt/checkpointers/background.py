@@ -16,12 +16,9 @@ from aiockpt._lifetime import Lifetime
 from aiockpt.checkpointers.base import Checkpointer, step_for
 from aiockpt.checkpointers.config import BusyPolicy
 from aiockpt.checkpointers.following import release, stage_and_submit
-from aiockpt.checkpointers.handle import (
-    Account,
-    CheckpointerStatistics,
-    SaveHandle,
-)
+from aiockpt.checkpointers.handle import Account, CheckpointerStatistics, SaveHandle
 from aiockpt.checkpointers.loading import load
+from aiockpt.checkpointers.process import CheckpointProcess, process_of
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.stager import CheckpointStager, StagedState
 from aiockpt.checkpointers.submission import BackgroundWriter, Submission
@@ -172,6 +169,14 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
                 strict=strict,
                 **kwargs,
             )
+
+    @property
+    def process(self) -> CheckpointProcess:
+        """The process that writes, and can serve for an ``HTTPTransport(server=...)``.
+
+        Raises ``LocalProtocolError`` if there is none, as with ``use_process=False``.
+        """
+        return process_of(self._writer)
 
     def statistics(self) -> CheckpointerStatistics:
         """Return how many saves there were, and what they took."""

@@ -22,6 +22,7 @@ __all__ = [
     "FromWorker",
     "Progressed",
     "Ready",
+    "Serve",
     "Setup",
     "Staged",
     "ToWorker",
@@ -84,6 +85,10 @@ class Forsake(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
+class Serve(msgspec.Struct, tag=True, frozen=True):
+    """Run the server of a transport, which has the other end of this socket."""
+
+
 class Drop(msgspec.Struct, tag=True, frozen=True):
     """Forget a write that has not begun."""
 
@@ -131,7 +136,7 @@ class Alive(msgspec.Struct, tag=True, frozen=True):
     """Nothing new, and nothing hangs."""
 
 
-ToWorker: TypeAlias = Setup | Write | Staged | Unstaged | Forsake | Drop | Close
+ToWorker: TypeAlias = Setup | Write | Staged | Unstaged | Forsake | Serve | Drop | Close
 FromWorker: TypeAlias = Ready | Begun | Progressed | Dropped | Ended | Alive
 
 decode_to_worker = msgspec.json.Decoder(ToWorker).decode

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from socket import socket
 from typing import Any, Final
 
 from aiockpt._bridge import Bridge
@@ -27,12 +28,16 @@ from aiockpt.checkpointers.process_launch import Recipe
 from aiockpt.checkpointers.rendezvous import runtime_dir
 from aiockpt.checkpointers.submission import BackgroundWriter, Submission
 from aiockpt.checkpointers.supervisor import Supervisor
-from aiockpt.errors import ClosedError, WorkerError
+from aiockpt.errors import ClosedError, LocalProtocolError, WorkerError
+from aiockpt.http.apart.hosting import HostProcess
 
-__all__ = ["CheckpointProcess"]
+__all__ = ["CheckpointProcess", "process_of"]
 
 _CLOSING: Final = 5.0
 _LONGEST: Final = 4096
+_HOST: Final = (
+    "the checkpoint process, which has to outlive the transports that it serves for,"
+)
 
 
 class CheckpointProcess(BackgroundWriter):
@@ -42,6 +47,8 @@ class CheckpointProcess(BackgroundWriter):
     does not end it; one that ends it (or hangs) fails alone: another process is
     started, and takes over what waits. When this process dies, the child finishes what
     it was given.
+
+    It can serve for a transport as well: ``HTTPTransport(server=process)``.
 
     Args:
         rank_info: Whose files it writes; given to ``checkpoint_writer_init_fn`` unless
@@ -144,6 +151,22 @@ class CheckpointProcess(BackgroundWriter):
                 snapshot.release()
         return submission
 
+    async def host_server(self, sock: socket) -> HostProcess:
+        """Have the child serve, too; what ``HTTPTransport(server=...)`` calls.
+
+        A server that hangs is killed with the child, and with what that writes.
+
+        Raises:
+            WorkerError: it cannot be started, or its init functions failed.
+            ClosedError: after :meth:`close`.
+
+        If cancelled, nothing is served once the other end of ``sock`` is closed.
+        """
+        if self._lifetime.closed:
+            raise ClosedError(_HOST)
+        with self._lifetime.call():
+            return await self._supervisor.host(sock)
+
     def follows(self, snapshot: Snapshot) -> bool:
         """Say whether the child can map it, and so write what is staged already."""
         return snapshot.arena is not None and snapshot.arena.fd >= 0
@@ -188,6 +211,20 @@ class CheckpointProcess(BackgroundWriter):
             last,
             partial(self._bridge.aclose, timeout=_CLOSING),
         )
+
+
+def process_of(writer: BackgroundWriter) -> CheckpointProcess:
+    """Return a writer that is a process.
+
+    Raises:
+        LocalProtocolError: it is none.
+    """
+    if isinstance(writer, CheckpointProcess):
+        return writer
+    raise LocalProtocolError(
+        f"this checkpointer has no process that could serve, but {writer!r}: make it "
+        'with use_process=True, or serve by HTTPTransport(server="process")'
+    )
 
 
 def _message(submission: Submission, path: str) -> Write:

@@ -10,16 +10,17 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from contextlib import suppress
+from socket import socket
 from typing import Final
 
 from aiockpt._bridge import Bridge
 from aiockpt.checkpointers.config import CheckpointProcessConfig
 from aiockpt.checkpointers.failures import plain
-from aiockpt.checkpointers.messages import Close, Drop, Forsake, Write
+from aiockpt.checkpointers.messages import Close, Drop, Forsake, Serve, Write
 from aiockpt.checkpointers.process_launch import Child, Recipe
 from aiockpt.checkpointers.submission import Submission
 from aiockpt.checkpointers.watched import Sent, Watched
-from aiockpt.errors import AiockptError, WorkerError
+from aiockpt.errors import AiockptError, ClosedError, WorkerError
 
 __all__ = ["Supervisor"]
 
@@ -99,6 +100,25 @@ class Supervisor:
             if self._next is child:
                 self._watch(child)
         return self._child
+
+    async def host(self, sock: socket) -> Watched:
+        """Have a server run in the process, for who has the other end; return it.
+
+        It waits for the init functions: a process that they end serves nothing.
+
+        Raises:
+            WorkerError: they failed, or no process can be started.
+            ClosedError: it is closed meanwhile.
+        """
+        while (child := await self.running()).gone:
+            await child.left.wait()
+            if self._closing:
+                raise ClosedError("the checkpoint process")
+        await child.prepared.wait()
+        if child.failure is not None:
+            raise child.failure
+        child.channel.send(Serve(), [sock.fileno()])
+        return child
 
     def send(self, submission: Submission, message: Write, parcel: int) -> None:
         """Hand over a write to the process that :meth:`running` returned, right after.

@@ -57,6 +57,7 @@ class Watched:
         self.prepared = asyncio.Event()
         self.ready = False
         self.ended = asyncio.Event()
+        self.left = asyncio.Event()
         self.failure: AiockptError | None = None
         self._sent = sent
         self._config = config
@@ -70,6 +71,19 @@ class Watched:
 
     def __repr__(self) -> str:
         return f"<Watched {self.child!r} ready={self.ready} gone={self.gone}>"
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id."""
+        return self.child.pid
+
+    def kill(self) -> None:
+        """End it at once, if it is still there: something in it hangs."""
+        self.child.kill()
+
+    async def died(self) -> None:
+        """Wait for its end."""
+        await self.ended.wait()
 
     @property
     def gone(self) -> bool:
@@ -124,6 +138,7 @@ class Watched:
         self._end()
         self.channel.close()
         self.child.close()
+        self.left.set()
 
     def _end(self) -> None:
         if not self.gone:

@@ -6,7 +6,7 @@ import os
 import ssl
 import time
 from functools import partial
-from typing import Literal, Self
+from typing import Self
 
 import aiohttp
 
@@ -14,10 +14,10 @@ from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
 from aiockpt._lifetime import Lifetime
 from aiockpt._warm import WarmArena
-from aiockpt.http.apart.endpoint import ApartEndpoint, ApartOptions, check_server
+from aiockpt.http.apart.endpoint import ApartOptions, Server, endpoint_for
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
-from aiockpt.http.endpoint import Endpoint, EndpointConfig
+from aiockpt.http.endpoint import EndpointConfig
 from aiockpt.http.handlers import CheckpointService
 from aiockpt.http.offering import Offering
 from aiockpt.http.receiver import Receiver
@@ -82,8 +82,9 @@ class HTTPTransport(Receiver[T]):
             tensors lives: what was touched before is faster to receive into.
         server: ``"process"`` serves from a process of its own, which a busy trainer
             cannot slow down, nor it the trainer. It is started with the transport,
-            replaced if it dies, and serves from the memory that was staged into.
-            Without ``ssl_context`` and ``zero_copy`` only.
+            replaced if it dies, and serves from the memory that was staged into. A
+            checkpointer's ``process`` does that beside its writing; close that one
+            last. Without ``ssl_context`` and ``zero_copy`` only.
         keep_last: Seconds for which that process outlives a trainer that dies, after
             its last request, so that a successor can fetch what was offered last from
             the same URL. An orderly end ends it at once.
@@ -117,7 +118,7 @@ class HTTPTransport(Receiver[T]):
         same_host: bool | None = None,
         allow_pickle: bool = False,
         keep_arena: bool = False,
-        server: Literal["loop", "process"] = "loop",
+        server: Server = "loop",
         keep_last: float = 0.0,
         server_nice: int = 19,
     ) -> None:
@@ -140,12 +141,10 @@ class HTTPTransport(Receiver[T]):
             max_readers=max_readers,
             manifest_key=security.key,
         )
-        self._endpoint: Endpoint | ApartEndpoint
         apart = ApartOptions(keep_last, server_nice, lends)
-        if check_server(server, apart, zero_copy=zero_copy):
-            self._endpoint = ApartEndpoint(config, self._bridge, apart)
-        else:
-            self._endpoint = Endpoint(config, self._bridge if lends else None)
+        self._endpoint = endpoint_for(
+            server, config, self._bridge, apart, zero_copy=zero_copy
+        )
         stager = Stager(
             self._bridge,
             threads=_THREADS,
@@ -153,7 +152,7 @@ class HTTPTransport(Receiver[T]):
             zero_copy=zero_copy,
             allow_pickle=allow_pickle,
             limits=limits,
-            options=StagerOptions(shared=lends or server == "process"),
+            options=StagerOptions(shared=lends or server != "loop"),
         )
         self._offering = Offering(stager, self._endpoint, grace=grace)
         self._client = CheckpointClient(

@@ -213,6 +213,14 @@ class TestItsDeath:
             assert process_of(sender).restarts == 1
             assert "exit code -9" in caplog.text
 
+    async def test_one_that_is_told_to_end_is_replaced_too(self) -> None:
+        """It says that it serves nothing any more; the next one does."""
+        async with apart() as sender, transport() as receiver:
+            await sender.send_checkpoint([1], 1, STATE)
+            os.kill(process_of(sender).pid, signal.SIGTERM)
+            await until(lambda: process_of(sender).restarts == 1)
+            assert_same(await receive(sender, receiver), STATE)
+
     async def test_what_was_retracted_stays_so(self) -> None:
         """The next process does not offer it."""
         async with apart() as sender, transport() as receiver:

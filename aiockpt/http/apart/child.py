@@ -1,7 +1,8 @@
-"""The process that serves: a loop that only serves, and hears the trainer.
+"""What serves: a loop that only serves, and hears the trainer.
 
 Nothing here imports torch. It ends with the trainer, or some time after it, if it is
-to keep the last checkpoint for those who come later.
+to keep the last checkpoint for those who come later. It has a process of its own, or a
+thread of one that does something else; then nothing here changes the whole process.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from typing import Any, Final, TypeVar
 from aiockpt._bridge import Bridge
 from aiockpt._channel import Channel, unpack
 from aiockpt._mapped import trusted_header
+from aiockpt.http.apart.forwarding import Forwarding
 from aiockpt.http.apart.messages import (
     Counted,
     Done,
+    End,
     Fail,
     Forget,
     FromServer,
-    Happened,
-    Logged,
     Prepare,
     Publish,
     Ready,
@@ -33,11 +34,9 @@ from aiockpt.http.apart.messages import (
     decode_to_server,
 )
 from aiockpt.http.apart.servable import Servable
-from aiockpt.http.audit import Access
 from aiockpt.http.lending import Lender
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.shelf import Shelf
-from aiockpt.observe import TransferEvent, add_hook
 
 __all__ = ["Serving", "main"]
 
@@ -52,18 +51,27 @@ _TICK: Final = 0.1
 def main(fd: int) -> None:
     """Serve what the trainer at the other end of a socket publishes, until its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the trainer's
-    asyncio.run(Serving(socket.socket(fileno=fd)).run())
+    asyncio.run(_run(Serving(socket.socket(fileno=fd), hosted=False)))
+
+
+async def _run(serving: Serving) -> None:
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.end)
+    await serving.run()
 
 
 class Serving:
-    """One life of the process.
+    """One life of what serves, on a loop of its own.
 
     Args:
         sock: Its end of the channel to the trainer.
+        hosted: Its process does something else as well.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, *, hosted: bool) -> None:
         self._sock = sock
+        self._hosted = hosted
+        self._ended = asyncio.Event()
+        self._forwarding = Forwarding(self.say, hosted=hosted)
         self._shelf = Shelf()
         self._bridge = Bridge(threads=1, name="aiockpt-serve")
         self._server: CheckpointServer | None = None
@@ -81,9 +89,7 @@ class Serving:
     async def run(self) -> None:
         """Serve until the trainer says so, or has gone."""
         self._loop = asyncio.get_running_loop()
-        self._ended = asyncio.Event()
         self._channel = Channel(self._sock, self._hear, self._trainer_gone)
-        self._loop.add_signal_handler(signal.SIGTERM, self._ended.set)
         ticking = self._loop.create_task(self._tick())
         try:
             await self._ended.wait()
@@ -91,22 +97,34 @@ class Serving:
             ticking.cancel()
             await self._stop()
 
+    def end(self) -> None:
+        """Have it end."""
+        self._ended.set()
+
     def say(self, message: FromServer) -> None:
         """Tell the trainer, if there is one."""
         if not self._alone:
             self._channel.send(message)
 
     async def _stop(self) -> None:
+        try:
+            await self._stop_serving()
+        finally:
+            for preparing in self._prepared.values():
+                preparing.add_done_callback(_let_go)
+            self._channel.close()
+            self._forwarding.stop()
+            if self._trainer >= 0:
+                self._loop.remove_reader(self._trainer)
+                os.close(self._trainer)
+            await self._bridge.aclose(timeout=_TICK)
+
+    async def _stop_serving(self) -> None:
         await self._shelf.close()
         if self._lender is not None:
             await self._lender.aclose()
         if self._server is not None:
             await self._server.stop()
-        self._channel.close()
-        if self._trainer >= 0:
-            self._loop.remove_reader(self._trainer)
-            os.close(self._trainer)
-        await self._bridge.aclose(timeout=_TICK)
 
     # ------------------------------------------------------------ the trainer
 
@@ -123,6 +141,8 @@ class Serving:
             self._prepared.pop(message.number).add_done_callback(_let_go)
         elif isinstance(message, Retract):
             self._start(self._retract(message))
+        elif isinstance(message, End):
+            self.end()
         else:
             assert isinstance(message, Fail)
             self._shelf.fail(message.failure)
@@ -136,13 +156,13 @@ class Serving:
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            logger.error("the process that serves ends", exc_info=task.exception())
+            logger.error("what serves ends", exc_info=task.exception())
             self._ended.set()
 
     async def _set_up(self, setup: Setup, fds: list[int]) -> None:
         self._setup = setup
         os.nice(setup.nice)  # of this thread, and those that it starts
-        self._forward(setup.levels)
+        self._forwarding.start(setup.levels)
         # A process that the trainer has forked holds the channel open after its death.
         with suppress(OSError, AttributeError):
             self._trainer = os.pidfd_open(setup.trainer)
@@ -194,7 +214,8 @@ class Serving:
         if self._setup is None or not self._setup.keep_last or not self._shelf.latest:
             self._ended.set()
         else:
-            _let_go_of_stderr()
+            if not self._hosted:
+                _let_go_of_stderr()
             self._start(self._outlive(self._setup.keep_last))
 
     async def _outlive(self, keep_last: float) -> None:
@@ -210,15 +231,6 @@ class Serving:
         self._ended.set()
 
     # ------------------------------------------------ what there is to be seen
-
-    def _forward(self, levels: dict[str, int]) -> None:
-        """Have events and log records happen in the trainer, and not here."""
-        handler = _Forwarding(self)
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
-        logger.addHandler(handler)
-        logger.propagate = False
-        add_hook(lambda event: self.say(Happened(event)))
 
     async def _tick(self) -> None:
         while True:
@@ -241,20 +253,3 @@ def _let_go_of_stderr() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     os.close(nowhere)
-
-
-class _Forwarding(logging.Handler):
-    """Sends records to the trainer, but those of events, which travel as such."""
-
-    def __init__(self, serving: Serving) -> None:
-        super().__init__()
-        self._serving = serving
-
-    def emit(self, record: logging.LogRecord) -> None:
-        args = record.args if isinstance(record.args, tuple) else ()
-        first = args[0] if args else None
-        if isinstance(first, TransferEvent):
-            return
-        access = first if isinstance(first, Access) else None
-        text = self.format(record)
-        self._serving.say(Logged(record.name, record.levelno, text, access))

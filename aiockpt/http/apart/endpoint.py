@@ -1,25 +1,33 @@
-"""An endpoint whose server is a process of its own."""
+"""An endpoint whose server is in another process."""
 
 from __future__ import annotations
 
 import logging
 import os
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal, TypeAlias
 
 import anyio
 
 from aiockpt._bridge import Bridge
 from aiockpt.errors import LocalProtocolError
+from aiockpt.http.apart.hosting import Guest, ServerHost
+from aiockpt.http.apart.launch import Child
 from aiockpt.http.apart.messages import Setup
+from aiockpt.http.apart.process import Launch
 from aiockpt.http.apart.remote import RemoteShelf
-from aiockpt.http.endpoint import PREFIX, Address, EndpointConfig
+from aiockpt.http.endpoint import PREFIX, Address, Endpoint, EndpointConfig
 from aiockpt.http.handlers import CheckpointService, ServerStatistics
 from aiockpt.http.options import require, require_type
 
-__all__ = ["ApartEndpoint", "ApartOptions", "check_server"]
+__all__ = ["ApartEndpoint", "ApartOptions", "Server", "endpoint_for"]
 
 _NICEST = 19  # who has it gets what others leave
-_LOGGERS = ("aiockpt", "aiockpt.audit", "aiockpt.http")
+_LOGGERS = ("aiockpt", "aiockpt._bridge", "aiockpt.audit", "aiockpt.http")
+
+Server: TypeAlias = Literal["loop", "process"] | ServerHost
+"""Where a transport serves: on its loop, in a process of its own, or in another's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +52,27 @@ class ApartEndpoint:
         config: As for an endpoint in this process, but without TLS.
         bridge: Where the process is launched.
         options: What is asked of the process.
+        host: Whose process serves; None: one of its own.
 
     Raises:
         LocalProtocolError: there is a ``ssl_context``, which cannot leave its process.
     """
 
     def __init__(
-        self, config: EndpointConfig, bridge: Bridge, options: ApartOptions
+        self,
+        config: EndpointConfig,
+        bridge: Bridge,
+        options: ApartOptions,
+        *,
+        host: ServerHost | None,
     ) -> None:
         if config.ssl_context is not None:
             raise LocalProtocolError(
                 "an ssl_context cannot be handed to the process that serves: take "
                 'server="loop", or have a proxy speak TLS'
             )
-        self.shelf = RemoteShelf(bridge, self._setup, lends=options.lends)
+        make: Launch = Child if host is None else partial(Guest, host)
+        self.shelf = RemoteShelf(bridge, make, self._setup, lends=options.lends)
         self.early = None  # what is staged is handed over when it is sealed
         self._address = Address(config)
         self._options = options
@@ -76,7 +91,7 @@ class ApartEndpoint:
         If cancelled, it starts nevertheless.
 
         Raises:
-            ClosedError: after :meth:`stop`.
+            ClosedError: after :meth:`stop`, or the end of the host.
             OSError: the address cannot be bound.
             WorkerError: the process cannot be started.
         """
@@ -120,26 +135,43 @@ class ApartEndpoint:
         )
 
 
-def check_server(server: str, options: ApartOptions, *, zero_copy: bool) -> bool:
-    """Return whether a process of its own serves.
+def endpoint_for(
+    server: Server,
+    config: EndpointConfig,
+    bridge: Bridge,
+    options: ApartOptions,
+    *,
+    zero_copy: bool,
+) -> Endpoint | ApartEndpoint:
+    """Return what serves: on this loop, in a process of its own, or in a host's.
 
     Raises:
         ValueError: there is no such kind of server; or an option is out of its range.
         TypeError: a niceness that is no integer.
         LocalProtocolError: what was asked for does not go together.
     """
+    _check(server, options, zero_copy=zero_copy)
+    if server == "loop":
+        return Endpoint(config, bridge if options.lends else None)
+    host = None if isinstance(server, str) else server
+    return ApartEndpoint(config, bridge, options, host=host)
+
+
+def _check(server: object, options: ApartOptions, *, zero_copy: bool) -> None:
     require(keep_last=options.keep_last)
     require_type(int, server_nice=options.nice)
     if not 0 <= options.nice <= _NICEST:
         raise ValueError(
             f"server_nice must be between 0 and {_NICEST}, got {options.nice}"
         )
-    if server not in ("loop", "process"):
-        raise ValueError(f"server must be 'loop' or 'process', got {server!r}")
-    if server == "loop" and options.keep_last:
-        raise LocalProtocolError('keep_last= needs server="process"')
-    if server == "process" and zero_copy:
-        raise LocalProtocolError(
-            'server="process" serves from memory of its own: leave out zero_copy=True'
+    if server not in ("loop", "process") and not isinstance(server, ServerHost):
+        raise ValueError(
+            "server must be 'loop' or 'process', or a checkpoint process (the process "
+            f"of an AsyncCheckpointer), got {server!r}"
         )
-    return server == "process"
+    if server == "loop" and options.keep_last:
+        raise LocalProtocolError('keep_last= needs server="process", or a host for it')
+    if server != "loop" and zero_copy:
+        raise LocalProtocolError(
+            f"server={server!r} serves from memory of its own: leave out zero_copy=True"
+        )

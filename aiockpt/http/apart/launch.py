@@ -78,18 +78,22 @@ class Child:
         if self._popen is not None:
             self._popen.kill()
 
-    async def reaped(self) -> int | None:
-        """Wait for its end, which is near; return its exit code."""
+    def end(self) -> None:
+        """Have it end: it has nothing that could get lost."""
+        self.kill()
+
+    async def reaped(self) -> str:
+        """Wait for its end, which is near; return how it has ended."""
         self.channel.close()
         self._theirs.close()
         popen = self._popen
         if popen is None:
-            return None
+            return "it was not started"
         with suppress(OSError, AttributeError):  # an old kernel: by looking
             await _end_of(popen.pid)
         while popen.poll() is None:  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(_LOOK)
-        return popen.returncode
+        return f"exit code {popen.returncode}"
 
 
 async def _end_of(pid: int) -> None:

@@ -16,6 +16,7 @@ from aiockpt.observe import TransferEvent
 __all__ = [
     "Counted",
     "Done",
+    "End",
     "Fail",
     "Forget",
     "FromServer",
@@ -82,6 +83,10 @@ class Fail(msgspec.Struct, tag=True, frozen=True):
     failure: Failure | None
 
 
+class End(msgspec.Struct, tag=True, frozen=True):
+    """Serve nothing any more, and end, though the trainer goes on."""
+
+
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """The sockets are being served."""
 
@@ -127,7 +132,7 @@ class Logged(msgspec.Struct, tag=True, frozen=True):
     access: Access | None = None
 
 
-ToServer: TypeAlias = Setup | Prepare | Publish | Forget | Retract | Fail
+ToServer: TypeAlias = Setup | Prepare | Publish | Forget | Retract | Fail | End
 FromServer: TypeAlias = Ready | Done | Released | Spent | Counted | Happened | Logged
 
 decode_to_server = msgspec.json.Decoder(ToServer).decode

@@ -6,15 +6,15 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from socket import socket
-from typing import Final
+from socket import SHUT_RDWR, socket
+from typing import Final, Protocol, TypeAlias
 
 from aiockpt._bridge import Bridge
-from aiockpt.errors import ClosedError, LocalProtocolError, WorkerError
-from aiockpt.http.apart.launch import Child
+from aiockpt._channel import Channel
+from aiockpt.errors import AiockptError, ClosedError, LocalProtocolError, WorkerError
 from aiockpt.http.apart.messages import Ready, decode_from_server
 
-__all__ = ["PATIENCE", "ServerProcess"]
+__all__ = ["PATIENCE", "Launch", "ServerProcess"]
 
 logger = logging.getLogger("aiockpt")
 
@@ -28,11 +28,40 @@ _TRIES: Final = 3
 """How many processes in a row may die before they were ready."""
 
 
+class Life(Protocol):
+    """One process that serves, from its start to its end: a `Child` or a `Guest`."""
+
+    channel: Channel
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id, once it was started."""
+
+    async def launch(self, bridge: Bridge, /) -> None:
+        """Start it."""
+
+    async def gone(self) -> None:
+        """Wait until it says nothing more."""
+
+    def kill(self) -> None:
+        """End it at once, whatever it does."""
+
+    def end(self) -> None:
+        """Have it end, also while it is started."""
+
+    async def reaped(self) -> str:
+        """Wait for its end, which is near; return how it has ended."""
+
+
+Launch: TypeAlias = Callable[[Callable[[bytes, list[int]], None]], Life]
+
+
 class ServerProcess:
     """One process after the other, of which each serves.
 
     Args:
         bridge: Where they are launched.
+        make: Makes one that is not started yet; called with what hears it.
         begin: Called with the sockets once there is a new one, to tell it everything;
             nothing is awaited between that and the next call of :meth:`send`.
         hear: Called with every message of one, but the first.
@@ -43,17 +72,19 @@ class ServerProcess:
         self,
         bridge: Bridge,
         *,
+        make: Launch,
         begin: Callable[[Sequence[socket]], None],
         hear: Callable[[object], None],
         mourn: Callable[[], None],
     ) -> None:
         self.restarts = 0
-        self._bridge = bridge
+        self._bridge, self._make = bridge, make
         self._begin, self._hear, self._mourn = begin, hear, mourn
-        self._child: Child | None = None
+        self._child: Life | None = None
+        self._starting: Life | None = None
         self._watching: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
-        self._broken: WorkerError | None = None
+        self._broken: AiockptError | None = None
         self._closed = False
 
     def __repr__(self) -> str:
@@ -80,7 +111,7 @@ class ServerProcess:
         """Wait until one serves; returns at once while one does.
 
         Raises:
-            ClosedError: after :meth:`close`.
+            ClosedError: after :meth:`close`, or that of the host.
             WorkerError: none can be started.
         """
         if self._watching is None and not self._closed:
@@ -109,48 +140,65 @@ class ServerProcess:
         If cancelled, it ends nevertheless.
         """
         self._closed = True
-        if self._child is not None:
-            self._child.kill()  # it has nothing that could get lost
+        if (child := self._child or self._starting) is not None:
+            child.end()
         if self._watching is not None:
             await asyncio.wait({self._watching})
 
     async def _watch(self, sockets: Sequence[socket]) -> None:
-        tries = 0
+        tries, why = 0, ""
         while not self._closed and tries < _TRIES:
             try:
                 was_ready, why = await self._live(sockets)
-            except OSError as error:
+            except (OSError, WorkerError) as error:
                 was_ready, why = False, str(error)
+            except AiockptError as error:  # as the next one would
+                self._broken = error
+                break
             tries = 0 if was_ready else tries + 1
             if not self._closed:
                 logger.warning("the process that serves has ended: %s", why)
                 self.restarts += 1
         if not self._closed:
+            self._give_up(why)
+        for each in sockets:  # or who connects would wait for nothing
+            with suppress(OSError):
+                each.shutdown(SHUT_RDWR)
+        self._ready.set()
+
+    def _give_up(self, why: str) -> None:
+        if self._broken is not None:  # the host's affair, which callers hear of
+            logger.warning("nothing is served any more: %s", self._broken)
+        else:
             self._broken = WorkerError(f"no process can be started that serves: {why}")
             logger.error("%s", self._broken)
-        self._ready.set()
 
     async def _live(self, sockets: Sequence[socket]) -> tuple[bool, str]:
         """Have one process from its start to its end; return if it served, and why."""
-        child = Child(self._receive)
-        loop = asyncio.get_running_loop()
-        late = loop.call_later(_STARTING, self._late, child)
+        child = self._starting = self._make(self._receive)
         try:
             await child.launch(self._bridge)
             if not self._closed:
-                self._child = child
-                self._begin(sockets)
-                await child.gone()
+                await self._serve(child, sockets)
         finally:
-            late.cancel()
             was_ready = self._ready.is_set()
             self._ready.clear()
-            self._child = None
-            exitcode = await _reaped(child)
+            self._child = self._starting = None
+            how = await _reaped(child)
             self._mourn()
-        return was_ready, f"exit code {exitcode}"
+        return was_ready, how
 
-    def _late(self, child: Child) -> None:
+    async def _serve(self, child: Life, sockets: Sequence[socket]) -> None:
+        loop = asyncio.get_running_loop()
+        late = loop.call_later(_STARTING, self._late, child)
+        try:
+            self._child = child
+            self._begin(sockets)
+            await child.gone()
+        finally:
+            late.cancel()
+
+    def _late(self, child: Life) -> None:
         if not self._ready.is_set():
             child.kill()
 
@@ -162,7 +210,7 @@ class ServerProcess:
             self._hear(message)
 
 
-async def _reaped(child: Child) -> int | None:
+async def _reaped(child: Life) -> str:
     """Wait for a process that has ended, or is about to; kill it if it does not."""
     with suppress(TimeoutError):
         async with asyncio.timeout(PATIENCE):

@@ -38,7 +38,7 @@ from aiockpt.http.apart.messages import (
     Setup,
     Spent,
 )
-from aiockpt.http.apart.process import PATIENCE, ServerProcess
+from aiockpt.http.apart.process import PATIENCE, Launch, ServerProcess
 from aiockpt.http.failing import Failure
 from aiockpt.http.handlers import ServerStatistics
 from aiockpt.http.shelf import ShelfStatistics
@@ -57,18 +57,24 @@ class RemoteShelf:
 
     Args:
         bridge: Where processes are launched.
+        make: Makes a process, which is then started.
         setup: What a process is told first.
         lends: Whether it lends the memory to processes of this host.
     """
 
     def __init__(
-        self, bridge: Bridge, setup: Callable[[], Setup], *, lends: bool
+        self,
+        bridge: Bridge,
+        make: Launch,
+        setup: Callable[[], Setup],
+        *,
+        lends: bool,
     ) -> None:
         self._bridge = bridge
         self._setup = setup
         self._lends = lends
         self._process = ServerProcess(
-            bridge, begin=self._begin, hear=self._hear, mourn=self._mourn
+            bridge, make=make, begin=self._begin, hear=self._hear, mourn=self._mourn
         )
         self._numbers = itertools.count(1)
         self._given: dict[int, Snapshot] = {}
@@ -167,6 +173,8 @@ class RemoteShelf:
         self._retractions += 1
         self._current = 0
         await self._process.close()
+        for number in tuple(self._given):  # there was none that could give it back
+            self._take_back(number)
 
     def _begin(self, sockets: Sequence[socket]) -> None:
         """Tell a new process everything that the last one knew."""
@@ -246,7 +254,8 @@ class RemoteShelf:
             if message.number in self._waiting:
                 self._waiting[message.number].set()
         elif isinstance(message, Released):
-            self._take_back(message.number)
+            if message.number != self._current:  # else it ends, and the next one has it
+                self._take_back(message.number)
         elif isinstance(message, Spent):
             self._spend(message.number)
         elif isinstance(message, Counted):
