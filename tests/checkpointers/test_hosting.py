@@ -298,12 +298,20 @@ class TestItsDeath:
         monkeypatch.setattr("aiockpt.http.apart.remote.PATIENCE", 0.5)
         async with keeper(grace=0.5) as (checkpointer, sender, receiver):
             await sender.send_checkpoint([1], 1, STATE)
-            os.kill(pid_of(checkpointer), signal.SIGSTOP)
+            pid = pid_of(checkpointer)
+            os.kill(pid, signal.SIGSTOP)
+            await eventually(lambda: stands_still(pid), "its stop")
             async with asyncio.timeout(20):
                 await sender.disallow_checkpoint()
             assert "hangs" in caplog.text
             await sender.send_checkpoint([1], 2, STATE)
             assert_same(await receive(sender, receiver, 2), STATE)
+
+
+def stands_still(pid: int) -> bool:
+    """Tell whether every thread of a process is stopped: one may be late."""
+    stats = [each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def begun_in(checkpointer: AsyncCheckpointer) -> bool:
