@@ -183,13 +183,20 @@ class CopyPlan:
         for entry in self._backings.parts:
             start, stop = self._starts[entry], self._stops[entry]
             ctypes.memset(self._arena.address + start, 0, stop - start)
-        pairs = (once(host, tensor) for host, tensor in self._parts())
+        pairs = (
+            once(host, tensor) for host, tensor in self._parts(self._backings.parts)
+        )
         return self._move_parts(pairs, after)
 
-    def load_parts(self, after: Fences) -> list[Event]:
-        """Copy it back, all at once."""
-        pairs = (once(tensor, host) for host, tensor in self._parts())
+    def load_parts(self, entries: Iterable[int], after: Fences) -> list[Event]:
+        """Copy it back, for those of `part_ranges`."""
+        pairs = (once(tensor, host) for host, tensor in self._parts(entries))
         return self._move_parts(pairs, after)
+
+    def part_ranges(self) -> dict[int, tuple[int, int]]:
+        """Return where the entries lie that move element by element."""
+        starts, stops = self._starts, self._stops
+        return {entry: (starts[entry], stops[entry]) for entry in self._backings.parts}
 
     def _move_parts(self, pairs: Iterable[Pair], after: Fences) -> list[Event]:
         remote: dict[torch.device, list[Pair]] = {}
@@ -204,11 +211,12 @@ class CopyPlan:
             for device, there in remote.items()
         ]
 
-    def _parts(self) -> Iterator[Pair]:
+    def _parts(self, entries: Iterable[int]) -> Iterator[Pair]:
         """Yield each part's elements in the arena, and where the state has them."""
-        for entry, parts in self._backings.parts.items():
+        for entry in entries:
             start, stop = self._starts[entry], self._stops[entry]
-            yield from part_pairs(parts, self._host(start, stop - start))
+            place = self._host(start, stop - start)
+            yield from part_pairs(self._backings.parts[entry], place)
 
     def in_place(self) -> InPlace:
         """Return the segment as memory: the state's own wherever that is possible.

@@ -112,13 +112,14 @@ class Accelerator:
         if self.device.type != "cuda":
             return lambda: None
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        address = arena.address  # what undoes it must not keep the arena
         # Registering what is mapped keeps huge pages and lets the arena be shared.
         with self._module.device(self.device):
-            failed = int(runtime.cudaHostRegister(arena.address, arena.nbytes, 0))
+            failed = int(runtime.cudaHostRegister(address, arena.nbytes, 0))
         if failed:
             self._forget_error()
             return lambda: None
-        return lambda: runtime.cudaHostUnregister(arena.address)
+        return lambda: runtime.cudaHostUnregister(address)
 
     def _forget_error(self) -> None:
         # CUDA keeps the last error of a thread until it is asked for, and torch asks

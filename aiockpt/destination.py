@@ -8,8 +8,7 @@ byte of a template is written (unless ``direct`` has let them in already).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import sub
 from typing import Final, Protocol
@@ -17,11 +16,12 @@ from typing import Final, Protocol
 import torch
 
 from aiockpt._autograd import mark_changed
-from aiockpt._backings import Backings
 from aiockpt._bridge import Bridge
 from aiockpt._copy import CopyPlan, Fences
-from aiockpt._device import Event, PortFor, completed
-from aiockpt._warm import Loan, WarmArena, lend
+from aiockpt._device import Event, completed
+from aiockpt._terms import Terms, allocate, at_home, nbytes_of
+from aiockpt._warm import Loan
+from aiockpt.loading import Bring, Loading
 from aiockpt.memory import Arena, Memory
 from aiockpt.rebuild import (
     Away,
@@ -32,35 +32,15 @@ from aiockpt.rebuild import (
     tensors_over,
 )
 from aiockpt.template import Match, Template
-from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import Manifest
 
-__all__ = [
-    "Destination",
-    "Fresh",
-    "InTemplate",
-    "Terms",
-    "destination_of",
-]
+__all__ = ["Destination", "Fresh", "InTemplate", "Terms", "destination_of"]
 
 
 _NOTHING: Final[Away] = {}
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """What a receive accepts, and whether bytes go straight into a template.
-
-    ``warm`` lends the memory that it needs, if some is kept. ``ahead`` says that who
-    brings the bytes has no time to touch new pages.
-    """
-
-    limits: Limits
-    allow_pickle: bool
-    direct: bool
-    ports: PortFor
-    warm: WarmArena | None = None
-    ahead: bool = False
+# Page-locked memory is there as a whole: so much of it has to be of use.
+_MOST: Final = 0.75
 
 
 class Destination(Protocol):
@@ -78,8 +58,18 @@ class Destination(Protocol):
     def touched(self) -> bool:
         """Whether a template may have been modified."""
 
+    @property
+    def on_verified(self) -> Callable[[int], None] | None:
+        """What wants to be told of verified chunks in `fill`; on the loop."""
+
     def begin(self) -> None:
         """Say that bytes are on their way."""
+
+    async def fill(self, bring: Bring) -> None:
+        """Have chunks brought, and load beside that what may be there early.
+
+        Who goes no further afterwards, or whom this fails, says so to `abandon`.
+        """
 
     async def prepare(self, start: int, stop: int) -> None:
         """Have the memory of ``[start, stop)`` ready for its bytes."""
@@ -89,6 +79,9 @@ class Destination(Protocol):
 
     async def load(self) -> None:
         """Bring to a template what is not there yet."""
+
+    def abandon(self) -> None:
+        """Keep the memory as long as something is copied from it, and no longer."""
 
 
 def destination_of(
@@ -123,6 +116,7 @@ class Fresh:
     """
 
     touched = False
+    on_verified = None
 
     def __init__(
         self,
@@ -134,8 +128,8 @@ class Fresh:
         arena: Arena | None = None,
     ) -> None:
         self._terms, self._bridge = terms, bridge
-        used = manifest.segment_bytes - _nbytes(away)
-        self._loan = Loan(arena) if arena else _allocate(manifest, used, terms)
+        used = manifest.segment_bytes - nbytes_of(away)
+        self._loan = Loan(arena) if arena else allocate(manifest, used, terms)
         self.arena = self._loan.arena
         self.memory: Memory = self.arena
         self._tensors = tensors_over(manifest, self._loan.buffer, away=away)
@@ -143,6 +137,10 @@ class Fresh:
 
     def begin(self) -> None:
         """Do nothing: nobody has the tensors yet."""
+
+    async def fill(self, bring: Bring) -> None:
+        """Have them brought."""
+        await bring()
 
     async def prepare(self, start: int, stop: int) -> None:
         """Have the pages mapped, which may take longer than their bytes."""
@@ -156,6 +154,9 @@ class Fresh:
 
     async def load(self) -> None:
         """Do nothing: everything is in its place."""
+
+    def abandon(self) -> None:
+        """Do nothing: nothing is copied."""
 
 
 class InTemplate:
@@ -177,13 +178,13 @@ class InTemplate:
     ) -> None:
         self._away = away
         self.match, self._terms, self._bridge = match, terms, bridge
-        self._frame, self._grid = Frame.of(manifest), manifest.grid
+        self._frame = Frame.of(manifest)
         # Who has no values to make needs no more of the manifest.
         self._manifest = manifest if match.parts or match.blobs else None
-        entries, used = manifest.entries, manifest.segment_bytes - _nbytes(away)
+        entries, used = manifest.entries, manifest.segment_bytes - nbytes_of(away)
         if terms.direct:
-            used -= _at_home(match.backings, terms.ports)
-        self._loan = Loan(arena) if arena else _allocate(manifest, used, terms)
+            used -= at_home(match.backings, terms.ports)
+        self._loan = Loan(arena) if arena else allocate(manifest, used, terms)
         self.arena = self._loan.arena
         self.copies = CopyPlan(
             match.backings,
@@ -196,11 +197,32 @@ class InTemplate:
         if terms.direct:
             self.memory = self.copies.in_place()
         self.touched = False
-        self.home: set[int] = set()
+        kept = terms.warm is not None and used >= _MOST * manifest.segment_bytes
+        self._loading = Loading(
+            self.copies,
+            manifest.grid,
+            bridge,
+            direct=terms.direct,
+            pinned=self.arena if kept else None,
+        )
+        self.home = self._loading.home
 
     def begin(self) -> None:
         """Say that the template changes from now on, if it does."""
         self.touched = self._terms.direct and bool(self.match.tensors)
+
+    @property
+    def on_verified(self) -> Callable[[int], None] | None:
+        """For devices whose tensors are received into directly."""
+        return self._loading.add if self._loading.is_early else None
+
+    async def fill(self, bring: Bring) -> None:
+        """Have chunks brought; what is verified goes to devices meanwhile."""
+        self.begin()
+        if self._loading.is_early:
+            await self._loading.beside(bring)
+        else:
+            await bring()
 
     async def prepare(self, start: int, stop: int) -> None:
         """Have the arena's pages mapped; those of a template are there."""
@@ -230,6 +252,10 @@ class InTemplate:
         else:
             self._loan.finish()
 
+    def abandon(self) -> None:
+        """Have it kept by a thread that waits."""
+        self._loading.abandon()
+
     def _put_together(self) -> object:
         tensors = self.match.tensors.beside(self._values())
         return _put(self._frame, tensors, self._terms, self.match.wholes)
@@ -251,15 +277,7 @@ class InTemplate:
     def _load(self, fences: Fences) -> list[Event]:
         mark_changed(self.match.changed())
         self.touched = True
-        events = self.copies.load_parts(fences)
-        for chunk in range(len(self._grid)):
-            if chunk in self.home:
-                continue
-            start, stop = self._grid.range(chunk)
-            if not self._terms.direct:
-                self.copies.load_host(start, stop)
-            events += self.copies.load_device(start, stop, fences)
-        return events
+        return self._loading.finish(fences)
 
 
 def _put(
@@ -275,24 +293,3 @@ def _put(
         allow_pickle=terms.allow_pickle,
         wholes=wholes,
     )
-
-
-def _nbytes(away: Away) -> int:
-    return sum(data.numel() for data in away.values())
-
-
-def _allocate(manifest: Manifest, nbytes: int, terms: Terms) -> Loan:
-    """Return an arena for the segment, of which ``nbytes`` are going to be used."""
-    size, most = manifest.segment_bytes, terms.limits.max_bytes
-    return lend(size, used=nbytes, most=most, warm=terms.warm)
-
-
-def _at_home(backings: Backings, ports: PortFor) -> int:
-    """Return how many bytes need no arena in a direct receive."""
-    sizes, parts = backings.sizes, backings.parts
-    away = {device for device in backings.devices() if ports(device) is not None}
-    nbytes = sum(sizes) - sum(sizes[entry] for entry in parts)
-    for entry, tensor in enumerate(backings.tensors if away else ()):
-        if tensor.device in away and entry not in parts:
-            nbytes -= sizes[entry]
-    return nbytes

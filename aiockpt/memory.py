@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -119,7 +120,7 @@ class Arena:
         self.spent = False
         self._lent = -1
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        self._unpin: Callable[[], None] | None = None
+        self._unpin: Callable[[], object] | None = None
 
     def __repr__(self) -> str:
         kind = "shared" if self.fd >= 0 else "private"
@@ -160,9 +161,14 @@ class Arena:
         _libc.madvise(self.address + at, size, _MADV_POPULATE_WRITE)
 
     def pin(self, pin: Callable[[Arena], Callable[[], None]]) -> None:
-        """Page-lock it once, until it is closed; ``pin`` returns what undoes it."""
+        """Page-lock it once, until it is closed, or nobody has it any more.
+
+        ``pin`` returns what undoes it, which must not refer to the arena.
+        """
         if self._unpin is None:
-            self._unpin = pin(self)
+            # A driver takes other memory at this address for what it has locked.
+            self._unpin = end = weakref.finalize(self, pin(self))
+            end.atexit = False
 
     def lend(self) -> int:
         """Return a descriptor for another process, which can only read; for a thread.

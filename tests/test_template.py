@@ -40,7 +40,7 @@ def fill(state: object, template: object, *, direct: bool) -> None:
     for view in memory.buffers(0, len(segment)):
         view[:] = segment[: view.nbytes]
         segment = segment[view.nbytes :]
-    plan.load_parts({})
+    plan.load_parts(plan.part_ranges(), {})
     if not direct:
         plan.load_host(0, manifest.segment_bytes)
 

@@ -93,7 +93,7 @@ class Board:
     """
 
     def __init__(
-        self, parts: Iterable[Part], *, on_verified: Callable[[], None]
+        self, parts: Iterable[Part], *, on_verified: Callable[[int], None]
     ) -> None:
         self.lanes: list[Lane] = []
         self._on_verified = on_verified

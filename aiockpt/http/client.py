@@ -11,7 +11,7 @@ from aiohttp import ClientSession
 
 from aiockpt.errors import AiockptError, StepNotFoundError
 from aiockpt.http.exchange import ClientConfig, Port
-from aiockpt.http.fetching import ChunkFetch, OnProgress, Prepare, Target
+from aiockpt.http.fetching import ChunkFetch, OnProgress, OnVerified, Prepare, Target
 from aiockpt.http.following import AHEAD, Following, SealRequest
 from aiockpt.http.hedging import Hedging
 from aiockpt.http.latest import LatestInfo, ask_latest
@@ -139,13 +139,16 @@ class CheckpointClient:
         on_progress: OnProgress,
         on_retry: OnRetry | None = None,
         prepare: Prepare | None = None,
+        on_verified: OnVerified | None = None,
     ) -> None:
         """Fetch chunks into ``target`` and verify each one.
 
         Chunks are verified as their bytes arrive. ``on_progress`` gets newly arrived
         bytes (negative when a bad chunk is thrown away) and newly verified chunks; it
-        must be quick and not raise. ``prepare(start, stop)`` is awaited before those
-        bytes of the data segment are asked for. If cancelled, nothing is written to
+        must be quick and not raise. ``on_verified`` gets the number of each verified
+        chunk, whose bytes are in ``target`` when the loop goes on, and stay as they
+        are; it only takes note. ``prepare(start, stop)`` is awaited before those bytes
+        of the data segment are asked for. If cancelled, nothing is written to
         ``target`` any more, and any part of it may have been.
 
         Raises:
@@ -163,6 +166,7 @@ class CheckpointClient:
             on_progress=on_progress,
             on_retry=on_retry,
             prepare=prepare,
+            on_verified=on_verified,
         )
         workers = self._config.max_concurrency
         runs = plan(outline, chunks, workers=workers)
@@ -179,6 +183,7 @@ class CheckpointClient:
         on_progress: OnProgress,
         on_retry: OnRetry | None = None,
         prepare: Prepare | None = None,
+        on_verified: OnVerified | None = None,
     ) -> tuple[Outline, list[int]]:
         """Fetch chunks of an unsealed checkpoint, and then its sealed outline.
 
@@ -198,6 +203,7 @@ class CheckpointClient:
             on_progress=on_progress,
             on_retry=on_retry,
             prepare=prepare,
+            on_verified=on_verified,
         )
         fetch = replace(fetch, held=self._config.stall_timeout)
         request = SealRequest(fetch, self._config, self._run, promise, outline)
@@ -219,6 +225,7 @@ class CheckpointClient:
         on_progress: OnProgress,
         on_retry: OnRetry | None,
         prepare: Prepare | None,
+        on_verified: OnVerified | None,
     ) -> ChunkFetch:
         """Return what the requests to one peer have in common; see `fetch_chunks`."""
         return ChunkFetch(
@@ -227,6 +234,7 @@ class CheckpointClient:
             outline=outline,
             target=target,
             prepare=prepare,
+            on_verified=on_verified,
             on_progress=on_progress,
             on_retry=self._teller(source, outline.step, on_retry),
             patience=self._retrier().patience,

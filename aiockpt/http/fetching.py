@@ -36,11 +36,20 @@ from aiockpt.wire.http import (
 from aiockpt.wire.manifest import Outline
 from aiockpt.wire.unsealed import UNSEALED_HEADER
 
-__all__ = ["Body", "ChunkFetch", "OnProgress", "Prepare", "Target", "check_part"]
+__all__ = [
+    "Body",
+    "ChunkFetch",
+    "OnProgress",
+    "OnVerified",
+    "Prepare",
+    "Target",
+    "check_part",
+]
 
 _NOT_YET = 0.05  # seconds
 
 OnProgress = Callable[[int, int], None]
+OnVerified = Callable[[int], None]
 Prepare = Callable[[int, int], Awaitable[None]]
 
 
@@ -85,6 +94,7 @@ class ChunkFetch:
     on_progress: OnProgress
     on_retry: OnRetry
     patience: Patience
+    on_verified: OnVerified | None = None
     held: float = 0.0
 
     async def have_ready(self, parts: Sequence[Part]) -> None:
@@ -122,6 +132,12 @@ class ChunkFetch:
         """Note bytes that have arrived."""
         self.patience.heard(asyncio.get_running_loop().time())
         self.on_progress(new, 0)
+
+    def verified(self, chunk: int) -> None:
+        """Note that a chunk has the right digest."""
+        self.on_progress(0, 1)
+        if self.on_verified is not None:
+            self.on_verified(chunk)
 
     async def not_yet(self) -> None:
         """Note that the peer lives, and has not what it was asked for."""

@@ -10,7 +10,7 @@ from aiockpt.errors import LocalProtocolError
 __all__ = ["Buffers", "Filler", "OnData"]
 
 Buffers: TypeAlias = Callable[[int, int], Sequence[memoryview]]
-OnData: TypeAlias = Callable[[memoryview], None]
+OnData: TypeAlias = Callable[[memoryview], bool]
 
 # One receive, and so one callback, moves at most this much: the loop stays live.
 MAX_PIECE = 1 << 20
@@ -35,7 +35,8 @@ class Filler:
             ``B``, in order.
         start: The first byte to fill.
         stop: The byte after the last one.
-        on_data: Sees the bytes, in order, as they come, while they are warm.
+        on_data: Sees the bytes, in order, as they come, while they are warm; it says
+            whether somebody wants them in their place now.
 
     Attributes:
         size: Bytes to fill.
@@ -94,16 +95,16 @@ class Filler:
             self._settle()
             return
         start, self._staged = self._staged, self._staged + count
-        self._see(self._scratch[start : self._staged])
-        if self._staged == len(self._scratch):
+        wanted = self._see(self._scratch[start : self._staged])
+        if wanted or self._staged == len(self._scratch):
             self._flush()
 
     def write(self, data: bytes | memoryview) -> None:
         """Copy ``data``, which is no longer than what remains."""
         self._flush()
         view = memoryview(data)
-        self._see(view)
         self._scatter(view)
+        self._see(view)
         self.filled += len(data)
 
     def close(self) -> None:
@@ -177,5 +178,5 @@ def _no_buffers(start: int, stop: int) -> Sequence[memoryview]:
     return ()
 
 
-def _ignore(_: memoryview) -> None:
-    pass
+def _ignore(_: memoryview) -> bool:
+    return False

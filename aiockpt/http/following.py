@@ -153,6 +153,10 @@ class Following:
         wrong = [part for part in left if part.chunk in self._noted]
         lost = sum(part.stop - part.start for part in wrong)
         self.fetch.on_progress(-lost, len(parts) - len(left))
+        if self.fetch.on_verified is not None:
+            missing = {part.chunk for part in left}
+            for chunk in self._noted.keys() - missing:
+                self.fetch.on_verified(chunk)
         for part in wrong[:1]:
             chunk, url = part.chunk, self.fetch.source.base_url
             expected, actual = sealed.digests[chunk], self._noted[chunk]

@@ -102,7 +102,7 @@ class Hedging:
 
     def _begin(self, lane: Lane, parts: Sequence[Part]) -> _Claim:
         fetch = self._fetch
-        stretch = Stretch(parts, on_verified=partial(fetch.on_progress, 0, 1))
+        stretch = Stretch(parts, on_verified=fetch.verified)
         hand = Hand(lane, parts, stretch, stretch.remaining, _now())
         spare = fetch.outline.grid.chunk_bytes
         claim = self._claims[hand] = _Claim(hand, Retrier(fetch.patience), spare)

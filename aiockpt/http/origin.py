@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from aiockpt.http.client import CheckpointClient, LatestInfo, Target
-from aiockpt.http.fetching import OnProgress, Prepare
+from aiockpt.http.fetching import OnProgress, OnVerified, Prepare
 from aiockpt.http.manifests import NOTHING, Wishes
 from aiockpt.http.member import Members
 from aiockpt.http.retrying import OnRetry
@@ -56,6 +56,7 @@ class Origin(Protocol):
         on_progress: OnProgress,
         on_retry: OnRetry | None = None,
         prepare: Prepare | None = None,
+        on_verified: OnVerified | None = None,
     ) -> None:
         """Fetch chunks into ``target`` and verify each one."""
 
@@ -69,6 +70,7 @@ class Origin(Protocol):
         on_progress: OnProgress,
         on_retry: OnRetry | None = None,
         prepare: Prepare | None = None,
+        on_verified: OnVerified | None = None,
     ) -> tuple[Outline, list[int]]:
         """Fetch chunks while they are staged; see `CheckpointClient.follow`."""
 
@@ -122,6 +124,7 @@ class OneSource:
         on_progress: OnProgress,
         on_retry: OnRetry | None = None,
         prepare: Prepare | None = None,
+        on_verified: OnVerified | None = None,
     ) -> None:
         """See `Origin`."""
         await self._client.fetch_chunks(
@@ -132,6 +135,7 @@ class OneSource:
             on_progress=on_progress,
             on_retry=on_retry,
             prepare=prepare,
+            on_verified=on_verified,
         )
 
     async def follow(
@@ -144,6 +148,7 @@ class OneSource:
         on_progress: OnProgress,
         on_retry: OnRetry | None = None,
         prepare: Prepare | None = None,
+        on_verified: OnVerified | None = None,
     ) -> tuple[Outline, list[int]]:
         """See `Origin`."""
         return await self._client.follow(
@@ -155,6 +160,7 @@ class OneSource:
             on_progress=on_progress,
             on_retry=on_retry,
             prepare=prepare,
+            on_verified=on_verified,
         )
 
 

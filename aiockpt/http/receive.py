@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +19,7 @@ from aiockpt.flatten import Survey, survey
 from aiockpt.held import Held, HeldInTemplate
 from aiockpt.http.origin import Origin
 from aiockpt.http.supply import Sharing, Supply
+from aiockpt.loading import Bring
 from aiockpt.memory import Memory, return_freed
 from aiockpt.observe import Progress, TransferEvent, emit
 from aiockpt.template import Template
@@ -80,6 +81,10 @@ class Receive:
         """
         try:
             return await self._run(exact_step(step))
+        except BaseException:
+            if self._goal is not None:
+                self._goal.abandon()
+            raise
         finally:
             self._supply.close()
 
@@ -186,16 +191,16 @@ class Receive:
     async def _fetch(self, outline: Outline, goal: Destination) -> None:
         fetch = partial(self._fetch_chunks, outline, goal)
         target = None if goal.memory is goal.arena else goal.memory
-        await self._fill(range(len(outline.grid)), target, fetch, goal.begin)
+        await self._fill(range(len(outline.grid)), target, fetch, goal.fill)
 
     async def _fill(
         self,
         chunks: Sequence[int],
         target: Memory | None,
         fetch: Fetch,
-        begin: Callable[[], None],
+        fill: Callable[[Bring], Awaitable[None]],
     ) -> None:
-        """Fetch chunks, but those that are there; ``begin`` before any is written.
+        """Fetch chunks, but those that are there; in ``fill`` they are written.
 
         Without a target they belong to the arena.
         """
@@ -204,11 +209,10 @@ class Receive:
             self._stop("plan")
             there = await delta.plan(chunks)
         self._stop("fetch_chunk")
-        begin()
         if delta is None:
-            await fetch(chunks)
+            await fill(partial(fetch, chunks))
         else:
-            await delta.bring(chunks, there, target, fetch)
+            await fill(partial(delta.bring, chunks, there, target, fetch))
 
     async def _fetch_chunks(
         self, outline: Outline, goal: Destination, chunks: Sequence[int]
@@ -219,6 +223,7 @@ class Receive:
             chunks,
             on_progress=self._progress.add,
             prepare=goal.prepare,
+            on_verified=goal.on_verified,
         )
 
     def _has_touched(self) -> bool:

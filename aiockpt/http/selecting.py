@@ -24,6 +24,7 @@ from aiockpt.held import Held
 from aiockpt.http.origin import Origin
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.landing import PlacedLanding
+from aiockpt.loading import Bring
 from aiockpt.memory import Arena
 from aiockpt.transport import exact_step
 from aiockpt.wants import Wants
@@ -150,8 +151,8 @@ class _Part:
         check_memory(self.sizes([*chunks]), self._options.terms.limits)
 
 
-def _nothing() -> None:
-    pass
+async def _plainly(bring: Bring) -> None:
+    await bring()
 
 
 def _by_nobody(*_: object, **__: object) -> NoReturn:
@@ -221,7 +222,7 @@ class PartReceive(Receive):
         assert self._part is not None
         self._progress.expect_more(self._part.sizes(chunks), len(chunks))
         fetch = partial(self._fetch_part, manifest.outline, target)
-        await self._fill(chunks, target if target.landing else None, fetch, _nothing)
+        await self._fill(chunks, target if target.landing else None, fetch, _plainly)
 
     async def _fetch_part(
         self, outline: Outline, target: _Target, chunks: Sequence[int]

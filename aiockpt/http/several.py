@@ -17,7 +17,7 @@ import anyio
 from aiockpt._tasks import News, together
 from aiockpt.errors import AiockptError, CheckpointChangedError, ClosedError
 from aiockpt.http.client import CheckpointClient, LatestInfo, Target
-from aiockpt.http.fetching import OnProgress, Prepare
+from aiockpt.http.fetching import OnProgress, OnVerified, Prepare
 from aiockpt.http.manifests import NOTHING, Wishes
 from aiockpt.http.member import Members, summed_up
 from aiockpt.http.poll import Poll
@@ -117,6 +117,7 @@ class SeveralSources:
         on_progress: OnProgress,
         on_retry: OnRetry | None = None,
         prepare: Prepare | None = None,
+        on_verified: OnVerified | None = None,
     ) -> None:
         """Fetch chunks into ``target``, from whoever is fast; verify each one.
 
@@ -135,6 +136,7 @@ class SeveralSources:
                 on_progress=on_progress,
                 on_retry=on_retry,
                 prepare=prepare,
+                on_verified=on_verified,
             )
             for source in self._sources
         ]

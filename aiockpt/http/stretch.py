@@ -71,13 +71,16 @@ class Stretch:
 
     Args:
         parts: The chunks, consecutive.
-        on_verified: Called for each chunk whose digest is right.
+        on_verified: Called for each chunk whose digest is right. Its last bytes are in
+            their place when the loop goes on, and maybe not before.
 
     Attributes:
         position: The next byte of the data segment that is wanted.
     """
 
-    def __init__(self, parts: Sequence[Part], on_verified: Callable[[], None]) -> None:
+    def __init__(
+        self, parts: Sequence[Part], on_verified: Callable[[int], None]
+    ) -> None:
         self._todo = deque(parts)
         self._bad: list[tuple[Part, str]] = []
         self._on_verified = on_verified
@@ -115,8 +118,13 @@ class Stretch:
             exchange.received = self.position - part.start
             exchange.expected = part.stop - part.start
 
-    def take(self, data: memoryview) -> None:
-        """Verify bytes that have just arrived at :attr:`position`."""
+    def take(self, data: memoryview) -> bool:
+        """Verify bytes that have just arrived at :attr:`position`.
+
+        Returns:
+            Whether a chunk ended in them.
+        """
+        todo = len(self._todo)
         while data and self._todo:
             part = self._todo[0]
             piece = data[: part.stop - self.position]
@@ -125,6 +133,7 @@ class Stretch:
             data = data[len(piece) :]
             if self.position == part.stop:
                 self._close(self._todo.popleft())
+        return len(self._todo) < todo
 
     def settle(self) -> tuple[int, IntegrityError] | None:
         """Put the bad chunks back to be fetched again; return their bytes and why."""
@@ -153,7 +162,7 @@ class Stretch:
     def _close(self, part: Part) -> None:
         actual = self._hasher.hexdigest()
         if actual == part.digest:
-            self._on_verified()
+            self._on_verified(part.chunk)
         else:
             self._bad.append((part, actual))
         self._begin()
@@ -175,5 +184,5 @@ class UnsealedStretch(Stretch):
         self._begin()
 
 
-def _nothing() -> None:
+def _nothing(_: int) -> None:
     pass

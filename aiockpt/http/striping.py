@@ -59,7 +59,7 @@ class Striping:
         self._members = members
         self._fetches = fetches
         self._step = fetches[0].outline.step
-        self._board = Board(parts, on_verified=partial(fetches[0].on_progress, 0, 1))
+        self._board = Board(parts, on_verified=fetches[0].verified)
         self._lanes = lanes
         self._join = join
         self._news = News()

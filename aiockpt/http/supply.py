@@ -13,7 +13,7 @@ from xxhash import xxh3_128
 from aiockpt._bridge import Bridge
 from aiockpt._tasks import together
 from aiockpt.http.borrowing import LentMemory, NotLentError, borrow
-from aiockpt.http.fetching import OnProgress, Prepare, Target
+from aiockpt.http.fetching import OnProgress, OnVerified, Prepare, Target
 from aiockpt.http.hosts import identity
 from aiockpt.http.manifests import Advance, Lending, Wishes
 from aiockpt.http.origin import Origin
@@ -55,6 +55,7 @@ class _Manner(TypedDict):
     on_progress: OnProgress
     on_retry: OnRetry
     prepare: Prepare | None
+    on_verified: OnVerified | None
 
 
 class Supply:
@@ -134,6 +135,7 @@ class Supply:
         *,
         on_progress: OnProgress,
         prepare: Prepare | None = None,
+        on_verified: OnVerified | None = None,
     ) -> None:
         """Bring chunks into ``target``, and verify them.
 
@@ -141,13 +143,15 @@ class Supply:
             AiockptError: see `CheckpointClient.fetch_chunks`.
         """
         left: Sequence[int] = chunks
-        if self._lent is not None:
-            left = await self._take(self._lent, outline, target, chunks, on_progress)
         more: _Manner = {
             "on_progress": on_progress,
             "on_retry": self._on_retry,
             "prepare": prepare,
+            "on_verified": on_verified,
         }
+        if self._lent is not None:
+            left = await self._take(self._lent, outline, target, chunks, more)
+
         promise = self._advance and self._advance.promise
         if promise:
             self.remark = "while it was staged"
@@ -179,10 +183,11 @@ class Supply:
         outline: Outline,
         target: Target,
         chunks: Sequence[int],
-        on_progress: OnProgress,
+        manner: _Manner,
     ) -> list[int]:
         """Take chunks from the memory; return those that are bad."""
         grid = outline.grid
+        on_progress, on_verified = manner["on_progress"], manner["on_verified"]
         if self._sharing.keep and not self._sharing.verify:
             on_progress(sum(map(_size, map(grid.range, chunks))), len(chunks))
             return []
@@ -193,10 +198,12 @@ class Supply:
             for chunk in remaining:
                 start, stop = grid.range(chunk)
                 digest = await self._digest(lent, target, start, stop)
-                if digest == outline.digests[chunk]:
-                    on_progress(stop - start, 1)
-                else:
+                if digest != outline.digests[chunk]:
                     bad.append(chunk)
+                    continue
+                on_progress(stop - start, 1)
+                if on_verified is not None:
+                    on_verified(chunk)
 
         await together([work] * min(_WORKERS, len(chunks)))
         if bad:

@@ -148,8 +148,9 @@ class FakeAccelerator:
 
     def pin(self, arena: Arena) -> Callable[[], None]:
         """Remember the arena as pinned."""
-        self.pinned.add(arena.address)
-        return lambda: self.pinned.discard(arena.address)
+        address = arena.address
+        self.pinned.add(address)
+        return lambda: self.pinned.discard(address)
 
     def _event(self) -> FakeEvent:
         event = FakeEvent(self._changed)

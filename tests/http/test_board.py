@@ -18,7 +18,7 @@ DIGEST = digest([ZEROS])
 def board_of(chunks: int, lanes: int = 1) -> tuple[Board, list[Lane]]:
     """Return a board of chunks of a mebibyte, and lanes of a peer each."""
     parts = [Part(n, n * MIB, (n + 1) * MIB, DIGEST) for n in range(chunks)]
-    board = Board(parts, on_verified=lambda: None)
+    board = Board(parts, on_verified=lambda _: None)
     board.lanes += [Lane(peer) for peer in range(lanes)]
     return board, board.lanes
 
@@ -77,7 +77,7 @@ class TestTake:
     def test_a_run_is_consecutive(self) -> None:
         """One request asks for it."""
         parts = [Part(n, n * MIB, (n + 1) * MIB, DIGEST) for n in (0, 1, 5, 6, 7, 8)]
-        board = Board(parts, on_verified=lambda: None)
+        board = Board(parts, on_verified=lambda _: None)
         lane = Lane(0, rate=1e12)
         assert chunks(take(board, lane)) == [0, 1]
 

@@ -21,7 +21,7 @@ RATE = 10.0 * MIB
 def hand_of(lane: Lane, *, mib: int = 10) -> Hand:
     """Return a run, begun at 0, of which nothing has come."""
     parts = [Part(n, n * MIB, (n + 1) * MIB, "") for n in range(mib)]
-    return Hand(lane, parts, Stretch(parts, lambda: None), mib * MIB, 0.0)
+    return Hand(lane, parts, Stretch(parts, lambda _: None), mib * MIB, 0.0)
 
 
 def receive(hand: Hand, nbytes: float) -> None:

@@ -75,17 +75,17 @@ def test_a_chunk_outside_the_grid_is_the_callers_mistake(chunk: int) -> None:
         plan(OUTLINE, [chunk], workers=1)
 
 
-def stretch_of(verified: list[None]) -> Stretch:
-    """Return a stretch over all chunks that counts what is verified."""
+def stretch_of(verified: list[int]) -> Stretch:
+    """Return a stretch over all chunks that notes which are verified."""
     runs = plan(OUTLINE, range(5), workers=1)
     parts = [part for run in runs for part in run]
-    return Stretch(parts, on_verified=lambda: verified.append(None))
+    return Stretch(parts, on_verified=verified.append)
 
 
 @given(cuts=st.lists(st.integers(0, len(SEGMENT)), max_size=9))
 def test_bytes_in_any_pieces_verify_every_chunk(cuts: list[int]) -> None:
     """A piece may end within a chunk, or span several."""
-    verified: list[None] = []
+    verified: list[int] = []
     stretch = stretch_of(verified)
     assert (stretch.position, stretch.stop) == (0, len(SEGMENT))
     bounds = [0, *sorted(cuts), len(SEGMENT)]
@@ -93,12 +93,12 @@ def test_bytes_in_any_pieces_verify_every_chunk(cuts: list[int]) -> None:
         stretch.take(memoryview(SEGMENT)[start:stop])
     assert stretch.chunk is None
     assert stretch.settle() is None
-    assert len(verified) == 5
+    assert verified == [0, 1, 2, 3, 4]
 
 
 def test_bad_chunks_alone_are_wanted_again() -> None:
     """The good ones between them stay verified, and the first one is blamed."""
-    verified: list[None] = []
+    verified: list[int] = []
     stretch = stretch_of(verified)
     damaged = bytearray(SEGMENT)
     damaged[CHUNK] ^= 1
@@ -109,13 +109,13 @@ def test_bad_chunks_alone_are_wanted_again() -> None:
     lost, error = settled
     assert lost == CHUNK + len(SEGMENT) - 4 * CHUNK
     assert (error.chunk, error.expected) == (1, MANIFEST.digests[1])
-    assert len(verified) == 3
+    assert verified == [0, 2, 3]
     assert (stretch.position, stretch.stop) == (CHUNK, 2 * CHUNK)
     stretch.take(memoryview(SEGMENT)[CHUNK : 2 * CHUNK])
     assert (stretch.position, stretch.stop) == (4 * CHUNK, len(SEGMENT))
     stretch.take(memoryview(SEGMENT)[4 * CHUNK :])
     assert stretch.settle() is None
-    assert len(verified) == 5
+    assert verified == [0, 2, 3, 1, 4]
 
 
 def test_what_is_left_begins_with_whole_chunks() -> None:

@@ -1,0 +1,362 @@
+"""What is verified goes on to a device, while the rest is still on its way."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from aiockpt import HTTPTransport
+from aiockpt.errors import IntegrityError, RemoteProtocolError
+from aiockpt.loading import _Unfinished
+from aiockpt.testing import FakeAccelerator, Fault, FaultProxy, FlipBit, assert_same
+from aiockpt.testing.faults import Pipe
+from aiockpt.wire.chunks import ChunkGrid
+from serving import settle
+from transports import Transport, pair, proxied, receive, through, transport
+
+pytestmark = pytest.mark.asyncio
+
+CHUNK = 64 << 10
+COUNT = 8
+SEGMENT = COUNT * CHUNK
+
+
+@dataclass
+class HoldBack(Fault):
+    """The last bytes of what a connection brings wait until the test lets go.
+
+    It tells when it is ``closed``.
+    """
+
+    last: int
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    _sent: int = 0
+
+    async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
+        """Pass on what comes before the end of the segment."""
+        free = max(SEGMENT - self.last - self._sent, 0)
+        self._sent += len(data)
+        await pipe.send(data[:free])
+        if data[free:]:
+            self.closed.set()
+            await self.gate.wait()
+            await pipe.send(data[free:])
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
+    """Take all memory of templates for a device's, whose work waits for the test."""
+    fake = FakeAccelerator()
+    monkeypatch.setattr("aiockpt.http.receiver.port_for", fake.port_for)
+    return fake
+
+
+def one(fill: float) -> dict[str, Any]:
+    """Return a tensor that lies in all chunks."""
+    return {"w": torch.full((SEGMENT // 4,), fill)}
+
+
+def many(fill: float) -> dict[str, Any]:
+    """Return tensors that are far smaller than a chunk, and end anywhere in one."""
+    return {f"w{n}": torch.full((SEGMENT // 1000,), fill) for n in range(250)}
+
+
+def strided(fill: float) -> dict[str, Any]:
+    """Return columns, which move element by element, and a tensor behind them."""
+    wide = torch.full((CHUNK // 16, 32), fill, dtype=torch.float64)
+    return {"columns": wide[:, ::16], "w": torch.full((SEGMENT // 8,), fill)}
+
+
+@dataclass
+class Held:
+    """A receive whose last bytes are held back."""
+
+    task: asyncio.Task[Any]
+    template: dict[str, Any]
+    proxy: FaultProxy
+    fault: HoldBack
+
+
+@asynccontextmanager
+async def held(
+    make: Callable[[float], dict[str, Any]] = one,
+    *,
+    last: int = CHUNK,
+    options: dict[str, Any] | None = None,
+    **how: Any,
+) -> AsyncIterator[Held]:
+    """Receive, by one connection, into a template of zeros."""
+    template, fault = make(0.0), HoldBack(last)
+    async with (
+        transport() as sender,
+        transport(max_concurrency=1, **(options or {})) as receiver,
+    ):
+        await sender.send_checkpoint([], 1, make(1.0))
+        async with proxied(sender, otherwise=fault) as proxy:
+            metadata = through(proxy, sender)
+            task = asyncio.create_task(
+                receiver.recv_checkpoint(0, metadata, 1, 20, into=template, **how)
+            )
+            try:
+                yield Held(task, template, proxy, fault)
+            finally:
+                task.cancel()
+                await asyncio.wait({task})
+
+
+@pytest.mark.parametrize("make", [one, many])
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "portable"])
+async def test_the_first_chunk_is_copied_before_the_last_one_comes(
+    device: FakeAccelerator, make: Any, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor in several chunks part by part, also small ones that come in a run."""
+    monkeypatch.setattr("aiockpt.http.receiving._KNOWN_SYSTEM", fast)
+    device.held = False
+    async with held(make, direct=True) as receiving:
+        await settle(lambda: device.copied >= SEGMENT // 2)
+        assert not receiving.fault.gate.is_set()
+        assert not receiving.task.done()
+        first = next(iter(receiving.template.values()))
+        assert first[0] == 1
+        receiving.fault.gate.set()
+        await receiving.task
+    assert_same(receiving.template, make(1.0))
+    assert device.copied == sum(each.nbytes for each in make(1.0).values())
+
+
+async def test_what_is_strided_is_copied_with_its_last_chunk(
+    device: FakeAccelerator,
+) -> None:
+    """Not in parts, and not at the end either."""
+    device.held = False
+    async with held(strided, direct=True) as receiving:
+        columns = receiving.template["columns"]
+        await settle(lambda: bool(columns.all()))
+        assert not receiving.task.done()
+        receiving.fault.gate.set()
+        await receiving.task
+    assert_same(receiving.template, strided(1.0))
+    assert device.copied == sum(each.nbytes for each in strided(1.0).values())
+
+
+async def test_without_direct_nothing_is_copied_early(device: FakeAccelerator) -> None:
+    """A template that is verified as a whole is filled as a whole."""
+    device.held = False
+    async with held() as receiving:
+        await receiving.fault.closed.wait()
+        assert (device.copied, len(device.events)) == (0, 0)
+        receiving.fault.gate.set()
+        await receiving.task
+    assert_same(receiving.template, one(1.0))
+
+
+async def test_copies_wait_for_who_still_uses_the_template(
+    device: FakeAccelerator,
+) -> None:
+    """What the producer has enqueued before comes first."""
+    async with held(direct=True) as receiving:
+        device.produce(lambda: receiving.template["w"].fill_(5))
+        await settle(lambda: not device.idle)
+        assert device.run(producer=False) == 0
+        receiving.fault.gate.set()
+        device.held = False
+        device.run()
+        await receiving.task
+    assert_same(receiving.template, one(1.0))
+
+
+async def test_it_ends_when_the_device_has_copied_everything(
+    device: FakeAccelerator,
+) -> None:
+    """Also what was enqueued long ago."""
+    async with held(direct=True) as receiving:
+        receiving.fault.gate.set()
+        await settle(lambda: len(device._side) > 2 * COUNT)
+        device.run(copies=2)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await asyncio.shield(receiving.task)
+        assert not receiving.task.done()
+        device.held = False
+        device.run()
+        await receiving.task
+    assert_same(receiving.template, one(1.0))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+async def test_memory_outlives_the_copies_of_a_cancelled_receive(
+    device: FakeAccelerator, keep: bool
+) -> None:
+    """They run to their end in the background, from memory that nobody else gets."""
+    async with held(direct=True, options={"keep_arena": keep}) as receiving:
+        await settle(lambda: not device.idle)
+        await receiving.fault.closed.wait()
+        receiving.task.cancel()
+        await asyncio.wait({receiving.task})
+        assert receiving.task.cancelled()
+        gc.collect()
+        device.held = False
+        device.run()  # which raises if it was freed
+        await settle(lambda: device.idle)
+        assert device.copied >= CHUNK
+        gc.collect()
+        await settle(lambda: not device.pinned)
+    brought = device.copied // 4
+    assert int(receiving.template["w"].sum()) == brought
+
+
+async def test_memory_outlives_the_copies_of_a_receive_that_fails(
+    device: FakeAccelerator,
+) -> None:
+    """The peer is gone, and its like does not come."""
+    options = {"reconnect_timeout": 0.05, "stall_timeout": 5}
+    async with held(direct=True, options=options) as receiving:
+        await settle(lambda: not device.idle)
+        receiving.proxy.refuse()
+        await receiving.proxy.cut_all()
+        await asyncio.wait({receiving.task})
+        error = receiving.task.exception()
+        assert error is not None
+        assert "the template was modified" in error.__notes__
+        del error, receiving.task
+        gc.collect()
+        device.held = False
+        device.run()
+
+
+async def test_memory_outlives_the_copies_of_a_state_that_cannot_be_made(
+    device: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it has come, and then it is of no use."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RemoteProtocolError("no such type")
+
+    monkeypatch.setattr("aiockpt.destination.assemble", refuse)
+    async with held(direct=True) as receiving:
+        receiving.fault.gate.set()
+        with pytest.raises(RemoteProtocolError, match="no such type"):
+            await receiving.task
+        gc.collect()
+        device.held = False
+        device.run()
+        await settle(lambda: device.idle)
+    assert_same(receiving.template, one(1.0))
+
+
+async def test_a_chunk_that_is_wrong_never_gets_there(device: FakeAccelerator) -> None:
+    """It is copied once it is right."""
+    device.held = False
+    async with transport() as sender, transport(max_concurrency=1) as receiver:
+        await sender.send_checkpoint([], 1, one(1.0))
+        flip = FlipBit(SEGMENT // 2)
+        async with proxied(sender, faults=[flip]) as proxy:
+            template = one(0.0)
+            metadata = through(proxy, sender)
+            await receiver.recv_checkpoint(0, metadata, 1, into=template, direct=True)
+        assert_same(template, one(1.0))
+        assert device.copied == SEGMENT
+        async with proxied(sender, otherwise=flip) as proxy:
+            template = one(0.0)
+            metadata = through(proxy, sender)
+            with pytest.raises(IntegrityError):
+                await receiver.recv_checkpoint(
+                    0, metadata, 1, into=template, direct=True
+                )
+        assert set(template["w"].tolist()) <= {0.0, 1.0}
+
+
+async def test_a_copy_that_fails_ends_the_receive(
+    device: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though chunks would still come."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(device, "copy", fail)
+    async with held(direct=True) as receiving:
+        with pytest.raises(RuntimeError, match="device lost"):
+            await receiving.task
+
+
+async def test_memory_that_is_kept_is_page_locked(device: FakeAccelerator) -> None:
+    """Once for all receives, until it is given back."""
+    device.held = False
+    async with transport() as sender:
+        await sender.send_checkpoint([], 1, one(1.0))
+        async with transport(keep_arena=True) as receiver:
+            for _ in range(3):
+                await receive(sender, receiver, into=one(0.0), direct=True)
+                gc.collect()
+                assert len(device.pinned) == 1
+        assert not device.pinned
+        async with transport() as receiver:
+            await receive(sender, receiver, into=one(0.0), direct=True)
+            assert not device.pinned
+
+
+@pytest.mark.parametrize("followed", [False, True])
+async def test_it_comes_from_a_sender_that_stages(
+    device: FakeAccelerator, followed: bool
+) -> None:
+    """What came before the digests goes on when they are there."""
+    device.held = False
+    template = one(0.0)
+    async with pair() as (sender, receiver):
+        coming = receive(sender, receiver, into=template, direct=True)
+        task = asyncio.create_task(coming)
+        if followed:
+            await asyncio.sleep(0)
+        await sender.send_checkpoint([], 1, one(1.0))
+        await task
+    assert_same(template, one(1.0))
+    assert device.copied == SEGMENT
+
+
+async def test_it_comes_from_several_sources(device: FakeAccelerator) -> None:
+    """Each chunk once, whoever has sent it."""
+    device.held = False
+    template = many(0.0)
+    async with transport() as first, transport() as second, transport() as receiver:
+        for sender in (first, second):
+            await sender.send_checkpoint([], 1, many(1.0))
+        metadata = [first.metadata(), second.metadata()]
+        await receiver.recv_checkpoint(0, metadata, 1, into=template, direct=True)
+    assert_same(template, many(1.0))
+    assert device.copied == sum(each.nbytes for each in template.values())
+
+
+async def test_it_comes_out_of_the_senders_memory(device: FakeAccelerator) -> None:
+    """On the same host."""
+    device.held = False
+    template = many(0.0)
+    async with pair(same_host=True) as (sender, receiver):
+        await sender.send_checkpoint([], 1, many(1.0))
+        await receive(sender, receiver, into=template, direct=True)
+    assert_same(template, many(1.0))
+    assert device.copied == sum(each.nbytes for each in template.values())
+
+
+@pytest.mark.parametrize(
+    ("reach", "chunks"),
+    [((0, 10), [0]), ((5, 25), [0, 1, 2]), ((10, 30), [2, 1]), ((30, 31), [3])],
+)
+def test_an_entry_is_finished_with_its_last_chunk(
+    reach: tuple[int, int], chunks: list[int]
+) -> None:
+    """In whatever order they come."""
+    unfinished = _Unfinished(ChunkGrid(35, 10), {7: reach})
+    for chunk in chunks[:-1]:
+        assert unfinished.add(chunk) == []
+        assert [*unfinished.left()] == [7]
+    assert unfinished.add(chunks[-1]) == [7]
+    assert [*unfinished.left()] == []
