@@ -4,51 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from aiockpt import HTTPTransport
-from aiockpt.errors import IntegrityError, RemoteProtocolError
+from aiockpt.errors import RemoteProtocolError
 from aiockpt.loading import _Unfinished
-from aiockpt.testing import FakeAccelerator, Fault, FaultProxy, FlipBit, assert_same
-from aiockpt.testing.faults import Pipe
+from aiockpt.testing import FakeAccelerator, FaultProxy, FlipBit, assert_same
 from aiockpt.wire.chunks import ChunkGrid
 from serving import settle
-from transports import Transport, pair, proxied, receive, through, transport
+from transports import HoldBack, pair, proxied, receive, through, transport
 
 pytestmark = pytest.mark.asyncio
 
 CHUNK = 64 << 10
 COUNT = 8
 SEGMENT = COUNT * CHUNK
-
-
-@dataclass
-class HoldBack(Fault):
-    """The last bytes of what a connection brings wait until the test lets go.
-
-    It tells when it is ``closed``.
-    """
-
-    last: int
-    gate: asyncio.Event = field(default_factory=asyncio.Event)
-    closed: asyncio.Event = field(default_factory=asyncio.Event)
-    _sent: int = 0
-
-    async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
-        """Pass on what comes before the end of the segment."""
-        free = max(SEGMENT - self.last - self._sent, 0)
-        self._sent += len(data)
-        await pipe.send(data[:free])
-        if data[free:]:
-            self.closed.set()
-            await self.gate.wait()
-            await pipe.send(data[free:])
 
 
 @pytest.fixture
@@ -70,9 +45,10 @@ def many(fill: float) -> dict[str, Any]:
 
 
 def strided(fill: float) -> dict[str, Any]:
-    """Return columns, which move element by element, and a tensor behind them."""
-    wide = torch.full((CHUNK // 16, 32), fill, dtype=torch.float64)
-    return {"columns": wide[:, ::16], "w": torch.full((SEGMENT // 8,), fill)}
+    """Return columns of two chunks, which move element by element; more is behind."""
+    wide = torch.full((CHUNK // 8, 32), fill, dtype=torch.float64)
+    rest = torch.full(((SEGMENT - 2 * CHUNK) // 4,), fill)
+    return {"columns": wide[:, ::16], "w": rest}
 
 
 @dataclass
@@ -84,17 +60,26 @@ class Held:
     proxy: FaultProxy
     fault: HoldBack
 
+    async def end(self) -> BaseException | None:
+        """Wait for its end, and keep nothing of it; return the cause of a failure."""
+        (ended,), _ = await asyncio.wait({self.task})
+        self.task = asyncio.create_task(asyncio.sleep(0))
+        if ended.cancelled():
+            return None
+        error = ended.exception()
+        assert error is not None
+        return error.with_traceback(None)
+
 
 @asynccontextmanager
 async def held(
     make: Callable[[float], dict[str, Any]] = one,
     *,
-    last: int = CHUNK,
     options: dict[str, Any] | None = None,
     **how: Any,
 ) -> AsyncIterator[Held]:
     """Receive, by one connection, into a template of zeros."""
-    template, fault = make(0.0), HoldBack(last)
+    template, fault = make(0.0), HoldBack(SEGMENT - CHUNK)
     async with (
         transport() as sender,
         transport(max_concurrency=1, **(options or {})) as receiver,
@@ -102,14 +87,14 @@ async def held(
         await sender.send_checkpoint([], 1, make(1.0))
         async with proxied(sender, otherwise=fault) as proxy:
             metadata = through(proxy, sender)
-            task = asyncio.create_task(
-                receiver.recv_checkpoint(0, metadata, 1, 20, into=template, **how)
-            )
+            call = receiver.recv_checkpoint(0, metadata, 1, 20, into=template, **how)
+            found = Held(asyncio.create_task(call), template, proxy, fault)
+            del call
             try:
-                yield Held(task, template, proxy, fault)
+                yield found
             finally:
-                task.cancel()
-                await asyncio.wait({task})
+                found.task.cancel()
+                await asyncio.wait({found.task})
 
 
 @pytest.mark.parametrize("make", [one, many])
@@ -180,10 +165,8 @@ async def test_it_ends_when_the_device_has_copied_everything(
     async with held(direct=True) as receiving:
         receiving.fault.gate.set()
         await settle(lambda: len(device._side) > 2 * COUNT)
+        await settle(lambda: device.events[-1].queries > 0)
         device.run(copies=2)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await asyncio.shield(receiving.task)
         assert not receiving.task.done()
         device.held = False
         device.run()
@@ -200,17 +183,14 @@ async def test_memory_outlives_the_copies_of_a_cancelled_receive(
         await settle(lambda: not device.idle)
         await receiving.fault.closed.wait()
         receiving.task.cancel()
-        await asyncio.wait({receiving.task})
-        assert receiving.task.cancelled()
+        assert await receiving.end() is None
         gc.collect()
+        assert len(device.pinned) == keep
         device.held = False
         device.run()  # which raises if it was freed
-        await settle(lambda: device.idle)
         assert device.copied >= CHUNK
-        gc.collect()
-        await settle(lambda: not device.pinned)
-    brought = device.copied // 4
-    assert int(receiving.template["w"].sum()) == brought
+        await settle(lambda: gc.collect() >= 0 and not device.pinned)
+    assert int(receiving.template["w"].sum()) == device.copied // 4
 
 
 async def test_memory_outlives_the_copies_of_a_receive_that_fails(
@@ -222,11 +202,10 @@ async def test_memory_outlives_the_copies_of_a_receive_that_fails(
         await settle(lambda: not device.idle)
         receiving.proxy.refuse()
         await receiving.proxy.cut_all()
-        await asyncio.wait({receiving.task})
-        error = receiving.task.exception()
+        error = await receiving.end()
         assert error is not None
         assert "the template was modified" in error.__notes__
-        del error, receiving.task
+        del error
         gc.collect()
         device.held = False
         device.run()
@@ -243,12 +222,10 @@ async def test_memory_outlives_the_copies_of_a_state_that_cannot_be_made(
     monkeypatch.setattr("aiockpt.destination.assemble", refuse)
     async with held(direct=True) as receiving:
         receiving.fault.gate.set()
-        with pytest.raises(RemoteProtocolError, match="no such type"):
-            await receiving.task
+        assert isinstance(await receiving.end(), RemoteProtocolError)
         gc.collect()
         device.held = False
         device.run()
-        await settle(lambda: device.idle)
     assert_same(receiving.template, one(1.0))
 
 
@@ -257,21 +234,13 @@ async def test_a_chunk_that_is_wrong_never_gets_there(device: FakeAccelerator) -
     device.held = False
     async with transport() as sender, transport(max_concurrency=1) as receiver:
         await sender.send_checkpoint([], 1, one(1.0))
-        flip = FlipBit(SEGMENT // 2)
-        async with proxied(sender, faults=[flip]) as proxy:
+        async with proxied(sender, faults=[FlipBit(SEGMENT // 2)]) as proxy:
             template = one(0.0)
             metadata = through(proxy, sender)
             await receiver.recv_checkpoint(0, metadata, 1, into=template, direct=True)
-        assert_same(template, one(1.0))
-        assert device.copied == SEGMENT
-        async with proxied(sender, otherwise=flip) as proxy:
-            template = one(0.0)
-            metadata = through(proxy, sender)
-            with pytest.raises(IntegrityError):
-                await receiver.recv_checkpoint(
-                    0, metadata, 1, into=template, direct=True
-                )
-        assert set(template["w"].tolist()) <= {0.0, 1.0}
+            assert proxy.statistics().bytes_down > SEGMENT + CHUNK
+    assert_same(template, one(1.0))
+    assert device.copied == SEGMENT
 
 
 async def test_a_copy_that_fails_ends_the_receive(
@@ -350,7 +319,7 @@ async def test_it_comes_out_of_the_senders_memory(device: FakeAccelerator) -> No
     ("reach", "chunks"),
     [((0, 10), [0]), ((5, 25), [0, 1, 2]), ((10, 30), [2, 1]), ((30, 31), [3])],
 )
-def test_an_entry_is_finished_with_its_last_chunk(
+async def test_an_entry_is_finished_with_its_last_chunk(
     reach: tuple[int, int], chunks: list[int]
 ) -> None:
     """In whatever order they come."""

@@ -161,6 +161,15 @@ class TestPinning:
         arena.close()
         assert done == ["pin", "unpin"]
 
+    def test_it_is_undone_with_the_last_who_has_the_arena(self) -> None:
+        """Also where a call that failed has closed nothing."""
+        done: list[str] = []
+        arena = Arena(100)
+        arena.pin(lambda _: lambda: done.append("unpin"))
+        del arena
+        gc.collect()
+        assert done == ["unpin"]
+
 
 class TestPool:
     """At most one free arena is kept."""

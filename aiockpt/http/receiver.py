@@ -73,7 +73,10 @@ class Receiver(CheckpointTransport[T]):
             into: A state dict whose tensors are filled; it is checked before a byte
                 moves, and touched only when everything has been verified.
             direct: With ``into``: receive straight into its memory. A receive that
-                fails then says in a note whether the template was modified.
+                fails then says in a note whether the template was modified. What
+                accelerators have of it is copied there chunk by chunk, as each is
+                verified, while later ones travel (but with ``select``), behind what
+                the current stream was given before; leave it alone meanwhile.
             have: A state dict that holds some of it already, such as an earlier step;
                 True: the template is one. Chunks of it that have the right digest are
                 not fetched, and with True not even copied. What has another path,

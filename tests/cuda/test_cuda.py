@@ -14,7 +14,8 @@ from aiockpt._device import port_for
 from aiockpt.memory import Arena
 from aiockpt.testing import assert_same
 from pipeline import file_of, rebuilt, stager
-from transports import MIB, pair, receive
+from serving import settle
+from transports import MIB, HoldBack, pair, proxied, receive, through, transport
 
 DEVICE = torch.device("cuda", 0)
 
@@ -218,6 +219,48 @@ class TestLoading:
         assert got["weight"] is template["weight"]
         assert got["weight"].device == DEVICE
         assert_same(template, state)
+
+    async def test_it_is_copied_while_later_chunks_travel(self) -> None:
+        """Chunk by chunk, as they are verified, if the caller lets it."""
+        state, template = self.state(1), self.state(0)
+        weight, fault = template["weight"], HoldBack()
+        async with transport() as sender, transport(max_concurrency=1) as receiver:
+            await sender.send_checkpoint([], 1, state)
+            async with proxied(sender, otherwise=fault) as proxy:
+                call = receiver.recv_checkpoint(
+                    0, through(proxy, sender), 1, into=template, direct=True
+                )
+                task = asyncio.create_task(call)
+                await settle(lambda: bool(weight[: MIB // 4].all()))
+                assert not weight[-MIB:].any()
+                assert not task.done()
+                fault.gate.set()
+                await task
+        assert_same(template, state)
+
+    @pytest.mark.parametrize("keep_arena", [False, True])
+    async def test_a_cancel_while_it_is_copied_leaves_the_device_usable(
+        self, keep_arena: bool
+    ) -> None:
+        """Its copies end in the background, from memory that nobody else gets."""
+        state = self.state(1)
+        options = {"max_concurrency": 1, "keep_arena": keep_arena}
+        async with transport() as sender, transport(**options) as receiver:
+            await sender.send_checkpoint([], 1, state)
+            for _ in range(3):
+                async with proxied(sender, otherwise=(fault := HoldBack())) as proxy:
+                    busy_then(lambda: None)
+                    call = receiver.recv_checkpoint(
+                        0, through(proxy, sender), 1, into=self.state(0), direct=True
+                    )
+                    task = asyncio.create_task(call)
+                    await fault.closed.wait()
+                    task.cancel()
+                    await asyncio.wait({task})
+            template = self.state(0)
+            for _ in range(3):
+                await receive(sender, receiver, into=template, direct=True)
+                assert_same(template, state)
 
     async def test_it_waits_for_who_still_uses_the_template(self) -> None:
         """A kernel that was enqueued before must not overwrite the checkpoint."""

@@ -110,6 +110,26 @@ class TestFiller:
         with pytest.raises(LocalProtocolError, match="another size"):
             Filler(lambda start, stop: [memoryview(bytearray(9))], 0, 10)
 
+    @pytest.mark.parametrize("how", ["received", "written"])
+    def test_bytes_that_are_wanted_are_in_their_place(self, how: str) -> None:
+        """Though they were received with others, for many small buffers."""
+        memory, source, seen = bytearray(50_000), noise(50_000), list[int]()
+
+        def see(data: memoryview) -> bool:
+            seen.append(data.nbytes)
+            return sum(seen) >= 20_050
+
+        fill = Filler(cutting(memory, [100] * 500), 0, 50_000, see)
+        for start, stop in pairwise([0, 10_000, 20_050, 50_000]):
+            if how == "written":
+                fill.write(source[start:stop])
+            else:
+                fill.next_buffer()[: stop - start] = source[start:stop]
+                fill.advance(stop - start)
+            if stop > 10_000:
+                assert memory[:stop] == source[:stop]
+        assert memory == source
+
     def test_large_buffers_are_received_in_place(self) -> None:
         """A megabyte at a time, without a copy."""
         memory, fill = memory_of([3 << 20])

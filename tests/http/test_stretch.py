@@ -96,6 +96,14 @@ def test_bytes_in_any_pieces_verify_every_chunk(cuts: list[int]) -> None:
     assert verified == [0, 1, 2, 3, 4]
 
 
+def test_it_says_where_a_chunk_ends() -> None:
+    """Then all of it is wanted in its place."""
+    stretch = stretch_of([])
+    ends = [0, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 1, 4 * CHUNK - 1]
+    pieces = [memoryview(SEGMENT)[start:stop] for start, stop in pairwise(ends)]
+    assert [*map(stretch.take, pieces)] == [False, True, False, True, False]
+
+
 def test_bad_chunks_alone_are_wanted_again() -> None:
     """The good ones between them stay verified, and the first one is blamed."""
     verified: list[int] = []

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 
 from aiockpt import HTTPTransport, Progress
-from aiockpt.testing import FaultProxy
+from aiockpt.testing import Fault, FaultProxy
+from aiockpt.testing.faults import Pipe
 
 Transport = HTTPTransport[Any]
 
@@ -63,6 +65,29 @@ def weights(fill: float = 1.0, *, mib: float = 1.0, count: int = 1) -> dict[str,
     """Return tensors of one number."""
     size = int(mib * MIB / 4 / count)
     return {f"w{n}": torch.full((size,), fill) for n in range(count)}
+
+
+@dataclass
+class HoldBack(Fault):
+    """Passes on so many bytes of all connections; the others wait for the ``gate``.
+
+    It tells when it is ``closed``.
+    """
+
+    free: int = 4 * MIB
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    _sent: int = 0
+
+    async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
+        """Pass on what is free, and the rest once it may go."""
+        free = max(self.free - self._sent, 0)
+        self._sent += len(data)
+        await pipe.send(data[:free])
+        if data[free:]:
+            self.closed.set()
+            await self.gate.wait()
+            await pipe.send(data[free:])
 
 
 class Halfway:
