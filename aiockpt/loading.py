@@ -52,7 +52,7 @@ class Loading:
         self.home: set[int] = set()
         self._copies, self._grid, self._bridge = copies, grid, bridge
         self._direct, self._pinned = direct, pinned
-        self._parts = _Unfinished(grid, copies.part_ranges())
+        self._parts = _Unfinished(copies.part_ranges())
         self._verified: asyncio.Queue[int | None] = asyncio.Queue()
         self._begun = False
 
@@ -106,14 +106,15 @@ class Loading:
         self._verified.put_nowait(None)
 
     async def _send_all(self, fences: Fences) -> None:
-        if self._pinned is not None:
-            await self._bridge.run(self._pin, self._pinned)
+        await self._bridge.run(self._prepare)
         while (chunk := await self._verified.get()) is not None:
             await self._bridge.run(self._send, chunk, fences)
 
-    def _pin(self, arena: Arena) -> None:
-        for port in self._copies.ports.values():
-            arena.pin(port.pin)
+    def _prepare(self) -> None:
+        self._parts.expect(self._grid)
+        if self._pinned is not None:
+            for port in self._copies.ports.values():
+                self._pinned.pin(port.pin)
 
     def _send(self, chunk: int, fences: Fences) -> None:
         self._copies.load_device(*self._grid.range(chunk), fences)
@@ -124,13 +125,18 @@ class Loading:
 class _Unfinished:
     """Entries that can be used when all of their chunks are there."""
 
-    def __init__(self, grid: ChunkGrid, ranges: Mapping[int, tuple[int, int]]) -> None:
+    def __init__(self, ranges: Mapping[int, tuple[int, int]]) -> None:
+        self._ranges = ranges
         self._lacking = dict.fromkeys(ranges, 0)
         self._within: dict[int, list[int]] = defaultdict(list)
-        for entry, reach in ranges.items():
-            for chunk in chunks_over(grid, [reach]):
+
+    def expect(self, grid: ChunkGrid) -> None:
+        """Find out which chunks each of them needs."""
+        for entry, reach in self._ranges.items():
+            chunks = chunks_over(grid, [reach])
+            self._lacking[entry] = len(chunks)
+            for chunk in chunks:
                 self._within[chunk].append(entry)
-                self._lacking[entry] += 1
 
     def add(self, chunk: int) -> list[int]:
         """Note that a chunk is there; return which entries are, by that."""

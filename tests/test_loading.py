@@ -323,7 +323,8 @@ async def test_an_entry_is_finished_with_its_last_chunk(
     reach: tuple[int, int], chunks: list[int]
 ) -> None:
     """In whatever order they come."""
-    unfinished = _Unfinished(ChunkGrid(35, 10), {7: reach})
+    unfinished = _Unfinished({7: reach})
+    unfinished.expect(ChunkGrid(35, 10))
     for chunk in chunks[:-1]:
         assert unfinished.add(chunk) == []
         assert [*unfinished.left()] == [7]

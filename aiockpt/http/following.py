@@ -155,8 +155,9 @@ class Following:
         self.fetch.on_progress(-lost, len(parts) - len(left))
         if self.fetch.on_verified is not None:
             missing = {part.chunk for part in left}
-            for chunk in self._noted.keys() - missing:
-                self.fetch.on_verified(chunk)
+            for part in parts:
+                if part.chunk not in missing:
+                    self.fetch.on_verified(part.chunk)
         for part in wrong[:1]:
             chunk, url = part.chunk, self.fetch.source.base_url
             expected, actual = sealed.digests[chunk], self._noted[chunk]
