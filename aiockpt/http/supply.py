@@ -151,7 +151,6 @@ class Supply:
         }
         if self._lent is not None:
             left = await self._take(self._lent, outline, target, chunks, more)
-
         promise = self._advance and self._advance.promise
         if promise:
             self.remark = "while it was staged"
