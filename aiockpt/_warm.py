@@ -12,8 +12,9 @@ import weakref
 from collections import deque
 from typing import Final
 
+from aiockpt._available import available_memory
 from aiockpt.errors import LimitExceededError
-from aiockpt.memory import Arena, available_memory
+from aiockpt.memory import Arena
 from aiockpt.wire.limits import enforce
 
 __all__ = ["Loan", "WarmArena", "lend"]

@@ -14,10 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
+from aiockpt._available import available_memory
 from aiockpt._places import is_filled
 from aiockpt.errors import LimitExceededError, StorageError
 from aiockpt.landing import Place, PlacedLanding
-from aiockpt.memory import Arena, available_memory
+from aiockpt.memory import Arena
 from aiockpt.rangefile import Filed, Landing, OnBytes, Verify, read_ranges
 from aiockpt.rebuild import Frame, assemble, tensors_over
 from aiockpt.storage import header_of, named

@@ -17,7 +17,6 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Final, Protocol
 
 if sys.platform == "linux":
@@ -30,7 +29,6 @@ __all__ = [
     "ArenaPool",
     "Borrowed",
     "Memory",
-    "available_memory",
     "return_freed",
     "view_of_address",
 ]
@@ -44,8 +42,6 @@ CAN_LEND: Final = sys.platform == "linux" and hasattr(os, "memfd_create")
 # F_SEAL_SHRINK, F_SEAL_GROW, and F_SEAL_FUTURE_WRITE of Linux 5.1, which not all
 # versions of Python name.
 LENT_SEALS: Final = 0x2 | 0x4 | 0x10
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 # Linux 5.14; the mmap module does not know it, and would keep the interpreter lock.
 _MADV_POPULATE_WRITE = 23
@@ -293,24 +289,3 @@ def return_freed() -> None:
     """
     if hasattr(_libc, "malloc_trim"):
         _libc.malloc_trim(0)
-
-
-def available_memory() -> int:
-    """Return the bytes that this process could still take, by the kernel and cgroup."""
-    known = [_meminfo_available(), _cgroup_available()]
-    return min((n for n in known if n is not None), default=1 << 62)
-
-
-def _meminfo_available() -> int | None:
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
-def _cgroup_available() -> int | None:
-    with suppress(OSError, ValueError):
-        limit = int((_CGROUP / "memory.max").read_text())
-        return max(limit - int((_CGROUP / "memory.current").read_text()), 0)
-    return None

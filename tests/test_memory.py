@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from aiockpt import memory
+from aiockpt import _available, memory
+from aiockpt._available import available_memory
 from aiockpt.memory import (
     CAN_LEND,
     Arena,
     ArenaPool,
     Borrowed,
-    available_memory,
     view_of_address,
 )
 
@@ -260,7 +260,7 @@ class TestAvailableMemory:
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         """A container has less than its host."""
-        monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+        monkeypatch.setattr(_available, "_CGROUP", tmp_path)
         (tmp_path / "memory.current").write_text("3000000\n")
         (tmp_path / "memory.max").write_text("5000000\n")
         assert available_memory() == 2_000_000

@@ -12,6 +12,7 @@ from functools import partial
 from mmap import mmap
 from typing import TypeVar
 
+from aiockpt._available import available_memory
 from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
 from aiockpt._meter import Meter
@@ -24,7 +25,6 @@ from aiockpt.errors import (
     RemoteProtocolError,
     StepNotFoundError,
 )
-from aiockpt.memory import available_memory
 from aiockpt.observe import Progress, TransferEvent, emit
 from aiockpt.pg.frames import Frame, Kind
 from aiockpt.pg.line import Line
