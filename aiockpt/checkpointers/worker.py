@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
+from aiockpt._background import leave_terminal
 from aiockpt._bridge import Bridge
 from aiockpt._channel import unpack
 from aiockpt._mapped import MappedSnapshot, trusted_header
@@ -69,8 +70,11 @@ def main(fd: int) -> None:
 
 
 def _divert_signals() -> int:
-    """Make Ctrl-C the trainer's, and SIGTERM a request; return what it is read from."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Leave the terminal to the trainer, and make SIGTERM a request.
+
+    Returns what that is read from.
+    """
+    leave_terminal()
     reader, writer = socket.socketpair()
     writer.settimeout(0)
     reader.settimeout(0)

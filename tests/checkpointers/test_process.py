@@ -41,6 +41,7 @@ from checkpointing import (
     note_pid,
     refuse,
 )
+from terminals import FROM_A_TERMINAL, ignored
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
@@ -267,6 +268,14 @@ class TestChild:
             assert made.pid
             mine = os.getpriority(os.PRIO_PROCESS, 0)
             assert os.getpriority(os.PRIO_PROCESS, made.pid) == min(mine + 7, 19)
+
+    async def test_no_terminal_stops_or_ends_it(self) -> None:
+        """It is in the background of the trainer's, and says something now and then."""
+        async with process() as made:
+            await made.ready()
+            assert made.pid
+            assert ignored(made.pid) >= FROM_A_TERMINAL
+            assert os.getsid(made.pid) == os.getsid(0)  # where its niceness counts
 
     async def test_ctrl_c_is_not_for_it(self, tmp_path: Path) -> None:
         """The trainer decides what becomes of the save."""

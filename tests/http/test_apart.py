@@ -32,6 +32,7 @@ from aiockpt.observe import add_hook
 from aiockpt.testing import assert_same, interruptions
 from aiockpt.testing.suite.endings import Endings
 from aiockpt.testing.suite.offers import Offers
+from terminals import FROM_A_TERMINAL, ignored
 from transports import Transport, receive, transport
 
 pytestmark = pytest.mark.one_loop
@@ -83,6 +84,11 @@ class TestServing:
             assert "memfd:aiockpt" in mapped
             assert "libtorch" not in mapped
 
+    async def test_no_terminal_stops_or_ends_it(self) -> None:
+        """It is in the background of the trainer's, and says something now and then."""
+        async with apart() as sender:
+            assert ignored(process_of(sender).pid) >= FROM_A_TERMINAL
+
     @pytest.mark.parametrize("nice", [0, 7])
     async def test_it_is_as_nice_as_it_is_told(self, nice: int) -> None:
         """In this session, in which alone that counts, and in a group of its own."""
@@ -91,6 +97,9 @@ class TestServing:
             mine = os.getpriority(os.PRIO_PROCESS, 0)
             expected = min(mine + nice, 19)
             assert os.getpriority(os.PRIO_PROCESS, pid) == expected
+            threads = map(int, os.listdir(f"/proc/{pid}/task"))
+            found = {os.getpriority(os.PRIO_PROCESS, each) for each in threads}
+            assert found == {mine, expected}  # who prepares is waited for
             assert os.getsid(pid) == os.getsid(0)
             assert os.getpgid(pid) == pid
 

@@ -12,9 +12,11 @@ import logging
 import os
 import signal
 import socket
+import threading
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
+from aiockpt._background import leave_terminal
 from aiockpt._bridge import Bridge
 from aiockpt._channel import Channel, unpack
 from aiockpt._mapped import trusted_header
@@ -50,7 +52,7 @@ _TICK: Final = 0.1
 
 def main(fd: int) -> None:
     """Serve what the trainer at the other end of a socket publishes, until its end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the trainer's
+    leave_terminal()
     asyncio.run(_run(Serving(socket.socket(fileno=fd), hosted=False)))
 
 
@@ -161,7 +163,6 @@ class Serving:
 
     async def _set_up(self, setup: Setup, fds: list[int]) -> None:
         self._setup = setup
-        os.nice(setup.nice)  # of this thread, and those that it starts
         self._forwarding.start(setup.levels)
         # A process that the trainer has forked holds the channel open after its death.
         with suppress(OSError, AttributeError):
@@ -172,9 +173,18 @@ class Serving:
         if setup.lends:
             most = setup.config.max_readers
             self._lender = Lender(self._shelf, self._bridge, most=most)
+        await self._be_nice(setup.nice)
         self._server = CheckpointServer(self._shelf, setup.config, self._lender)
         await self._server.start([socket.socket(fileno=fd) for fd in fds])
         self.say(Ready())
+
+    async def _be_nice(self, nice: int) -> None:
+        """Leave the cores to others, but not where something is prepared in time.
+
+        A niceness is a thread's, which hands it to those that it starts.
+        """
+        await self._bridge.run(threading.get_ident)
+        os.nice(nice)
 
     async def _prepare(self, message: Prepare, parcel: int, arena: int) -> Servable:
         try:
