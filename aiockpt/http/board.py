@@ -109,10 +109,6 @@ class Board:
         """Whether everything has been fetched."""
         return not self._todo and not self._hands
 
-    def rest(self) -> list[Part]:
-        """Return what is in no hand, in order."""
-        return sorted(self._todo, key=lambda part: part.start)
-
     def take(self, lane: Lane, now: float) -> Hand | None:
         """Return the next run, in the lane's hand; None if there is none."""
         if not self._todo:

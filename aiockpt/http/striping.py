@@ -2,8 +2,7 @@
 
 A chunk comes from one peer, whole, so one that is wrong says who has sent it. Who
 fails for good is dropped, and the others fetch what it had in hand; the transfer goes
-on while one is left. That one is asked anew for what is missing then, as if it had been
-alone from the beginning: its last ranges are hedged.
+on while one is left, which is then treated as one that was alone from the beginning.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ from aiockpt.errors import (
 )
 from aiockpt.http.board import Board, Hand, Lane
 from aiockpt.http.fetching import ChunkFetch
-from aiockpt.http.hedging import Hedging
 from aiockpt.http.member import Members
 from aiockpt.http.retrying import Patience, Retrier
-from aiockpt.http.stretch import Part, plan
+from aiockpt.http.stretch import Part
 from aiockpt.observe import TransferEvent, emit
 
 __all__ = ["Join", "Striping"]
@@ -81,27 +79,9 @@ class Striping:
         left = self._members.left()
         if not left:
             raise self._members.verdict()
-        if len(left) > 1:
-            with self._scope:
-                await together([partial(self._serve, number) for number in left])
-        if rest := self._board.rest():
-            (last,) = self._members.left()
-            await self._finish(last, rest)
-
-    async def _finish(self, number: int, rest: Sequence[Part]) -> None:
-        """Fetch what is missing from the only one that is left."""
-        fetch, lanes = self._fetches[number], self._lanes
-        runs = plan(fetch.outline, [part.chunk for part in rest], workers=lanes)
-        try:
-            await self._join(number)
-            await Hedging(fetch).run(runs, workers=lanes)
-        except ClosedError:
-            raise
-        except AiockptError as error:
-            # What its other connections met says no more.
-            getattr(error, "__notes__", []).clear()
-            self._drop(number, error)
-        self._members.given[number] += sum(part.stop - part.start for part in rest)
+        with self._scope:
+            await together([partial(self._serve, number) for number in left])
+        assert self._board.done, "a chunk was left out"
 
     async def _serve(self, number: int) -> None:
         """Fetch from one member until everything is done, or it is dropped."""
@@ -178,8 +158,6 @@ class Striping:
         if not self._members.left():
             raise self._members.verdict()
         self._scopes[number].cancel()
-        if len(self._members.left()) == 1:
-            self._scopes[self._members.left()[0]].cancel()  # see `_finish`
 
     def _retrier(self, hand: Hand) -> Retrier:
         number = hand.lane.peer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
 
 import pytest
 
@@ -15,8 +14,7 @@ from aiockpt.errors import (
     PeerUnreachableError,
     StepNotFoundError,
 )
-from aiockpt.observe import TransferEvent, add_hook
-from aiockpt.testing.faults import CutAfter, Drip, Fault, Pipe, Refuse, StallAfter
+from aiockpt.testing.faults import CutAfter, Drip, Fault, StallAfter
 from aiockpt.wire.http import Source
 from rangepeer import describe, noise, receiver
 from rangepeer import serving as peer
@@ -31,7 +29,6 @@ from replicas import (
     replicas,
     source,
 )
-from serving import Memory
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free, pytest.mark.timeout(120)]
 
@@ -275,61 +272,6 @@ async def test_credentials_go_to_their_own_origin_only() -> None:
         for each in (one, other)
     ]
     assert shown == [{"Bearer first"}, {"Bearer second"}]
-
-
-class LastStand(Fault):
-    """Until the other peer is gone little passes; then a new connection stalls."""
-
-    def __init__(self) -> None:
-        self.alone = asyncio.Event()
-        self._victim: Pipe | None = None
-
-    def hear(self, event: TransferEvent) -> None:
-        """Be a hook of events."""
-        if event.stop == "drop":
-            self.alone.set()
-
-    async def connected(self, pipe: Pipe) -> None:
-        """Choose the first new connection."""
-        if self.alone.is_set() and self._victim is None:
-            self._victim = pipe
-
-    async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
-        """Let a chunk pass, and a manifest."""
-        if at > CHUNK:
-            await self.alone.wait()
-        if at > CHUNK and pipe is self._victim:
-            await pipe.stall()
-        await pipe.send(data)
-
-
-class TestOneIsLeft:
-    """It is asked as if it had been alone."""
-
-    @pytest.mark.parametrize("first", [Refuse(), CutAfter(6 * CHUNK)], ids=repr)
-    async def test_one_slow_connection_is_overtaken(self, first: Fault) -> None:
-        """Another one brings what it lacks."""
-        held, last = checkpoint(), LastStand()
-        remove = add_hook(last.hear)
-        with ExitStack() as stack:
-            stack.callback(remove)
-            fetch = await self.fetched(held, first, last)
-        fetch.check(held)
-        assert [*fetch.dropped()] == [0]
-        assert any("another connection has it" in each.detail for each in fetch.events)
-
-    async def fetched(self, held: Memory, first: Fault, last: Fault) -> Fetch:
-        """Return a fetch from a peer that is going to be gone, and from another."""
-        async with (
-            replicas(held, held) as sites,
-            behind(sites[0], Refuse()) as gone,
-            behind(sites[1], last) as proxy,
-            receiver(stall_timeout=FAR, reconnect_timeout=0.2) as client,
-        ):
-            gone.faults = [first]
-            fetch = Fetch(client, [source(gone), source(proxy)])
-            await fetch.run()
-            return fetch
 
 
 class TestAllFail:
