@@ -188,8 +188,9 @@ class CopyPlan:
         )
         return self._move_parts(pairs, after)
 
-    def load_parts(self, entries: Iterable[int], after: Fences) -> list[Event]:
-        """Copy it back, for those of `part_ranges`."""
+    def load_parts(self, entries: Iterable[int] | None, after: Fences) -> list[Event]:
+        """Copy it back, for those of `part_ranges` (None: all)."""
+        entries = self._backings.parts if entries is None else entries
         pairs = (once(tensor, host) for host, tensor in self._parts(entries))
         return self._move_parts(pairs, after)
 

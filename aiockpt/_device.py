@@ -157,13 +157,14 @@ def settle() -> None:
         torch.accelerator.current_stream().synchronize()
 
 
-async def completed(event: Event) -> None:
-    """Wait until an event has completed, without blocking the loop or a core.
+async def completed(*events: Event) -> None:
+    """Wait until events have completed, without blocking the loop or a core.
 
     Polling with a growing pause: a CUDA event's ``synchronize`` spins a core by
     default and cannot be cancelled. If cancelled, the copies go on.
     """
-    pause = _FIRST_POLL
-    while not event.query():
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, _LAST_POLL)
+    for event in events:
+        pause = _FIRST_POLL
+        while not event.query():
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LAST_POLL)

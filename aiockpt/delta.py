@@ -14,7 +14,8 @@ from typing import Final, TypeAlias
 
 from aiockpt._bridge import Bridge
 from aiockpt._copy import Fences
-from aiockpt._device import Event, completed
+from aiockpt._device import completed
+from aiockpt._keeping import keep_until
 from aiockpt._tasks import together
 from aiockpt.held import Held
 from aiockpt.memory import Memory
@@ -58,12 +59,13 @@ class Delta:
         try:
             if self._fences is None:
                 self._fences = self._held.fences()
-                await self._finished(
-                    await self._bridge.run(self._held.stage, self._fences)
-                )
+                await completed(*self._fences.values())  # no thread waits for them
+                staged = await self._bridge.run(self._held.stage, self._fences)
+                await completed(*staged)
             return await self._each(self._held.known(chunks), self._look)
         except BaseException:
-            self._bridge.post(self._held.drain)  # keeps the memory until it is idle
+            if self._fences:
+                keep_until(self._held.drain)
             raise
 
     async def bring(
@@ -104,7 +106,7 @@ class Delta:
     async def _look(self, chunks: Sequence[int]) -> list[int]:
         if self._fences:
             run, held = self._bridge.run, self._held
-            await self._finished(await run(held.stage_device, chunks, self._fences))
+            await completed(*await run(held.stage_device, chunks, self._fences))
         return await self._bridge.run(self._held.matching, chunks)
 
     def _keep(self, target: Memory | None) -> _Work:
@@ -116,10 +118,6 @@ class Delta:
             return found
 
         return keep
-
-    async def _finished(self, events: Iterable[Event]) -> None:
-        for event in events:
-            await completed(event)
 
 
 async def _fetch(fetch: Fetch, chunks: Sequence[int]) -> None:

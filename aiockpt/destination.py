@@ -19,6 +19,7 @@ from aiockpt._autograd import mark_changed
 from aiockpt._bridge import Bridge
 from aiockpt._copy import CopyPlan, Fences
 from aiockpt._device import Event, completed
+from aiockpt._keeping import keep_until
 from aiockpt._terms import Terms, allocate, at_home, nbytes_of
 from aiockpt._warm import Loan
 from aiockpt.loading import Bring, Loading
@@ -39,8 +40,8 @@ __all__ = ["Destination", "Fresh", "InTemplate", "Terms", "destination_of"]
 
 _NOTHING: Final[Away] = {}
 
-# Page-locked memory is there as a whole: so much of it has to be of use.
-_MOST: Final = 0.75
+# Page-locked memory is there as a whole: at least so much of it has to be of use.
+_USED: Final = 0.75
 
 
 class Destination(Protocol):
@@ -63,13 +64,10 @@ class Destination(Protocol):
         """What wants to be told of verified chunks in `fill`; on the loop."""
 
     def begin(self) -> None:
-        """Say that bytes are on their way."""
+        """Say that bytes are on their way; for who brings them without `fill`."""
 
     async def fill(self, bring: Bring) -> None:
-        """Have chunks brought, and load beside that what may be there early.
-
-        Who goes no further afterwards, or whom this fails, says so to `abandon`.
-        """
+        """Begin, have chunks brought, and load early what `on_verified` is told of."""
 
     async def prepare(self, start: int, stop: int) -> None:
         """Have the memory of ``[start, stop)`` ready for its bytes."""
@@ -81,7 +79,10 @@ class Destination(Protocol):
         """Bring to a template what is not there yet."""
 
     def abandon(self) -> None:
-        """Keep the memory as long as something is copied from it, and no longer."""
+        """Keep the memory as long as something is copied from it, and no longer.
+
+        For who goes no further, once all that was called here has ended or failed.
+        """
 
 
 def destination_of(
@@ -197,7 +198,7 @@ class InTemplate:
         if terms.direct:
             self.memory = self.copies.in_place()
         self.touched = False
-        kept = terms.warm is not None and used >= _MOST * manifest.segment_bytes
+        kept = terms.warm is not None and used >= _USED * manifest.segment_bytes
         self._loading = Loading(
             self.copies,
             manifest.grid,
@@ -237,24 +238,24 @@ class InTemplate:
     async def load(self) -> None:
         """Bring to the template what is still in the arena only, all of it or nothing.
 
-        Once begun it goes on to its end, also if cancelled (on a device, in the
-        background), so that a template is never half filled.
+        It begins when devices have done what they were given before. Then it goes on
+        to its end, also if cancelled (on a device, in the background), so that a
+        template is never half filled.
         """
         fences = self._fences()
-        try:
-            for event in await self._bridge.run(self._load, fences):
-                await completed(event)
-        except BaseException:
-            self._bridge.post(self._drain)  # keeps the memory until it is idle
-            raise
+        await completed(*fences.values())
+        await completed(*await self._bridge.run(self._load, fences))
         if self._terms.warm is None:
             await self._bridge.run(self.arena.close)
         else:
             self._loan.finish()
 
     def abandon(self) -> None:
-        """Have it kept by a thread that waits."""
-        self._loading.abandon()
+        """Have it kept by a thread that waits; say what may have changed."""
+        if self.touched:
+            mark_changed(self.match.changed())
+        if self._loading.has_sent:
+            keep_until(self._drain)
 
     def _put_together(self) -> object:
         tensors = self.match.tensors.beside(self._values())

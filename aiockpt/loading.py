@@ -15,7 +15,7 @@ from functools import partial
 
 from aiockpt._bridge import Bridge
 from aiockpt._copy import CopyPlan, Fences
-from aiockpt._device import Event
+from aiockpt._device import Event, completed
 from aiockpt._tasks import together
 from aiockpt.memory import Arena
 from aiockpt.wire.chunks import ChunkGrid, chunks_over
@@ -38,6 +38,7 @@ class Loading:
 
     Attributes:
         home: The chunks that are in the template already, or on their way.
+        has_sent: Whether devices may copy from the arena, or have done so.
     """
 
     def __init__(
@@ -52,9 +53,9 @@ class Loading:
         self.home: set[int] = set()
         self._copies, self._grid, self._bridge = copies, grid, bridge
         self._direct, self._pinned = direct, pinned
-        self._parts = _Unfinished(copies.part_ranges())
+        self._parts: _Unfinished | None = None
         self._verified: asyncio.Queue[int | None] = asyncio.Queue()
-        self._begun = False
+        self.has_sent = False
 
     def __repr__(self) -> str:
         return f"<Loading home={len(self.home)} of {len(self._grid)} chunks>"
@@ -72,34 +73,25 @@ class Loading:
         """Send on what `add` is told of while chunks are brought.
 
         If cancelled, or if either fails, both have ended, and nothing more is enqueued.
-        Then, and afterwards, the memory must be kept until the devices are idle.
+        Then, and afterwards, the memory must be kept until the devices are idle, if
+        anything has been sent to them.
         """
-        self._begun = True
         fences = self._copies.fences()
         await together([partial(self._bring, bring), partial(self._send_all, fences)])
 
     def finish(self, fences: Fences) -> list[Event]:
         """Load what is left; return what is to be waited for. For a thread."""
-        events = self._copies.load_parts(self._parts.left(), fences)
+        self.has_sent = self.has_sent or bool(fences)
+        left = None if self._parts is None else self._parts.left()
+        self._copies.load_parts(left, fences)
         for chunk in range(len(self._grid)):
             if chunk in self.home:
                 continue
             start, stop = self._grid.range(chunk)
             if not self._direct:
                 self._copies.load_host(start, stop)
-            events += self._copies.load_device(start, stop, fences)
-        if self._begun:
-            events += [port.mark() for port in self._copies.ports.values()]
-        return events
-
-    def abandon(self) -> None:
-        """Keep the memory until nothing is copied from it any more."""
-        if self._begun:
-            self._bridge.post(self.drain)
-
-    def drain(self) -> None:
-        """Block until the devices are idle."""
-        self._copies.drain()
+            self._copies.load_device(start, stop, fences)
+        return [port.mark() for port in self._copies.ports.values()]
 
     async def _bring(self, bring: Bring) -> None:
         await bring()
@@ -107,17 +99,21 @@ class Loading:
 
     async def _send_all(self, fences: Fences) -> None:
         await self._bridge.run(self._prepare)
+        # Where memory is pageable a copy blocks its thread until then, cancelled or not.
+        await completed(*fences.values())
         while (chunk := await self._verified.get()) is not None:
             await self._bridge.run(self._send, chunk, fences)
 
     def _prepare(self) -> None:
-        self._parts.expect(self._grid)
+        self._parts = _Unfinished(self._copies.part_ranges(), self._grid)
         if self._pinned is not None:
             for port in self._copies.ports.values():
                 self._pinned.pin(port.pin)
 
     def _send(self, chunk: int, fences: Fences) -> None:
+        self.has_sent = True
         self._copies.load_device(*self._grid.range(chunk), fences)
+        assert self._parts is not None
         self._copies.load_parts(self._parts.add(chunk), fences)
         self.home.add(chunk)
 
@@ -125,14 +121,10 @@ class Loading:
 class _Unfinished:
     """Entries that can be used when all of their chunks are there."""
 
-    def __init__(self, ranges: Mapping[int, tuple[int, int]]) -> None:
-        self._ranges = ranges
-        self._lacking = dict.fromkeys(ranges, 0)
+    def __init__(self, ranges: Mapping[int, tuple[int, int]], grid: ChunkGrid) -> None:
+        self._lacking: dict[int, int] = {}
         self._within: dict[int, list[int]] = defaultdict(list)
-
-    def expect(self, grid: ChunkGrid) -> None:
-        """Find out which chunks each of them needs."""
-        for entry, reach in self._ranges.items():
+        for entry, reach in ranges.items():
             chunks = chunks_over(grid, [reach])
             self._lacking[entry] = len(chunks)
             for chunk in chunks:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from aiockpt import Progress
+from aiockpt._device import Event, Pair
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.loading import _Unfinished
 from aiockpt.testing import FakeAccelerator, FaultProxy, FlipBit, assert_same
@@ -97,6 +100,16 @@ async def held(
                 await asyncio.wait({found.task})
 
 
+def asked_for(device: FakeAccelerator) -> bool:
+    """Say whether a receive waits for what training has enqueued."""
+    return bool(device.events) and device.events[0].queries > 0
+
+
+async def begun(device: FakeAccelerator, copies: int = 1) -> None:
+    """Let run what comes before the template's copies; wait until so many wait."""
+    await settle(lambda: device.run(copies=0) >= 0 and len(device._side) >= 3 * copies)
+
+
 @pytest.mark.parametrize("make", [one, many])
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "portable"])
 async def test_the_first_chunk_is_copied_before_the_last_one_comes(
@@ -149,8 +162,8 @@ async def test_copies_wait_for_who_still_uses_the_template(
     """What the producer has enqueued before comes first."""
     async with held(direct=True) as receiving:
         device.produce(lambda: receiving.template["w"].fill_(5))
-        await settle(lambda: not device.idle)
-        assert device.run(producer=False) == 0
+        await settle(lambda: asked_for(device))
+        assert device.idle
         receiving.fault.gate.set()
         device.held = False
         device.run()
@@ -164,7 +177,8 @@ async def test_it_ends_when_the_device_has_copied_everything(
     """Also what was enqueued long ago."""
     async with held(direct=True) as receiving:
         receiving.fault.gate.set()
-        await settle(lambda: len(device._side) > 2 * COUNT)
+        await begun(device, COUNT)
+        await settle(lambda: device.run(copies=0) >= 0 and len(device._side) % 3 > 0)
         await settle(lambda: device.events[-1].queries > 0)
         device.run(copies=2)
         assert not receiving.task.done()
@@ -180,7 +194,7 @@ async def test_memory_outlives_the_copies_of_a_cancelled_receive(
 ) -> None:
     """They run to their end in the background, from memory that nobody else gets."""
     async with held(direct=True, options={"keep_arena": keep}) as receiving:
-        await settle(lambda: not device.idle)
+        await begun(device)
         await receiving.fault.closed.wait()
         receiving.task.cancel()
         assert await receiving.end() is None
@@ -199,7 +213,7 @@ async def test_memory_outlives_the_copies_of_a_receive_that_fails(
     """The peer is gone, and its like does not come."""
     options = {"reconnect_timeout": 0.05, "stall_timeout": 5}
     async with held(direct=True, options=options) as receiving:
-        await settle(lambda: not device.idle)
+        await begun(device)
         receiving.proxy.refuse()
         await receiving.proxy.cut_all()
         error = await receiving.end()
@@ -222,11 +236,99 @@ async def test_memory_outlives_the_copies_of_a_state_that_cannot_be_made(
     monkeypatch.setattr("aiockpt.destination.assemble", refuse)
     async with held(direct=True) as receiving:
         receiving.fault.gate.set()
+        await begun(device)
         assert isinstance(await receiving.end(), RemoteProtocolError)
         gc.collect()
         device.held = False
         device.run()
     assert_same(receiving.template, one(1.0))
+
+
+async def test_a_busy_device_holds_up_no_other_receive(
+    device: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many were cancelled that copy to it."""
+    async with transport() as sender, transport() as receiver:
+        await sender.send_checkpoint([], 1, one(1.0))
+        for count in range(3):
+            call = receive(sender, receiver, into=one(0.0), direct=True)
+            task = asyncio.create_task(call)
+            await begun(device, COUNT * (count + 1))
+            task.cancel()
+            await asyncio.wait({task})
+        monkeypatch.setattr("aiockpt.http.receiver.port_for", lambda _: None)
+        try:
+            async with asyncio.timeout(10):
+                assert_same(await receive(sender, receiver), one(1.0))
+        finally:
+            device.held = False
+            device.run()
+
+
+async def test_who_has_copied_nothing_waits_for_no_device(
+    device: FakeAccelerator,
+) -> None:
+    """Its memory goes at once."""
+    async with held(direct=True) as receiving:
+        await settle(lambda: asked_for(device))
+        receiving.task.cancel()
+        assert await receiving.end() is None
+        names = [thread.name for thread in threading.enumerate()]
+        assert not any("drain" in name for name in names)
+        assert device.idle
+
+
+@pytest.mark.parametrize("direct", [True, False])
+async def test_a_cancel_ends_what_waits_for_who_still_uses_the_template(
+    device: FakeAccelerator, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though a copy of pageable memory blocks its thread until that has run."""
+    copy, blocked = device.copy, list[Event]()
+
+    def wait_and_copy(pairs: Iterable[Pair], *, after: Event) -> Event:
+        blocked.append(after)
+        after.synchronize()
+        return copy(pairs, after=after)
+
+    monkeypatch.setattr(device, "copy", wait_and_copy)
+    async with held(direct=direct) as receiving:
+        receiving.fault.gate.set()
+        await settle(lambda: bool(blocked) or asked_for(device))
+        receiving.task.cancel()
+        try:
+            async with asyncio.timeout(10):
+                assert await receiving.end() is None
+        finally:
+            device.held = False
+            device.run()
+    assert not receiving.template["w"].any()
+
+
+async def test_who_has_all_bytes_is_at_the_load(device: FakeAccelerator) -> None:
+    """Only the device is still waited for, and a deadline says so."""
+    seen: list[Progress] = []
+    async with held(direct=True, progress=seen.append) as receiving:
+        receiving.fault.gate.set()
+        await settle(lambda: bool(seen) and seen[-1].stop == "load")
+        assert (seen[-1].chunks_done, device.copied) == (COUNT, 0)
+        device.held = False
+        device.run()
+        await receiving.task
+
+
+@pytest.mark.parametrize("fake", [True, False], ids=["device", "host"])
+async def test_autograd_is_told_of_a_receive_that_was_cancelled(
+    device: FakeAccelerator, fake: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The template has new elements by then."""
+    device.held = False
+    if not fake:
+        monkeypatch.setattr("aiockpt.http.receiver.port_for", lambda _: None)
+    async with held(direct=True) as receiving:
+        await settle(lambda: bool(receiving.template["w"].any()))
+        receiving.task.cancel()
+        assert await receiving.end() is None
+    assert receiving.template["w"]._version > 0
 
 
 async def test_a_chunk_that_is_wrong_never_gets_there(device: FakeAccelerator) -> None:
@@ -251,6 +353,7 @@ async def test_a_copy_that_fails_ends_the_receive(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("device lost")
 
+    device.held = False
     monkeypatch.setattr(device, "copy", fail)
     async with held(direct=True) as receiving:
         with pytest.raises(RuntimeError, match="device lost"):
@@ -323,8 +426,7 @@ async def test_an_entry_is_finished_with_its_last_chunk(
     reach: tuple[int, int], chunks: list[int]
 ) -> None:
     """In whatever order they come."""
-    unfinished = _Unfinished({7: reach})
-    unfinished.expect(ChunkGrid(35, 10))
+    unfinished = _Unfinished({7: reach}, ChunkGrid(35, 10))
     for chunk in chunks[:-1]:
         assert unfinished.add(chunk) == []
         assert [*unfinished.left()] == [7]

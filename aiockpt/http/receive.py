@@ -191,7 +191,8 @@ class Receive:
     async def _fetch(self, outline: Outline, goal: Destination) -> None:
         fetch = partial(self._fetch_chunks, outline, goal)
         target = None if goal.memory is goal.arena else goal.memory
-        await self._fill(range(len(outline.grid)), target, fetch, goal.fill)
+        fill = partial(self._fill_goal, goal)
+        await self._fill(range(len(outline.grid)), target, fetch, fill)
 
     async def _fill(
         self,
@@ -213,6 +214,14 @@ class Receive:
             await fill(partial(fetch, chunks))
         else:
             await fill(partial(delta.bring, chunks, there, target, fetch))
+
+    async def _fill_goal(self, goal: Destination, bring: Bring) -> None:
+        async def bring_all() -> None:
+            await bring()
+            if goal.on_verified is not None:
+                self._stop("load")  # only devices are still to be waited for
+
+        await goal.fill(bring_all)
 
     async def _fetch_chunks(
         self, outline: Outline, goal: Destination, chunks: Sequence[int]

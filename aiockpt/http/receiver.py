@@ -75,8 +75,9 @@ class Receiver(CheckpointTransport[T]):
             direct: With ``into``: receive straight into its memory. A receive that
                 fails then says in a note whether the template was modified. What
                 accelerators have of it is copied there chunk by chunk, as each is
-                verified, while later ones travel (but with ``select``), behind what
-                the current stream was given before; leave it alone meanwhile.
+                fetched and verified, while later ones travel (but with ``select``),
+                once the current stream has done what it was given before; leave it
+                alone meanwhile. What comes from ``have`` is copied at the end.
             have: A state dict that holds some of it already, such as an earlier step;
                 True: the template is one. Chunks of it that have the right digest are
                 not fetched, and with True not even copied. What has another path,

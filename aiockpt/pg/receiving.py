@@ -91,9 +91,14 @@ class Receive:
         What is wrong with it is told to the sender, and raised.
         """
         started = time.monotonic()
-        coming, state = await line.hold(self._receive)
-        self._stop("load")
-        await coming.goal.load()
+        try:
+            coming, state = await line.hold(self._receive)
+            self._stop("load")
+            await coming.goal.load()
+        except BaseException:
+            if self._destination is not None:
+                self._destination.abandon()
+            raise
         emit(
             TransferEvent(
                 stop="recv",

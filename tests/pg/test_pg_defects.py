@@ -208,6 +208,28 @@ class TestTemplates:
             await settle(lambda: set(map(id, open_arenas())) <= set(map(id, others)))
             assert not device.pinned
 
+    async def test_memory_outlives_the_copies_of_a_cancelled_receive(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The device reads it until the template has it all."""
+        device = FakeAccelerator()
+        monkeypatch.setattr(room, "port_for", device.port_for)
+        state, into = weights(1.0), weights(0.0)
+        async with transports() as (sender, receiver):
+            sending = asyncio.create_task(sender.send_checkpoint([1], 1, state))
+            call = receiver.recv_checkpoint(0, "", 1, into=into)
+            receiving = asyncio.create_task(call)
+            del call
+            await settle(lambda: device.run(copies=0) >= 0 and not device.idle)
+            receiving.cancel()
+            await asyncio.wait({receiving, sending})
+            assert receiving.cancelled()
+            del receiving
+            gc.collect()
+            device.held = False
+            device.run()  # which raises if it was freed
+        assert_same(into, state)
+
     async def test_a_template_without_memory_is_refused(self) -> None:
         """P16: rather than given some, where nobody asked for it."""
         into = {"w0": torch.empty(1 << 18, device="meta")}
