@@ -1,4 +1,4 @@
-"""Memory that a device still copies from or to, after everybody else has given it up."""
+"""Memory that a device still copies from or to, when nobody else needs it any more."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Loading:
 
     async def _send_all(self, fences: Fences) -> None:
         await self._bridge.run(self._prepare)
-        # Where memory is pageable a copy blocks its thread until then, cancelled or not.
+        # Where memory is pageable a copy blocks its thread until then, come what may.
         await completed(*fences.values())
         while (chunk := await self._verified.get()) is not None:
             await self._bridge.run(self._send, chunk, fences)
