@@ -43,9 +43,6 @@ logger = logging.getLogger("aiockpt")
 BEAT: Final = 1.0
 """Seconds between two signs of life while something is being written."""
 
-_ENDING: Final = 5.0
-"""Seconds that servers get to end when the process does."""
-
 
 class Control:
     """Hears the trainer until it closes the process, or is gone.
@@ -121,8 +118,9 @@ class Control:
         beat = self._loop.create_task(self._beat())
         try:
             await self._finished.wait()
-            if self._limit is not None:
-                self._limit.cancel()
+            for each in (self._limit, self._giving_up):
+                if each is not None:
+                    each.cancel()
             await self._outlive()
         finally:
             beat.cancel()
@@ -138,9 +136,7 @@ class Control:
         """Stay until nobody needs what is here; nothing is written any more."""
         if not self.unheard:
             self._servers.end()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_ENDING):
-                    await self._servers.ended()
+            await self._servers.ended()
             return
         if self._keeper is not None:
             await self._keeper.ended()
@@ -248,7 +244,7 @@ class Control:
         with suppress(BlockingIOError):
             os.read(self._signals, 512)
         self._keep = False
-        if self._finished.is_set():  # else when everything is written
+        if self._finished.is_set() or self._giving_up:  # else when all is written
             self._servers.end()
         self._end()
 
@@ -277,9 +273,12 @@ class Control:
     def _give_up(self) -> None:
         if not self.unheard:
             self._servers.end()
+        elif self._servers.running:
+            _let_go_of_output()
         self._giving_up = self._loop.create_task(self._exit())
 
     async def _exit(self) -> None:
+        """End, as soon as nothing is served; unless the writer ends after all."""
         await self._servers.ended()
         os._exit(1)
 

@@ -8,7 +8,7 @@ import os
 import socket
 
 from aiockpt._bridge import Bridge
-from aiockpt.http.apart.hosted import HostedServer
+from aiockpt.http.apart.hosted import ENDING, HostedServer
 
 __all__ = ["Servers"]
 
@@ -42,15 +42,21 @@ class Servers:
         task.add_done_callback(self._running.pop)
 
     def end(self) -> None:
-        """Have all of them end, and run no other. Idempotent."""
-        self._over = True
+        """Have all of them end, and run no other; what hangs is left. Idempotent."""
+        if not self._over:
+            self._over = True
+            asyncio.get_running_loop().call_later(ENDING, self._leave)
         for server in self._running.values():
             server.end()
 
     async def ended(self) -> None:
-        """Wait until none runs any more."""
+        """Wait until none runs any more, or is waited for."""
         while self._running:
             await asyncio.wait([*self._running])
+
+    def _leave(self) -> None:
+        for task in self._running:
+            task.cancel()
 
     async def _run(self, server: HostedServer) -> None:
         try:

@@ -7,10 +7,14 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import Final
 
 from aiockpt.http.forks import close_in_forks
 
-__all__ = ["HostedServer"]
+__all__ = ["ENDING", "HostedServer"]
+
+ENDING: Final = 5.0
+"""Seconds in which a server that was told to end does; nothing waits for it longer."""
 
 
 class HostedServer:

@@ -10,13 +10,11 @@ from typing import Final, Protocol, runtime_checkable
 
 from aiockpt._bridge import Bridge
 from aiockpt._channel import Channel, pair
+from aiockpt.http.apart.hosted import ENDING
 from aiockpt.http.apart.messages import End
 from aiockpt.http.forks import close_in_forks
 
 __all__ = ["Guest", "HostProcess", "ServerHost"]
-
-_ENDING: Final = 5.0
-"""Seconds in which a server that was told to end does; nothing waits for it longer."""
 
 _DYING: Final = 1.0
 """Seconds in which one hears of the end of a process whose sockets are closed."""
@@ -116,7 +114,7 @@ class Guest:
         self.channel.send(End())
         if self._patience is None:
             loop = asyncio.get_running_loop()
-            self._patience = loop.call_later(_ENDING, self._ended.set)
+            self._patience = loop.call_later(ENDING, self._ended.set)
 
     async def reaped(self) -> str:
         """Wait for its end, which is near; return how it has ended."""
