@@ -72,6 +72,7 @@ class Address:
         self.config = config
         self.sockets: list[socket] = []
         self.elsewhere = False
+        self._port = config.port
         self._closed = False
 
     def __repr__(self) -> str:
@@ -96,24 +97,32 @@ class Address:
             )
         self.listen()
         scheme = "https" if self.config.ssl_context else "http"
-        port = self.sockets[0].getsockname()[1]
-        return f"{scheme}://{url_host(self._host())}:{port}{PREFIX}/"
+        return f"{scheme}://{url_host(self._host())}:{self._port}{PREFIX}/"
 
     def check(self) -> None:
-        """Raise ``ClosedError`` after :meth:`close`."""
+        """Raise ``ClosedError`` after :meth:`refuse` or :meth:`close`."""
         if self._closed:
             raise ClosedError("the transport")
 
     def listen(self) -> list[socket]:
         """Return the sockets, which listen."""
         if not self.sockets:
-            self.sockets = open_sockets(self.config.host, self.config.port)
+            self.sockets = open_sockets(self.config.host, self._port)
+            self._port = self.sockets[0].getsockname()[1]
         return self.sockets
+
+    def reopen(self) -> None:
+        """Have the next :meth:`listen` open new sockets, at the same address."""
+        self._unlisten()
 
     def leave(self) -> None:
         """Close the sockets: an application has its own."""
         self.elsewhere = True
         self._unlisten()
+
+    def refuse(self) -> None:
+        """Have nobody use it any more; the sockets stay as they are."""
+        self._closed = True
 
     def close(self) -> None:
         """Close the sockets for good. Idempotent."""

@@ -151,6 +151,10 @@ class Offering:
             offered = self._offered
             if offered is None:
                 raise StepNotFoundError(step)
+            await self._start()
+            if self._shelf.statistics().step is None:  # what served it has gone
+                raise StepNotFoundError(step)
+            self._check(step, before)
             if offered.manifest.step == step:
                 return
             offered.acquire()  # a withdrawal must not free it under our hands

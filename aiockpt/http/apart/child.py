@@ -36,6 +36,7 @@ from aiockpt.http.apart.messages import (
     decode_to_server,
 )
 from aiockpt.http.apart.servable import Servable
+from aiockpt.http.forks import close_in_forks
 from aiockpt.http.lending import Lender
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.shelf import Shelf
@@ -73,7 +74,7 @@ class Serving:
         self._sock = sock
         self._hosted = hosted
         self._ended = asyncio.Event()
-        self._forwarding = Forwarding(self.say, hosted=hosted)
+        self._forwarding = Forwarding(self._forward, hosted=hosted)
         self._shelf = Shelf()
         self._bridge = Bridge(threads=1, name="aiockpt-serve")
         self._server: CheckpointServer | None = None
@@ -91,6 +92,7 @@ class Serving:
     async def run(self) -> None:
         """Serve until the trainer says so, or has gone."""
         self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         self._channel = Channel(self._sock, self._hear, self._trainer_gone)
         ticking = self._loop.create_task(self._tick())
         try:
@@ -107,6 +109,14 @@ class Serving:
         """Tell the trainer, if there is one."""
         if not self._alone:
             self._channel.send(message)
+
+    def _forward(self, message: FromServer) -> None:
+        """Tell the trainer what a thread has told, which may not be the loop's."""
+        if threading.get_ident() == self._thread:
+            self.say(message)
+        else:
+            with suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self.say, message)
 
     async def _stop(self) -> None:
         try:
@@ -133,7 +143,7 @@ class Serving:
     def _hear(self, data: bytes, fds: list[int]) -> None:
         message = decode_to_server(data)
         if isinstance(message, Setup):
-            self._start(self._set_up(message, fds))
+            self._start(self._set_up(message, _sockets(fds)))
         elif isinstance(message, Prepare):
             preparing = self._start(self._prepare(message, *fds))
             self._prepared[message.number] = preparing
@@ -161,7 +171,7 @@ class Serving:
             logger.error("what serves ends", exc_info=task.exception())
             self._ended.set()
 
-    async def _set_up(self, setup: Setup, fds: list[int]) -> None:
+    async def _set_up(self, setup: Setup, sockets: list[socket.socket]) -> None:
         self._setup = setup
         self._forwarding.start(setup.levels)
         # A process that the trainer has forked holds the channel open after its death.
@@ -175,7 +185,7 @@ class Serving:
             self._lender = Lender(self._shelf, self._bridge, most=most)
         await self._be_nice(setup.nice)
         self._server = CheckpointServer(self._shelf, setup.config, self._lender)
-        await self._server.start([socket.socket(fileno=fd) for fd in fds])
+        await self._server.start(sockets)
         self.say(Ready())
 
     async def _be_nice(self, nice: int) -> None:
@@ -183,7 +193,7 @@ class Serving:
 
         A niceness is a thread's, which hands it to those that it starts.
         """
-        await self._bridge.run(threading.get_ident)
+        self._forwarding.take(await self._bridge.run(threading.get_ident))
         os.nice(nice)
 
     async def _prepare(self, message: Prepare, parcel: int, arena: int) -> Servable:
@@ -251,6 +261,13 @@ class Serving:
                 if now != self._counted:
                     self._counted = now
                     self.say(now)
+
+
+def _sockets(fds: list[int]) -> list[socket.socket]:
+    """Return the sockets that listen; what the process forks must not hold them."""
+    sockets = [socket.socket(fileno=fd) for fd in fds]
+    close_in_forks(sockets)
+    return sockets
 
 
 def _let_go(preparing: asyncio.Task[Servable]) -> None:

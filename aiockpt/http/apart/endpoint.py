@@ -93,10 +93,12 @@ class ApartEndpoint:
         Raises:
             ClosedError: after :meth:`stop`, or the end of the host.
             OSError: the address cannot be bound.
-            WorkerError: the process cannot be started.
+            WorkerError: the process cannot be started; another call tries again.
         """
         async with self._turn:
             self._address.check()
+            if self.shelf.process.may_begin_again:
+                self._address.reopen()
             await self.shelf.start(self._address.listen())
 
     def mount(self, prefix: str) -> CheckpointService:
@@ -121,8 +123,11 @@ class ApartEndpoint:
 
     async def stop(self) -> None:
         """End the process, close the sockets; idempotent."""
-        self._address.close()
-        await self.shelf.close()
+        self._address.refuse()
+        try:
+            await self.shelf.close()  # a server that hangs keeps its copies of them
+        finally:
+            self._address.close()
 
     def _setup(self) -> Setup:
         return Setup(

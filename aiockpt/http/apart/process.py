@@ -66,6 +66,7 @@ class ServerProcess:
             nothing is awaited between that and the next call of :meth:`send`.
         hear: Called with every message of one, but the first.
         mourn: Called when one has gone.
+        give_up: Called when no other one follows, though it was not closed.
     """
 
     def __init__(
@@ -76,10 +77,12 @@ class ServerProcess:
         begin: Callable[[Sequence[socket]], None],
         hear: Callable[[object], None],
         mourn: Callable[[], None],
+        give_up: Callable[[], None],
     ) -> None:
         self.restarts = 0
         self._bridge, self._make = bridge, make
         self._begin, self._hear, self._mourn = begin, hear, mourn
+        self._given_up = give_up
         self._child: Life | None = None
         self._starting: Life | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -95,14 +98,27 @@ class ServerProcess:
         """The id of the process that serves, while there is one."""
         return self._child.pid if self._child else None
 
+    @property
+    def over(self) -> bool:
+        """Whether there is no process any more, and no other one follows by itself."""
+        return self._watching is not None and self._watching.done()
+
+    @property
+    def may_begin_again(self) -> bool:
+        """Whether it has given up, on sockets that are of no use, but not for good."""
+        for_good = isinstance(self._broken, ClosedError | LocalProtocolError)
+        return self.over and not for_good
+
     async def start(self, sockets: Sequence[socket]) -> None:
         """Start one, and wait until it serves ``sockets``; idempotent.
 
         Raises:
             ClosedError: after :meth:`close`.
-            WorkerError: it cannot be started.
+            WorkerError: it cannot be started; another call tries again.
         """
-        if self._watching is None and not self._closed:
+        if not self._closed and (self._watching is None or self.may_begin_again):
+            self._broken = None
+            self._ready.clear()
             loop = asyncio.get_running_loop()
             self._watching = loop.create_task(self._watch(sockets))
         await self.serves()
@@ -118,6 +134,10 @@ class ServerProcess:
             raise LocalProtocolError("the process that serves was not started")
         if not self._closed:
             await self._ready.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what :meth:`serves` does, if none serves and none will."""
         if self._closed:
             raise ClosedError("the transport")
         if self._broken is not None:
@@ -147,11 +167,15 @@ class ServerProcess:
 
     async def _watch(self, sockets: Sequence[socket]) -> None:
         tries, why = 0, ""
+        last: Exception | None = None
         while not self._closed and tries < _TRIES:
             try:
                 was_ready, why = await self._live(sockets)
+                last = None
             except (OSError, WorkerError) as error:
-                was_ready, why = False, str(error)
+                was_ready, why, last = False, str(error), error
+                if _would_be_repeated(error):
+                    break
             except AiockptError as error:  # as the next one would
                 self._broken = error
                 break
@@ -160,18 +184,19 @@ class ServerProcess:
                 logger.warning("the process that serves has ended: %s", why)
                 self.restarts += 1
         if not self._closed:
-            self._give_up(why)
+            self._give_up(why, last)
         for each in sockets:  # or who connects would wait for nothing
             with suppress(OSError):
                 each.shutdown(SHUT_RDWR)
         self._ready.set()
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, why: str, last: Exception | None) -> None:
         if self._broken is not None:  # the host's affair, which callers hear of
             logger.warning("nothing is served any more: %s", self._broken)
         else:
-            self._broken = WorkerError(f"no process can be started that serves: {why}")
+            self._broken = _none_can_be_started(why, last)
             logger.error("%s", self._broken)
+        self._given_up()
 
     async def _live(self, sockets: Sequence[socket]) -> tuple[bool, str]:
         """Have one process from its start to its end; return if it served, and why."""
@@ -208,6 +233,19 @@ class ServerProcess:
             self._ready.set()
         else:
             self._hear(message)
+
+
+def _would_be_repeated(error: Exception) -> bool:
+    """Tell whether an init function of the host has failed, as it would again."""
+    return isinstance(error, WorkerError) and bool(error.remote_traceback)
+
+
+def _none_can_be_started(why: str, last: Exception | None) -> WorkerError:
+    error = WorkerError(f"no process can be started that serves: {why}")
+    if isinstance(last, WorkerError):
+        error.exitcode, error.remote_traceback = last.exitcode, last.remote_traceback
+    error.__cause__ = last
+    return error
 
 
 async def _reaped(child: Life) -> str:

@@ -74,7 +74,12 @@ class RemoteShelf:
         self._setup = setup
         self._lends = lends
         self._process = ServerProcess(
-            bridge, make=make, begin=self._begin, hear=self._hear, mourn=self._mourn
+            bridge,
+            make=make,
+            begin=self._begin,
+            hear=self._hear,
+            mourn=self._mourn,
+            give_up=self._forget,
         )
         self._numbers = itertools.count(1)
         self._given: dict[int, Snapshot] = {}
@@ -141,8 +146,11 @@ class RemoteShelf:
             await self._answer(number, grace)
             if self._retractions != before:
                 raise StepNotFoundError(step)
+            self._process.check()
         except BaseException:
             self._process.send(Forget(number))
+            if self._process.over:  # nobody gives it back
+                self._take_back(number)
             raise
         # Nothing is awaited from here on: what a process that dies does not hear, the
         # next one is told.
@@ -163,7 +171,9 @@ class RemoteShelf:
         """
         self._retractions += 1
         self._current = 0
-        if self._given:
+        if self._process.over:  # nobody gives anything back
+            self._take_back_all()
+        elif self._given:
             number = next(self._numbers)
             self._process.send(Retract(number, min(grace, _LONGEST_GRACE)))
             await self._answer(number, grace)
@@ -173,7 +183,15 @@ class RemoteShelf:
         self._retractions += 1
         self._current = 0
         await self._process.close()
-        for number in tuple(self._given):  # there was none that could give it back
+        self._take_back_all()  # there was none that could give it back
+
+    def _forget(self) -> None:
+        """Know that nothing is served, and that no process will."""
+        self._current = 0
+        self._take_back_all()
+
+    def _take_back_all(self) -> None:
+        for number in tuple(self._given):
             self._take_back(number)
 
     def _begin(self, sockets: Sequence[socket]) -> None:
