@@ -27,7 +27,7 @@ from aiockpt.checkpointers.messages import Forsake, Setup, Write
 from aiockpt.checkpointers.process_launch import Recipe
 from aiockpt.checkpointers.rendezvous import runtime_dir
 from aiockpt.checkpointers.submission import BackgroundWriter, Submission
-from aiockpt.checkpointers.supervisor import Supervisor
+from aiockpt.checkpointers.supervisor import HOST, Supervisor
 from aiockpt.errors import ClosedError, LocalProtocolError, WorkerError
 from aiockpt.http.apart.hosting import HostProcess
 
@@ -35,9 +35,7 @@ __all__ = ["CheckpointProcess", "process_of"]
 
 _CLOSING: Final = 5.0
 _LONGEST: Final = 4096
-_HOST: Final = (
-    "the checkpoint process, which has to outlive the transports that it serves for,"
-)
+_SERVED: Final = "on which a transport that it serves for was used first"
 
 
 class CheckpointProcess(BackgroundWriter):
@@ -154,17 +152,19 @@ class CheckpointProcess(BackgroundWriter):
     async def host_server(self, sock: socket) -> HostProcess:
         """Have the child serve, too; what ``HTTPTransport(server=...)`` calls.
 
-        A server that hangs is killed with the child, and with what that writes.
+        A server that hangs is killed with the child, and with what that writes. The
+        child belongs to this loop from now on, unless it does to another.
 
         Raises:
             WorkerError: it cannot be started, or its init functions failed.
             ClosedError: after :meth:`close`.
+            LocalProtocolError: it belongs to another loop.
 
         If cancelled, nothing is served once the other end of ``sock`` is closed.
         """
         if self._lifetime.closed:
-            raise ClosedError(_HOST)
-        with self._lifetime.call():
+            raise ClosedError(HOST)
+        with self._lifetime.call(loop=_SERVED):
             return await self._supervisor.host(sock)
 
     def follows(self, snapshot: Snapshot) -> bool:

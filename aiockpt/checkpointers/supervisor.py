@@ -22,9 +22,14 @@ from aiockpt.checkpointers.submission import Submission
 from aiockpt.checkpointers.watched import Sent, Watched
 from aiockpt.errors import AiockptError, ClosedError, WorkerError
 
-__all__ = ["Supervisor"]
+__all__ = ["HOST", "Supervisor"]
 
 logger = logging.getLogger("aiockpt")
+
+HOST: Final = (
+    "the checkpoint process, which has to outlive the transports that it serves for,"
+)
+"""What it is called for those who have it serve."""
 
 _TRIES: Final = 3
 """How many processes may die with a write that they have not begun."""
@@ -113,7 +118,7 @@ class Supervisor:
         while (child := await self.running()).gone:
             await child.left.wait()
             if self._closing:
-                raise ClosedError("the checkpoint process")
+                raise ClosedError(HOST)
         await child.prepared.wait()
         if child.failure is not None:
             raise child.failure
@@ -190,7 +195,7 @@ class Supervisor:
         reason = await self._outlive(child)
         exitcode = await self._bridge.run(child.child.reap)
         child.leave()
-        error = child.failure or WorkerError(_obituary(reason, exitcode))
+        error = child.failure or WorkerError(_obituary(reason or child.why, exitcode))
         if isinstance(error, WorkerError):
             error.exitcode = exitcode
         self._child = None

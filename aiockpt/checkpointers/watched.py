@@ -28,6 +28,10 @@ from aiockpt.errors import AiockptError
 __all__ = ["Sent", "Watched"]
 
 _LONGEST: Final = 4096
+_HUNG: Final = (
+    'had a server of a transport that hung (with server="process" that would be in a '
+    "process of its own, and take no save with it)"
+)
 
 
 @dataclass(slots=True)
@@ -59,6 +63,7 @@ class Watched:
         self.ended = asyncio.Event()
         self.left = asyncio.Event()
         self.failure: AiockptError | None = None
+        self.why = ""
         self._sent = sent
         self._config = config
         self._loop = asyncio.get_running_loop()
@@ -78,7 +83,9 @@ class Watched:
         return self.child.pid
 
     def kill(self) -> None:
-        """End it at once, if it is still there: something in it hangs."""
+        """End it at once, if it is still there: a server in it hangs."""
+        if not self.gone:
+            self.why = _HUNG
         self.child.kill()
 
     async def died(self) -> None:
