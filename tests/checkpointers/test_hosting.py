@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import logging
 import os
 import platform
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,9 @@ import aiockpt
 from aiockpt import (
     AsyncCheckpointer,
     CheckpointerConfig,
+    CheckpointProcess,
     CheckpointProcessConfig,
+    RankInfo,
     TransferEvent,
     WorkerError,
 )
@@ -36,6 +40,7 @@ from aiockpt.testing import assert_same
 from aiockpt.testing.suite.endings import Endings
 from aiockpt.testing.suite.offers import Offers
 from checkpointing import (
+    Forking,
     Gate,
     GatedWriter,
     eventually,
@@ -43,12 +48,14 @@ from checkpointing import (
     loaded,
     reaped,
     refuse,
+    refuse_and_tell,
+    refuse_once,
     wait_until,
 )
 from commandline import ENVIRONMENT
 from leakcheck import children
 from rankprocesses import SUPPORT
-from transports import Transport, receive, transport
+from transports import Transport, port_of, receive, transport
 
 pytestmark = pytest.mark.one_loop
 
@@ -98,6 +105,11 @@ def pid_of(checkpointer: AsyncCheckpointer) -> int:
     pid = checkpointer.process.pid
     assert pid is not None
     return pid
+
+
+def shelf_of(sender: Transport) -> Any:
+    """Return what its server has on offer, as the transport knows it."""
+    return sender._endpoint.shelf
 
 
 def maps_of(pid: int) -> str:
@@ -170,6 +182,28 @@ class TestBoth:
             handle = await checkpointer.save(STATE, tmp_path / "step-1")
             assert await handle.written()
             assert (pid_of(checkpointer), checkpointer.process.restarts) == (pid, 0)
+
+    async def test_what_the_writer_forks_keeps_no_port(
+        self, tmp_path: Path, gate: Gate
+    ) -> None:
+        """Or who connects after the end of the server would wait for nothing."""
+        note = tmp_path / "note"
+        made = aiockpt.make_async_checkpointer(
+            checkpoint_writer_init_fn=Forking,
+            checkpoint_writer_init_args={"gate": gate.path, "note": str(note)},
+        )
+        try:
+            async with keeper(made) as (checkpointer, sender, _):
+                await sender.send_checkpoint([1], 1, STATE)
+                handle = await checkpointer.save(STATE, tmp_path / "step-1")
+                assert await handle.written()
+                forked = int(note.read_text())
+                assert listens(pid_of(checkpointer))
+                await eventually(lambda: not listens(forked), "its letting go")
+                assert is_running(forked)
+        finally:
+            gate.open()
+        await eventually(lambda: not is_running(forked), "its end")
 
     async def test_it_serves_for_several(self) -> None:
         """Each at its own address, until each is closed."""
@@ -304,8 +338,56 @@ class TestItsDeath:
             async with asyncio.timeout(20):
                 await sender.disallow_checkpoint()
             assert "hangs" in caplog.text
+            await eventually(
+                lambda: 'transport that hung (with server="process"' in caplog.text,
+                "the reason",
+            )
             await sender.send_checkpoint([1], 2, STATE)
             assert_same(await receive(sender, receiver, 2), STATE)
+
+    async def test_one_that_was_left_to_itself_and_hangs_is_killed(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """The checkpointer has gone, and the transport is left with it."""
+        monkeypatch.setattr("aiockpt.http.apart.remote.PATIENCE", 0.5)
+        config = CheckpointProcessConfig(
+            keep_last_seconds=0.1, runtime_dir=f"{tmp_path}"
+        )
+        checkpointer = aiockpt.make_async_checkpointer(
+            CheckpointerConfig(process_config=config)
+        )
+        async with transport(server=checkpointer.process, grace=0.5) as sender:
+            await sender.send_checkpoint([1], 1, STATE)
+            pid = pid_of(checkpointer)
+            with pytest.raises(ZeroDivisionError):
+                async with checkpointer:
+                    raise ZeroDivisionError
+            os.kill(pid, signal.SIGSTOP)
+            await eventually(lambda: stands_still(pid), "its stop")
+            async with asyncio.timeout(20):
+                await sender.disallow_checkpoint()
+            await eventually(lambda: not is_running(pid), "its end")
+            with pytest.raises(aiockpt.ClosedError, match="has to outlive"):
+                await sender.send_checkpoint([1], 2, STATE)
+        reaped(pid)
+
+    async def test_no_port_is_left_of_one_that_hangs(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The transport closes all the same, and its peers are refused."""
+        monkeypatch.setattr("aiockpt.http.apart.hosting.ENDING", 0.2)
+        async with aiockpt.make_async_checkpointer() as checkpointer:
+            sender = transport(server=checkpointer.process)
+            await sender.start()
+            port, pid = port_of(sender), pid_of(checkpointer)
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                await eventually(lambda: stands_still(pid), "its stop")
+                await sender.shutdown()
+                with pytest.raises(ConnectionRefusedError):
+                    socket.create_connection(("127.0.0.1", port), timeout=20)
+            finally:
+                os.kill(pid, signal.SIGCONT)
 
 
 def stands_still(pid: int) -> bool:
@@ -340,6 +422,10 @@ class TestTheEnd:
             for _ in range(2):
                 with pytest.raises(aiockpt.ClosedError, match="has to outlive"):
                     await sender.send_checkpoint([1], 2, STATE)
+            assert sender.statistics().step is None
+            assert not shelf_of(sender)._given
+            with pytest.raises(aiockpt.ClosedError, match="has to outlive"):
+                await sender.allow_checkpoint(2)
             with pytest.raises(aiockpt.PeerUnreachableError):
                 await receive(sender, source, 1)
             await sender.disallow_checkpoint()
@@ -406,6 +492,42 @@ class TestTheEnd:
         await sender.shutdown()
         await checkpointer.close()
 
+    @pytest.mark.allow_error_logs
+    async def test_an_init_function_that_fails_is_called_once(
+        self, tmp_path: Path
+    ) -> None:
+        """For one call; and that tells everything that is known."""
+        told = tmp_path / "told"
+        checkpointer = aiockpt.make_async_checkpointer(
+            subprocess_init_fn=refuse_and_tell, subprocess_init_args=(str(told),)
+        )
+        sender = transport(server=checkpointer.process)
+        for times in (1, 2):
+            with pytest.raises(WorkerError, match="no such environment") as caught:
+                await sender.start()
+            assert "LookupError" in caught.value.remote_traceback
+            assert isinstance(caught.value.__cause__, WorkerError)
+            assert len(told.read_text().split()) == times
+        await sender.shutdown()
+        await checkpointer.close()
+
+    @pytest.mark.allow_error_logs
+    async def test_another_try_may_help(self, tmp_path: Path) -> None:
+        """At the same address, which peers may know already."""
+        checkpointer = aiockpt.make_async_checkpointer(
+            subprocess_init_fn=refuse_once, subprocess_init_args=(f"{tmp_path}/told",)
+        )
+        sender = transport(server=checkpointer.process)
+        with pytest.raises(WorkerError, match="no such environment"):
+            await sender.send_checkpoint([1], 1, STATE)
+        url = sender.metadata()
+        await sender.send_checkpoint([1], 2, STATE)
+        assert sender.metadata() == url
+        async with transport() as receiver:
+            assert_same(await receive(sender, receiver, 2), STATE)
+        await sender.shutdown()
+        await checkpointer.close()
+
     async def test_a_thread_cannot_serve(self) -> None:
         """Nor can whatever else there is; the error says what can."""
         config = CheckpointerConfig(use_process=False)
@@ -416,11 +538,29 @@ class TestTheEnd:
                 transport(server=checkpointer)
 
 
+def test_whose_loop_it_is_is_told(tmp_path: Path) -> None:
+    """It is the transport's, if that was used first: who saves elsewhere hears that."""
+    process = CheckpointProcess(RankInfo(0, 1))
+
+    async def serve() -> None:
+        async with transport(server=process) as sender:
+            await sender.start()
+
+    with asyncio.Runner() as first, asyncio.Runner() as other:
+        first.run(serve())
+        with pytest.raises(aiockpt.LocalProtocolError, match="on which a transport"):
+            other.run(process.write(STATE, tmp_path / "step-1"))
+        first.run(process.close())
+
+
 TRAINER = """
-import asyncio, sys, torch, aiockpt
+import asyncio, json, sys, torch, aiockpt
+from aiockpt import CheckpointerConfig, CheckpointProcessConfig
 from checkpointing import GatedWriter
-async def main(place, keep_last):
+async def main(place, keep_last, config):
+    config = CheckpointProcessConfig(**json.loads(config))
     checkpointer = aiockpt.make_async_checkpointer(
+        CheckpointerConfig(process_config=config),
         checkpoint_writer_init_fn=GatedWriter,
         checkpoint_writer_init_args={"gate": f"{place}/gate"},
     )
@@ -437,13 +577,15 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 @contextmanager
-def killed_trainer(place: Path, keep_last: float) -> Iterator[tuple[str, int]]:
+def killed_trainer(
+    place: Path, keep_last: float, **config: Any
+) -> Iterator[tuple[str, int]]:
     """Kill a trainer that serves and saves; give its metadata, and its process's id."""
     said, pid = place / "said", 0
     paths = f"{ENVIRONMENT['PYTHONPATH']}:{SUPPORT}"
     with said.open("wb") as out:  # its process would keep a pipe open
         trainer = subprocess.Popen(
-            [sys.executable, "-c", TRAINER, str(place), str(keep_last)],
+            [sys.executable, "-c", TRAINER, place, f"{keep_last}", json.dumps(config)],
             env=ENVIRONMENT | {"PYTHONPATH": paths},
             stdout=out,
         )
@@ -495,6 +637,42 @@ class TestTheTrainersDeath:
             await eventually(lambda: not is_running(pid), "its end")
             assert_same(loaded(tmp_path / "step-1"), STATE)
 
+    async def test_a_writer_that_hangs_does_not_make_it_deaf(
+        self, tmp_path: Path, gate: Gate
+    ) -> None:
+        """It is given up, and what is served ends when it is told to."""
+        with killed_trainer(tmp_path, 60.0, write_timeout_secs=2.0) as (_, pid):
+            await eventually(lambda: has_let_go(pid), "its patience")
+            assert listens(pid)
+            os.kill(pid, signal.SIGTERM)
+            await eventually(lambda: not is_running(pid), "its end")
+
+    async def test_a_writer_that_ends_after_all_is_not_given_up(
+        self, tmp_path: Path, gate: Gate
+    ) -> None:
+        """What is kept is there still when nothing is served any more."""
+        config = {
+            "write_timeout_secs": 2.0,
+            "keep_last_seconds": 60.0,
+            "runtime_dir": f"{tmp_path}",
+        }
+        commit = tmp_path / "step-1" / "commit.json"
+        with killed_trainer(tmp_path, 3.0, **config) as (metadata, pid):
+            async with transport() as successor, asyncio.timeout(60):
+                while not commit.exists():
+                    if has_let_go(pid):
+                        gate.open()
+                    await successor.recv_checkpoint(0, metadata, 1)
+            await eventually(lambda: not listens(pid), "the end of the server")
+            found = await aiockpt.recover(tmp_path, runtime_dir=f"{tmp_path}")
+            assert_same(found.state_dict, STATE)
+            await eventually(lambda: not is_running(pid), "its end")
+
+
+def has_let_go(pid: int) -> bool:
+    """Tell whether a process has let go of its trainer's output."""
+    return os.readlink(f"/proc/{pid}/fd/1") == os.devnull
+
 
 def listens(pid: int) -> bool:
     """Tell whether a process has a TCP socket that listens."""
@@ -536,3 +714,53 @@ class TestForwarding:
             Happened(ours),
         ]
         assert caplog.messages == ["of the writer"]
+
+    def test_levels_are_the_trainers_for_what_is_its_own(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """What others log is as it was, meanwhile and afterwards."""
+        caplog.set_level(logging.WARNING, logger="aiockpt")
+        caplog.handler.setLevel(logging.NOTSET)
+        said: list[Happened | Logged] = []
+        logger = logging.getLogger("aiockpt")
+        quiet, loud = [Forwarding(said.append, hosted=True) for _ in range(2)]
+
+        def elsewhere() -> None:
+            logger.info("the writer's, as never")
+            logger.warning("the writer's, as ever")
+
+        def prepare() -> None:
+            loud.take(threading.get_ident())
+            logger.info("prepared")
+
+        def serve() -> None:
+            loud = Forwarding(said.append, hosted=True)
+            loud.start({"aiockpt": logging.INFO})
+            logger.info("the other server's")
+            logger.debug("too much of it")
+            in_a_thread(elsewhere)
+            loud.stop()
+
+        quiet.start({"aiockpt": logging.ERROR})
+        logger.warning("too much")
+        logger.error("of the server")
+        in_a_thread(serve)
+        loud.start({"aiockpt": logging.DEBUG})
+        quiet.stop()
+        in_a_thread(elsewhere)
+        in_a_thread(prepare)
+        loud.stop()
+        assert logger.level == logging.WARNING
+        assert [each.text for each in said if isinstance(each, Logged)] == [
+            "of the server",
+            "the other server's",
+            "prepared",
+        ]
+        assert caplog.messages == ["the writer's, as ever"] * 2
+
+
+def in_a_thread(told: Callable[[], None]) -> None:
+    """Do it there, and wait."""
+    thread = threading.Thread(target=told)
+    thread.start()
+    thread.join()
