@@ -7,6 +7,7 @@ import mmap
 from contextlib import suppress
 from pathlib import Path
 
+from aiockpt._available import available_memory
 from aiockpt.memory import Arena
 
 __all__ = [
@@ -29,6 +30,7 @@ SMALL = "fresh 4 KiB pages"
 KINDS = (TOUCHED, FRESH, HUGE, SMALL)
 """Kinds of memory to copy or receive into."""
 
+_SPARE = 3
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -54,11 +56,11 @@ def address_of(memory: memoryview) -> int:
 def warm_host(nbytes: int) -> None:
     """Make sure that the next ``nbytes`` of fresh memory cost page faults only.
 
-    Some virtual machines return free pages to their host after a while, and the first
-    touch of such a page waits for the host. Pages that were in use a moment ago are
-    still there.
+    Some virtual machines return free pages to their host, and the first touch of such
+    a page waits for the host. Pages that were in use a moment ago are still there, but
+    for those that the host gets meanwhile; so there are more than are needed.
     """
-    touch(fresh(HUGE, nbytes))
+    touch(fresh(HUGE, min(_SPARE * nbytes, available_memory() // 2)))
 
 
 def touch(memory: memoryview) -> memoryview:
