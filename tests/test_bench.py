@@ -101,7 +101,7 @@ def test_a_tiny_run_of_the_checkpointer_yields_its_table(
         "load, mapped and unverified",
         "load one key of 256",
         "slowdown of Python beside the write",
-        "nice=10, slowdown of Python beside the write",
+        "nice=0, slowdown of Python beside the write",
         "death of the process noticed",
     ):
         assert f"| {what} | 4 x 1 MiB | " in table

@@ -34,6 +34,7 @@ from aiockpt.checkpointers.process import CheckpointProcess
 
 __all__ = ["Saver"]
 
+_NICE = CheckpointProcessConfig().nice
 _SPIN = 1.0
 _SLICE = 0.02
 _LAYERS = 256
@@ -203,7 +204,9 @@ class Saver:
         return found
 
     @asynccontextmanager
-    async def _checkpointer(self, *, first: bool, nice: int = 0) -> AsyncIterator[Any]:
+    async def _checkpointer(
+        self, *, first: bool, nice: int = _NICE
+    ) -> AsyncIterator[Any]:
         """Give a checkpointer that has never saved, or one that has, twice."""
         if first:
             async with _checkpointer(nice) as new:

@@ -16,6 +16,7 @@ from aiockpt.bench.rounds import Candidate, Note, take_turns
 from aiockpt.bench.rows import Row
 from aiockpt.bench.shapes import Shape
 from aiockpt.bench.statistics import Sample, Series
+from aiockpt.checkpointers.config import CheckpointProcessConfig
 
 __all__ = ["measure_saving", "rows_of_saving"]
 
@@ -30,11 +31,11 @@ _WRITERS = ("torch.save", "safetensors.save_file")
 # One round of the asynchronous ones takes minutes at 2 GiB.
 _RIVAL_REPEAT = 1
 
-_NICE = 10
-_BESIDE, _NICE_BESIDE = "save beside Python", f"save beside Python, nice={_NICE}"
+_NICE = CheckpointProcessConfig().nice
+_BESIDE, _RUDE_BESIDE = "save beside Python", "save beside Python, nice=0"
 _RAW_BESIDE = "raw write and fsync in a thread"
 _NOT_MOVED = (
-    *(_BESIDE, _NICE_BESIDE, _RAW_BESIDE),
+    *(_BESIDE, _RUDE_BESIDE, _RAW_BESIDE),
     *("death", "load, mapped", "load, one"),
 )
 
@@ -141,8 +142,8 @@ def _others(saver: Worker, found: Found, *, rivals: bool) -> list[Candidate]:
     return [
         *_copies(saver, found, SMALL),
         _run(saver, found, "first save", "save", first=True),
-        _run(saver, found, _BESIDE, "spin_beside", nice=0),
-        _run(saver, found, _NICE_BESIDE, "spin_beside", nice=_NICE),
+        _run(saver, found, _BESIDE, "spin_beside", nice=_NICE),
+        _run(saver, found, _RUDE_BESIDE, "spin_beside", nice=0),
         _run(saver, found, _RAW_BESIDE, "spin_beside_raw"),
         _run(saver, found, "death", "killed"),
     ]
@@ -240,11 +241,11 @@ def _rows_of_speed(shape: Shape, found: Found) -> Iterator[Row]:
 def _rows_of_slowdown(shape: Shape, found: Found) -> Iterator[Row]:
     names = {
         _BESIDE: "",
-        _NICE_BESIDE: f"nice={_NICE}, ",
+        _RUDE_BESIDE: "nice=0, ",
         **{f"torch {n}": f"torch {n}, " for n in _RIVALS},
     }
     for name, prefix in names.items():
-        ours = name in (_BESIDE, _NICE_BESIDE)
+        ours = name in (_BESIDE, _RUDE_BESIDE)
         for what, figure, limit in _SLOWDOWNS:
             slowdown = found.value(name, figure)
             if slowdown is not None:
@@ -255,5 +256,5 @@ def _rows_of_slowdown(shape: Shape, found: Found) -> Iterator[Row]:
                     unit="%",
                     reference=_RAW_BESIDE if ours else "",
                     reference_value=found.value(_RAW_BESIDE, figure),
-                    at_most=limit if ours else None,
+                    at_most=limit if name == _BESIDE else None,
                 )

@@ -260,14 +260,15 @@ class TestChild:
         assert time.monotonic() - began < 5
         await made.close()
 
-    async def test_it_is_as_nice_as_told(self) -> None:
-        """Training comes first."""
-        config = CheckpointProcessConfig(nice=7, io_idle=True)
-        async with process(config) as made:
+    @pytest.mark.parametrize("told", [{}, {"nice": 0}, {"nice": 7, "io_idle": True}])
+    async def test_it_is_as_nice_as_told(self, told: dict[str, Any]) -> None:
+        """Training comes first, if nothing is said."""
+        async with process(CheckpointProcessConfig(**told)) as made:
             await made.ready()
             assert made.pid
             mine = os.getpriority(os.PRIO_PROCESS, 0)
-            assert os.getpriority(os.PRIO_PROCESS, made.pid) == min(mine + 7, 19)
+            added = told.get("nice", 10)
+            assert os.getpriority(os.PRIO_PROCESS, made.pid) == min(mine + added, 19)
 
     async def test_no_terminal_stops_or_ends_it(self) -> None:
         """It is in the background of the trainer's, and says something now and then."""
