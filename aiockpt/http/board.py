@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf, ldexp
 
 from aiockpt.http.stretch import MAX_RUN, Part, Stretch
@@ -34,11 +35,13 @@ class Lane:
         peer: The number of its peer.
         rate: Bytes per second of its last run; 0 before that.
         reliefs: How often it was relieved since.
+        lost: How many races it lost; see `Races`.
     """
 
     peer: int
     rate: float = 0.0
     reliefs: int = 0
+    lost: int = 0
 
     @property
     def rest(self) -> float:
@@ -88,12 +91,16 @@ class Hand:
 class Board:
     """What is to be fetched of a checkpoint, and who has what in hand.
 
+    Args:
+        parts: The chunks.
+        on_verified: Gets the numbers of the peer and of the chunk that it gave.
+
     Attributes:
         lanes: Those that fetch, or are free.
     """
 
     def __init__(
-        self, parts: Iterable[Part], *, on_verified: Callable[[int], None]
+        self, parts: Iterable[Part], *, on_verified: Callable[[int, int], None]
     ) -> None:
         self.lanes: list[Lane] = []
         self._on_verified = on_verified
@@ -116,29 +123,37 @@ class Board:
         parts = self._next(self._span(lane))
         size = _nbytes(parts)
         self._left -= size
-        stretch = Stretch(parts, self._on_verified)
+        stretch = Stretch(parts, partial(self._on_verified, lane.peer))
         hand = Hand(lane, parts, stretch, size, now)
         self._hands.append(hand)
         return hand
 
-    def put_back(self, hand: Hand, now: float) -> tuple[int, int]:
+    def is_left_to(self, peer: int) -> bool:
+        """Say whether nobody else fetches, or is about to."""
+        at_work = {lane.peer for lane in self.lanes}
+        return at_work | {hand.lane.peer for hand in self._hands} == {peer}
+
+    def pass_on(self, hand: Hand, heir: Hand) -> None:
+        """Note that another lane of the same peer goes on with a run."""
+        self._hands[self._hands.index(hand)] = heir
+
+    def put_back(self, hand: Hand, now: float) -> int:
         """Take a run from a lane; what it has not verified is to be fetched again.
 
         Returns:
-            How many bytes it has verified, and how many came in vain.
+            How many bytes came in vain.
         """
         self._hands.remove(hand)
         lane = hand.lane
         left, come = hand.stretch.leave()
         self._todo.extendleft(reversed(left))
-        lost = _nbytes(left)
-        self._left += lost
+        self._left += _nbytes(left)
         if left:
             lane.reliefs += hand.relieved
         else:
             lane.reliefs = 0
             lane.learn(hand.size, now - hand.started)
-        return hand.size - lost, come
+        return come
 
     def slow_hand(self, lane: Lane, now: float) -> Hand | None:
         """Return what a free lane would fetch much sooner than another peer's lane."""

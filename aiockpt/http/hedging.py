@@ -13,7 +13,7 @@ What a peer is still staging is not hedged: there it is the peer that is waited 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +29,7 @@ from aiockpt.http.retrying import Retrier, backoff
 from aiockpt.http.stretch import Part, Stretch
 from aiockpt.observe import TransferEvent, emit
 
-__all__ = ["Hedging"]
+__all__ = ["Hedging", "Races"]
 
 _TICK = 0.05  # seconds after which a lane that is free looks again at the others
 _PIECE = 64 << 10
@@ -41,23 +41,22 @@ class _Claim:
     """A run while one lane fetches it, or tries to get it.
 
     Attributes:
-        spare: Bytes of it that may come twice.
-        rival: Who tries to get it.
+        spare: Bytes of it that may come twice; none as long as it is not asked for.
+        rival: Who tries to get it, and does when it is stopped.
         ended: Set when nothing is received for this claim any more.
     """
 
     hand: Hand
     retrier: Retrier
-    spare: int
+    spare: int = 0
     rival: _Claim | None = None
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def cede(self) -> bool:
-        """Stop it; return whether there was something to stop."""
+    async def cede(self) -> None:
+        """Stop it."""
         self.scope.cancel()
         await self.ended.wait()
-        return self.scope.cancelled_caught
 
 
 class Hedging:
@@ -65,13 +64,12 @@ class Hedging:
 
     def __init__(self, fetch: ChunkFetch) -> None:
         self._fetch = fetch
-        self._lookout = Lookout()
-        self._claims: dict[Hand, _Claim] = {}
+        self._races = Races(fetch, self._settle)
         self._left = 0
         self._news = News()
 
     def __repr__(self) -> str:
-        return f"<Hedging left={self._left} hands={len(self._claims)}>"
+        return f"<Hedging left={self._left} {self._races!r}>"
 
     async def run(self, runs: Sequence[Sequence[Part]], *, workers: int) -> None:
         """Fetch all chunks, by at most ``workers`` requests at a time; call it once.
@@ -85,44 +83,89 @@ class Hedging:
         assert not self._left, "a chunk was left out"
 
     async def _work(self, queue: Iterator[Sequence[Part]]) -> None:
-        fetch, lane, lost = self._fetch, Lane(0), 0
-        self._lookout.lanes.append(lane)
+        fetch, lane = self._fetch, Lane(0)
+        self._races.lanes.append(lane)
         for parts in queue:
             await fetch.have_ready(parts)
-            claim = self._begin(lane, parts)
-            with self._held(claim):
-                await self._finish(claim)
+            stretch = Stretch(parts, on_verified=fetch.verified)
+            hand = Hand(lane, parts, stretch, stretch.remaining, _now())
+            with self._races.held(hand, Retrier(fetch.patience)):
+                await self._races.fetch(hand)
         while self._left:
-            slow = self._straggler()
-            if slow is None:
-                await self._news.wait(_TICK)
-            elif not await self._compete(lane, slow):
-                lost += 1
-                await self._news.wait(backoff(lost))
+            await self._races.assist(lane, self._news)
 
-    def _begin(self, lane: Lane, parts: Sequence[Part]) -> _Claim:
-        fetch = self._fetch
-        stretch = Stretch(parts, on_verified=fetch.verified)
-        hand = Hand(lane, parts, stretch, stretch.remaining, _now())
-        spare = fetch.outline.grid.chunk_bytes
-        claim = self._claims[hand] = _Claim(hand, Retrier(fetch.patience), spare)
-        return claim
-
-    @contextmanager
-    def _held(self, claim: _Claim) -> Iterator[None]:
-        """Count a run as fetched after the block, unless another lane got it."""
-        try:
-            with claim.scope:
-                yield
-        finally:
-            is_owner = self._claims.pop(claim.hand, None) is not None
-            if claim.rival is not None and not claim.scope.cancelled_caught:
-                claim.rival.scope.cancel()
-            claim.ended.set()
-        if is_owner and not claim.scope.cancelled_caught:
-            claim.hand.lane.learn(claim.hand.size, _now() - claim.hand.started)
+    def _settle(self, hand: Hand, heir: Hand | None) -> None:
+        """Count a run as fetched, unless another lane has got it."""
+        if heir is None and hand.stretch.chunk is None:
+            hand.lane.learn(hand.size, _now() - hand.started)
             self._left -= 1
             self._news.tell()
+
+
+class Races:
+    """The runs that lanes to one peer have in hand, and who races whom for them.
+
+    Args:
+        fetch: What the requests to the peer have in common.
+        settle: Gets each run that a lane has let go, done or not, and the one with
+            which another lane goes on in its place, if one does.
+
+    Attributes:
+        lanes: Those whose speeds are compared.
+    """
+
+    def __init__(
+        self, fetch: ChunkFetch, settle: Callable[[Hand, Hand | None], None]
+    ) -> None:
+        self._fetch = fetch
+        self._settle = settle
+        self._lookout = Lookout()
+        self.lanes = self._lookout.lanes
+        self._claims: dict[Hand, _Claim] = {}
+
+    def __repr__(self) -> str:
+        return f"<Races hands={len(self._claims)}>"
+
+    @contextmanager
+    def held(self, hand: Hand, retrier: Retrier) -> Iterator[None]:
+        """Let a lane have a run in the block, which ends early if it is stopped."""
+        with self._held(_Claim(hand, retrier)) as self._claims[hand]:
+            yield
+
+    async def fetch(self, hand: Hand) -> None:
+        """Fetch a run that is held; from now on others may race for it."""
+        claim = self._claims[hand]
+        claim.spare = self._fetch.outline.grid.chunk_bytes
+        await self._finish(claim)
+
+    def stop(self, hand: Hand) -> None:
+        """Have a lane let go of its run."""
+        self._claims[hand].scope.cancel()
+
+    async def assist(self, lane: Lane, news: News) -> None:
+        """Race a straggler with a free lane; if there is none, wait for news a bit."""
+        slow = self._straggler()
+        if slow is None:
+            await news.wait(_TICK)
+        elif not await self._compete(lane, slow):
+            lane.lost += 1
+            await news.wait(backoff(lane.lost))
+
+    @contextmanager
+    def _held(self, claim: _Claim) -> Iterator[_Claim]:
+        """Let go of a run after the block; if stopped, to the rival."""
+        try:
+            with claim.scope:
+                yield claim
+        finally:
+            if self._claims.pop(claim.hand, None) is not None:
+                heir = None
+                if claim.rival is not None and claim.scope.cancelled_caught:
+                    heir = self._take(claim, claim.rival)
+                elif claim.rival is not None:
+                    claim.rival.scope.cancel()
+                self._settle(claim.hand, heir)
+            claim.ended.set()
 
     async def _finish(self, claim: _Claim) -> None:
         await self._fetch.fetch(claim.hand.stretch, claim.retrier)
@@ -140,13 +183,15 @@ class Hedging:
     async def _compete(self, lane: Lane, old: _Claim) -> bool:
         """Try to get a run, and then fetch the rest of it; say whether it was got."""
         parts, stretch = old.hand.parts, old.hand.stretch
-        mine = _Claim(Hand(lane, parts, stretch, 0, 0.0), old.retrier, 0)
+        mine = _Claim(Hand(lane, parts, stretch, 0, 0.0), old.retrier)
         old.rival = mine
         with self._held(mine):
             try:
                 await self._race(old, mine)
             except AiockptError as error:
                 self._fetch.on_retry(error)
+                if old.scope.cancel_called:  # nobody else would finish it
+                    await old.ended.wait()
             finally:
                 old.rival = None
             if mine.hand in self._claims:
@@ -158,14 +203,13 @@ class Hedging:
         async with self._fetch.ask(mine.hand.stretch) as body:
             assert body is not None, "what is staged is not hedged"
             lead = _Lead(body)
-            if not await lead.gain(old) or not await old.cede():
-                return
-            self._take(old, mine)
+            if await lead.gain(old):
+                await old.cede()
             # In its last moment it may have gone on, or have begun with a bad chunk.
-            if lead.trim():
+            if mine.hand in self._claims and lead.trim():
                 await body.receive(bytes(lead.data))
 
-    def _take(self, old: _Claim, mine: _Claim) -> None:
+    def _take(self, old: _Claim, mine: _Claim) -> Hand:
         """Note that a run has got another owner, and how it is from here."""
         hand, fetch = mine.hand, self._fetch
         hand.size, hand.started = hand.stretch.remaining, _now()
@@ -174,6 +218,7 @@ class Hedging:
         step, peer = fetch.outline.step, fetch.source.base_url
         detail = f"too slow with chunk {hand.stretch.chunk}; another connection has it"
         emit(TransferEvent(stop="retry", step=step, peer=peer, detail=detail))
+        return hand
 
 
 class _Lead:

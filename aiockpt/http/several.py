@@ -145,6 +145,7 @@ class SeveralSources:
             fetches,
             parts,
             lanes=self._lanes(),
+            most=self._client.max_concurrency,
             join=partial(self._join, outline, on_retry),
         )
         await striping.run()

@@ -2,13 +2,15 @@
 
 A chunk comes from one peer, whole, so one that is wrong says who has sent it. Who
 fails for good is dropped, and the others fetch what it had in hand; the transfer goes
-on while one is left, which is then treated as one that was alone from the beginning.
+on while one is left. That one goes on with what it has in hand, and is treated as one
+that was alone from the beginning: it gets all connections; its last runs are hedged.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import anyio
@@ -23,6 +25,7 @@ from aiockpt.errors import (
 )
 from aiockpt.http.board import Board, Hand, Lane
 from aiockpt.http.fetching import ChunkFetch
+from aiockpt.http.hedging import Races
 from aiockpt.http.member import Members
 from aiockpt.http.retrying import Patience, Retrier
 from aiockpt.http.stretch import Part
@@ -43,6 +46,7 @@ class Striping:
         fetches: What the requests to each of them have in common.
         parts: The chunks.
         lanes: How many runs are fetched from each of them at a time.
+        most: How many from the only one that is left.
         join: Awaited before anything is fetched from one; it raises unless that one
             holds the same checkpoint.
     """
@@ -54,18 +58,20 @@ class Striping:
         parts: Sequence[Part],
         *,
         lanes: int,
+        most: int,
         join: Join,
     ) -> None:
         self._members = members
         self._fetches = fetches
-        self._step = fetches[0].outline.step
-        self._board = Board(parts, on_verified=fetches[0].verified)
-        self._lanes = lanes
+        self._races = [Races(fetch, self._settle) for fetch in fetches]
+        self._outline = fetches[0].outline
+        self._board = Board(parts, on_verified=self._verified)
+        self._lanes, self._most = lanes, most
         self._join = join
         self._news = News()
         self._scope = anyio.CancelScope()
         self._scopes = [anyio.CancelScope() for _ in fetches]
-        self._running: dict[Hand, anyio.CancelScope] = {}
+        self._alone = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"<Striping {self._members!r} {self._board!r}>"
@@ -76,61 +82,75 @@ class Striping:
         Raises:
             AiockptError: nobody is left; see `Members.verdict`.
         """
-        left = self._members.left()
-        if not left:
-            raise self._members.verdict()
+        left = self._left()
         with self._scope:
             await together([partial(self._serve, number) for number in left])
         assert self._board.done, "a chunk was left out"
 
+    def _left(self) -> list[int]:
+        """Return who is left; raise if nobody is."""
+        left = self._members.left()
+        if not left:
+            raise self._members.verdict()
+        if len(left) == 1:
+            self._alone.set()
+        return left
+
     async def _serve(self, number: int) -> None:
         """Fetch from one member until everything is done, or it is dropped."""
         with self._scopes[number]:
-            try:
+            with self._blaming(number):
                 await self._join(number)
-            except ClosedError:
-                raise
-            except AiockptError as error:
-                self._drop(number, error)
+            if not self._members.has(number):
                 return
-            lanes = [Lane(number) for _ in range(self._lanes)]
-            self._board.lanes += lanes
-            await together([partial(self._work, lane) for lane in lanes])
+            lanes = [Lane(number) for _ in range(self._most)]
+            first, others = lanes[: self._lanes], lanes[self._lanes :]
+            self._races[number].lanes += lanes
+            self._board.lanes += first
+            work = [partial(self._work, lane) for lane in first]
+            await together([*work, *(partial(self._stand_by, lane) for lane in others)])
+
+    async def _stand_by(self, lane: Lane) -> None:
+        await self._alone.wait()
+        self._board.lanes.append(lane)
+        await self._work(lane)
 
     async def _work(self, lane: Lane) -> None:
         while self._members.has(lane.peer):
             hand = self._board.take(lane, _now())
             if hand is None:
-                self._relieve(lane)
-                await self._news.wait(_TICK)
+                await self._assist(lane)
                 continue
-            try:
-                with anyio.CancelScope() as self._running[hand]:
-                    await self._fetch(hand)
-            finally:
-                self._settle(hand)
+            races = self._races[lane.peer]
+            with races.held(hand, self._retrier(hand)):
+                await self._fetches[lane.peer].have_ready(hand.parts)
+                with self._blaming(lane.peer):
+                    await races.fetch(hand)
             if lane.reliefs:
                 await asyncio.sleep(lane.rest)
 
-    async def _fetch(self, hand: Hand) -> None:
-        number = hand.lane.peer
-        fetch = self._fetches[number]
-        await fetch.have_ready(hand.parts)
-        try:
-            await fetch.fetch(hand.stretch, self._retrier(hand))
-        except ClosedError:
-            raise
-        except AiockptError as error:
-            self._drop(number, error)
+    async def _assist(self, lane: Lane) -> None:
+        """Look after those who are slow, or wait."""
+        if self._board.is_left_to(lane.peer):
+            with self._blaming(lane.peer):
+                await self._races[lane.peer].assist(lane, self._news)
+        else:
+            self._relieve(lane)
+            await self._news.wait(_TICK)
 
-    def _settle(self, hand: Hand) -> None:
-        """Count what a lane has brought, and have the rest fetched by others."""
-        number = hand.lane.peer
-        del self._running[hand]
-        nbytes, in_vain = self._board.put_back(hand, _now())
-        self._members.given[number] += nbytes
+    def _verified(self, number: int, chunk: int) -> None:
+        start, stop = self._outline.grid.range(chunk)
+        self._members.given[number] += stop - start
+        self._fetches[number].verified(chunk)
+
+    def _settle(self, hand: Hand, heir: Hand | None) -> None:
+        """Have the rest of what a lane had in hand fetched by others."""
+        if heir is not None:
+            self._board.pass_on(hand, heir)
+            return
+        in_vain = self._board.put_back(hand, _now())
         if in_vain:
-            self._fetches[number].on_progress(-in_vain, 0)
+            self._fetches[hand.lane.peer].on_progress(-in_vain, 0)
         if self._board.done:
             self._scope.cancel()
         self._news.tell()
@@ -140,24 +160,31 @@ class Striping:
         hand = self._board.slow_hand(lane, _now())
         if hand is not None:
             hand.relieved = True
-            self._running[hand].cancel()
+            self._races[hand.lane.peer].stop(hand)
+            step = self._outline.step
             peer = self._fetches[hand.lane.peer].source.base_url
             detail = f"too slow with chunk {hand.parts[0].chunk}; another peer takes it"
-            emit(TransferEvent(stop="retry", step=self._step, peer=peer, detail=detail))
+            emit(TransferEvent(stop="retry", step=step, peer=peer, detail=detail))
 
-    def _drop(self, number: int, error: AiockptError) -> None:
-        """Use a member no more.
+    @contextmanager
+    def _blaming(self, number: int) -> Iterator[None]:
+        """Use a member no more if its requests, in the block, fail for good.
 
         Raises:
             AiockptError: it was the last one.
         """
-        if not self._members.has(number):
-            return  # another lane has said so
-        self._members.drop(number, error, step=self._step)
-        self._board.lanes = [each for each in self._board.lanes if each.peer != number]
-        if not self._members.left():
-            raise self._members.verdict()
-        self._scopes[number].cancel()
+        try:
+            yield
+        except ClosedError:
+            raise
+        except AiockptError as error:
+            if not self._members.has(number):
+                return  # another lane has said so
+            self._members.drop(number, error, step=self._outline.step)
+            lanes = self._board.lanes
+            self._board.lanes = [lane for lane in lanes if lane.peer != number]
+            self._left()
+            self._scopes[number].cancel()
 
     def _retrier(self, hand: Hand) -> Retrier:
         number = hand.lane.peer

@@ -18,7 +18,7 @@ DIGEST = digest([ZEROS])
 def board_of(chunks: int, lanes: int = 1) -> tuple[Board, list[Lane]]:
     """Return a board of chunks of a mebibyte, and lanes of a peer each."""
     parts = [Part(n, n * MIB, (n + 1) * MIB, DIGEST) for n in range(chunks)]
-    board = Board(parts, on_verified=lambda _: None)
+    board = Board(parts, on_verified=lambda *_: None)
     board.lanes += [Lane(peer) for peer in range(lanes)]
     return board, board.lanes
 
@@ -77,7 +77,7 @@ class TestTake:
     def test_a_run_is_consecutive(self) -> None:
         """One request asks for it."""
         parts = [Part(n, n * MIB, (n + 1) * MIB, DIGEST) for n in (0, 1, 5, 6, 7, 8)]
-        board = Board(parts, on_verified=lambda _: None)
+        board = Board(parts, on_verified=lambda *_: None)
         lane = Lane(0, rate=1e12)
         assert chunks(take(board, lane)) == [0, 1]
 
@@ -92,7 +92,7 @@ class TestPutBack:
         hand = take(board, lane)
         assert chunks(hand) == [0, 1]
         receive(hand, MIB + 10)
-        assert board.put_back(hand, 1.0) == (MIB, 10)
+        assert board.put_back(hand, 1.0) == 10
         assert chunks(take(board, other))[0] == 1
 
     def test_a_bad_chunk_is_to_be_fetched_again(self) -> None:
@@ -104,7 +104,7 @@ class TestPutBack:
         receive(hand, MIB)
         hand.stretch.take(memoryview(b"\1" * MIB))
         receive(hand, MIB)
-        assert board.put_back(hand, 1.0) == (2 * MIB, MIB)
+        assert board.put_back(hand, 1.0) == MIB
         assert chunks(take(board, lane)) == [1]
 
     def test_it_is_done_when_nothing_is_left_and_nothing_in_hand(self) -> None:
@@ -114,9 +114,44 @@ class TestPutBack:
         assert board.take(lane, 0.0) is None
         states = [board.done]
         receive(hand, MIB)
-        assert board.put_back(hand, 2.0) == (MIB, 0)
+        assert board.put_back(hand, 2.0) == 0
         assert [*states, board.done] == [False, True]
         assert lane.rate == MIB / 2
+
+
+class TestOneIsLeft:
+    """Its lanes may help each other then."""
+
+    def test_it_alone_has_lanes_and_runs(self) -> None:
+        """Who was dropped may not have let go yet."""
+        board, (lane, other) = board_of(2, lanes=2)
+        hand = take(board, other)
+        states = [board.is_left_to(0)]
+        board.lanes = [lane]
+        states.append(board.is_left_to(0))
+        board.put_back(hand, 1.0)
+        assert [*states, board.is_left_to(0)] == [False, False, True]
+        assert not board.is_left_to(1)
+
+    def test_another_lane_goes_on_with_a_run(self) -> None:
+        """What is not verified of it, it puts back."""
+        board, (lane, *_) = board_of(1)
+        hand = take(board, lane)
+        heir = Hand(Lane(0), hand.parts, hand.stretch, hand.size, 0.0)
+        board.pass_on(hand, heir)
+        assert not board.done
+        assert board.put_back(heir, 1.0) == 0
+        assert chunks(take(board, lane)) == [0]
+
+
+def test_it_is_told_who_gave_a_chunk() -> None:
+    """By the number of the peer."""
+    told: list[tuple[int, int]] = []
+    parts = [Part(n, n * MIB, (n + 1) * MIB, DIGEST) for n in range(2)]
+    board = Board(parts, on_verified=lambda *which: told.append(which))
+    for peer in (3, 5):
+        receive(take(board, Lane(peer)), MIB)
+    assert told == [(3, 0), (5, 1)]
 
 
 class TestSlowHand:

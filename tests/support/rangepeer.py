@@ -93,12 +93,15 @@ class RangePeer:
             return web.Response(body=self.manifest.header, headers=headers)
         if request.headers.get("If-Match") not in (None, headers["ETag"]):
             return web.Response(status=412)
-        whole = bytes(self.manifest.header) + self.segment
+        head = bytes(self.manifest.header)
         first, last = map(
             int, request.headers["Range"].removeprefix("bytes=").split("-")
         )
-        headers["Content-Range"] = f"bytes {first}-{last}/{len(whole)}"
-        return web.Response(status=206, body=whole[first : last + 1], headers=headers)
+        size = len(head) + len(self.segment)
+        headers["Content-Range"] = f"bytes {first}-{last}/{size}"
+        start, stop = (max(at - len(head), 0) for at in (first, last + 1))
+        body = head[first : last + 1] + self.segment[start:stop]
+        return web.Response(status=206, body=body, headers=headers)
 
 
 @asynccontextmanager

@@ -1,0 +1,299 @@
+"""Of several sources one is left: it is asked as if it had been alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from aiockpt.errors import CheckpointChangedError
+from aiockpt.http.client import CheckpointClient
+from aiockpt.observe import TransferEvent, add_hook
+from rangepeer import Meddle, RangePeer, noise, receiver
+from rangepeer import serving as peer
+from replicas import FAR, Fetch
+from serving import settle
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free, pytest.mark.timeout(120)]
+
+CHUNK = 1 << 16
+CHUNKS = 128
+SEGMENT = noise(CHUNKS * CHUNK)
+SOURCES = 9
+MOST = 8
+"""Connections that one source may have; each of nine has three."""
+
+HANGS = 60.0
+"""Seconds after which a receive that should have ended is said to hang."""
+
+
+def span(request: web.Request) -> tuple[int, int]:
+    """Return the first byte that is asked for, and the one behind the last."""
+    asked = request.http_range
+    return asked.start, asked.stop
+
+
+async def stalled(
+    peer: RangePeer, request: web.Request, nbytes: int
+) -> web.StreamResponse:
+    """Answer with as many bytes as this, and never with the others."""
+    whole = peer.answer(request)
+    assert isinstance(whole.body, bytes)
+    answer = web.StreamResponse(status=whole.status, headers=whole.headers)
+    answer.content_length = len(whole.body)
+    await answer.prepare(request)
+    await answer.write(whole.body[:nbytes])
+    await asyncio.Event().wait()
+    return answer
+
+
+def leaving(number: int) -> Meddle:
+    """Return who has gone on, lies or breaks off, some answers later than others."""
+
+    async def meddle(peer: RangePeer, request: web.Request) -> web.Response | None:
+        if len(peer.ranges()) <= number // 2:
+            return None
+        answer = peer.answer(request)
+        if number % 3 == 0:
+            return web.Response(status=412)
+        if number % 3 == 1:
+            answer.body = bytes(len(answer.body))  # type: ignore[arg-type]
+        else:
+            assert request.transport is not None
+            request.transport.abort()
+        return answer
+
+    return meddle
+
+
+class Stalls:
+    """One of its answers stalls after half a chunk, for ever.
+
+    Args:
+        number: Which one.
+        again: Whether the one for the rest of that range stalls, too.
+
+    Attributes:
+        asked: All ranges, in order.
+        raced: Set when the rest of that range is asked for.
+    """
+
+    def __init__(self, number: int = -1, *, again: bool = False) -> None:
+        self.asked: list[tuple[int, int]] = []
+        self.raced = asyncio.Event()
+        self._number = number
+        self._again = again
+
+    async def meddle(
+        self, peer: RangePeer, request: web.Request
+    ) -> web.StreamResponse | None:
+        """Stall, or have the normal handler answer."""
+        if "Range" not in request.headers:
+            return None
+        number, (start, stop) = len(self.asked), span(request)
+        self.asked.append((start, stop))
+        await self.ready()
+        if number == self._number:
+            return await stalled(peer, request, CHUNK // 2)
+        if 0 <= self._number < number and self.asked[self._number][1] == stop:
+            self.raced.set()
+            if self._again:
+                return await stalled(peer, request, 0)
+        return None
+
+    async def ready(self) -> None:
+        """Answer at once."""
+
+
+class Last(Stalls):
+    """The one that is left: it answers when the others are gone, and not before.
+
+    It waits until it is asked for as much at a time as a single source would be.
+
+    Attributes:
+        early: How many ranges were asked for when the last other one went.
+        alone: Set then.
+        most: How many requests waited at a time.
+    """
+
+    def __init__(self, number: int = -1, *, again: bool = False) -> None:
+        super().__init__(number, again=again)
+        self.early = 0
+        self.alone = asyncio.Event()
+        self.most = 0
+        self._waiting = 0
+        self._gone = 0
+        self._all = asyncio.Event()
+
+    def hear(self, event: TransferEvent) -> None:
+        """Be a hook of events."""
+        self._gone += event.stop == "drop"
+        if self._gone == SOURCES - 1 and not self.alone.is_set():
+            self.early = len(self.asked)
+            self.alone.set()
+
+    async def ready(self) -> None:
+        """Wait for the others to go, and for the requests."""
+        self._waiting += 1
+        self.most = max(self.most, self._waiting)
+        if self._waiting == MOST:
+            self._all.set()
+        await self.alone.wait()
+        await self._all.wait()
+        self._waiting -= 1
+
+
+@asynccontextmanager
+async def nine(client: CheckpointClient, last: Last) -> AsyncIterator[Fetch]:
+    """Give a fetch from nine sources, of which the one in the middle stays."""
+    meddles = [leaving(number) for number in range(SOURCES - 1)]
+    meddles.insert(4, last.meddle)
+    async with AsyncExitStack() as stack:
+        peers = [
+            await stack.enter_async_context(
+                peer(SEGMENT, chunk_bytes=CHUNK, meddle=meddle)
+            )
+            for meddle in meddles
+        ]
+        stack.callback(add_hook(last.hear))
+        yield Fetch(client, [each.source() for each in peers])
+
+
+def check(fetch: Fetch) -> None:
+    """Compare the bytes, and what was counted."""
+    assert fetch.target.content == SEGMENT
+    assert fetch.target.bytes == sum(fetch.given) == len(SEGMENT)
+    assert fetch.target.chunks == CHUNKS
+
+
+def overtaken(fetch: Fetch) -> int:
+    """Return how many stragglers were stopped."""
+    return sum("another connection has it" in event.detail for event in fetch.events)
+
+
+async def test_it_gets_all_connections_and_goes_on_with_what_it_has_in_hand() -> None:
+    """Nothing that it was asked for is asked for again."""
+    last = Last()
+    async with receiver(max_concurrency=MOST) as client, nine(client, last) as fetch:
+        async with asyncio.timeout(HANGS):
+            await fetch.run()
+    check(fetch)
+    assert len(fetch.dropped()) == SOURCES - 1
+    assert last.most == MOST
+    assert last.early == 3
+    for start, stop in last.asked[: last.early]:
+        assert sum(a < stop and start < b for a, b in last.asked) == 1
+
+
+@pytest.mark.parametrize("number", [0, 5], ids=["early", "late"])
+async def test_one_stalled_connection_is_overtaken(number: int) -> None:
+    """One that it had before, or has since; what came is not asked for again."""
+    last = Last(number)
+    async with (
+        receiver(max_concurrency=MOST, stall_timeout=FAR) as client,
+        nine(client, last) as fetch,
+    ):
+        async with asyncio.timeout(HANGS):
+            await fetch.run()
+    check(fetch)
+    assert overtaken(fetch) == 1
+    assert last.most == MOST
+    start, stop = last.asked[number]
+    again = [each for each in last.asked if start <= each[0] < stop]
+    assert again == [(start, stop), (start + CHUNK // 2, stop)]
+
+
+class Fails(Last):
+    """It sends all of a run but half a chunk; when that is there, it has gone on."""
+
+    fetch: Fetch
+    _half: tuple[int, int] | None = None
+
+    async def meddle(
+        self, peer: RangePeer, request: web.Request
+    ) -> web.StreamResponse | None:
+        """Answer normally until then."""
+        if "Range" not in request.headers:
+            return None
+        start, stop = (at - len(peer.manifest.header) for at in span(request))
+        # On a machine that is busy, no run may be longer than a chunk.
+        will = stop - start > CHUNK or len(peer.ranges()) > 2 * MOST
+        if self._half is None and will:
+            self._half = start, stop - CHUNK
+            return await stalled(peer, request, stop - start - CHUNK // 2)
+        if self._half is None:
+            return None
+        chunk = slice(*self._half)
+        await self.alone.wait()
+        content = self.fetch.target.content
+        await settle(lambda: content[chunk] == SEGMENT[chunk], patience=HANGS)
+        return web.Response(status=412)
+
+
+async def test_what_it_gave_is_counted_when_it_fails_at_last() -> None:
+    """To the last chunk, also of runs that were under way."""
+    last = Fails()
+    async with receiver(max_concurrency=MOST) as client, nine(client, last) as fetch:
+        last.fetch = fetch
+        async with asyncio.timeout(HANGS):
+            with pytest.raises(CheckpointChangedError):
+                await fetch.run()
+    assert len(fetch.dropped()) == SOURCES
+    told = {event.peer: event.nbytes for event in fetch.events if event.stop == "drop"}
+    assert told[fetch.urls[4]] == fetch.given[4] > CHUNK
+    assert sum(fetch.given) == fetch.target.chunks * CHUNK == fetch.target.bytes
+
+
+async def test_a_cancel_leaves_nothing_behind() -> None:
+    """Neither a straggler, nor who races it, nor who is free."""
+    last = Last(0, again=True)
+    async with (
+        receiver(max_concurrency=MOST, stall_timeout=FAR) as client,
+        nine(client, last) as fetch,
+    ):
+        running = asyncio.create_task(fetch.run())
+        async with asyncio.timeout(HANGS):
+            await last.raced.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        before = bytes(fetch.target.content)
+        await asyncio.sleep(0.05)
+        assert fetch.target.content == before
+
+
+class Late:
+    """It does not say a word before it is let in."""
+
+    def __init__(self) -> None:
+        self.let_in = asyncio.Event()
+
+    async def meddle(self, peer: RangePeer, request: web.Request) -> None:
+        """Have the normal handler answer, then."""
+        await self.let_in.wait()
+
+
+class TestWhoHasNotJoined:
+    """It is no help, and so the other one helps itself."""
+
+    @pytest.mark.parametrize("joins", [False, True], ids=["never", "later"])
+    async def test_one_stalled_connection_is_overtaken(self, joins: bool) -> None:
+        """By another one of the same source; or by that source, once it is there."""
+        late, stalls = Late(), Stalls(0, again=joins)
+        async with (
+            peer(SEGMENT, chunk_bytes=CHUNK, meddle=stalls.meddle) as one,
+            peer(SEGMENT, chunk_bytes=CHUNK, meddle=late.meddle) as other,
+            receiver(stall_timeout=FAR, reconnect_timeout=FAR) as client,
+        ):
+            fetch = Fetch(client, [one.source(), other.source()])
+            async with asyncio.timeout(HANGS), asyncio.TaskGroup() as group:
+                group.create_task(fetch.run())
+                await stalls.raced.wait()
+                if joins:
+                    late.let_in.set()
+        check(fetch)
+        assert fetch.dropped() == {}
+        assert bool(fetch.given[1]) is joins
