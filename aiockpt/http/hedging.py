@@ -139,8 +139,12 @@ class Races:
         await self._finish(claim)
 
     def stop(self, hand: Hand) -> None:
-        """Have a lane let go of its run."""
-        self._claims[hand].scope.cancel()
+        """Have a lane let go of its run, and nobody get it who races for it."""
+        claim = self._claims[hand]
+        if claim.rival is not None:
+            claim.rival.scope.cancel()
+            claim.rival = None
+        claim.scope.cancel()
 
     async def assist(self, lane: Lane, news: News) -> None:
         """Race a straggler with a free lane; if there is none, wait for news a bit."""

@@ -112,22 +112,26 @@ class Striping:
 
     async def _stand_by(self, lane: Lane) -> None:
         await self._alone.wait()
-        self._board.lanes.append(lane)
-        await self._work(lane)
+        if self._members.has(lane.peer):  # who is dropped may wake before it ends
+            self._board.lanes.append(lane)
+            await self._work(lane)
 
     async def _work(self, lane: Lane) -> None:
         while self._members.has(lane.peer):
-            hand = self._board.take(lane, _now())
+            hand, reliefs = self._board.take(lane, _now()), lane.reliefs
             if hand is None:
                 await self._assist(lane)
-                continue
-            races = self._races[lane.peer]
-            with races.held(hand, self._retrier(hand)):
-                await self._fetches[lane.peer].have_ready(hand.parts)
-                with self._blaming(lane.peer):
-                    await races.fetch(hand)
-            if lane.reliefs:
+            else:
+                await self._fetch(hand)
+            if lane.reliefs > reliefs:
                 await asyncio.sleep(lane.rest)
+
+    async def _fetch(self, hand: Hand) -> None:
+        number = hand.lane.peer
+        with self._races[number].held(hand, self._retrier(hand)):
+            await self._fetches[number].have_ready(hand.parts)
+            with self._blaming(number):
+                await self._races[number].fetch(hand)
 
     async def _assist(self, lane: Lane) -> None:
         """Look after those who are slow, or wait."""

@@ -10,7 +10,12 @@ from contextlib import contextmanager
 import pytest
 from aiohttp import web
 
-from aiockpt.errors import PeerUnreachableError, RemoteProtocolError
+from aiockpt.errors import (
+    PeerUnreachableError,
+    RemoteProtocolError,
+    TransferStalledError,
+)
+from aiockpt.http import hedging
 from aiockpt.observe import TransferEvent, add_hook
 from aiockpt.testing.faults import (
     BlackHole,
@@ -110,6 +115,28 @@ async def test_two_slow_connections_are_overtaken() -> None:
         with events() as told:
             check(await fetch(client, peer, port=proxy.port))
     assert overtaken(told) == 2
+
+
+async def test_a_race_that_is_given_up_when_it_is_won_leaves_no_range_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The watch of the second request may run out while the first one is stopped."""
+    cede = hedging._Claim.cede
+
+    async def ran_out(claim: hedging._Claim) -> None:
+        monkeypatch.setattr(hedging._Claim, "cede", cede)
+        claim.scope.cancel()
+        raise TransferStalledError("http://peer", idle=1.0)
+
+    monkeypatch.setattr(hedging._Claim, "cede", ran_out)
+    async with (
+        serving(SEGMENT, chunk_bytes=CHUNK) as peer,
+        proxy_to(peer, StallAfter(CHUNK)) as proxy,
+        receiver(max_concurrency=2, stall_timeout=FAR) as client,
+        asyncio.timeout(60),
+    ):
+        check(await fetch(client, peer, port=proxy.port))
+    assert hedging._Claim.cede is cede
 
 
 async def test_connections_that_are_equally_slow_are_left_alone() -> None:

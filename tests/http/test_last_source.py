@@ -39,14 +39,16 @@ def span(request: web.Request) -> tuple[int, int]:
 async def stalled(
     peer: RangePeer, request: web.Request, nbytes: int
 ) -> web.StreamResponse:
-    """Answer with as many bytes as this, and never with the others."""
+    """Answer with so many bytes, and never with the others; end with the connection."""
     whole = peer.answer(request)
     assert isinstance(whole.body, bytes)
     answer = web.StreamResponse(status=whole.status, headers=whole.headers)
     answer.content_length = len(whole.body)
     await answer.prepare(request)
     await answer.write(whole.body[:nbytes])
-    await asyncio.Event().wait()
+    line = request.transport
+    assert line is not None
+    await settle(line.is_closing, patience=HANGS)
     return answer
 
 
@@ -294,6 +296,7 @@ class TestWhoHasNotJoined:
                 await stalls.raced.wait()
                 if joins:
                     late.let_in.set()
+            late.let_in.set()  # or its handler would outlive the test
         check(fetch)
         assert fetch.dropped() == {}
         assert bool(fetch.given[1]) is joins
