@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 import anyio
 
@@ -36,6 +37,10 @@ _PIECE = 64 << 10
 _LEAD = 256 << 10  # more than what comes over connections that break at once
 
 
+Settle: TypeAlias = Callable[[Hand, Hand | None], None]
+"""Gets a run that a lane has let go, done or not, and who goes on with it, if any."""
+
+
 @dataclass(eq=False, slots=True)
 class _Claim:
     """A run while one lane fetches it, or tries to get it.
@@ -48,6 +53,7 @@ class _Claim:
 
     hand: Hand
     retrier: Retrier
+    settle: Settle
     spare: int = 0
     rival: _Claim | None = None
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
@@ -64,7 +70,7 @@ class Hedging:
 
     def __init__(self, fetch: ChunkFetch) -> None:
         self._fetch = fetch
-        self._races = Races(fetch, self._settle)
+        self._races = Races(fetch)
         self._left = 0
         self._news = News()
 
@@ -89,7 +95,7 @@ class Hedging:
             await fetch.have_ready(parts)
             stretch = Stretch(parts, on_verified=fetch.verified)
             hand = Hand(lane, parts, stretch, stretch.remaining, _now())
-            with self._races.held(hand, Retrier(fetch.patience)):
+            with self._races.held(hand, Retrier(fetch.patience), self._settle):
                 await self._races.fetch(hand)
         while self._left:
             await self._races.assist(lane, self._news)
@@ -107,18 +113,13 @@ class Races:
 
     Args:
         fetch: What the requests to the peer have in common.
-        settle: Gets each run that a lane has let go, done or not, and the one with
-            which another lane goes on in its place, if one does.
 
     Attributes:
         lanes: Those whose speeds are compared.
     """
 
-    def __init__(
-        self, fetch: ChunkFetch, settle: Callable[[Hand, Hand | None], None]
-    ) -> None:
+    def __init__(self, fetch: ChunkFetch) -> None:
         self._fetch = fetch
-        self._settle = settle
         self._lookout = Lookout()
         self.lanes = self._lookout.lanes
         self._claims: dict[Hand, _Claim] = {}
@@ -127,9 +128,9 @@ class Races:
         return f"<Races hands={len(self._claims)}>"
 
     @contextmanager
-    def held(self, hand: Hand, retrier: Retrier) -> Iterator[None]:
+    def held(self, hand: Hand, retrier: Retrier, settle: Settle) -> Iterator[None]:
         """Let a lane have a run in the block, which ends early if it is stopped."""
-        with self._held(_Claim(hand, retrier)) as self._claims[hand]:
+        with self._held(_Claim(hand, retrier, settle)) as self._claims[hand]:
             yield
 
     async def fetch(self, hand: Hand) -> None:
@@ -168,7 +169,7 @@ class Races:
                     heir = self._take(claim, claim.rival)
                 elif claim.rival is not None:
                     claim.rival.scope.cancel()
-                self._settle(claim.hand, heir)
+                claim.settle(claim.hand, heir)
             claim.ended.set()
 
     async def _finish(self, claim: _Claim) -> None:
@@ -187,7 +188,7 @@ class Races:
     async def _compete(self, lane: Lane, old: _Claim) -> bool:
         """Try to get a run, and then fetch the rest of it; say whether it was got."""
         parts, stretch = old.hand.parts, old.hand.stretch
-        mine = _Claim(Hand(lane, parts, stretch, 0, 0.0), old.retrier)
+        mine = _Claim(Hand(lane, parts, stretch, 0, 0.0), old.retrier, old.settle)
         old.rival = mine
         with self._held(mine):
             try:

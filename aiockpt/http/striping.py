@@ -63,9 +63,9 @@ class Striping:
     ) -> None:
         self._members = members
         self._fetches = fetches
-        self._races = [Races(fetch, self._settle) for fetch in fetches]
-        self._outline = fetches[0].outline
-        self._board = Board(parts, on_verified=self._verified)
+        self._races = [Races(fetch) for fetch in fetches]
+        self._step = fetches[0].outline.step
+        self._board = Board(parts, on_verified=_counting(members, fetches))
         self._lanes, self._most = lanes, most
         self._join = join
         self._news = News()
@@ -128,7 +128,7 @@ class Striping:
 
     async def _fetch(self, hand: Hand) -> None:
         number = hand.lane.peer
-        with self._races[number].held(hand, self._retrier(hand)):
+        with self._races[number].held(hand, self._retrier(hand), self._settle):
             await self._fetches[number].have_ready(hand.parts)
             with self._blaming(number):
                 await self._races[number].fetch(hand)
@@ -141,11 +141,6 @@ class Striping:
         else:
             self._relieve(lane)
             await self._news.wait(_TICK)
-
-    def _verified(self, number: int, chunk: int) -> None:
-        start, stop = self._outline.grid.range(chunk)
-        self._members.given[number] += stop - start
-        self._fetches[number].verified(chunk)
 
     def _settle(self, hand: Hand, heir: Hand | None) -> None:
         """Have the rest of what a lane had in hand fetched by others."""
@@ -165,10 +160,9 @@ class Striping:
         if hand is not None:
             hand.relieved = True
             self._races[hand.lane.peer].stop(hand)
-            step = self._outline.step
             peer = self._fetches[hand.lane.peer].source.base_url
             detail = f"too slow with chunk {hand.parts[0].chunk}; another peer takes it"
-            emit(TransferEvent(stop="retry", step=step, peer=peer, detail=detail))
+            emit(TransferEvent(stop="retry", step=self._step, peer=peer, detail=detail))
 
     @contextmanager
     def _blaming(self, number: int) -> Iterator[None]:
@@ -184,7 +178,7 @@ class Striping:
         except AiockptError as error:
             if not self._members.has(number):
                 return  # another lane has said so
-            self._members.drop(number, error, step=self._outline.step)
+            self._members.drop(number, error, step=self._step)
             lanes = self._board.lanes
             self._board.lanes = [lane for lane in lanes if lane.peer != number]
             self._left()
@@ -216,6 +210,22 @@ class _Choosy(Retrier):
         if isinstance(error, PeerUnreachableError):
             self._hand.lose_peer()
         return super().delay_after(error, started=started, now=now)
+
+
+def _counting(
+    members: Members, fetches: Sequence[ChunkFetch]
+) -> Callable[[int, int], None]:
+    """Return what notes that a member has given a chunk."""
+    # No method: the memory is free with the last name of it, and not when the
+    # collector finds that nobody has it.
+    grid = fetches[0].outline.grid
+
+    def verified(number: int, chunk: int) -> None:
+        start, stop = grid.range(chunk)
+        members.given[number] += stop - start
+        fetches[number].verified(chunk)
+
+    return verified
 
 
 def _now() -> float:
