@@ -60,7 +60,8 @@ def warm_host(nbytes: int) -> None:
     a page waits for the host. Pages that were in use a moment ago are still there, but
     for those that the host gets meanwhile; so there are more than are needed.
     """
-    touch(fresh(HUGE, min(_SPARE * nbytes, available_memory() // 2)))
+    most = max(nbytes, available_memory() // 2)
+    touch(fresh(HUGE, min(_SPARE * nbytes, most)))
 
 
 def touch(memory: memoryview) -> memoryview:
