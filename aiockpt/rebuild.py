@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from mmap import mmap
@@ -16,7 +16,7 @@ from aiockpt._leaves import DTYPES, registry
 from aiockpt._wholes import check_places, decoders, layouts
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.wire.dtypes import CODES
-from aiockpt.wire.entries import Entry
+from aiockpt.wire.entries import Entries, Entry
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import (
     CONJ,
@@ -90,7 +90,9 @@ def parts_over(
 
     def dense(number: int) -> torch.Tensor:
         entry, data = manifest.entries[number], away.get(number)
-        return _dense(entry, buffer, 0) if data is None else _typed(entry, data)
+        if data is not None:
+            return _typed(entry, data)
+        return _dense(buffer, _dtype(entry.dtype), entry.shape, *entry.data_offsets)
 
     with collector_paused(), _blaming_the_manifest():
         # Views of an entry share its memory, as the parts of a tied leaf do.
@@ -115,30 +117,41 @@ def _blaming_the_manifest() -> Iterator[None]:
 
 
 def entry_tensors(
-    entries: Iterable[Entry], buffer: mmap | memoryview, *, base: int = 0
+    entries: Entries, buffer: mmap | memoryview, *, base: int = 0
 ) -> list[torch.Tensor]:
     """Return the dense tensor of every entry."""
-    return [_dense(entry, buffer, base) for entry in entries]
+    dtypes = {code: _dtype(code) for code in set(entries.dtypes)}
+    return [
+        _dense(buffer, dtypes[code], shape, base + start, base + stop)
+        for code, shape, start, stop in zip(
+            entries.dtypes, entries.shapes, entries.starts, entries.stops, strict=True
+        )
+    ]
 
 
-def _dense(entry: Entry, buffer: mmap | memoryview, base: int) -> torch.Tensor:
-    dtype = _dtype(entry)
-    start, stop = entry.data_offsets
+def _dense(
+    buffer: mmap | memoryview,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    start: int,
+    stop: int,
+) -> torch.Tensor:
     if start == stop:
-        return torch.empty(entry.shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype)
     count = (stop - start) // dtype.itemsize
-    flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=base + start)
-    return flat if len(entry.shape) == 1 else flat.view(entry.shape)
+    flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=start)
+    # A view would be a second tensor, with the first one as its base.
+    return flat if len(shape) == 1 else flat.resize_(shape)
 
 
 def _typed(entry: Entry, data: torch.Tensor) -> torch.Tensor:
-    return data.view(_dtype(entry)).view(entry.shape)
+    return data.view(_dtype(entry.dtype)).view(entry.shape)
 
 
-def _dtype(entry: Entry) -> torch.dtype:
-    dtype = _CODE_DTYPES.get(entry.dtype)
+def _dtype(code: str) -> torch.dtype:
+    dtype = _CODE_DTYPES.get(code)
     if dtype is None:
-        raise RemoteProtocolError(f"torch has no dtype for {entry.dtype!r}")
+        raise RemoteProtocolError(f"torch has no dtype for {code!r}")
     return dtype
 
 

@@ -50,6 +50,16 @@ class TestTensors:
         (tensor,) = tensors_over(manifest_of(None), memory, base=50)
         assert tensor.untyped_storage().nbytes() == 16
 
+    def test_a_matrix_is_no_view_of_something_else(self) -> None:
+        """A second tensor for each would weigh as much again."""
+        entry = Entry("F32", (2, 1, 2), (0, 16))
+        memory = memoryview(bytearray(16))
+        (tensor,) = tensors_over(_with_entry(entry), memory)
+        assert tensor.shape == (2, 1, 2)
+        assert tensor._base is None
+        tensor[1, 0, 1] = 1
+        assert bytes(memory) == bytes(12) + b"\0\0\x80\x3f"
+
     def test_views_share_the_storage_of_their_entry(self) -> None:
         """What was tied stays tied."""
         views = [view(), view(shape=(2,), stride=(2,), offset=1)]

@@ -10,6 +10,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Protocol, TypeAlias, TypeVar
 
+from aiockpt._gc import collector_paused
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.http.exchange import ClientConfig, Port, length_of, room_for
 from aiockpt.http.filler import Filler
@@ -158,7 +159,8 @@ class ManifestRequest:
     def _believe(self, header: Memory, exchange: Exchange) -> Manifest | ForeignHeader:
         authenticate(self._config, header, exchange)
         limits, foretold = self._config.limits, self._wishes.foretold
-        return decode_header(header, limits=limits, foretold=foretold)
+        with collector_paused():
+            return decode_header(header, limits=limits, foretold=foretold)
 
 
 async def download_header(
