@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -36,6 +37,28 @@ async def test_memory_is_used_again_once_it_is_free() -> None:
             assert_same(received, state(step))
             seen |= addresses(received)
             del received
+        assert len(seen) == 3
+
+
+@pytest.mark.parametrize("sources", [1, 3])
+async def test_nothing_that_was_cancelled_keeps_it(sources: int) -> None:
+    """Requests that nobody needed any more end with tracebacks, which keep much."""
+    async with AsyncExitStack() as stack:
+        senders = [await stack.enter_async_context(transport()) for _ in range(sources)]
+        receiver = await stack.enter_async_context(transport(keep_arena=True))
+        for sender in senders:
+            await sender.send_checkpoint([1], 1, state(1))
+        metadata = [sender.metadata() for sender in senders]
+        gc.collect()
+        gc.disable()
+        try:
+            seen: set[int] = set()
+            for _ in range(5):
+                received = await receiver.recv_checkpoint(0, metadata, 1)
+                seen |= addresses(received)
+                del received
+        finally:
+            gc.enable()
         assert len(seen) == 3
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import closing
 from functools import partial
 
 from aiohttp import ClientSession
@@ -170,7 +170,8 @@ class CheckpointClient:
         )
         workers = self._config.max_concurrency
         runs = plan(outline, chunks, workers=workers)
-        await Hedging(fetch).run(runs, workers=workers)
+        with closing(fetch):
+            await Hedging(fetch).run(runs, workers=workers)
 
     async def follow(
         self,
@@ -205,11 +206,12 @@ class CheckpointClient:
             prepare=prepare,
             on_verified=on_verified,
         )
-        fetch = replace(fetch, held=self._config.stall_timeout)
+        fetch.held = self._config.stall_timeout
         request = SealRequest(fetch, self._config, self._run, promise, outline)
         workers = self._config.max_concurrency
         runs = plan(outline, chunks, workers=workers, most=AHEAD)
-        return await Following(fetch, request).run(runs, workers=workers)
+        with closing(fetch):
+            return await Following(fetch, request).run(runs, workers=workers)
 
     @property
     def max_concurrency(self) -> int:

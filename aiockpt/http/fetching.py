@@ -78,12 +78,21 @@ def check_part(
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class _Nowhere:
+    """The target of a fetch that has ended."""
+
+    def buffers(self, start: int, stop: int) -> list[memoryview]:
+        raise AssertionError(f"bytes {start} to {stop} come after the fetch")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class ChunkFetch:
     """One call of ``fetch_chunks``: what its requests have in common.
 
     ``held`` is how many seconds the peer may take to have bytes that it is staging;
-    the outline then has the tag of what it stages for a snapshot id.
+    the outline then has the tag of what it stages for a snapshot id. `close` it when
+    the last request has ended: whoever keeps it longer, such as the traceback of a
+    request that was cancelled, does not keep the memory.
     """
 
     port: Port
@@ -96,6 +105,10 @@ class ChunkFetch:
     patience: Patience
     on_verified: OnVerified | None = None
     held: float = 0.0
+
+    def close(self) -> None:
+        """Let go of the memory; idempotent."""
+        self.target, self.prepare, self.on_verified = _Nowhere(), None, None
 
     async def have_ready(self, parts: Sequence[Part]) -> None:
         """Prepare the memory of consecutive chunks."""

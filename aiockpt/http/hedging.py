@@ -180,7 +180,10 @@ class Races:
         open_to = [
             hand
             for hand, claim in self._claims.items()
-            if claim.rival is None and claim.spare > 0 and claim.retrier.due <= now
+            if claim.rival is None
+            and claim.spare > 0
+            and claim.retrier.due <= now
+            and not claim.scope.cancel_called
         ]
         hand = self._lookout.straggler(open_to, now)
         return None if hand is None else self._claims[hand]

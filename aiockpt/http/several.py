@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import NoReturn, TypeVar
 
@@ -148,7 +149,10 @@ class SeveralSources:
             most=self._client.max_concurrency,
             join=partial(self._join, outline, on_retry),
         )
-        await striping.run()
+        with ExitStack() as stack:
+            for fetch in fetches:
+                stack.callback(fetch.close)
+            await striping.run()
         members.report(outline.step, _now() - began)
 
     async def follow(self, *_: object, **__: object) -> NoReturn:
