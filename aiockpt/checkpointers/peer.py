@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import aclosing, closing, contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,6 +26,7 @@ __all__ = ["open_peer"]
 _THREADS: Final = 2
 _CONNECTIONS: Final = 4
 _STALL_TIMEOUT: Final = 10.0
+_BEAT: Final = 0.1
 
 
 @contextmanager
@@ -38,7 +39,7 @@ def open_peer(text: str, reading: Reading) -> Iterator[Content]:
         LocalProtocolError: this is no such URL.
     """
     peer = _Peer(parse_address(text), _config(reading))
-    manifest = run_blocking(peer.find())
+    manifest = run_blocking(peer.find(reading.on_bytes))
     fetch = _PeerFetch(peer, manifest)
     fetch.content = Content(
         manifest, fetch, limits=reading.limits, allow_pickle=reading.allow_pickle
@@ -97,11 +98,14 @@ class _Peer:
     address: Address
     config: ClientConfig
 
-    async def find(self) -> Manifest:
+    async def find(self, on_bytes: OnBytes | None) -> Manifest:
         """Return the manifest."""
         source, step = self.address.source, self.address.step
         with closing(Bridge(threads=1, name="aiockpt-peer")) as bridge:
-            async with aclosing(self._client(bridge)) as client:
+            async with (
+                aclosing(self._client(bridge)) as client,
+                _Meter(on_bytes).raising(),
+            ):
                 if step is None:
                     step = (await client.fetch_latest(source)).step
                 return await client.fetch_manifest(
@@ -119,7 +123,7 @@ class _Peer:
         with closing(Bridge(threads=_THREADS, name="aiockpt-peer")) as bridge:
             async with aclosing(self._client(bridge)) as client:
                 meter = _Meter(on_bytes)
-                with meter.raising():
+                async with meter.raising():
                     await client.fetch_chunks(
                         self.address.source,
                         manifest.outline,
@@ -133,7 +137,11 @@ class _Peer:
 
 
 class _Meter:
-    """Hands on how many bytes came; what the listener raises ends the fetch."""
+    """Hands on how many bytes came; what the listener raises ends the fetch.
+
+    A listener hears of nothing while a peer is silent: it is told of no bytes, then,
+    so that it can end that, too.
+    """
 
     def __init__(self, on_bytes: OnBytes | None) -> None:
         self._on_bytes = on_bytes
@@ -151,14 +159,23 @@ class _Meter:
             assert self._task is not None
             self._task.cancel()
 
-    @contextmanager
-    def raising(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def raising(self) -> AsyncIterator[None]:
+        """Raise what the listener does, in the block."""
+        beat = asyncio.create_task(self._beat())
         try:
             yield
         except asyncio.CancelledError:
             if self._failure is None:
                 raise
             raise self._failure from None
+        finally:
+            beat.cancel()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(_BEAT)
+            self.add(0, 0)
 
 
 def _give_up(error: AiockptError) -> None:

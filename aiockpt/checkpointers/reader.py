@@ -91,7 +91,8 @@ class CheckpointReader:
             mmap: Return tensors over a private mapping of the file, which is read
                 when they are used. It must not be truncated meanwhile.
             on_bytes: Called with numbers of bytes as they are read, from any thread;
-                what it raises ends the reading.
+                what it raises ends the reading. Of a peer it is told of none while
+                that is silent, and of less than none when a chunk was wrong.
             rank: Whose part to read, however many ranks wrote it and load it. By
                 default it is this one's, and there must be as many.
             kwargs: Of ``save``, for readers that take them; not needed here.

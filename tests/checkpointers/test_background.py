@@ -33,8 +33,9 @@ from aiockpt.errors import (
     WorkerError,
 )
 from aiockpt.observe import Progress, TransferEvent
-from aiockpt.testing import assert_same
+from aiockpt.testing import StallAfter, assert_same
 from checkpointing import Diary, Gate, GatedWriter, OwnFormat, Troubled, loaded
+from transports import proxied, through, transport
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
@@ -548,6 +549,24 @@ class TestCancel:
                 await asyncio.sleep(0.001)
                 assert template["weight"].eq(7.0).all()
             assert_same(await made.load(tmp_path / "a"), state())
+
+    @pytest.mark.parametrize("heard", [0, 200_000])
+    async def test_load_from_a_peer_that_says_nothing(
+        self, heard: int, config: CheckpointerConfig
+    ) -> None:
+        """Nobody waits for it any longer; its patience is 10 seconds."""
+        template = {"weight": torch.zeros(500_000)}
+        async with transport() as sender, make_async_checkpointer(config) as made:
+            await sender.send_checkpoint([1], 1, {"weight": torch.ones(500_000)})
+            async with proxied(sender, otherwise=StallAfter(heard)) as proxy:
+                url = through(proxy, sender)
+                task = asyncio.create_task(made.load(url, template))
+                await asyncio.sleep(0.5)
+                async with asyncio.timeout(5):
+                    task.cancel()
+                    await asyncio.wait({task})
+        assert task.cancelled()
+        assert template["weight"].eq(0).all() or heard
 
 
 async def test_the_loop_never_stands_still(tmp_path: Path, no_blocking: object) -> None:
