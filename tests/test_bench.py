@@ -305,14 +305,16 @@ def test_rows_compare_with_the_references() -> None:
             "raw socket, fresh, as the library's, x4": 0.5,
             "raw socket, touched, x1": 0.8,
             "raw socket, touched, x4": 0.92,
+            "raw socket and digests, touched, x4": 0.95,
             "memcpy, fresh, as the library's": 0.5,
             "memcpy, touched": 0.7,
+            "memcpy and digests, touched, x2": 0.75,
         }.items()
     }
     rows = list(rows_of_speed(shape, found))
     ratios = [row.ratio for row in rows]
-    assert ratios == pytest.approx([3.0, 0.8, 0.5, 0.8, 0.92, 0.5, 0.7])
-    verdicts = ["ok", "MISSED", "", "", "ok", "MISSED", "MISSED"]
+    assert ratios == pytest.approx([3.0, 0.8, 0.5, 0.8, 0.92, 0.95, 0.5, 0.7, 0.75])
+    verdicts = ["ok", "MISSED", "", "", "ok", "", "MISSED", "MISSED", ""]
     assert [row.verdict for row in rows] == verdicts
     assert {row.verdict for row in rows_of_ticker(shape, found, 5.0)} == {"ok"}
 
@@ -345,6 +347,7 @@ def test_processor_seconds_of_both_ends_are_compared_with_the_fastest_raw_ones(
         "raw socket, fresh, as the library's, x1": (1.0, 3.0),
         "raw socket, touched, x1": (2.0, 0.1),
         "raw socket, touched, x4": (1.0, 0.5),
+        "raw socket and digests, touched, x4": (0.5, 0.4),
         "aiockpt, fresh": (1.0, 0.5),
         "aiockpt, in place": (1.0, cpu),
     }
@@ -356,10 +359,12 @@ def test_processor_seconds_of_both_ends_are_compared_with_the_fastest_raw_ones(
         )
         for name, (took, spent) in costs.items()
     }
-    fresh, in_place = rows_of_cost(shape_of(key, MIB), found)
+    fresh, in_place, digested = rows_of_cost(shape_of(key, MIB), found)
     assert [fresh.verdict, in_place.verdict] == verdicts
     assert (in_place.reference, in_place.value) == ("raw socket, touched, x4", cpu)
     assert in_place.target == ("at most 1.1" if key == "1m" else "")
+    assert digested.ratio == pytest.approx(cpu / 0.4)
+    assert digested.target == ""
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,14 @@ from aiockpt.bench.memory import FRESH, KINDS, TOUCHED
 from aiockpt.bench.process import Worker
 from aiockpt.bench.rival import CHUNKS
 from aiockpt.bench.rounds import Candidate, Note, take_turns
-from aiockpt.bench.rows import BESIDE, BOTH, COPIED, SHARED
+from aiockpt.bench.rows import (
+    BESIDE,
+    BOTH,
+    COPIED,
+    COPY_DIGESTED,
+    RAW_DIGESTED,
+    SHARED,
+)
 from aiockpt.bench.shapes import Shape
 from aiockpt.bench.statistics import Sample, Series
 from aiockpt.bench.timed import Cost
@@ -18,6 +25,7 @@ from aiockpt.memory import CAN_LEND
 __all__ = ["Pair", "Plan", "idle", "measure_shape", "sample_of"]
 
 _IDLE = 0.5
+_THREADS = 2  # as many as a transport stages in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +94,22 @@ class Pair:
             for count in connections
         ]
 
-    def _raw(self, port: int, count: int, kind: str) -> Callable[[], Sample]:
+    def raw_digested(self, connections: Sequence[int]) -> Candidate:
+        """Return the raw copy with the most connections, and digests beside it."""
+        port, count = self.sender.call("offer_raw"), connections[-1]
+        work = self._raw(port, count, TOUCHED, digest=True)
+        return Candidate(f"{RAW_DIGESTED}, x{count}", work)
+
+    def _raw(
+        self, port: int, count: int, kind: str, *, digest: bool = False
+    ) -> Callable[[], Sample]:
         return lambda: self.received(
             "receive_raw",
             touched=kind == TOUCHED,
             port=port,
             connections=count,
             kind=kind,
+            digest=digest,
         )
 
     def ours(self, name: str, *, into: bool) -> Candidate:
@@ -161,6 +178,7 @@ def _receive_in_place(pair: Pair, plan: Plan) -> list[Candidate]:
     pair.receiver.call("make_template")
     return [
         *pair.raw(TOUCHED, plan.connections),
+        pair.raw_digested(plan.connections),
         pair.ours("aiockpt, in place", into=True),
         pair.followed(BOTH),
     ]
@@ -185,6 +203,10 @@ def _stage(pair: Pair, plan: Plan) -> list[Candidate]:
     pair.receiver.call("release")
     return [
         *(Candidate(f"memcpy, {kind}", _memcpy(pair, kind)) for kind in KINDS),
+        Candidate(
+            f"{COPY_DIGESTED}, x{_THREADS}",
+            lambda: pair.sent("memcpy_and_digest", threads=_THREADS),
+        ),
         Candidate("aiockpt, stage cold", lambda: pair.sent("stage_cold")),
         Candidate("aiockpt, stage warm", lambda: pair.sent("stage_warm")),
     ]

@@ -2,7 +2,9 @@
 
 A raw receiver connects, says which bytes it wants, and receives them with blocking
 calls in as many threads as connections. Nothing is parsed and nothing is verified: it
-is what the sockets of this machine can do.
+is what the sockets of this machine can do. Either reference can compute the digests of
+what it copies, beside the copying, and do nothing else: that is what whoever verifies
+could reach here.
 """
 
 from __future__ import annotations
@@ -17,14 +19,23 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from xxhash import xxh3_128
+
 from aiockpt._bridge import Bridge
 from aiockpt._tasks import together
 from aiockpt.bench.memory import address_of
 
-__all__ = ["RawServer", "congestion_control", "fetch_raw", "memcpy"]
+__all__ = [
+    "RawServer",
+    "congestion_control",
+    "fetch_raw",
+    "memcpy",
+    "memcpy_and_digest",
+]
 
 _CONGESTION = b"reno"  # what the library asks for on the way to the same host
 _PIECE = 4 << 20
+_BLOCK = 1 << 20  # is still in the cache when it is digested
 _RANGE = struct.Struct("<QQ")
 
 
@@ -34,6 +45,33 @@ def memcpy(destination: memoryview, source: memoryview) -> float:
     started = time.perf_counter()
     ctypes.memmove(to, origin, source.nbytes)
     return time.perf_counter() - started
+
+
+async def memcpy_and_digest(
+    destination: memoryview, source: memoryview, bridge: Bridge, *, threads: int
+) -> float:
+    """Copy all of ``source``, a part of it in each thread; return the seconds."""
+    size = -(-source.nbytes // threads)
+    starts = range(0, source.nbytes, size)
+    started = time.perf_counter()
+    await together(
+        partial(
+            bridge.run,
+            _copy_and_digest,
+            destination[start : start + size],
+            source[start : start + size],
+        )
+        for start in starts
+    )
+    return time.perf_counter() - started
+
+
+def _copy_and_digest(destination: memoryview, source: memoryview) -> None:
+    to, origin, digest = address_of(destination), address_of(source), xxh3_128()
+    for at in range(0, source.nbytes, _BLOCK):
+        block = destination[at : at + _BLOCK]
+        ctypes.memmove(to + at, origin + at, block.nbytes)
+        digest.update(block)
 
 
 def congestion_control() -> tuple[str, str]:
@@ -104,24 +142,37 @@ class RawServer:
 
 
 async def fetch_raw(
-    port: int, connections: int, destination: Callable[[], memoryview], bridge: Bridge
+    port: int,
+    connections: int,
+    destination: Callable[[], memoryview],
+    bridge: Bridge,
+    *,
+    digest: bool = False,
 ) -> None:
     """Receive into ``destination()``, a part of it over each connection."""
     memory = destination()
     size = -(-memory.nbytes // connections)
     starts = range(0, memory.nbytes, size)
     await together(
-        partial(bridge.run, _fetch, port, memory, start, start + size)
+        partial(bridge.run, _fetch, port, memory, start, start + size, digest)
         for start in starts
     )
 
 
-def _fetch(port: int, memory: memoryview, start: int, stop: int) -> None:
-    rest = memory[start:stop]
+def _fetch(
+    port: int,
+    memory: memoryview,
+    start: int,
+    stop: int,
+    digest: bool,  # noqa: FBT001 - a thread's function takes no keywords
+) -> None:
+    rest, state = memory[start:stop], xxh3_128()
     with socket.create_connection(("127.0.0.1", port)) as sock:
         sock.sendall(_RANGE.pack(start, start + rest.nbytes))
         while rest.nbytes:
             count = sock.recv_into(rest[:_PIECE])
             if not count:
                 raise ConnectionResetError("the raw sender went away")
+            if digest:
+                state.update(rest[:count])
             rest = rest[count:]

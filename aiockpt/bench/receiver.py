@@ -70,7 +70,13 @@ class Receiver:
         _, cost = await timed(lambda: anyio.sleep(seconds))
         return cost
 
-    async def receive_raw(self, port: int, connections: int, kind: str) -> Cost:
+    async def receive_raw(
+        self,
+        port: int,
+        connections: int,
+        kind: str,
+        digest: bool = False,  # noqa: FBT001, FBT002 - from JSON
+    ) -> Cost:
         """Receive the bare bytes into memory of a kind."""
 
         def destination() -> memoryview:
@@ -79,7 +85,9 @@ class Receiver:
             return fresh(kind, self._shape.nbytes)
 
         _, cost = await timed(
-            lambda: fetch_raw(port, connections, destination, self._bridge)
+            lambda: fetch_raw(
+                port, connections, destination, self._bridge, digest=digest
+            )
         )
         return cost
 

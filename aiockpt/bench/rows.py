@@ -15,8 +15,10 @@ __all__ = [
     "BESIDE",
     "BOTH",
     "COPIED",
+    "COPY_DIGESTED",
     "MAX_LAG",
     "MAX_LAG_PG",
+    "RAW_DIGESTED",
     "SHARED",
     "Row",
     "rows_of_both",
@@ -41,6 +43,10 @@ _FRESH, _PLACED = "receive into fresh memory", "receive in place"
 SHARED, COPIED = "aiockpt, same host, shared", "aiockpt, same host, in place"
 BESIDE = "memcpy beside them"
 """Names of what is measured together: memory that is lent, and a copy of as much."""
+
+RAW_DIGESTED = "raw socket and digests, touched"
+COPY_DIGESTED = "memcpy and digests, touched"
+"""Names of what copies, and computes digests of it, and does nothing else."""
 
 BOTH = "aiockpt, sent and received"
 MAX_LAG, MAX_LAG_PG = 5.0, 20.0  # ms
@@ -116,7 +122,8 @@ def rows_of_speed(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:
 
     The number of tensors, and not their bytes, decides about many small ones, so there
     only the comparison with torchft has a target. Of raw sockets it is a single one
-    that has a target in fresh memory, and as many as ours in place; the rest is shown.
+    that has a target in fresh memory, and as many as ours in place; the rest is shown,
+    such as what is left of a copy once it is digested.
     """
     large = shape.is_large
     fresh, in_place = found["aiockpt, fresh"], found["aiockpt, in place"]
@@ -129,6 +136,7 @@ def rows_of_speed(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:
         (_FRESH, fresh, _most(found, raw_fresh), 0),
         (_PLACED, in_place, found.get(f"{raw_touched}, x1"), 0),
         (_PLACED, in_place, _most(found, raw_touched), _OF_RAW * large),
+        (_PLACED, in_place, best(found, RAW_DIGESTED), 0),
         (
             "stage, new memory",
             cold,
@@ -141,6 +149,7 @@ def rows_of_speed(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:
             best(found, f"memcpy, {TOUCHED}"),
             _OF_MEMCPY_USED * large,
         ),
+        ("stage, used memory", warm, best(found, COPY_DIGESTED), 0),
     ):
         if reference is not None:
             yield _speed(shape, what, ours, reference, target)
@@ -213,8 +222,12 @@ def rows_of_both(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:
 
 def rows_of_cost(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:
     """Yield what a GB costs the processors of both ends, beside the fastest raw one."""
-    for way, kind in (("fresh", FRESH), ("in place", TOUCHED)):
-        ours, reference = found[f"aiockpt, {way}"], best(found, f"raw socket, {kind}")
+    for way, raw, target in (
+        ("fresh", f"raw socket, {FRESH}", _TIMES_RAW_CPU),
+        ("in place", f"raw socket, {TOUCHED}", _TIMES_RAW_CPU),
+        ("in place", RAW_DIGESTED, 0),
+    ):
+        ours, reference = found[f"aiockpt, {way}"], best(found, raw)
         if reference is not None:
             yield Row(
                 what=f"CPU seconds per GB, both ends, {way}",
@@ -223,7 +236,7 @@ def rows_of_cost(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:
                 unit="s",
                 reference=reference.name,
                 reference_value=reference.cost,
-                ratio_at_most=_TIMES_RAW_CPU if shape.is_large else None,
+                ratio_at_most=target * shape.is_large or None,
             )
 
 

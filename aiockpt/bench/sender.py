@@ -10,7 +10,7 @@ import torch
 
 from aiockpt._bridge import Bridge
 from aiockpt.bench.memory import FRESH, TOUCHED, fresh, touch, warm_host
-from aiockpt.bench.raw import RawServer, memcpy
+from aiockpt.bench.raw import RawServer, memcpy, memcpy_and_digest
 from aiockpt.bench.rival import Rival
 from aiockpt.bench.shapes import bytes_of, cut, numbered, shape_of
 from aiockpt.bench.timed import Cost, Watch, timed
@@ -77,7 +77,7 @@ class Sender:
 
     async def offer_raw(self) -> int:
         """Serve the same bytes through bare sockets; return the port."""
-        self._raw = RawServer(self._bytes(), self._bridge)
+        self._raw = self._raw or RawServer(self._bytes(), self._bridge)
         return self._raw.port
 
     async def offer_rival(self, num_chunks: int) -> str:
@@ -128,6 +128,14 @@ class Sender:
             warm_host(nbytes)
             destination = fresh(kind, nbytes)
         return {"seconds": memcpy(destination, self._bytes()), "cpu": 0.0, "lags": []}
+
+    async def memcpy_and_digest(self, threads: int) -> Cost:
+        """Copy the bytes to touched memory in threads, and digest them."""
+        destination = touch(fresh(FRESH, self._flat.nbytes))
+        seconds = await memcpy_and_digest(
+            destination, self._bytes(), self._bridge, threads=threads
+        )
+        return {"seconds": seconds, "cpu": 0.0, "lags": []}
 
     async def stage_cold(self) -> Cost:
         """Send by a new transport, until it is published."""
