@@ -84,6 +84,12 @@ class Destination(Protocol):
         For who goes no further, once all that was called here has ended or failed.
         """
 
+    def discard(self) -> None:
+        """Free the memory after `abandon`: tracebacks may keep this for a while.
+
+        For who knows that nobody writes to it any more.
+        """
+
 
 def destination_of(
     manifest: Manifest,
@@ -130,6 +136,7 @@ class Fresh:
     ) -> None:
         self._terms, self._bridge = terms, bridge
         used = manifest.segment_bytes - nbytes_of(away)
+        self._owns = arena is None
         self._loan = Loan(arena) if arena else allocate(manifest, used, terms)
         self.arena = self._loan.arena
         self.memory: Memory = self.arena
@@ -159,6 +166,13 @@ class Fresh:
     def abandon(self) -> None:
         """Do nothing: nothing is copied."""
 
+    def discard(self) -> None:
+        """Let go of the tensors, and unmap what is under them."""
+        self._tensors = []
+        if self._owns:
+            self._bridge.post(self.arena.close)  # a view that is left prevents it
+        del self._loan
+
 
 class InTemplate:
     """The tensors of a template, at the end or (``direct``) from the beginning.
@@ -185,6 +199,7 @@ class InTemplate:
         entries, used = manifest.entries, manifest.segment_bytes - nbytes_of(away)
         if terms.direct:
             used -= at_home(match.backings, terms.ports)
+        self._owns = arena is None
         self._loan = Loan(arena) if arena else allocate(manifest, used, terms)
         self.arena = self._loan.arena
         self.copies = CopyPlan(
@@ -256,6 +271,12 @@ class InTemplate:
             mark_changed(self.match.changed())
         if self._loading.has_sent:
             keep_until(self._drain)
+
+    def discard(self) -> None:
+        """Unmap the arena, unless a device may still copy from it."""
+        if self._owns and not self._loading.has_sent:
+            self._bridge.post(self.arena.close)
+        del self._loan
 
     def _put_together(self) -> object:
         tensors = self.match.tensors.beside(self._values())

@@ -120,7 +120,7 @@ def entry_tensors(
     entries: Entries, buffer: mmap | memoryview, *, base: int = 0
 ) -> list[torch.Tensor]:
     """Return the dense tensor of every entry."""
-    dtypes = {code: _dtype(code) for code in set(entries.dtypes)}
+    dtypes = {code: _dtype(code) for code in dict.fromkeys(entries.dtypes)}
     return [
         _dense(buffer, dtypes[code], shape, base + start, base + stop)
         for code, shape, start, stop in zip(
@@ -140,7 +140,8 @@ def _dense(
         return torch.empty(shape, dtype=dtype)
     count = (stop - start) // dtype.itemsize
     flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=start)
-    # A view would be a second tensor, with the first one as its base.
+    # A view would be a second tensor, with the first one as its base. This one does
+    # not ask whether the shape is as large as the bytes: `tiling_fault` has done so.
     return flat if len(shape) == 1 else flat.resize_(shape)
 
 

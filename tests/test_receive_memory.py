@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import sys
 from pathlib import Path
@@ -10,7 +11,16 @@ from typing import Any
 import pytest
 
 from aiockpt.testing import assert_same
-from transports import MIB, Transport, pair, receive, weights
+from transports import (
+    MIB,
+    HoldBack,
+    Transport,
+    pair,
+    proxied,
+    receive,
+    through,
+    weights,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc tells")
 
@@ -57,3 +67,32 @@ async def test_a_receive_needs_no_more_memory_than_promised(how: str) -> None:
         await receive(sender, receiver, select=["w0"])  # threads and connections
         most = await peak(sender, receiver, **options)
     assert most <= (0 if how == "direct" else MIB_SENT * MIB) + SLACK
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("template", [False, True])
+async def test_what_was_cancelled_takes_no_memory(template: bool) -> None:
+    """Its tracebacks live until the collector runs, and must not keep gigabytes."""
+    into = weights(0.0, mib=64) if template else None
+    gc.collect()
+    gc.disable()
+    try:
+        async with pair(chunk_bytes=4 * MIB) as (sender, receiver):
+            await sender.send_checkpoint([], 1, weights(mib=64))
+            before = resident("VmRSS")
+            for _ in range(4):
+                hold = HoldBack(free=48 * MIB)
+                async with proxied(sender, otherwise=hold) as proxy:
+                    task = asyncio.create_task(
+                        receiver.recv_checkpoint(
+                            0, through(proxy, sender), 1, into=into
+                        )
+                    )
+                    await hold.closed.wait()
+                    task.cancel()
+                    await asyncio.wait({task})
+                    assert task.cancelled()
+                    del task
+        assert resident("VmRSS") - before <= 64 * MIB + SLACK
+    finally:
+        gc.enable()

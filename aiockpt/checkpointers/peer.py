@@ -44,7 +44,10 @@ def open_peer(text: str, reading: Reading) -> Iterator[Content]:
     fetch.content = Content(
         manifest, fetch, limits=reading.limits, allow_pickle=reading.allow_pickle
     )
-    yield fetch.content
+    try:
+        yield fetch.content
+    finally:
+        del fetch.content  # which has it, too: a cycle would keep the memory
 
 
 def _config(reading: Reading) -> ClientConfig:
@@ -162,15 +165,21 @@ class _Meter:
     @asynccontextmanager
     async def raising(self) -> AsyncIterator[None]:
         """Raise what the listener does, in the block."""
-        beat = asyncio.create_task(self._beat())
+        beat = asyncio.create_task(self._beat()) if self._on_bytes else None
         try:
             yield
         except asyncio.CancelledError:
-            if self._failure is None:
+            # Its traceback has this: a cycle would keep what was fetched into.
+            failure, self._failure = self._failure, None
+            if failure is None:
                 raise
-            raise self._failure from None
+            try:
+                raise failure from None
+            finally:
+                del failure
         finally:
-            beat.cancel()
+            if beat is not None:
+                beat.cancel()
 
     async def _beat(self) -> None:
         while True:

@@ -72,6 +72,7 @@ class Receive:
         self._own: Survey | None = None
         self._delta: Delta | None = None
         self._reused = 0
+        self._touched = False
 
     async def run(self, step: int) -> object:
         """Return the state dict.
@@ -82,11 +83,18 @@ class Receive:
         try:
             return await self._run(exact_step(step))
         except BaseException:
-            if self._goal is not None:
-                self._goal.abandon()
+            self._abandon()
             raise
         finally:
             self._supply.close()
+
+    def _abandon(self) -> None:
+        """Let go of the memory: tracebacks keep this until the collector runs."""
+        goal, self._goal, self._delta = self._goal, None, None
+        if goal is not None:
+            goal.abandon()
+            self._touched = goal.touched
+            goal.discard()
 
     async def _run(self, step: int) -> object:
         asked = time.monotonic()
@@ -108,7 +116,7 @@ class Receive:
     def annotate(self, error: AiockptError) -> None:
         """Say in the error what a receive into a template leaves behind."""
         if self._options.into is not None:
-            done = "was modified" if self._has_touched() else "was not modified"
+            done = "was modified" if self._touched else "was not modified"
             error.add_note(f"the template {done}")
 
     async def _find(self, step: int) -> Outline:
@@ -234,9 +242,6 @@ class Receive:
             prepare=goal.prepare,
             on_verified=goal.on_verified,
         )
-
-    def _has_touched(self) -> bool:
-        return self._goal is not None and self._goal.touched
 
     def _tell(self, step: int, nbytes: int, asked: float, started: float) -> None:
         found = f"found after {started - asked:.3f} s"

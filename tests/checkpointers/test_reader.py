@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import errno
+import gc
 import io
 import itertools
 import json
@@ -37,6 +38,7 @@ from aiockpt.errors import (
     TemplateMismatchError,
     WorldSizeMismatchError,
 )
+from aiockpt.memory import Arena
 from aiockpt.testing import assert_same
 from aiockpt.testing.devices import FakeAccelerator
 from aiockpt.wire.limits import Limits
@@ -764,6 +766,23 @@ class TestPeer:
 
         with beside(served({"a": 1})) as metadata:
             assert asyncio.run(main(metadata)) == {"a": 1}
+
+    def test_its_memory_is_free_with_the_last_name_of_it(self) -> None:
+        """And not when the collector runs."""
+
+        def arenas() -> int:
+            found = (each for each in gc.get_objects() if isinstance(each, Arena))
+            return sum(not arena.closed for arena in found)
+
+        with beside(served({"a": torch.ones(100_000)})) as metadata:
+            gc.collect()
+            gc.disable()
+            try:
+                before = arenas()
+                assert set(load(metadata)) == {"a"}
+                assert arenas() == before
+            finally:
+                gc.enable()
 
     def test_onto_a_device(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
