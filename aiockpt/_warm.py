@@ -49,6 +49,11 @@ class Loan:
         """Say that nobody writes to it any more."""
         self._finished.append(True)
 
+    @property
+    def finished(self) -> bool:
+        """Whether it comes back, where it is kept."""
+        return bool(self._finished)
+
 
 class WarmArena:
     """Lends arenas, and keeps the last one that came back."""

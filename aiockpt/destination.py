@@ -169,7 +169,7 @@ class Fresh:
     def discard(self) -> None:
         """Let go of the tensors, and unmap what is under them."""
         self._tensors = []
-        if self._owns:
+        if self._owns and not self._loan.finished:
             self._bridge.post(self.arena.close)  # a view that is left prevents it
         del self._loan
 
@@ -274,7 +274,7 @@ class InTemplate:
 
     def discard(self) -> None:
         """Unmap the arena, unless a device may still copy from it."""
-        if self._owns and not self._loading.has_sent:
+        if self._owns and not (self._loan.finished or self._loading.has_sent):
             self._bridge.post(self.arena.close)
         del self._loan
 

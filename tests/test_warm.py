@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 from contextlib import AsyncExitStack
+from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 
-from aiockpt import HTTPTransport, TransportError
+from aiockpt import AiockptError, HTTPTransport, TransportError
 from aiockpt._warm import WarmArena
 from aiockpt.testing import StallAfter, assert_same
 from transports import pair, proxied, receive, through, transport
@@ -107,6 +108,20 @@ async def test_what_a_failed_receive_had_is_not_used_again() -> None:
         warm: WarmArena = receiver._warm  # type: ignore[assignment]
         assert not warm._returned
         assert_same(await receive(sender, receiver), state(1))
+
+
+async def test_what_could_not_be_put_together_leaves_sound_memory() -> None:
+    """All bytes had come: it is used again, or freed, and not both."""
+    async with (
+        transport(allow_pickle=True) as sender,
+        transport(keep_arena=True) as receiver,
+    ):
+        await sender.send_checkpoint([1], 1, {**state(1), "half": Fraction(1, 2)})
+        for _ in range(2):
+            with pytest.raises(AiockptError, match="pickle"):
+                await receive(sender, receiver)
+        await sender.send_checkpoint([1], 2, state(2))
+        assert_same(await receive(sender, receiver, 2), state(2))
 
 
 async def test_the_end_keeps_nothing_but_what_is_used() -> None:
