@@ -168,10 +168,11 @@ class Fresh:
 
     def discard(self) -> None:
         """Let go of the tensors, and unmap what is under them."""
+        gone = self._owns and not self._loan.finished
         self._tensors = []
-        if self._owns and not self._loan.finished:
-            self._bridge.post(self.arena.close)  # a view that is left prevents it
         del self._loan
+        if gone:
+            self._bridge.post(self.arena.close)  # a view that is left prevents it
 
 
 class InTemplate:
@@ -274,9 +275,10 @@ class InTemplate:
 
     def discard(self) -> None:
         """Unmap the arena, unless a device may still copy from it."""
-        if self._owns and not (self._loan.finished or self._loading.has_sent):
-            self._bridge.post(self.arena.close)
+        gone = self._owns and not (self._loan.finished or self._loading.has_sent)
         del self._loan
+        if gone:
+            self._bridge.post(self.arena.close)
 
     def _put_together(self) -> object:
         tensors = self.match.tensors.beside(self._values())

@@ -77,23 +77,28 @@ class Receive:
     async def run(self, step: int) -> object:
         """Return the state dict.
 
-        If it fails or is cancelled, a template is as it was or holds the whole
-        checkpoint, unless ``direct`` lets bytes into it as they arrive.
+        If it fails or is cancelled, a template is as it was or holds all that was asked
+        for, unless ``direct`` lets bytes into it as they arrive.
         """
         try:
             return await self._run(exact_step(step))
-        except BaseException:
-            self._abandon()
+        except BaseException as error:
+            self._abandon(error)
             raise
         finally:
             self._supply.close()
 
-    def _abandon(self) -> None:
+    def _abandon(self, error: BaseException) -> None:
         """Let go of the memory: tracebacks keep this until the collector runs."""
-        goal, self._goal, self._delta = self._goal, None, None
-        if goal is not None:
-            goal.abandon()
-            self._touched = goal.touched
+        goal, delta = self._goal, self._delta
+        self._goal = self._delta = None
+        if goal is None:
+            return
+        self._touched = goal.touched
+        goal.abandon()
+        # A device may still copy what the receiver had; and where a loop has dropped
+        # this coroutine, threads go on.
+        if delta is None and not isinstance(error, GeneratorExit):
             goal.discard()
 
     async def _run(self, step: int) -> object:
@@ -108,6 +113,7 @@ class Receive:
         state = await goal.assemble()
         self._stop("load")
         await goal.load()
+        self._touched = goal.touched
         del goal
         await self._bridge.run(self._release)
         self._tell(step, outline.grid.segment_bytes, asked, started)

@@ -26,7 +26,6 @@ from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.landing import PlacedLanding
 from aiockpt.loading import Bring
 from aiockpt.memory import Arena
-from aiockpt.transport import exact_step
 from aiockpt.wants import Wants
 from aiockpt.wire.chunks import chunks_over
 from aiockpt.wire.manifest import Manifest, Outline
@@ -174,17 +173,6 @@ class PartReceive(Receive):
         super().__init__(origin, bridge, options, deadline)
         self._part: _Part | None = None
 
-    async def run(self, step: int) -> object:
-        """Return what is selected of the state dict.
-
-        If it fails or is cancelled, a template is as it was or holds all that was
-        selected, unless ``direct`` lets bytes into it as they arrive.
-        """
-        try:
-            return await self._run(exact_step(step))
-        finally:
-            self._supply.close()
-
     async def _run(self, step: int) -> object:
         asked = time.monotonic()
         manifest = await self._ask(step)
@@ -199,6 +187,7 @@ class PartReceive(Receive):
         self._stop("load")
         part.fence()
         state = await self._bridge.run(part.finish)
+        self._touched = part.touched
         nbytes = part.sizes([*early, *chunks])
         del part
         await self._bridge.run(self._release)
@@ -236,5 +225,8 @@ class PartReceive(Receive):
         super()._release()
         self._part = None
 
-    def _has_touched(self) -> bool:
-        return self._part is not None and self._part.touched
+    def _abandon(self, error: BaseException) -> None:
+        """Take note of what was done to the template."""
+        del error
+        if self._part is not None:
+            self._touched = self._part.touched
