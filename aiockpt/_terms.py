@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from aiockpt._backings import Backings
 from aiockpt._device import PortFor
 from aiockpt._warm import Loan, WarmArena, lend
-from aiockpt.rebuild import Away
+from aiockpt.rebuild import Away, Frame, assemble
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import Manifest
 
-__all__ = ["Terms", "allocate", "at_home", "nbytes_of"]
+__all__ = ["Terms", "allocate", "at_home", "nbytes_of", "put"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,3 +53,19 @@ def at_home(backings: Backings, ports: PortFor) -> int:
         if tensor.device in away and entry not in parts:
             nbytes -= sizes[entry]
     return nbytes
+
+
+def put(
+    frame: Frame,
+    tensors: Sequence[torch.Tensor],
+    terms: Terms,
+    wholes: Mapping[int, torch.Tensor] | None = None,
+) -> object:
+    """Put tensors into the tree of a checkpoint; see `assemble`."""
+    return assemble(
+        frame,
+        tensors,
+        limits=terms.limits,
+        allow_pickle=terms.allow_pickle,
+        wholes=wholes,
+    )

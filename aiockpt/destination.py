@@ -8,7 +8,7 @@ byte of a template is written (unless ``direct`` has let them in already).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from operator import sub
 from typing import Final, Protocol
@@ -20,18 +20,11 @@ from aiockpt._bridge import Bridge
 from aiockpt._copy import CopyPlan, Fences
 from aiockpt._device import Event, completed
 from aiockpt._keeping import keep_until
-from aiockpt._terms import Terms, allocate, at_home, nbytes_of
+from aiockpt._terms import Terms, allocate, at_home, nbytes_of, put
 from aiockpt._warm import Loan
 from aiockpt.loading import Bring, Loading
 from aiockpt.memory import Arena, Memory
-from aiockpt.rebuild import (
-    Away,
-    Frame,
-    assemble,
-    check_meshes,
-    parts_over,
-    tensors_over,
-)
+from aiockpt.rebuild import Away, Frame, check_meshes, parts_over, tensors_over
 from aiockpt.template import Match, Template
 from aiockpt.wire.manifest import Manifest
 
@@ -158,7 +151,7 @@ class Fresh:
     async def assemble(self) -> object:
         """Put the tensors into the tree."""
         self._loan.finish()
-        return await self._bridge.run(_put, self._frame, self._tensors, self._terms)
+        return await self._bridge.run(put, self._frame, self._tensors, self._terms)
 
     async def load(self) -> None:
         """Do nothing: everything is in its place."""
@@ -282,7 +275,7 @@ class InTemplate:
 
     def _put_together(self) -> object:
         tensors = self.match.tensors.beside(self._values())
-        return _put(self._frame, tensors, self._terms, self.match.wholes)
+        return put(self._frame, tensors, self._terms, self.match.wholes)
 
     def _values(self) -> dict[int, torch.Tensor]:
         if self._manifest is None:
@@ -302,18 +295,3 @@ class InTemplate:
         mark_changed(self.match.changed())
         self.touched = True
         return self._loading.finish(fences)
-
-
-def _put(
-    frame: Frame,
-    tensors: Sequence[torch.Tensor],
-    terms: Terms,
-    wholes: Mapping[int, torch.Tensor] | None = None,
-) -> object:
-    return assemble(
-        frame,
-        tensors,
-        limits=terms.limits,
-        allow_pickle=terms.allow_pickle,
-        wholes=wholes,
-    )
