@@ -78,7 +78,7 @@ async def test_an_error(cell: Cell) -> None:
                 await receiver.recv_checkpoint(0, metadata, 1, **options)
         notes = list(getattr(caught.value, "__notes__", []))
         del caught
-        here = left(options, before)
+        here = await finally_left(options, before)
         state[f"w{COUNT - 1}"].numpy()[:] = 1.0
         check(cell, {here}, await at_the_sender(sender, receiver))
     if "into" in options:
@@ -101,7 +101,7 @@ async def test_an_error_of_what_is_shared(cell: Cell) -> None:
 
 
 async def finally_left(options: dict[str, Any], before: int) -> str:
-    """Say what is left once a thread has let go of what was shared."""
+    """Say what is left once a thread has unmapped it, or let go of it."""
     with suppress(TimeoutError):
         await settle(lambda: left(options, before) != "something")
     return left(options, before)
@@ -148,7 +148,7 @@ async def cut_half_way(
         await end(task, cell)
         await outcome(task, cell)
         del task
-    return left(options, before)
+    return await finally_left(options, before)
 
 
 async def cut_at_the_end(
