@@ -233,7 +233,7 @@ async def test_memory_outlives_the_copies_of_a_state_that_cannot_be_made(
     def refuse(*_: object, **__: object) -> None:
         raise RemoteProtocolError("no such type")
 
-    monkeypatch.setattr("aiockpt.destination.assemble", refuse)
+    monkeypatch.setattr("aiockpt.destination.put", refuse)
     async with held(direct=True) as receiving:
         receiving.fault.gate.set()
         await begun(device)
