@@ -24,6 +24,7 @@ from aiockpt._here import failing_here
 from aiockpt._inline import Inline
 from aiockpt._job import Job
 from aiockpt._snapshot import Snapshot
+from aiockpt._sweep import sweep
 from aiockpt._tasks import together
 from aiockpt.errors import AiockptError, StagingError
 from aiockpt.flatten import Description, describe
@@ -116,8 +117,9 @@ class Stager:
             UnsupportedLeafError: a leaf cannot travel; nothing was copied.
             StagingError: a copy failed. What ``follow`` raises comes out as it is.
 
-        If cancelled, waits for the copy of the current chunk and keeps nothing: who
-        follows is told by the frontier, and the last one to let go frees the memory.
+        If cancelled, waits for what threads are copying, a twentieth of a second or a
+        chunk, and keeps nothing: who follows is told by the frontier, and the last one
+        to let go frees the memory.
         """
         with failing_here(f"staging step {step}"):
             description = await self._bridge.run(self._describe, state_dict)
@@ -131,7 +133,7 @@ class Stager:
                 job = await self._bridge.run(self._plan, description, arena, plans)
                 digests = [UNSEALED] * len(job.grid)
                 if not early:
-                    digests = await self._copy(job, frontier)
+                    digests = await self._copy(job, frontier, at_once=False)
                 manifest = await self._bridge.run(job.manifest, step, digests)
             made = partial(Snapshot, manifest, job.memory, live=job.live)
             snapshot = made(on_free=free, frontier=frontier)
@@ -140,7 +142,8 @@ class Stager:
                 await follow(snapshot)
             with _failing(step):
                 if early:
-                    digests = await self._copy(job, frontier)
+                    at_once = self._options.beside
+                    digests = await self._copy(job, frontier, at_once=at_once)
                 if early and seal:
                     manifest = await self._bridge.run(with_digests, manifest, digests)
         except BaseException as error:
@@ -224,34 +227,41 @@ class Stager:
         grid = ChunkGrid(description.segment_bytes, self._chunk_bytes)
         return Job(description, grid, plan, memory, self._zero_copy)
 
-    async def _copy(self, job: Job, frontier: Frontier) -> list[str]:
+    async def _copy(self, job: Job, frontier: Frontier, *, at_once: bool) -> list[str]:
         """Copy everything, ``threads`` pieces at a time; return the chunks' digests."""
         fences = job.plan.fences()
         dense = await self._bridge.run(job.plan.stage_parts, fences)
         digests = [UNSEALED] * len(job.grid)
         seal, grid = self._options.seal, job.grid
         pieces = grid if seal else ChunkGrid(grid.segment_bytes, _SPAN)
+        work = job.copy_and_digest if seal else job.copy_host
+
+        def copy(piece: int) -> str | None:
+            return work(*pieces.range(piece))
+
+        def copied(piece: int, found: str | None) -> None:
+            if found is not None:
+                digests[piece] = found
+            if self._options.beside:
+                frontier.add(*pieces.range(piece))
+
         remaining = iter(range(len(pieces)))
 
         async def worker() -> None:
             for piece in remaining:
-                start, stop = pieces.range(piece)
-                await self._copy_device(job, start, stop, fences, dense)
-                copy = job.copy_and_digest if seal else job.copy_host
-                found = await self._bridge.run(copy, start, stop)
-                if found is not None:
-                    digests[piece] = found
-                if self._options.beside:
-                    frontier.add(start, stop)
+                await self._copy_device(job, *pieces.range(piece), fences, dense)
+                copied(piece, await self._bridge.run(copy, piece))
 
-        await together([worker] * min(self._threads, len(pieces)))
+        bridge, threads = self._bridge, self._threads
+        if fences:
+            await together([worker] * min(threads, len(pieces)))
+        else:
+            await sweep(bridge, threads, copy, remaining, copied, at_once=at_once)
         return digests
 
     async def _copy_device(
         self, job: Job, start: int, stop: int, fences: Fences, dense: Iterable[Event]
     ) -> None:
-        if not fences:
-            return
         copies = await self._bridge.run(job.plan.stage_device, start, stop, fences)
         for event in (*dense, *copies):
             if self._options.poll:

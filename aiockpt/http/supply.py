@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final, TypedDict
 
 from xxhash import xxh3_128
 
 from aiockpt._bridge import Bridge
-from aiockpt._tasks import together
+from aiockpt._sweep import sweep
 from aiockpt.http.borrowing import LentMemory, NotLentError, borrow
 from aiockpt.http.fetching import OnProgress, OnVerified, Prepare, Target
 from aiockpt.http.hosts import identity
@@ -29,7 +28,6 @@ __all__ = ["Sharing", "Supply"]
 _HTTP: Final = "HTTP"
 _MEMORY: Final = "shared memory"
 _WORKERS: Final = 2
-_SPAN: Final = 64 << 20  # a cancel waits for the end of one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,35 +189,30 @@ class Supply:
             on_progress(sum(map(_size, map(grid.range, chunks))), len(chunks))
             return []
         bad: list[int] = []
-        remaining = iter(chunks)
 
-        async def work() -> None:
-            for chunk in remaining:
-                start, stop = grid.range(chunk)
-                digest = await self._digest(lent, target, start, stop)
-                if digest != outline.digests[chunk]:
-                    bad.append(chunk)
-                    continue
-                on_progress(stop - start, 1)
-                if on_verified is not None:
-                    on_verified(chunk)
+        def take(chunk: int) -> str:
+            return self._digest(lent, target, *grid.range(chunk))
 
-        await together([work] * min(_WORKERS, len(chunks)))
+        def taken(chunk: int, digest: str) -> None:
+            if digest != outline.digests[chunk]:
+                bad.append(chunk)
+                return
+            on_progress(_size(grid.range(chunk)), 1)
+            if on_verified is not None:
+                on_verified(chunk)
+
+        await sweep(self._bridge, _WORKERS, take, chunks, taken)
         if bad:
             self.remark = f"{len(bad)} chunks of the shared memory were bad"
         return sorted(bad)
 
-    async def _digest(
-        self, lent: LentMemory, target: Target, start: int, stop: int
-    ) -> str:
+    def _digest(self, lent: LentMemory, target: Target, start: int, stop: int) -> str:
         """Return the digest of a chunk that is where it belongs now."""
         state = xxh3_128()
-        for at in range(start, stop, _SPAN):
-            add = partial(self._add, lent, target, at, min(at + _SPAN, stop), state)
-            try:
-                await self._bridge.run(add)
-            except OSError as error:
-                return str(error)  # no digest: HTTP brings the chunk
+        try:
+            self._add(lent, target, start, stop, state)
+        except OSError as error:
+            return str(error)  # no digest: HTTP brings the chunk
         return state.hexdigest()
 
     def _add(
