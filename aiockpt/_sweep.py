@@ -7,64 +7,89 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Final, TypeVar
+from functools import partial
+from itertools import islice
+from typing import Final, TypeAlias, TypeVar
 
 from aiockpt._bridge import Bridge
 from aiockpt._inline import Inline
 from aiockpt._tasks import together
 
-__all__ = ["sweep"]
+__all__ = ["Over", "sweep"]
 
 T = TypeVar("T")
 R = TypeVar("R")
+Over: TypeAlias = Callable[[], bool]
+"""Whether nobody waits for a result any more; for work that takes long."""
 
-_TURN: Final = 0.05  # s: after that a thread is somebody else's, if he waits
+_TURN: Final = 0.05  # s
+_MOST: Final = 200  # results that the loop is told of at once
 
 
 async def sweep(
     bridge: Bridge | Inline,
     threads: int,
-    work: Callable[[T], R],
+    work: Callable[[T, Over], R],
     items: Iterable[T],
     report: Callable[[T, R], object],
     *,
     at_once: bool = False,
 ) -> None:
-    """Call ``work(item)`` in so many threads at a time, and ``report`` on the loop.
+    """Call ``work(item, over)`` in threads, so many at a time; ``report`` on the loop.
 
     Every return from a thread to the loop costs as much as copying a few megabytes. So
-    results are reported together, when a thread has worked for a twentieth of a second
-    or for one item; or, ``at_once``, each when it is there, by a ``report`` that must
-    not fail then. All are reported before this returns.
+    results are reported together, when a thread has worked for a twentieth of a second,
+    or for one item if somebody waits for the thread; or, ``at_once``, each when it is
+    there, by a ``report`` that must not fail then. All are before this returns.
 
-    If cancelled, or if a call fails, the threads end what they are in before that is
-    raised, and begin nothing else. Results that are left are not reported.
+    If cancelled, or if a call fails, nothing else begins. What is under way ends before
+    that is raised, and finds ``over()`` true meanwhile; it may go unreported.
     """
-    loop = asyncio.get_running_loop()
-    left, done = deque(items), deque[tuple[T, R]]()
-
-    def tell() -> None:
-        for item, result in _taken(done):
-            report(item, result)
+    left, done, ended = deque(items), deque[tuple[T, R]](), asyncio.Event()
+    going = min(threads, len(left))
+    wake: Callable[[], object] = partial(_tell, report, done)
+    if not isinstance(bridge, Inline):
+        wake = partial(asyncio.get_running_loop().call_soon_threadsafe, wake)
 
     def take_turn() -> None:
         end = time.monotonic() + _TURN
-        for item in _taken(left):
-            done.append((item, work(item)))
+        for item in islice(_taken(left), _MOST):
+            done.append((item, work(item, ended.is_set)))
             if at_once:
-                loop.call_soon_threadsafe(tell)
-            if time.monotonic() >= end:
+                wake()
+            if time.monotonic() >= end or _is_wanted(bridge):
                 return
 
     async def worker() -> None:
+        nonlocal going
         while left:
             await bridge.run(take_turn)
-            tell()
+            _tell(report, done)
+        going -= 1
+        if not going:
+            ended.set()
 
-    await together([worker] * min(threads, len(left)))
+    async def watch() -> None:
+        try:
+            await ended.wait()
+        finally:  # at once if cancelled, while the workers wait for their threads
+            ended.set()
+            left.clear()
+
+    if going:
+        await together([watch, *[worker] * going])
 
 
 def _taken(items: deque[T]) -> Iterator[T]:
     with suppress(IndexError):  # another thread may have taken the last one
         while True:
             yield items.popleft()
+
+
+def _tell(report: Callable[[T, R], object], done: deque[tuple[T, R]]) -> None:
+    for item, result in _taken(done):
+        report(item, result)
+
+
+def _is_wanted(bridge: Bridge | Inline) -> bool:
+    return isinstance(bridge, Bridge) and bridge.statistics().waiting > 0

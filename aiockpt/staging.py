@@ -117,9 +117,8 @@ class Stager:
             UnsupportedLeafError: a leaf cannot travel; nothing was copied.
             StagingError: a copy failed. What ``follow`` raises comes out as it is.
 
-        If cancelled, waits for what threads are copying, a twentieth of a second or a
-        chunk, and keeps nothing: who follows is told by the frontier, and the last one
-        to let go frees the memory.
+        If cancelled, waits for the copies of current chunks and keeps nothing: who
+        follows is told by the frontier, and the last one to let go frees the memory.
         """
         with failing_here(f"staging step {step}"):
             description = await self._bridge.run(self._describe, state_dict)
@@ -234,9 +233,10 @@ class Stager:
         digests = [UNSEALED] * len(job.grid)
         seal, grid = self._options.seal, job.grid
         pieces = grid if seal else ChunkGrid(grid.segment_bytes, _SPAN)
+
         work = job.copy_and_digest if seal else job.copy_host
 
-        def copy(piece: int) -> str | None:
+        def copy(piece: int, _: object = None) -> str | None:
             return work(*pieces.range(piece))
 
         def copied(piece: int, found: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from aiockpt import _sweep
 from aiockpt._bridge import Bridge
 from aiockpt._inline import Inline
-from aiockpt._sweep import sweep
+from aiockpt._sweep import Over, sweep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,6 +40,18 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 def long_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """End no turn but for want of items."""
     monkeypatch.setattr(_sweep, "_TURN", LONG)
+
+
+def ignore(*_: object) -> None:
+    """Listen to nothing."""
+
+
+def until(over: Over) -> None:
+    """Return when it is over; fail if that takes too long."""
+    late = time.monotonic() + LONG
+    while not over():
+        assert time.monotonic() < late
+        time.sleep(0.001)
 
 
 class Reports:
@@ -70,28 +83,42 @@ class TestResults:
         """However many items a turn has."""
         monkeypatch.setattr(_sweep, "_TURN", turn)
         reports = Reports()
-        await sweep(bridge, 2, lambda item: 2 * item, range(count), reports)
+        await sweep(bridge, 2, lambda item, _: 2 * item, range(count), reports)
         assert reports.found == {item: 2 * item for item in range(count)}
 
     async def test_threads_work_at_once(self, bridge: Bridge) -> None:
         """So many as were asked for."""
         both = threading.Barrier(2, timeout=LONG)
         reports = Reports()
-        await sweep(bridge, 2, lambda _: both.wait(), range(2), reports)
+        await sweep(bridge, 2, lambda *_: both.wait(), range(2), reports)
         assert sorted(reports.found.values()) == [0, 1]
 
     async def test_items_are_begun_in_their_order(self, bridge: Bridge) -> None:
         """Who reads behind them waits for the first ones first."""
         begun: list[int] = []
-        await sweep(bridge, 1, begun.append, range(100), lambda *_: None)
+        await sweep(bridge, 1, lambda item, _: begun.append(item), range(100), ignore)
         assert begun == [*range(100)]
 
     @pytest.mark.usefixtures("long_turns")
     async def test_it_needs_no_threads(self) -> None:
         """Where calls are made in place, the first worker makes all of them."""
         reports = Reports()
-        await sweep(Inline(), 2, abs, [-1, -2], reports)
+        await sweep(Inline(), 2, lambda item, _: -item, [-1, -2], reports)
         assert reports.found == {-1: 1, -2: 2}
+
+    @pytest.mark.usefixtures("long_turns")
+    async def test_a_result_is_reported_at_once_without_threads_too(self) -> None:
+        """Before the next item begins, for the loop stands still."""
+        told: list[str] = []
+        await sweep(
+            Inline(),
+            2,
+            lambda item, _: told.append(f"work {item}"),
+            range(2),
+            lambda item, _: told.append(f"told {item}"),
+            at_once=True,
+        )
+        assert told == ["work 0", "told 0", "work 1", "told 1"]
 
     @pytest.mark.parametrize("turns", ["short_turns", "long_turns"])
     async def test_what_is_done_is_reported_while_the_rest_goes_on(
@@ -101,7 +128,7 @@ class TestResults:
         request.getfixturevalue(turns)
         heard = threading.Event()
 
-        def work(item: int) -> None:
+        def work(item: int, _: Over) -> None:
             assert not item or heard.wait(LONG)
 
         def report(item: int, _: None) -> None:
@@ -115,14 +142,14 @@ class TestResults:
 class TestTurns:
     """Threads belong to everybody."""
 
-    @pytest.mark.usefixtures("short_turns")
+    @pytest.mark.usefixtures("long_turns")
     async def test_others_get_their_calls_in_between(self) -> None:
         """A sweep that would not end without them."""
         bridge = Bridge(threads=1, name="sweeping")
         called = threading.Event()
         count = 0
 
-        def work(_: int) -> None:
+        def work(*_: object) -> None:
             nonlocal count
             count += 1
             assert count < 1000 or called.is_set()
@@ -133,7 +160,7 @@ class TestTurns:
         try:
             async with asyncio.TaskGroup() as tasks:
                 items = range(2000)
-                tasks.create_task(sweep(bridge, 1, work, items, lambda *_: None))
+                tasks.create_task(sweep(bridge, 1, work, items, ignore))
                 tasks.create_task(call())
         finally:
             bridge.close()
@@ -143,36 +170,41 @@ class TestTurns:
 class TestEnds:
     """A failure, or a cancel, ends the rest."""
 
-    @pytest.mark.usefixtures("short_turns")
+    @pytest.mark.usefixtures("long_turns")
     async def test_a_failure_comes_out_alone_and_ends_the_rest(
         self, bridge: Bridge
     ) -> None:
-        """After it, each other thread ends the turn that it is in."""
+        """What another thread has begun is over then, and ends before that."""
         begun: list[int] = []
+        both = threading.Barrier(2, timeout=LONG)
 
-        def work(item: int) -> None:
+        def work(item: int, over: Over) -> None:
             begun.append(item)
-            if item == 3:
+            both.wait()
+            if not item:
                 raise OSError("no such chunk")
+            until(over)
 
         with pytest.raises(OSError, match="no such chunk"):
-            await sweep(bridge, 2, work, range(10_000), lambda *_: None)
-        assert len(begun) < 10_000
+            await sweep(bridge, 2, work, range(100), ignore)
+        assert sorted(begun) == [0, 1]
         assert bridge.statistics().running == 0
 
-    @pytest.mark.usefixtures("short_turns")
+    @pytest.mark.usefixtures("long_turns")
     async def test_a_cancel_waits_for_what_is_under_way(self, bridge: Bridge) -> None:
-        """And nothing begins or is reported afterwards."""
+        """It is over at once, and nothing begins or is reported afterwards."""
         begun, go = asyncio.Event(), threading.Event()
         loop = asyncio.get_running_loop()
         calls, ended = 0, 0
         reports = Reports()
 
-        def work(item: int) -> int:
+        def work(item: int, over: Over) -> int:
             nonlocal calls, ended
+            assert not over()
             calls += 1
             if calls == 2:
                 loop.call_soon_threadsafe(begun.set)
+            until(over)
             assert go.wait(LONG)
             ended += 1
             return item
@@ -196,4 +228,4 @@ class TestEnds:
             raise LookupError(item)
 
         with pytest.raises(LookupError):
-            await sweep(bridge, 2, abs, range(10), report)
+            await sweep(bridge, 2, lambda item, _: item, range(10), report)

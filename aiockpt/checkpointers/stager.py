@@ -149,8 +149,7 @@ class DefaultStager(CheckpointStager):
             UnsupportedLeafError: a leaf cannot be saved; nothing was copied.
             StagingError: a copy failed.
 
-        If cancelled, waits for what is being copied, a twentieth of a second or 64 MiB,
-        and keeps nothing.
+        If cancelled, waits for the copy of at most 64 MiB and keeps nothing.
         """
         del kwargs  # other stagers may want them
         return await self._stage(state_dict, step, None)

@@ -10,7 +10,7 @@ from typing import Final, TypedDict
 from xxhash import xxh3_128
 
 from aiockpt._bridge import Bridge
-from aiockpt._sweep import sweep
+from aiockpt._sweep import Over, sweep
 from aiockpt.http.borrowing import LentMemory, NotLentError, borrow
 from aiockpt.http.fetching import OnProgress, OnVerified, Prepare, Target
 from aiockpt.http.hosts import identity
@@ -28,6 +28,7 @@ __all__ = ["Sharing", "Supply"]
 _HTTP: Final = "HTTP"
 _MEMORY: Final = "shared memory"
 _WORKERS: Final = 2
+_SPAN: Final = 64 << 20  # a cancel waits for the end of one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,8 +191,8 @@ class Supply:
             return []
         bad: list[int] = []
 
-        def take(chunk: int) -> str:
-            return self._digest(lent, target, *grid.range(chunk))
+        def take(chunk: int, over: Over) -> str:
+            return self._digest(lent, target, *grid.range(chunk), over)
 
         def taken(chunk: int, digest: str) -> None:
             if digest != outline.digests[chunk]:
@@ -206,11 +207,16 @@ class Supply:
             self.remark = f"{len(bad)} chunks of the shared memory were bad"
         return sorted(bad)
 
-    def _digest(self, lent: LentMemory, target: Target, start: int, stop: int) -> str:
-        """Return the digest of a chunk that is where it belongs now."""
+    def _digest(
+        self, lent: LentMemory, target: Target, start: int, stop: int, over: Over
+    ) -> str:
+        """Return the digest of a chunk that is where it belongs now; for a thread."""
         state = xxh3_128()
         try:
-            self._add(lent, target, start, stop, state)
+            for at in range(start, stop, _SPAN):
+                if over():
+                    break
+                self._add(lent, target, at, min(at + _SPAN, stop), state)
         except OSError as error:
             return str(error)  # no digest: HTTP brings the chunk
         return state.hexdigest()
