@@ -126,9 +126,8 @@ class Footprint:
     def grown(self) -> dict[str, list[str]]:
         """Return what has come since and is still here after a while."""
         deadline = time.monotonic() + PATIENCE
-        if growth := self._growth():
-            gc.collect()  # it can only let go of more
-        while growth and (growth := self._growth()) and time.monotonic() < deadline:
+        while (growth := self._growth()) and time.monotonic() < deadline:
+            gc.collect()  # again and again: a thread may just have held on to something
             time.sleep(0.01)  # what was told to end has no event to wait for
         return growth
 
