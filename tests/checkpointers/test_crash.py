@@ -73,10 +73,7 @@ class Trainer:
         async with asyncio.timeout(PATIENCE):
             line = await loop.run_in_executor(None, self.process.stdout.readline)
         assert line == b"waiting\n"
-        told = self.place / "pid"
-        await eventually(
-            lambda: told.exists() and told.read_text(), "the child's start"
-        )
+        await eventually((self.place / "pid").exists, "the child's start")
 
     async def killed(self) -> None:
         """Kill it, and wait for its end; its child goes on."""

@@ -147,8 +147,10 @@ class Diary(WriterHook):
 
 
 def note_pid(path: str) -> None:
-    """Say where a child's init function ran."""
-    Path(path).write_text(str(os.getpid()))
+    """Say where a child's init function ran, in a file that is never seen empty."""
+    written = Path(f"{path}.part")
+    written.write_text(str(os.getpid()))
+    written.replace(path)
 
 
 def refuse() -> None:

@@ -68,7 +68,7 @@ async def training(place: Path, keep: float, *words: str) -> AsyncIterator[int]:
         trainer = started(said, str(place), str(keep), *words)
         try:
             await eventually(said.read_bytes, "the last word")
-            await eventually(lambda: pid.exists() and pid.read_text(), "the child")
+            await eventually(pid.exists, "the child")
             child = int(pid.read_text())
         finally:
             trainer.kill()
