@@ -239,3 +239,5 @@ class Endpoint:
             server, self._server = self._server, None
         if server is not None:
             await server.stop()
+        for service in self._services:  # that of an application, too
+            service.close()

@@ -23,6 +23,7 @@ from yarl import URL
 from aiockpt.errors import ClosedError, LocalProtocolError, RemoteProtocolError
 from aiockpt.http.filler import Filler
 from aiockpt.http.options import require, require_type
+from aiockpt.http.pumps import Pumps
 from aiockpt.http.reach import CheckedResolver, Reach
 from aiockpt.http.receiving import receive
 from aiockpt.http.security import Security
@@ -87,6 +88,7 @@ class Port:
         self._owned = session is None
         self._reach = Reach(config.security)
         self._resolver: CheckedResolver | None = None
+        self._pumps = Pumps("aiockpt-receive")
         self._closed = False
         self._end = asyncio.Event()
 
@@ -99,6 +101,7 @@ class Port:
         """Close the session, unless it is the caller's; calls after this fail."""
         self._closed = True
         self._end.set()
+        self._pumps.close()
         session, self._session = self._session, None
         if self._owned and session is not None:
             await session.close()
@@ -160,7 +163,8 @@ class Port:
         """
         watch.filler = filler
         try:
-            await receive(answer, filler, direct=fast and self._config.fast_path)
+            direct = fast and self._config.fast_path
+            await receive(answer, filler, self._pumps if direct else None)
         finally:
             exchange.received += filler.filled
 

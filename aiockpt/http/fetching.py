@@ -211,7 +211,7 @@ class Body:
         """
         stretch, fetch = self.stretch, self.fetch
         start = stretch.position
-        filler = Filler(fetch.target.buffers, start, self.stop, stretch.take)
+        filler = Filler(fetch.target.buffers, start, self.stop, stretch)
         filler.write(ahead)
         port, fast = fetch.port, not ahead
         try:
@@ -219,6 +219,7 @@ class Body:
                 self.exchange, self.answer, self.watch, filler, fast=fast
             )
         finally:
+            stretch.note()
             stretch.place(self.exchange)
 
 

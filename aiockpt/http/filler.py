@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from aiockpt.errors import LocalProtocolError
 
-__all__ = ["Buffers", "Filler", "OnData"]
+__all__ = ["Buffers", "Filler", "Onlooker"]
 
 Buffers: TypeAlias = Callable[[int, int], Sequence[memoryview]]
-OnData: TypeAlias = Callable[[memoryview], bool]
 
 # One receive, and so one callback, moves at most this much: the loop stays live.
 MAX_PIECE = 1 << 20
@@ -22,21 +21,33 @@ SMALL = 64 << 10
 MAX_SCATTER = 1024
 
 
+class Onlooker(Protocol):
+    """Who sees bytes as they come, in order, while they are warm."""
+
+    def take(self, data: memoryview) -> bool:
+        """See bytes; say whether they are wanted in their place now."""
+
+    def placed(self) -> None:
+        """Learn that all that was taken is in its place."""
+
+    def note(self) -> None:
+        """Make known, on the loop, what was placed."""
+
+
 class Filler:
     """Fills memory, in order, with bytes as they arrive.
 
     Either the bytes are received straight into `next_buffer` and announced by
-    `advance`, or they are handed to `write`. Buffers that are small and many are
-    received through a scratch of at most 1 MiB, so `close` must be called before
-    anybody reads them.
+    `advance`, which a thread may do; or they are handed to `write`, on the loop.
+    Buffers that are small and many are received through a scratch of at most 1 MiB, so
+    `close` must be called before anybody reads them.
 
     Args:
         buffers: Returns the memory of ``[start, stop)`` as contiguous views of format
             ``B``, in order.
         start: The first byte to fill.
         stop: The byte after the last one.
-        on_data: Sees the bytes, in order, as they come, while they are warm; it says
-            whether somebody wants them in their place now.
+        onlooker: Who sees the bytes.
 
     Attributes:
         size: Bytes to fill.
@@ -49,8 +60,8 @@ class Filler:
         "_buffers",
         "_index",
         "_offset",
+        "_onlooker",
         "_scratch",
-        "_see",
         "_staged",
         "_stop",
         "filled",
@@ -58,12 +69,16 @@ class Filler:
     )
 
     def __init__(
-        self, buffers: Buffers, start: int, stop: int, on_data: OnData | None = None
+        self,
+        buffers: Buffers,
+        start: int,
+        stop: int,
+        onlooker: Onlooker | None = None,
     ) -> None:
         self.size = stop - start
         self.filled = 0
         self._ask = buffers
-        self._see = on_data or _ignore
+        self._onlooker = onlooker or _Nobody()
         self._asked, self._stop = start, stop
         self._buffers: Sequence[memoryview] = ()
         self._index = self._offset = 0
@@ -78,34 +93,45 @@ class Filler:
 
     def next_buffer(self) -> memoryview:
         """Return where the next bytes go: 1 byte to 1 MiB, while some remain."""
-        if self._scratch is not None:
-            return self._scratch[self._staged :]
-        run = self._small_run()
-        if run:
-            self._scratch = memoryview(bytearray(run))
-            return self._scratch
-        return self._buffers[self._index][self._offset : self._offset + MAX_PIECE]
+        return self._next_scratch() or self._next_whole()[:MAX_PIECE]
 
-    def advance(self, count: int) -> None:
-        """Take note that ``count`` bytes are in what `next_buffer` returned."""
+    def next_buffers(self) -> list[memoryview]:
+        """Return where the next bytes go: 1 byte to 4 MiB, for a thread."""
+        scratch = self._next_scratch()
+        if scratch:
+            return [scratch]
+        buffers = [self._next_whole()]
+        for buffer in self._buffers[self._index + 1 :]:
+            if len(buffer) < SMALL:
+                break
+            buffers.append(buffer)
+        return buffers
+
+    def advance(self, count: int) -> bool:
+        """Take note that ``count`` bytes are in what was returned.
+
+        Returns:
+            Whether there is something to `tell` of.
+        """
         self.filled += count
-        if self._scratch is None:
-            start, self._offset = self._offset, self._offset + count
-            self._see(self._buffers[self._index][start : self._offset])
-            self._settle()
-            return
-        start, self._staged = self._staged, self._staged + count
-        wanted = self._see(self._scratch[start : self._staged])
-        if wanted or self._staged == len(self._scratch):
-            self._flush()
+        wanted = self._staged_more(count) if self._scratch else self._came(count)
+        if wanted:
+            self._onlooker.placed()
+        return wanted
+
+    def tell(self) -> None:
+        """Have it known, on the loop."""
+        self._onlooker.note()
 
     def write(self, data: bytes | memoryview) -> None:
         """Copy ``data``, which is no longer than what remains."""
         self._flush()
         view = memoryview(data)
         self._scatter(view)
-        self._see(view)
         self.filled += len(data)
+        if self._onlooker.take(view):
+            self._onlooker.placed()
+        self._onlooker.note()
 
     def close(self) -> None:
         """Bring all bytes to their place and let go of the memory; idempotent.
@@ -114,13 +140,42 @@ class Filler:
         memory, which its owner may want to unmap.
         """
         self._flush()
-        self._buffers, self._ask, self._see = (), _no_buffers, _ignore
+        self._buffers, self._ask, self._onlooker = (), _no_buffers, _Nobody()
 
     def _flush(self) -> None:
         if self._scratch is not None:
             scratch, self._scratch = self._scratch[: self._staged], None
             self._staged = 0
             self._scatter(scratch)
+
+    def _next_scratch(self) -> memoryview | None:
+        if self._scratch is None:
+            run = self._small_run()
+            if not run:
+                return None
+            self._scratch = memoryview(bytearray(run))
+        return self._scratch[self._staged :]
+
+    def _next_whole(self) -> memoryview:
+        return self._buffers[self._index][self._offset :]
+
+    def _staged_more(self, count: int) -> bool:
+        assert self._scratch is not None
+        start, self._staged = self._staged, self._staged + count
+        wanted = self._onlooker.take(self._scratch[start : self._staged])
+        if wanted or self._staged == len(self._scratch):
+            self._flush()
+        return wanted
+
+    def _came(self, count: int) -> bool:
+        wanted = False
+        while count:
+            piece = self._next_whole()[:count]
+            self._offset += len(piece)
+            count -= len(piece)
+            wanted |= self._onlooker.take(piece)
+            self._settle()
+        return wanted
 
     def _small_run(self) -> int:
         """Bytes of the small buffers ahead; 0 if one receive fills no more than one."""
@@ -178,5 +233,14 @@ def _no_buffers(start: int, stop: int) -> Sequence[memoryview]:
     return ()
 
 
-def _ignore(_: memoryview) -> bool:
-    return False
+class _Nobody:
+    """Wants to see nothing."""
+
+    def take(self, data: memoryview) -> bool:
+        return False
+
+    def placed(self) -> None:
+        pass
+
+    def note(self) -> None:
+        pass

@@ -40,6 +40,7 @@ class ServerConfig:
         hosts: Host names that an insecure server answers to.
         prefix: The path under which the checkpoints are.
         manifest_key: What manifests are authenticated with, if they are.
+        own_sockets: Whether `listen.open_sockets` made those that listen.
     """
 
     token: str | None = field(repr=False)
@@ -51,6 +52,7 @@ class ServerConfig:
     hosts: frozenset[str]
     prefix: str
     manifest_key: bytes | None = field(default=None, repr=False)
+    own_sockets: bool = False
 
     def __post_init__(self) -> None:
         if (self.token is None) != self.insecure:

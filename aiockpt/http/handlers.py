@@ -31,6 +31,7 @@ from aiockpt.http.guard import RefusedError, ServerConfig, admit
 from aiockpt.http.lending import Lender
 from aiockpt.http.macs import ManifestMacs
 from aiockpt.http.published import Published
+from aiockpt.http.pumps import Pumps
 from aiockpt.http.replies import (
     COMMON_HEADERS,
     FileBody,
@@ -88,6 +89,7 @@ class CheckpointService:
         self.shelf = shelf
         self.config = config
         self._lender = lender
+        self._pumps = Pumps("aiockpt-serve")
         self._sendings: set[Sending] = set()
         self._readers = 0
         self._awaiting = Awaiting(shelf, config)
@@ -111,6 +113,7 @@ class CheckpointService:
         self._closed = self._awaiting.closed = True
         for sending in tuple(self._sendings):
             sending.evict()
+        self._pumps.close()
 
     async def resource(self, request: web.Request) -> web.StreamResponse:
         """Answer a request for ``{step}/{what}``."""
@@ -164,7 +167,8 @@ class CheckpointService:
                 {"Allow": "GET, HEAD"},
             )
         transport = transport_of(request)
-        sockets.tune(transport, dead_after=2 * self.config.stall_timeout)
+        patience, own = self.config.stall_timeout, self.config.own_sockets
+        sockets.tune(transport, dead_after=2 * patience, began_classic=own)
 
     async def _latest(self, request: web.Request) -> web.StreamResponse:
         after = http.parse_after(request.query.getall(http.AFTER, []))
@@ -220,7 +224,9 @@ class CheckpointService:
         self, request: web.Request, published: Published, reply: Reply
     ) -> web.StreamResponse:
         transport = transport_of(request)
-        sending = Sending(transport, stall_timeout=self.config.stall_timeout)
+        sending = Sending(
+            transport, stall_timeout=self.config.stall_timeout, pumps=self._pumps
+        )
         body = FileBody(published.servable, reply.start, reply.stop)
         async with self.shelf.reading(published, evict=sending.evict):
             if body.nbytes <= SMALL_BYTES:

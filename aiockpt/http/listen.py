@@ -20,6 +20,7 @@ from contextlib import suppress
 from aiockpt.errors import LocalProtocolError
 from aiockpt.http import interfaces
 from aiockpt.http.forks import close_in_forks
+from aiockpt.http.sockets import begin_classic
 
 __all__ = ["BACKLOG", "advertised_address", "open_sockets", "url_host"]
 
@@ -56,6 +57,8 @@ def open_sockets(host: str | None, port: int) -> list[socket.socket]:
         text = f"cannot listen on {where}: {error.strerror or error}"
         raise OSError(error.errno, text) from error
     close_in_forks(sockets)
+    for each in sockets:
+        begin_classic(each)
     return sockets
 
 

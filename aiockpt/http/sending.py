@@ -4,11 +4,12 @@
 promises that the transport keeps no reference to what it was given, which tears data
 when the memory changes after the response. So there are two ways:
 
-* **On the socket** (plain TCP): the headers are flushed through aiohttp, then at most
-  one slice per readiness callback goes from the checkpoint's memory to the kernel, on
-  a duplicate of the descriptor, because a loop refuses callbacks on the descriptor of
-  a transport. The kernel has copied what ``sendmsg`` returns, so nothing refers to the
-  memory between two callbacks, nor after the last one.
+* **On the socket** (plain TCP): the headers are flushed through aiohttp, then slices go
+  from the checkpoint's memory to the kernel, on a duplicate of the descriptor, because
+  a loop refuses callbacks on the descriptor of a transport. A thread sends as long as
+  the peer keeps up; where none is free, the loop does, at most one slice per readiness
+  callback. The kernel has copied what ``sendmsg`` returns, so nothing refers to the
+  memory between two of them, nor after the last one.
 * **Portably** (TLS, or no socket that we know): copies of slices go through
   ``resp.write`` with an empty write buffer between them. The copy costs little beside
   the encryption, and again nothing refers to the memory once ``write`` was called.
@@ -27,12 +28,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import select
 import socket
+from functools import partial
 from typing import Protocol
 
 from aiohttp import web
 
+from aiockpt.errors import ClosedError
 from aiockpt.http import sockets
+from aiockpt.http.plain import duplicate
+from aiockpt.http.pumps import WORTH, Pumps, Turn
 
 __all__ = ["Body", "Outcome", "Sending"]
 
@@ -41,6 +47,9 @@ SLICE_BYTES = 1 << 20
 
 PORTABLE_SLICE_BYTES = 256 << 10
 """Most bytes per ``resp.write``: TLS encrypts it without letting go of the loop."""
+
+THREAD_SLICE_BYTES = 4 << 20
+"""Most bytes per system call of a thread, which takes what the kernel has room for."""
 
 _MAX_BUFFERS = 512  # of one sendmsg; Linux takes 1024
 _FIRST_SLICE = 64 << 10  # grows while the views are large
@@ -70,10 +79,20 @@ class Body(Protocol):
 
 
 class Sending:
-    """One body on its way to the peer at the other end of ``transport``."""
+    """One body on its way to the peer at the other end of ``transport``.
 
-    def __init__(self, transport: asyncio.Transport, *, stall_timeout: float) -> None:
+    Without ``pumps`` no thread takes part.
+    """
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        *,
+        stall_timeout: float,
+        pumps: Pumps | None = None,
+    ) -> None:
         self._transport = transport
+        self._pumps = pumps
         self._patience = stall_timeout
         self._tick = min(_MAX_TICK, stall_timeout / _TICKS)
         self._loop = asyncio.get_running_loop()
@@ -125,7 +144,7 @@ class Sending:
         # is; an aiohttp or a host application that does otherwise gets the other way.
         plain = not (response.chunked or response.compression)
         flushed = getattr(writer, "output_size", 0) > 0
-        sock = sockets.duplicate(self._transport) if plain and flushed else None
+        sock = duplicate(self._transport) if plain and flushed else None
         if sock is None:
             await self._send_portably(response, body)
             return
@@ -148,6 +167,40 @@ class Sending:
             pause = _BUFFER_PAUSE
 
     async def _send_on(self, sock: socket.socket, body: Body) -> None:
+        while self._outcome is None:
+            waiting = True
+            if self._pumps is not None and self._is_worth_a_turn(body):
+                waiting = await self._send_in_thread(self._pumps, sock, body)
+            if waiting:
+                await self._send_on_loop(sock, body)
+
+    async def _send_in_thread(
+        self, pumps: Pumps, sock: socket.socket, body: Body
+    ) -> bool:
+        """Send for a turn; say whether the peer has to be waited for."""
+        try:
+            return await pumps.turn(partial(self._pump, sock, body))
+        except OSError:
+            self._end(Outcome.GONE)
+        except ClosedError:  # so is the service, which ends all sendings
+            self._end(Outcome.EVICTED)
+        finally:
+            if self.sent == body.nbytes:
+                self._end(Outcome.SENT)
+        return False
+
+    def _pump(self, sock: socket.socket, body: Body) -> bool:
+        turn = Turn(sock, select.POLLOUT)
+        while self._outcome is None and self.sent < body.nbytes and not turn.over:
+            try:
+                self.sent += self._send_slice(sock, body, THREAD_SLICE_BYTES)
+            except BlockingIOError:
+                if not turn.wait():
+                    return True
+        return False
+
+    async def _send_on_loop(self, sock: socket.socket, body: Body) -> None:
+        """Send to the end, or until a thread could go on."""
         if self._outcome is not None:
             return
         self._waiter = self._loop.create_future()
@@ -158,6 +211,10 @@ class Sending:
             # Before the descriptor closes: its number may be another file's at once.
             self._loop.remove_writer(sock.fileno())
 
+    def _is_worth_a_turn(self, body: Body) -> bool:
+        free = self._pumps is not None and self._pumps.free
+        return free and body.nbytes - self.sent >= WORTH
+
     def _on_writable(self, sock: socket.socket, body: Body) -> None:
         if self._outcome is not None:
             return
@@ -165,7 +222,7 @@ class Sending:
             self._end(Outcome.GONE)
             return
         try:
-            self.sent += self._send_slice(sock, body)
+            self.sent += self._send_slice(sock, body, SLICE_BYTES)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
@@ -174,9 +231,11 @@ class Sending:
             self._wake(error)
         if self.sent == body.nbytes:
             self._end(Outcome.SENT)
+        elif self._is_worth_a_turn(body):
+            self._wake(None)
 
-    def _send_slice(self, sock: socket.socket, body: Body) -> int:
-        count = sock.sendmsg(self._next_views(body, SLICE_BYTES))
+    def _send_slice(self, sock: socket.socket, body: Body, most: int) -> int:
+        count = sock.sendmsg(self._next_views(body, most))
         # Zero would call us again at once, and for ever.
         assert count > 0, f"{body!r} has no bytes at {self.sent}"
         return count
@@ -188,7 +247,7 @@ class Sending:
         if len(views) > _MAX_BUFFERS:
             self._slice = max(self._slice // 2, _MAX_BUFFERS)
         elif len(views) <= _MAX_BUFFERS // 2:
-            self._slice = min(self._slice * 2, SLICE_BYTES)
+            self._slice = min(self._slice * 2, THREAD_SLICE_BYTES)
         return views[:_MAX_BUFFERS]
 
     async def _send_portably(self, response: web.StreamResponse, body: Body) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import ssl
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from socket import socket
 from typing import Any
 
@@ -38,6 +39,7 @@ class CheckpointServer:
     def __init__(
         self, shelf: Shelf, config: ServerConfig, lender: Lender | None = None
     ) -> None:
+        config = replace(config, own_sockets=True)
         self.service = CheckpointService(shelf, config, lender)
         self._runner: web.AppRunner | None = None
         self._stopped = False

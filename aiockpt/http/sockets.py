@@ -5,73 +5,82 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import os
 import socket
 import struct
 import sys
 from typing import Any
 
-from aiockpt.http.forks import close_in_forks
+from aiockpt.http.plain import socket_of
 
 if sys.platform != "win32":
     import fcntl
     import termios
 
 __all__ = [
+    "begin_classic",
     "cut",
     "descriptor_of",
-    "duplicate",
     "is_same_host",
     "reset_on_close",
     "tune",
     "unacknowledged",
 ]
 
-_STREAMS = (socket.AF_INET, socket.AF_INET6, getattr(socket, "AF_UNIX", -1))
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
 _NOW = struct.pack("ii", 1, 0)  # struct linger: on, 0 seconds
-
-
-def duplicate(transport: asyncio.BaseTransport) -> socket.socket | None:
-    """Return a socket of our own for the transport's connection, or None.
-
-    None where bytes on the socket would not be what the peer reads (TLS), where there
-    is no stream socket, and where the descriptor cannot be duplicated.
-    """
-    sock = _socket_of(transport)
-    if sock is None or transport.get_extra_info("sslcontext") is not None:
-        return None
-    if sock.family not in _STREAMS or sock.type != socket.SOCK_STREAM:
-        return None
-    try:
-        copy = socket.socket(fileno=os.dup(sock.fileno()))
-    except OSError:
-        return None
-    copy.settimeout(0)
-    close_in_forks([copy])
-    return copy
+_CLASSIC = b"reno"  # which everybody may choose
+_LONGEST_NAME = 16
 
 
 def descriptor_of(transport: asyncio.BaseTransport) -> int | None:
     """Return the descriptor of the transport's socket while it is open."""
-    sock = _socket_of(transport)
+    sock = socket_of(transport)
     return None if sock is None or sock.fileno() < 0 else int(sock.fileno())
 
 
-def tune(transport: asyncio.BaseTransport, *, dead_after: float) -> None:
+def begin_classic(listening: socket.socket) -> None:
+    """Have connections begin with the congestion control that suits the same host.
+
+    Nothing is ever lost there, and the classic one is two to four times faster than
+    BBR. A connection that began with BBR, and changed, is still paced by a timer, and
+    slower by a third where all cores are busy. `tune` gives those to other hosts the
+    system's own, before anything is sent.
+    """
+    if hasattr(socket, "TCP_CONGESTION"):
+        _try_set(listening, socket.TCP_CONGESTION, _CLASSIC)
+
+
+def tune(
+    transport: asyncio.BaseTransport, *, dead_after: float, began_classic: bool
+) -> None:
     """Set what helps a bulk transfer, wherever the system has it.
 
     A peer that acknowledges nothing for ``dead_after`` seconds is given up by the
-    kernel. On the way to the same host, where nothing is ever lost, the classic
-    congestion control is two to four times faster than BBR.
+    kernel. ``began_classic`` says that `begin_classic` was called for who listens.
     """
-    sock = _socket_of(transport)
-    if sock is None or sock.family not in _STREAMS[:2]:
+    sock = socket_of(transport)
+    if sock is None or sock.family not in _INTERNET:
         return
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         milliseconds = max(int(dead_after * 1000), 1)
         _try_set(sock, socket.TCP_USER_TIMEOUT, milliseconds)
-    if hasattr(socket, "TCP_CONGESTION") and is_same_host(transport):
-        _try_set(sock, socket.TCP_CONGESTION, b"reno")
+    if hasattr(socket, "TCP_CONGESTION"):
+        if is_same_host(transport):
+            _try_set(sock, socket.TCP_CONGESTION, _CLASSIC)
+        elif began_classic and _congestion_control(sock) == _CLASSIC:
+            # Without a descriptor to ask with, it stays as it began.
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(sock.family, socket.SOCK_STREAM) as fresh,
+            ):
+                _try_set(sock, socket.TCP_CONGESTION, _congestion_control(fresh))
+
+
+def _congestion_control(sock: Any) -> bytes:
+    with contextlib.suppress(OSError):
+        name = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _LONGEST_NAME)
+        return bytes(name).rstrip(b"\0")
+    return b""
 
 
 def _try_set(sock: Any, option: int, value: int | bytes) -> None:
@@ -100,7 +109,7 @@ def _address(
 def unacknowledged(transport: asyncio.WriteTransport) -> int:
     """Return how many written bytes the peer has not acknowledged yet."""
     waiting = transport.get_write_buffer_size()
-    sock = _socket_of(transport)
+    sock = socket_of(transport)
     if sock is not None and sys.platform == "linux":
         with contextlib.suppress(OSError, ValueError):
             raw = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
@@ -114,7 +123,7 @@ def reset_on_close(transport: asyncio.BaseTransport) -> None:
     The peer learns at once that the body will not be finished, and a stalled one does
     not keep the kernel's memory.
     """
-    sock = _socket_of(transport)
+    sock = socket_of(transport)
     if sock is not None:
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NOW)
@@ -124,9 +133,3 @@ def cut(sock: socket.socket) -> None:
     """End a connection, even if a forked child still has its descriptor."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
-
-
-def _socket_of(transport: asyncio.BaseTransport) -> Any:
-    # uvloop's socket remembers the number of a descriptor that is closed already, and
-    # that may be a stranger's connection by now.
-    return None if transport.is_closing() else transport.get_extra_info("socket")

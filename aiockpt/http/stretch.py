@@ -19,8 +19,8 @@ from aiockpt.wire.manifest import Outline
 
 __all__ = ["MAX_RUN", "Part", "Stretch", "UnsealedStretch", "parts_of", "plan"]
 
-# A request costs about as much as a mebibyte: with this many bytes it is forgotten.
-MAX_RUN = 64 << 20
+# From one request to the next takes some milliseconds, in which megabytes might come.
+MAX_RUN = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +69,13 @@ def parts_of(outline: Outline, chunks: Iterable[int]) -> list[Part]:
 class Stretch:
     """A run of chunks that is being received; it survives broken connections.
 
+    A thread may have `take` and `placed` called while the loop calls all the rest: what
+    that knows changes with `note`.
+
     Args:
         parts: The chunks, consecutive.
-        on_verified: Called for each chunk whose digest is right. Its last bytes are in
-            their place when the loop goes on, and maybe not before.
+        on_verified: Called for each chunk whose digest is right; its bytes are in their
+            place.
 
     Attributes:
         position: The next byte of the data segment that is wanted.
@@ -84,6 +87,8 @@ class Stretch:
         self._todo = deque(parts)
         self._bad: list[tuple[Part, str]] = []
         self._on_verified = on_verified
+        self._ended: list[tuple[Part, str]] = []
+        self._placed = deque[tuple[Part, str]]()
         self._begin()
 
     def __repr__(self) -> str:
@@ -119,21 +124,35 @@ class Stretch:
             exchange.expected = part.stop - part.start
 
     def take(self, data: memoryview) -> bool:
-        """Verify bytes that have just arrived at :attr:`position`.
+        """Digest bytes that have just arrived behind those of the last call.
 
         Returns:
             Whether a chunk ended in them.
         """
-        todo = len(self._todo)
-        while data and self._todo:
-            part = self._todo[0]
-            piece = data[: part.stop - self.position]
+        ended = len(self._ended)
+        while data and self._ahead:
+            part = self._ahead[0]
+            piece = data[: part.stop - self._at]
             self._hasher.update(piece)
-            self.position += len(piece)
+            self._at += len(piece)
             data = data[len(piece) :]
-            if self.position == part.stop:
-                self._close(self._todo.popleft())
-        return len(self._todo) < todo
+            if self._at == part.stop:
+                self._ended.append((self._ahead.popleft(), self._hasher.hexdigest()))
+                self._next_chunk()
+        return len(self._ended) > ended
+
+    def placed(self) -> None:
+        """Take note that all that was taken is in its place."""
+        self._placed += self._ended
+        self._ended = []
+
+    def note(self) -> None:
+        """Verify the chunks that ended and are in their place."""
+        while self._placed:
+            part, actual = self._placed.popleft()
+            self._todo.popleft()
+            self._close(part, actual)
+        self._locate()
 
     def settle(self) -> tuple[int, IntegrityError] | None:
         """Put the bad chunks back to be fetched again; return their bytes and why."""
@@ -159,17 +178,26 @@ class Stretch:
             come += self.position - self._todo[0].start
         return sorted([*bad, *self._todo], key=lambda part: part.start), come
 
-    def _close(self, part: Part) -> None:
-        actual = self._hasher.hexdigest()
+    def _close(self, part: Part, actual: str) -> None:
         if actual == part.digest:
             self._on_verified(part.chunk)
         else:
             self._bad.append((part, actual))
-        self._begin()
 
     def _begin(self) -> None:
+        self._ahead = self._todo.copy()
+        self._next_chunk()
+        self._locate()
+
+    def _locate(self) -> None:
+        at, part = self._at, self._todo[0] if self._todo else None
+        self.position = part.start if part else 0
+        if part and part.start <= at <= part.stop:  # or a thread is ahead of the loop
+            self.position = at
+
+    def _next_chunk(self) -> None:
         self._hasher = xxh3_128()
-        self.position = self._todo[0].start if self._todo else 0
+        self._at = self._ahead[0].start if self._ahead else 0
 
 
 class UnsealedStretch(Stretch):
@@ -179,9 +207,8 @@ class UnsealedStretch(Stretch):
         super().__init__(parts, on_verified=_nothing)
         self._noted = noted
 
-    def _close(self, part: Part) -> None:
-        self._noted[part.chunk] = self._hasher.hexdigest()
-        self._begin()
+    def _close(self, part: Part, actual: str) -> None:
+        self._noted[part.chunk] = actual
 
 
 def _nothing(_: int) -> None:

@@ -35,6 +35,8 @@ def receive(hand: Hand, nbytes: int) -> None:
     while nbytes:
         piece = min(nbytes, MIB)
         hand.stretch.take(memoryview(ZEROS)[:piece])
+        hand.stretch.placed()
+        hand.stretch.note()
         nbytes -= piece
 
 
@@ -60,7 +62,7 @@ class TestTake:
 
     def test_runs_are_bounded_and_get_shorter_towards_the_end(self) -> None:
         """So that all lanes end at about the same time."""
-        board, lanes = board_of(400, lanes=2)
+        board, lanes = board_of(1200, lanes=2)
         sizes = []
         while not board.done:
             for lane in lanes:
@@ -72,7 +74,7 @@ class TestTake:
         assert sizes[0] == MAX_RUN
         assert sizes == sorted(sizes, reverse=True)
         assert sizes[-4:] == [MIB] * 4
-        assert sum(sizes) == 400 * MIB
+        assert sum(sizes) == 1200 * MIB
 
     def test_a_run_is_consecutive(self) -> None:
         """One request asks for it."""
@@ -103,6 +105,8 @@ class TestPutBack:
         assert chunks(hand) == [0, 1, 2]
         receive(hand, MIB)
         hand.stretch.take(memoryview(b"\1" * MIB))
+        hand.stretch.placed()
+        hand.stretch.note()
         receive(hand, MIB)
         assert board.put_back(hand, 1.0) == MIB
         assert chunks(take(board, lane)) == [1]

@@ -139,6 +139,20 @@ async def test_a_race_that_is_given_up_when_it_is_won_leaves_no_range_behind(
     assert hedging._Claim.cede is cede
 
 
+async def test_a_straggler_that_is_stopped_while_a_thread_receives_lied_not() -> None:
+    """What the thread has received counts; the rest is asked for from there on."""
+    segment = noise(32 << 20)  # for runs that are worth a thread
+    async with (
+        serving(segment, chunk_bytes=1 << 20) as peer,
+        proxy_to(peer, Drip(300_000, burst=1500)) as proxy,
+        receiver(max_concurrency=2, stall_timeout=FAR) as client,
+    ):
+        memory = await fetch(client, peer, port=proxy.port)
+    assert memory.content == segment
+    assert memory.bytes == len(segment)
+    assert not memory.errors
+
+
 async def test_connections_that_are_equally_slow_are_left_alone() -> None:
     """No byte is asked for twice."""
     async with (

@@ -27,6 +27,8 @@ def hand_of(lane: Lane, *, mib: int = 10) -> Hand:
 def receive(hand: Hand, nbytes: float) -> None:
     """Have some bytes arrive; whether they are right does not matter here."""
     hand.stretch.take(memoryview(bytes(int(nbytes))))
+    hand.stretch.placed()
+    hand.stretch.note()
 
 
 def lookout_of(*rates: float) -> Lookout:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from itertools import accumulate, pairwise
 
@@ -16,12 +16,24 @@ from hypothesis import strategies as st
 from aiockpt.errors import LocalProtocolError
 from aiockpt.http import filler, receiving
 from aiockpt.http.filler import Buffers, Filler
+from aiockpt.http.pumps import Pumps
 from aiockpt.http.receiving import receive
 from rangepeer import noise
 
 pytestmark = [pytest.mark.torch_free]
 
-both = pytest.mark.parametrize("direct", [True, False], ids=["direct", "portable"])
+
+@pytest.fixture(params=["threads", "loop", "portable"])
+def pumps(request, monkeypatch) -> Iterator[Pumps | None]:
+    """Receive in threads, where none is free, or as if there were no plain socket."""
+    if request.param == "portable":
+        yield None
+        return
+    monkeypatch.setattr(receiving, "WORTH", 1)
+    with closing(Pumps("test-receive")) as pumps:
+        if request.param == "loop":
+            pumps.close()
+        yield pumps
 
 
 def memory_of(sizes: list[int]) -> tuple[bytearray, Filler]:
@@ -115,11 +127,18 @@ class TestFiller:
         """Though they were received with others, for many small buffers."""
         memory, source, seen = bytearray(50_000), noise(50_000), list[int]()
 
-        def see(data: memoryview) -> bool:
-            seen.append(data.nbytes)
-            return sum(seen) >= 20_050
+        class Late:
+            def take(self, data: memoryview) -> bool:
+                seen.append(data.nbytes)
+                return sum(seen) >= 20_050
 
-        fill = Filler(cutting(memory, [100] * 500), 0, 50_000, see)
+            def placed(self) -> None:
+                assert memory[: sum(seen)] == source[: sum(seen)]
+
+            def note(self) -> None:
+                pass
+
+        fill = Filler(cutting(memory, [100] * 500), 0, 50_000, Late())
         for start, stop in pairwise([0, 10_000, 20_050, 50_000]):
             if how == "written":
                 fill.write(source[start:stop])
@@ -185,7 +204,6 @@ async def asked(session: ClientSession, url: str) -> AsyncIterator[ClientRespons
 class TestReceive:
     """The body of one answer, and what the connection is good for afterwards."""
 
-    @both
     @pytest.mark.parametrize(
         "pieces",
         [
@@ -197,7 +215,7 @@ class TestReceive:
         ids=["at once", "head first", "ragged", "small"],
     )
     async def test_arrives_in_any_pieces_over_one_connection(
-        self, direct, pieces
+        self, pumps, pieces
     ) -> None:
         """The connection answers again and again."""
         clients = set()
@@ -208,13 +226,12 @@ class TestReceive:
                     if answer.connection and answer.connection.transport:
                         sock = answer.connection.transport.get_extra_info("sockname")
                         clients.add(sock)
-                    await receive(answer, fill, direct=direct)
+                    await receive(answer, fill, pumps)
                 assert memory == BODY
                 assert answer.connection is None
         assert len(clients) <= 1
 
-    @both
-    async def test_body_that_came_before_anybody_looked_is_there(self, direct) -> None:
+    async def test_body_that_came_before_anybody_looked_is_there(self, pumps) -> None:
         """Aiohttp may have read all of it already, and given the connection back."""
         body = BODY[:1000]
         head = HEAD.replace(b"300000", b"1000")
@@ -222,13 +239,12 @@ class TestReceive:
             memory, fill = memory_of([1000])
             async with asked(session, url) as answer:
                 await answer.content.wait_eof()
-                await receive(answer, fill, direct=direct)
+                await receive(answer, fill, pumps)
             assert memory == body
 
-    @both
     @pytest.mark.parametrize("size", [0, 1, 150_000, 299_999])
     async def test_body_that_breaks_off_is_an_error_and_what_came_is_kept(
-        self, direct, size
+        self, pumps, size
     ) -> None:
         """The connection is closed, not used again."""
         pieces = (HEAD, BODY[:size])
@@ -237,17 +253,16 @@ class TestReceive:
             async with asked(session, url) as answer:
                 connection = answer.connection
                 with pytest.raises(Exception, match=r"early|not completed|reset"):
-                    await receive(answer, fill, direct=direct)
+                    await receive(answer, fill, pumps)
                 assert answer.closed
                 assert connection is not None
                 assert connection.closed
         assert memory[: fill.filled] == BODY[: fill.filled]
         assert fill.filled <= size
 
-    @both
     @pytest.mark.parametrize("last_words", ["FIN", "keep"])
     async def test_peer_that_closes_after_the_last_byte_has_sent_it_all(
-        self, direct, last_words
+        self, pumps, last_words
     ) -> None:
         """``Connection: close`` is obeyed, and no error."""
         head = HEAD[:-2] + b"Connection: close\r\n\r\n"
@@ -259,11 +274,10 @@ class TestReceive:
             for _ in range(2):
                 memory, fill = memory_of([len(BODY)])
                 async with asked(session, url) as answer:
-                    await receive(answer, fill, direct=direct)
+                    await receive(answer, fill, pumps)
                 assert memory == BODY
 
-    @both
-    async def test_nothing_holds_on_to_the_memory(self, direct) -> None:
+    async def test_nothing_holds_on_to_the_memory(self, pumps) -> None:
         """A mapping can be closed as soon as the call has ended, however it did."""
         async with (
             answering(HEAD, BODY) as url,
@@ -275,31 +289,33 @@ class TestReceive:
                 async with asked(session, address) as answer:
                     try:
                         fill = Filler(cutting(memory, [len(BODY)]), 0, len(BODY))
-                        await receive(answer, fill, direct=direct)
+                        await receive(answer, fill, pumps)
                     except (OSError, Exception):  # noqa: BLE001 - told apart elsewhere
                         assert address is broken
                 memory.close()
 
     async def test_plain_connection_is_received_from_directly(
-        self, monkeypatch
+        self, pumps, monkeypatch
     ) -> None:
         """Most of the body never passes through aiohttp's stream."""
+        if pumps is None:
+            pytest.skip("that is the other mover")
         async with answering(HEAD, BODY) as url, ClientSession() as session:
             for known, most in ((True, 100_000), (False, len(BODY))):
                 monkeypatch.setattr(receiving, "_KNOWN_AIOHTTP", known)
                 memory, fill = memory_of([len(BODY)])
                 async with asked(session, url) as answer:
-                    await receive(answer, fill, direct=True)
+                    await receive(answer, fill, pumps)
                 assert memory == BODY
                 assert answer.content.total_bytes <= most
 
-    async def test_cancelled_it_closes_the_connection(self) -> None:
+    async def test_cancelled_it_closes_the_connection(self, pumps) -> None:
         """What is still to come would be taken for the next answer."""
         async with answering(HEAD, BODY[:1000]) as url, ClientSession() as session:
             _, fill = memory_of([len(BODY)])
             async with asked(session, url) as answer:
                 connection = answer.connection
-                task = asyncio.create_task(receive(answer, fill, direct=True))
+                task = asyncio.create_task(receive(answer, fill, pumps))
                 while fill.filled < 1000:  # noqa: ASYNC110 - no event tells
                     await asyncio.sleep(0.001)
                 task.cancel()

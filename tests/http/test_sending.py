@@ -8,13 +8,14 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 
 import pytest
 import trustme
 from aiohttp import web
 
-from aiockpt.http import sockets
+from aiockpt.http import sending as module
+from aiockpt.http.pumps import Pumps
 from aiockpt.http.sending import Outcome, Sending
 from serving import Peer, settle
 
@@ -46,6 +47,8 @@ class Memory:
 class Stage:
     """A server whose every response is one body, sent the way under test."""
 
+    pumps: Pumps | None = None
+
     def __init__(self, body: Memory, *, stall_timeout: float) -> None:
         self.body = body
         self.stall_timeout = stall_timeout
@@ -59,7 +62,9 @@ class Stage:
         length = {"Content-Length": str(self.body.nbytes)}
         response = web.StreamResponse(headers=length)
         assert request.transport is not None
-        sending = Sending(request.transport, stall_timeout=self.stall_timeout)
+        sending = Sending(
+            request.transport, stall_timeout=self.stall_timeout, pumps=Stage.pumps
+        )
         self.sendings.append(sending)
         self.tasks.append(asyncio.current_task())
         self.on_start(sending)
@@ -75,12 +80,16 @@ class Stage:
         return self.sendings[-1].outcome if self.sendings else None
 
 
-@pytest.fixture(params=["socket", "portable"])
+@pytest.fixture(params=["threads", "socket", "portable"])
 def way(request, monkeypatch):
-    """Send on the socket, or as if there were none."""
-    if request.param == "portable":
-        monkeypatch.setattr(sockets, "duplicate", lambda _: None)
-    return request.param
+    """Send on the socket, with threads or without, or as if there were none."""
+    with closing(Pumps("test-serve")) as pumps:
+        if request.param == "portable":
+            monkeypatch.setattr(module, "duplicate", lambda _: None)
+        elif request.param == "threads":
+            monkeypatch.setattr(module, "WORTH", 1)
+            monkeypatch.setattr(Stage, "pumps", pumps)
+        yield request.param
 
 
 @asynccontextmanager

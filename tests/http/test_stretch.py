@@ -60,12 +60,20 @@ def test_a_plan_has_each_chunk_once_in_consecutive_runs(
     assert chunks_of(plan(OUTLINE, list(chunks), workers=workers)) == planned
 
 
-def test_a_run_is_no_longer_than_64_mebibytes() -> None:
+def test_a_run_is_no_longer_than_half_of_a_share_or_what_is_said() -> None:
     """A broken request, or a slow one, must not be the whole transfer."""
     large = manifest_of(bytes(16 << 20), chunk_bytes=CHUNK).outline
     big = replace(large, grid=ChunkGrid(16 << 20, 32 << 20))
-    assert max(map(len, plan(large, range(256), workers=1))) == 128  # half of them
+    assert max(map(len, plan(large, range(256), workers=1))) == 128
+    assert max(map(len, plan(large, range(256), workers=1, most=4 << 20))) == 64
     assert chunks_of(plan(big, [0], workers=1)) == [[0]]
+
+
+def test_a_run_has_256_mebibytes_at_most() -> None:
+    """However large the checkpoint is."""
+    grid = ChunkGrid(4 << 30, 16 << 20)
+    outline = replace(OUTLINE, grid=grid, digests=("",) * len(grid))
+    assert {len(run) for run in plan(outline, range(len(grid)), workers=2)} == {16}
 
 
 @pytest.mark.parametrize("chunk", [-1, 5])
@@ -82,6 +90,13 @@ def stretch_of(verified: list[int]) -> Stretch:
     return Stretch(parts, on_verified=verified.append)
 
 
+def receive(stretch: Stretch, data: bytes | bytearray) -> None:
+    """Have bytes arrive, and the loop take note of them."""
+    stretch.take(memoryview(data))
+    stretch.placed()
+    stretch.note()
+
+
 @given(cuts=st.lists(st.integers(0, len(SEGMENT)), max_size=9))
 def test_bytes_in_any_pieces_verify_every_chunk(cuts: list[int]) -> None:
     """A piece may end within a chunk, or span several."""
@@ -90,7 +105,7 @@ def test_bytes_in_any_pieces_verify_every_chunk(cuts: list[int]) -> None:
     assert (stretch.position, stretch.stop) == (0, len(SEGMENT))
     bounds = [0, *sorted(cuts), len(SEGMENT)]
     for start, stop in pairwise(bounds):
-        stretch.take(memoryview(SEGMENT)[start:stop])
+        receive(stretch, SEGMENT[start:stop])
     assert stretch.chunk is None
     assert stretch.settle() is None
     assert verified == [0, 1, 2, 3, 4]
@@ -104,6 +119,23 @@ def test_it_says_where_a_chunk_ends() -> None:
     assert [*map(stretch.take, pieces)] == [False, True, False, True, False]
 
 
+def test_it_stands_still_until_it_takes_note() -> None:
+    """A thread may be receiving while the loop looks."""
+    verified: list[int] = []
+    stretch = stretch_of(verified)
+    before = (stretch.chunk, stretch.position, stretch.stop, stretch.remaining)
+    stretch.take(memoryview(SEGMENT)[: 2 * CHUNK + 10])
+    now = (stretch.chunk, stretch.position, stretch.stop, stretch.remaining)
+    assert now == before
+    stretch.note()
+    assert (stretch.chunk, stretch.position) == (0, 0)
+    assert not verified
+    stretch.placed()
+    stretch.note()
+    assert (stretch.chunk, stretch.position) == (2, 2 * CHUNK + 10)
+    assert verified == [0, 1]
+
+
 def test_bad_chunks_alone_are_wanted_again() -> None:
     """The good ones between them stay verified, and the first one is blamed."""
     verified: list[int] = []
@@ -111,7 +143,7 @@ def test_bad_chunks_alone_are_wanted_again() -> None:
     damaged = bytearray(SEGMENT)
     damaged[CHUNK] ^= 1
     damaged[-1] ^= 1
-    stretch.take(memoryview(damaged))
+    receive(stretch, damaged)
     settled = stretch.settle()
     assert settled is not None
     lost, error = settled
@@ -119,9 +151,9 @@ def test_bad_chunks_alone_are_wanted_again() -> None:
     assert (error.chunk, error.expected) == (1, MANIFEST.digests[1])
     assert verified == [0, 2, 3]
     assert (stretch.position, stretch.stop) == (CHUNK, 2 * CHUNK)
-    stretch.take(memoryview(SEGMENT)[CHUNK : 2 * CHUNK])
+    receive(stretch, SEGMENT[CHUNK : 2 * CHUNK])
     assert (stretch.position, stretch.stop) == (4 * CHUNK, len(SEGMENT))
-    stretch.take(memoryview(SEGMENT)[4 * CHUNK :])
+    receive(stretch, SEGMENT[4 * CHUNK :])
     assert stretch.settle() is None
     assert verified == [0, 2, 3, 1, 4]
 
@@ -131,12 +163,12 @@ def test_what_is_left_begins_with_whole_chunks() -> None:
     stretch = stretch_of([])
     damaged = bytearray(SEGMENT)
     damaged[CHUNK] ^= 1
-    stretch.take(memoryview(damaged)[: 2 * CHUNK + 10])
+    receive(stretch, damaged[: 2 * CHUNK + 10])
     left, come = stretch.leave()
     assert [part.chunk for part in left] == [1, 2, 3, 4]
     assert come == CHUNK + 10
     assert stretch.remaining == len(SEGMENT) - 2 * CHUNK - 10
     stretch = stretch_of([])
-    stretch.take(memoryview(SEGMENT))
+    receive(stretch, SEGMENT)
     assert stretch.leave() == ([], 0)
     assert stretch.remaining == 0

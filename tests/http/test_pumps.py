@@ -1,0 +1,374 @@
+"""Threads move bytes while a peer keeps up, and the loop does where none is free."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, web
+
+from aiockpt.errors import ClosedError
+from aiockpt.http import receiving, sockets
+from aiockpt.http.filler import Filler
+from aiockpt.http.listen import open_sockets
+from aiockpt.http.pumps import Pumps, Turn
+from aiockpt.http.receiving import receive
+from aiockpt.http.sending import Outcome, Sending
+from rangepeer import noise
+from serving import Peer, settle
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
+
+MIB = 1 << 20
+BODY = noise(8 * MIB)
+
+
+class Body:
+    """Bytes to send, and the threads that asked for them."""
+
+    nbytes = len(BODY)
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+
+    def views(self, start: int, stop: int) -> list[memoryview]:
+        self.threads.append(threading.get_ident())
+        return [memoryview(BODY)[start:stop]]
+
+
+class Service:
+    """Answers every request with a body of its own."""
+
+    def __init__(self, pumps: Pumps) -> None:
+        self.pumps = pumps
+        self.bodies: list[Body] = []
+        self.sendings: list[Sending] = []
+        self.port = 0
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body, length = Body(), {"Content-Length": str(Body.nbytes)}
+        response = web.StreamResponse(headers=length)
+        assert request.transport is not None
+        sending = Sending(request.transport, stall_timeout=30, pumps=self.pumps)
+        self.bodies.append(body)
+        self.sendings.append(sending)
+        await sending.run(request, response, body)
+        return response
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[Service]:
+    """Serve on loopback."""
+    with closing(Pumps("test-serve")) as pumps:
+        service, app = Service(pumps), web.Application()
+        app.router.add_get("/", service.handle)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        listening = socket.create_server(("127.0.0.1", 0))
+        service.port = listening.getsockname()[1]
+        await web.SockSite(runner, listening).start()
+        try:
+            yield service
+        finally:
+            await runner.cleanup()
+
+
+async def get(session: ClientSession, port: int, fill: Filler, pumps: Pumps) -> None:
+    """Receive what is answered."""
+    url = f"http://127.0.0.1:{port}/"
+    async with session.get(url, read_bufsize=MIB) as answer:
+        await receive(answer, fill, pumps)
+
+
+class TestPumps:
+    """A bounded number of threads, each for a bounded time."""
+
+    async def test_work_is_done_in_a_thread_and_what_comes_of_it_comes_back(
+        self,
+    ) -> None:
+        """Errors, too."""
+        with closing(Pumps("test-pump")) as pumps:
+            assert await pumps.turn(threading.get_ident) != threading.get_ident()
+            with pytest.raises(ZeroDivisionError):
+                await pumps.turn(lambda: 1 // 0)
+            assert pumps.free
+
+    async def test_none_is_free_while_all_are_at_work(self) -> None:
+        """Nor once it is closed, which waits for nobody."""
+        go = threading.Event()
+        pumps, turns_taken = Pumps("test-pump"), 0
+        works = []
+        while pumps.free:
+            works.append(asyncio.create_task(pumps.turn(go.wait)))
+            turns_taken += 1
+            await asyncio.sleep(0)
+        assert 2 <= turns_taken <= 8
+        pumps.close()
+        go.set()
+        assert all(await asyncio.gather(*works))
+        assert not pumps.free
+        with pytest.raises(ClosedError):
+            await pumps.turn(go.wait)
+
+    async def test_a_turn_ends_and_a_silent_peer_is_not_waited_for(self) -> None:
+        """But for a moment, which ends as soon as the peer does something."""
+        one, other = socket.socketpair()
+        with closing(one), closing(other):
+            turn = Turn(one, select.POLLIN)
+            assert not turn.over
+            assert not turn.wait()
+            other.send(b"x")
+            assert turn.wait()
+            deadline = time.monotonic() + 30
+            while not turn.over:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)  # noqa: ASYNC251 - as in a thread
+
+
+class TestReceiving:
+    """A thread digests and receives; the loop takes note."""
+
+    async def test_a_thread_receives_most_and_the_loop_is_told(self) -> None:
+        """What is told happens on the loop, after the thread's turn."""
+        memory, seen, told = bytearray(len(BODY)), list[int](), list[tuple[int, int]]()
+
+        class Witness:
+            def take(self, data: memoryview) -> bool:
+                seen.append(threading.get_ident())
+                return True
+
+            def placed(self) -> None:
+                pass
+
+            def note(self) -> None:
+                told.append((threading.get_ident(), fill.filled))
+
+        def buffers(start: int, stop: int) -> list[memoryview]:
+            return [memoryview(memory)[start:stop]]
+
+        fill = Filler(buffers, 0, len(BODY), Witness())
+        with closing(Pumps("test-receive")) as pumps:
+            async with serving() as service, ClientSession() as session:
+                await get(session, service.port, fill, pumps)
+        assert memory == BODY
+        assert set(seen) - {threading.get_ident()}
+        assert {ident for ident, _ in told} == {threading.get_ident()}
+        assert told[-1][1] == len(BODY)
+
+    async def test_more_connections_than_threads_are_received_by_the_loop(
+        self,
+    ) -> None:
+        """None waits for the turn of another."""
+        count = 12
+        memories = [bytearray(len(BODY)) for _ in range(count)]
+        with closing(Pumps("test-receive")) as pumps:
+            least, turn = [99], pumps.turn
+
+            async def noted(work):
+                least.append(pumps._free - 1)
+                return await turn(work)
+
+            pumps.turn = noted  # type: ignore[method-assign]
+
+            def filling(memory: bytearray) -> Filler:
+                return Filler(lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY))
+
+            fills = [filling(memory) for memory in memories]
+            async with serving() as service, ClientSession() as session:
+                gets = [get(session, service.port, fill, pumps) for fill in fills]
+                await asyncio.gather(*gets)
+        assert all(memory == BODY for memory in memories)
+        assert min(least) >= 0
+
+    async def test_an_onlooker_that_fails_ends_the_receive(self) -> None:
+        """With its own error, whether a thread or the loop receives."""
+
+        class Failing:
+            noted = 0
+
+            def take(self, data: memoryview) -> bool:
+                return True
+
+            def placed(self) -> None:
+                pass
+
+            def note(self) -> None:
+                self.noted += 1
+                if self.noted == 2:
+                    raise ZeroDivisionError
+
+        memory = bytearray(len(BODY))
+        fill = Filler(lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY), Failing())
+        with closing(Pumps("test-receive")) as pumps:
+            async with serving() as service, ClientSession() as session:
+                with pytest.raises(ZeroDivisionError):
+                    await get(session, service.port, fill, pumps)
+
+    async def test_several_buffers_are_received_into_at_once(self) -> None:
+        """None of them is small; small ones share a scratch."""
+        sizes = [100_000, 64 << 10, 70_000, 10, 10, 200_000]
+        memories = [bytearray(size) for size in sizes]
+        total, source = sum(sizes), noise(sum(sizes))
+        fill = Filler(lambda *_: [memoryview(memory) for memory in memories], 0, total)
+        assert [*map(len, fill.next_buffers())] == sizes[:3]
+        at = 0
+        while fill.remaining:
+            count = 0
+            for room in fill.next_buffers():
+                piece = source[at + count : at + count + min(len(room), 150_000)]
+                room[: len(piece)] = piece
+                count += len(piece)
+            fill.advance(count)
+            at += count
+        fill.close()
+        assert b"".join(memories) == source
+
+    async def test_where_a_descriptor_is_short_the_loop_receives(
+        self, monkeypatch
+    ) -> None:
+        """Receiving needs none beside that of the connection."""
+        monkeypatch.setattr(receiving, "duplicate", lambda _: None)
+        memory = bytearray(len(BODY))
+        fill = Filler(lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY))
+        with closing(Pumps("test-receive")) as pumps:
+            async with serving() as service, ClientSession() as session:
+                await get(session, service.port, fill, pumps)
+        assert memory == BODY
+
+    @pytest.mark.parametrize("pause", [0.002, 0.015, 0.06])
+    async def test_a_peer_that_trickles_is_waited_for(self, pause: float) -> None:
+        """By a thread for a moment, and then by the loop."""
+        pieces = [BODY[at : at + 700_000] for at in range(0, len(BODY), 700_000)]
+
+        async def answer(
+            reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 8388608\r\n\r\n")
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(pause)
+            writer.close()
+            await writer.wait_closed()
+            closed.set()
+
+        memory = bytearray(len(BODY))
+        fill = Filler(lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY))
+        closed = asyncio.Event()
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        with closing(Pumps("test-receive")) as pumps:
+            async with server, ClientSession() as session:
+                port = server.sockets[0].getsockname()[1]
+                await get(session, port, fill, pumps)
+                await closed.wait()
+        assert memory == BODY
+
+
+class TestSending:
+    """A thread sends while the peer reads."""
+
+    async def test_a_thread_sends_most(self) -> None:
+        """It asks for the memory itself."""
+        async with serving() as service, Peer(service.port) as peer:
+            assert (await peer.ask("/")).body == BODY
+            (body,) = service.bodies
+            await settle(lambda: service.sendings[0].outcome is Outcome.SENT)
+        assert set(body.threads) - {threading.get_ident()}
+
+    async def test_peers_that_do_not_read_keep_no_thread_from_others(self) -> None:
+        """However many there are."""
+        async with serving() as service, AsyncExitStack() as stack:
+            for _ in range(12):
+                slow = Peer(service.port, receive_buffer=4096)
+                await stack.enter_async_context(slow)
+                await slow.request("/")
+                await slow.head()
+            async with Peer(service.port) as fast:
+                for _ in range(3):
+                    assert (await fast.ask("/")).body == BODY
+            threads = {ident for body in service.bodies[12:] for ident in body.threads}
+            assert threads - {threading.get_ident()}
+            for sending in service.sendings:
+                sending.evict()
+
+    async def test_where_no_thread_may_begin_the_loop_sends(self) -> None:
+        """A service that closes its pumps first still ends what it sends."""
+        async with serving() as service, Peer(service.port) as peer:
+            service.pumps.close()
+            assert (await peer.ask("/")).body == BODY
+            assert set(service.bodies[0].threads) == {threading.get_ident()}
+
+
+def congestion_control(sock: socket.socket) -> bytes:
+    """Return the name."""
+    name = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    return name.rstrip(b"\0")
+
+
+def transport_over(sock: socket.socket, peer: str) -> Any:
+    """Return as much of a transport as is looked at; its peer has that address."""
+    known = {"socket": sock, "peername": (peer, 1), "sockname": ("127.0.0.1", 2)}
+    return SimpleNamespace(is_closing=lambda: False, get_extra_info=known.get)
+
+
+@pytest.mark.skipif(
+    not hasattr(socket, "TCP_CONGESTION"), reason="this system offers no choice"
+)
+class TestCongestionControl:
+    """Who begins with BBR is paced for ever; so nobody does who need not."""
+
+    @pytest.fixture
+    def accepted(self):
+        """Give a connection that a socket of ours has accepted."""
+        (listening,) = open_sockets("127.0.0.1", 0)
+        address = listening.getsockname()
+        with closing(listening), socket.create_connection(address) as peer:
+            sock, _ = listening.accept()
+            with closing(sock), closing(peer):
+                yield sock
+
+    async def test_a_connection_begins_with_the_classic_one(self, accepted) -> None:
+        """Before it is known where the peer is."""
+        assert congestion_control(accepted) == b"reno"
+        transport = transport_over(accepted, "127.0.0.1")
+        sockets.tune(transport, dead_after=1, began_classic=True)
+        assert congestion_control(accepted) == b"reno"
+
+    async def test_a_peer_on_another_host_gets_the_systems(self, accepted) -> None:
+        """The classic one is three to fifteen times slower where packets are lost."""
+        with socket.socket() as fresh:
+            expected = congestion_control(fresh)
+        transport = transport_over(accepted, "192.0.2.1")
+        sockets.tune(transport, dead_after=1, began_classic=True)
+        assert congestion_control(accepted) == expected
+
+    async def test_without_a_descriptor_to_ask_with_it_stays(
+        self, accepted, monkeypatch
+    ) -> None:
+        """A host that is short of them still serves."""
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        transport = transport_over(accepted, "192.0.2.1")
+        monkeypatch.setattr(socket, "socket", refuse)
+        sockets.tune(transport, dead_after=1, began_classic=True)
+        monkeypatch.undo()
+        assert congestion_control(accepted) == b"reno"
+
+    async def test_an_applications_own_choice_stays(self, accepted) -> None:
+        """Its sockets may listen with reno because it wants that."""
+        transport = transport_over(accepted, "192.0.2.1")
+        sockets.tune(transport, dead_after=1, began_classic=False)
+        assert congestion_control(accepted) == b"reno"
