@@ -63,10 +63,12 @@ class Lendable(Protocol):
 
     Attributes:
         fd: What it lies in; negative if it cannot be lent.
+        address: Where it is mapped.
         spent: Whether somebody else may read it for ever: its owner reuses it no more.
     """
 
     fd: int
+    address: int
     spent: bool
 
     def lend(self) -> int:

@@ -18,23 +18,20 @@ from typing import NamedTuple
 
 from aiohttp import web
 
-from aiockpt.errors import (
-    AiockptError,
-    ClosedError,
-    StepNotFoundError,
-)
+from aiockpt.errors import AiockptError, ClosedError, StepNotFoundError
 from aiockpt.http import sockets
 from aiockpt.http.audit import VISIT, Auditor, Visit
 from aiockpt.http.awaiting import Awaiting, transport_of
+from aiockpt.http.bodies import FileBody
 from aiockpt.http.choosing import Choosing, resource_of
 from aiockpt.http.guard import RefusedError, ServerConfig, admit
 from aiockpt.http.lending import Lender
 from aiockpt.http.macs import ManifestMacs
+from aiockpt.http.pages import Holds, no_pages
 from aiockpt.http.published import Published
 from aiockpt.http.pumps import Pumps
 from aiockpt.http.replies import (
     COMMON_HEADERS,
-    FileBody,
     Reply,
     latest_reply,
     no_news_headers,
@@ -90,6 +87,8 @@ class CheckpointService:
         self.config = config
         self._lender = lender
         self._pumps = Pumps("aiockpt-serve")
+        # A peer that stalls before is cut off by the kernel no earlier than that.
+        self._holds = Holds(config.stall_timeout / 2)
         self._sendings: set[Sending] = set()
         self._readers = 0
         self._awaiting = Awaiting(shelf, config)
@@ -114,6 +113,7 @@ class CheckpointService:
         for sending in tuple(self._sendings):
             sending.evict()
         self._pumps.close()
+        self._holds.close()
 
     async def resource(self, request: web.Request) -> web.StreamResponse:
         """Answer a request for ``{step}/{what}``."""
@@ -223,11 +223,15 @@ class CheckpointService:
     async def _send(
         self, request: web.Request, published: Published, reply: Reply
     ) -> web.StreamResponse:
-        transport = transport_of(request)
-        sending = Sending(
-            transport, stall_timeout=self.config.stall_timeout, pumps=self._pumps
-        )
         body = FileBody(published.servable, reply.start, reply.stop)
+        # Who keeps pages may see what is staged there next: not for who has one step.
+        anything = self.config.own_sockets and not request[VISIT].receiver
+        sending = Sending(
+            transport_of(request),
+            stall_timeout=self.config.stall_timeout,
+            pumps=self._pumps,
+            pages=self._holds.way(body, request.headers) if anything else no_pages,
+        )
         async with self.shelf.reading(published, evict=sending.evict):
             if body.nbytes <= SMALL_BYTES:
                 data = b"".join(body.views(0, body.nbytes))

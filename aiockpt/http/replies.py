@@ -13,14 +13,12 @@ from http import HTTPStatus
 
 from aiockpt.errors import CheckpointChangedError
 from aiockpt.http.guard import RefusedError
-from aiockpt.http.published import Servable
 from aiockpt.wire import chunks, http
 from aiockpt.wire.manifest import Manifest
 from aiockpt.wire.unsealed import UNSEALED_HEADER
 
 __all__ = [
     "COMMON_HEADERS",
-    "FileBody",
     "Reply",
     "latest_reply",
     "no_news_headers",
@@ -45,30 +43,6 @@ class Reply:
     headers: dict[str, str]
     start: int
     stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class FileBody:
-    """``[start, stop)`` of the file that a servable is: its header, its segment."""
-
-    servable: Servable
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes."""
-        return self.stop - self.start
-
-    def views(self, start: int, stop: int) -> list[memoryview]:
-        """Return the bytes ``[start, stop)`` of this body, in order."""
-        start, stop = start + self.start, stop + self.start
-        header = self.servable.manifest.header
-        split = len(header)
-        views = [memoryview(header)[start:stop]] if start < split else []
-        if stop > split:
-            views += self.servable.views(max(start - split, 0), stop - split)
-        return views
 
 
 def plan_reply(

@@ -199,8 +199,7 @@ class Serving:
     async def _prepare(self, message: Prepare, parcel: int, arena: int) -> Servable:
         try:
             manifest = await self._bridge.run(trusted_header, unpack(parcel))
-            number, lends = message.number, self._lender is not None
-            servable = Servable(manifest, arena, number, self.say, lends=lends)
+            servable = Servable(manifest, arena, message.number, self.say)
         finally:
             os.close(arena)
         self.say(Done(message.number))
