@@ -21,6 +21,7 @@ import ctypes
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +43,8 @@ _PIPE_BYTES: Final = 1 << 20  # what every user may have
 _FIRST_PAUSE: Final = 0.001
 _LAST_PAUSE: Final = 0.1
 _PATIENCE: Final = 2.0  # seconds that memory is held for a peer
+_SLOW: Final = 0.005  # seconds for a piece, which takes a fiftieth of that
+_SLOW_ONES: Final = 3
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _CAN_SPLICE: Final = hasattr(os, "splice") and hasattr(_libc, "vmsplice")
@@ -80,6 +83,7 @@ class Pages:
         self._holds = holds
         self._pipe: _Pipe | None = None
         self._used = self._refused = False
+        self._slow = 0
 
     def __repr__(self) -> str:
         return f"<Pages to={self._link.peer} used={self._used}>"
@@ -87,7 +91,8 @@ class Pages:
     def send(self, start: int) -> int:
         """Send some of the body from ``start`` on; return how many bytes.
 
-        0 if the kernel takes no pages. For threads.
+        0 if the kernel takes no pages, and from when on a busy thread has the lock of
+        the interpreter: larger pieces, copied, wait for it less often. For threads.
 
         Raises:
             BlockingIOError: the peer has to be waited for.
@@ -95,6 +100,7 @@ class Pages:
         """
         if self._refused:
             return 0
+        began = time.monotonic()
         first, nbytes = self._address + start, self._body.nbytes - start
         try:
             self._pipe = self._pipe or _Pipe()
@@ -103,7 +109,10 @@ class Pages:
             self._refused = True
             return 0
         self._used = True
-        return self._pipe.drain(self._sock)
+        count = self._pipe.drain(self._sock)
+        self._slow = self._slow + 1 if time.monotonic() - began > _SLOW else 0
+        self._refused = self._slow >= _SLOW_ONES
+        return count
 
     def close(self, *, whole: bool) -> None:
         """Hold the memory, or spend it, if the peer has still to read of it.

@@ -383,6 +383,24 @@ async def test_without_the_kernels_help_it_is_copied(
         assert not stage.snapshot.arena.spent
 
 
+async def test_where_the_interpreter_is_busy_the_rest_is_copied(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A piece is small, and would wait for the lock again each time."""
+    pieces: list[int] = []
+    send = Pages.send
+
+    def noted(pages: Pages, start: int) -> int:
+        pieces.append(send(pages, start))
+        return pieces[-1]
+
+    monkeypatch.setattr(Pages, "send", noted)
+    monkeypatch.setattr(module, "_SLOW", -1.0)  # every piece is slow
+    async with staged(kind, 16 * MIB) as (stage, peer):
+        assert (await peer.ask("/", **VERIFIES)).body == stage.snapshot.data
+    assert 0 < sum(pieces) <= 3 * MIB
+
+
 async def test_the_loop_may_send_in_between(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
