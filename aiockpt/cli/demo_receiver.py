@@ -6,10 +6,11 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from aiockpt.cli.demo_state import STEP, fingerprints
@@ -18,7 +19,7 @@ from aiockpt.cli.text import format_bytes
 from aiockpt.errors import StateDictError, WorkerError
 from aiockpt.http.transport import HTTPTransport
 from aiockpt.observe import Progress, TransferEvent, add_hook
-from aiockpt.testing.faults import FaultProxy
+from aiockpt.testing.faults import Fault, FaultProxy, Pipe
 
 __all__ = ["receive_twice"]
 
@@ -56,7 +57,7 @@ async def receive_twice(model: Path) -> int:
         print(f"received  {plain}, undisturbed")
         wrong = _differences(plain.state, offer)
         plain.state = None
-        wrong |= await _receive_cut(offer)
+        wrong |= await _receive_cut(offer, plain.nbytes)
     if wrong:
         print(f"WRONG     {len(wrong)} of {count} values differ: {sorted(wrong)[:5]}")
         return 1
@@ -64,16 +65,17 @@ async def receive_twice(model: Path) -> int:
     return 0
 
 
-async def _receive_cut(offer: _Offer) -> set[str]:
+async def _receive_cut(offer: _Offer, nbytes: int) -> set[str]:
     """Receive through connections that end half way; return what differs then."""
+    cutter = _Cutter(nbytes // 2)
     target = urlsplit(offer.metadata)
     retries: list[TransferEvent] = []
     remove = add_hook(lambda event: retries.append(event) if _is_retry(event) else None)
     try:
-        async with FaultProxy(target.hostname or "", target.port or 0) as proxy:
-            cutter = _Cutter(proxy)
-            detour = proxy.url(f"{target.path}#{target.fragment}")
-            received = await _receive(detour, cutter)
+        host, port = target.hostname or "", target.port or 0
+        async with FaultProxy(host, port, otherwise=cutter) as proxy:
+            cutter.cut_all = proxy.cut_all
+            received = await _receive(proxy.url(f"{target.path}#{target.fragment}"))
             await asyncio.gather(*cutter.tasks)
     finally:
         remove()
@@ -89,24 +91,26 @@ def _is_retry(event: TransferEvent) -> bool:
 
 
 @dataclass(slots=True)
-class _Cutter:
-    """Ends all connections through a proxy once half of the chunks are there."""
+class _Cutter(Fault):
+    """Ends all connections of a proxy once half of the bytes have come through it."""
 
-    proxy: FaultProxy
+    half: int
+    cut_all: Callable[[], Coroutine[Any, Any, None]] | None = None
+    passed: int = 0
     cut_at: int = 0
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
-    def __call__(self, progress: Progress) -> None:
-        # A chunk is counted while its connection goes on with the next one.
-        half = progress.chunks_total / 2
-        if not self.cut_at and 0 < half <= progress.chunks_done:
-            self.cut_at = self.proxy.statistics().bytes_down
-            self.tasks.append(asyncio.create_task(self.proxy.cut_all()))
+    async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
+        """Send it; whoever sends the last byte of the half goes no further."""
+        await pipe.send(data)
+        self.passed += len(data)
+        if self.cut_all and not self.cut_at and self.passed >= self.half:
+            self.cut_at = self.passed
+            self.tasks.append(asyncio.create_task(self.cut_all()))
+            await pipe.stall()
 
 
-async def _receive(
-    metadata: str, watch: Callable[[Progress], None] = lambda _: None
-) -> _Received:
+async def _receive(metadata: str) -> _Received:
     bar = ProgressBar(sys.stderr)
     last = Progress(stop="")
 
@@ -114,7 +118,6 @@ async def _receive(
         nonlocal last
         last = now
         bar(now)
-        watch(now)
 
     async with HTTPTransport[object](host="127.0.0.1") as transport:
         started = time.monotonic()
