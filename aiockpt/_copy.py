@@ -8,6 +8,7 @@ its :class:`~aiockpt._device.Port`; a backing's *parts* move element by element.
 from __future__ import annotations
 
 import ctypes
+import sys
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,18 +18,16 @@ from typing import Final, TypeAlias
 
 import torch
 
-from aiockpt._backings import Backings, Part
+from aiockpt._backings import Backings
 from aiockpt._columns import column, numbers
 from aiockpt._device import Event, Pair, PortFor
 from aiockpt._in_place import InPlace
+from aiockpt._parts import once, part_pairs
 from aiockpt.memory import Arena
 
-__all__ = ["CopyPlan", "Fences", "InPlace", "once", "part_pairs", "raw_bytes"]
+__all__ = ["CopyPlan", "Fences", "InPlace", "raw_bytes"]
 
 Fences: TypeAlias = dict[torch.device, Event]
-
-# Torch has dtypes that it cannot copy, and a word has no nan that a copy could change.
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Releasing the interpreter lock costs more than copying a few pages.
 _SMALL = 256 << 10
@@ -47,36 +46,6 @@ _SLICE: Final = 2000
 # An entry's address in host memory (0: it is not copied from there), its first byte
 # in the segment, the end of what the state dict has of it, and its end.
 _Row: TypeAlias = tuple[int, int, int, int]
-
-
-def _physical(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as they lie in memory, as words that torch can copy."""
-    tensor = tensor.detach()
-    if tensor.is_conj():
-        tensor = tensor.conj()
-    if tensor.is_neg():
-        tensor = torch._neg_view(tensor)  # noqa: SLF001 - torch has no public way
-    return tensor.view(_WORDS.get(tensor.itemsize, tensor.dtype))
-
-
-def part_pairs(parts: Iterable[Part], place: torch.Tensor) -> Iterator[Pair]:
-    """Yield each part's elements in the entry's bytes, and where the state has them."""
-    for part in parts:
-        tensor = _physical(part.tensor)
-        there = place.view(tensor.dtype)
-        first = int(there.storage_offset()) + part.offset
-        yield there.as_strided(tensor.shape, part.stride, first), tensor
-
-
-def once(destination: torch.Tensor, source: torch.Tensor) -> Pair:
-    """Leave out the repetitions of expanded dimensions, which cannot be written."""
-    for dim, stride in enumerate(destination.stride()):
-        if not stride:
-            destination, source = (
-                destination.narrow(dim, 0, 1),
-                source.narrow(dim, 0, 1),
-            )
-    return destination, source
 
 
 def raw_bytes(tensor: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
@@ -137,14 +106,24 @@ class CopyPlan:
 
     def stage_host(self, start: int, stop: int) -> None:
         """Copy the host bytes of ``[start, stop)`` into the arena, and its padding."""
-        arena = self._arena.address
+        for _ in self.staged(start, stop):
+            pass
+
+    def staged(self, start: int, stop: int, block: int = sys.maxsize) -> Iterator[int]:
+        """Do what `stage_host` does; yield how far it is, every ``block`` bytes."""
+        arena, done = self._arena.address, start
         for address, first, held, last in self._between(start, stop):
-            if address:
-                nbytes = held - first
+            for at in range(first, held, block) if address else ():
+                nbytes = min(block, held - at)
                 move = _move_small if nbytes < _SMALL else _move_large
-                move(arena + first, address, nbytes)
+                move(arena + at, address + at - first, nbytes)
+                if at + nbytes - done >= block:
+                    done = at + nbytes
+                    yield done
             if held < last:
                 ctypes.memset(arena + held, 0, last - held)
+        if done < stop:
+            yield stop
 
     def load_host(self, start: int, stop: int) -> None:
         """Copy the host bytes of ``[start, stop)`` from the arena into the state."""

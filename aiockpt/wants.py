@@ -14,9 +14,9 @@ from typing import Final
 import torch
 
 from aiockpt._autograd import mark_changed
-from aiockpt._copy import once
 from aiockpt._device import Event, Port, PortFor
 from aiockpt._distributed import has_version
+from aiockpt._parts import once
 from aiockpt.content import Content
 from aiockpt.landing import DeviceMemory, Place, host_memory
 

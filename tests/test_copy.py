@@ -20,11 +20,11 @@ def host_only(_: torch.device) -> Port | None:
     return None
 
 
-def planned(state: object) -> tuple[CopyPlan, int]:
+def planned(state: object, arena: Arena | None = None) -> tuple[CopyPlan, int]:
     """Return the copies of a state dict, and the length of its segment."""
     own = describe(state, limits=Limits(), allow_pickle=False, writing=True)
     sizes = [storage.nbytes for storage in own.storages]
-    arena = Arena(own.segment_bytes)
+    arena = arena or Arena(own.segment_bytes)
     plan = CopyPlan(own.backings, own.offsets, sizes, arena=arena, port_for=host_only)
     return plan, own.segment_bytes
 
@@ -45,6 +45,7 @@ def odd_state() -> dict[str, torch.Tensor]:
 
 STATE = odd_state()
 PLAN, SEGMENT_BYTES = planned(STATE)
+SPARSE = 256  # more than is staged element by element, or is padding
 
 
 @given(bounds=st.lists(st.integers(0, SEGMENT_BYTES), max_size=6))
@@ -57,6 +58,32 @@ def test_any_cut_gives_the_same_bytes(bounds: list[int]) -> None:
     pieces = [memory.buffers(start, stop) for start, stop in pairwise(cuts)]
     assert b"".join(view for piece in pieces for view in piece) == whole
     assert all(view.nbytes for piece in pieces for view in piece)
+
+
+@given(
+    start=st.integers(0, SEGMENT_BYTES - 1),
+    nbytes=st.integers(1, SEGMENT_BYTES),
+    block=st.integers(1, 100),
+)
+def test_what_is_reported_as_staged_is_there(
+    start: int, nbytes: int, block: int
+) -> None:
+    """Of any range, in blocks of any size; the last report is of its end."""
+    arena = Arena(SEGMENT_BYTES)
+    [staged] = arena.buffers(0, SEGMENT_BYTES)
+    staged[:] = b"?" * SEGMENT_BYTES  # as another snapshot leaves it
+    plan, _ = planned(STATE, arena)
+    for each in (plan, PLAN):
+        each.stage_parts({})
+    whole = b"".join(PLAN.in_place().buffers(0, SEGMENT_BYTES))
+    stop = min(start + nbytes, SEGMENT_BYTES)
+    done = [start]
+    for at in plan.staged(start, stop, block):
+        assert staged[start:at] == whole[start:at]
+        done.append(at)
+    assert done == sorted(set(done))
+    assert done[-1] == stop
+    assert max(last - first for first, last in pairwise(done)) < 2 * block + SPARSE
 
 
 def test_what_is_written_is_in_the_tensors() -> None:

@@ -86,17 +86,17 @@ class Copies:
         self.held = False
         self.failure: Exception | None = None
         self._go = threading.Event()
-        copy = CopyPlan.stage_host
+        copy = CopyPlan.staged
 
-        def stage_host(plan: CopyPlan, start: int, stop: int) -> None:
+        def staged(plan: CopyPlan, start: int, stop: int, *block: int) -> Iterator[int]:
             if self.held and start >= PIECE:
                 assert self._go.wait(PATIENCE)
                 if self.failure is not None:
                     raise self.failure
-            copy(plan, start, stop)
+            return copy(plan, start, stop, *block)
 
         monkeypatch.setattr(staging, "_SPAN", PIECE)
-        monkeypatch.setattr(CopyPlan, "stage_host", stage_host)
+        monkeypatch.setattr(CopyPlan, "staged", staged)
 
     def go(self, failure: Exception | None = None) -> None:
         """Let them go on, or fail."""

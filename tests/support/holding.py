@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,16 +23,16 @@ class Copies:
         self.held = True
         self.failure: Exception | None = None
         self._go = threading.Event()
-        copy = CopyPlan.stage_host
+        copy = CopyPlan.staged
 
-        def stage_host(plan: CopyPlan, start: int, stop: int) -> None:
+        def staged(plan: CopyPlan, start: int, stop: int, *block: int) -> Iterator[int]:
             if self.held and start >= after:
                 assert self._go.wait(PATIENCE)
                 if self.failure is not None:
                     raise self.failure
-            copy(plan, start, stop)
+            return copy(plan, start, stop, *block)
 
-        monkeypatch.setattr(CopyPlan, "stage_host", stage_host)
+        monkeypatch.setattr(CopyPlan, "staged", staged)
 
     def go(self, failure: Exception | None = None) -> None:
         """Let them go on, or fail."""

@@ -9,7 +9,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -73,14 +73,14 @@ class Trainer:
         """Be in the middle of staging for ever, with the write of it begun."""
         self.step += 1
         staging._SPAN = PIECE
-        copy = CopyPlan.stage_host
+        copy = CopyPlan.staged
 
-        def stage_host(plan: CopyPlan, start: int, stop: int) -> None:
+        def staged(plan: CopyPlan, start: int, stop: int, *block: int) -> Iterator[int]:
             if start >= PIECE:
                 signal.pause()
-            copy(plan, start, stop)
+            return copy(plan, start, stop, *block)
 
-        setattr(CopyPlan, "stage_host", stage_host)  # noqa: B010 - it is a method
+        setattr(CopyPlan, "staged", staged)  # noqa: B010 - it is a method
         wide = {"weight": torch.full((PIECE,), 1.0)}
         path = f"{self.place}/checkpoints/step-{self.step}"
         self.saving = asyncio.create_task(self.checkpointer.save(wide, path))

@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 
 from aiockpt._bridge import Bridge
-from aiockpt._copy import Fences, once
+from aiockpt._copy import Fences
 from aiockpt._device import Event
+from aiockpt._parts import once
 from aiockpt.destination import Destination, Fresh, InTemplate, Terms
 from aiockpt.pg.device.board import Board
 from aiockpt.pg.device.segment import (

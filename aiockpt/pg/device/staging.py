@@ -15,8 +15,9 @@ import torch
 
 from aiockpt._backings import Backings
 from aiockpt._bridge import Bridge
-from aiockpt._copy import CopyPlan, Fences, once
+from aiockpt._copy import CopyPlan, Fences
 from aiockpt._device import Event, PortFor, completed
+from aiockpt._parts import once
 from aiockpt._tasks import together
 from aiockpt.errors import AiockptError, StagingError
 from aiockpt.flatten import Description, describe
