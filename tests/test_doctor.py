@@ -28,6 +28,7 @@ WELL = Settings(
     buffers=(32 * MIB, 16 * MIB),
     networks={"eth0": 25_000},
     huge_pages="madvise",
+    shared_huge_pages="advise",
     shared=(1 << 30, 1 << 30),
     files=65536,
     uvloop="0.23",
@@ -62,6 +63,7 @@ def test_a_good_machine_has_nothing_to_set() -> None:
         ("cores", {"cores": 2}, "4 cores"),
         ("cores", {"quota": 1.5}, "4 cores"),
         ("fresh memory", {"huge_pages": "never"}, "echo madvise"),
+        ("memory to lend", {"shared_huge_pages": "never"}, "echo advise"),
         ("congestion control", {"congestion": "cubic"}, "tcp_congestion_control=bbr"),
         ("socket buffers", {"buffers": (32 * MIB, 4 * MIB)}, "tcp_wmem="),
         ("uvloop", {"uvloop": ""}, "pip install 'aiockpt[uvloop]'"),
@@ -116,6 +118,7 @@ def test_what_the_system_does_not_say_is_no_error() -> None:
         buffers=None,
         networks={},
         huge_pages="",
+        shared_huge_pages="",
         shared=None,
     )
     text = as_text(judge(bare, FAST))

@@ -14,7 +14,7 @@ from aiockpt.bench.raw import congestion_control
 
 __all__ = ["describe_machine"]
 
-_THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_THP = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 def describe_machine() -> dict[str, str]:
@@ -29,7 +29,8 @@ def describe_machine() -> dict[str, str]:
         "aiockpt": aiockpt.__version__,
         **{name: _version(name) for name in ("torch", "aiohttp", "torchft")},
         "congestion control": f"{system} (raw copies and aiockpt: {used})",
-        "transparent huge pages": _huge_pages(),
+        "transparent huge pages": _huge_pages("enabled"),
+        "for memory to lend": _huge_pages("shmem_enabled"),
         "load average": _load(),
     }
 
@@ -51,9 +52,9 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _huge_pages() -> str:
+def _huge_pages(setting: str) -> str:
     with suppress(OSError):
-        return _THP.read_text().partition("[")[2].partition("]")[0]
+        return (_THP / setting).read_text().partition("[")[2].partition("]")[0]
     return "unknown"
 
 

@@ -54,6 +54,7 @@ def judge(settings: Settings, measures: Measures) -> list[Finding]:
         _memory(settings),
         _copy(measures),
         _faults(settings, measures),
+        _lent(settings),
         _digest(measures),
         _loopback(settings, measures),
         _congestion(settings),
@@ -110,6 +111,18 @@ def _faults(settings: Settings, measures: Measures) -> Finding:
             "huge_gb_per_s": huge,
             "huge_pages": kernel,
         },
+    )
+
+
+def _lent(settings: Settings) -> Finding:
+    kernel = settings.shared_huge_pages or "unknown"
+    place = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    remedy = f"for same_host=True: echo advise > {place}"
+    return Finding(
+        name="memory to lend",
+        value=f"huge pages: {kernel}",
+        remedy=remedy if kernel in ("never", "deny") else "",
+        figures={"huge_pages": kernel},
     )
 
 

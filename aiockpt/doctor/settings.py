@@ -18,7 +18,7 @@ __all__ = ["Settings", "read_settings"]
 
 _TCP = Path("/proc/sys/net/ipv4")
 _NETWORK = Path("/sys/class/net")
-_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _SHM = Path("/dev/shm")  # noqa: S108 - it is only asked for its size
 
@@ -36,6 +36,7 @@ class Settings:
         buffers: The largest that the kernel gives a TCP connection to receive, to send.
         networks: Speed of each interface that is up, in Mb/s; 0: it does not say.
         huge_pages: The setting for transparent huge pages.
+        shared_huge_pages: That for memory which processes share.
         shared: Size of ``/dev/shm`` and what is free of it.
         files: How many files this process may have open.
         uvloop: Its version.
@@ -50,6 +51,7 @@ class Settings:
     buffers: tuple[int, int] | None
     networks: dict[str, int]
     huge_pages: str
+    shared_huge_pages: str
     shared: tuple[int, int] | None
     files: int
     uvloop: str
@@ -66,7 +68,8 @@ def read_settings() -> Settings:
         allowed=tuple(_text(_TCP / "tcp_allowed_congestion_control").split()),
         buffers=_buffers(),
         networks=dict(_networks()),
-        huge_pages=_text(_HUGE_PAGES).partition("[")[2].partition("]")[0],
+        huge_pages=_chosen(_HUGE_PAGES / "enabled"),
+        shared_huge_pages=_chosen(_HUGE_PAGES / "shmem_enabled"),
         shared=_shared(),
         files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         uvloop=_version("uvloop"),
@@ -78,6 +81,10 @@ def _text(path: Path) -> str:
     with suppress(OSError):
         return path.read_text().strip()
     return ""
+
+
+def _chosen(path: Path) -> str:
+    return _text(path).partition("[")[2].partition("]")[0]
 
 
 def _quota() -> float | None:
