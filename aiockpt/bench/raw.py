@@ -35,7 +35,7 @@ __all__ = [
 
 _CONGESTION = b"reno"  # what the library asks for on the way to the same host
 _PIECE = 4 << 20
-_BLOCK = 1 << 20  # is still in the cache when it is digested
+_BLOCK = 256 << 10  # is still in a core's own cache when it is digested
 _RANGE = struct.Struct("<QQ")
 
 

@@ -2,13 +2,14 @@
 
 A loop that moves the bytes of two connections keeps one core busy, and wakes for each
 mebibyte; threads that wait in the kernel, one for each connection, move half as many
-again. Coming back from one costs the loop a millisecond while all cores are busy, so a
-turn takes long, as long as the peer keeps up. A peer that does not is waited for by the
-loop, which also does the work where no thread is free.
+again. Coming back from one costs the loop a millisecond or more while all cores are
+busy, so a turn takes long, as long as the peer keeps up and nobody cancels. A peer that
+does not is waited for by the loop, which also does the work where no thread is free.
 """
 
 from __future__ import annotations
 
+import asyncio
 import select
 import socket
 import time
@@ -25,7 +26,7 @@ WORTH: Final = 2 << 20
 """Fewer bytes are not worth a turn."""
 
 _THREADS: Final = 4
-_TURN: Final = 0.05  # seconds, and so what a cancel may take
+_TURN: Final = 0.5  # seconds after which another connection may get the thread
 _PATIENCE: Final = 10  # milliseconds that a thread waits for a peer
 
 
@@ -49,17 +50,17 @@ class Pumps:
         """Whether a thread could begin at once."""
         return self._free > 0 and not self._closed
 
-    async def turn(self, work: Callable[[], T]) -> T:
-        """Return ``work()``, which a thread does.
+    async def turn(self, work: Callable[[Turn], T]) -> T:
+        """Return ``work(turn)``, which a thread does until its turn is over.
 
-        If cancelled, it ends first.
+        If cancelled, it is over, and ends first.
 
         Raises:
             ClosedError: `close` was called.
         """
         self._free -= 1
         try:
-            return await self._bridge.run(work)
+            return await self._bridge.run(work, Turn())
         finally:
             self._free += 1
 
@@ -70,22 +71,28 @@ class Pumps:
 
 
 class Turn:
-    """A thread's turn with a socket that does not block.
+    """What the current task lets a thread do with a socket that does not block."""
 
-    Args:
-        event: What to wait for, a flag of ``select``.
-    """
-
-    def __init__(self, sock: socket.socket, event: int) -> None:
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._cancels = task, task.cancelling()
         self._end = time.monotonic() + _TURN
         self._poll = select.poll()
-        self._poll.register(sock, event)
+
+    def __repr__(self) -> str:
+        return f"<Turn over={self.over}>"
 
     @property
     def over(self) -> bool:
-        """Whether it has taken long enough."""
-        return time.monotonic() >= self._end
+        """Whether it has taken long enough, or the task has been cancelled since."""
+        return self._task.cancelling() > self._cancels or time.monotonic() >= self._end
 
-    def wait(self) -> bool:
-        """Wait for the peer for a moment; say whether it is worth another call."""
+    def wait(self, sock: socket.socket, event: int) -> bool:
+        """Wait for the peer for a moment; say whether it is worth another call.
+
+        Args:
+            event: What to wait for, a flag of ``select``.
+        """
+        self._poll.register(sock, event)
         return bool(self._poll.poll(_PATIENCE))

@@ -213,14 +213,16 @@ class _Sink(asyncio.BufferedProtocol):
             self._waiter.set_result(None)
 
 
-def _pump(sock: socket.socket, filler: Filler, tell: Callable[[], None]) -> None:
+def _pump(
+    sock: socket.socket, filler: Filler, tell: Callable[[], None], turn: Turn
+) -> None:
     """Receive for a turn; for a thread."""
-    turn, news, due = Turn(sock, select.POLLIN), False, 0.0
+    news, due = False, 0.0
     while filler.remaining and not turn.over:
         try:
             count, *_ = sock.recvmsg_into(filler.next_buffers())
         except BlockingIOError:
-            if turn.wait():
+            if turn.wait(sock, select.POLLIN):
                 continue
             return
         except OSError:

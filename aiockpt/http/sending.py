@@ -175,7 +175,7 @@ class Sending:
                 pages.close(whole=self.sent == body.nbytes)
 
     async def _send_in_thread(
-        self, pumps: Pumps, pump: Callable[[], bool], body: Body
+        self, pumps: Pumps, pump: Callable[[Turn], bool], body: Body
     ) -> bool:
         """Send for a turn; say whether the peer has to be waited for."""
         try:
@@ -189,14 +189,15 @@ class Sending:
                 self._end(Outcome.SENT)
         return False
 
-    def _pump(self, sock: socket.socket, body: Body, pages: Pages | None) -> bool:
-        turn, most = Turn(sock, select.POLLOUT), THREAD_SLICE_BYTES
+    def _pump(
+        self, sock: socket.socket, body: Body, pages: Pages | None, turn: Turn
+    ) -> bool:
         while self._outcome is None and self.sent < body.nbytes and not turn.over:
             try:
                 count = pages.send(self.sent) if pages is not None else 0
-                self.sent += count or self._send_slice(sock, body, most)
+                self.sent += count or self._send_slice(sock, body, THREAD_SLICE_BYTES)
             except BlockingIOError:
-                if not turn.wait():
+                if not turn.wait(sock, select.POLLOUT):
                     return True
         return False
 
@@ -252,8 +253,7 @@ class Sending:
         return views[:_MAX_BUFFERS]
 
     async def _send_portably(self, response: web.StreamResponse, body: Body) -> None:
-        # So that each write awaits its bytes. Not 0: asyncio's TLS would then wait for
-        # less than nothing.
+        # So that each write awaits its bytes; at 0 asyncio's TLS would wait for ever.
         self._transport.set_write_buffer_limits(high=1)
         try:
             while self._outcome is None:

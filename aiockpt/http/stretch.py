@@ -19,8 +19,8 @@ from aiockpt.wire.manifest import Outline
 
 __all__ = ["MAX_RUN", "Part", "Stretch", "UnsealedStretch", "parts_of", "plan"]
 
-# From one request to the next takes some milliseconds, in which megabytes might come.
-MAX_RUN = 256 << 20
+# From one request to the next takes milliseconds: tens of megabytes might come in them.
+MAX_RUN = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class TestTake:
 
     def test_runs_are_bounded_and_get_shorter_towards_the_end(self) -> None:
         """So that all lanes end at about the same time."""
-        board, lanes = board_of(1200, lanes=2)
+        board, lanes = board_of(4800, lanes=2)
         sizes = []
         while not board.done:
             for lane in lanes:
@@ -74,7 +74,7 @@ class TestTake:
         assert sizes[0] == MAX_RUN
         assert sizes == sorted(sizes, reverse=True)
         assert sizes[-4:] == [MIB] * 4
-        assert sum(sizes) == 1200 * MIB
+        assert sum(sizes) == 4800 * MIB
 
     def test_a_run_is_consecutive(self) -> None:
         """One request asks for it."""

@@ -10,14 +10,17 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import ClientPayloadError, ClientSession, web
 
 from aiockpt.errors import ClosedError
+from aiockpt.http import pumps as pumps_module
 from aiockpt.http import receiving, sockets
 from aiockpt.http.filler import Filler
 from aiockpt.http.listen import open_sockets
@@ -46,22 +49,35 @@ class Body:
         return [memoryview(BODY)[start:stop]]
 
 
+class Endless(Body):
+    """As good as."""
+
+    nbytes = 1 << 50
+
+    def views(self, start: int, stop: int) -> list[memoryview]:
+        return super().views(0, min(stop - start, len(BODY)))
+
+
 class Service:
     """Answers every request with a body of its own."""
+
+    body: type[Body] = Body
 
     def __init__(self, pumps: Pumps) -> None:
         self.pumps = pumps
         self.bodies: list[Body] = []
         self.sendings: list[Sending] = []
         self.port = 0
+        self.task: asyncio.Task[object] | None = None
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        body, length = Body(), {"Content-Length": str(Body.nbytes)}
+        body, length = self.body(), {"Content-Length": str(self.body.nbytes)}
         response = web.StreamResponse(headers=length)
         assert request.transport is not None
         sending = Sending(request.transport, stall_timeout=30, pumps=self.pumps)
         self.bodies.append(body)
         self.sendings.append(sending)
+        self.task = asyncio.current_task()
         await sending.run(request, response, body)
         return response
 
@@ -98,9 +114,10 @@ class TestPumps:
     ) -> None:
         """Errors, too."""
         with closing(Pumps("test-pump")) as pumps:
-            assert await pumps.turn(threading.get_ident) != threading.get_ident()
+            ident = await pumps.turn(lambda _: threading.get_ident())
+            assert ident != threading.get_ident()
             with pytest.raises(ZeroDivisionError):
-                await pumps.turn(lambda: 1 // 0)
+                await pumps.turn(lambda _: 1 // 0)
             assert pumps.free
 
     async def test_none_is_free_while_all_are_at_work(self) -> None:
@@ -109,7 +126,7 @@ class TestPumps:
         pumps, turns_taken = Pumps("test-pump"), 0
         works = []
         while pumps.free:
-            works.append(asyncio.create_task(pumps.turn(go.wait)))
+            works.append(asyncio.create_task(pumps.turn(lambda _: go.wait())))
             turns_taken += 1
             await asyncio.sleep(0)
         assert 2 <= turns_taken <= 8
@@ -118,21 +135,53 @@ class TestPumps:
         assert all(await asyncio.gather(*works))
         assert not pumps.free
         with pytest.raises(ClosedError):
-            await pumps.turn(go.wait)
+            await pumps.turn(lambda _: go.wait())
 
     async def test_a_turn_ends_and_a_silent_peer_is_not_waited_for(self) -> None:
         """But for a moment, which ends as soon as the peer does something."""
         one, other = socket.socketpair()
         with closing(one), closing(other):
-            turn = Turn(one, select.POLLIN)
+            turn = Turn()
             assert not turn.over
-            assert not turn.wait()
+            assert not turn.wait(one, select.POLLIN)
             other.send(b"x")
-            assert turn.wait()
+            assert turn.wait(one, select.POLLIN)
             deadline = time.monotonic() + 30
             while not turn.over:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)  # noqa: ASYNC251 - as in a thread
+
+    async def test_a_cancel_ends_a_turn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Also one from outside of a scope, and one after another that was survived."""
+        monkeypatch.setattr(pumps_module, "_TURN", inf)
+        begun = threading.Event()
+
+        def work(turn: Turn) -> None:
+            begun.set()
+            while not turn.over:
+                time.sleep(0.001)
+
+        async def survive(pumps: Pumps) -> None:
+            with suppress(asyncio.CancelledError):
+                await pumps.turn(work)
+            again.set()
+            await pumps.turn(work)
+
+        again = asyncio.Event()
+        with closing(Pumps("test-pump")) as pumps:
+            task = asyncio.create_task(survive(pumps))
+            assert await asyncio.to_thread(begun.wait, 30)
+            begun.clear()
+            task.cancel()
+            await again.wait()
+            assert await asyncio.to_thread(begun.wait, 30)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            with anyio.move_on_after(0.05) as scope:
+                await pumps.turn(work)
+            assert scope.cancelled_caught
+            assert pumps.free
 
 
 class TestReceiving:
@@ -189,6 +238,43 @@ class TestReceiving:
                 await asyncio.gather(*gets)
         assert all(memory == BODY for memory in memories)
         assert min(least) >= 0
+
+    async def test_a_cancelled_receive_does_not_go_on_to_the_end(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """However fast the peer is, and however long a turn may take."""
+        monkeypatch.setattr(pumps_module, "_TURN", inf)
+        body = 1 << 50
+        memory = bytearray(8 * MIB)
+
+        async def answer(
+            reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % body)
+            with suppress(ConnectionError):
+                while True:
+                    writer.write(BODY)
+                    await writer.drain()
+            writer.close()
+            gone.set()
+
+        def again(start: int, stop: int) -> list[memoryview]:
+            return [memoryview(memory)[: stop - start]]
+
+        gone = asyncio.Event()
+        fill = Filler(again, 0, body)
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        with closing(Pumps("test-receive")) as pumps:
+            async with server, ClientSession() as session:
+                port = server.sockets[0].getsockname()[1]
+                task = asyncio.create_task(get(session, port, fill, pumps))
+                await settle(lambda: fill.filled > 4 * len(BODY))
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                await gone.wait()
+            assert pumps.free
 
     async def test_an_onlooker_that_fails_ends_the_receive(self) -> None:
         """With its own error, whether a thread or the loop receives."""
@@ -285,6 +371,26 @@ class TestSending:
             (body,) = service.bodies
             await settle(lambda: service.sendings[0].outcome is Outcome.SENT)
         assert set(body.threads) - {threading.get_ident()}
+
+    async def test_a_cancelled_sending_does_not_go_on_to_the_end(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """However fast the peer reads, and however long a turn may take."""
+        monkeypatch.setattr(pumps_module, "_TURN", inf)
+        async with serving() as service, ClientSession() as session:
+            service.body = Endless
+            async with session.get(f"http://127.0.0.1:{service.port}/") as answer:
+
+                async def read_on() -> None:
+                    async for _ in answer.content.iter_any():
+                        if service.sendings[0].sent > 4 * len(BODY):
+                            assert service.task is not None
+                            service.task.cancel()
+
+                with pytest.raises(ClientPayloadError):
+                    await read_on()
+            assert service.sendings[0].outcome is Outcome.GONE
+            assert service.pumps.free
 
     async def test_peers_that_do_not_read_keep_no_thread_from_others(self) -> None:
         """However many there are."""

@@ -69,11 +69,11 @@ def test_a_run_is_no_longer_than_half_of_a_share_or_what_is_said() -> None:
     assert chunks_of(plan(big, [0], workers=1)) == [[0]]
 
 
-def test_a_run_has_256_mebibytes_at_most() -> None:
+def test_a_run_has_a_gibibyte_at_most() -> None:
     """However large the checkpoint is."""
-    grid = ChunkGrid(4 << 30, 16 << 20)
+    grid = ChunkGrid(16 << 30, 16 << 20)
     outline = replace(OUTLINE, grid=grid, digests=("",) * len(grid))
-    assert {len(run) for run in plan(outline, range(len(grid)), workers=2)} == {16}
+    assert {len(run) for run in plan(outline, range(len(grid)), workers=2)} == {64}
 
 
 @pytest.mark.parametrize("chunk", [-1, 5])
