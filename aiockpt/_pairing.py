@@ -153,4 +153,5 @@ def _comparable(spec: TensorSpec) -> tuple[object, ...]:
 
 def _words(spec: TensorSpec) -> str:
     lazy = " conjugated" * bool(spec.flags & CONJ) + " negated" * bool(spec.flags & NEG)
-    return f"{spec.dtype} {list(spec.shape)} stride {list(spec.stride)}{lazy}"
+    where = f" from element {spec.offset} of its memory" * bool(spec.offset)
+    return f"{spec.dtype} {list(spec.shape)} stride {list(spec.stride)}{lazy}{where}"

@@ -196,6 +196,16 @@ class TestMismatch:
         error = mismatch({"a": one, "b": one}, {"a": torch.ones(2), "b": torch.ones(2)})
         assert (error.path, error.actual) == ("b", "its own")
 
+    def test_a_part_of_shared_memory_there_and_all_of_its_own_here(self) -> None:
+        """Both look alike but for where they begin, so that is said."""
+        whole = torch.arange(6.0)
+        error = mismatch(
+            {"a": whole[:4], "b": whole[2:]}, {"a": whole[:4], "b": whole[2:].clone()}
+        )
+        assert error.path == "b"
+        assert "from element 2 of its memory" in error.expected
+        assert error.expected != error.actual
+
     def test_views_that_overlap_otherwise(self) -> None:
         """The same shapes at another distance are not the same memory."""
         there, here = torch.ones(10), torch.ones(10)
