@@ -227,7 +227,7 @@ class ArenaPool:
         self._dispose = dispose
         self._lock = threading.Lock()
         self._free: list[Arena] = []
-        self._closed = False
+        self._idle = self._closed = False
 
     def take(self, nbytes: int) -> Arena:
         """Return an arena of at least ``nbytes``, reused if one is free and fits.
@@ -235,6 +235,7 @@ class ArenaPool:
         If none fits, the one that came back last makes room for the new one.
         """
         with self._lock:
+            self._idle = False
             fits = [a for a in self._free if nbytes <= a.nbytes <= 2 * nbytes]
             found = fits[-1:] or self._free[-1:]
             for arena in found:
@@ -254,14 +255,15 @@ class ArenaPool:
             return
         with self._lock:
             self._free.append(arena)
-            most = 0 if self._closed else self._keep
+            most = 0 if self._idle or self._closed else self._keep
             surplus = self._free[: len(self._free) - most]
             self._free = self._free[len(surplus) :]
         self._dispose_all(surplus)
 
     def trim(self) -> None:
-        """Return the free arenas to the system."""
+        """Return to the system what is free, or comes back before the next `take`."""
         with self._lock:
+            self._idle = True
             unused, self._free = self._free, []
         self._dispose_all(unused)
 

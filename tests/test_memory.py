@@ -236,6 +236,18 @@ class TestPool:
         pool.trim()
         assert disposed == [arena]
 
+    def test_what_comes_back_after_trimming_is_not_kept(self) -> None:
+        """Until somebody takes one again, who will want it warm."""
+        pool, disposed = self.pool()
+        late, other = pool.take(1000), pool.take(1000)
+        pool.trim()
+        pool.give_back(late)
+        assert disposed == [late]
+        assert pool.take(1000) is not late
+        pool.give_back(other)
+        assert disposed == [late]
+        assert pool.take(1000) is other
+
 
 def test_a_view_of_an_address_keeps_its_owner() -> None:
     """The memory cannot go while somebody can write to it."""

@@ -87,8 +87,7 @@ class CheckpointService:
         self.config = config
         self._lender = lender
         self._pumps = Pumps("aiockpt-serve")
-        # A peer that stalls before is cut off by the kernel no earlier than that.
-        self._holds = Holds(config.stall_timeout / 2)
+        self._holds = Holds()
         self._sendings: set[Sending] = set()
         self._readers = 0
         self._awaiting = Awaiting(shelf, config)

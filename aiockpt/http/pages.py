@@ -9,15 +9,20 @@ them meanwhile is received. Therefore
   of which the kernel can tell how much the peer has not read yet;
 * only who may read every step does, by the server's own doors: a peer that means harm
   can keep pages (in a pipe), and look at them when the next step has been staged there;
-* the memory is held until that is nothing. Where that takes too long, or is not known,
-  the memory is spent: its owner reuses it no more, and the pages go with their last
-  reader.
+* the memory is held until the peer has read it. Where that takes too long, or is not
+  known, as of a peer that hangs up, the memory is spent: its owner reuses it no more,
+  and the pages go with their last reader.
+
+A proxy of this host that splices what it receives into another socket has read it, for
+the kernel; who verifies at its other end may then find later steps' bytes, and asks
+again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import os
 import socket
 import sys
@@ -28,9 +33,9 @@ from functools import partial
 from typing import Final
 
 from aiockpt.http.bodies import FileBody
-from aiockpt.http.forks import close_in_forks
+from aiockpt.http.forks import close_in_forks, cut_off_in_forks
 from aiockpt.http.published import Servable
-from aiockpt.http.unread import Link, is_reset
+from aiockpt.http.unread import Mark
 from aiockpt.memory import Lendable
 from aiockpt.wire.http import CHUNKS, VERIFIES_HEADER
 
@@ -45,6 +50,7 @@ _LAST_PAUSE: Final = 0.1
 _PATIENCE: Final = 2.0  # seconds that memory is held for a peer
 _SLOW: Final = 0.005  # seconds for a piece, which takes a fiftieth of that
 _SLOW_ONES: Final = 3
+_FORBIDDEN: Final = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _CAN_SPLICE: Final = hasattr(os, "splice") and hasattr(_libc, "vmsplice")
@@ -62,22 +68,16 @@ class Pages:
     """The way of memory to the peer at the other end of a connection.
 
     Args:
-        sock: The connection; does not block.
-        link: Its ends.
+        begin: Where it begins, on a connection that does not block.
         body: What is sent, all of it from the data segment.
         arena: The memory that holds the segment.
         holds: Where it stays until the peer has read it.
     """
 
     def __init__(
-        self,
-        sock: socket.socket,
-        link: Link,
-        body: FileBody,
-        arena: Lendable,
-        holds: Holds,
+        self, begin: Mark, body: FileBody, arena: Lendable, holds: Holds
     ) -> None:
-        self._sock, self._link = sock, link
+        self._begin = begin
         self._body, self._arena = body, arena
         self._address = arena.address + body.begin
         self._holds = holds
@@ -86,7 +86,7 @@ class Pages:
         self._slow = 0
 
     def __repr__(self) -> str:
-        return f"<Pages to={self._link.peer} used={self._used}>"
+        return f"<Pages to={self._begin.link.peer} used={self._used}>"
 
     def send(self, start: int) -> int:
         """Send some of the body from ``start`` on; return how many bytes.
@@ -109,23 +109,34 @@ class Pages:
             self._refused = True
             return 0
         self._used = True
-        count = self._pipe.drain(self._sock)
+        try:
+            count = self._pipe.drain(self._begin.sock)
+        except OSError as error:
+            self._refused = error.errno in _FORBIDDEN
+            if self._refused:
+                return 0
+            raise
         self._slow = self._slow + 1 if time.monotonic() - began > _SLOW else 0
         self._refused = self._slow >= _SLOW_ONES
         return count
 
-    def close(self, *, whole: bool) -> None:
+    def close(self, *, sent: int) -> None:
         """Hold the memory, or spend it, if the peer has still to read of it.
 
-        The connection must still be there. ``whole`` says that everything was sent.
+        The connection must still be there. ``sent`` is how much of the body has been.
         """
         if self._pipe is not None:
             self._pipe.close()
             self._pipe = None
-        if not self._used or _is_read(self._sock, self._link):
+        if not self._used:
             return
-        if not (whole and self._holds.keep(self._sock, self._link, self._body)):
-            self._arena.spent = True
+        end = self._begin._replace(position=self._begin.position + sent)
+        whole, safe = sent == self._body.nbytes, False
+        try:
+            safe = end.passed or (whole and self._holds.keep(end, self._body))
+        finally:
+            if not safe:
+                self._arena.spent = True
 
 
 def no_pages(_: socket.socket) -> None:
@@ -133,14 +144,9 @@ def no_pages(_: socket.socket) -> None:
 
 
 class Holds:
-    """Memory that peers have still to read, after all of it was sent.
+    """Memory that peers have still to read, after all of it was sent."""
 
-    Args:
-        patience: The seconds that memory is held for a peer, at most.
-    """
-
-    def __init__(self, patience: float) -> None:
-        self._patience = min(patience, _PATIENCE)
+    def __init__(self) -> None:
         self._held: set[_Hold] = set()
         self._closed = False
 
@@ -159,28 +165,26 @@ class Holds:
         return partial(self._open, body) if verifies and in_segment else no_pages
 
     def _open(self, body: FileBody, sock: socket.socket) -> Pages | None:
-        servable, link = body.servable, Link.of(sock)
-        arena = servable.arena
+        arena = body.servable.arena
         if not _CAN_SPLICE or self._closed or arena is None:
             return None
-        if link is None or link.unread() is None:
-            return None
-        return Pages(sock, link, body, arena, self)
+        begin = Mark.here(sock)
+        return None if begin is None else Pages(begin, body, arena, self)
 
-    def keep(self, sock: socket.socket, link: Link, body: FileBody) -> bool:
+    def keep(self, end: Mark, body: FileBody) -> bool:
         """Hold a body's memory until the peer has read it; say whether that is done.
 
         If it takes too long, the memory is spent.
         """
         if self._closed:
             return False
+        loop = asyncio.get_running_loop()
         try:
-            copy = sock.dup()  # or nobody could say who had cut the connection
+            copy = end.sock.dup()  # or nobody could ask what is acknowledged
         except OSError:
             return False
         close_in_forks([copy])
-        loop = asyncio.get_running_loop()
-        hold = _Hold(copy, link, body.servable, loop.time() + self._patience)
+        hold = _Hold(end._replace(sock=copy), body.servable, loop.time() + _PATIENCE)
         body.servable.acquire()
         self._held.add(hold)
         loop.call_later(_FIRST_PAUSE, self._look, hold, _FIRST_PAUSE)
@@ -196,7 +200,7 @@ class Holds:
         if hold not in self._held:
             return
         loop = asyncio.get_running_loop()
-        if _is_read(hold.sock, hold.link):
+        if hold.end.passed:
             self._let_go(hold, spent=False)
         elif loop.time() >= hold.until:
             self._let_go(hold, spent=True)
@@ -209,23 +213,17 @@ class Holds:
         arena = hold.servable.arena
         if spent and arena is not None:
             arena.spent = True
-        hold.sock.close()
+        hold.end.sock.close()
         hold.servable.release()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Hold:
-    """Memory, and who has still to read of it until when."""
+    """Memory, and up to where somebody has still to read of it until when."""
 
-    sock: socket.socket
-    link: Link
+    end: Mark
     servable: Servable
     until: float
-
-
-def _is_read(sock: socket.socket, link: Link) -> bool:
-    """Whether nobody reads any more what was sent over a connection that is ours."""
-    return is_reset(sock) or link.unread() == 0
 
 
 class _Vector(ctypes.Structure):
@@ -239,7 +237,9 @@ class _Pipe:
 
     def __init__(self) -> None:
         self._out, self._into = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._ends = [self._out, self._into]
         self._first = self._filled = 0
+        cut_off_in_forks(self)  # a child would keep the pages
         try:
             fcntl.fcntl(self._into, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         except OSError:  # its user has many: through a small one copies are faster
@@ -270,8 +270,13 @@ class _Pipe:
 
     def close(self) -> None:
         """Close both ends; what was not passed on is forgotten."""
-        os.close(self._out)
-        os.close(self._into)
+        ends, self._ends = self._ends, []
+        for end in ends:
+            os.close(end)
+
+    def descriptors(self) -> list[int]:
+        """Return both ends while they are open."""
+        return self._ends
 
     def _drop(self) -> None:
         while self._filled:

@@ -172,7 +172,7 @@ class Sending:
                     await self._send_on_loop(sock, body)
         finally:
             if pages is not None:
-                pages.close(whole=self.sent == body.nbytes)
+                pages.close(sent=self.sent)
 
     async def _send_in_thread(
         self, pumps: Pumps, pump: Callable[[Turn], bool], body: Body

@@ -1,6 +1,8 @@
-"""How much of what was sent to a process of this host it has not read yet.
+"""How far a process of this host has read what was sent to it.
 
-The kernel tells by ``sock_diag(7)``, of any two sockets of one network namespace.
+The kernel tells by ``sock_diag(7)`` what lies in the queue of any socket of one network
+namespace, and by ``tcp(7)`` what the peer has acknowledged: that has come into its
+queue. What it has acknowledged and does not have there, it has read.
 """
 
 from __future__ import annotations
@@ -9,10 +11,11 @@ import ipaddress
 import socket
 import struct
 import sys
-from contextlib import suppress
 from typing import Final, NamedTuple
 
-__all__ = ["Link", "is_reset"]
+from aiockpt.http import sockets
+
+__all__ = ["Link", "Mark"]
 
 _SOCK_DIAG: Final = 4  # of the families of netlink
 _BY_FAMILY: Final = 20
@@ -24,20 +27,18 @@ _HEADER: Final = struct.Struct("=IHHII")
 # struct inet_diag_req_v2: family, protocol, extensions, states; then its sockid: ports,
 # addresses, interface, cookie
 _QUESTION: Final = struct.Struct("=BBBxI4s16s16sIQ")
-# struct inet_diag_msg up to both queues: state; ports of the sockid; rqueue, wqueue
-_ANSWER: Final = struct.Struct("=xBxx4s32x4x8x4xII")
+# struct inet_diag_msg: state, ports of the sockid, rqueue
+_ANSWER: Final = struct.Struct("=xBxx4s32x4x8x4xI12x")
+# struct nlattr: length, type
+_ATTRIBUTE: Final = struct.Struct("=HH")
 _PORTS: Final = struct.Struct("!HH")
+_INFO: Final = 1 << 1  # asks for struct tcp_info, and with it for what is above TCP
+_ABOVE: Final = 19
 _ANY_STATE: Final = 0xFFFFFFFF
 _ANY_COOKIE: Final = (1 << 64) - 1
-_LISTENS: Final = 10
-_CLOSED: Final = 7
+_TIME_WAIT: Final = 6
 
-
-class _Queues(NamedTuple):
-    """What a socket has: received and not read, sent and not acknowledged."""
-
-    unread: int
-    unacknowledged: int
+_ACKNOWLEDGED: Final = struct.Struct("=120xQ")  # struct tcp_info: bytes_acked
 
 
 class Link(NamedTuple):
@@ -58,45 +59,77 @@ class Link(NamedTuple):
         return cls(own[:2], peer[:2])
 
     def unread(self) -> int | None:
-        """Return how many bytes sent from the own end the peer has not read, at most.
+        """Return how many bytes the peer has received and not read.
 
-        Some may count twice until they are acknowledged; where it is 0, it is exact.
-        None if that is not to be known: the peer is elsewhere, or was cut off, or this
-        is not Linux, or there is no descriptor to ask with.
+        None if that is not to be known: the peer is elsewhere, or the connection is no
+        more, in which case its process may still read; or something moves what it has
+        received on without reading it, such as MPTCP; or this is not Linux, or there is
+        no descriptor to ask with.
         """
         if sys.platform != "linux":
             return None
         try:
-            # In this order: what is acknowledged now, is in the peer's queue, or read.
-            own = _queues(self.own, self.peer)
-            peer = _queues(self.peer, self.own)
+            return _unread(self.peer, self.own)
         except (OSError, ValueError, struct.error):
             return None
-        if peer is None:
+
+
+class Mark(NamedTuple):
+    """A place in what is sent over a connection: what comes before it, and the peer.
+
+    ``position`` counts the bytes of the whole connection.
+    """
+
+    sock: socket.socket
+    link: Link
+    position: int
+
+    @classmethod
+    def here(cls, sock: socket.socket) -> Mark | None:
+        """Return the place behind what was sent until now; nobody may be sending.
+
+        None if nobody could tell when it is passed.
+        """
+        link = Link.of(sock)
+        if link is None or link.unread() is None:
             return None
-        # An own end that has gone has sent everything, or has dropped it.
-        return peer.unread + (own.unacknowledged if own else 0)
+        try:
+            while True:
+                before = _acknowledged(sock)
+                position = before + sockets.outgoing(sock)
+                if _acknowledged(sock) == before:
+                    return cls(sock, link, position)
+        except (OSError, struct.error):
+            return None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the peer has certainly read all that comes before it."""
+        try:
+            # First: what is acknowledged now, is in the peer's queue then, or read.
+            acknowledged = _acknowledged(self.sock)
+        except (OSError, struct.error):
+            return False
+        unread = self.link.unread()
+        return unread is not None and acknowledged - unread >= self.position
 
 
-def is_reset(sock: socket.socket) -> bool:
-    """Whether the peer has cut the connection, and dropped what it had not read."""
-    with suppress(OSError):
-        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
-        return info[0] == _CLOSED
-    return False
+def _acknowledged(sock: socket.socket) -> int:
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.size)
+    return int(_ACKNOWLEDGED.unpack(info)[0])
 
 
-def _queues(end: tuple[str, int], other: tuple[str, int]) -> _Queues | None:
-    """Return what the socket at ``end`` that is connected to ``other`` has in them.
+def _unread(end: tuple[str, int], other: tuple[str, int]) -> int | None:
+    """Return what the socket at ``end`` that is connected to ``other`` has to read.
 
-    None if there is no such socket.
+    None if there is no such socket, or it does not have all of that.
     """
     (family, source), (_, destination) = _packed(end[0]), _packed(other[0])
     ports = _PORTS.pack(end[1], other[1])
     question = _QUESTION.pack(
         family,
         socket.IPPROTO_TCP,
-        0,
+        _INFO,
         _ANY_STATE,
         ports,
         source,
@@ -111,10 +144,22 @@ def _queues(end: tuple[str, int], other: tuple[str, int]) -> _Queues | None:
         answer = kernel.recv(_MAX_ANSWER)
     if _HEADER.unpack_from(answer)[1] != _BY_FAMILY:
         return None
-    state, found, *queues = _ANSWER.unpack_from(answer, _HEADER.size)
-    if state == _LISTENS or found != ports:
+    state, found, unread = _ANSWER.unpack_from(answer, _HEADER.size)
+    if found != ports:  # a socket that listens there
         return None
-    return _Queues(*queues)
+    if state == _TIME_WAIT:  # its process may read what the kernel no longer tells of
+        return None
+    return None if _ABOVE in _attributes(answer) else int(unread)
+
+
+def _attributes(answer: bytes) -> set[int]:
+    """Return which attributes an answer has."""
+    found, at = set[int](), _HEADER.size + _ANSWER.size
+    while at + _ATTRIBUTE.size <= len(answer):
+        size, kind = _ATTRIBUTE.unpack_from(answer, at)
+        found.add(kind)
+        at += max(size + -size % 4, _ATTRIBUTE.size)
+    return found
 
 
 def _packed(address: str) -> tuple[int, bytes]:

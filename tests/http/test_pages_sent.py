@@ -108,6 +108,46 @@ async def test_a_reader_that_takes_its_time_is_not_overwritten(
     assert returned.count(True) == 1
 
 
+async def test_a_reader_of_a_process_is_not_overwritten(returned: list[bool]) -> None:
+    """It is cut off when all is retracted, and may still read what came."""
+    async with transport(server="process", grace=0.1, stall_timeout=60) as sender:
+        await sender.send_checkpoint([1], 1, weights(1.0, mib=32))
+        url = urlsplit(sender.address())
+        assert url.port is not None
+        async with Peer(url.port, token=token_of(sender)) as peer:
+            size = await header_of(peer)
+            await peer.request("/checkpoint/1/full", Range=f"bytes={size}-", **VERIFIES)
+            await peer.head()
+            await sender.disallow_checkpoint()
+            await settle(lambda: any(returned))
+            for step in range(6, 9):
+                await sender.send_checkpoint([1], step, weights(8.0, mib=32))
+            rest = await peer.read_all()
+    assert returned.count(True) == 1
+    body = rest[: len(rest) & -4]
+    assert body
+    assert torch.frombuffer(bytearray(body), dtype=torch.float32).eq(1).all()
+
+
+async def test_a_transport_that_ends_holds_nothing(
+    sent: list[int], returned: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it would have held the memory for its reader."""
+    monkeypatch.setattr(sending, "WORTH", 1)  # all of it lies in the kernel then
+    monkeypatch.setattr("aiockpt.http.pages._PATIENCE", 3600.0)
+    async with pair(stall_timeout=60) as (sender, _):
+        await sender.send_checkpoint([1], 1, weights(1.0, mib=1))
+        url = urlsplit(sender.address())
+        assert url.port is not None
+        async with Peer(url.port, token=token_of(sender)) as peer:
+            size = await header_of(peer)
+            await peer.request("/checkpoint/1/full", Range=f"bytes={size}-", **VERIFIES)
+            await settle(lambda: sum(sent) == MIB)
+            await sender.shutdown()
+            await settle(lambda: returned)
+    assert returned == [True]
+
+
 async def test_a_process_that_dies_may_have_sent_pages() -> None:
     """Nothing is staged into what its peers may still read."""
     async with transport(server="process") as sender:

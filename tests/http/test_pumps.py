@@ -392,6 +392,32 @@ class TestSending:
             assert service.sendings[0].outcome is Outcome.GONE
             assert service.pumps.free
 
+    async def test_an_evicted_sending_ends_though_its_peer_keeps_up(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its memory is wanted, however long a turn may take."""
+        monkeypatch.setattr(pumps_module, "_TURN", inf)
+
+        def read_on(port: int) -> None:
+            with (
+                suppress(OSError),
+                socket.create_connection(("127.0.0.1", port)) as peer,
+            ):
+                peer.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                while peer.recv(MIB):
+                    pass
+
+        async with serving() as service:
+            service.body = Endless
+            reader = threading.Thread(target=read_on, args=(service.port,))
+            reader.start()
+            await settle(
+                lambda: service.sendings and service.sendings[0].sent > 4 * MIB
+            )
+            service.sendings[0].evict()
+            await settle(lambda: not reader.is_alive())
+            assert service.sendings[0].outcome is Outcome.EVICTED
+
     async def test_peers_that_do_not_read_keep_no_thread_from_others(self) -> None:
         """However many there are."""
         async with serving() as service, AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""What the kernel knows of the bytes that a peer of this host has not read yet."""
+"""What the kernel knows of how far a peer of this host has read."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 
 import pytest
 
-from aiockpt.http.unread import Link, is_reset
+from aiockpt.http import unread
+from aiockpt.http.unread import Link, Mark
 
 pytestmark = [
     pytest.mark.torch_free,
@@ -22,18 +23,28 @@ pytestmark = [
 ]
 
 
-def settles(link: Link | None, count: int) -> bool:
-    """Say whether so much is unread, once the peer's kernel has acknowledged it."""
-    assert link is not None
+def soon(holds: Callable[[], bool]) -> bool:
+    """Say whether it holds before long."""
     until = time.monotonic() + 10.0
-    while (unread := link.unread()) is not None and time.monotonic() < until:
-        assert unread >= count
-        if unread == count:
-            return True
+    while not (true := holds()) and time.monotonic() < until:
         time.sleep(0.01)
-    return False
+    return true
 
 
+def settles(link: Link | None, count: int) -> bool:
+    """Say whether so much is unread, once the peer has received everything."""
+    assert link is not None
+    return soon(lambda: link.unread() == count)
+
+
+def mark(sock: socket.socket) -> Mark:
+    """Return the place behind what was sent until now."""
+    here = Mark.here(sock)
+    assert here is not None
+    return here
+
+
+_MPTCP = 262
 V4, V6 = (socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")
 
 
@@ -71,36 +82,77 @@ def test_it_is_what_was_sent_and_not_read(ends: tuple[int, str, str]) -> None:
         assert settles(link, 0)
 
 
+@pytest.mark.parametrize(
+    "ends",
+    [(*V4, ""), (*V6, ""), (socket.AF_INET6, "::", "127.0.0.1")],
+    ids=["IPv4", "IPv6", "mapped"],
+)
+def test_a_mark_is_passed_with_the_byte_before_it(ends: tuple[int, str, str]) -> None:
+    """Not earlier, and whatever comes behind it."""
+    with connected(*ends) as (own, peer):
+        assert soon(lambda: mark(own).passed)
+        own.sendall(b"x" * 10_000)
+        first = mark(own)
+        own.sendall(b"x" * 10_000)
+        second = mark(own)
+        peer.recv(9_999, socket.MSG_WAITALL)
+        assert settles(first.link, 10_001)
+        assert not first.passed
+        peer.recv(1)
+        assert soon(lambda: first.passed)
+        assert not second.passed
+        peer.recv(10_000, socket.MSG_WAITALL)
+        assert soon(lambda: second.passed)
+
+
+def test_what_comes_while_one_asks_is_not_taken_for_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is acknowledged then, and not yet in the queue that was looked at."""
+    with connected() as (own, peer):
+        own.sendall(b"x" * 1000)
+        end = mark(own)
+        assert settles(end.link, 1000)
+        ask = unread._acknowledged
+
+        def busy(sock: socket.socket) -> int:
+            before = ask(sock)
+            own.sendall(b"x" * 5000)
+            assert soon(lambda: ask(sock) == before + 5000)
+            return ask(sock)
+
+        monkeypatch.setattr(unread, "_acknowledged", busy)
+        assert not end.passed
+        peer.recv(1000)
+        assert soon(lambda: end.passed)
+
+
 def test_what_the_own_end_still_has_counts() -> None:
     """A peer whose buffer is full has not read that either."""
     with connected() as (own, peer):
-        link = Link.of(own)
-        assert link is not None
         own.settimeout(0)
         sent = 0
         with suppress(BlockingIOError):
             while True:
                 sent += own.send(b"x" * 100_000)
-        unread = link.unread()
-        assert unread is not None
-        assert unread >= sent
+        end = mark(own)
+        there = end.link.unread()
+        assert there is not None
+        assert there < sent
         while sent:
-            assert link.unread()
+            assert not end.passed
             sent -= len(peer.recv(1 << 20))
-        assert settles(link, 0)
+        assert soon(lambda: end.passed)
 
 
 def test_a_peer_that_has_read_all_may_close() -> None:
-    """So may the own end after it, as when a kept connection ends."""
+    """As when a kept connection ends."""
     with connected() as (own, peer):
-        link = Link.of(own)
-        assert link is not None
         own.sendall(b"x")
+        end = mark(own)
         peer.recv(10)
         peer.close()
-        assert settles(link, 0)
-        own.close()
-        assert settles(link, 0)
+        assert soon(lambda: end.passed)
 
 
 def test_a_peer_that_was_cut_off_may_still_read() -> None:
@@ -115,14 +167,71 @@ def test_a_peer_that_was_cut_off_may_still_read() -> None:
         assert len(peer.recv(10_000)) == 1000
 
 
-def test_a_peer_that_cuts_off_drops_the_rest() -> None:
-    """The own end knows that, as long as it is there."""
+@pytest.mark.parametrize("first", ["own", "peer"])
+def test_a_peer_whose_connection_has_ended_may_still_read(first: str) -> None:
+    """Both ends have said that they send no more; the kernel tells of neither then."""
     with connected() as (own, peer):
         own.sendall(b"x" * 1000)
-        assert not is_reset(own)
+        end = mark(own)
+        for sock in (own, peer) if first == "own" else (peer, own):
+            sock.shutdown(socket.SHUT_WR)
+            time.sleep(0.05)
+        assert soon(lambda: end.link.unread() is None)
+        assert not end.passed
+        assert len(peer.recv(10_000)) == 1000
+        assert not end.passed
+
+
+def test_a_peer_that_the_kernel_has_given_up_may_still_read() -> None:
+    """Its own end is closed then, as it is where the peer has cut it off."""
+    with connected() as (own, peer):
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 300)
+        own.settimeout(0)
+        with suppress(BlockingIOError):
+            while True:
+                own.send(b"x" * 100_000)
+        end = mark(own)
+        assert soon(lambda: own.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0)
+        assert not end.passed
+        got = 0
+        with suppress(OSError):
+            while count := len(peer.recv(1 << 20)):
+                got += count
+                assert not end.passed
+        assert got > 0
+
+
+def test_a_peer_that_cuts_off_is_not_known_to_drop_the_rest() -> None:
+    """It does; but the own end looks the same when somebody may still read."""
+    with connected() as (own, peer):
+        own.sendall(b"x" * 1000)
+        end = mark(own)
         peer.close()
-        assert is_reset(own)
-    assert not is_reset(own)  # closed
+        assert not end.passed
+
+
+def test_a_closed_end_passes_no_mark() -> None:
+    """And there is none to be had."""
+    with connected() as (own, _):
+        end = mark(own)
+        own.close()
+        assert not end.passed
+        assert Mark.here(own) is None
+
+
+def test_what_is_above_the_peers_socket_may_not_have_been_read() -> None:
+    """MPTCP moves what comes into a queue of its own."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        try:
+            peer = socket.socket(proto=_MPTCP)
+        except OSError as error:
+            pytest.skip(f"this kernel has no MPTCP: {error}")
+        peer.connect(listener.getsockname())
+        own, _ = listener.accept()
+    with own, peer:
+        own.sendall(b"x" * 1000)
+        assert Mark.here(own) is None
+        assert len(peer.recv(10_000)) == 1000
 
 
 def test_who_listens_there_is_not_the_peer() -> None:
