@@ -131,7 +131,8 @@ class CheckpointProcessConfig:
         hang_timeout_secs: How long it may be silent while it writes, before it is
             taken for hung and is replaced.
         nice: Added to its niceness: 10 for a tenth of a core that training wants, too,
-            and all of one that it leaves; 0 for half.
+            and all of one that it leaves; 0 for half. It is added when the process is
+            ready; its start has the trainer's priority.
         io_idle: Let it use the disk only when nobody else does.
         keep_last_seconds: How long it stays after the trainer has died, with the last
             staged snapshot for a restarted one; 0: only until that is written.

@@ -13,7 +13,9 @@ import os
 import platform
 import signal
 import socket
+import threading
 import time
+from contextlib import suppress
 from functools import partial
 from multiprocessing.reduction import ForkingPickler  # noqa: TID251 - as above
 from typing import Any, Final
@@ -103,13 +105,16 @@ def _work(inbox: Inbox, control: Control) -> None:
 
 
 def _prepare(preparation: Preparation) -> Any:
-    _lower_priority(preparation.setup)
+    spared = _threads() - {threading.get_native_id()}
     content = unpack(preparation.parcel)
     size = int.from_bytes(content[:8], "little")
     facts = msgspec.json.decode(content[8 : 8 + size])
     init, init_args, make_writer, writer_args = _imported(facts, content[8 + size :])
     init(*init_args)
-    return make_writer(**writer_args)
+    writer = make_writer(**writer_args)
+    # Not before: beside busy processes the imports alone would take minutes.
+    _lower_priority(preparation.setup, _threads() - spared)
+    return writer
 
 
 def _imported(facts: dict[str, Any], pickled: bytes) -> Any:
@@ -123,14 +128,23 @@ def _imported(facts: dict[str, Any], pickled: bytes) -> Any:
         del own._inheriting  # noqa: SLF001 - as above
 
 
-def _lower_priority(setup: Setup) -> None:
-    # Of this thread and those that it starts; the other one answers quickly.
-    if setup.nice:
-        os.nice(setup.nice)
+def _threads() -> set[int]:
+    return {int(each) for each in os.listdir("/proc/self/task")}
+
+
+def _lower_priority(setup: Setup, threads: set[int]) -> None:
+    """Lower the priority of the thread that writes, and of those that init has left.
+
+    The control thread keeps its priority, so that it answers quickly.
+    """
     number = _IOPRIO_SET.get(platform.machine())
-    if setup.io_idle and number is not None:
-        libc = ctypes.CDLL(None)
-        libc.syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_IDLE)
+    libc = ctypes.CDLL(None)
+    for thread in threads:
+        with suppress(ProcessLookupError):  # it has ended
+            lowered = os.getpriority(os.PRIO_PROCESS, thread) + setup.nice
+            os.setpriority(os.PRIO_PROCESS, thread, lowered)
+            if setup.io_idle and number is not None:
+                libc.syscall(number, _IOPRIO_WHO_PROCESS, thread, _IOPRIO_IDLE)
 
 
 def _write(writer: Any, job: Job, control: Control) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -151,6 +152,26 @@ def note_pid(path: str) -> None:
     written = Path(f"{path}.part")
     written.write_text(str(os.getpid()))
     written.replace(path)
+
+
+def use_cpu(seconds: float) -> None:
+    """Compute for so many seconds, not counting those in which others compute."""
+    while time.process_time() < seconds:
+        pass
+
+
+def note_threads(path: str) -> None:
+    """Write down this thread's niceness, and the id of a thread that stays."""
+    started = threading.Event()
+    thread = threading.Thread(target=_stay, args=(started,), daemon=True)
+    thread.start()
+    started.wait()
+    Path(path).write_text(f"{os.nice(0)} {thread.native_id}")
+
+
+def _stay(started: threading.Event) -> None:
+    started.set()
+    threading.Event().wait()
 
 
 def refuse() -> None:
