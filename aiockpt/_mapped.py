@@ -5,7 +5,6 @@ The two trust each other: one is the trainer, the other was started by it.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 from contextlib import suppress
 from typing import Final
@@ -27,25 +26,19 @@ TRUSTED: Final = Limits(
 
 
 class MappedSnapshot:
-    """A snapshot in memory that another process has staged.
-
-    Attributes:
-        address: Where it is mapped.
-    """
+    """A snapshot in memory that another process has staged."""
 
     def __init__(self, manifest: Manifest, fd: int) -> None:
         self.manifest = manifest
         size = max(manifest.segment_bytes, 1)
-        # Nobody writes; but only of memory that can be written Python says where it is.
-        self._map = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._map = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
 
     def __repr__(self) -> str:
         return f"<MappedSnapshot step={self.manifest.step}>"
 
     def views(self, start: int, stop: int) -> list[memoryview]:
         """Return the bytes ``[start, stop)`` of the data segment as one view."""
-        return [memoryview(self._map)[start:stop].toreadonly()] if stop > start else []
+        return [memoryview(self._map)[start:stop]] if stop > start else []
 
     def close(self) -> None:
         """Unmap; a view that somebody has kept keeps its pages."""

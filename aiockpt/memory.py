@@ -63,12 +63,10 @@ class Lendable(Protocol):
 
     Attributes:
         fd: What it lies in; negative if it cannot be lent.
-        address: Where it is mapped.
-        spent: Whether somebody else may read it for ever: its owner reuses it no more.
+        spent: Whether a process that was lent it keeps it: its owner reuses it no more.
     """
 
     fd: int
-    address: int
     spent: bool
 
     def lend(self) -> int:
@@ -248,7 +246,7 @@ class ArenaPool:
     def give_back(self, arena: Arena) -> None:
         """Take an arena back; the oldest free one returns to the system for it.
 
-        One that is spent, since others may still read it, is closed here only.
+        One that is spent, since another process keeps it, is closed here only.
         """
         if arena.spent:
             self._dispose(arena)

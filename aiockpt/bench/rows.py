@@ -36,7 +36,7 @@ _TIMES_TORCHFT_MANY = 30.0
 _TIMES_TORCHFT_PG = {False: 2.0, True: 8.0}  # of many small tensors?
 _TIMES_TORCHFT_PG_PLACED = {False: 0.9, True: 8.0}
 _TIMES_TORCH = 1.0
-_OF_RAW = 0.9
+_OF_RAW_FRESH, _OF_RAW_PLACED = 0.9, 0.75
 _OF_MEMCPY_NEW = 0.6
 _OF_MEMCPY_USED = 0.85
 _FRESH, _PLACED = "receive into fresh memory", "receive in place"
@@ -132,10 +132,10 @@ def rows_of_speed(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:
     cold, warm = found["aiockpt, stage cold"], found["aiockpt, stage warm"]
     for what, ours, reference, target in (
         (_FRESH, fresh, best(found, "torchft"), rival),
-        (_FRESH, fresh, found.get(f"{raw_fresh}, x1"), _OF_RAW * large),
+        (_FRESH, fresh, found.get(f"{raw_fresh}, x1"), _OF_RAW_FRESH * large),
         (_FRESH, fresh, _most(found, raw_fresh), 0),
         (_PLACED, in_place, found.get(f"{raw_touched}, x1"), 0),
-        (_PLACED, in_place, _most(found, raw_touched), _OF_RAW * large),
+        (_PLACED, in_place, _most(found, raw_touched), _OF_RAW_PLACED * large),
         (_PLACED, in_place, best(found, RAW_DIGESTED), 0),
         (
             "stage, new memory",

@@ -34,11 +34,6 @@ class FileBody:
         """How many bytes."""
         return self.stop - self.start
 
-    @property
-    def begin(self) -> int:
-        """Where in the segment it begins; negative if that is in the header."""
-        return self.start - len(self.servable.manifest.header)
-
     def views(self, start: int, stop: int) -> list[memoryview]:
         """Return the bytes ``[start, stop)`` of this body, in order."""
         start, stop = start + self.start, stop + self.start

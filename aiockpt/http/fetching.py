@@ -25,8 +25,6 @@ from aiockpt.http.translating import Exchange, naming
 from aiockpt.http.watching import Watch
 from aiockpt.wire.chunks import format_range, parse_content_range
 from aiockpt.wire.http import (
-    CHUNKS,
-    VERIFIES_HEADER,
     Resource,
     ResourceKind,
     Source,
@@ -167,7 +165,6 @@ class ChunkFetch:
             hdrs.RANGE: format_range(head + start, head + stop),
             hdrs.IF_MATCH: format_etag(snapshot_id),
             "Prefer": format_prefer_wait(held or self._wait()),
-            VERIFIES_HEADER: CHUNKS,
         }
         if held:
             headers[UNSEALED_HEADER] = snapshot_id

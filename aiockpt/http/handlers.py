@@ -27,7 +27,6 @@ from aiockpt.http.choosing import Choosing, resource_of
 from aiockpt.http.guard import RefusedError, ServerConfig, admit
 from aiockpt.http.lending import Lender
 from aiockpt.http.macs import ManifestMacs
-from aiockpt.http.pages import Holds, no_pages
 from aiockpt.http.published import Published
 from aiockpt.http.pumps import Pumps
 from aiockpt.http.replies import (
@@ -87,7 +86,6 @@ class CheckpointService:
         self.config = config
         self._lender = lender
         self._pumps = Pumps("aiockpt-serve")
-        self._holds = Holds()
         self._sendings: set[Sending] = set()
         self._readers = 0
         self._awaiting = Awaiting(shelf, config)
@@ -112,7 +110,6 @@ class CheckpointService:
         for sending in tuple(self._sendings):
             sending.evict()
         self._pumps.close()
-        self._holds.close()
 
     async def resource(self, request: web.Request) -> web.StreamResponse:
         """Answer a request for ``{step}/{what}``."""
@@ -223,13 +220,10 @@ class CheckpointService:
         self, request: web.Request, published: Published, reply: Reply
     ) -> web.StreamResponse:
         body = FileBody(published.servable, reply.start, reply.stop)
-        # Who keeps pages may see what is staged there next: not for who has one step.
-        anything = self.config.own_sockets and not request[VISIT].receiver
         sending = Sending(
             transport_of(request),
             stall_timeout=self.config.stall_timeout,
             pumps=self._pumps,
-            pages=self._holds.way(body, request.headers) if anything else no_pages,
         )
         async with self.shelf.reading(published, evict=sending.evict):
             if body.nbytes <= SMALL_BYTES:

@@ -9,8 +9,7 @@ when the memory changes after the response. So there are two ways:
   a loop refuses callbacks on the descriptor of a transport. A thread sends as long as
   the peer keeps up; where none is free, the loop does, at most one slice per readiness
   callback. The kernel has copied what ``sendmsg`` returns, so nothing refers to the
-  memory between two of them, nor after the last one; but where a thread may send the
-  memory's pages themselves, `aiockpt.http.pages` sees to it that they stay as they are.
+  memory between two of them, nor after the last one.
 * **Portably** (TLS, or no socket that we know): copies of slices go through
   ``resp.write`` with an empty write buffer between them. The copy costs little beside
   the encryption, and again nothing refers to the memory once ``write`` was called.
@@ -31,7 +30,6 @@ import contextlib
 import enum
 import select
 import socket
-from collections.abc import Callable
 from functools import partial
 
 from aiohttp import web
@@ -39,7 +37,6 @@ from aiohttp import web
 from aiockpt.errors import ClosedError
 from aiockpt.http import sockets
 from aiockpt.http.bodies import Body
-from aiockpt.http.pages import Pages, no_pages
 from aiockpt.http.plain import duplicate
 from aiockpt.http.pumps import WORTH, Pumps, Turn
 
@@ -73,7 +70,7 @@ class Outcome(enum.Enum):
 class Sending:
     """One body on its way to the peer at the other end of ``transport``.
 
-    Without ``pumps`` no thread takes part; ``pages`` finds out if one may send pages.
+    Without ``pumps`` no thread takes part.
     """
 
     def __init__(
@@ -82,11 +79,9 @@ class Sending:
         *,
         stall_timeout: float,
         pumps: Pumps | None = None,
-        pages: Callable[[socket.socket], Pages | None] = no_pages,
     ) -> None:
         self._transport = transport
         self._pumps = pumps
-        self._pages = pages
         self._patience = stall_timeout
         self._tick = min(_MAX_TICK, stall_timeout / _TICKS)
         self._loop = asyncio.get_running_loop()
@@ -117,8 +112,8 @@ class Sending:
         """Send the headers of ``response`` and the whole of ``body``.
 
         The length of ``body`` must be the response's ``Content-Length``. Once this has
-        returned or raised, :attr:`outcome` is set, and nothing reads the body's memory,
-        but for pages that a peer was given. If cancelled, the connection is aborted.
+        returned or raised, :attr:`outcome` is set, and nothing reads the body's memory.
+        If cancelled, the connection is aborted.
         """
         self._watch()
         try:
@@ -161,25 +156,19 @@ class Sending:
             pause = _BUFFER_PAUSE
 
     async def _send_on(self, sock: socket.socket, body: Body) -> None:
-        pages = self._pages(sock) if self._is_worth_a_turn(body) else None
-        try:
-            while self._outcome is None:
-                waiting = True
-                if self._pumps is not None and self._is_worth_a_turn(body):
-                    pump = partial(self._pump, sock, body, pages)
-                    waiting = await self._send_in_thread(self._pumps, pump, body)
-                if waiting:
-                    await self._send_on_loop(sock, body)
-        finally:
-            if pages is not None:
-                pages.close(sent=self.sent)
+        while self._outcome is None:
+            waiting = True
+            if self._pumps is not None and self._is_worth_a_turn(body):
+                waiting = await self._send_in_thread(self._pumps, sock, body)
+            if waiting:
+                await self._send_on_loop(sock, body)
 
     async def _send_in_thread(
-        self, pumps: Pumps, pump: Callable[[Turn], bool], body: Body
+        self, pumps: Pumps, sock: socket.socket, body: Body
     ) -> bool:
         """Send for a turn; say whether the peer has to be waited for."""
         try:
-            return await pumps.turn(pump)
+            return await pumps.turn(partial(self._pump, sock, body))
         except OSError:
             self._end(Outcome.GONE)
         except ClosedError:  # so is the service, which ends all sendings
@@ -189,13 +178,10 @@ class Sending:
                 self._end(Outcome.SENT)
         return False
 
-    def _pump(
-        self, sock: socket.socket, body: Body, pages: Pages | None, turn: Turn
-    ) -> bool:
+    def _pump(self, sock: socket.socket, body: Body, turn: Turn) -> bool:
         while self._outcome is None and self.sent < body.nbytes and not turn.over:
             try:
-                count = pages.send(self.sent) if pages is not None else 0
-                self.sent += count or self._send_slice(sock, body, THREAD_SLICE_BYTES)
+                self.sent += self._send_slice(sock, body, THREAD_SLICE_BYTES)
             except BlockingIOError:
                 if not turn.wait(sock, select.POLLOUT):
                     return True

@@ -21,7 +21,6 @@ __all__ = [
     "cut",
     "descriptor_of",
     "is_same_host",
-    "outgoing",
     "reset_on_close",
     "tune",
     "unacknowledged",
@@ -113,18 +112,9 @@ def unacknowledged(transport: asyncio.WriteTransport) -> int:
     sock = socket_of(transport)
     if sock is not None and sys.platform == "linux":
         with contextlib.suppress(OSError, ValueError):
-            waiting += outgoing(sock)
+            raw = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+            waiting += struct.unpack("i", raw)[0]
     return waiting
-
-
-def outgoing(sock: Any) -> int:
-    """Return how many bytes the kernel has of what was sent; for Linux.
-
-    Raises:
-        OSError, ValueError: the socket is closed.
-    """
-    raw = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
-    return int(struct.unpack("i", raw)[0])
 
 
 def reset_on_close(transport: asyncio.BaseTransport) -> None:

@@ -25,12 +25,10 @@ from aiockpt.wire.problems import (
 
 __all__ = [
     "AFTER",
-    "CHUNKS",
     "DIGEST_HEADER",
     "LATEST",
     "MAX_METADATA",
     "STEP_HEADER",
-    "VERIFIES_HEADER",
     "HostNotAllowed",
     "PeerBusy",
     "Problem",
@@ -59,9 +57,6 @@ __all__ = [
 
 DIGEST_HEADER = "Aiockpt-Digest"
 STEP_HEADER = "Aiockpt-Step"
-VERIFIES_HEADER = "Aiockpt-Verifies"
-"""In a request, with `CHUNKS`: digests are compared of all that comes."""
-CHUNKS = "chunks"
 LATEST = "latest"
 AFTER = "after"
 

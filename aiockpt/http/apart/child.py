@@ -199,7 +199,8 @@ class Serving:
     async def _prepare(self, message: Prepare, parcel: int, arena: int) -> Servable:
         try:
             manifest = await self._bridge.run(trusted_header, unpack(parcel))
-            servable = Servable(manifest, arena, message.number, self.say)
+            number, lends = message.number, self._lender is not None
+            servable = Servable(manifest, arena, number, self.say, lends=lends)
         finally:
             os.close(arena)
         self.say(Done(message.number))

@@ -59,13 +59,20 @@ class RemoteShelf:
         bridge: Where processes are launched.
         make: Makes a process, which is then started.
         setup: What a process is told first.
+        lends: Whether the process lends the memory to other processes of this host.
     """
 
     def __init__(
-        self, bridge: Bridge, make: Launch, setup: Callable[[], Setup]
+        self,
+        bridge: Bridge,
+        make: Launch,
+        setup: Callable[[], Setup],
+        *,
+        lends: bool,
     ) -> None:
         self._bridge = bridge
         self._setup = setup
+        self._lends = lends
         self._process = ServerProcess(
             bridge,
             make=make,
@@ -241,8 +248,9 @@ class RemoteShelf:
         self._before = self.served()._replace(readers=0, waiting=0)
         self._lent_before = self.lent
         self._counted = _NOTHING
-        for number in self._given:  # it may not have come to say what is read still
-            self._spend(number)
+        if self._lends:  # it may have died before it said what it had lent
+            for number in self._given:
+                self._spend(number)
         for number in tuple(self._given):
             if number != self._current:
                 self._take_back(number)

@@ -24,14 +24,17 @@ class Servable:
         arena: A descriptor of its memory, which stays the caller's.
         number: What the trainer calls it.
         say: Tells the trainer.
+        lends: Whether other processes of this host may map the memory.
     """
 
     live = False
 
-    def __init__(self, manifest: Manifest, arena: int, number: int, say: Say) -> None:
+    def __init__(
+        self, manifest: Manifest, arena: int, number: int, say: Say, *, lends: bool
+    ) -> None:
         self.manifest = manifest
         self._mapped = MappedSnapshot(manifest, arena)
-        self.arena = TrainersArena(arena, self._mapped.address, number, say)
+        self.arena = TrainersArena(arena, number, say) if lends else None
         self._references = 1
         self._number = number
         self._say = say
@@ -51,17 +54,17 @@ class Servable:
         """Undo one :meth:`acquire`; after the last one the trainer may reuse it."""
         self._references -= 1
         if not self._references:
-            self.arena.close()
+            if self.arena is not None:
+                self.arena.close()
             self._mapped.close()
             self._say(Released(self._number))
 
 
 class TrainersArena:
-    """The memory of a snapshot; the trainer hears when it is spent."""
+    """The memory of a snapshot, to lend; the trainer is told when it is spent."""
 
-    def __init__(self, fd: int, address: int, number: int, say: Say) -> None:
+    def __init__(self, fd: int, number: int, say: Say) -> None:
         self.fd = os.dup(fd)
-        self.address = address
         self._number = number
         self._say = say
         self._spent = False
@@ -72,7 +75,7 @@ class TrainersArena:
 
     @property
     def spent(self) -> bool:
-        """Whether somebody else may read it for ever."""
+        """Whether a process that was lent it keeps it."""
         return self._spent
 
     @spent.setter
