@@ -17,7 +17,6 @@ from typing import TypeAlias
 
 from aiockpt._bridge import Bridge
 from aiockpt._copy import CopyPlan, Fences, InPlace
-from aiockpt._cores import usable_cores
 from aiockpt._device import Event, PortFor, completed, port_for
 from aiockpt._frontier import Frontier
 from aiockpt._here import failing_here
@@ -161,11 +160,6 @@ class Stager:
         with failing_here(f"relabelling step {step}"):
             manifest = await self._bridge.run(with_step, snapshot.manifest, step)
         return snapshot.relabelled(manifest)
-
-    @property
-    def can_be_followed(self) -> bool:
-        """Whether it makes sense to read at once: of a copy, with a core for that."""
-        return not self._zero_copy and usable_cores() > self._threads
 
     def trim(self) -> None:
         """Return the memory that no snapshot uses to the system."""

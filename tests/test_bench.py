@@ -18,11 +18,9 @@ from aiockpt.bench.report import Report, as_markdown, as_text
 from aiockpt.bench.rounds import Candidate, take_turns
 from aiockpt.bench.rows import (
     BESIDE,
-    BOTH,
     COPIED,
     SHARED,
     Row,
-    rows_of_both,
     rows_of_cost,
     rows_of_footprint,
     rows_of_group,
@@ -57,7 +55,6 @@ def test_a_tiny_run_yields_a_table_and_valid_json(
     table = capsys.readouterr().out
     found = json.loads(file.read_text())
     assert "| receive in place | 4 x 1 MiB | " in table
-    assert "| send and receive in place | 4 x 1 MiB | " in table
     assert "| same host, shared | 4 x 1 MiB | " in table
     assert "| same host, copied in place | 4 x 1 MiB | " in table
     assert "| CPU seconds per GB, both ends, in place | 4 x 1 MiB | " in table
@@ -317,22 +314,6 @@ def test_rows_compare_with_the_references() -> None:
     verdicts = ["ok", "MISSED", "", "", "ok", "", "MISSED", "MISSED", ""]
     assert [row.verdict for row in rows] == verdicts
     assert {row.verdict for row in rows_of_ticker(shape, found, 5.0)} == {"ok"}
-
-
-def test_a_send_and_its_receive_are_compared_with_the_slower_stage() -> None:
-    """Their time may be 1.25 times that one's."""
-    shape = shape_of("1m", MIB)
-    stages = {
-        name: series(name, seconds)
-        for name, seconds in {
-            "aiockpt, stage warm": 0.4,
-            "aiockpt, in place": 1.0,
-        }.items()
-    }
-    for seconds, verdict in ((1.2, "ok"), (1.3, "MISSED")):
-        (row,) = rows_of_both(shape, {**stages, BOTH: series(BOTH, seconds)})
-        assert (row.reference, row.verdict) == ("aiockpt, in place", verdict)
-    assert list(rows_of_both(shape, stages)) == []
 
 
 @pytest.mark.parametrize(

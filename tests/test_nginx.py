@@ -12,7 +12,6 @@ import aiockpt.http
 from aiockpt import AuthenticationError, StepNotFoundError
 from aiockpt.testing import assert_same
 from caching import cached, documented, listening_port, nginx
-from holding import Copies
 from hosting import running
 from serving import settle
 from transports import MIB, receive, transport, weights
@@ -41,26 +40,6 @@ async def test_an_app_behind_it_is_reached_by_its_public_path(tmp_path: Path) ->
                 await receiver.recv_checkpoint(0, sender.address(), 7)
             token = sender.metadata().partition("#")[2]
             assert token not in log.read_text()
-
-
-async def test_a_cache_does_not_break_who_follows_a_send(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It makes other requests of ours, and so some of it comes later."""
-    monkeypatch.setattr("aiockpt.staging.usable_cores", lambda: 8)
-    copies = Copies(monkeypatch, after=24 * MIB)
-    async with transport(chunk_bytes=MIB) as sender, transport() as receiver:
-        await sender.start()
-        async with cached(tmp_path, sender.address()) as port:
-            url = f"http://127.0.0.1:{port}/checkpoint/"
-            metadata = f"{url}#{sender.metadata().partition('#')[2]}"
-            early = asyncio.create_task(receiver.recv_checkpoint(0, metadata, 7))
-            state = weights(7.0, mib=48)
-            send = asyncio.create_task(sender.send_checkpoint([], 7, state))
-            await settle(lambda: sender.statistics().requests > 3)
-            copies.go()
-            await send
-            assert_same(await early, state)
 
 
 async def test_a_cache_makes_several_receivers_cost_one_read(tmp_path: Path) -> None:

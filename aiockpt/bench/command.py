@@ -29,7 +29,6 @@ from aiockpt.bench.rows import (
     MAX_LAG,
     MAX_LAG_PG,
     Row,
-    rows_of_both,
     rows_of_cost,
     rows_of_footprint,
     rows_of_group,
@@ -184,7 +183,6 @@ def _over_http(
     rows = [
         *rows_of_speed(shape, found),
         *rows_of_many(shape, found),
-        *rows_of_both(shape, found),
         *rows_of_same_host(shape, found),
         *rows_of_cost(shape, found),
         *rows_of_ticker(shape, found, MAX_LAG),

@@ -11,7 +11,6 @@ from aiockpt.bench.rival import CHUNKS
 from aiockpt.bench.rounds import Candidate, Note, take_turns
 from aiockpt.bench.rows import (
     BESIDE,
-    BOTH,
     COPIED,
     COPY_DIGESTED,
     RAW_DIGESTED,
@@ -122,17 +121,6 @@ class Pair:
             ),
         )
 
-    def followed(self, name: str) -> Candidate:
-        """Return a send to, and receive by, somebody who waits for it."""
-
-        def run() -> Sample:
-            asked = self.sender.call("send_when_asked")
-            sample = self.received("receive", touched=True, into=True, **asked)
-            self.sender.call("sent")
-            return sample
-
-        return Candidate(name, run)
-
     def rivals(self) -> list[Candidate]:
         """Return the receives by torchft."""
         names = tuple(f"torchft, num_chunks={chunks}" for chunks in CHUNKS)
@@ -180,7 +168,6 @@ def _receive_in_place(pair: Pair, plan: Plan) -> list[Candidate]:
         *pair.raw(TOUCHED, plan.connections),
         pair.raw_digested(plan.connections),
         pair.ours("aiockpt, in place", into=True),
-        pair.followed(BOTH),
     ]
 
 

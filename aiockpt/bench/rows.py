@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 
 from aiockpt.bench.footprint import Footprint
 from aiockpt.bench.memory import FRESH, TOUCHED
@@ -13,7 +12,6 @@ from aiockpt.bench.statistics import Series, best, percentile
 
 __all__ = [
     "BESIDE",
-    "BOTH",
     "COPIED",
     "COPY_DIGESTED",
     "MAX_LAG",
@@ -21,7 +19,6 @@ __all__ = [
     "RAW_DIGESTED",
     "SHARED",
     "Row",
-    "rows_of_both",
     "rows_of_cost",
     "rows_of_footprint",
     "rows_of_group",
@@ -48,9 +45,7 @@ RAW_DIGESTED = "raw socket and digests, touched"
 COPY_DIGESTED = "memcpy and digests, touched"
 """Names of what copies, and computes digests of it, and does nothing else."""
 
-BOTH = "aiockpt, sent and received"
 MAX_LAG, MAX_LAG_PG = 5.0, 20.0  # ms
-_OF_SLOWEST_STAGE = 0.8  # the time may be 1.25 times as long
 _TIMES_RAW_CPU = 1.1
 _MAX_MANY = 0.35  # s
 _MAX_SHARED = 50.0  # ms
@@ -208,16 +203,6 @@ def rows_of_same_host(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row
     target = _OF_MEMCPY_IN_PLACE * large
     what = "same host, copied in place"
     yield _speed(shape, what, found[COPIED], found[BESIDE], target)
-
-
-def rows_of_both(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:
-    """Yield a send and its receive, which run beside each other where cores allow."""
-    if BOTH not in found:
-        return
-    stages = [found["aiockpt, stage warm"], found["aiockpt, in place"]]
-    slowest = min(stages, key=attrgetter("speed"))
-    target = _OF_SLOWEST_STAGE * shape.is_large
-    yield _speed(shape, "send and receive in place", found[BOTH], slowest, target)
 
 
 def rows_of_cost(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Literal
 
-import anyio
 import torch
 
 from aiockpt._bridge import Bridge
@@ -19,7 +17,6 @@ from aiockpt.http.transport import HTTPTransport
 __all__ = ["Sender"]
 
 _TIMEOUT = 600.0
-_GLANCE = 0.001
 _WARM = 2  # sends until both of the arenas that take turns have been used
 
 
@@ -35,7 +32,6 @@ class Sender:
         self._offering: HTTPTransport[object] | None = None
         self._staging: HTTPTransport[object] | None = None
         self._sends = 0
-        self._sending: asyncio.Task[None] | None = None
         self._rivals: list[Rival] = []
 
     async def prepare(self, key: str, size: int) -> None:
@@ -99,26 +95,6 @@ class Sender:
             rival.close()
         await self._stop_staging()
 
-    async def send_when_asked(self) -> dict[str, object]:
-        """Send into used memory once somebody waits; return what to ask for."""
-        transport = self._staging = self._staging or await _started()
-        while self._sends < _WARM:
-            await self._stage()
-
-        async def send() -> None:
-            while not transport.statistics().waiting:  # noqa: ASYNC110 - no event
-                await anyio.sleep(_GLANCE)
-            await self._stage()
-
-        self._sending = asyncio.create_task(send())
-        return {"metadata": transport.metadata(), "step": self._sends + 1}
-
-    async def sent(self) -> None:
-        """End such a send."""
-        sending, self._sending = self._sending, None
-        if sending is not None:
-            await sending
-
     async def memcpy(self, kind: str) -> Cost:
         """Copy the bytes to memory of a kind."""
         nbytes = self._flat.nbytes
@@ -163,7 +139,6 @@ class Sender:
         return cost
 
     async def _stop_staging(self) -> None:
-        await self.sent()
         transport, self._staging = self._staging, None
         self._sends = 0
         if transport is not None:

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
 
 from aiohttp import web
 
@@ -18,12 +17,9 @@ from aiockpt.errors import ClosedError, StepNotFoundError
 from aiockpt.http.guard import ServerConfig
 from aiockpt.http.published import Published
 from aiockpt.http.shelf import Shelf
-from aiockpt.http.unsealed import Unsealed
 from aiockpt.wire.http import parse_prefer_wait
 
 __all__ = ["Awaiting", "transport_of"]
-
-T = TypeVar("T")
 
 _GLANCE = 0.25  # seconds between two looks at the client
 _RARE_GLANCE = 0.5  # who waits for news waits nearly always; a server ends in a second
@@ -54,29 +50,6 @@ class Awaiting:
             request, look, _is_past, default_wait=default_wait, glance=_GLANCE
         )
 
-    async def early(self, request: web.Request, step: int) -> Published | Unsealed:
-        """Return this step as :meth:`step` does, or while it is being staged."""
-        look = partial(self._shelf.wait_for_early, step)
-        default_wait = self._config.default_wait
-        return await self._find(
-            request, look, _is_past, default_wait=default_wait, glance=_GLANCE
-        )
-
-    async def until(
-        self, request: web.Request, early: Unsealed, holds: Callable[[], bool]
-    ) -> bool:
-        """Wait until it holds of what is staged, as long as the request may; say so."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._wait_of(request, self._config.default_wait)
-        with self._counted():
-            while True:
-                left = max(deadline - loop.time(), 0.0)
-                if await early.wait_until(holds, wait=min(left, _GLANCE)):
-                    return True
-                if not left:
-                    return False
-                self._still_wanted(request)
-
     async def newer(self, request: web.Request, after: int) -> Published:
         """Return a step after this one, waiting as long as the request may.
 
@@ -94,12 +67,12 @@ class Awaiting:
     async def _find(
         self,
         request: web.Request,
-        look: Callable[..., Awaitable[T]],
+        look: Callable[..., Awaitable[Published]],
         is_final: Callable[[StepNotFoundError], bool] = lambda _: False,
         *,
         default_wait: float,
         glance: float,
-    ) -> T:
+    ) -> Published:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._wait_of(request, default_wait)
         with self._counted():

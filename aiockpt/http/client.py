@@ -12,7 +12,6 @@ from aiohttp import ClientSession
 from aiockpt.errors import AiockptError, StepNotFoundError
 from aiockpt.http.exchange import ClientConfig, Port
 from aiockpt.http.fetching import ChunkFetch, OnProgress, OnVerified, Prepare, Target
-from aiockpt.http.following import AHEAD, Following, SealRequest
 from aiockpt.http.hedging import Hedging
 from aiockpt.http.latest import LatestInfo, ask_latest
 from aiockpt.http.manifests import NOTHING, ManifestRequest, Run, Wishes
@@ -21,7 +20,6 @@ from aiockpt.http.stretch import plan
 from aiockpt.observe import TransferEvent, emit
 from aiockpt.wire.http import Source
 from aiockpt.wire.manifest import Manifest, Outline
-from aiockpt.wire.unsealed import Promise
 
 __all__ = ["CheckpointClient", "ClientConfig", "LatestInfo", "Run", "Target"]
 
@@ -61,8 +59,7 @@ class CheckpointClient:
         """Return the manifest of ``step``, waiting until the peer publishes it.
 
         It waits until it is cancelled; ``deadline`` (loop time) only tells the peer
-        how long that may be. ``wishes`` may bring it earlier, without digests. If
-        cancelled, nothing is left behind.
+        how long that may be. If cancelled, nothing is left behind.
 
         Raises:
             StepNotFoundError: a newer step has taken its place.
@@ -172,46 +169,6 @@ class CheckpointClient:
         runs = plan(outline, chunks, workers=workers)
         with closing(fetch):
             await Hedging(fetch).run(runs, workers=workers)
-
-    async def follow(
-        self,
-        source: Source,
-        promise: Promise,
-        outline: Outline,
-        target: Target,
-        chunks: Sequence[int],
-        *,
-        on_progress: OnProgress,
-        on_retry: OnRetry | None = None,
-        prepare: Prepare | None = None,
-        on_verified: OnVerified | None = None,
-    ) -> tuple[Outline, list[int]]:
-        """Fetch chunks of an unsealed checkpoint, and then its sealed outline.
-
-        Returns that, and the chunks that are still to be fetched; the others have
-        been verified. The arguments are those of :meth:`fetch_chunks`, and so is what
-        a cancel leaves behind.
-
-        Raises:
-            PeerFailedError: the peer could not stage it.
-            StepNotFoundError: the peer has withdrawn it.
-            AiockptError: as :meth:`fetch_chunks`.
-        """
-        fetch = self.fetching(
-            source,
-            promise.outline(outline),
-            target,
-            on_progress=on_progress,
-            on_retry=on_retry,
-            prepare=prepare,
-            on_verified=on_verified,
-        )
-        fetch.held = self._config.stall_timeout
-        request = SealRequest(fetch, self._config, self._run, promise, outline)
-        workers = self._config.max_concurrency
-        runs = plan(outline, chunks, workers=workers, most=AHEAD)
-        with closing(fetch):
-            return await Following(fetch, request).run(runs, workers=workers)
 
     @property
     def max_concurrency(self) -> int:

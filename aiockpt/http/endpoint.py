@@ -217,14 +217,6 @@ class Endpoint:
         return ServerStatistics(*map(sum, zip(*each, strict=True)))
 
     @property
-    def early(self) -> Shelf | None:
-        """What lets receivers read before a checkpoint is published.
-
-        Memory that can be lent is taken whole.
-        """
-        return None if self._lender else self.shelf
-
-    @property
     def lent(self) -> int:
         """How often a checkpoint was lent to a process of this host."""
         return self._lender.count if self._lender else 0

@@ -34,7 +34,6 @@ from aiockpt.wire.http import (
     parse_etag,
 )
 from aiockpt.wire.manifest import Outline
-from aiockpt.wire.unsealed import UNSEALED_HEADER
 
 __all__ = [
     "Body",
@@ -45,8 +44,6 @@ __all__ = [
     "Target",
     "check_part",
 ]
-
-_NOT_YET = 0.05  # seconds
 
 OnProgress = Callable[[int, int], None]
 OnVerified = Callable[[int], None]
@@ -89,10 +86,8 @@ class _Nowhere:
 class ChunkFetch:
     """One call of ``fetch_chunks``: what its requests have in common.
 
-    ``held`` is how many seconds the peer may take to have bytes that it is staging;
-    the outline then has the tag of what it stages for a snapshot id. `close` it when
-    the last request has ended: whoever keeps it longer, such as the traceback of a
-    request that was cancelled, does not keep the memory.
+    `close` it when the last request has ended: whoever keeps it longer, such as the
+    traceback of a request that was cancelled, does not keep the memory.
     """
 
     port: Port
@@ -104,7 +99,6 @@ class ChunkFetch:
     on_retry: OnRetry
     patience: Patience
     on_verified: OnVerified | None = None
-    held: float = 0.0
 
     def close(self) -> None:
         """Let go of the memory; idempotent."""
@@ -121,11 +115,11 @@ class ChunkFetch:
         await persist(attempt, retrier, self.on_retry, pause=self.port.pause)
 
     @asynccontextmanager
-    async def ask(self, stretch: Stretch) -> AsyncIterator[Body | None]:
+    async def ask(self, stretch: Stretch) -> AsyncIterator[Body]:
         """Ask for as much of a stretch as one request can bring.
 
-        Gives None if the peer has not staged it yet. If cancelled, or if the block
-        does not receive the body, the connection is closed.
+        If cancelled, or if the block does not receive the body, the connection is
+        closed.
         """
         start, stop = stretch.position, stretch.stop
         exchange = self._exchange(start, stop)
@@ -133,9 +127,6 @@ class ChunkFetch:
         head = self.outline.header_bytes
         wanted = (head + start, head + stop, self.outline.total_bytes)
         async with self.port.open(exchange, self.count) as (answer, watch):
-            if answer.status == HTTPStatus.NO_CONTENT:
-                yield None
-                return
             check_part(answer.headers, wanted, exchange)
             if length_of(answer, exchange.url) != stop - start:
                 raise RemoteProtocolError(f"{exchange.url} contradicts itself")
@@ -152,22 +143,15 @@ class ChunkFetch:
         if self.on_verified is not None:
             self.on_verified(chunk)
 
-    async def not_yet(self) -> None:
-        """Note that the peer lives, and has not what it was asked for."""
-        self.patience.heard(asyncio.get_running_loop().time())
-        await self.port.pause(_NOT_YET)  # it should have waited itself, and need not
-
     def _exchange(self, start: int, stop: int) -> Exchange:
-        outline, held = self.outline, self.held
+        outline = self.outline
         step, snapshot_id = outline.step, outline.snapshot_id
         head = outline.header_bytes
         headers = {
             hdrs.RANGE: format_range(head + start, head + stop),
             hdrs.IF_MATCH: format_etag(snapshot_id),
-            "Prefer": format_prefer_wait(held or self._wait()),
+            "Prefer": format_prefer_wait(self._wait()),
         }
-        if held:
-            headers[UNSEALED_HEADER] = snapshot_id
         return Exchange(
             source=self.source,
             path=format_resource(Resource(ResourceKind.FULL, step)),
@@ -175,8 +159,6 @@ class ChunkFetch:
             status=HTTPStatus.PARTIAL_CONTENT,
             step=step,
             snapshot_id=snapshot_id,
-            allowance=held,
-            may_be_empty=bool(held),
         )
 
     def _wait(self) -> float:
@@ -242,7 +224,4 @@ class _Attempt:
 
     async def _receive(self) -> None:
         async with self._fetch.ask(self._stretch) as body:
-            if body is None:
-                await self._fetch.not_yet()
-            else:
-                await body.receive()
+            await body.receive()

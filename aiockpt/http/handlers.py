@@ -18,12 +18,16 @@ from typing import NamedTuple
 
 from aiohttp import web
 
-from aiockpt.errors import AiockptError, ClosedError, StepNotFoundError
+from aiockpt.errors import (
+    AiockptError,
+    ClosedError,
+    RemoteProtocolError,
+    StepNotFoundError,
+)
 from aiockpt.http import sockets
 from aiockpt.http.audit import VISIT, Auditor, Visit
 from aiockpt.http.awaiting import Awaiting, transport_of
 from aiockpt.http.bodies import FileBody
-from aiockpt.http.choosing import Choosing, resource_of
 from aiockpt.http.guard import RefusedError, ServerConfig, admit
 from aiockpt.http.lending import Lender
 from aiockpt.http.macs import ManifestMacs
@@ -89,7 +93,6 @@ class CheckpointService:
         self._sendings: set[Sending] = set()
         self._readers = 0
         self._awaiting = Awaiting(shelf, config)
-        self._choosing = Choosing(shelf, self._awaiting)
         self._closed = False
         self._counts: Counter[str] = Counter()
         self._macs = ManifestMacs(config.manifest_key)
@@ -180,13 +183,10 @@ class CheckpointService:
         return _Answer(body=body, headers=headers)
 
     async def _resource(self, request: web.Request) -> web.StreamResponse:
-        resource = resource_of(request)
-        choice = await self._choosing.choose(request, resource)
-        if choice is None:
-            return _Answer(status=HTTPStatus.NO_CONTENT, headers=no_news_headers(None))
-        published, tag = choice.published, choice.tag
+        resource = _resource_of(request)
+        published = await self._awaiting.step(request, resource.step)
         manifest = published.servable.manifest
-        reply = plan_reply(resource, manifest, choice.headers, request.method, tag=tag)
+        reply = plan_reply(resource, manifest, request.headers, request.method)
         if resource.kind is http.ResourceKind.METADATA:
             reply.headers.update(await self._macs.headers_of(manifest))
             reply.headers.update(await self._offer(request, published))
@@ -280,6 +280,19 @@ def _event_of(
         detail="" if outcome is Outcome.SENT else outcome.value,
         level=_LEVELS[outcome],
     )
+
+
+def _resource_of(request: web.Request) -> http.Resource:
+    """Return what is asked for.
+
+    Raises:
+        RefusedError: there is no such thing.
+    """
+    step, what = request.match_info["step"], request.match_info["what"]
+    try:
+        return http.parse_resource(step, what)
+    except RemoteProtocolError as error:
+        raise RefusedError(HTTPStatus.NOT_FOUND, str(error)) from None
 
 
 def _response_to(error: AiockptError) -> web.Response:

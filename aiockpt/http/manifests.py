@@ -30,18 +30,14 @@ from aiockpt.wire.layout import LENGTH_BYTES
 from aiockpt.wire.lending import OFFER_HEADER, PROBE_HEADER
 from aiockpt.wire.limits import enforce
 from aiockpt.wire.manifest import ForeignHeader, Manifest, decode_header
-from aiockpt.wire.unsealed import ACCEPT, UNSEALED_HEADER, Promise, parse_tag
 
 __all__ = [
     "NOTHING",
-    "Advance",
     "Lending",
     "ManifestRequest",
     "Memory",
     "Run",
     "Wishes",
-    "authenticate",
-    "download_header",
 ]
 
 T = TypeVar("T")
@@ -63,16 +59,6 @@ class Lending:
     offer: str | None = None
 
 
-@dataclass(slots=True)
-class Advance:
-    """Asks for a manifest without digests if there is none with them yet.
-
-    ``promise`` is there afterwards if that is what came.
-    """
-
-    promise: Promise | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Wishes:
     """What is asked for beside a manifest, and what is made of it.
@@ -80,21 +66,14 @@ class Wishes:
     Attributes:
         foretold: For `decode_header`.
         lending: Has the peer's offer afterwards, if it made one.
-        advance: Has what an unsealed manifest promises, if one came.
     """
 
     foretold: Foretold | None = None
     lending: Lending | None = None
-    advance: Advance | None = None
 
     def headers(self) -> dict[str, str]:
         """Return what the request has to say."""
-        found = {}
-        if self.lending is not None:
-            found[PROBE_HEADER] = self.lending.probe
-        if self.advance is not None:
-            found[UNSEALED_HEADER] = ACCEPT
-        return found
+        return {} if self.lending is None else {PROBE_HEADER: self.lending.probe}
 
 
 NOTHING = Wishes()
@@ -136,16 +115,10 @@ class ManifestRequest:
             step=step,
             allowance=wait,
         )
-        header = await download_header(self._port, self._config, exchange, retrier)
-        assert header is not None, "only a request for a seal may come back empty"
+        header = await self._download(exchange, retrier)
         if wishes.lending is not None:
             wishes.lending.offer = exchange.offer
-        manifest = await self._decode(header, exchange, step)
-        if wishes.advance is not None and exchange.unsealed is not None:
-            with naming(exchange):
-                tag = parse_tag(exchange.unsealed)
-                wishes.advance.promise = Promise.of(manifest, tag)
-        return manifest
+        return await self._decode(header, exchange, step)
 
     async def _decode(self, header: Memory, exchange: Exchange, step: int) -> Manifest:
         with naming(exchange):
@@ -156,42 +129,29 @@ class ManifestRequest:
             raise RemoteProtocolError(f"{exchange.url} describes step {manifest.step}")
         return manifest
 
+    async def _download(self, exchange: Exchange, retrier: Retrier) -> Memory:
+        def heard(_: int) -> None:
+            retrier.patience.heard(asyncio.get_running_loop().time())
+
+        port = self._port
+        limit = self._config.limits.max_header_bytes + LENGTH_BYTES
+        async with port.open(exchange, heard) as (answer, watch):
+            check_step(answer, exchange)
+            exchange.mac = answer.headers.get(MAC_HEADER)
+            exchange.offer = answer.headers.get(OFFER_HEADER)
+            exchange.expected = length_of(answer, exchange.url)
+            enforce("the size of the header", exchange.expected, limit)
+            memory = room_for(exchange.expected)
+            view = memoryview(memory)
+            filler = Filler(lambda a, b: [view[a:b]], 0, exchange.expected)
+            await port.receive(exchange, answer, watch, filler, fast=True)
+        return memory
+
     def _believe(self, header: Memory, exchange: Exchange) -> Manifest | ForeignHeader:
-        authenticate(self._config, header, exchange)
+        """Check who has written a header before anything is made of it; decode it."""
+        key = self._config.security.key
+        if key is not None:
+            check_manifest_mac(key, memoryview(header), exchange.mac, url=exchange.url)
         limits, foretold = self._config.limits, self._wishes.foretold
         with collector_paused():
             return decode_header(header, limits=limits, foretold=foretold)
-
-
-async def download_header(
-    port: Port, config: ClientConfig, exchange: Exchange, retrier: Retrier
-) -> Memory | None:
-    """Return the body of an answer that is a header; None if it has none yet."""
-
-    def heard(_: int) -> None:
-        retrier.patience.heard(asyncio.get_running_loop().time())
-
-    limit = config.limits.max_header_bytes + LENGTH_BYTES
-    async with port.open(exchange, heard) as (answer, watch):
-        if answer.status == HTTPStatus.NO_CONTENT:
-            heard(0)
-            return None
-        check_step(answer, exchange)
-        exchange.mac = answer.headers.get(MAC_HEADER)
-        exchange.offer = answer.headers.get(OFFER_HEADER)
-        exchange.unsealed = answer.headers.get(UNSEALED_HEADER)
-        exchange.expected = length_of(answer, exchange.url)
-        enforce("the size of the header", exchange.expected, limit)
-        memory = room_for(exchange.expected)
-        view = memoryview(memory)
-        filler = Filler(lambda a, b: [view[a:b]], 0, exchange.expected)
-        await port.receive(exchange, answer, watch, filler, fast=True)
-    return memory
-
-
-def authenticate(config: ClientConfig, header: Memory, exchange: Exchange) -> None:
-    """Check who has written a header, before anything is made of it."""
-    key = config.security.key
-    if key is not None:
-        view = memoryview(header)
-        check_manifest_mac(key, view, exchange.mac, url=exchange.url)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Protocol
 
 import anyio
@@ -40,26 +39,12 @@ class Offers(Protocol):
         """Tell those who wait for a step that it does not come; None forgets it."""
 
 
-class Announces(Protocol):
-    """A shelf from which a checkpoint is read while it is being staged."""
-
-    def announce(self, staged: Snapshot, /) -> None:
-        """Let it be read behind its frontier; see `Shelf.announce`."""
-
-    def lose(self, failure: Failure) -> None:
-        """Take away what was announced last; see `Shelf.lose`."""
-
-
 class Serves(Protocol):
     """An endpoint, as far as an offer needs it."""
 
     @property
     def shelf(self) -> Offers:
         """Where it is published."""
-
-    @property
-    def early(self) -> Announces | None:
-        """Where it is announced before it is whole, if that can be."""
 
     async def start(self) -> None:
         """Serve what is on the shelf."""
@@ -71,7 +56,6 @@ class Offering:
     A withdrawal wins over every call that began before it: it does not wait for their
     staging, and what they have staged by then is not published. Each offer starts the
     endpoint, so that it, too, is withdrawn meanwhile, or told of when that fails.
-    Receivers read what is being staged, if that makes sense and the endpoint can.
     """
 
     def __init__(
@@ -85,7 +69,6 @@ class Offering:
         self._stager = stager
         self._start = endpoint.start
         self._shelf = endpoint.shelf
-        self._early = endpoint.early if stager.can_be_followed else None
         self._grace = grace
         self._turn = anyio.Lock()
         self._offered: Snapshot | None = None
@@ -109,30 +92,18 @@ class Offering:
         """
         started, step = time.monotonic(), exact_step(step)
         before = self._shelf.retractions
-        announced: list[Announces] = []
-
-        async def announce(early: Announces, staged: Snapshot) -> None:
-            self._check(step, before)
-            early.announce(staged)
-            announced.append(early)
-
-        early = self._early
-        follow = None if early is None else partial(announce, early)
         self._shelf.fail(None)
         try:
             async with deadline:
                 await self._start()
                 async with self._turn:
                     self._check(step, before)
-                    stage = self._stager.stage
-                    snapshot = await stage(state_dict, step=step, follow=follow)
+                    snapshot = await self._stager.stage(state_dict, step=step)
                     deadline.stop = "publish"
                     await self._publish(snapshot, before)
         except BaseException as error:
             if not self._closed and self._shelf.retractions == before:
                 failure = Failure.of(error, step=step, receivers=receivers)
-                for each in announced:
-                    each.lose(failure)
                 self._shelf.fail(failure)
             raise
         nbytes, elapsed = snapshot.manifest.segment_bytes, time.monotonic() - started

@@ -13,7 +13,6 @@ from aiockpt.http.retrying import OnRetry
 from aiockpt.http.several import SeveralSources
 from aiockpt.wire.http import Source, parse_metadata
 from aiockpt.wire.manifest import Manifest, Outline
-from aiockpt.wire.unsealed import Promise
 
 __all__ = ["OneSource", "Origin", "distinct", "origin_of", "sources_of"]
 
@@ -44,7 +43,7 @@ class Origin(Protocol):
     ) -> Manifest:
         """Return the manifest of ``step``, waiting until it is published.
 
-        Of several sources none lends its memory, or comes before it is published.
+        Of several sources none lends its memory.
         """
 
     async def fetch_chunks(
@@ -59,20 +58,6 @@ class Origin(Protocol):
         on_verified: OnVerified | None = None,
     ) -> None:
         """Fetch chunks into ``target`` and verify each one."""
-
-    async def follow(
-        self,
-        promise: Promise,
-        outline: Outline,
-        target: Target,
-        chunks: Sequence[int],
-        *,
-        on_progress: OnProgress,
-        on_retry: OnRetry | None = None,
-        prepare: Prepare | None = None,
-        on_verified: OnVerified | None = None,
-    ) -> tuple[Outline, list[int]]:
-        """Fetch chunks while they are staged; see `CheckpointClient.follow`."""
 
 
 class OneSource:
@@ -129,31 +114,6 @@ class OneSource:
         """See `Origin`."""
         await self._client.fetch_chunks(
             self._source,
-            outline,
-            target,
-            chunks,
-            on_progress=on_progress,
-            on_retry=on_retry,
-            prepare=prepare,
-            on_verified=on_verified,
-        )
-
-    async def follow(
-        self,
-        promise: Promise,
-        outline: Outline,
-        target: Target,
-        chunks: Sequence[int],
-        *,
-        on_progress: OnProgress,
-        on_retry: OnRetry | None = None,
-        prepare: Prepare | None = None,
-        on_verified: OnVerified | None = None,
-    ) -> tuple[Outline, list[int]]:
-        """See `Origin`."""
-        return await self._client.follow(
-            self._source,
-            promise,
             outline,
             target,
             chunks,

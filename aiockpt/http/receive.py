@@ -50,8 +50,6 @@ class ReceiveOptions:
 class Receive:
     """One call of ``recv_checkpoint``."""
 
-    _early = True  # chunks may come before anybody knows what they have to be
-
     def __init__(
         self,
         origin: Origin,
@@ -140,9 +138,7 @@ class Receive:
     async def _ask(self, step: int) -> Manifest:
         self._stop("fetch_manifest")
         foretold, self._foretold = self._foretold, None
-        early = self._early and self._options.have is None
-        when = self._deadline.when
-        return await self._supply.ask(step, when, foretold, early=early)
+        return await self._supply.ask(step, self._deadline.when, foretold)
 
     async def _borrow(self, outline: Outline, *, most: int | None) -> None:
         self._stop("allocate")

@@ -15,7 +15,6 @@ from aiockpt.errors import CheckpointChangedError
 from aiockpt.http.guard import RefusedError
 from aiockpt.wire import chunks, http
 from aiockpt.wire.manifest import Manifest
-from aiockpt.wire.unsealed import UNSEALED_HEADER
 
 __all__ = [
     "COMMON_HEADERS",
@@ -50,12 +49,8 @@ def plan_reply(
     manifest: Manifest,
     headers: Mapping[str, str],
     method: str,
-    *,
-    tag: str,
 ) -> Reply:
     """Return how to answer ``GET`` or ``HEAD`` of a resource that is being served.
-
-    ``tag`` is the snapshot id, or what names it for those who read before it is sealed.
 
     Raises:
         CheckpointChangedError: ``If-Match`` names another snapshot.
@@ -63,7 +58,8 @@ def plan_reply(
         RefusedError: 404, there is no such chunk.
     """
     start, stop = _extent(resource, manifest)
-    answer = _headers(resource, manifest, tag)
+    answer = _headers(resource, manifest)
+    tag = manifest.snapshot_id
     if not http.if_match(headers.get("If-Match"), tag):
         raise CheckpointChangedError(
             expected=headers["If-Match"].strip('"')[:64], actual=tag
@@ -126,20 +122,16 @@ def _extent(resource: http.Resource, manifest: Manifest) -> tuple[int, int]:
     return start + manifest.header_bytes, stop + manifest.header_bytes
 
 
-def _headers(resource: http.Resource, manifest: Manifest, tag: str) -> dict[str, str]:
-    sealed = tag == manifest.snapshot_id
+def _headers(resource: http.Resource, manifest: Manifest) -> dict[str, str]:
     answer = {
         **COMMON_HEADERS,
-        "ETag": http.format_etag(tag),
+        "ETag": http.format_etag(manifest.snapshot_id),
         "Accept-Ranges": "bytes",
-        "Cache-Control": _CACHE if sealed else "no-store, no-transform",
+        "Cache-Control": _CACHE,
         "Content-Type": "application/octet-stream",
         http.STEP_HEADER: str(manifest.step),
     }
-    if not sealed:
-        answer[UNSEALED_HEADER] = tag
-        answer["Vary"] = "*"  # for caches that were told to ignore Cache-Control
-    elif resource.chunk is not None and resource.chunk < len(manifest.digests):
+    if resource.chunk is not None and resource.chunk < len(manifest.digests):
         # Of the whole chunk, whatever range of it is asked for.
         digest = manifest.digests[resource.chunk]
         answer[http.DIGEST_HEADER] = http.format_digest(digest)

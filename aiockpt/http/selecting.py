@@ -161,8 +161,6 @@ def _by_nobody(*_: object, **__: object) -> NoReturn:
 class PartReceive(Receive):
     """One call of ``recv_checkpoint`` with ``select``."""
 
-    _early = False  # what is wanted is found out from values, and these are verified
-
     def __init__(
         self,
         origin: Origin,

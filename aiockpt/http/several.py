@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import anyio
 
@@ -154,10 +154,6 @@ class SeveralSources:
                 stack.callback(fetch.close)
             await striping.run()
         members.report(outline.step, _now() - began)
-
-    async def follow(self, *_: object, **__: object) -> NoReturn:
-        """Never be called: no manifest of theirs comes unsealed."""
-        raise AssertionError("several sources promise nothing")
 
     def _lanes(self) -> int:
         most = self._client.max_concurrency

@@ -12,13 +12,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import NamedTuple
 
 from aiockpt.errors import CheckpointChangedError, ClosedError, StepNotFoundError
 from aiockpt.http.failing import Failure
 from aiockpt.http.published import Published, Servable
-from aiockpt.http.unsealed import Early, Staged, Unsealed
 
 __all__ = ["Shelf", "ShelfStatistics"]
 
@@ -34,11 +32,7 @@ class ShelfStatistics(NamedTuple):
 
 
 class Shelf:
-    """Holds the checkpoint that is being served. Bound to the loop that uses it.
-
-    Attributes:
-        early: What may be read before it is published.
-    """
+    """Holds the checkpoint that is being served. Bound to the loop that uses it."""
 
     def __init__(self) -> None:
         self._current: Published | None = None
@@ -49,7 +43,6 @@ class Shelf:
         self._retractions = 0
         self._failure: Failure | None = None
         self._withdrawals = 0
-        self.early = Early()
 
     def __repr__(self) -> str:
         now = self.statistics()
@@ -107,19 +100,9 @@ class Shelf:
         """
         old, self._current = self._current, Published(snapshot)
         self._failure = None
-        self.early.seal(self._current)
         self._announce()
         if old is not None:
             self._supersede(old)
-
-    def announce(self, staged: Staged) -> None:
-        """Let ``staged`` be read behind its staging, until it is published or lost."""
-        self.early.open(staged)
-        self._announce()
-
-    def lose(self, failure: Failure) -> None:
-        """Take away what is announced, and tell its readers why."""
-        self._drop(self.early.fail(failure))
 
     def fail(self, failure: Failure | None) -> None:
         """Tell those who wait for the step of a failure that it does not come.
@@ -140,7 +123,6 @@ class Shelf:
         if self._failure is not None and self._failure.left is None:
             self._failure = None
         old, self._current = self._current, None
-        self._drop(self.early.end(None))
         if old is not None:
             self._withdrawals += 1
             self._announce()
@@ -165,19 +147,6 @@ class Shelf:
         """
         await self._until(lambda: self._settled(step), wait)
         return self._find(step)
-
-    async def wait_for_early(self, step: int, *, wait: float) -> Published | Unsealed:
-        """As :meth:`wait_for`, or give it while it is being staged.
-
-        Raises:
-            StepNotFoundError, PeerFailedError, ClosedError: see :meth:`wait_for`.
-        """
-        early = partial(self.early.pending, step)
-        await self._until(lambda: self._settled(step) or early() is not None, wait)
-        now, pending = self._current, early()
-        if pending is None or (now is not None and now.step == step):
-            return self._find(step)
-        return pending
 
     async def wait_past(self, step: int, *, wait: float) -> Published:
         """Return what is served once it is newer than ``step``.
@@ -242,7 +211,7 @@ class Shelf:
     def _held(self) -> list[Published]:
         # The current one last: it is served until all others have been drained.
         now = [self._current] if self._current else []
-        return [*self._superseded, *self.early.held(), *now]
+        return [*self._superseded, *now]
 
     def _has_newer(self, step: int) -> bool:
         now = self._current
@@ -277,11 +246,6 @@ class Shelf:
         if not old.servable.live:
             old.let_go()
         self._tidy(old)
-        self._drop(self.early.end(old))
-
-    def _drop(self, early: Published | None) -> None:
-        if early is not None:
-            self._supersede(early)
 
     def _tidy(self, published: Published) -> None:
         lock = published.lock.statistics()

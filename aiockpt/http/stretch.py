@@ -17,7 +17,7 @@ from aiockpt.errors import IntegrityError, LocalProtocolError
 from aiockpt.http.translating import Exchange
 from aiockpt.wire.manifest import Outline
 
-__all__ = ["MAX_RUN", "Part", "Stretch", "UnsealedStretch", "parts_of", "plan"]
+__all__ = ["MAX_RUN", "Part", "Stretch", "parts_of", "plan"]
 
 # From one request to the next takes milliseconds: tens of megabytes might come in them.
 MAX_RUN = 1 << 30
@@ -151,7 +151,10 @@ class Stretch:
         while self._placed:
             part, actual = self._placed.popleft()
             self._todo.popleft()
-            self._close(part, actual)
+            if actual == part.digest:
+                self._on_verified(part.chunk)
+            else:
+                self._bad.append((part, actual))
         self._locate()
 
     def settle(self) -> tuple[int, IntegrityError] | None:
@@ -178,12 +181,6 @@ class Stretch:
             come += self.position - self._todo[0].start
         return sorted([*bad, *self._todo], key=lambda part: part.start), come
 
-    def _close(self, part: Part, actual: str) -> None:
-        if actual == part.digest:
-            self._on_verified(part.chunk)
-        else:
-            self._bad.append((part, actual))
-
     def _begin(self) -> None:
         self._ahead = self._todo.copy()
         self._next_chunk()
@@ -198,18 +195,3 @@ class Stretch:
     def _next_chunk(self) -> None:
         self._hasher = xxh3_128()
         self._at = self._ahead[0].start if self._ahead else 0
-
-
-class UnsealedStretch(Stretch):
-    """One whose digests are not known yet: those of what has come are noted."""
-
-    def __init__(self, parts: Sequence[Part], noted: dict[int, str]) -> None:
-        super().__init__(parts, on_verified=_nothing)
-        self._noted = noted
-
-    def _close(self, part: Part, actual: str) -> None:
-        self._noted[part.chunk] = actual
-
-
-def _nothing(_: int) -> None:
-    pass

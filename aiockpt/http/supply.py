@@ -14,7 +14,7 @@ from aiockpt._sweep import Over, sweep
 from aiockpt.http.borrowing import LentMemory, NotLentError, borrow
 from aiockpt.http.fetching import OnProgress, OnVerified, Prepare, Target
 from aiockpt.http.hosts import identity
-from aiockpt.http.manifests import Advance, Lending, Wishes
+from aiockpt.http.manifests import Lending, Wishes
 from aiockpt.http.origin import Origin
 from aiockpt.http.retrying import OnRetry
 from aiockpt.memory import Arena
@@ -78,29 +78,23 @@ class Supply:
         self._origin, self._bridge = origin, bridge
         self._sharing, self._on_retry = sharing, on_retry
         self._lending: Lending | None = None
-        self._advance: Advance | None = None
         self._lent: LentMemory | None = None
 
     def __repr__(self) -> str:
         return f"<Supply by {self.medium}>"
 
     async def ask(
-        self, step: int, deadline: float, foretold: Foretold | None, *, early: bool
+        self, step: int, deadline: float, foretold: Foretold | None
     ) -> Manifest:
-        """Return the manifest; learn whether there is memory to be had.
-
-        ``early`` says that it may come without digests, while the rest is staged.
-        """
+        """Return the manifest; learn whether there is memory to be had."""
         here = await self._bridge.run(identity) if self._sharing.wanted else None
         if here is not None:
             self._lending = Lending(format_probe(here, os.urandom(16)))
-        if early and not self._sharing.keep:
-            self._advance = Advance()
         return await self._origin.fetch_manifest(
             step,
             deadline=deadline,
             on_retry=self._on_retry,
-            wishes=Wishes(foretold, self._lending, self._advance),
+            wishes=Wishes(foretold, self._lending),
         )
 
     async def open(self, outline: Outline, *, most: int | None) -> None:
@@ -150,11 +144,6 @@ class Supply:
         }
         if self._lent is not None:
             left = await self._take(self._lent, outline, target, chunks, more)
-        promise = self._advance and self._advance.promise
-        if promise:
-            self.remark = "while it was staged"
-            follow = self._origin.follow
-            outline, left = await follow(promise, outline, target, left, **more)
         if left:
             await self._origin.fetch_chunks(outline, target, left, **more)
 

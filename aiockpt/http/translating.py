@@ -42,7 +42,6 @@ class Exchange:
     allowance: float = 0.0
     mac: str | None = None
     offer: str | None = None
-    unsealed: str | None = None
     may_be_empty: bool = False
     received: int = 0
     expected: int = 0

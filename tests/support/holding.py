@@ -16,17 +16,18 @@ class Copies:
     """Holds the copies of host memory to a segment's bytes ``after`` some.
 
     Attributes:
-        held: Whether it does.
+        waiting: Whether one of them is held now.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
-        self.held = True
+        self.waiting = False
         self.failure: Exception | None = None
         self._go = threading.Event()
         copy = CopyPlan.staged
 
         def staged(plan: CopyPlan, start: int, stop: int, *block: int) -> Iterator[int]:
-            if self.held and start >= after:
+            if start >= after:
+                self.waiting = True
                 assert self._go.wait(PATIENCE)
                 if self.failure is not None:
                     raise self.failure

@@ -73,7 +73,6 @@ class ApartEndpoint:
             )
         make: Launch = Child if host is None else partial(Guest, host)
         self.shelf = RemoteShelf(bridge, make, self._setup, lends=options.lends)
-        self.early = None  # what is staged is handed over when it is sealed
         self._address = Address(config)
         self._options = options
         self._turn = anyio.Lock()
