@@ -198,6 +198,17 @@ class CopyPlan:
             place = self._host(start, stop - start)
             yield from part_pairs(self._backings.parts[entry], place)
 
+    def discard(self) -> None:
+        """Give back the arena's pages of all entries that the state dict holds."""
+        first = last = 0
+        rows = zip(self._starts, self._stops, self._backings.sizes, strict=True)
+        for start, stop, size in rows:
+            if not size:
+                self._arena.discard(first, start)
+                first = stop
+            last = stop
+        self._arena.discard(first, last)
+
     def in_place(self) -> InPlace:
         """Return the segment as memory: the state's own wherever that is possible.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from operator import itemgetter
 from typing import Final, TypeAlias
 
@@ -81,6 +81,13 @@ class Pairing:
         else:
             misfit = self._compare(number, mine)
         return misfit or self.tensors.add(number, mine)
+
+    def leave_out(self, entries: Set[int], numbers: Set[int]) -> None:
+        """Undo the pairs of these entries and tensors of theirs."""
+        for entry in entries:
+            self.entries.there[entry] = -1
+        for number in numbers:
+            self.tensors.there[number] = -1
 
     def _is_plain_pair(self, number: int, mine: int) -> bool:
         """Say whether both are dense tensors of one dtype and shape: most are."""

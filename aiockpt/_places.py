@@ -10,12 +10,12 @@ from operator import attrgetter
 from aiockpt._distributed import TAGS
 from aiockpt.errors import RemoteProtocolError, TemplateMismatchError
 from aiockpt.wire.paths import Node, Path, format_path
-from aiockpt.wire.references import Mention, mentions
+from aiockpt.wire.references import Mention, Reference, mentions
 
 __all__ = ["Places", "check_numbers", "is_filled", "mismatch", "path_of"]
 
 
-def is_filled(mention: Mention) -> bool:
+def is_filled(mention: Mention | Reference) -> bool:
     """Say whether it names tensors of the state dict, and not what a value is of.
 
     The local parts of a distributed tensor are such.

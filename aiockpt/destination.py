@@ -188,8 +188,9 @@ class InTemplate:
         self._away = away
         self.match, self._terms, self._bridge = match, terms, bridge
         self._frame = Frame.of(manifest)
-        # Who has no values to make needs no more of the manifest.
-        self._manifest = manifest if match.parts or match.blobs else None
+        # Whoever has no tensors to make needs no more of the manifest.
+        makes = match.parts or match.blobs or match.fresh
+        self._manifest = manifest if makes else None
         entries, used = manifest.entries, manifest.segment_bytes - nbytes_of(away)
         if terms.direct:
             used -= at_home(match.backings, terms.ports)
@@ -255,6 +256,8 @@ class InTemplate:
         await completed(*fences.values())
         await completed(*await self._bridge.run(self._load, fences))
         if self._terms.warm is None:
+            if self.match.fresh:  # which keep the arena: free what they do not use
+                await self._bridge.run(self.copies.discard)
             await self._bridge.run(self.arena.close)
         else:
             self._loan.finish()
@@ -280,10 +283,14 @@ class InTemplate:
     def _values(self) -> dict[int, torch.Tensor]:
         if self._manifest is None:
             return {}
-        parts, blobs = self.match.parts, self.match.blobs
-        buffer = self._loan.buffer
-        away = self._away
-        return parts_over(self._manifest, buffer, parts=parts, blobs=blobs, away=away)
+        return parts_over(
+            self._manifest,
+            self._loan.buffer,
+            parts=self.match.parts,
+            blobs=self.match.blobs,
+            fresh=self.match.fresh,
+            away=self._away,
+        )
 
     def _fences(self) -> Fences:
         return self.copies.fences()

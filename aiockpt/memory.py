@@ -156,6 +156,12 @@ class Arena:
         size = min(_HUGE_PAGE, len(self._map) - at)
         _libc.madvise(self.address + at, size, _MADV_POPULATE_WRITE)
 
+    def discard(self, start: int, stop: int) -> None:
+        """Give back the whole pages of ``[start, stop)``; they read as zeros then."""
+        first, last = start + -start % mmap.PAGESIZE, stop - stop % mmap.PAGESIZE
+        if hasattr(mmap, "MADV_DONTNEED") and first < last:
+            _libc.madvise(self.address + first, last - first, mmap.MADV_DONTNEED)
+
     def pin(self, pin: Callable[[Arena], Callable[[], None]]) -> None:
         """Page-lock it once, until it is closed, or nobody has it any more.
 

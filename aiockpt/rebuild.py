@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from mmap import mmap
 from typing import TypeAlias
 
@@ -76,12 +77,14 @@ def parts_over(
     *,
     parts: Set[int],
     blobs: Set[int],
+    fresh: Set[int] = frozenset(),
     away: Away | None = None,
 ) -> dict[int, torch.Tensor]:
-    """Return only the tensors that values are made of, by number.
+    """Return only the tensors that values are made of, and ``fresh`` ones, by number.
 
     ``parts`` get memory of their own, so that they do not keep the segment alive;
-    ``blobs`` stay in the segment, since their bytes are copied out anyway.
+    ``blobs`` stay in the segment, since their bytes are copied out anyway; ``fresh``
+    ones stay there for good.
 
     Raises:
         RemoteProtocolError: as `tensors_over`.
@@ -98,7 +101,9 @@ def parts_over(
         # Views of an entry share its memory, as the parts of a tied leaf do.
         bases: dict[int, torch.Tensor] = {}
         found = {number: dense(number) for number in blobs if number < count}
-        for number in parts:
+        for storage in {manifest.storage_of(number) for number in fresh}:
+            bases[storage] = dense(storage)
+        for number in chain(fresh, parts):
             spec = manifest.tensor(number)
             if spec.storage not in bases:
                 bases[spec.storage] = dense(spec.storage).clone()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -13,16 +14,19 @@ from aiockpt._distributed import has_version
 from aiockpt._gc import collector_paused
 from aiockpt._pairing import Pairing
 from aiockpt._places import Places, check_numbers, is_filled, mismatch, path_of
-from aiockpt._wholes import layouts
+from aiockpt._wholes import Layout as WholeLayout
+from aiockpt._wholes import check_places, layouts
 from aiockpt.errors import UnsupportedLeafError
 from aiockpt.flatten import Layout, lay_out, survey
 from aiockpt.wire.foretelling import Foretold, foretell
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import Manifest
-from aiockpt.wire.paths import Node, format_path
-from aiockpt.wire.references import Reference, mentions, renumber
+from aiockpt.wire.paths import Node, Path, format_path
+from aiockpt.wire.references import Reference, mentions, references, renumber
 
 __all__ = ["Filled", "Match", "Template"]
+
+logger = logging.getLogger("aiockpt")
 
 _REMEDY = (
     "what it is made of cannot be received into; put None in its place, "
@@ -42,6 +46,8 @@ class Match:
             value: it is made anew from what arrived, and never filled.
         blobs: Numbers of tensors that hold the bytes of values.
         wholes: The template's distributed tensors, by the `id` of a local tensor.
+        fresh: Numbers of tensors that get new memory, since the template has nothing
+            for them. There are some only if the template need not fit.
     """
 
     backings: Backings
@@ -49,6 +55,7 @@ class Match:
     parts: Set[int]
     blobs: Set[int]
     wholes: Mapping[int, torch.Tensor]
+    fresh: Set[int] = frozenset()
 
     def changed(self) -> Iterator[torch.Tensor]:
         """Yield every tensor of the template that has other elements once filled."""
@@ -59,19 +66,32 @@ class Match:
 class Template:
     """A state dict to receive into; ``own`` is what it looks like.
 
+    Args:
+        state_dict: The state dict.
+        limits: Bound its size and depth.
+        allow_pickle: Let it have leaves that only pickle carries.
+        exact: Whether a checkpoint must fit it exactly. If not, what the template
+            lacks or has differently gets new memory.
+
     Raises:
         UnsupportedLeafError: it has a leaf that no checkpoint can hold, a tensor
-            whose memory cannot be written, or a registered leaf with tensors in it.
+            whose memory cannot be written, or (if ``exact``) a registered leaf with
+            tensors in it.
     """
 
     def __init__(
-        self, state_dict: object, *, limits: Limits, allow_pickle: bool
+        self,
+        state_dict: object,
+        *,
+        limits: Limits,
+        allow_pickle: bool,
+        exact: bool = True,
     ) -> None:
         own = survey(state_dict, limits=limits, allow_pickle=allow_pickle, writing=True)
-        self.own, self._limits = own, limits
+        self.own, self._limits, self._exact = own, limits, exact
         self._tree, self._tensors, self._drafts = own.tree, own.tensors, own.drafts
         self._wholes = own.wholes
-        self._count, self._values = _count_filled(own.tree)
+        self._count, self._values = _count_filled(own.tree, exact=exact)
         self._foretold: tuple[Foretold, Layout] | None = None
 
     def __repr__(self) -> str:
@@ -102,8 +122,11 @@ class Template:
         ``requires_grad`` too.
 
         Raises:
-            TemplateMismatchError: a tensor is missing or left over, or differs in
-                dtype, shape, stride, or in what shares its memory.
+            TemplateMismatchError: the match must be exact, and a tensor is missing or
+                left over, or differs in dtype, shape, stride, or in what shares its
+                memory.
+            DeviceMeshError: a distributed tensor needs new memory, and has no place
+                in this process.
             RemoteProtocolError: the tree names a tensor that there is not.
         """
         with collector_paused():
@@ -113,7 +136,7 @@ class Template:
                     return self._matched(layout)
                 self._foretold = None
                 renumber(self._tree, _inverse(layout))
-            return self._match(manifest)
+            return self._match(manifest) if self._exact else self._match_some(manifest)
 
     def _matched(self, layout: Layout) -> Match:
         """Return where a checkpoint goes that is laid out as this would be."""
@@ -138,18 +161,89 @@ class Template:
         places.finish()
         pairing = self._pair(manifest, places)
         _keep_apart(manifest, values, pairing)
+        return self._found(pairing, values, frozenset())
+
+    def _found(
+        self, pairing: Pairing, values: Sequence[Reference], fresh: Set[int]
+    ) -> Match:
         return Match(
             self._drafts.backings.taken(pairing.entries.there),
             Filled(self._tensors, pairing.tensors.there),
             {value.number for value in values if value.kind == "tensor"},
             {value.number for value in values if value.kind == "blob"},
             self._wholes,
+            fresh,
         )
 
-    def _same_layouts(self, manifest: Manifest) -> None:
+    def _match_some(self, manifest: Manifest) -> Match:
+        """Match every entry of which the template has all tensors, and just these."""
+        own = {
+            (each.path, each.leaf): each.number
+            for each in references(self._tree)
+            if is_filled(each)
+        }
+        filled: list[Reference] = []
+        values: list[Reference] = []
+        for each in references(manifest.tree):
+            check_numbers((each.number,), manifest.tensor_count)
+            (filled if is_filled(each) else values).append(each)
+        theirs, mine = self._layouts(manifest)
+        alike = {
+            path
+            for path, layout in theirs.items()
+            if path in mine and mine[path].comparable() == layout.comparable()
+        }
+        pairing = Pairing(manifest, self._tensors, self._drafts)
+        misfits = [
+            each
+            for each in filled
+            if (number := own.get((each.path, each.leaf))) is None
+            or (each.leaf is not None and each.leaf[0] not in alike)
+            or pairing.add(each.number, number) is not None
+        ]
+        lost = {manifest.storage_of(each.number) for each in (*misfits, *values)}
+        lost |= self._not_alone(pairing)
+        # A distributed tensor is the template's with all of its local parts, or new.
+        wholes: dict[Path, set[int]] = {path: set() for path in theirs}
+        for each in filled:
+            if each.leaf is not None:
+                wholes[each.leaf[0]].add(manifest.storage_of(each.number))
+        while more := _beside(lost, wholes.values()):
+            lost |= more
+        made = {path: layout for path, layout in theirs.items() if wholes[path] & lost}
+        check_places(made)
+        fresh = {n.number for n in filled if manifest.storage_of(n.number) in lost}
+        pairing.leave_out(lost, fresh)
+        if misfits:
+            where = format_path(misfits[0].path)
+            logger.info(
+                "%d of %d tensors get new memory: the template lacks them or they "
+                "differ, first %s",
+                *(len(fresh), manifest.tensor_count, where),
+            )
+        return self._found(pairing, values, fresh)
+
+    def _not_alone(self, pairing: Pairing) -> set[int]:
+        """Return their entries for which we have memory with other tensors in it."""
+        paired = {own for own in pairing.tensors.there if own >= 0}
+        owners = self._drafts.owners
+        return {
+            entry
+            for entry, own in enumerate(pairing.entries.there)
+            if own in owners
+            and any(each.number not in paired for each in owners[own][0].members)
+        }
+
+    def _layouts(
+        self, manifest: Manifest
+    ) -> tuple[Mapping[Path, WholeLayout], Mapping[Path, WholeLayout]]:
+        """Return the layouts of their distributed tensors, and of ours, by path."""
         count, limits = manifest.tensor_count, self._limits
         mine = layouts(self._tree, count=len(self._tensors), limits=limits)
-        theirs = layouts(manifest.tree, count=count, limits=limits)
+        return layouts(manifest.tree, count=count, limits=limits), mine
+
+    def _same_layouts(self, manifest: Manifest) -> None:
+        theirs, mine = self._layouts(manifest)
         for path in {**theirs, **mine}:
             one, other = theirs.get(path), mine.get(path)
             if one is None or other is None or one.comparable() != other.comparable():
@@ -181,7 +275,12 @@ def _inverse(layout: Layout) -> Sequence[int]:
     return inverse
 
 
-def _count_filled(tree: Node) -> tuple[int, int]:
+def _beside(lost: Set[int], wholes: Iterable[Set[int]]) -> set[int]:
+    """Return the entries of each whole of which an entry is lost, and that are not."""
+    return {entry for entries in wholes if entries & lost for entry in entries} - lost
+
+
+def _count_filled(tree: Node, *, exact: bool) -> tuple[int, int]:
     """Count the tensors to fill and the values; refuse tensors that a leaf is made of.
 
     A sparse tensor's indices are valid for its size alone, and nothing compares that
@@ -190,8 +289,9 @@ def _count_filled(tree: Node) -> tuple[int, int]:
     count = values = 0
     for mention in mentions(tree):
         filled = is_filled(mention)
-        if mention.kind == "tensor" and mention.leaf is not None and not filled:
-            where, tag = mention.leaf
+        leaf = None if filled else mention.leaf
+        if exact and leaf is not None and mention.kind == "tensor":
+            where, tag = leaf
             raise UnsupportedLeafError(format_path(where), tag, _REMEDY)
         count += len(mention.numbers) if filled else 0
         values += not filled

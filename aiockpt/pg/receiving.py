@@ -44,7 +44,8 @@ T = TypeVar("T")
 class ReceiveOptions:
     """What one receive needs to know beside whom to ask.
 
-    ``template`` gives what to receive into where ``into`` is None.
+    Without ``into``, ``template`` returns a state dict to receive into as far as the
+    checkpoint fits it.
     """
 
     into: object | None
@@ -201,7 +202,10 @@ class Receive:
     def _describe(self) -> Template:
         terms = self._options.terms
         template = Template(
-            self._into, limits=terms.limits, allow_pickle=terms.allow_pickle
+            self._into,
+            limits=terms.limits,
+            allow_pickle=terms.allow_pickle,
+            exact=self._options.into is not None,
         )
         self._foretold = template.foretell()
         return template

@@ -54,8 +54,10 @@ class PGTransport(CheckpointTransport[T]):
             is sent from there, received there and verified there, and never comes to
             the host; this has not been measured. Calls then take turns, and both ends
             must make them in the same order.
-        state_dict: Called at every receive, on the loop; what it returns is received
-            into, unless ``into`` is given. What it raises is told to the sender.
+        state_dict: Called on the loop at every receive without ``into``. A tensor that
+            has the same path, dtype, shape and strides in what it returns is filled in
+            place. Every other tensor gets new memory: an optimizer has no state before
+            its first step, for instance. What it raises is told to the sender.
         chunk_bytes: Bytes that one digest is for, a multiple of 64.
         limits: What a receive accepts.
         allow_pickle: Let leaves that nothing else carries travel as pickles, which

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +13,6 @@ from torchft.checkpointing.transport import CheckpointTransport
 import aiockpt
 from aiockpt._device import settle
 from aiockpt._portal import Portal
-from aiockpt.errors import TemplateMismatchError
 from aiockpt.pg.group import Group
 from aiockpt.transport import Timeout, seconds
 from aiockpt.wire.limits import Limits
@@ -22,8 +20,6 @@ from aiockpt.wire.limits import Limits
 __all__ = ["GroupOptions", "PGTransport"]
 
 T = TypeVar("T")
-
-logger = logging.getLogger("aiockpt")
 
 _METADATA = "aiockpt-process-group"
 _PROMPT = 0.2
@@ -50,9 +46,9 @@ class PGTransport(CheckpointTransport[T]):
         timeout: How long :meth:`disallow_checkpoint` waits for a send at most; a send
             or a receive has the timeout that it is called with.
         device: Where the group's backend wants its tensors.
-        state_dict: Called at every receive, in the calling thread. What it returns is
-            received into, once everything is verified. If it does not fit, that
-            receive fails, and later ones do without it.
+        state_dict: Called at every receive, in the calling thread. A tensor that has
+            the same path, dtype, shape and strides in what it returns is filled in
+            place, once everything is verified. Every other tensor gets new memory.
         **options: What :class:`aiockpt.PGTransport` takes.
     """
 
@@ -107,13 +103,7 @@ class PGTransport(CheckpointTransport[T]):
         limit = seconds(timeout)
         template = self._ask()
         fetch = partial(self._receive, src_rank, metadata, step, limit, template)
-        try:
-            return self._portal.call(fetch, timeout=limit, stop="recv")
-        except TemplateMismatchError as error:
-            # An optimizer has no state before its first step, for instance.
-            logger.warning("%s: from now on without a template: %s", self, error)
-            self._state_dict = None
-            raise
+        return self._portal.call(fetch, timeout=limit, stop="recv")
 
     def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
         """End the loop and its thread; the group is the caller's. Idempotent.

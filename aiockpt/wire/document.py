@@ -162,6 +162,11 @@ class Manifest:
         """The chunks of the data segment."""
         return ChunkGrid(self.segment_bytes, self.chunk_bytes)
 
+    def storage_of(self, index: int) -> int:
+        """Return the entry that holds tensor ``index``, which must exist."""
+        count = len(self.entries)
+        return index if index < count else self.views[index - count].storage
+
     def tensor(self, index: int) -> TensorSpec:
         """Return what tensor ``index`` is.
 

@@ -124,6 +124,32 @@ class TestMixed:
         assert all(got[key] is tensor for key, tensor in before.items())
         assert_same(got, state)
 
+    @pytest.mark.parametrize("direct", [False, True])
+    async def test_a_template_that_lacks_tensors(
+        self,
+        ours: FakeBoard,
+        theirs: FakeBoard,
+        monkeypatch: pytest.MonkeyPatch,
+        direct: bool,
+    ) -> None:
+        """They get new memory on the kind of device that they come from."""
+        state, own = mixed(ours, 1.5), mixed(theirs, 0.0)
+        for name in ("large", "host large", "half", "small 3", "host small 4"):
+            del own[name]
+        before = {key: value for key, value in own.items() if key != "bytes"}
+        async with device_transports(
+            monkeypatch, ours, theirs, state_dict=lambda: own
+        ) as (sender, receiver):
+            got = await moved(sender, receiver, state, direct=direct)
+        assert_same(got, state)
+        # "tied" shares memory with "half", so it is new with it.
+        assert not before.pop("tied").any()
+        assert all(got[key] is tensor for key, tensor in before.items())
+        tensors = [key for key in state if key != "bytes"]
+        assert {k: theirs.owns(got[k]) for k in tensors} == {
+            k: ours.owns(state[k]) for k in tensors
+        }
+
     async def test_large_ones_are_sent_from_their_memory(
         self, ours: FakeBoard, theirs: FakeBoard, monkeypatch: pytest.MonkeyPatch
     ) -> None:

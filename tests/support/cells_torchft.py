@@ -99,7 +99,7 @@ TORCHFT: Final[Cells] = {
         (
             _SAME,
             _GROUP + "test_failures_are_told_and_leave_the_group_as_it_is",
-            _GROUP + "test_a_template_that_does_not_fit_is_done_without",
+            _GROUP + "test_a_template_that_raises_is_told",
         ),
         (_SAME, _GROUP + "test_one_transport_for_all_quorums"),
         (_SAME, "test_portal.py::test_an_interrupted_caller_leaves_nothing_under_way"),

@@ -61,8 +61,7 @@ class _Fresh(Fresh):
         bridge: Bridge,
     ) -> None:
         bounds = _bounds(manifest)
-        viewed = {spec.storage for spec in manifest.views}
-        homes = _blocks(board, bounds, placement, viewed)
+        homes = _blocks(board, bounds, placement, _viewed(manifest))
         super().__init__(manifest, terms, bridge, away=_bytes(homes, bounds))
         self._board = board
         self._segment = Segment(board.device, self.memory, bounds, homes)
@@ -94,7 +93,8 @@ class _InTemplate(InTemplate):
         self._copied = [entry for entry in own if entry not in there]
         # What is no tensor of the template is made anew, where the sender has it.
         values = [e for e in placement if not match.backings.tensors[e].numel()]
-        made = _blocks(board, bounds, {*self._copied, *values}, set())
+        viewed = _viewed(manifest) if match.fresh else set()
+        made = _blocks(board, bounds, {*self._copied, *values}, viewed)
         self._homes = there | made
         away = _bytes(self._homes, bounds)
         others = replace(match, backings=without(match.backings, own))
@@ -126,6 +126,11 @@ class _InTemplate(InTemplate):
 
 def _bounds(manifest: Manifest) -> Bounds:
     return manifest.entries.starts, manifest.entries.stops
+
+
+def _viewed(manifest: Manifest) -> set[int]:
+    """Return the entries that need storages of their own, because of views."""
+    return {spec.storage for spec in manifest.views}
 
 
 def _blocks(
