@@ -156,7 +156,7 @@ def is_plain(tensor: object) -> bool:
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
-        and not tensor.is_quantized
+        and tensor.dtype in DTYPE_NAMES
         and not tensor.is_nested
     )
 

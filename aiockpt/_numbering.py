@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from aiockpt._distributed import take_apart
-from aiockpt._leaves import extension
-from aiockpt.errors import UnsupportedLeafError
+from aiockpt._leaves import DTYPE_NAMES, extension
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.paths import Node, Path, format_path
 from aiockpt.wire.registry import REGISTRY
@@ -24,7 +23,7 @@ __all__ = ["Numbering"]
 
 _DENSE_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _LAYOUT: Final = attrgetter("layout")
-_IS_QUANTIZED: Final = attrgetter("is_quantized")
+_DTYPE: Final = attrgetter("dtype")
 _IS_NESTED: Final = attrgetter("is_nested")
 
 _EMPTY: Final[Node] = ["list", []]
@@ -39,13 +38,11 @@ class Numbering:
     With ``reading`` those that have no memory count as nothing.
     """
 
-    def __init__(
-        self, limits: Limits, *, allow_pickle: bool, writing: bool, reading: bool
-    ) -> None:
+    def __init__(self, limits: Limits, *, allow_pickle: bool, reading: bool) -> None:
         self.tensors: list[torch.Tensor] = []
         self.names: dict[str, None] = {}
         self.wholes: dict[int, torch.Tensor] = {}
-        self.writing, self._reading = writing, reading
+        self._reading = reading
         self._numbers: dict[int, int] = {}
         self._limits = limits
         self._allow_pickle = allow_pickle
@@ -75,9 +72,6 @@ class Numbering:
                 self.wholes[id(tensor)] = parts.whole
             self.wholes.setdefault(id(parts.whole), parts.whole)
             return ["ext", parts.tag, self.encode(parts.payload, path)]
-        if self.writing and isinstance(value, torch.Tensor) and value.is_quantized:
-            remedy = "it cannot be received into; receive without a template"
-            raise UnsupportedLeafError(format_path(path), "quantized tensor", remedy)
         if type(value) is bytes:
             blob = torch.frombuffer(bytearray(value), dtype=torch.uint8)
             return ["blob", self._number(blob, path)]
@@ -147,7 +141,7 @@ def _is_dense_tensor(value: object) -> TypeIs[torch.Tensor]:
     return (
         type(value) in _DENSE_TYPES
         and value.layout is torch.strided  # type: ignore[attr-defined]
-        and not value.is_quantized  # type: ignore[attr-defined]
+        and value.dtype in DTYPE_NAMES  # type: ignore[attr-defined]
         and not value.is_nested  # type: ignore[attr-defined]
     )
 
@@ -161,7 +155,7 @@ def _are_dense_tensors(values: Sequence[object]) -> TypeIs[Sequence[torch.Tensor
         if (
             not set(map(type, some)) <= _DENSE_TYPES
             or set(map(_LAYOUT, some)) != {torch.strided}
-            or any(map(_IS_QUANTIZED, some))
+            or not DTYPE_NAMES.keys() >= set(map(_DTYPE, some))
             or any(map(_IS_NESTED, some))
         ):
             return False

@@ -1,68 +1,44 @@
-"""What a peer's payload may make a decoder read and allocate.
+"""What a peer's payload may make a decoder allocate.
 
-A tensor of a few bytes can be a view of 2**59 elements, and a tree can name one tensor
-a million times. Decoders of sparse and quantized tensors and of arrays look at every
-element, and some copy them, so what they are given is counted first: elements that
-travelled, each a few times over at most.
+A tree can name the same bytes a million times. Decoders of arrays copy them, so what
+they are given is counted first: each byte that travelled pays for one that is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeVar
-
-import torch
 
 __all__ = ["Allowance", "TooMuchError", "exactly", "sizes"]
 
 _T = TypeVar("_T")
 
-# A tied sparse tensor is read wherever it stands; nothing that is copied is ever tied.
-_TIES = 16
-
 
 class TooMuchError(ValueError):
-    """A payload stands for more bytes than travelled."""
+    """The payloads of a tree stand for more bytes than travelled."""
 
 
 class Allowance:
-    """What all decoders of one tree may read together.
+    """What all decoders of one tree may copy together.
 
     Args:
-        travelled: Bytes that the peer sent. Copies must not exceed them; what is only
-            read may be read 16 times over.
+        travelled: Bytes that the peer sent. Copies must not exceed them.
     """
 
     def __init__(self, travelled: int) -> None:
-        self._left = _TIES * travelled
+        self._left = travelled
 
     def __repr__(self) -> str:
-        return f"<Allowance bytes={self._left // _TIES}>"
+        return f"<Allowance bytes={self._left}>"
 
-    def spend(self, payload: Sequence[object], *, copied: int | None) -> None:
-        """Count what is in a payload, of which the item ``copied`` will be copied.
+    def spend(self, copied: object) -> None:
+        """Count an item of a payload that is going to be copied.
 
         Raises:
-            TooMuchError: a tensor has more elements than its memory holds, or the
-                decoders have read more than travelled.
+            TooMuchError: the decoders would copy more bytes than travelled.
         """
-        for index, item in enumerate(payload):
-            self._left -= _held_bytes(item) * (_TIES if index == copied else 1)
+        self._left -= len(copied) if isinstance(copied, bytes) else 0
         if self._left < 0:
             raise TooMuchError("the same bytes are used again and again")
-
-
-def _held_bytes(item: object) -> int:
-    if isinstance(item, bytes):
-        return len(item)
-    if not isinstance(item, torch.Tensor):
-        return 0
-    if item.layout is not torch.strided or item.is_quantized:
-        raise TooMuchError("one of its parts is no plain tensor")
-    nbytes = item.numel() * item.itemsize
-    if nbytes > item.untyped_storage().nbytes():
-        raise TooMuchError(f"a part of {nbytes} bytes repeats a few that travelled")
-    return nbytes
 
 
 def exactly(expected: type[_T], value: object) -> _T:

@@ -47,7 +47,7 @@ class Filling:
         Raises:
             TemplateMismatchError: a value of the template is of another type, or a
                 tensor of another shape or dtype, than the checkpoint's.
-            UnsupportedLeafError: a tensor of the template is sparse.
+            UnsupportedLeafError: a tensor of the template is not dense.
         """
         if template is not None:
             return self._into(template, found, "")

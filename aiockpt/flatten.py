@@ -106,9 +106,7 @@ def survey(
         LimitExceededError: too deep or too many nodes; containers with cycles too.
         StateDictError: a tensor or a registered type failed when it was looked at.
     """
-    numbering = Numbering(
-        limits, allow_pickle=allow_pickle, writing=writing, reading=reading
-    )
+    numbering = Numbering(limits, allow_pickle=allow_pickle, reading=reading)
     with _looking():
         tree = numbering.encode(state_dict)
         tensors, names = numbering.tensors, [*numbering.names]

@@ -283,8 +283,8 @@ def _beside(lost: Set[int], wholes: Iterable[Set[int]]) -> set[int]:
 def _count_filled(tree: Node, *, exact: bool) -> tuple[int, int]:
     """Count the tensors to fill and the values; refuse tensors that a leaf is made of.
 
-    A sparse tensor's indices are valid for its size alone, and nothing compares that
-    with the sender's: once they were filled, reading it would leave its memory.
+    What they are made of is valid for the leaf's own size only, and nothing compares
+    that with the sender's.
     """
     count = values = 0
     for mention in mentions(tree):

@@ -195,7 +195,6 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided
-        and not tensor.is_quantized
         and not tensor.is_nested
     )
 

@@ -288,21 +288,6 @@ class TestRefusals:
         with pytest.raises(UnsupportedLeafError, match="shares elements"):
             described([wide, odd], writing=True)
 
-    def test_a_quantized_tensor_cannot_be_written(self) -> None:
-        """What torch shows of it is a copy."""
-        tensor = _quantized()
-        described({"q": tensor})
-        with pytest.raises(UnsupportedLeafError, match="receive without"):
-            described({"q": tensor}, writing=True)
-
-
-def _quantized() -> torch.Tensor:
-    tensor = torch._make_per_tensor_quantized_tensor(
-        torch.ones(2).to(torch.int8), 1.0, 0
-    )
-    assert tensor.is_quantized
-    return tensor
-
 
 def test_numpy_is_not_imported_for_those_who_have_none(
     monkeypatch: pytest.MonkeyPatch,

@@ -23,7 +23,7 @@ from aiockpt.wire.manifest import (
 )
 from aiockpt.wire.paths import Node
 from pipeline import LIMITS
-from trees import SIZE, manifest_of, value_of, view
+from trees import manifest_of, value_of, view
 
 
 class TestTensors:
@@ -110,34 +110,6 @@ LIES: dict[str, Node] = {
     "dtype of another type": ["ext", "torch.dtype", ["list", []]],
     "unknown device": ["ext", "torch.device", "toaster:7"],
     "size of text": ["ext", "torch.Size", ["tuple", ["x"]]],
-    "sparse of nothing": ["ext", "torch.sparse_coo", None],
-    "sparse of text": ["ext", "torch.sparse_coo", ["tuple", ["a", "b", "c", "d"]]],
-    "sparse out of bounds": [
-        "ext",
-        "torch.sparse_coo",
-        ["tuple", [["tensor", 2], ["tensor", 1], SIZE, False]],
-    ],
-    "rows out of bounds": [
-        "ext",
-        "torch.sparse_csr",
-        ["tuple", [["tensor", 1], ["tensor", 1], ["tensor", 1], SIZE]],
-    ],
-    "quantized of floats": [
-        "ext",
-        "torch.quantized",
-        ["tuple", [["tensor", 1], ["ext", "torch.dtype", "qint8"], 1.0, 0]],
-    ],
-    "quantized as another": [
-        "ext",
-        "torch.quantized",
-        ["tuple", [["tensor", 0], ["ext", "torch.dtype", "qint32"], 1.0, 0]],
-    ],
-    "leaf of text": ["ext", "torch.leaf", ["tuple", ["x", True, True]]],
-    "parameter of ints": [
-        "ext",
-        "torch.leaf",
-        ["tuple", [["tensor", 0], True, True]],
-    ],
     "objects of numpy": ["ext", "numpy.ndarray", ["tuple", ["|O", ["tuple", [0]], ""]]],
     "an expression for numpy": [
         "ext",
@@ -166,14 +138,6 @@ LIES: dict[str, Node] = {
         "ext",
         "numpy.ndarray",
         ["tuple", ["<f8", ENDLESS, ["bytes", ""]]],
-    ],
-    "elements of no bytes": [
-        "ext",
-        "torch.sparse_coo",
-        [
-            "tuple",
-            [["tensor", 3], ["tensor", 4], ["ext", "torch.Size", ["tuple", [0]]], True],
-        ],
     ],
     "bytes of floats": ["blob", 1],
     "bytes of a view": ["blob", 5],

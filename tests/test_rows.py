@@ -109,7 +109,6 @@ class _Shown:
         lambda row: row | {"layer.7": torch.nn.Parameter(torch.ones(2))},
         lambda row: row | {"layer.7": torch.ones(3, 4).t()},
         lambda row: row | {"layer.7": torch.ones(2, dtype=torch.complex64).conj()},
-        lambda row: row | {"layer.7": torch.ones(9).to_sparse()},
         lambda row: row | {"layer.7": 7},
         lambda row: row | {"": torch.ones(1), "__metadata__": torch.ones(1)},
         lambda row: {"layer": {"7": torch.ones(1)}, **row},

@@ -93,7 +93,6 @@ def mixed() -> dict[str, Any]:
         "again": tied[10:20],
         "small": {n: torch.full((n + 1,), float(n)) for n in range(300)},
         "bytes": bytes(range(256)) * 300,
-        "sparse": torch.eye(3).to_sparse(),
         "half": torch.ones(3, 5, dtype=torch.bfloat16).t(),
         "empty": torch.empty(0),
         "values": [1, None, "text"],

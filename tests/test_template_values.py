@@ -65,14 +65,10 @@ class TestValues:
     @pytest.mark.parametrize(
         "leaf",
         [
-            torch.eye(3).to_sparse(),
-            torch.eye(3).to_sparse_csr(),
-            torch.nn.Parameter(torch.eye(3).to_sparse()),
             Holder(torch.ones(2)),
             [Holder(torch.ones(2))],
         ],
     )
-    @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on sparse tensors
     def test_a_leaf_that_is_made_of_tensors(self, leaf: object) -> None:
         """Indices that fit the sender's size would leave the memory of ours."""
         with pytest.raises(

@@ -117,11 +117,8 @@ class _Comparison:
             assert mine is not None  # the types are equal
             self.value(mine.payload, parts.payload, path)
             return
-        for fact in ("layout", "dtype", "shape", "requires_grad", "is_quantized"):
+        for fact in ("layout", "dtype", "shape", "requires_grad"):
             self.equal(fact, getattr(actual, fact), getattr(expected, fact), path)
-        if expected.is_quantized or expected.layout is not torch.strided:
-            self._sequence(_parts(actual), _parts(expected), path)
-            return
         for flag in (torch.is_conj, torch.Tensor.is_neg):
             self.equal(flag.__name__, flag(actual), flag(expected), path)
         if not _strides_agree(actual, expected):
@@ -144,24 +141,6 @@ def _bits(value: complex) -> bytes:
 
 def _fields(value: Any) -> dict[str, Any]:
     return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
-
-
-def _parts(tensor: torch.Tensor) -> list[object]:
-    """Take a tensor that is not strided apart."""
-    tensor = tensor.detach()
-    if tensor.is_quantized:
-        scheme = tensor.qscheme()
-        if scheme == torch.per_tensor_affine:
-            scale: list[object] = [tensor.q_scale(), tensor.q_zero_point()]
-        else:
-            zeros = tensor.q_per_channel_zero_points()
-            scale = [tensor.q_per_channel_scales(), zeros, tensor.q_per_channel_axis()]
-        return [scheme, tensor.int_repr(), *scale]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor.is_coalesced(), tensor._indices(), tensor._values()]  # noqa: SLF001 - the public ones refuse uncoalesced tensors
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
 
 
 def _strides_agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:

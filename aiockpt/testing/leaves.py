@@ -76,26 +76,6 @@ def _complex() -> torch.Tensor:
     return torch.randn(3, 4, dtype=torch.complex64)
 
 
-def _quantized(dtype: torch.dtype) -> torch.Tensor:
-    return torch.quantize_per_tensor(_floats(3, 5), 0.1, 3, dtype)
-
-
-def _per_channel() -> torch.Tensor:
-    scales, zeros = torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0, 1, 2])
-    return torch.quantize_per_channel(_floats(4, 3), scales, zeros, 1, torch.qint8)
-
-
-def _uncoalesced() -> torch.Tensor:
-    indices = torch.tensor([[1, 1, 0], [2, 2, 0]])
-    return torch.sparse_coo_tensor(indices, _floats(3), (3, 4), check_invariants=True)
-
-
-def _sparse(layout: torch.layout) -> torch.Tensor:
-    dense = torch.eye(4).repeat(1, 2)
-    blocked = layout in (torch.sparse_bsr, torch.sparse_bsc)
-    return dense.to_sparse(layout=layout, blocksize=(2, 2) if blocked else None)
-
-
 def _tied() -> dict[str, torch.Tensor]:
     weight = torch.nn.Parameter(_floats(8, 4))
     return {"embedding": weight, "head": weight, "data": weight.data, "t": weight.t()}
@@ -205,20 +185,6 @@ LEAVES: Final[dict[str, Callable[[], object]]] = {
         (raw := torch.arange(24, dtype=torch.uint8)),
         raw[2:8].view(torch.int16),
     ],
-    "sparse COO": lambda: torch.eye(4).to_sparse(),
-    "sparse COO, uncoalesced": _uncoalesced,
-    "sparse COO, empty": lambda: torch.zeros(3, 2).to_sparse(),
-    "sparse COO, requires_grad": lambda: torch.eye(4).to_sparse().requires_grad_(),
-    "sparse parameter": lambda: torch.nn.Parameter(torch.eye(4).to_sparse()),
-    "sparse CSR": lambda: _sparse(torch.sparse_csr),
-    "sparse CSC": lambda: _sparse(torch.sparse_csc),
-    "sparse BSR": lambda: _sparse(torch.sparse_bsr),
-    "sparse BSC": lambda: _sparse(torch.sparse_bsc),
-    "sparse CSR, requires_grad": lambda: _sparse(torch.sparse_csr).requires_grad_(),
-    "quantized per tensor": lambda: [
-        _quantized(dtype) for dtype in (torch.qint8, torch.quint8, torch.qint32)
-    ],
-    "quantized per channel": _per_channel,
     "singletons": lambda: [None, True, False],
     "ints": lambda: [0, -1, 2**53 - 1, 2**53, -(2**63), 2**200, -(2**200)],
     "floats": lambda: [0.0, -0.0, 0.1, 5e-324, float("inf"), float("-inf")],

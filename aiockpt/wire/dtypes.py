@@ -51,14 +51,13 @@ DTYPES: Final[dict[str, tuple[int, str | None]]] = {
     "bits1x8": (1, None),
     "bits2x4": (1, None),
     "bits4x2": (1, None),
-    "qint8": (1, None),
-    "quint8": (1, None),
-    "qint32": (4, None),
-    "quint4x2": (1, None),
-    "quint2x4": (1, None),
     **{f"{sign}int{bits}": (1, None) for sign in ("", "u") for bits in range(1, 8)},
 }
-"""Torch dtype name -> (bytes per element, safetensors code or None)."""
+"""Torch dtype name -> (bytes per element, safetensors code or None).
+
+Torch's quantized dtypes are left out: a tensor of one over received bytes has no
+quantizer, and using it crashes the process.
+"""
 
 CODES: Final[dict[str, str]] = {
     **{code: name for name, (_, code) in DTYPES.items() if code is not None},

@@ -64,7 +64,6 @@ KINDS: dict[str, Callable[[], object]] = {
     "tied": lambda: [(weight := on_device(10, 10)), weight.t(), weight[3:5]],
     "parameter": lambda: torch.nn.Parameter(on_device(4)),
     "host beside it": lambda: [on_device(1000), torch.randn(1000), on_device(3)],
-    "sparse COO": lambda: torch.eye(4, device=DEVICE).to_sparse(),
 }
 
 

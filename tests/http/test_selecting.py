@@ -20,7 +20,6 @@ from aiockpt import (
     LimitExceededError,
     Limits,
     TransferTimeoutError,
-    UnsupportedLeafError,
 )
 from aiockpt._pruning import pruned
 from aiockpt._selection import Selection
@@ -195,25 +194,6 @@ def zeroed(value: Any) -> Any:
         case int() | float():
             return value * 0
     return value
-
-
-@pytest.mark.asyncio
-async def test_a_sparse_tensor_is_returned_and_never_filled() -> None:
-    """What it is made of is valid for its own size only."""
-    state = {"sparse": torch.eye(50).to_sparse(), "w": torch.ones(2)}
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, state)
-        for select in (["sparse"], ["sparse", "w"]):
-            got = await receive(sender, receiver, select=select)
-            assert_same(got, {key: state[key] for key in select})
-        into = {"sparse": torch.zeros(50, 50).to_sparse(), "w": torch.zeros(2)}
-        for direct in (False, True):
-            with pytest.raises(UnsupportedLeafError, match="put None in its place"):
-                await receive(sender, receiver, into=into, select=[""], direct=direct)
-            assert not into["w"].any()
-        into["sparse"] = None  # type: ignore[assignment]
-        await receive(sender, receiver, into=into, select=[""])
-        assert_same(into, state)
 
 
 @pytest.mark.asyncio

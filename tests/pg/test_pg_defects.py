@@ -107,7 +107,6 @@ class TestWhatTravels:
             "frozen": torch.nn.Parameter(torch.ones(3), requires_grad=False),
             "wants grad": torch.ones(3, requires_grad=True),
             "conjugated": torch.tensor([1 + 2j, 3 - 4j]).conj(),
-            "sparse": torch.eye(3).to_sparse(),
         }
         async with transports() as (sender, receiver):
             assert_same(await moved(sender, receiver, state), state)

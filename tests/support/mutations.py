@@ -41,8 +41,8 @@ NAMES = ("os.system", "builtins.eval", "posix.system", "subprocess.Popen", "this
 TAGS = (
     *("list", "tuple", "dict", "odict", "defaultdict", "deque", "set", "frozenset"),
     *("tensor", "tensors", "blob", "ext", "bytes", "int", "float", "complex", "pickle"),
-    *("torch.dtype", "torch.device", "torch.Size", "torch.leaf", "torch.sparse_coo"),
-    *("numpy.ndarray", "numpy.scalar", "torch.quantized", "range", "Counter"),
+    *("torch.dtype", "torch.device", "torch.Size"),
+    *("numpy.ndarray", "numpy.scalar", "range", "Counter"),
 )
 ODD: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 64, 65, 1 << 16, 1 << 31, 1 << 32, 1 << 62),

@@ -71,9 +71,6 @@ FILLED: Final = (
 """Kinds of leaves that a template receives in its own memory."""
 
 REFUSED: Final = (
-    "sparse COO",
-    "sparse CSR",
-    "quantized per channel",
     "dataclass",
     "named tuple",
 )

@@ -1,0 +1,198 @@
+"""Tensors that do not travel: sparse, quantized, and whatever claims to be one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import rangepeer
+from aiockpt import (
+    PGTransport,
+    RemoteProtocolError,
+    StorageError,
+    UnsupportedLeafError,
+    register_leaf,
+)
+from aiockpt.statefile import read_state_file
+from aiockpt.testing import assert_same
+from aiockpt.wire.chunks import digest
+from aiockpt.wire.layout import Storage
+from aiockpt.wire.manifest import TensorSpec, build_manifest
+from groups import both, transports
+from mutations import header_of, parts_of
+from pipeline import LIMITS
+from saved import load, save
+from transports import pair, receive, transport
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own
+
+QUANTIZED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
+SEGMENT = bytes(64)
+STEP = rangepeer.STEP
+
+
+def header_with_view(dtype: str) -> bytes:
+    """Return a header whose only tensor is a view of this dtype."""
+    view = TensorSpec(0, "bits8", (2,), (1,), 0, 0)
+    good = build_manifest(
+        step=STEP,
+        chunk_bytes=64,
+        storages=[Storage("weight", "U8", (64,), 64, 1)],
+        views=[view],
+        tree=["dict", ["weight"], [["tensor", 1]]],
+        digests=[digest([SEGMENT])],
+    )
+    manifest, entries = parts_of(bytes(good.header))
+    text = msgspec.json.encode(manifest).replace(b'"bits8"', b'"%b"' % dtype.encode())
+    return header_of(msgspec.json.decode(text), entries)
+
+
+class TestPeers:
+    """A peer, or a file, that claims to hold a quantized tensor."""
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("dtype", QUANTIZED)
+    @pytest.mark.parametrize("options", [{}, {"select": ["weight"]}])
+    async def test_over_http(self, dtype: str, options: dict[str, Any]) -> None:
+        """Reading such a view leaves its memory: torch has no quantizer for it."""
+        async with rangepeer.serving(SEGMENT) as peer, transport() as receiver:
+            header = header_with_view(dtype)
+            object.__setattr__(peer.manifest, "header", header)
+            where = f"http://127.0.0.1:{peer.port}/checkpoint/"
+            with pytest.raises(RemoteProtocolError, match=dtype):
+                await receiver.recv_checkpoint(0, where, STEP, **options)
+
+    @pytest.mark.parametrize("dtype", QUANTIZED)
+    def test_in_a_file(self, dtype: str, tmp_path: Path) -> None:
+        """Whoever loads, converts or serves it."""
+        file = tmp_path / "quantized.safetensors"
+        file.write_bytes(header_with_view(dtype) + SEGMENT)
+        with pytest.raises(StorageError, match=dtype):
+            load(file)
+        with pytest.raises(StorageError, match=dtype):
+            read_state_file(file, limits=LIMITS)
+
+
+def _quantized() -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+def _per_channel() -> torch.Tensor:
+    scales, zeros = torch.ones(3), torch.zeros(3)
+    return torch.quantize_per_channel(torch.ones(3), scales, zeros, 0, torch.qint8)
+
+
+ODD: dict[str, tuple[str, Callable[[], torch.Tensor]]] = {
+    "sparse COO": ("sparse_coo", lambda: torch.eye(3).to_sparse()),
+    "sparse CSR": ("sparse_csr", lambda: torch.eye(3).to_sparse_csr()),
+    "sparse CSC": ("sparse_csc", lambda: torch.eye(3).to_sparse_csc()),
+    "sparse BSR": ("sparse_bsr", lambda: torch.eye(4).to_sparse_bsr((2, 2))),
+    "sparse BSC": ("sparse_bsc", lambda: torch.eye(4).to_sparse_bsc((2, 2))),
+    "a sparse parameter": (
+        "sparse_coo",
+        lambda: torch.nn.Parameter(torch.eye(3).to_sparse()),
+    ),
+    "quantized": ("qint8", _quantized),
+    "quantized per channel": ("qint8", _per_channel),
+    **{
+        f"bytes seen as {dtype}": (
+            dtype,
+            lambda dtype=dtype: torch.zeros(8, dtype=torch.uint8).view(  # type: ignore[misc]
+                getattr(torch, dtype)
+            ),
+        )
+        for dtype in QUANTIZED
+    },
+}
+
+
+class TestSenders:
+    """The error names the path, the kind and the remedy; nothing is offered."""
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("kind", ODD)
+    async def test_a_send_over_http(self, kind: str) -> None:
+        """As a value or in a row of tensors."""
+        name, make = ODD[kind]
+        row = {f"w{n}": torch.ones(2) for n in range(20)}
+        async with transport() as sender:
+            for state in ({"a": [{"b": make()}]}, {"a": [row | {"b": make()}]}):
+                with pytest.raises(UnsupportedLeafError, match=name) as caught:
+                    await sender.send_checkpoint([], 1, state)
+                assert caught.value.path in {"a[0].b", "a[0][0].b"}
+                assert "register_leaf" in str(caught.value)
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("kind", ["sparse COO", "quantized", "bytes seen as qint8"])
+    async def test_a_send_over_a_process_group(self, kind: str) -> None:
+        """The receiver hears of it."""
+        async with transports() as (sender, receiver):
+            assert isinstance(sender, PGTransport)
+            sent, got = await both(sender, receiver, {"a": [make_of(kind)]})
+            assert isinstance(sent, UnsupportedLeafError)
+            assert sent.path == "a[0]"
+            assert isinstance(got, Exception)
+
+    @pytest.mark.parametrize("kind", ODD)
+    def test_a_save(self, kind: str, tmp_path: Path) -> None:
+        """No directory is left behind."""
+        with pytest.raises(UnsupportedLeafError, match="register_leaf") as caught:
+            save(tmp_path / "step-1", {"a": make_of(kind)})
+        assert caught.value.path == "a"
+        assert not [*tmp_path.iterdir()]
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("kind", ODD)
+    async def test_a_template(self, kind: str) -> None:
+        """Put None in its place: then the receive returns what there is."""
+        state = {"a": torch.ones(3, 3), "w": torch.ones(2)}
+        async with pair() as (sender, receiver):
+            await sender.send_checkpoint([], 1, state)
+            into = {"a": make_of(kind), "w": torch.zeros(2)}
+            with pytest.raises(UnsupportedLeafError) as caught:
+                await receive(sender, receiver, into=into)
+            assert caught.value.path == "a"
+            assert not into["w"].any()
+
+
+def make_of(kind: str) -> torch.Tensor:
+    """Return a tensor of that kind."""
+    return ODD[kind][1]()
+
+
+@dataclass
+class Sparse:
+    """A sparse tensor, taken apart: what the error's remedy looks like."""
+
+    indices: torch.Tensor
+    values: torch.Tensor
+    size: torch.Size
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Sparse:
+        """Take one apart."""
+        tensor = tensor.coalesce()
+        return cls(tensor.indices(), tensor.values(), tensor.size())
+
+    def tensor(self) -> torch.Tensor:
+        """Put it together."""
+        return torch.sparse_coo_tensor(
+            self.indices, self.values, self.size, check_invariants=True
+        )
+
+
+@pytest.mark.asyncio
+async def test_the_remedy_works() -> None:
+    """A registered class around the parts travels."""
+    register_leaf(Sparse, tag="tests.Sparse")
+    state = {"a": Sparse.of(torch.eye(3).to_sparse())}
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, state)
+        got = await receive(sender, receiver)
+    assert_same(got["a"].tensor().to_dense(), torch.eye(3))
