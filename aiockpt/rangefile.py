@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias, get_args
 
 from xxhash import xxh3_128
 
@@ -21,16 +21,23 @@ from aiockpt.errors import IntegrityError, StorageError
 from aiockpt.storage import after, named
 from aiockpt.wire.chunks import ChunkGrid
 
-__all__ = ["Filed", "Landing", "OnBytes", "Spare", "Verify", "read_ranges"]
+__all__ = [
+    "Filed",
+    "Landing",
+    "OnBytes",
+    "Spare",
+    "Verify",
+    "check_verify",
+    "read_ranges",
+]
 
-Verify: TypeAlias = Literal["full", "sampled", "none"]
-"""Which digests are compared: of every chunk that is read, of every 16th, or none."""
+Verify: TypeAlias = Literal["full", "none"]
+"""Which digests are compared: of every chunk that is read, or of none."""
 
 OnBytes: TypeAlias = Callable[[int], None]
 
 _BLOCK: Final = 2 << 20  # what is digested while it is in the cache
 _SPAN: Final = 32 << 20  # of what a thread takes at once where no digest says
-_EVERY: Final = 16
 _MAX_VIEWS: Final = 1024
 _THREADS: Final = 2
 
@@ -103,14 +110,14 @@ def _tasks(
     file: Filed, ranges: Iterable[tuple[int, int]], verify: Verify
 ) -> Iterator[_Task]:
     """Plan: whole chunks where they are verified, else no more than what is wanted."""
-    verified = _verified(file, verify)
+    verified = verify == "full" and bool(file.digests)
     last = -1
     for first, final in ranges:
         start = first
         while start < final:
             chunk = file.grid.index_of(start)
             lower, upper = file.grid.range(chunk)
-            if not verified(chunk):
+            if not verified:
                 upper = min(upper, final)
                 for at in range(start, upper, _SPAN):
                     yield _Task(at, min(at + _SPAN, upper))
@@ -120,15 +127,15 @@ def _tasks(
             start = upper
 
 
-def _verified(file: Filed, verify: Verify) -> Callable[[int], bool]:
-    if verify not in ("full", "sampled", "none"):
-        raise ValueError(f"verify is 'full', 'sampled' or 'none', not {verify!r}")
-    if verify == "none" or not file.digests:
-        return lambda chunk: False
-    if verify == "full":
-        return lambda chunk: True
-    last = len(file.grid) - 1
-    return lambda chunk: not chunk % _EVERY or chunk == last
+def check_verify(verify: Verify) -> Verify:
+    """Return ``verify`` if it is one of its values.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if verify not in get_args(Verify):
+        raise ValueError(f"verify is 'full' or 'none', not {verify!r}")
+    return verify
 
 
 class _Reading:

@@ -18,7 +18,7 @@ from aiockpt.directory import StrPath
 from aiockpt.errors import AiockptError, MissingKeysError
 from aiockpt.filling import Filling
 from aiockpt.landing import PlacedLanding
-from aiockpt.rangefile import OnBytes, Verify
+from aiockpt.rangefile import OnBytes, Verify, check_verify
 from aiockpt.wants import Wants
 from aiockpt.wire.limits import Limits
 
@@ -86,8 +86,8 @@ class CheckpointReader:
             strict: Raise if a key is missing, before a byte is read.
             select: Only these dotted paths, and what is below them; or a function of
                 the path that is asked for each value.
-            verify: Compare the digest of every chunk that is read (``full``), of every
-                16th (``sampled``), or of none.
+            verify: Compare the digest of every chunk that is read (``full``), or of
+                none (``none``).
             mmap: Return tensors over a private mapping of the file, which is read
                 when they are used. It must not be truncated meanwhile.
             on_bytes: Called with numbers of bytes as they are read, from any thread;
@@ -115,7 +115,7 @@ class CheckpointReader:
             world_size=info.global_world_size if rank is None else None,
             limits=self._limits,
             allow_pickle=self._allow_pickle,
-            verify=verify,
+            verify=check_verify(verify),
             mmap=mmap,
             on_bytes=on_bytes,
         )
