@@ -131,7 +131,7 @@ class HeldInTemplate(Held):
     ) -> None:
         mine = goal.match.backings
         merged, values = mine, list[int]()
-        if goal.match.parts or goal.match.blobs:  # else the tree may be renumbered
+        if goal.match.parts or goal.match.blobs:
             merged, values = _merged(mine, alike(manifest, own))
         super().__init__(manifest, merged, arena=goal.arena, ports=ports)
         entries = manifest.entries

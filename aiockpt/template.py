@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -17,12 +16,11 @@ from aiockpt._places import Places, check_numbers, is_filled, mismatch, path_of
 from aiockpt._wholes import Layout as WholeLayout
 from aiockpt._wholes import check_places, layouts
 from aiockpt.errors import UnsupportedLeafError
-from aiockpt.flatten import Layout, lay_out, survey
-from aiockpt.wire.foretelling import Foretold, foretell
+from aiockpt.flatten import survey
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import Manifest
 from aiockpt.wire.paths import Node, Path, format_path
-from aiockpt.wire.references import Reference, mentions, references, renumber
+from aiockpt.wire.references import Reference, mentions, references
 
 __all__ = ["Filled", "Match", "Template"]
 
@@ -91,29 +89,10 @@ class Template:
         self.own, self._limits, self._exact = own, limits, exact
         self._tree, self._tensors, self._drafts = own.tree, own.tensors, own.drafts
         self._wholes = own.wholes
-        self._count, self._values = _count_filled(own.tree, exact=exact)
-        self._foretold: tuple[Foretold, Layout] | None = None
+        self._count = _count_filled(own.tree, exact=exact)
 
     def __repr__(self) -> str:
         return f"<Template tensors={self._count}>"
-
-    def foretell(self) -> Foretold | None:
-        """Return what the header of such a checkpoint says, if that can be foretold.
-
-        It saves `decode_header` and `match` their work where the sender has just such a
-        state dict.
-        """
-        if self._values or self._wholes or self._foretold is not None:
-            return None
-        with collector_paused():
-            layout = lay_out(self.own)
-            renumber(self._tree, layout.numbers)
-            found = foretell(layout.storages, layout.views, self._tree)
-            if found is None:
-                renumber(self._tree, _inverse(layout))
-            else:
-                self._foretold = found, layout
-        return found
 
     def match(self, manifest: Manifest) -> Match:
         """Return where the checkpoint goes, tensor by tensor, matched by path.
@@ -130,23 +109,7 @@ class Template:
             RemoteProtocolError: the tree names a tensor that there is not.
         """
         with collector_paused():
-            if self._foretold is not None:
-                foretold, layout = self._foretold
-                if manifest.tree is foretold.tree:  # and so is everything else
-                    return self._matched(layout)
-                self._foretold = None
-                renumber(self._tree, _inverse(layout))
             return self._match(manifest) if self._exact else self._match_some(manifest)
-
-    def _matched(self, layout: Layout) -> Match:
-        """Return where a checkpoint goes that is laid out as this would be."""
-        return Match(
-            self._drafts.backings.taken(layout.firsts),
-            Filled(self._tensors, _inverse(layout)),
-            set(),
-            set(),
-            self._wholes,
-        )
 
     def _match(self, manifest: Manifest) -> Match:
         places = Places(self._tree)
@@ -264,29 +227,18 @@ class Template:
         return pairing
 
 
-def _inverse(layout: Layout) -> Sequence[int]:
-    """Return the number in the survey by the number in the manifest, or -1."""
-    numbers = layout.numbers
-    if isinstance(numbers, range):
-        return numbers  # they are the same
-    inverse = array("q", [-1]) * (len(layout.firsts) + len(layout.views))
-    for own, number in enumerate(numbers):
-        inverse[number] = own
-    return inverse
-
-
 def _beside(lost: Set[int], wholes: Iterable[Set[int]]) -> set[int]:
     """Return the entries of each whole of which an entry is lost, and that are not."""
     return {entry for entries in wholes if entries & lost for entry in entries} - lost
 
 
-def _count_filled(tree: Node, *, exact: bool) -> tuple[int, int]:
-    """Count the tensors to fill and the values; refuse tensors that a leaf is made of.
+def _count_filled(tree: Node, *, exact: bool) -> int:
+    """Count the tensors to fill; refuse tensors that a leaf is made of.
 
     What they are made of is valid for the leaf's own size only, and nothing compares
     that with the sender's.
     """
-    count = values = 0
+    count = 0
     for mention in mentions(tree):
         filled = is_filled(mention)
         leaf = None if filled else mention.leaf
@@ -294,8 +246,7 @@ def _count_filled(tree: Node, *, exact: bool) -> tuple[int, int]:
             where, tag = leaf
             raise UnsupportedLeafError(format_path(where), tag, _REMEDY)
         count += len(mention.numbers) if filled else 0
-        values += not filled
-    return count, values
+    return count
 
 
 def _keep_apart(

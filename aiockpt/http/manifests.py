@@ -17,7 +17,6 @@ from aiockpt.http.filler import Filler
 from aiockpt.http.latest import check_step
 from aiockpt.http.retrying import Retrier
 from aiockpt.http.translating import Exchange, naming
-from aiockpt.wire.foretelling import Foretold
 from aiockpt.wire.grants import MAC_HEADER, check_manifest_mac
 from aiockpt.wire.http import (
     Resource,
@@ -61,14 +60,12 @@ class Lending:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What is asked for beside a manifest, and what is made of it.
+    """What is asked for beside a manifest.
 
     Attributes:
-        foretold: For `decode_header`.
         lending: Has the peer's offer afterwards, if it made one.
     """
 
-    foretold: Foretold | None = None
     lending: Lending | None = None
 
     def headers(self) -> dict[str, str]:
@@ -152,6 +149,5 @@ class ManifestRequest:
         key = self._config.security.key
         if key is not None:
             check_manifest_mac(key, memoryview(header), exchange.mac, url=exchange.url)
-        limits, foretold = self._config.limits, self._wishes.foretold
         with collector_paused():
-            return decode_header(header, limits=limits, foretold=foretold)
+            return decode_header(header, limits=self._config.limits)

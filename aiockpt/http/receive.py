@@ -24,7 +24,6 @@ from aiockpt.memory import Memory, return_freed
 from aiockpt.observe import Progress, TransferEvent, emit
 from aiockpt.template import Template
 from aiockpt.transport import exact_step
-from aiockpt.wire.foretelling import Foretold
 from aiockpt.wire.manifest import Manifest, Outline
 
 __all__ = ["Receive", "ReceiveOptions"]
@@ -64,7 +63,6 @@ class Receive:
         self._deadline = deadline
         self._progress = Meter(options.progress)
         self._template: Template | None = None
-        self._foretold: Foretold | None = None
         self._manifest: Manifest | None = None
         self._goal: Destination | None = None
         self._own: Survey | None = None
@@ -137,8 +135,7 @@ class Receive:
 
     async def _ask(self, step: int) -> Manifest:
         self._stop("fetch_manifest")
-        foretold, self._foretold = self._foretold, None
-        return await self._supply.ask(step, self._deadline.when, foretold)
+        return await self._supply.ask(step, self._deadline.when)
 
     async def _borrow(self, outline: Outline, *, most: int | None) -> None:
         self._stop("allocate")
@@ -151,7 +148,6 @@ class Receive:
             self._template = Template(
                 options.into, limits=terms.limits, allow_pickle=terms.allow_pickle
             )
-            self._foretold = self._template.foretell()
         if options.have is not None:
             self._own = self._survey()
 

@@ -94,8 +94,8 @@ class SeveralSources:
         """
         self._members.begin(deadline)
         poll = Poll[Manifest](len(self._sources), key=_outline)
-        # They agree by their digests; and what is lent, one lends alone.
-        ask = partial(self._ask_manifest, step, Wishes(foretold=wishes.foretold))
+        del wishes  # what is lent, one peer lends alone
+        ask = partial(self._ask_manifest, step, NOTHING)
         await self._hold(poll, ask, on_retry)
         for number, error in poll.failures.items():
             self._members.drop(number, error, step=step)

@@ -18,7 +18,6 @@ from aiockpt.http.manifests import Lending, Wishes
 from aiockpt.http.origin import Origin
 from aiockpt.http.retrying import OnRetry
 from aiockpt.memory import Arena
-from aiockpt.wire.foretelling import Foretold
 from aiockpt.wire.lending import format_probe
 from aiockpt.wire.limits import enforce
 from aiockpt.wire.manifest import Manifest, Outline
@@ -83,9 +82,7 @@ class Supply:
     def __repr__(self) -> str:
         return f"<Supply by {self.medium}>"
 
-    async def ask(
-        self, step: int, deadline: float, foretold: Foretold | None
-    ) -> Manifest:
+    async def ask(self, step: int, deadline: float) -> Manifest:
         """Return the manifest; learn whether there is memory to be had."""
         here = await self._bridge.run(identity) if self._sharing.wanted else None
         if here is not None:
@@ -94,7 +91,7 @@ class Supply:
             step,
             deadline=deadline,
             on_retry=self._on_retry,
-            wishes=Wishes(foretold, self._lending),
+            wishes=Wishes(self._lending),
         )
 
     async def open(self, outline: Outline, *, most: int | None) -> None:

@@ -27,7 +27,6 @@ from aiockpt.pg.sealing import HostSealing, OnChunk, Sealing
 from aiockpt.staging import Snapshot, Stager, StagerOptions
 from aiockpt.template import Template
 from aiockpt.wire.chunks import DEVICE_ALGORITHM, ChunkGrid
-from aiockpt.wire.foretelling import Foretold
 from aiockpt.wire.layout import LENGTH_BYTES
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import ForeignHeader, Manifest, decode_header, header_length
@@ -76,7 +75,7 @@ class Medium(Protocol):
     def mover(self, group: Group, rank: int, *, sending: bool) -> Mover:
         """Return what moves messages between this rank and another one."""
 
-    def read(self, offer: mmap, limits: Limits, foretold: Foretold | None) -> Offered:
+    def read(self, offer: mmap, limits: Limits) -> Offered:
         """Return what a sender has said; see `decode_header`."""
 
     def destination(
@@ -150,8 +149,8 @@ class _Host:
     def mover(self, group: Group, rank: int, *, sending: bool) -> Mover:
         return Mover(group, rank, sending=sending)
 
-    def read(self, offer: mmap, limits: Limits, foretold: Foretold | None) -> Offered:
-        return Offered(decode_header(offer, limits=limits, foretold=foretold))
+    def read(self, offer: mmap, limits: Limits) -> Offered:
+        return Offered(decode_header(offer, limits=limits))
 
     def destination(
         self,
@@ -214,13 +213,11 @@ class DeviceMedium:
         """Return one whose messages are on the device."""
         return DeviceMover(group, rank, self._board, sending=sending)
 
-    def read(self, offer: mmap, limits: Limits, foretold: Foretold | None) -> Offered:
+    def read(self, offer: mmap, limits: Limits) -> Offered:
         """Return the manifest, and what is on the sender's device."""
         length = header_length(offer[:LENGTH_BYTES], limits=limits)
         header, placement = memoryview(offer)[:length], memoryview(offer)[length:]
-        found = decode_header(
-            header, limits=limits, algorithm=DEVICE_ALGORITHM, foretold=foretold
-        )
+        found = decode_header(header, limits=limits, algorithm=DEVICE_ALGORITHM)
         return Offered(found, decode_placement(placement, len(found.entries)))
 
     def destination(

@@ -31,7 +31,6 @@ from aiockpt.pg.line import Line
 from aiockpt.pg.medium import Medium
 from aiockpt.pg.messages import messages_of
 from aiockpt.template import Template
-from aiockpt.wire.foretelling import Foretold
 from aiockpt.wire.limits import enforce
 from aiockpt.wire.manifest import Manifest, Outline
 
@@ -82,7 +81,6 @@ class Receive:
         self._progress = Meter(options.progress)
         self._into = options.into
         self._template: Template | None = None
-        self._foretold: Foretold | None = None
         self._unfit: Exception | None = None
         self._destination: Destination | None = None
 
@@ -182,11 +180,7 @@ class Receive:
     async def _make_room(self, told: list[mmap]) -> _Coming:
         limits = self._options.terms.limits
         # Taken out of the list: it weighs much, and nobody needs it any more.
-        foretold, self._foretold = self._foretold, None
-        offered = await self._bridge.run(
-            self._medium.read, told.pop(), limits, foretold
-        )
-        del foretold
+        offered = await self._bridge.run(self._medium.read, told.pop(), limits)
         found, placement = offered.manifest, offered.placement
         del offered
         if not isinstance(found, Manifest) or found.step != self._step:
@@ -201,14 +195,12 @@ class Receive:
 
     def _describe(self) -> Template:
         terms = self._options.terms
-        template = Template(
+        return Template(
             self._into,
             limits=terms.limits,
             allow_pickle=terms.allow_pickle,
             exact=self._options.into is not None,
         )
-        self._foretold = template.foretell()
-        return template
 
     def _choose(self, manifest: Manifest, placement: Sequence[int]) -> Destination:
         template, self._template = self._template, None

@@ -25,7 +25,6 @@ from aiockpt.wire.document import (
     TensorSpec,
 )
 from aiockpt.wire.entries import Bytes, Entries
-from aiockpt.wire.foretelling import Foretold
 from aiockpt.wire.layout import (
     ALIGNMENT,
     ID_SLICE,
@@ -141,13 +140,11 @@ def decode_header(
     *,
     limits: Limits,
     algorithm: str = ALGORITHM,
-    foretold: Foretold | None = None,
 ) -> Manifest | ForeignHeader:
     """Return what a complete header (its 8 length bytes included) says.
 
     A map is not copied: nobody may write to it any more. ``algorithm`` is that of the
-    digests that the reader can compute. What is written as ``foretold`` is taken from
-    there, and not decoded.
+    digests that the reader can compute.
 
     Everything but the tree is validated: a Manifest that this returns can be
     allocated, fetched and viewed without further checks. `decode_tree` validates
@@ -169,7 +166,7 @@ def decode_header(
     )
     header = memoryview(raw)[LENGTH_BYTES:]
     if bytes(header[: len(PREFIX)]) == PREFIX:
-        return _decode_own(raw, header, limits, algorithm, foretold)
+        return _decode_own(raw, header, limits, algorithm)
     return _decode_foreign(raw, header, limits)
 
 
@@ -198,31 +195,22 @@ _STRINGS: Final = msgspec.json.Decoder(dict[str, str])
 
 
 def _decode_own(
-    raw: Bytes,
-    header: memoryview,
-    limits: Limits,
-    algorithm: str,
-    foretold: Foretold | None,
+    raw: Bytes, header: memoryview, limits: Limits, algorithm: str
 ) -> Manifest:
     claimed = bytes(header[ID_SLICE]).decode("ascii", "replace")
     if (actual := snapshot_id_of(header)) != claimed:
         raise IntegrityError(expected=claimed, actual=actual)
     document, start = _decode_metadata(raw, claimed)
-    if foretold is not None and not foretold.has_entries(raw, start):
-        foretold = None
     with _reading("entries"):
-        entries = foretold.entries if foretold else decode_entries(raw, start)
+        entries = decode_entries(raw, start)
     tensors = len(entries) + len(document.views)
     enforce("the number of tensors", tensors, limits.max_tensors)
-    if fault := fault_of(document, entries, algorithm, checked=foretold is not None):
+    if fault := fault_of(document, entries, algorithm):
         raise RemoteProtocolError(f"the header contradicts itself: {fault}")
     text = bytes(document.tree)
     enforce_values("the number of nodes in the tree", text, limits.max_nodes)
-    if foretold and foretold.views == document.views and foretold.has_tree(text):
-        tree = foretold.tree
-    else:
-        with _reading("tree"):
-            tree = msgspec.json.decode(text)
+    with _reading("tree"):
+        tree = msgspec.json.decode(text)
     manifest = _manifest(document, entries, tree, raw)
     enforce("the data segment", manifest.segment_bytes, limits.max_bytes)
     return manifest

@@ -44,26 +44,18 @@ def _at(entries: Entries, index: int, what: str) -> str:
 
 
 def fault_of(
-    document: ManifestDocument,
-    entries: Entries,
-    algorithm: str,
-    *,
-    checked: bool = False,
+    document: ManifestDocument, entries: Entries, algorithm: str
 ) -> str | None:
-    """Return the first contradiction within one of our headers.
-
-    ``checked`` says that there is none among the entries.
-    """
+    """Return the first contradiction within one of our headers."""
     if not 0 <= document.step <= INT64_MAX:
         return f"step {document.step} is not between 0 and 2**63 - 1"
     if document.entries != len(entries):
         return f"{len(entries)} entries instead of {document.entries}"
-    if not checked and (
-        fault := tiling_fault(entries, _WRITTEN_BYTES, 1) or entries_fault(entries)
-    ):
-        return fault
-    return grid_fault(document, entries.nbytes, algorithm) or views_fault(
-        document.views, entries
+    return (
+        tiling_fault(entries, _WRITTEN_BYTES, 1)
+        or entries_fault(entries)
+        or grid_fault(document, entries.nbytes, algorithm)
+        or views_fault(document.views, entries)
     )
 
 

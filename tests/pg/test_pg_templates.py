@@ -13,7 +13,6 @@ import torch
 
 from aiockpt import TemplateMismatchError
 from aiockpt.testing import assert_same
-from aiockpt.wire import manifest
 from groups import both, moved, transports
 
 pytestmark = pytest.mark.asyncio
@@ -83,19 +82,6 @@ def replace(state: State) -> None:
 
 
 CHANGES = (tie, untie, retype, resize, reorder, rename, widen, shift, require_grad)
-
-
-async def test_a_header_that_was_expected_is_not_decoded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As long as the values differ only, or nothing does."""
-    async with transports() as (sender, receiver):
-        monkeypatch.setattr(manifest, "decode_entries", None)
-        for values in ({}, {"step": 3}):
-            sent, into = {**state_of(1.0), **values}, state_of(0.0)
-            got = await moved(sender, receiver, sent, into={**into, "step": 1})
-            assert_same({key: got[key] for key in sent}, sent)
-            assert got["layer.7"] is into["layer.7"]
 
 
 @pytest.mark.parametrize("direct", [False, True])
