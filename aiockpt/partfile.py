@@ -18,25 +18,30 @@ import os
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
+from aiockpt._files import rename_to_new
 from aiockpt.errors import StorageError
 from aiockpt.storage import digest_of, named, sync_directory
 from aiockpt.wire.layout import LENGTH_BYTES, PREFIX
 from aiockpt.wire.manifest import Manifest
 
-__all__ = ["PartFile", "check_target"]
+__all__ = ["TAKEN", "PartFile", "check_target"]
+
+TAKEN: Final = "it is there already; choose another name, or replace it by --overwrite"
+"""What is said of a file that a command would replace without having been told to."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _PERMISSIONS = 0o777
 _OURS = stat.S_IRUSR | stat.S_IWUSR
 
 
-def check_target(path: Path) -> Path:
+def check_target(path: Path, *, replace: bool = True) -> Path:
     """Return the file that a checkpoint may be written to; links are followed.
 
     Raises:
         StorageError: its directory does not exist, or it is no regular file, which a
-            rename would destroy.
+            rename would destroy; or, without ``replace``, there is a file already.
     """
     with named(path):
         try:
@@ -52,6 +57,8 @@ def check_target(path: Path) -> Path:
             raise StorageError(str(path), "it is a directory; name a file in it")
         if target.exists() and not target.is_file():
             raise StorageError(str(path), "it is not a regular file")
+        if not replace and os.path.lexists(path):
+            raise StorageError(str(path), TAKEN)
     return target
 
 
@@ -114,11 +121,12 @@ class PartFile:
             actual = digest_of(self.path, self._fd, self._manifest, chunk)
         return actual == self._manifest.digests[chunk]
 
-    def commit(self) -> None:
+    def commit(self, *, replace: bool = True) -> None:
         """Rename the part file to the file, with everything on the disk.
 
         Raises:
-            StorageError: not written; the old file is as it was.
+            StorageError: not written, or, without ``replace``, there is a file by now;
+                the old file is as it was.
         """
         with named(self.path):
             try:
@@ -130,7 +138,10 @@ class PartFile:
                 raise
             permissions = _permissions(self._target)
             _permit(self._fd, permissions, added=_OURS)
-            os.replace(self.path, self._target)
+            if replace:
+                os.replace(self.path, self._target)
+            else:
+                rename_to_new(self.path, self._target)
             # Not before: a part file that stays must be writable for the next receive.
             _permit(self._fd, permissions, added=0)
             sync_directory(self._target.parent)

@@ -52,18 +52,24 @@ class PlainSource:
 def _check(manifest: Manifest, state: Any) -> None:
     if type(state) is not dict:
         kind = type(state).__name__
-        raise StateDictError(f"a plain file holds a dict of tensors, this is a {kind}")
+        detail = f"a plain safetensors file holds a dict of tensors, this is a {kind}"
+        raise StateDictError(detail)
     for name, value in state.items():
         if type(name) is not str or not hasattr(value, "dtype"):
-            detail = f"a plain file holds tensors by name, and {name!r} is none"
-            raise StateDictError(detail)
+            kind = type(value).__name__
+            fault = f"{name!r} has the type {kind}, not Tensor"
+            if type(name) is not str:
+                fault = f"the key {name!r} has the type {type(name).__name__}, not str"
+            raise StateDictError(
+                f"{fault}: a plain safetensors file has no place for it"
+            )
     paths = tensor_paths(manifest.tree)
     entries = len(manifest.entries)
     for number, path in paths.items():
         if number >= entries:
             raise StateDictError(
-                f"{path} shares memory, is a parameter, or is not contiguous; a plain "
-                "file cannot say so"
+                f"{path} shares memory, is a parameter, or is not contiguous, which a "
+                "plain safetensors file cannot say"
             )
     if sorted(manifest.names) != sorted(state):
-        raise StateDictError("a plain file cannot hold all of its names")
+        raise StateDictError("a plain safetensors file cannot hold all of its names")

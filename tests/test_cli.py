@@ -29,6 +29,7 @@ from aiockpt.testing.faults import Answer, CutAfter, Fault, FaultProxy, Pipe, St
 from commandline import (
     ENVIRONMENT,
     PATIENCE,
+    OnlyTheEnd,
     Serving,
     aiockpt_command,
     beside,
@@ -76,17 +77,20 @@ def file(server: Serving, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def error_of(
+    capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 1
+) -> str:
     """Run a command that fails; return its only line on stderr."""
-    assert main([*map(str, arguments)]) == 1
+    assert main([*map(str, arguments)]) == code
     out, err = capsys.readouterr()
     assert out == ""
     return the_error(err)
 
 
 def the_error(err: str) -> str:
-    """Return the message of the one line that an error is."""
-    lines = [line for line in err.splitlines() if not line.startswith("fetch_")]
+    """Return the message of the one line that an error is, after those on progress."""
+    shown = ("fetch_", "Reading ")
+    lines = [line for line in err.splitlines() if not line.startswith(shown)]
     assert len(lines) == 1, err
     assert lines[0].startswith("aiockpt: error: ")
     return lines[0].removeprefix("aiockpt: error: ")
@@ -180,7 +184,7 @@ class TestServe:
     def test_a_fetched_file_is_served_again_as_it_was(
         self, file: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Same step, same snapshot; and an interrupt ends it without a word."""
+        """Same step, same snapshot; and an interrupt ends it without another word."""
         assert main(["inspect", str(file), "--json"]) == 0
         expected = json.loads(capsys.readouterr().out)
         with serving(file) as again:
@@ -188,7 +192,7 @@ class TestServe:
             found = json.loads(capsys.readouterr().out)
             assert main(["inspect", f"{again.base}#wrong"]) == 1
             refusal = capsys.readouterr().err
-            assert again.end(signal.SIGINT) == ""
+            assert again.end(signal.SIGINT).startswith("Reading ")
         assert found["step"] == 7
         assert found["snapshot"] == expected["snapshot"]
         assert again.token not in again.announcement + refusal
@@ -361,7 +365,7 @@ class TestFetch:
         assert out == ""
         assert re.search(r"f: step 7, snapshot [0-9a-f]{32}\n41.9 MB at .*/s", err)
         assert "\r" not in err
-        assert main(["fetch", server.metadata, "-q", "-o", str(tmp_path / "f")]) == 0
+        assert main(["fetch", server.metadata, "-q", "-o", str(tmp_path / "g")]) == 0
         assert capsys.readouterr() == ("", "")
 
     def test_a_bar_on_a_terminal(self, server: Serving, tmp_path: Path) -> None:
@@ -418,16 +422,6 @@ class FlipAlways(Fault):
         await pipe.send(data)
 
 
-class OnlyTheEnd(Fault):
-    """Of bodies that begin before the last chunk nothing arrives, whoever asks."""
-
-    async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
-        found = re.search(rb"Content-Range: bytes (\d+)-", data)
-        if found is not None and int(found[1]) < 2 * CHUNK:
-            await pipe.stall()
-        await pipe.send(data)
-
-
 class TestFetchThroughFaults:
     """A bad way to the sender costs time, never a wrong byte."""
 
@@ -441,13 +435,14 @@ class TestFetchThroughFaults:
         """What was verified is not fetched again, and the old file stays till then."""
         target = tmp_path / "f"
         target.write_text("old")
-        fault = OnlyTheEnd()
+        fetch = ["fetch", "--overwrite", "-o", str(target)]
+        fault = OnlyTheEnd(2 * CHUNK)
         with beside(FaultProxy("127.0.0.1", server.port, otherwise=fault)) as proxy:
             url = proxy.url(f"/checkpoint/#{server.token}")
-            assert main(["fetch", url, "--timeout", "3", "-o", str(target)]) == 1
+            assert main([*fetch, url, "--timeout", "3"]) == 1
         assert "timed out after 3 s in fetch_chunk" in capsys.readouterr().err
         assert target.read_text() == "old"
-        assert main(["fetch", server.metadata, "-o", str(target)]) == 0
+        assert main([*fetch, server.metadata]) == 0
         assert "were there already) at " in capsys.readouterr().err
         assert target.read_bytes() == file.read_bytes()
         assert [*tmp_path.iterdir()] == [target]
@@ -634,7 +629,8 @@ class TestFetchErrors:
         disk = tmp_path / "disk"
         with small_disk(disk, 1 << 20):
             (disk / "f").write_text("old")
-            error = error_of(capsys, "fetch", server.metadata, "-o", disk / "f")
+            fetch = ("fetch", server.metadata, "--overwrite", "-o", disk / "f")
+            error = error_of(capsys, *fetch)
             assert "No space left on device: 41.9 MB are needed and 1.0 MB are" in error
             assert (disk / "f").read_text() == "old"
             assert [*disk.iterdir()] == [disk / "f"]
@@ -656,8 +652,9 @@ class TestFetchErrors:
         reason: str,
     ) -> None:
         """Contradictions, and files that are not there."""
-        error = error_of(capsys, "fetch", *arguments, "-o", tmp_path / "f")
-        assert error.startswith(reason)
+        code = 1 if "--cafile" in arguments else 2  # a file is no wrong usage
+        fetch = ("fetch", *arguments, "-o", tmp_path / "f")
+        assert error_of(capsys, *fetch, code=code).startswith(reason)
 
 
 class TestUsage:
@@ -753,8 +750,7 @@ class TestVerify:
     ) -> None:
         """There is nothing to verify, which is not the same as intact."""
         save_file({"a": torch.ones(2)}, tmp_path / "f")
-        assert main(["verify", str(tmp_path / "f")]) == 2
-        assert "no digests to verify" in capsys.readouterr().err
+        assert "no digests to verify" in error_of(capsys, "verify", tmp_path / "f")
 
 
 class TestInspect:

@@ -24,10 +24,12 @@ from saved import flip, load, names, save, save_by_two
 FORMS = ["m.pt", "m.safetensors", "m-1"]
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def refused(
+    capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 1
+) -> str:
     """Run a conversion that is refused in one line; return it."""
     capsys.readouterr()
-    assert main(["convert", *map(str, arguments)]) == 1
+    assert main(["convert", *map(str, arguments)]) == code
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("aiockpt: error: ")
     return line
@@ -263,10 +265,10 @@ class TestOptions:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], source: Path
     ) -> None:
         """A file has no step of ours, and no ranks."""
-        said = refused(capsys, source, tmp_path / "m.pt", "--step", 3)
+        said = refused(capsys, source, tmp_path / "m.pt", "--step", 3, code=2)
         assert "--step is for checkpoint directories" in said
         converted(source, tmp_path / "m.pt")
-        said = refused(capsys, tmp_path / "m.pt", tmp_path / "o", "--rank", 0)
+        said = refused(capsys, tmp_path / "m.pt", tmp_path / "o", "--rank", 0, code=2)
         assert "--rank is for checkpoint directories" in said
 
     def test_the_seeds_ranks(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from commandline import (
     beside,
     run_aiockpt,
     serving,
+    until,
 )
 
 pytestmark = pytest.mark.timeout(180)
@@ -65,16 +65,6 @@ def fetching(url: str, target: Path, *options: object) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait until something has happened in another process."""
-    pause = threading.Event()
-    for _ in range(int(PATIENCE * 100)):
-        if condition():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it did not happen")
 
 
 def ends_with(path: Path, data: bytes) -> bool:
@@ -201,5 +191,5 @@ class TestSeveral:
     ) -> None:
         """Contradict each other."""
         urls = ["http://127.0.0.1:9/checkpoint/7", "http://127.0.0.1:9/checkpoint/8"]
-        assert main(["fetch", *urls, "-o", str(tmp_path / "f")]) == 1
+        assert main(["fetch", *urls, "-o", str(tmp_path / "f")]) == 2
         assert "the URLs name steps 7 and 8" in capsys.readouterr().err

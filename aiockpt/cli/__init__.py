@@ -11,14 +11,18 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from aiockpt import __version__
 from aiockpt.cli import convert, demo, doctor, fetch, inspect, ls, serve, verify
+from aiockpt.cli.options import UsageError
 from aiockpt.cli.text import printable
 from aiockpt.errors import AiockptError
 
 __all__ = ["main"]
+
+_STDERR = 2  # its descriptor
 
 _EXITS = """\
 exit codes:
@@ -32,21 +36,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     What went wrong is one line on stderr; only a bug shows a traceback.
     """
+    _replace_closed_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(format="aiockpt: %(message)s", level=logging.WARNING)
     try:
         code = _run(given)
         sys.stdout.flush()  # now, while a reader that went away is still an answer
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        for note in getattr(error, "__notes__", ()):
+            _complain(f"aiockpt: interrupted; {printable(note)}")
         return 130
     except BrokenPipeError:
         # The interpreter flushes once more at its end, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (AiockptError, OSError) as error:
-        print(f"aiockpt: error: {_sentence(error)}", file=sys.stderr)
-        return 1
+        _complain(f"aiockpt: error: {_sentence(error)}")
+        return 2 if isinstance(error, UsageError) else 1
     return code
+
+
+def _complain(line: str) -> None:
+    with suppress(OSError):  # nobody may be reading it
+        print(line, file=sys.stderr)
+
+
+def _replace_closed_streams() -> None:
+    """Open the null device in place of what the caller closed, as by ``2>&-``.
+
+    Otherwise a socket or a file gets the descriptor, and messages are written to it.
+    """
+    while (unused := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        pass
+    os.close(unused)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def _run(given: list[str]) -> int:
@@ -89,4 +114,5 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, OSError) and not isinstance(error, AiockptError):
         named = f"{error.filename}: " if error.filename else ""
         text = f"{named}{error.strerror or error}"
+    text = "; ".join([text, *getattr(error, "__notes__", ())])
     return printable(" ".join(text.split()))

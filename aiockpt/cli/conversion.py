@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,11 +17,13 @@ from aiockpt._files import is_at, lock, rename_to_new
 from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.writer import CheckpointWriter
+from aiockpt.cli.options import UsageError
 from aiockpt.cli.rankfiles import one_file
-from aiockpt.directory import MARKER
-from aiockpt.errors import LocalProtocolError, StateDictError, StorageError
+from aiockpt.directory import MARKER, find_checkpoint
+from aiockpt.errors import StateDictError, StorageError
 from aiockpt.livestate import LiveState
 from aiockpt.memory import Arena, ArenaPool
+from aiockpt.partfile import TAKEN, check_target
 from aiockpt.plainfile import PlainSource
 from aiockpt.snapshotfile import write_source
 from aiockpt.storage import named, sync_directory
@@ -30,31 +34,49 @@ __all__ = ["convert"]
 _ALONE = RankInfo(0, 1)
 
 
-def convert(source: Path, target: Path, *, rank: int | None, step: int | None) -> None:
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    rank: int | None,
+    step: int | None,
+    replace: bool = False,
+) -> None:
     """Write what ``source`` holds to ``target``, in the form that its name asks for.
 
     Raises:
         StorageError: it cannot be read or written, or ``target`` is there already.
         StateDictError: the other form cannot hold it exactly; nothing was written.
-        LocalProtocolError: ``rank`` or ``step`` mean nothing here.
+        UsageError: ``rank`` or ``step`` mean nothing here.
     """
-    _check_free(target)
     write = _FORMS.get(target.suffix.lower())
     if write is not None and step is not None:
-        raise LocalProtocolError("--step is for checkpoint directories")
-    state = _load(source, rank)
-    if write is not None:
-        _write_file(target, state, write)
-    else:
+        raise UsageError("--step is for checkpoint directories")
+    if write is None:
+        _check_directory(target, replace=replace)
+        state = _load(source, rank)
         writer = CheckpointWriter(CheckpointWriterConfig(), _ALONE)
         writer.write(target, state, step=step)
         _compare(target, state)
+        return
+    file = check_target(target, replace=replace)
+    try:
+        _write_file(file, _load(source, rank), write, replace=replace)
+    except StateDictError as error:
+        command = ["aiockpt", "convert", str(source), str(target.with_suffix(""))]
+        command += [] if rank is None else ["--rank", str(rank)]
+        how = f"to convert it to a checkpoint directory: {shlex.join(command)}"
+        raise StateDictError(f"{source}: {error}; {how}") from error
 
 
-def _check_free(target: Path) -> None:
-    with named(target), suppress(FileNotFoundError):
-        target.lstat()
-        raise StorageError(str(target), "it is there already; choose another name")
+def _check_directory(target: Path, *, replace: bool) -> None:
+    if not os.path.lexists(target):
+        return
+    if not replace:
+        raise StorageError(str(target), TAKEN)
+    if find_checkpoint(target) is None:
+        detail = "it is no checkpoint, and --overwrite replaces nothing else"
+        raise StorageError(str(target), detail)
 
 
 def _load(source: Path, rank: int | None) -> Any:
@@ -69,36 +91,38 @@ def _read(path: Path, *, rank: int | None = None) -> Any:
 
 
 def _write_file(
-    target: Path, state: Any, write: Callable[[Path, int, Any], None]
+    target: Path,
+    state: Any,
+    write: Callable[[Path, int, Any], None],
+    *,
+    replace: bool,
 ) -> None:
     """Write a file under another name, and rename it when it is found to be exact."""
     temporary = target.with_name(f".{target.name}.tmp")
-    with _opened_locked(temporary) as fd:
-        write(temporary, fd, state)
+    with named(target), _opened_locked(temporary) as fd:
+        write(target, fd, state)
         _compare(temporary, state)
-        with named(target):
-            os.fsync(fd)
-            rename_to_new(temporary, target)
-            sync_directory(target.parent)
+        os.fsync(fd)
+        (os.replace if replace else rename_to_new)(temporary, target)
+        sync_directory(target.parent)
 
 
 @contextmanager
 def _opened_locked(temporary: Path) -> Iterator[int]:
     """Open what a dead conversion may have left; if the block fails, remove it."""
-    with named(temporary):
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(temporary, flags, 0o666)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(temporary, flags, 0o666)
+    try:
+        if not lock(fd) or not is_at(temporary, fd):
+            raise BlockingIOError(errno.EAGAIN, "another process is writing it")
         try:
-            if not lock(fd) or not is_at(temporary, fd):
-                raise StorageError(str(temporary), "another process is writing it")
-            try:
-                os.ftruncate(fd, 0)
-                yield fd
-            finally:
-                with suppress(OSError):
-                    temporary.unlink()
+            os.ftruncate(fd, 0)
+            yield fd
         finally:
-            os.close(fd)
+            with suppress(OSError):
+                temporary.unlink()
+    finally:
+        os.close(fd)
 
 
 class _Noting(io.FileIO):
@@ -147,5 +171,6 @@ def _compare(path: Path, state: Any) -> None:
             found = {name: found[name] for name in state}
         assert_same(found, state)
     except (AssertionError, RecursionError, StorageError) as error:
-        detail = f"that form cannot hold it exactly: {error}"
+        why = error.detail if isinstance(error, StorageError) else error
+        detail = f"that form cannot hold it exactly: {why}"
         raise StateDictError(detail) from error

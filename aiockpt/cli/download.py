@@ -6,6 +6,7 @@ import argparse
 import time
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from aiockpt._deadline import Deadline
@@ -25,12 +26,12 @@ async def download(arguments: argparse.Namespace, bar: ProgressBar) -> str:
 
     If cancelled, what was verified stays in the part file.
     """
-    target = check_target(arguments.output)
+    target = check_target(arguments.output, replace=arguments.overwrite)
     async with (
         Deadline(arguments.timeout, stop="fetch_manifest") as deadline,
         peer_of(arguments) as peer,
     ):
-        job = _Download(peer, target, bar, deadline)
+        job = _Download(peer, target, arguments.overwrite, bar, deadline)
         return await job.run(wait=arguments.wait, reconnect=arguments.reconnect)
 
 
@@ -38,6 +39,7 @@ async def download(arguments: argparse.Namespace, bar: ProgressBar) -> str:
 class _Download:
     peer: Peer
     target: Path
+    replace: bool
     bar: ProgressBar
     deadline: Deadline
     state: Progress = field(default=Progress(stop="fetch_manifest"))
@@ -57,7 +59,7 @@ class _Download:
         try:
             origin = await self._fill(part, manifest, origin, reconnect)
             self._at("write")
-            await self.peer.bridge.run(part.commit)
+            await self.peer.bridge.run(partial(part.commit, replace=self.replace))
         except BaseException:
             if not part.candidates and not self.state.chunks_done:
                 part.discard()  # it holds nothing that another fetch could use

@@ -7,8 +7,16 @@ import asyncio
 import sys
 from pathlib import Path
 
-from aiockpt.cli.options import Commands, add_client_options, address, size, step
+from aiockpt.cli.options import (
+    Commands,
+    add_client_options,
+    add_overwrite_option,
+    address,
+    size,
+    step,
+)
 from aiockpt.cli.progress import ProgressBar
+from aiockpt.errors import AiockptError
 
 __all__ = ["configure", "run"]
 
@@ -19,7 +27,7 @@ def configure(commands: Commands) -> None:
         "fetch",
         help="fetch a checkpoint into a file",
         description="Fetch a checkpoint into a safetensors file. Every chunk is "
-        "verified; FILE is replaced in one step, when all of it is on the disk. What "
+        "verified; FILE appears in one step, when all of it is on the disk. What "
         "a failed fetch has verified stays in FILE.part, where the next one goes on.",
     )
     parser.add_argument(
@@ -31,6 +39,7 @@ def configure(commands: Commands) -> None:
         "several that hold the same checkpoint each gives a part",
     )
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True)
+    add_overwrite_option(parser)
     parser.add_argument(
         "--step", type=step, metavar="N", help="the step to fetch (what is served now)"
     )
@@ -55,6 +64,14 @@ def run(arguments: argparse.Namespace) -> int:
     bar = ProgressBar(sys.stderr, quiet=arguments.quiet)
     try:
         summary = asyncio.run(download(arguments, bar))
+    except (AiockptError, OSError, KeyboardInterrupt) as error:
+        part = Path(f"{arguments.output.resolve()}.part")
+        if bar.chunks_done and part.exists():
+            error.add_note(
+                f"what was verified is in {part}: run the same command again to go on "
+                "from there"
+            )
+        raise
     finally:
         bar.close()
     bar.note(summary)

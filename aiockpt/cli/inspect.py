@@ -8,10 +8,9 @@ import json
 import sys
 from pathlib import Path
 
-from aiockpt.cli.options import Commands, add_client_options, address, step
+from aiockpt.cli.options import Commands, UsageError, add_client_options, address, step
 from aiockpt.cli.rankfiles import one_file
 from aiockpt.cli.report import as_json, as_text
-from aiockpt.errors import LocalProtocolError
 from aiockpt.storage import read_header
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import ForeignHeader, Manifest
@@ -58,7 +57,7 @@ def _read(arguments: argparse.Namespace) -> tuple[str, Manifest | ForeignHeader]
     try:
         peer = address(what)
     except argparse.ArgumentTypeError as error:
-        raise LocalProtocolError(str(error)) from None
+        raise UsageError(str(error)) from None
     arguments.urls = [peer]
     return peer.source.base_url, asyncio.run(_ask(arguments))
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from aiockpt.cli.options import Commands
-from aiockpt.cli.text import format_bytes, format_table, printable
-from aiockpt.directory import MARKER, Checkpoint, list_checkpoints
+from aiockpt.cli.text import counted, format_bytes, format_table, printable
+from aiockpt.directory import MARKER, Checkpoint, find_checkpoint, list_checkpoints
+from aiockpt.errors import StorageError
 from aiockpt.storage import named
 
 __all__ = ["configure", "run"]
@@ -24,7 +27,7 @@ def configure(commands: Commands) -> None:
     parser = commands.add_parser(
         "ls",
         help="list the checkpoints of a directory",
-        description="List the whole checkpoints of a directory by step. What looks "
+        description="List the whole checkpoints in a directory by step. What looks "
         "like one and is not whole, because a save did not finish, is named on stderr.",
     )
     parser.add_argument("directory", metavar="DIR", type=Path)
@@ -38,6 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     with named(place):
         names = sorted(each.name for each in os.scandir(place) if each.is_dir())
     found = list_checkpoints(place)
+    if not found and (itself := find_checkpoint(place)):
+        found = [itself]
     if arguments.json:
         json.dump([_described(each) for each in found], sys.stdout, indent=2)
         print()
@@ -48,7 +53,25 @@ def run(arguments: argparse.Namespace) -> int:
     for name in names:
         if name not in whole and (why := _what_is_wrong(place / name)):
             print(f"{printable(name)}: {why}", file=sys.stderr)
+    if not found:
+        _guide(place, names)
     return 0
+
+
+def _guide(place: Path, names: list[str]) -> None:
+    """Say that there is no checkpoint, and which directories below hold some."""
+    lines = []
+    for name in names:
+        with suppress(StorageError):
+            if count := len(list_checkpoints(place / name)):
+                command = shlex.join(["aiockpt", "ls", str(place / name)])
+                lines.append(f"  {counted(count, 'checkpoint')}: {printable(command)}")
+    below = ", but there are some below:" if lines else ""
+    print(
+        f"{printable(str(place))}: there is no checkpoint here{below}", file=sys.stderr
+    )
+    for line in lines:
+        print(line, file=sys.stderr)
 
 
 def _what_is_wrong(path: Path) -> str:

@@ -13,7 +13,9 @@ from aiockpt.wire.address import Address, parse_address
 __all__ = [
     "Address",
     "Commands",
+    "UsageError",
     "add_client_options",
+    "add_overwrite_option",
     "address",
     "port",
     "seconds",
@@ -23,6 +25,11 @@ __all__ = [
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"  # noqa: SLF001 - no public name
 """What a command adds its parser to."""
+
+
+class UsageError(LocalProtocolError):
+    """The arguments contradict each other, or do not fit what they name."""
+
 
 _SIZE = re.compile(
     r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?(?:(?:([KMGT])(I?))?B)?", re.IGNORECASE
@@ -70,6 +77,15 @@ def step(text: str) -> int:
     if re.fullmatch(r"[0-9]{1,18}", text) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no step: it is a whole number")
     return int(text)
+
+
+def add_overwrite_option(parser: argparse.ArgumentParser) -> None:
+    """Add what every command asks for that writes where something may be."""
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace what is there already, when the new one is complete",
+    )
 
 
 def add_client_options(parser: argparse.ArgumentParser) -> None:

@@ -59,6 +59,11 @@ class ProgressBar:
             self._next = now + self._pause
             self._draw(progress)
 
+    @property
+    def chunks_done(self) -> int:
+        """How many chunks have been verified, as far as it was told."""
+        return self._last.chunks_done if self._last is not None else 0
+
     def note(self, text: str) -> None:
         """Write a line of text, above the bar."""
         if not self._quiet:
@@ -78,8 +83,11 @@ class ProgressBar:
             self._write(f"{render(progress, 200)}\n")
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError:  # nobody sees it any more, which is no reason to stop
+            self._quiet, self._bar = True, False
 
     def _width(self) -> int:
         try:

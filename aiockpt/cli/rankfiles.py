@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from aiockpt.cli.options import UsageError
 from aiockpt.directory import Checkpoint, checkpoint_at
-from aiockpt.errors import LocalProtocolError
 
 __all__ = ["checkpoint_or_file", "one_file"]
 
@@ -23,16 +23,16 @@ def one_file(path: Path, rank: int | None) -> Path:
     """Return the file of one rank.
 
     Raises:
-        LocalProtocolError: several ranks, and none was chosen; or a file was given.
+        UsageError: several ranks, and none was chosen; or a file was given.
         CheckpointNotFoundError: no whole checkpoint, or no such rank in it.
     """
     found = checkpoint_or_file(path)
     if isinstance(found, Path):
         if rank is not None:
-            raise LocalProtocolError("--rank is for checkpoint directories")
+            raise UsageError("--rank is for checkpoint directories")
         return found
     if rank is None and found.world_size > 1:
-        raise LocalProtocolError(
+        raise UsageError(
             f"{found.world_size} ranks wrote {path}: choose one with --rank"
         )
     return found.file_of(rank or 0)

@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from aiockpt._bridge import Bridge
-from aiockpt.cli.options import Address
+from aiockpt.cli.options import Address, UsageError
 from aiockpt.cli.text import format_bytes
 from aiockpt.errors import (
     AiockptError,
     LimitExceededError,
-    LocalProtocolError,
     StepNotFoundError,
     StorageError,
 )
@@ -112,7 +111,7 @@ async def peer_of(arguments: argparse.Namespace) -> AsyncIterator[Peer]:
     """Give the peer that a command's arguments name; end its threads afterwards.
 
     Raises:
-        LocalProtocolError: the arguments contradict each other.
+        UsageError: the arguments contradict each other.
     """
     given: list[Address] = arguments.urls
     bridge = Bridge(threads=_THREADS, name="aiockpt")
@@ -130,9 +129,9 @@ async def peer_of(arguments: argparse.Namespace) -> AsyncIterator[Peer]:
 def _step_of(given: Sequence[Address], step: int | None) -> int | None:
     named = sorted({each.step for each in given if each.step is not None})
     if len(named) > 1:
-        raise LocalProtocolError(f"the URLs name steps {named[0]} and {named[1]}")
+        raise UsageError(f"the URLs name steps {named[0]} and {named[1]}")
     if named and step not in (None, *named):
-        raise LocalProtocolError(
+        raise UsageError(
             f"the URL names step {named[0]} and --step says {step}; leave one out"
         )
     return named[0] if named else step
@@ -142,7 +141,7 @@ def _config_of(arguments: argparse.Namespace) -> ClientConfig:
     try:
         known = find_credentials(arguments.token, insecure=False, env=os.environ)
     except ValueError as error:
-        raise LocalProtocolError(str(error)) from None
+        raise UsageError(str(error)) from None
     return ClientConfig(
         max_concurrency=_CONNECTIONS,
         stall_timeout=_STALL_TIMEOUT,

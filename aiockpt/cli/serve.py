@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ipaddress
 import math
 import os
 import shlex
-import shutil
 import signal
 import ssl
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from aiockpt.cli.options import Commands, port, step
+from aiockpt.cli.options import Commands, UsageError, port, step
+from aiockpt.cli.serving import Chosen, choose
 from aiockpt.cli.text import format_bytes, printable
-from aiockpt.errors import LocalProtocolError, StorageError
+from aiockpt.errors import StorageError
 from aiockpt.wire.http import parse_metadata
 
 if TYPE_CHECKING:
@@ -29,14 +32,18 @@ def configure(commands: Commands) -> None:
     """Add the command."""
     parser = commands.add_parser(
         "serve",
-        help="serve a checkpoint file",
-        description="Stage the state dict of a file (.safetensors, aiockpt's or any "
-        "other; .pt with tensors and plain values) and serve it until interrupted. "
-        "Prints the commands that fetch it; whoever has them may.",
+        help="serve a checkpoint",
+        description="Serve a checkpoint until interrupted: a checkpoint directory, the "
+        "latest of a directory of such, a file (.safetensors, aiockpt's or any other; "
+        ".pt with tensors and plain values), or a directory of another tool's "
+        "safetensors files. Prints the commands that fetch it; whoever has them may.",
     )
     parser.add_argument("path", metavar="PATH", type=Path)
     parser.add_argument(
-        "--step", type=step, metavar="N", help="the step to serve it as (the file's, 0)"
+        "--step", type=step, metavar="N", help="the step to serve it as (its own, or 0)"
+    )
+    parser.add_argument(
+        "--rank", type=step, metavar="N", help="of a checkpoint by several ranks"
     )
     _add_network_options(parser.add_argument_group("where"))
     _add_access_options(parser.add_argument_group("who may fetch"))
@@ -61,12 +68,18 @@ def _add_access_options(group: argparse._ArgumentGroup) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
     context = _tls_of(arguments)  # what is wrong with the arguments shows at once
-    from aiockpt.statefile import read_state_file
-    from aiockpt.wire.limits import Limits
-
-    found = read_state_file(arguments.path, limits=Limits())
+    chosen = choose(arguments.path, arguments.rank)
+    transport = _transport(arguments, context)
+    try:
+        transport.address()  # listens: that the port is taken shows at once, too
+        shown = f"{printable(str(chosen.path))} ({format_bytes(chosen.nbytes)})"
+        print(f"Reading {shown} ...", file=sys.stderr, flush=True)
+        found = chosen.read()
+    except BaseException:
+        asyncio.run(transport.shutdown(wait=False))
+        raise
     number = (found.step or 0) if arguments.step is None else arguments.step
-    asyncio.run(_serve(arguments, context, found.state, number))
+    asyncio.run(_serve(arguments, transport, chosen, found.state, number))
     return 0
 
 
@@ -74,7 +87,7 @@ def _tls_of(arguments: argparse.Namespace) -> ssl.SSLContext | None:
     cert, key = arguments.tls_cert, arguments.tls_key
     if cert is None:
         if key is not None:
-            raise LocalProtocolError("--tls-key needs --tls-cert, too")
+            raise UsageError("--tls-key needs --tls-cert, too")
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
@@ -88,15 +101,16 @@ def _tls_of(arguments: argparse.Namespace) -> ssl.SSLContext | None:
 
 async def _serve(
     arguments: argparse.Namespace,
-    context: ssl.SSLContext | None,
+    transport: HTTPTransport[Any],
+    chosen: Chosen,
     state: object,
     number: int,
 ) -> None:
-    transport = _transport(arguments, context)
     try:
         await transport.send_checkpoint([], number, state, timeout=math.inf)
         stop = _stop_signal()
-        print(_announcement(arguments, transport.metadata(), number), flush=True)
+        text = _announcement(arguments, chosen, transport.metadata(), number)
+        print(text, flush=True)
         await stop.wait()
         _die_of_the_next_signal()
     finally:
@@ -119,7 +133,7 @@ def _transport(
             ssl_context=context,
         )
     except ValueError as error:
-        raise LocalProtocolError(str(error)) from None
+        raise UsageError(str(error)) from None
 
 
 def _stop_signal() -> asyncio.Event:
@@ -137,14 +151,15 @@ def _die_of_the_next_signal() -> None:
         loop.remove_signal_handler(number)
 
 
-def _announcement(arguments: argparse.Namespace, metadata: str, number: int) -> str:
+def _announcement(
+    arguments: argparse.Namespace, chosen: Chosen, metadata: str, number: int
+) -> str:
     """Return what is served, and the commands that fetch it, ready to be pasted.
 
     They hold a capability, or the secret that was typed here, since the person who
     reads them is the one to hand it on. A secret of the environment stays there.
     """
-    path: Path = arguments.path
-    output = f"{path.stem}-step{number}.safetensors"
+    output = f"{chosen.name_for(number)}.safetensors"
     source = parse_metadata(metadata)
     fetch, curl = ["fetch", metadata], ["curl", "-f"]
     if arguments.token is not None:
@@ -159,12 +174,21 @@ def _announcement(arguments: argparse.Namespace, metadata: str, number: int) -> 
     if not arguments.insecure:
         bearer = _shown(source.token or arguments.token)
         header = f' -H "Authorization: Bearer {bearer}"'
+    size = f"{chosen.remark}{format_bytes(chosen.nbytes)}"
+    only = " from this host only" if _is_loopback(source.base_url) else ""
     return (
-        f"Serving {printable(str(path))} ({format_bytes(path.stat().st_size)}) as step "
-        f"{number} at {source.base_url} until interrupted. To fetch it:\n"
-        f"  {_program()} {shlex.join(fetch)}\n"
+        f"Serving {printable(str(chosen.path))} ({size}) as step {number} at "
+        f"{source.base_url} until interrupted. To fetch it{only}:\n"
+        f"  {shlex.join(['aiockpt', *fetch])}\n"
         f"  {shlex.join(curl)}{header}"
     )
+
+
+def _is_loopback(url: str) -> bool:
+    with suppress(ValueError):
+        host = urlsplit(url).hostname or ""
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    return False
 
 
 def _shown(token: str | None) -> str:
@@ -173,10 +197,3 @@ def _shown(token: str | None) -> str:
         known = os.environ.get("AIOCKPT_TOKEN")
         return "$AIOCKPT_TOKEN" if known else '$(cat "$AIOCKPT_TOKEN_PATH")'
     return "".join(f"\\{char}" if char in '$`"\\' else char for char in token)
-
-
-def _program() -> str:
-    """Return how a shell calls this program."""
-    if shutil.which("aiockpt"):
-        return "aiockpt"
-    return f"{shlex.quote(sys.executable)} -m aiockpt"

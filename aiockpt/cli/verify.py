@@ -25,9 +25,8 @@ def configure(commands: Commands) -> None:
         "verify",
         help="verify every chunk of a file or a checkpoint directory",
         description="Verify the header and every chunk of a file that aiockpt wrote, "
-        "or of all files of a checkpoint directory. Exits with 1 if something is "
-        "damaged, and with 2 if it is a safetensors file without digests, in which "
-        "there is nothing to verify.",
+        "or of all files of a checkpoint directory. Fails if something is damaged, and "
+        "if the file has no digests, as those of other tools have none.",
     )
     parser.add_argument("file", metavar="PATH", type=Path)
     parser.set_defaults(run=run)
@@ -50,8 +49,9 @@ def _verify(path: Path, *, expected: str | None = None) -> int:
     header = read_header(path, limits=Limits())
     shown = printable(str(path))
     if isinstance(header, ForeignHeader):
-        print(f"{shown}: well formed, but it has no digests to verify", file=sys.stderr)
-        return 2
+        detail = "well formed, but it has no digests to verify"
+        print(f"aiockpt: error: {shown}: {detail}", file=sys.stderr)
+        return 1
     if expected not in (None, header.snapshot_id):
         detail = f"it is snapshot {header.snapshot_id}, the marker names {expected}"
         print(f"aiockpt: error: {shown}: {detail}", file=sys.stderr)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import aiockpt
+from aiockpt.testing.faults import Fault, Pipe
 
 T = TypeVar("T")
 
@@ -25,6 +26,8 @@ PATIENCE = 150.0
 
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if "AIOCKPT" not in name},
+    # The commands that are printed begin with "aiockpt", as it was installed.
+    "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
     # The package that these tests import, also from another directory.
     "PYTHONPATH": str(Path(aiockpt.__file__).parents[1]),
     # Nothing that is here must be asked of a proxy.
@@ -121,6 +124,29 @@ def serving(path: Path, *options: object) -> Iterator[Serving]:
     finally:
         process.kill()
         process.communicate()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until something has happened in another process."""
+    pause = threading.Event()
+    for _ in range(int(PATIENCE * 100)):
+        if condition():
+            return
+        pause.wait(0.01)
+    raise AssertionError("it did not happen")
+
+
+class OnlyTheEnd(Fault):
+    """Of bodies that begin before a certain byte nothing arrives, whoever asks."""
+
+    def __init__(self, begins: int) -> None:
+        self.begins = begins
+
+    async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
+        found = re.search(rb"Content-Range: bytes (\d+)-", data)
+        if found is not None and int(found[1]) < self.begins:
+            await pipe.stall()
+        await pipe.send(data)
 
 
 @contextmanager
