@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from aiockpt._copy import InPlace
-from aiockpt._frontier import Frontier
 from aiockpt.memory import Arena
 from aiockpt.wire.manifest import Manifest
 
@@ -17,8 +16,7 @@ class Snapshot:
 
     It starts with one reference, its maker's. ``live`` says that the bytes are the
     state dict's own memory (``zero_copy``), which a writer may change once the
-    reader-writer lock says so. One that is given away while it is being staged has a
-    ``frontier``, which its readers stay behind.
+    reader-writer lock says so.
     """
 
     def __init__(
@@ -28,11 +26,9 @@ class Snapshot:
         *,
         live: bool,
         on_free: Callable[[], None],
-        frontier: Frontier | None = None,
     ) -> None:
         self.manifest = manifest
         self.live = live
-        self.frontier = frontier
         self._memory = memory
         self._references = 1
         self._on_free = on_free
@@ -64,13 +60,7 @@ class Snapshot:
     def relabelled(self, manifest: Manifest) -> Snapshot:
         """Return a snapshot of the same memory with another manifest."""
         self.acquire()
-        return Snapshot(
-            manifest,
-            self._memory,
-            live=self.live,
-            on_free=self.release,
-            frontier=self.frontier,
-        )
+        return Snapshot(manifest, self._memory, live=self.live, on_free=self.release)
 
     def acquire(self) -> None:
         """Count one more reader of the memory."""

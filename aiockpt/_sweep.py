@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import partial
 from itertools import islice
 from typing import Final, TypeAlias, TypeVar
 
@@ -32,31 +31,23 @@ async def sweep(
     work: Callable[[T, Over], R],
     items: Iterable[T],
     report: Callable[[T, R], object],
-    *,
-    at_once: bool = False,
 ) -> None:
     """Call ``work(item, over)`` in threads, so many at a time; ``report`` on the loop.
 
     Every return from a thread to the loop costs as much as copying a few megabytes. So
     results are reported together, when a thread has worked for a twentieth of a second,
-    or for one item if somebody waits for the thread; or, ``at_once``, each when it is
-    there, by a ``report`` that must not fail then. All are before this returns.
+    or for one item if somebody waits for the thread. All are before this returns.
 
     If cancelled, or if a call fails, nothing else begins. What is under way ends before
     that is raised, and finds ``over()`` true meanwhile; it may go unreported.
     """
     left, done, ended = deque(items), deque[tuple[T, R]](), asyncio.Event()
     going = min(threads, len(left))
-    wake: Callable[[], object] = partial(_tell, report, done)
-    if not isinstance(bridge, Inline):
-        wake = partial(asyncio.get_running_loop().call_soon_threadsafe, wake)
 
     def take_turn() -> None:
         end = time.monotonic() + _TURN
         for item in islice(_taken(left), _MOST):
             done.append((item, work(item, ended.is_set)))
-            if at_once:
-                wake()
             if time.monotonic() >= end or _is_wanted(bridge):
                 return
 

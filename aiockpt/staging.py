@@ -8,17 +8,14 @@ waits for the copies, leaves the digests to the process that writes.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
 from aiockpt._bridge import Bridge
 from aiockpt._copy import CopyPlan, Fences, InPlace
 from aiockpt._device import Event, PortFor, completed, port_for
-from aiockpt._frontier import Frontier
 from aiockpt._here import failing_here
 from aiockpt._inline import Inline
 from aiockpt._job import Job
@@ -30,13 +27,9 @@ from aiockpt.flatten import Description, describe
 from aiockpt.memory import Arena, ArenaPool
 from aiockpt.wire.chunks import ChunkGrid, check_chunk_bytes
 from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import Manifest
-from aiockpt.wire.relabel import UNSEALED, with_digests, with_step
+from aiockpt.wire.relabel import UNSEALED, with_step
 
-__all__ = ["Follow", "Snapshot", "Stager", "StagerOptions"]
-
-Follow: TypeAlias = Callable[[Snapshot], Awaitable[None]]
-"""Is given a snapshot that is being staged; takes a reference if it wants to read."""
+__all__ = ["Snapshot", "Stager", "StagerOptions"]
 
 # Copied at once where no digest is computed beside it: worth a thread, soon cancelled.
 _SPAN = 64 << 20
@@ -52,7 +45,6 @@ class StagerOptions:
         seal: Compute digests; else the manifest is unsealed (`wire.relabel`).
         pin: Page-lock arenas where a device gains from it.
         poll: Poll for the end of a device's copies; else a thread blocks until then.
-        beside: Let who follows read while the rest is copied; else when all is there.
     """
 
     shared: bool = False
@@ -60,7 +52,6 @@ class StagerOptions:
     seal: bool = True
     pin: bool = True
     poll: bool = True
-    beside: bool = True
 
 
 class Stager:
@@ -104,53 +95,30 @@ class Stager:
             dispose=lambda arena: bridge.post(arena.close),
         )
 
-    async def stage(
-        self, state_dict: object, *, step: int, follow: Follow | None = None
-    ) -> Snapshot:
+    async def stage(self, state_dict: object, *, step: int) -> Snapshot:
         """Return a snapshot; the state dict may be mutated from then on.
-
-        ``follow`` is given it before a byte is copied, without digests: its readers
-        stay behind its ``frontier``. What is returned then is of the same memory.
 
         Raises:
             UnsupportedLeafError: a leaf cannot travel; nothing was copied.
-            StagingError: a copy failed. What ``follow`` raises comes out as it is.
+            StagingError: a copy failed.
 
-        If cancelled, waits for the copies of current chunks and keeps nothing: who
-        follows is told by the frontier, and the last one to let go frees the memory.
+        If cancelled, waits for the copies of current chunks and keeps nothing.
         """
         with failing_here(f"staging step {step}"):
             description = await self._bridge.run(self._describe, state_dict)
             arena = self._take(description.segment_bytes)
         plans: list[CopyPlan] = []
-        undo = free = partial(self._free, arena, plans)
-        frontier, seal = Frontier(), self._options.seal
-        early = follow is not None or not seal
+        free = partial(self._free, arena, plans)
         try:
             with _failing(step):
                 job = await self._bridge.run(self._plan, description, arena, plans)
-                digests = [UNSEALED] * len(job.grid)
-                if not early:
-                    digests = await self._copy(job, frontier, at_once=False)
+                digests = await self._copy(job)
                 manifest = await self._bridge.run(job.manifest, step, digests)
-            made = partial(Snapshot, manifest, job.memory, live=job.live)
-            snapshot = made(on_free=free, frontier=frontier)
-            undo = partial(snapshot.release)
-            if follow is not None:
-                await follow(snapshot)
-            with _failing(step):
-                if early:
-                    at_once = self._options.beside
-                    digests = await self._copy(job, frontier, at_once=at_once)
-                if early and seal:
-                    manifest = await self._bridge.run(with_digests, manifest, digests)
-        except BaseException as error:
-            frontier.fail(_reason(error))
-            undo()
+        except BaseException:
+            free()
             raise
         plans.clear()
-        frontier.finish()
-        return _sealed(snapshot, manifest)
+        return Snapshot(manifest, job.memory, live=job.live, on_free=free)
 
     async def relabel(self, snapshot: Snapshot, *, step: int) -> Snapshot:
         """Return a snapshot of the same memory under another step.
@@ -220,7 +188,7 @@ class Stager:
         grid = ChunkGrid(description.segment_bytes, self._chunk_bytes)
         return Job(description, grid, plan, memory, self._zero_copy)
 
-    async def _copy(self, job: Job, frontier: Frontier, *, at_once: bool) -> list[str]:
+    async def _copy(self, job: Job) -> list[str]:
         """Copy everything, ``threads`` pieces at a time; return the chunks' digests."""
         fences = job.plan.fences()
         dense = await self._bridge.run(job.plan.stage_parts, fences)
@@ -236,8 +204,6 @@ class Stager:
         def copied(piece: int, found: str | None) -> None:
             if found is not None:
                 digests[piece] = found
-            if self._options.beside:
-                frontier.add(*pieces.range(piece))
 
         remaining = iter(range(len(pieces)))
 
@@ -250,7 +216,7 @@ class Stager:
         if fences:
             await together([worker] * min(threads, len(pieces)))
         else:
-            await sweep(bridge, threads, copy, remaining, copied, at_once=at_once)
+            await sweep(bridge, threads, copy, remaining, copied)
         return digests
 
     async def _copy_device(
@@ -264,15 +230,6 @@ class Stager:
                 await self._bridge.run(event.synchronize)
 
 
-def _sealed(snapshot: Snapshot, manifest: Manifest) -> Snapshot:
-    """Return the only reference with this manifest; those who follow keep the other."""
-    if snapshot.manifest is manifest:
-        return snapshot
-    sealed = snapshot.relabelled(manifest)
-    snapshot.release()
-    return sealed
-
-
 @contextmanager
 def _failing(step: int) -> Iterator[None]:
     """Say that staging failed."""
@@ -282,9 +239,3 @@ def _failing(step: int) -> Iterator[None]:
         raise
     except Exception as error:
         raise StagingError(f"staging step {step} failed: {error}") from error
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, asyncio.CancelledError):
-        return "it was cancelled"
-    return str(error) or type(error).__name__

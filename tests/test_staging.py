@@ -15,7 +15,6 @@ from aiockpt.errors import StagingError, UnsupportedLeafError
 from aiockpt.staging import Snapshot
 from aiockpt.testing import FakeAccelerator, assert_same
 from aiockpt.wire.chunks import digest
-from aiockpt.wire.relabel import UNSEALED
 from pipeline import file_of, rebuilt, stager
 from serving import settle
 
@@ -72,33 +71,6 @@ class TestSnapshot:
             ids.append(snapshot.manifest.snapshot_id)
             snapshot.release()
         assert ids[0] == ids[2] == ids[3] != ids[1]
-
-    async def test_who_follows_has_the_same_bytes_and_no_digests(self) -> None:
-        """In the end the checkpoint is what it would be without."""
-        followed: list[Snapshot] = []
-
-        async def follow(staged: Snapshot) -> None:
-            assert staged.frontier is not None
-            assert staged.frontier.nbytes == 0
-            staged.acquire()
-            followed.append(staged)
-
-        async with stager() as staging:
-            alone = await staging.stage(state(), step=1)
-            sealed = await staging.stage(state(), step=1, follow=follow)
-            (early,) = followed
-            assert sealed.manifest == alone.manifest
-            assert {*early.manifest.digests} == {UNSEALED}
-            assert address(early) == address(sealed) != address(alone)
-            assert early.frontier is not None
-            assert early.frontier.done
-            sealed.release()
-            other = await staging.stage(state(2.0), step=2)
-            grid = alone.manifest.grid
-            for chunk, expected in enumerate(alone.manifest.digests):
-                assert digest(early.views(*grid.range(chunk))) == expected
-            for each in (alone, early, other):
-                each.release()
 
     async def test_it_does_not_change_with_the_state(self) -> None:
         """Training goes on; the bytes stay."""

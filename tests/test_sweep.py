@@ -106,26 +106,11 @@ class TestResults:
         await sweep(Inline(), 2, lambda item, _: -item, [-1, -2], reports)
         assert reports.found == {-1: 1, -2: 2}
 
-    @pytest.mark.usefixtures("long_turns")
-    async def test_a_result_is_reported_at_once_without_threads_too(self) -> None:
-        """Before the next item begins, for the loop stands still."""
-        told: list[str] = []
-        await sweep(
-            Inline(),
-            2,
-            lambda item, _: told.append(f"work {item}"),
-            range(2),
-            lambda item, _: told.append(f"told {item}"),
-            at_once=True,
-        )
-        assert told == ["work 0", "told 0", "work 1", "told 1"]
-
-    @pytest.mark.parametrize("turns", ["short_turns", "long_turns"])
+    @pytest.mark.usefixtures("short_turns")
     async def test_what_is_done_is_reported_while_the_rest_goes_on(
-        self, bridge: Bridge, request: pytest.FixtureRequest, turns: str
+        self, bridge: Bridge
     ) -> None:
-        """After each turn, or as soon as an item is there, if that is wanted."""
-        request.getfixturevalue(turns)
+        """After each turn."""
         heard = threading.Event()
 
         def work(item: int, _: Over) -> None:
@@ -135,8 +120,7 @@ class TestResults:
             if not item:
                 heard.set()
 
-        at_once = turns == "long_turns"
-        await sweep(bridge, 1, work, range(2), report, at_once=at_once)
+        await sweep(bridge, 1, work, range(2), report)
 
 
 class TestTurns:

@@ -15,8 +15,12 @@ from aiockpt._deadline import Deadline
 from aiockpt._lifetime import Lifetime
 from aiockpt.checkpointers.base import Checkpointer, step_for
 from aiockpt.checkpointers.config import BusyPolicy
-from aiockpt.checkpointers.following import release, stage_and_submit
-from aiockpt.checkpointers.handle import Account, CheckpointerStatistics, SaveHandle
+from aiockpt.checkpointers.handle import (
+    Account,
+    CheckpointerStatistics,
+    SaveHandle,
+    meter,
+)
 from aiockpt.checkpointers.loading import load
 from aiockpt.checkpointers.process import CheckpointProcess, process_of
 from aiockpt.checkpointers.reader import CheckpointReader
@@ -119,8 +123,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
             TransferTimeoutError: with ``raise_on_failure``; as all other failures do,
                 it fails the handle otherwise.
 
-        If cancelled, nothing is saved, also if writing had begun beside the staging;
-        other ranks are told, and fail theirs.
+        If cancelled, nothing is saved; other ranks are told, and fail theirs.
         """
         if self._raises:
             self._raise_unobserved()
@@ -236,9 +239,16 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         progress: Callable[[Progress], None] | None,
         kwargs: dict[str, Any],
     ) -> None:
-        staged, submission = await stage_and_submit(
-            self._stager, self._writer, state_dict, handle, kwargs, progress
-        )
+        known = {"step": handle.step, **kwargs}
+        staged = await self._stager.stage(state_dict, **known)
+        nbytes = staged.nbytes if isinstance(staged, StagedState) else 0
+        told = meter(progress, nbytes)
+        try:
+            submission = await self._writer.submit(staged, handle.path, kwargs, told)
+        except BaseException:
+            _release(staged)
+            raise
+        handle.handed_over = True
         self._keep(staged)
         self._account.staged(handle, submission.nbytes, began)
         if self._policy == "replace" and len(self._under_way) >= _SLOTS:
@@ -254,9 +264,9 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
     def _keep(self, staged: Any) -> None:
         """Let go of the snapshot before, which is not the last one any more."""
         if not self._keeps:
-            release(staged)
+            _release(staged)
             return
-        release(self._last)
+        _release(self._last)
         self._last = staged if isinstance(staged, StagedState) else None
 
     def _follow(self, handle: SaveHandle, submission: Submission) -> None:
@@ -296,5 +306,11 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
     async def _settle(self) -> None:
         """Let the handles know, and let go of the last snapshot."""
         await asyncio.sleep(0)
-        release(self._last)
+        _release(self._last)
         self._last = None
+
+
+def _release(staged: Any) -> None:
+    """Let go of what a stager has returned, if that is ours to do."""
+    if isinstance(staged, StagedState):
+        staged.release()

@@ -103,9 +103,6 @@ class CheckpointStagerConfig:
         chunk_bytes: Bytes that one digest is for, a multiple of 64.
         allow_pickle: Carry leaves that nothing else can as pickles, which run code
             when they are loaded.
-        write_beside: Let the writer write what is staged while the rest is; else it
-            only prepares its file meanwhile. None: where there are more cores than
-            ``threads``, since training waits for the copy, and not for the file.
     """
 
     use_pinned_memory: bool = True
@@ -115,7 +112,6 @@ class CheckpointStagerConfig:
     threads: int = 2
     chunk_bytes: int = 16 << 20
     allow_pickle: bool = False
-    write_beside: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

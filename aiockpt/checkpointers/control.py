@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import Final
 
 from aiockpt._channel import Channel
-from aiockpt._mapped import trusted_header
 from aiockpt.checkpointers.inbox import Inbox, Preparation
 from aiockpt.checkpointers.jobs import Job
 from aiockpt.checkpointers.keeper import Keeper
@@ -28,8 +27,6 @@ from aiockpt.checkpointers.messages import (
     FromWorker,
     Serve,
     Setup,
-    Staged,
-    Unstaged,
     Write,
     decode_to_worker,
 )
@@ -62,7 +59,6 @@ class Control:
         self._keeper: Keeper | None = None
         self._servers = Servers()
         self._giving_up: asyncio.Task[None] | None = None
-        self._staging: dict[int, Job] = {}
         self._trainer = -1
         self._started = threading.Event()
         self._ending = False
@@ -164,10 +160,6 @@ class Control:
             self._set_up(message, *fds)
         elif isinstance(message, Write):
             self._take(Job.of(message, fds))
-        elif isinstance(message, Staged):
-            self._advance(message)
-        elif isinstance(message, Unstaged):
-            self._call_off(message)
         elif isinstance(message, Forsake):
             self._inbox.put(message)
         elif isinstance(message, Serve):
@@ -190,49 +182,17 @@ class Control:
         self._inbox.put(Preparation(setup, parcel))
 
     def _take(self, job: Job) -> None:
-        number = job.request.number
         if self._keeper is not None:
-            self._keeper.expect(job)
-        self._staging[number] = job
+            self._keeper.hold(job)
         self._inbox.put(job)
-        if job.frontier.done:
-            self._staged(number)
 
-    def _advance(self, message: Staged) -> None:
-        job = self._staging.get(message.number)
-        if job is None:
-            return  # it was dropped, and the trainer does not know yet
-        job.frontier.advance(message.nbytes)
-        if message.done:
-            job.frontier.finish()
-            self._staged(message.number)
-
-    def _staged(self, number: int) -> None:
-        del self._staging[number]
-        if self._keeper is not None:
-            self._keeper.hold(number)
-
-    def _call_off(self, message: Unstaged) -> None:
-        """Fail a write that has begun; drop one that has not, and tell its ranks."""
-        number, job = message.number, self._staging.pop(message.number, None)
-        if job is None:
-            return
-        job.frontier.fail(message.reason)
-        if self._drop(number):
-            step = trusted_header(job.header).step
-            self._inbox.put(Forsake(job.request.path, step, message.reason))
-        elif self._keeper is not None:
-            self._keeper.let_go(number)
-
-    def _drop(self, number: int) -> bool:
+    def _drop(self, number: int) -> None:
         job = self._inbox.drop(number)
         if job is not None:
-            self._staging.pop(number, None)
             if self._keeper is not None:
                 self._keeper.let_go(number)
             job.close()
             self._channel.send(Dropped(number))
-        return job is not None
 
     def _close(self, message: Close) -> None:
         if message.keep:
@@ -253,10 +213,6 @@ class Control:
         if self._trainer >= 0:  # it would be told again and again
             self._loop.remove_reader(self._trainer)
         self._channel.read()  # what it said last
-        for number in [*self._staging]:
-            self._staging.pop(number).frontier.fail("the trainer has gone")
-            if self._keeper is not None:
-                self._keeper.let_go(number)
         if self._ending:
             return
         self._end()

@@ -1,4 +1,4 @@
-"""One write: a snapshot, given to the writer as it is staged and sealed. It blocks."""
+"""One write: a staged snapshot is given to the writer, and digested. It blocks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from typing import Any, Protocol, Self, cast
 import msgspec
 
 from aiockpt._channel import unpack
-from aiockpt._frontier import Frontier
 from aiockpt._mapped import TRUSTED
 from aiockpt.checkpointers.messages import Write
 from aiockpt.checkpointers.writer import CheckpointWriter
-from aiockpt.errors import StagingError
 from aiockpt.wire.chunks import Digester, digest
 from aiockpt.wire.manifest import Manifest
 from aiockpt.wire.registry import REGISTRY
@@ -57,7 +55,6 @@ class Job:
     header: bytes
     keywords: bytes
     arena: int
-    frontier: Frontier
 
     @classmethod
     def of(cls, request: Write, fds: list[int]) -> Self:
@@ -65,8 +62,7 @@ class Job:
         parcel, arena = fds
         content = unpack(parcel)
         cut = request.header_bytes
-        frontier = Frontier(done=request.staged)
-        return cls(request, content[:cut], content[cut:], arena, frontier)
+        return cls(request, content[:cut], content[cut:], arena)
 
     def close(self) -> None:
         """Let go of the arena. Idempotent."""
@@ -80,12 +76,10 @@ class Watch:
     """What a write looks at, and who looks at it.
 
     Attributes:
-        frontier: How far staging is.
         report: Hears how many bytes the writer has taken.
         on_seal: Hears of the manifest with the digests, as soon as it is known.
     """
 
-    frontier: Frontier
     report: Callable[[int], object]
     on_seal: Callable[[Manifest], object]
 
@@ -106,8 +100,8 @@ class _Whole:
         return self._snapshot.views(start, stop)
 
 
-class _Growing:
-    """A snapshot as a `snapshotfile.Source`: digested as it is written and staged."""
+class _Digested:
+    """A snapshot as a `snapshotfile.Source`: digested as it is written."""
 
     def __init__(self, snapshot: Staged, watch: Watch) -> None:
         manifest = snapshot.manifest
@@ -117,15 +111,13 @@ class _Growing:
         self._digester = Digester(manifest.grid, unknown=UNSEALED)
 
     def __repr__(self) -> str:
-        return f"<Growing {self._snapshot!r}>"
+        return f"<Digested {self._snapshot!r}>"
 
     def views(self, start: int, stop: int) -> list[memoryview]:
-        self._watch.frontier.wait(stop)
         self._watch.report(start)
         return self._digester.views(start, stop, self._snapshot.views)
 
     def seal(self) -> Manifest:
-        self._watch.frontier.wait_until_done()
         manifest = with_digests(self._snapshot.manifest, self._digester.digests)
         self._watch.on_seal(manifest)
         return manifest
@@ -168,21 +160,16 @@ def perform(
     memory: Callable[[], mmap.mmap | memoryview],
     watch: Watch,
 ) -> None:
-    """Have the writer write a snapshot, close behind its staging.
+    """Have the writer write a snapshot.
 
-    One that has a ``write_snapshot`` of its own gets it when it is whole; one that has
+    One that has a ``write_snapshot`` of its own gets it with its digests; one that has
     a ``write`` a state dict over ``memory()``, which is its until it returns.
     """
     own = _own_methods(writer)
     if not own:
-        source = _Growing(snapshot, watch)
+        source = _Digested(snapshot, watch)
         writer.write_source(path, source, snapshot.manifest.step, **keywords)
         return
-    try:
-        watch.frontier.wait_until_done()
-    except StagingError as error:
-        forsake(writer, path, snapshot.manifest.step, str(error))
-        raise
     whole = _Whole(snapshot, watch)
     if "write" not in own:
         writer.write_snapshot(path, whole, **keywords)

@@ -63,7 +63,6 @@ class Keeper:
         self._seconds = seconds
         # The last one, and the one before: the last may be dropped before it is begun.
         self._held: deque[_Held] = deque()
-        self._expected: dict[int, _Held] = {}
         self._listener: socket.socket | None = None
         self._name = ""
         self._inode = 0
@@ -75,27 +74,21 @@ class Keeper:
     def __repr__(self) -> str:
         return f"<Keeper {self._name or 'idle'} held={len(self._held)}>"
 
-    def expect(self, job: Job) -> None:
-        """Be ready to take a snapshot that may not be staged yet."""
+    def hold(self, job: Job) -> None:
+        """Take a snapshot for the last one."""
         number, path = job.request.number, os.fsdecode(job.request.path)
-        self._expected[number] = _Held(number, path, job.header, os.dup(job.arena))
-
-    def hold(self, number: int) -> None:
-        """Take one that is staged for the last one."""
-        self._held.append(self._expected.pop(number))
+        self._held.append(_Held(number, path, job.header, os.dup(job.arena)))
         if len(self._held) > 2:
             self._held.popleft().close()
 
     def let_go(self, number: int) -> None:
         """Forget one that was dropped: the one before it is the last one again."""
-        if (expected := self._expected.pop(number, None)) is not None:
-            expected.close()
-        elif self._held and self._held[-1].number == number:
+        if self._held and self._held[-1].number == number:
             self._held.pop().close()
 
     def seal(self, number: int, manifest: Manifest) -> None:
         """Remember the digests of one that is held."""
-        for held in (*self._held, *self._expected.values()):
+        for held in self._held:
             if held.number == number:
                 held.manifest = manifest
         for guest in tuple(self._guests):
@@ -141,9 +134,6 @@ class Keeper:
             self._remove()
         while self._held:
             self._held.pop().close()
-        for expected in self._expected.values():
-            expected.close()
-        self._expected.clear()
 
     async def _seal_it(self, held: _Held) -> None:
         bridge = Bridge(threads=1, name="aiockpt-seal")

@@ -24,9 +24,7 @@ __all__ = [
     "Ready",
     "Serve",
     "Setup",
-    "Staged",
     "ToWorker",
-    "Unstaged",
     "Write",
     "decode_from_worker",
     "decode_to_worker",
@@ -51,30 +49,13 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
 class Write(msgspec.Struct, tag=True, frozen=True):
     """Write a snapshot: its parcel, then its arena.
 
-    The parcel holds ``header_bytes`` of an unsealed header, then the keywords. Unless
-    everything is ``staged``, messages say how far that has come, until it ends.
+    The parcel holds ``header_bytes`` of a header without digests, then the keywords.
     """
 
     number: int
     path: bytes
     header_bytes: int
     segment_bytes: int
-    staged: bool = True
-
-
-class Staged(msgspec.Struct, tag=True, frozen=True):
-    """So many bytes of a write are staged; ``done``: it may be committed."""
-
-    number: int
-    nbytes: int
-    done: bool
-
-
-class Unstaged(msgspec.Struct, tag=True, frozen=True):
-    """A write will never be staged: throw it away, and tell the other ranks."""
-
-    number: int
-    reason: str
 
 
 class Forsake(msgspec.Struct, tag=True, frozen=True):
@@ -136,7 +117,7 @@ class Alive(msgspec.Struct, tag=True, frozen=True):
     """Nothing new, and nothing hangs."""
 
 
-ToWorker: TypeAlias = Setup | Write | Staged | Unstaged | Forsake | Serve | Drop | Close
+ToWorker: TypeAlias = Setup | Write | Forsake | Serve | Drop | Close
 FromWorker: TypeAlias = Ready | Begun | Progressed | Dropped | Ended | Alive
 
 decode_to_worker = msgspec.json.Decoder(ToWorker).decode

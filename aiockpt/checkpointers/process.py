@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from aiockpt._bridge import Bridge
 from aiockpt._lifetime import Lifetime
-from aiockpt._snapshot import Snapshot
 from aiockpt.checkpointers.config import (
     CheckpointProcessConfig,
     CheckpointStagerConfig,
@@ -143,8 +142,6 @@ class CheckpointProcess(BackgroundWriter):
                 self._count += 1
                 submission = Submission(self._count, path, snapshot, progress)
                 self._supervisor.send(submission, _message(submission, text), parcel)
-                if (frontier := snapshot.frontier) is not None and not frontier.ended:
-                    frontier.watch(partial(self._supervisor.follow, submission))
             finally:
                 snapshot.release()
         return submission
@@ -166,10 +163,6 @@ class CheckpointProcess(BackgroundWriter):
             raise ClosedError(HOST)
         with self._lifetime.call(loop=_SERVED):
             return await self._supervisor.host(sock)
-
-    def follows(self, snapshot: Snapshot) -> bool:
-        """Say whether the child can map it, and so write what is staged already."""
-        return snapshot.arena is not None and snapshot.arena.fd >= 0
 
     def drop(self, submission: Submission) -> None:
         """Call off a submission, unless it has begun."""
@@ -228,13 +221,12 @@ def process_of(writer: BackgroundWriter) -> CheckpointProcess:
 
 
 def _message(submission: Submission, path: str) -> Write:
-    manifest, frontier = submission.snapshot.manifest, submission.snapshot.frontier
+    manifest = submission.snapshot.manifest
     return Write(
         number=submission.number,
         path=os.fsencode(path),
         header_bytes=len(manifest.header),
         segment_bytes=manifest.segment_bytes,
-        staged=frontier is None or frontier.done,
     )
 
 

@@ -7,12 +7,10 @@ kept and reused, so that only the first saves pay for new memory.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Final, Self, TypeAlias
+from typing import Any, Final, Self
 
 from aiockpt._bridge import Bridge
-from aiockpt._cores import usable_cores
 from aiockpt._device import PortFor, port_for
 from aiockpt._inline import Inline
 from aiockpt._lifetime import Lifetime
@@ -78,10 +76,6 @@ class StagedState:
             self.snapshot.release()
 
 
-FollowState: TypeAlias = Callable[[StagedState], Awaitable[None]]
-"""Is given a state that is being staged; who reads it takes a reference itself."""
-
-
 class CheckpointStager(ABC):
     """Takes a state dict out of training's way. A class of one's own may do so too.
 
@@ -94,16 +88,6 @@ class CheckpointStager(ABC):
 
         ``kwargs`` are those of ``save``.
         """
-
-    async def stage_followed(
-        self, state_dict: Any, follow: FollowState, /, **kwargs: Any
-    ) -> Any:
-        """Do what :meth:`stage` does; ``follow`` may be given it before it is copied.
-
-        A stager of one's own gives it to nobody, unless it overrides this.
-        """
-        del follow
-        return await self.stage(state_dict, **kwargs)
 
     @abstractmethod
     async def close(self) -> None:
@@ -152,35 +136,8 @@ class DefaultStager(CheckpointStager):
         If cancelled, waits for the copy of at most 64 MiB and keeps nothing.
         """
         del kwargs  # other stagers may want them
-        return await self._stage(state_dict, step, None)
-
-    async def stage_followed(
-        self, state_dict: Any, follow: FollowState, /, **kwargs: Any
-    ) -> Any:
-        """Stage it; ``follow`` is given it before a byte is copied.
-
-        Unless :meth:`stage` is overridden. If cancelled, those who follow are told.
-        """
-        if type(self).stage is not DefaultStager.stage:
-            return await self.stage(state_dict, **kwargs)
-        return await self._stage(state_dict, kwargs.get("step", 0), follow)
-
-    async def _stage(
-        self, state_dict: Any, step: int, follow: FollowState | None
-    ) -> StagedState:
-        given: list[StagedState] = []
-
-        async def give(snapshot: Snapshot) -> None:
-            given.append(self._state_of(snapshot))
-            if follow is not None:
-                await follow(given[0])
-
         with self._lifetime.call():
-            number = exact_step(step)
-            await self._stager.stage(state_dict, step=number, follow=give)
-        return given[0]
-
-    def _state_of(self, snapshot: Snapshot) -> StagedState:
+            snapshot = await self._stager.stage(state_dict, step=exact_step(step))
         return StagedState(snapshot, allow_pickle=self._config.allow_pickle)
 
     async def close(self) -> None:
@@ -215,13 +172,6 @@ def stager_of(
             seal=False,
             pin=config.use_pinned_memory,
             poll=config.use_non_blocking_copy,
-            beside=_is_beside(config),
         ),
         ports=ports,
     )
-
-
-def _is_beside(config: CheckpointStagerConfig) -> bool:
-    if config.write_beside is not None:
-        return config.write_beside
-    return usable_cores() > config.threads

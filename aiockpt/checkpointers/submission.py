@@ -115,11 +115,6 @@ class BackgroundWriter(ABC):
         If cancelled, either nothing was handed over, or everything was and is written.
         """
 
-    def follows(self, snapshot: Snapshot) -> bool:
-        """Say whether it can be handed this one before it is wholly staged."""
-        del snapshot
-        return False
-
     @abstractmethod
     def drop(self, submission: Submission) -> None:
         """Call off a submission, unless it has begun; it ends either way."""

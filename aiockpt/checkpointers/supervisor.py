@@ -135,12 +135,6 @@ class Supervisor:
         self._sent[submission.number] = sent
         self._child.post(sent)
 
-    def follow(self, submission: Submission) -> None:
-        """Tell the process how far the staging of a write has come."""
-        sent = self._sent.get(submission.number)
-        if sent is not None and self._child is not None:
-            self._child.tell(sent)
-
     def drop(self, submission: Submission) -> None:
         """Ask to forget a write; the submission settles either way."""
         if self._child is not None:

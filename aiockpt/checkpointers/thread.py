@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Final
 
 from aiockpt._bridge import Bridge
-from aiockpt._frontier import Frontier
 from aiockpt._here import failing_here
 from aiockpt._lifetime import Lifetime
 from aiockpt._snapshot import Snapshot
@@ -93,14 +92,7 @@ class CheckpointThread(BackgroundWriter):
             loop = asyncio.get_running_loop()
             self._waiting[submission] = loop.create_task(self._outlast(submission))
             self._bridge.post(self._write, loop, submission, given)
-            if (frontier := snapshot.frontier) is not None and not frontier.ended:
-                frontier.watch(partial(self._heed, frontier, submission))
         return submission
-
-    def follows(self, snapshot: Snapshot) -> bool:
-        """Return True: the memory is this process's own."""
-        del snapshot
-        return True
 
     def drop(self, submission: Submission) -> None:
         """Call off a submission, unless it has begun."""
@@ -150,13 +142,6 @@ class CheckpointThread(BackgroundWriter):
         limit = f"{self._timeout:g} s (subprocess_shutdown_timeout_secs)"
         detail = f"writing {submission.path} {what} within {limit}"
         submission.finish(WorkerError(detail))
-
-    def _heed(self, frontier: Frontier, submission: Submission) -> None:
-        """Call off a submission that will not be staged; one that has begun fails."""
-        if frontier.failure and self._call_off(submission):
-            submission.finish(written=False)
-            path, step = text_of(submission.path), submission.step
-            self._bridge.post(self._forsake, path, step, frontier.failure)
 
     def _call_off(self, submission: Submission) -> bool:
         with self._lock:
@@ -211,7 +196,6 @@ class CheckpointThread(BackgroundWriter):
             keywords,
             memory=partial(_memory, snapshot),
             watch=Watch(
-                frontier=snapshot.frontier or Frontier(done=True),
                 report=lambda done: _tell(loop, submission.advance, done),
                 on_seal=lambda _: None,
             ),

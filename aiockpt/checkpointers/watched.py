@@ -9,15 +9,13 @@ from typing import Final
 
 from aiockpt._channel import Channel
 from aiockpt.checkpointers.config import CheckpointProcessConfig
-from aiockpt.checkpointers.failures import plain, raised
+from aiockpt.checkpointers.failures import raised
 from aiockpt.checkpointers.messages import (
     Begun,
     Dropped,
     Ended,
     Progressed,
     Ready,
-    Staged,
-    Unstaged,
     Write,
     decode_from_worker,
 )
@@ -27,7 +25,6 @@ from aiockpt.errors import AiockptError
 
 __all__ = ["Sent", "Watched"]
 
-_LONGEST: Final = 4096
 _HUNG: Final = (
     'had a server of a transport that hung (with server="process" that would be in a '
     "process of its own, and take no save with it)"
@@ -106,19 +103,7 @@ class Watched:
         sent.tries += 1
         self._posted.add(sent.submission.number)
         self.channel.send(sent.message, [sent.parcel, arena.fd])
-        if not sent.message.staged:
-            self.tell(sent)
         self.changed.set()
-
-    def tell(self, sent: Sent) -> None:
-        """Say how far the staging of a write has come that is being staged."""
-        number, frontier = sent.submission.number, sent.submission.snapshot.frontier
-        assert frontier is not None
-        if frontier.failure:
-            reason = plain(frontier.failure)[:_LONGEST]
-            self.channel.send(Unstaged(number, reason))
-        else:
-            self.channel.send(Staged(number, frontier.nbytes, frontier.done))
 
     def overdue(self, close_by: float) -> tuple[str, float]:
         """Return what did not happen in time, and when to look again."""

@@ -181,7 +181,6 @@ def _perform(writer: Any, job: Job, control: Control) -> None:
             keywords,
             memory=lambda: _private(snapshot, job.arena),
             watch=Watch(
-                frontier=job.frontier,
                 report=_Meter(job.request.number, control),
                 on_seal=partial(control.sealed, job.request.number),
             ),

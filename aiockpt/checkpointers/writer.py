@@ -119,13 +119,12 @@ class CheckpointWriter:
     def write_source(
         self, path: StrPath, source: Source, step: int, /, **kwargs: Any
     ) -> None:
-        """Write what may still be staged meanwhile: its views are waited for.
+        """Write what was staged, and seal it: its digests are computed meanwhile.
 
         A checkpointer calls this, unless a subclass has a :meth:`write` or a
-        :meth:`write_snapshot` of its own, which is given what is whole.
+        :meth:`write_snapshot` of its own.
 
         Raises:
-            StagingError: it will never be whole; nothing is left of it.
             StorageError: see :meth:`write`.
         """
         self._save(path, self._begin(path, step), source, kwargs)

@@ -9,27 +9,19 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 
 import torch
 
 import aiockpt
-from aiockpt import staging
 from aiockpt._copy import CopyPlan
 from checkpointing import GatedWriter, eventually, note_pid
-
-PIECE = 4 << 20
 
 
 def state(fill: float) -> dict[str, object]:
     """Return the state dict of a step."""
     return {"weight": torch.full((300_000,), fill), "step": fill}
-
-
-def is_begun(file: Path) -> bool:
-    """Say whether the first piece of a state dict is in a file."""
-    return b"\x80\x3f" in file.read_bytes()[: PIECE // 2]
 
 
 class Trainer:
@@ -46,7 +38,6 @@ class Trainer:
         self.checkpointer = aiockpt.make_async_checkpointer(
             aiockpt.CheckpointerConfig(
                 process_config=process,
-                staging_config=aiockpt.CheckpointStagerConfig(write_beside=True),
             ),
             subprocess_init_fn=note_pid,
             subprocess_init_args=(f"{place}/pid",),
@@ -70,24 +61,20 @@ class Trainer:
             await asyncio.sleep(0)
 
     async def stuck(self) -> None:
-        """Be in the middle of staging for ever, with the write of it begun."""
+        """Be in the middle of staging for ever."""
         self.step += 1
-        staging._SPAN = PIECE
-        copy = CopyPlan.staged
+        reached = threading.Event()
 
-        def staged(plan: CopyPlan, start: int, stop: int, *block: int) -> Iterator[int]:
-            if start >= PIECE:
-                signal.pause()
-            return copy(plan, start, stop, *block)
+        def staged(*_: object) -> Iterator[int]:
+            reached.set()
+            signal.pause()
+            yield 0
 
         setattr(CopyPlan, "staged", staged)  # noqa: B010 - it is a method
-        wide = {"weight": torch.full((PIECE,), 1.0)}
+        wide = {"weight": torch.ones(1 << 20)}
         path = f"{self.place}/checkpoints/step-{self.step}"
         self.saving = asyncio.create_task(self.checkpointer.save(wide, path))
-        part = Path(f"{self.place}/checkpoints/.step-{self.step}.part")
-        await eventually(
-            lambda: any(is_begun(each) for each in part.glob("*.tmp")), "the write"
-        )
+        await eventually(reached.is_set, "the copy")
 
     async def fork(self) -> None:
         """Leave a child that has every descriptor of this process."""
