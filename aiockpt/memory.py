@@ -88,6 +88,67 @@ def sealed(fd: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
+class _Staging(mmap.mmap):
+    """A mapping that forked children do not have."""
+
+    file: tuple[int, int] | None = None
+    left_out = False
+
+    def leave_out_of_forks(self, fd: int) -> None:
+        """Have children that are forked from now on neither map it nor open ``fd``."""
+        if fd >= 0:
+            self.file = _file_of(fd)
+        if hasattr(mmap, "MADV_DONTFORK"):
+            self.madvise(mmap.MADV_DONTFORK)
+            _staged.add(self)
+
+    def forget(self) -> None:
+        """Never unmap it: in this child something else may lie at its address."""
+        self.left_out = True
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
+    def close(self) -> None:
+        """Unmap it where it is mapped."""
+        if not self.left_out:
+            super().close()
+
+
+_forking = threading.RLock()
+_staged: weakref.WeakSet[_Staging] = weakref.WeakSet()
+
+
+def _file_of(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
+
+
+def _forget_staged() -> None:
+    """Let go of the parent's staging memory in a forked child."""
+    _forking.release()
+    left_out = [mapping for mapping in _staged if not mapping.left_out]
+    for mapping in left_out:
+        mapping.forget()
+    files = {mapping.file for mapping in left_out} - {None}
+    if not files:
+        return
+    # Each has several descriptors, of which Python hides that of the mapping, and
+    # their owners close them again: so their numbers stay taken.
+    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if _file_of(number) in files:
+                os.dup2(nowhere, number, inheritable=False)
+    os.close(nowhere)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_forking.acquire,
+        after_in_parent=_forking.release,
+        after_in_child=_forget_staged,
+    )
+
+
 class Arena:
     """One allocation of host memory, page-aligned and zeroed when new.
 
@@ -95,17 +156,24 @@ class Arena:
         nbytes: Its size. Pages cost nothing until they are touched.
         shared: Back it by an anonymous file, so that its descriptor can be handed
             to another process; else it is private and asks for huge pages.
+        staging: Leave it out of forked children, which would keep its pages. Only for
+            memory that no caller gets to see.
     """
 
-    def __init__(self, nbytes: int, *, shared: bool = False) -> None:
+    def __init__(
+        self, nbytes: int, *, shared: bool = False, staging: bool = False
+    ) -> None:
         fd = -1
         size = max(nbytes, mmap.PAGESIZE)
-        if shared:
-            fd = os.memfd_create("aiockpt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(fd, size)
-        # A duplicate belongs to the mapping, so the arena may close its own.
-        kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        mapping = mmap.mmap(fd, size, flags=kind)
+        with _forking:  # a child is forked before all of this, or after it
+            if shared:
+                fd = os.memfd_create("aiockpt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                os.ftruncate(fd, size)
+            # A duplicate belongs to the mapping, so the arena may close its own.
+            kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            mapping = (_Staging if staging else mmap.mmap)(fd, size, flags=kind)
+            if isinstance(mapping, _Staging):
+                mapping.leave_out_of_forks(fd)
         if hasattr(mmap, "MADV_HUGEPAGE"):  # a shared one needs shmem_enabled, too
             with suppress(OSError):
                 mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -216,7 +284,7 @@ class Borrowed(Arena):
 
 
 class ArenaPool:
-    """Keeps free arenas warm for the next users of about the same size.
+    """Keeps free arenas warm for the next staging of about the same size.
 
     ``keep`` says how many; those that came back last stay. ``dispose`` closes an arena
     somewhere else: unmapping gigabytes takes a while. Every method may be called from
@@ -247,7 +315,7 @@ class ArenaPool:
         if fits:
             return fits[-1]
         self._dispose_all(found)
-        return Arena(nbytes, shared=self._shared)
+        return Arena(nbytes, shared=self._shared, staging=True)
 
     def give_back(self, arena: Arena) -> None:
         """Take an arena back; the oldest free one returns to the system for it.

@@ -147,7 +147,9 @@ class Stager:
 
     def _take(self, nbytes: int) -> Arena:
         # Next to live memory an arena holds a few pages, which start as zeros.
-        return Arena(nbytes) if self._zero_copy else self._pool.take(nbytes)
+        if self._zero_copy:
+            return Arena(nbytes, staging=True)
+        return self._pool.take(nbytes)
 
     def _give_back(self, arena: Arena) -> None:
         if self._zero_copy:

@@ -63,7 +63,7 @@ class Handover:
             found.acquire()
             return found
         with failing_here("sharing what was staged"):
-            copied = Arena(found.manifest.segment_bytes, shared=True)
+            copied = Arena(found.manifest.segment_bytes, shared=True, staging=True)
             try:
                 await self._bridge.run(_copy, found, copied)
             except BaseException:

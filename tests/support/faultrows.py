@@ -281,6 +281,13 @@ ROWS: Final = (
         "SIGKILL of its process; each source behind a line of 50 MB/s",
         "bit-exact, and ≤ 1.3 times the clean time with two",
     ),
+    Row(
+        41,
+        "A data loader is forked beside staged checkpoints, and while one is staged",
+        "os.fork in a process of its own; the child takes memory, and drops all it has",
+        "the child neither maps staged memory nor has a descriptor of it, and ends by "
+        "itself; what was received can be read and changed there",
+    ),
 )
 
 

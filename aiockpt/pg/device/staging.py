@@ -56,7 +56,7 @@ class _Job:
         self.description, self.board, self.bridge = description, board, bridge
         self.bounds = _bounds_of(description)
         self.own = owned(description.backings, board)
-        self.arena = Arena(description.segment_bytes)
+        self.arena = Arena(description.segment_bytes, staging=True)
         self.plan = CopyPlan(
             without(description.backings, self.own),
             description.offsets,
