@@ -22,7 +22,7 @@ from aiockpt.errors import AiockptError
 
 __all__ = ["main"]
 
-_STDERR = 2  # its descriptor
+_STANDARD = (0, 1, 2)  # descriptors
 
 _EXITS = """\
 exit codes:
@@ -66,9 +66,11 @@ def _replace_closed_streams() -> None:
 
     Otherwise a socket or a file gets the descriptor, and messages are written to it.
     """
-    while (unused := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
-        pass
-    os.close(unused)
+    for number in _STANDARD:
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115

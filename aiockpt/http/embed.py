@@ -16,7 +16,9 @@ def routes(service: CheckpointService, prefix: str) -> list[web.RouteDef]:
     They take every method: what is not ``GET`` or ``HEAD`` gets our own 405.
     """
     base = prefix.rstrip("/")
+    landings = [f"{base}/", base] if base else ["/"]
     return [
+        *(web.get(path, service.landing) for path in landings),
         web.route(
             "*", f"{base}/{LATEST}", service.latest, expect_handler=_no_body_is_wanted
         ),

@@ -35,7 +35,8 @@ def setup(
     Call it before the app starts. The app's end shuts the transport down. The routes
     check credentials themselves and rely on none of the app's middlewares. Tell the
     transport its public URL by ``advertise="https://host/checkpoint/"``. For a second
-    transport in the same app, give another prefix and another key.
+    transport in the same app, give another prefix and another key. A page that the app
+    has at the prefix itself stays; else it says what is served.
 
     Raises:
         LocalProtocolError: the app has a transport at this prefix or with this key, or
@@ -45,7 +46,8 @@ def setup(
     _check_prefix(prefix)
     _check_free(app, prefix, app_key)
     app[app_key] = transport
-    app.add_routes(routes(transport, prefix))
+    own = {resource.canonical for resource in app.router.resources()}
+    app.add_routes(each for each in routes(transport, prefix) if each.path not in own)
     end = _End(transport)
     app.on_response_prepare.append(end.close_connection)
     app.on_shutdown.insert(0, end.begin)

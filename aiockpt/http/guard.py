@@ -120,8 +120,11 @@ def _check_token(authorization: str, token: str) -> Grant | None:
     # As bytes: compare_digest takes only ASCII text, and a header may hold anything.
     offered = given.strip().encode("utf-8", "surrogateescape")
     matches = hmac.compare_digest(offered, token.encode("utf-8", "surrogateescape"))
+    if not authorization:
+        detail = "no token was sent: send the header 'Authorization: Bearer TOKEN'"
+        raise AuthenticationError("the server", detail)
     if scheme.lower() != "bearer" or not (matches or grant):
-        raise AuthenticationError("the server")
+        raise AuthenticationError("the server", "the token is none of this server's")
     return grant
 
 

@@ -29,6 +29,7 @@ from aiockpt.http.audit import VISIT, Auditor, Visit
 from aiockpt.http.awaiting import Awaiting, transport_of
 from aiockpt.http.bodies import FileBody
 from aiockpt.http.guard import RefusedError, ServerConfig, admit
+from aiockpt.http.landing import landing_reply
 from aiockpt.http.lending import Lender
 from aiockpt.http.macs import ManifestMacs
 from aiockpt.http.published import Published
@@ -115,12 +116,16 @@ class CheckpointService:
         self._pumps.close()
 
     async def resource(self, request: web.Request) -> web.StreamResponse:
-        """Answer a request for ``{step}/{what}``."""
+        """Answer a request for ``{step}/{what}``, or ``latest/{what}``."""
         return await self._guarded(request, self._resource)
 
     async def latest(self, request: web.Request) -> web.StreamResponse:
         """Answer which step is being served, or wait for one after another."""
         return await self._guarded(request, self._latest)
+
+    async def landing(self, request: web.Request) -> web.StreamResponse:
+        """Answer what is being served, at the address that people know."""
+        return await self._guarded(request, self._landing)
 
     async def _guarded(
         self,
@@ -182,9 +187,23 @@ class CheckpointService:
         headers, body = latest_reply(published.servable.manifest)
         return _Answer(body=body, headers=headers)
 
+    async def _landing(self, request: web.Request) -> web.StreamResponse:
+        path = request.rel_url.raw_path
+        if not path.endswith("/"):  # the page has relative links
+            location = {**COMMON_HEADERS, "Location": f"{path.rpartition('/')[2]}/"}
+            return _Answer(status=HTTPStatus.PERMANENT_REDIRECT, headers=location)
+        now = self.shelf.latest
+        manifest = now.servable.manifest if now is not None else None
+        headers, body = landing_reply(manifest, request.headers.get("Accept", ""))
+        return _Answer(body=body, headers=headers)
+
     async def _resource(self, request: web.Request) -> web.StreamResponse:
-        resource = _resource_of(request)
-        published = await self._awaiting.step(request, resource.step)
+        if request.match_info["step"] == http.LATEST:
+            published = await self._awaiting.any(request)
+            resource = _resource_of(request, str(published.step))
+        else:
+            resource = _resource_of(request, request.match_info["step"])
+            published = await self._awaiting.step(request, resource.step)
         manifest = published.servable.manifest
         reply = plan_reply(resource, manifest, request.headers, request.method)
         if resource.kind is http.ResourceKind.METADATA:
@@ -282,15 +301,14 @@ def _event_of(
     )
 
 
-def _resource_of(request: web.Request) -> http.Resource:
+def _resource_of(request: web.Request, step: str) -> http.Resource:
     """Return what is asked for.
 
     Raises:
         RefusedError: there is no such thing.
     """
-    step, what = request.match_info["step"], request.match_info["what"]
     try:
-        return http.parse_resource(step, what)
+        return http.parse_resource(step, request.match_info["what"])
     except RemoteProtocolError as error:
         raise RefusedError(HTTPStatus.NOT_FOUND, str(error)) from None
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Any
 
 from aiockpt.errors import CheckpointChangedError
 from aiockpt.http.guard import RefusedError
@@ -19,6 +20,7 @@ from aiockpt.wire.manifest import Manifest
 __all__ = [
     "COMMON_HEADERS",
     "Reply",
+    "describe",
     "latest_reply",
     "no_news_headers",
     "plan_reply",
@@ -78,17 +80,21 @@ def plan_reply(
 
 def latest_reply(manifest: Manifest) -> tuple[dict[str, str], bytes]:
     """Return headers and body that name what is being served."""
-    document = {
-        "step": manifest.step,
-        "snapshot_id": manifest.snapshot_id,
-        "total_bytes": manifest.total_bytes,
-    }
     headers = {
         **no_news_headers(manifest.step),
         "Content-Type": "application/json",
         "ETag": http.format_etag(manifest.snapshot_id),
     }
-    return headers, json.dumps(document).encode()
+    return headers, json.dumps(describe(manifest)).encode()
+
+
+def describe(manifest: Manifest) -> dict[str, Any]:
+    """Return what people and programs are told of a checkpoint that is served."""
+    return {
+        "step": manifest.step,
+        "snapshot_id": manifest.snapshot_id,
+        "total_bytes": manifest.total_bytes,
+    }
 
 
 def no_news_headers(serving: int | None) -> dict[str, str]:

@@ -10,7 +10,7 @@ from aiockpt.wire.http import Source, parse_metadata
 __all__ = ["Address", "parse_address"]
 
 _OF_STEP = re.compile(r"(.*/)(0|[1-9][0-9]{0,18})(?:/(?:full|metadata))?/")
-_LATEST = re.compile(r"(.*/)latest/")
+_LATEST = re.compile(r"(.*/)latest(?:/(?:full|metadata))?/")
 _BARE = re.compile(r"[a-z]+://[^/]+")
 
 

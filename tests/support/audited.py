@@ -67,7 +67,13 @@ def perform(wanted: dict[str, Any], directory: str) -> str:
     try:
         if "fetch" in wanted:
             arguments = ["fetch", wanted["fetch"], "--step", "7", "--reconnect", "0"]
-            arguments += ["--max-size", "16MiB", "-o", f"{directory}/fetched"]
+            arguments += [
+                "--overwrite",
+                "--max-size",
+                "16MiB",
+                "-o",
+                f"{directory}/fetched",
+            ]
             said = io.StringIO()
             with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
                 status = command_line(arguments)
