@@ -25,6 +25,11 @@ class Deadline(AbstractAsyncContextManager["Deadline"]):
         self.when = 0.0
         self._scope: asyncio.Timeout | None = None
 
+    @property
+    def expired(self) -> bool:
+        """Whether it has passed within its block."""
+        return self._scope is not None and self._scope.expired()
+
     async def __aenter__(self) -> Deadline:
         if not self.timeout:
             raise self._expired()

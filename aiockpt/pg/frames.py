@@ -18,6 +18,9 @@ The digests in the header do not count: those of host memory are zeros there, fo
 sent before they are computed.
 
 So whoever fails tells the other, and nothing is under way when a conversation ends.
+There is one exception: a sender in host memory that has nothing to offer leaves FAILED
+and BYE for a receiver that is not there, and goes on. A receiver skips such a
+conversation if it is about an earlier step than its own.
 Beside it each end sends one frame more, which the other one waits for all the time: BYE
 at the end, or FAILED if it gives up in the middle of something, and with it the group.
 

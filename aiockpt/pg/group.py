@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -10,7 +12,9 @@ import torch
 
 from aiockpt.errors import ProcessGroupError
 
-__all__ = ["Group", "Health", "Pending"]
+__all__ = ["Group", "Health", "Pending", "keep_with", "rank_in"]
+
+_kept: weakref.WeakKeyDictionary[Any, list[object]] = weakref.WeakKeyDictionary()
 
 
 class Pending(Protocol):
@@ -65,3 +69,32 @@ class Health:
             if isinstance(error, ProcessGroupError):
                 why = error.detail
             self._rank, self._why = rank, f"an earlier one was the last: {why}"
+
+
+def keep_with(group: Group, messages: object) -> None:
+    """Keep messages that nobody waits for as long as the group lives.
+
+    Gloo forgets a message whose ``Work`` has gone, also one that it has announced.
+    """
+    with suppress(TypeError):  # a group that no weak reference can be made to
+        _kept.setdefault(_innermost(group), []).append(messages)
+
+
+def rank_in(group: Group) -> int | None:
+    """Return this process's rank; None where the group does not know it.
+
+    A group of torchft inherits ``rank`` from torch, which has not been told: 0.
+    """
+    inner = _innermost(group)
+    definer = next((each for each in type(inner).__mro__ if "size" in vars(each)), None)
+    if definer is None or "rank" not in vars(definer):
+        return None
+    rank: int = inner.rank()
+    return rank
+
+
+def _innermost(group: Any) -> Any:
+    """Return the group that a wrapper of torchft has been configured with."""
+    while (parent := getattr(group, "parent", None)) is not None:
+        group = parent
+    return group

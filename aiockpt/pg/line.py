@@ -34,7 +34,7 @@ from aiockpt.pg.messages import Memory
 from aiockpt.pg.mover import Mover
 from aiockpt.pg.sealing import Sealing, damage
 
-__all__ = ["Line"]
+__all__ = ["Line", "OutdatedError"]
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -43,6 +43,10 @@ _AFTER: Final = 0.1
 """Seconds that a wait goes on after the deadline, so that only one of the two fires."""
 
 _LAST: Final = (Kind.DONE, Kind.FAILED)
+
+
+class OutdatedError(PeerFailedError):
+    """The peer gave up an earlier step, which nobody received."""
 
 
 class Line:
@@ -106,10 +110,29 @@ class Line:
         await self.send(Frame(kind, step, nbytes, text).encode())
         self._over = kind in _LAST
 
-    async def hear(self, expected: Kind) -> Frame:
+    async def leave_word(self, step: int, text: str) -> None:
+        """Hold a conversation that only says why ``step`` is not sent.
+
+        Where messages have tags, it does not wait: the receiver may come later, for
+        this step or for another one. Otherwise it waits until the receiver has come.
+        """
+        if not self._mover.tagged:
+            await self.hold(lambda line: line.say(Kind.FAILED, step, text=text))
+            return
+        last, bye = Frame(Kind.FAILED, step, text=text), Frame(Kind.BYE, 0)
+        leave = self._mover.leave_word
+        await self._bridge.run(leave, last.encode(), bye.encode())
+
+    async def hear(self, expected: Kind, *, step: int = 0) -> Frame:
         """Receive a frame.
 
+        Args:
+            expected: What the peer should say.
+            step: The step that this conversation is about.
+
         Raises:
+            OutdatedError: the peer gave up an earlier step than ``step``; the
+                conversation is over, and another one may follow.
             PeerFailedError: the peer gave up; the conversation is over.
             RemoteProtocolError: it is not what was expected, and the group is broken.
         """
@@ -119,7 +142,8 @@ class Line:
             raise RemoteProtocolError(f"rank {self.rank} said {frame.kind.name}")
         self._over = frame.kind in _LAST
         if frame.kind is Kind.FAILED:
-            raise PeerFailedError(self.rank, frame.text)
+            failure = OutdatedError if frame.step < step else PeerFailedError
+            raise failure(self.rank, frame.text)
         return frame
 
     async def send(self, data: bytearray) -> None:

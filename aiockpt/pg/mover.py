@@ -18,7 +18,7 @@ from typing import Final, NamedTuple, Protocol
 import torch
 
 from aiockpt.errors import ProcessGroupError
-from aiockpt.pg.group import Group, Pending
+from aiockpt.pg.group import Group, Pending, keep_with
 from aiockpt.pg.messages import Landings, Leavings, Memory
 from aiockpt.pg.sealing import Sealing
 
@@ -112,6 +112,20 @@ class Mover:
         frame = bytearray(nbytes)
         self._receive(until, frame, lane=_VIGIL)
         return frame
+
+    def leave_word(self, last: bytearray, bye: bytearray) -> None:
+        """Say the only frame of a conversation, and end it, without waiting.
+
+        A receiver that comes later hears both frames, and its own last one has a
+        place to go to.
+        """
+        room = _tensor(bytearray(len(bye)))
+        messages = (
+            self._post_send(_tensor(last)),
+            self._post_send(_tensor(bye), lane=_VIGIL),
+            self._post_receive(room, lane=_VIGIL),
+        )
+        keep_with(self._group, messages)
 
     def leave_behind(self) -> None:
         """Let threads that still move something begin nothing else."""

@@ -27,7 +27,7 @@ from aiockpt.errors import (
 )
 from aiockpt.observe import Progress, TransferEvent, emit
 from aiockpt.pg.frames import Frame, Kind
-from aiockpt.pg.line import Line
+from aiockpt.pg.line import Line, OutdatedError
 from aiockpt.pg.medium import Medium
 from aiockpt.pg.messages import messages_of
 from aiockpt.template import Template
@@ -37,6 +37,8 @@ from aiockpt.wire.manifest import Manifest, Outline
 __all__ = ["Receive", "ReceiveOptions"]
 
 T = TypeVar("T")
+
+logger = logging.getLogger("aiockpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +93,7 @@ class Receive:
         """
         started = time.monotonic()
         try:
-            coming, state = await line.hold(self._receive)
+            coming, state = await self._hold(line)
             self._stop("load")
             await coming.goal.load()
         except BaseException:
@@ -109,6 +111,14 @@ class Receive:
             )
         )
         return state
+
+    async def _hold(self, line: Line) -> tuple[_Coming, object]:
+        """Hold conversations until one is about this step, or a later one."""
+        while True:
+            try:
+                return await line.hold(self._receive)
+            except OutdatedError as error:
+                logger.info("waiting for step %d: %s", self._step, error)
 
     def annotate(self, error: AiockptError) -> None:
         """Say in the error what a receive into a template leaves behind."""
@@ -134,12 +144,14 @@ class Receive:
         offers: list[Frame] = []
 
         async def hear() -> None:
-            offers.append(await line.hear(Kind.OFFER))
+            offers.append(await line.hear(Kind.OFFER, step=self._step))
 
         await together([hear, self._look])
         return offers[0]
 
     async def _look(self) -> None:
+        if self._template is not None or self._unfit is not None:
+            return  # an earlier conversation was outdated
         try:
             if self._into is None and self._options.template is not None:
                 self._into = self._options.template()

@@ -46,8 +46,8 @@ class Send:
     async def run(self, ranks: Sequence[int], step: int, state_dict: object) -> None:
         """Send to every rank at once; the first one's error is raised at the end.
 
-        What cannot be staged is told to all of them instead. If cancelled while it
-        stages, nothing was sent; later, the group is broken.
+        What cannot be staged is told to all of them instead, now or when they come.
+        If cancelled while it stages, nothing was sent; later, the group is broken.
         """
         started = time.monotonic()
         with ExitStack() as stack:
@@ -59,7 +59,12 @@ class Send:
                         messages_of, parcel.manifest, self._medium.message_bytes
                     )
             except Exception as error:
-                await self._tell(ranks, step, error)
+                try:
+                    await self._tell(ranks, step, error)
+                except asyncio.CancelledError:
+                    if not self._deadline.expired:
+                        raise
+                    error.add_note("the receivers could not be told in time")
                 raise
             await self._deliver_all(ranks, parcel, messages)
         nbytes, elapsed = parcel.manifest.segment_bytes, time.monotonic() - started
@@ -79,7 +84,7 @@ class Send:
         why = f"{type(error).__name__}: {error}"
 
         async def tell(line: Line) -> None:
-            await line.say(Kind.FAILED, step, text=why)
+            await line.leave_word(step, why)
 
         await self._each(ranks, tell)
         for untold in self._errors.values():
@@ -93,7 +98,7 @@ class Send:
     ) -> None:
         self._deadline.stop = "serve"
         deliver = partial(self._deliver, parcel=parcel, messages=messages)
-        await self._each(ranks, deliver)
+        await self._each(ranks, lambda line: line.hold(deliver))
         if self._errors:
             first, *others = (error for _, error in sorted(self._errors.items()))
             for other in others:
@@ -118,7 +123,7 @@ class Send:
         async def attempt(rank: int) -> None:
             try:
                 async with self._open_line(rank) as line:
-                    await line.hold(talk)
+                    await talk(line)
             except AiockptError as error:
                 self._errors[rank] = error
 

@@ -19,7 +19,7 @@ from aiockpt._selection import Select
 from aiockpt.destination import Terms
 from aiockpt.errors import AiockptError, LocalProtocolError, ProcessGroupError
 from aiockpt.observe import Progress
-from aiockpt.pg.group import Group, Health
+from aiockpt.pg.group import Group, Health, rank_in
 from aiockpt.pg.line import Line
 from aiockpt.pg.medium import medium_of
 from aiockpt.pg.receiving import Receive, ReceiveOptions
@@ -120,10 +120,14 @@ class PGTransport(CheckpointTransport[T]):
         """Send ``state_dict`` as ``step`` to ``dst_ranks``, all of them at once.
 
         Returns when every one of them has verified it, or failed: none waits for
-        another. What cannot be sent is told to them, so they do not wait either.
+        another. What cannot be sent is told to them: at once to those who wait, and to
+        the others when they receive this step or an earlier one.
 
         Raises:
-            UnsupportedLeafError, StagingError: it cannot be sent.
+            UnsupportedLeafError, StagingError: it cannot be sent. The group is well,
+                also if a receiver is not there.
+            ValueError: ``dst_ranks`` has this rank, a rank twice, or no rank of the
+                group.
             PeerFailedError: a receiver refused it, and says why; the group is well.
             ProcessGroupError: the group is broken; ``rank`` says which peer broke it.
             TransferTimeoutError: a receiver did not come or did not finish in time.
@@ -245,10 +249,11 @@ class PGTransport(CheckpointTransport[T]):
         )
 
     def _peer(self, rank: int) -> int:
-        # Whether it is this one is not asked: torchft's groups do not know theirs.
         size = self._size()
         if not 0 <= rank < size:
             raise ValueError(f"{rank} is no rank of a group of {size}")
+        if rank == rank_in(self._group):
+            raise ValueError(f"{rank} is this process's own rank; name another rank")
         return rank
 
     def _size(self) -> int:

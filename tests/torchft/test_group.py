@@ -128,6 +128,40 @@ def test_failures_are_told_and_leave_the_group_as_it_is(quorums: Quorums) -> Non
     heir.shutdown(wait=False)
 
 
+def test_a_state_that_cannot_be_sent_to_an_heir_that_is_not_there(
+    quorums: Quorums,
+) -> None:
+    """The source learns it at once, the heir when it comes; then the group works."""
+    source, heir = quorums.transports()
+    quorums.next()
+    started = time.monotonic()
+    with pytest.raises(UnsupportedLeafError):
+        source.send_checkpoint([1], 1, {"bad": object()}, LIMIT)
+    assert time.monotonic() - started < 5
+    with pytest.raises(PeerFailedError, match="UnsupportedLeafError"):
+        heir.recv_checkpoint(0, source.metadata(), 1, LIMIT)
+    with pytest.raises(UnsupportedLeafError):
+        source.send_checkpoint([1], 1, {"bad": object()}, LIMIT)
+    quorums.next()
+    _, got = exchange(source, heir, state())
+    assert_same(got, state())
+    source.shutdown()
+    heir.shutdown()
+
+
+def test_the_own_rank_is_refused(quorums: Quorums) -> None:
+    """A wrapper of torchft says 0 for every rank, the group inside it knows."""
+    source, heir = quorums.transports()
+    quorums.next()
+    for rank, transport in enumerate((source, heir)):
+        with pytest.raises(ValueError, match="own rank"):
+            transport.send_checkpoint([rank], 1, state(), LIMIT)
+    _, got = exchange(source, heir, state())
+    assert_same(got, state())
+    source.shutdown()
+    heir.shutdown()
+
+
 def test_a_template_is_asked_for_in_the_calling_thread_and_filled(
     quorums: Quorums,
 ) -> None:
