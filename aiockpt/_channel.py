@@ -19,6 +19,7 @@ from typing import Final
 import msgspec
 
 from aiockpt import _packets
+from aiockpt._secrets import Token
 
 __all__ = ["MAX_MESSAGE", "Channel", "encode", "pack", "pair", "receive", "unpack"]
 
@@ -27,7 +28,14 @@ MAX_MESSAGE: Final = 192 << 10  # a packet must fit the socket's buffer
 _MAX_FDS: Final = 8
 _BUFFER: Final = 1 << 20
 
-encode = msgspec.json.encode
+
+def _plain(value: object) -> str:
+    if isinstance(value, Token):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is no part of a message")
+
+
+encode = msgspec.json.Encoder(enc_hook=_plain).encode
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from aiockpt._secrets import Token, discreet
 from aiockpt.errors import LocalProtocolError
 from aiockpt.wire.grants import make_token
 
@@ -53,6 +54,7 @@ class Credentials:
         return make_token(self.token, receiver, step=step, expires=expires)
 
 
+@discreet
 def find_credentials(
     token: str | None, *, insecure: bool, env: Mapping[str, str]
 ) -> Credentials:
@@ -75,10 +77,10 @@ def find_credentials(
     if token is None and path is not None:
         token = _read_token_file(path)
     if token is None:
-        return Credentials(secrets.token_urlsafe(32), shared=False)
+        return Credentials(Token(secrets.token_urlsafe(32)), shared=False)
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise ValueError("the token must be printable ASCII without spaces, not empty")
-    return Credentials(token, shared=True)
+    return Credentials(Token(token), shared=True)
 
 
 def _read_token_file(path: str) -> str:

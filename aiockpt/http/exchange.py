@@ -20,14 +20,19 @@ import aiohttp
 from aiohttp import ClientResponse, ClientSession, hdrs
 from yarl import URL
 
-from aiockpt.errors import ClosedError, LocalProtocolError, RemoteProtocolError
+from aiockpt.errors import (
+    AiockptError,
+    ClosedError,
+    LocalProtocolError,
+    RemoteProtocolError,
+)
 from aiockpt.http.filler import Filler
 from aiockpt.http.options import require, require_type
 from aiockpt.http.pumps import Pumps
 from aiockpt.http.reach import CheckedResolver, Reach
 from aiockpt.http.receiving import receive
 from aiockpt.http.security import Security
-from aiockpt.http.translating import BEFORE_ANSWER, IN_BODY, Exchange, translated
+from aiockpt.http.translating import Exchange, before_answer, in_body
 from aiockpt.http.watching import Watch
 from aiockpt.wire.http import from_problem
 from aiockpt.wire.limits import Limits
@@ -79,6 +84,13 @@ class ClientConfig:
         require(reconnect_timeout=self.reconnect_timeout)
 
 
+class _Answer(ClientResponse):
+    """An answer whose repr does not show its headers: a peer may mirror the request."""
+
+    def __repr__(self) -> str:
+        return f"<Answer {self.status}>"
+
+
 class Port:
     """Lends a session to exchanges; a session of its own is made when first needed."""
 
@@ -128,10 +140,9 @@ class Port:
             chunk=exchange.chunk,
         )
         async with watch:
-            with translated(exchange, BEFORE_ANSWER):
-                answer = await self._send(exchange)
+            answer = await self._send(exchange)
             async with answer:
-                with translated(exchange, IN_BODY):
+                with in_body(exchange):
                     await self._check_status(answer, exchange)
                     yield answer, watch
 
@@ -169,6 +180,18 @@ class Port:
             exchange.received += filler.filled
 
     async def _send(self, exchange: Exchange) -> ClientResponse:
+        try:
+            return await self._get(exchange)
+        except BaseException as error:  # noqa: BLE001 - it is raised below
+            failure = before_answer(exchange, error)
+        try:
+            # Not in the handler above: whatever aiohttp raised, a cancel too, has
+            # passed frames with the request's headers, and may hold them itself.
+            raise failure
+        finally:
+            del failure  # or it would keep itself alive through this frame
+
+    async def _get(self, exchange: Exchange) -> ClientResponse:
         config, url = self._config, URL(exchange.url, encoded=True)
         self._reach.check_host(url.host or "")
         return await self._get_session().get(
@@ -197,10 +220,15 @@ class Port:
                 f"{exchange.url} answered HTTP {answer.status} and not "
                 f"{exchange.status}; is that an aiockpt server?"
             )
+        raise await self._problem_of(answer, exchange)
+
+    async def _problem_of(
+        self, answer: ClientResponse, exchange: Exchange
+    ) -> AiockptError:
         body = await _read_problem(answer)
         if token := self._token_for(exchange):  # error pages like to show the request
             body = body.replace(token.encode(), b"(the token)")
-        raise from_problem(
+        return from_problem(
             answer.status,
             answer.headers,
             body,
@@ -219,6 +247,7 @@ class Port:
             self._session = ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, resolver=self._resolver),
                 cookie_jar=aiohttp.DummyCookieJar(),
+                response_class=_Answer,
                 trust_env=False,
             )
         if self._session.closed:

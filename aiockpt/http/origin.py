@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from aiockpt._secrets import discreet
 from aiockpt.http.client import CheckpointClient, LatestInfo, Target
 from aiockpt.http.fetching import OnProgress, OnVerified, Prepare
 from aiockpt.http.manifests import NOTHING, Wishes
@@ -131,6 +132,7 @@ def origin_of(client: CheckpointClient, sources: Sequence[Source]) -> Origin:
     return SeveralSources(client, Members(sources))
 
 
+@discreet
 def sources_of(metadata: str | Sequence[str]) -> list[Source]:
     """Return the sources that a caller names, each once.
 

@@ -117,7 +117,10 @@ class Receiver(CheckpointTransport[T]):
         if share and have is not None:
             raise ValueError("share=True moves no bytes: leave out have=")
         select = listed(select)
-        origin = origin_of(self._client, sources_of(metadata))
+        try:
+            origin = origin_of(self._client, sources_of(metadata))
+        finally:
+            del metadata  # a traceback with local variables would show the token
         limit = self._timeout if timeout is None else seconds(timeout)
         deadline = Deadline(limit, stop="fetch_manifest")
         terms = Terms(
@@ -188,9 +191,12 @@ class Receiver(CheckpointTransport[T]):
         """
         if after is not None:
             after = exact_step(after)
-        self._lifetime.check()
         silent = math.inf if reconnect_timeout is None else seconds(reconnect_timeout)
-        source = parse_metadata(metadata)
+        try:
+            source = parse_metadata(metadata)
+        finally:
+            del metadata  # a traceback with local variables would show the token
+        self._lifetime.check()
         return Steps(
             self._client,
             source,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
 
+from aiockpt._secrets import severed
 from aiockpt.errors import (
     AiockptError,
     IntegrityError,
@@ -20,7 +21,7 @@ from aiockpt.errors import (
 )
 from aiockpt.wire.http import Source
 
-__all__ = ["BEFORE_ANSWER", "IN_BODY", "Exchange", "naming", "translated"]
+__all__ = ["Exchange", "before_answer", "in_body", "naming"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,7 +102,7 @@ def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-BEFORE_ANSWER: Table = (
+_BEFORE_ANSWER: Table = (
     (aiohttp.ClientConnectorCertificateError, _not_trusted),
     (aiohttp.ClientConnectorError, _unreachable),
     (aiohttp.ServerTimeoutError, _unreachable),
@@ -113,7 +114,7 @@ BEFORE_ANSWER: Table = (
     (OSError, _unreachable),
     (ValueError, _misused),
 )
-IN_BODY: Table = (
+_IN_BODY: Table = (
     (aiohttp.ClientPayloadError, _interrupted),
     (aiohttp.ClientConnectionError, _interrupted),
     (aiohttp.ClientError, _other),
@@ -122,15 +123,40 @@ IN_BODY: Table = (
 )
 
 
+def before_answer(exchange: Exchange, error: BaseException) -> BaseException:
+    """Return what to raise for an error of aiohttp, or for a cancel, before the answer.
+
+    It has no traceback, and no cause but the system's error: others refer to the
+    headers of the request, and so to the token.
+    """
+    if isinstance(error, Exception) and not isinstance(error, AiockptError):
+        cause = _system_error(error)
+        for kind, build in _BEFORE_ANSWER:
+            if isinstance(error, kind):
+                failure = build(exchange, error)
+                failure.__cause__ = cause and severed(cause)
+                return failure
+    return severed(error)
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """Return the error of the system that an error of aiohttp was made of."""
+    while error is not None:
+        if isinstance(error, OSError) and not isinstance(error, aiohttp.ClientError):
+            return error
+        error = getattr(error, "os_error", None) or error.__cause__
+    return None
+
+
 @contextmanager
-def translated(exchange: Exchange, table: Table) -> Iterator[None]:
-    """Raise the package's error for a foreign one that the table knows."""
+def in_body(exchange: Exchange) -> Iterator[None]:
+    """Raise the package's error for one of aiohttp, while an answer's body comes."""
     try:
         yield
     except AiockptError:
         raise  # some of ours are an OSError or a ValueError too
     except Exception as error:
-        for kind, build in table:
+        for kind, build in _IN_BODY:
             if isinstance(error, kind):
                 raise build(exchange, error) from error
         raise

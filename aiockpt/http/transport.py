@@ -122,13 +122,17 @@ class HTTPTransport(Receiver[T]):
         keep_last: float = 0.0,
         server_nice: int = 19,
     ) -> None:
+        try:
+            credentials = find_credentials(token, insecure=insecure, env=os.environ)
+        finally:
+            del token  # a traceback with local variables would show it
+        self._credentials = credentials
         self._timeout, self._limits = seconds(timeout), limits
         self._same_host, lends = same_host, bool(same_host) and CAN_LEND
         self._bridge = Bridge(threads=_THREADS, name="aiockpt")
         self._lifetime = Lifetime("the transport")
         self._allow_pickle = allow_pickle
         self._warm = WarmArena() if keep_arena else None
-        self._credentials = find_credentials(token, insecure=insecure, env=os.environ)
         config = EndpointConfig(
             host=host,
             port=port,

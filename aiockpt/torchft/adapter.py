@@ -107,7 +107,8 @@ class Adapter(CheckpointTransport[T]):
         breaks or stalls, a host that cannot be reached, a checkpoint that is replaced.
         """
         limit = seconds(timeout)
-        fetch = partial(self._transport.recv_checkpoint, src_rank, metadata, step)
+        fetch = self._fetching(src_rank, metadata, step)
+        del metadata  # a traceback with local variables would show the token
         return self._portal.call(
             partial(receive, fetch, limit), timeout=limit, stop="recv"
         )
@@ -121,6 +122,14 @@ class Adapter(CheckpointTransport[T]):
         self._offered = False
         last = partial(self._transport.shutdown, wait=wait)
         self._portal.close(last, wait=_PATIENT if wait else _PROMPT)
+
+    def _fetching(
+        self, src_rank: int, metadata: str, step: int
+    ) -> Callable[[float], Awaitable[T]]:
+        # Not a partial: its repr, in a traceback, would show the token.
+        return lambda timeout: self._transport.recv_checkpoint(
+            src_rank, metadata, step, timeout
+        )
 
     async def _start(self) -> str:
         await self._transport.__aenter__()

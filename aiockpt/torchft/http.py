@@ -68,12 +68,19 @@ class HTTPTransport(Adapter[T]):
     def __init__(
         self, timeout: Timeout, num_chunks: int = 0, **options: Unpack[HTTPOptions]
     ) -> None:
-        # So that a connection that dies in silence is replaced well before a deadline.
-        patience = min(_STALL_TIMEOUT, max(seconds(timeout) / 5, _SHORTEST_STALL))
-        options.setdefault("stall_timeout", patience)
-        transport = aiockpt.HTTPTransport[T](timeout, num_chunks, **options)
+        lingers = not options.get("zero_copy", False)
+        try:
+            # So that a silent connection is replaced well before a deadline.
+            patience = min(_STALL_TIMEOUT, max(seconds(timeout) / 5, _SHORTEST_STALL))
+            options.setdefault("stall_timeout", patience)
+            # Not HTTPTransport[T](...): that adds a frame of typing with the token.
+            transport: aiockpt.HTTPTransport[T] = aiockpt.HTTPTransport(
+                timeout, num_chunks, **options
+            )
+        finally:
+            del options  # a traceback with local variables would show the token
         self._http = transport
-        super().__init__(transport, lingers=not options.get("zero_copy", False))
+        super().__init__(transport, lingers=lingers)
 
     def address(self) -> str:
         """Return the base URL without credentials, for logs and people."""

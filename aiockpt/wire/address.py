@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from aiockpt._secrets import discreet
 from aiockpt.wire.http import Source, parse_metadata
 
 __all__ = ["Address", "parse_address"]
@@ -22,6 +23,7 @@ class Address:
     step: int | None
 
 
+@discreet
 def parse_address(text: str) -> Address:
     """Parse what names a checkpoint: metadata, ``.../100`` or ``.../100/full``.
 

@@ -15,6 +15,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from aiockpt._secrets import discreet
 from aiockpt.errors import AuthenticationError, ForgedManifestError
 
 __all__ = [
@@ -62,6 +63,7 @@ class Grant:
             raise AuthenticationError("the server", f"it is for step {self.step} only")
 
 
+@discreet
 def make_token(
     secret: str, receiver: str, *, expires: float, step: int | None = None
 ) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urlsplit
 
+from aiockpt._secrets import Token, discreet
 from aiockpt.errors import LocalProtocolError, RemoteProtocolError
 from aiockpt.wire.chunks import ALGORITHM, DIGEST_DIGITS
 from aiockpt.wire.problems import (
@@ -144,6 +145,7 @@ class Source:
     token: str | None = field(default=None, repr=False)
 
 
+@discreet
 def parse_metadata(text: str) -> Source:
     """Return the source that a transport's ``metadata()`` names.
 
@@ -162,7 +164,8 @@ def parse_metadata(text: str) -> Source:
     path = parts.path if parts.path.endswith("/") else f"{parts.path}/"
     if (length := len(text) + len(path) - len(parts.path)) > MAX_METADATA:
         raise _bad_metadata(f"{length} characters are more than {MAX_METADATA}")
-    return Source(f"{parts.scheme}://{parts.netloc}{path}", parts.fragment or None)
+    token = Token(parts.fragment) if parts.fragment else None
+    return Source(f"{parts.scheme}://{parts.netloc}{path}", token)
 
 
 def _fault_of(parts: SplitResult) -> str | None:
@@ -187,6 +190,7 @@ def _bad_metadata(why: str) -> LocalProtocolError:
     )
 
 
+@discreet
 def format_metadata(base_url: str, token: str | None) -> str:
     """Return the metadata string; `parse_metadata` is its inverse."""
     source = parse_metadata(base_url if token is None else f"{base_url}#{token}")

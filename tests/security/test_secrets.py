@@ -102,7 +102,8 @@ def insides() -> list[str]:
     texts = []
     for each in ours:
         with contextlib.suppress(Exception):  # one that is half made
-            texts.append(f"{each!r} {each}")
+            text = "" if isinstance(each, str) else str(each)  # a token is one
+            texts.append(f"{each!r} {text}")
     return texts
 
 

@@ -1,0 +1,58 @@
+"""Keeps secrets out of exceptions.
+
+An exception refers to the frames that it passed, and a tool that prints tracebacks with
+local variables prints the arguments of every frame. So a function that takes a secret
+raises without its own frame, and without those of the libraries that it calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+__all__ = ["Token", "discreet", "severed"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
+
+
+class Token(str):
+    """A secret whose repr does not show it: a local variable of any frame may hold it.
+
+    Wherever it is sent or compared, it is the string.
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "<a token>"
+
+
+def severed(error: E) -> E:
+    """Return an exception without its traceback, its cause and its context."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    return error
+
+
+def discreet(fn: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function whose arguments hold a secret: let no frame of it be seen.
+
+    The caller's own frame is still in the traceback, and has to ``del`` the secret.
+    """
+
+    @wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return fn(*args, **kwargs)
+        except BaseException as error:  # noqa: BLE001 - it is raised below
+            failure = severed(error)
+        args, kwargs = (), {}  # type: ignore[assignment]
+        try:
+            # Not in the handler above: the context would be the same chain again.
+            raise failure
+        finally:
+            del failure  # or it would keep itself alive through this frame
+
+    return call
