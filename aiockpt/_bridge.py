@@ -160,13 +160,21 @@ class Bridge:
         """Call ``fn(*args)`` in a thread, unwaited for; its failure is logged.
 
         It is called in any case: what `close` finds in the queue is still done by the
-        threads, and after that the call is made at once.
+        threads. After that a thread of its own does it, or the calling one if that
+        runs no event loop.
         """
         todo = functools.partial(self._attempt, functools.partial(fn, *args))
         try:
             self._pool.submit(todo)
         except RuntimeError:  # shut down
-            todo()
+            self._do_apart(todo)
+
+    def _do_apart(self, todo: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # no loop runs here, or no thread can be started
+            asyncio.get_running_loop()
+            start_daemon(f"{self._name}-late", todo)
+            return
+        todo()
 
     def refuse(self) -> None:
         """Refuse new calls and fail those no thread has taken; posts go on."""

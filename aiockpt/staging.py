@@ -106,7 +106,7 @@ class Stager:
         """
         with failing_here(f"staging step {step}"):
             description = await self._bridge.run(self._describe, state_dict)
-            arena = self._take(description.segment_bytes)
+            arena = await self._take(description.segment_bytes)
         plans: list[CopyPlan] = []
         free = partial(self._free, arena, plans)
         try:
@@ -145,11 +145,20 @@ class Stager:
             writing=False,
         )
 
-    def _take(self, nbytes: int) -> Arena:
+    async def _take(self, nbytes: int) -> Arena:
+        taken: list[Arena] = []  # a call that is cancelled returns nothing
+        try:
+            await self._bridge.run(self._take_into, taken, nbytes)
+        except BaseException:
+            for arena in taken:
+                self._give_back(arena)
+            raise
+        return taken[0]
+
+    def _take_into(self, taken: list[Arena], nbytes: int) -> None:
         # Next to live memory an arena holds a few pages, which start as zeros.
-        if self._zero_copy:
-            return Arena(nbytes, staging=True)
-        return self._pool.take(nbytes)
+        new = partial(Arena, staging=True) if self._zero_copy else self._pool.take
+        taken.append(new(nbytes))
 
     def _give_back(self, arena: Arena) -> None:
         if self._zero_copy:

@@ -63,12 +63,14 @@ class Handover:
             found.acquire()
             return found
         with failing_here("sharing what was staged"):
-            copied = Arena(found.manifest.segment_bytes, shared=True, staging=True)
+            made: list[Arena] = []
             try:
-                await self._bridge.run(_copy, found, copied)
+                await self._bridge.run(_copy, found, made)
             except BaseException:
-                copied.close()
+                for each in made:
+                    self._bridge.post(each.close)
                 raise
+        (copied,) = made
         free = partial(self._bridge.post, copied.close)
         return Snapshot(found.manifest, copied, live=False, on_free=free)
 
@@ -96,8 +98,10 @@ class Handover:
         self._stager.close()
 
 
-def _copy(snapshot: Snapshot, arena: Arena) -> None:
+def _copy(snapshot: Snapshot, made: list[Arena]) -> None:
     size = snapshot.manifest.segment_bytes
+    arena = Arena(size, shared=True, staging=True)
+    made.append(arena)
     for start in range(0, size, _BLOCK):
         stop = min(start + _BLOCK, size)
         _copy_to(arena.fd, snapshot.views(start, stop), start)

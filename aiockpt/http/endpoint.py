@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import ssl
 from dataclasses import dataclass, field
@@ -16,7 +17,14 @@ from aiockpt.http.forks import close_in_forks
 from aiockpt.http.guard import ServerConfig
 from aiockpt.http.handlers import CheckpointService, ServerStatistics
 from aiockpt.http.lending import Lender
-from aiockpt.http.listen import advertised_address, open_sockets, url_host
+from aiockpt.http.listen import (
+    Addresses,
+    addresses_of,
+    advertised_address,
+    look_up,
+    open_sockets,
+    url_host,
+)
 from aiockpt.http.options import require
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.shelf import Shelf
@@ -73,6 +81,7 @@ class Address:
         self.sockets: list[socket] = []
         self.elsewhere = False
         self._port = config.port
+        self._found: Addresses | None = None
         self._closed = False
 
     def __repr__(self) -> str:
@@ -83,7 +92,8 @@ class Address:
 
         Raises:
             ClosedError: after :meth:`close`.
-            LocalProtocolError: mounted, and not told where; or no such interface.
+            LocalProtocolError: mounted, and not told where; or no such interface; or
+                it would have to look up a name, on an event loop.
             OSError: the address cannot be bound.
         """
         self.check()
@@ -104,10 +114,34 @@ class Address:
         if self._closed:
             raise ClosedError("the transport")
 
+    async def look_up(self, bridge: Bridge) -> None:
+        """Find out what `listen` needs to know, without blocking the loop.
+
+        Raises:
+            OSError: the host's name is unknown.
+        """
+        host = self.config.host
+        if host is None or self.elsewhere or self.sockets or self._found is not None:
+            return
+        self._found = addresses_of(host)
+        if self._found is None:  # not in the bridge's threads: it may take a minute
+            self._found = await bridge.run_apart(look_up, host, self._port)
+
     def listen(self) -> list[socket]:
-        """Return the sockets, which listen."""
+        """Return the sockets, which listen.
+
+        Raises:
+            LocalProtocolError: a name has to be looked up, and this is an event loop.
+            OSError: the address cannot be bound.
+        """
         if not self.sockets:
-            self.sockets = open_sockets(self.config.host, self._port)
+            host, found = self.config.host, self._found
+            if found is None and addresses_of(host) is None and _in_loop():
+                raise LocalProtocolError(
+                    f"host={host!r} is a name, and looking it up could block the event "
+                    "loop: await the transport's start() first, or pass an address"
+                )
+            self.sockets = open_sockets(host, self._port, found)
             self._port = self.sockets[0].getsockname()[1]
         return self.sockets
 
@@ -144,18 +178,27 @@ class Address:
         )
 
 
+def _in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 class Endpoint:
     """Serves what is on its ``shelf`` from :meth:`start` on, in this very loop.
 
-    Mounted in an application it does not, and only knows the public URL. With a
-    ``bridge`` it lends what it serves to processes of this host, too.
+    Mounted in an application it does not, and only knows the public URL. If it
+    ``lends``, processes of this host may map what it serves.
     """
 
-    def __init__(self, config: EndpointConfig, bridge: Bridge | None = None) -> None:
+    def __init__(self, config: EndpointConfig, bridge: Bridge, *, lends: bool) -> None:
+        self._bridge = bridge
         self.shelf = Shelf()
         self._address = Address(config)
         self._lender: Lender | None = None
-        if bridge is not None:
+        if lends:
             self._lender = Lender(self.shelf, bridge, most=config.max_readers)
         self._server: CheckpointServer | None = None
         self._services: list[CheckpointService] = []
@@ -183,6 +226,8 @@ class Endpoint:
             address.check()
             if address.elsewhere or self._server is not None:
                 return
+            await address.look_up(self._bridge)
+            address.check()
             config = address.config.for_server(PREFIX)
             server = CheckpointServer(self.shelf, config, self._lender)
             # Duplicates: a server that fails to start closes what it was given.

@@ -14,15 +14,24 @@ import errno
 import ipaddress
 import logging
 import socket
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeAlias
 
 from aiockpt.errors import LocalProtocolError
 from aiockpt.http import interfaces
 from aiockpt.http.forks import close_in_forks
 from aiockpt.http.sockets import begin_classic
 
-__all__ = ["BACKLOG", "advertised_address", "open_sockets", "url_host"]
+__all__ = [
+    "BACKLOG",
+    "Addresses",
+    "addresses_of",
+    "advertised_address",
+    "look_up",
+    "open_sockets",
+    "url_host",
+]
 
 BACKLOG = 512
 """Connections that the kernel may hold for us; a fleet of receivers comes at once."""
@@ -33,15 +42,43 @@ _FAR = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 _WILDCARDS = frozenset({"", "0.0.0.0", "::", "*"})  # noqa: S104 - compared, not bound
 _NO_IPV6 = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT}
 
+_LOCALHOST = ("127.0.0.1", "::1")
+
+Addresses: TypeAlias = Sequence[tuple[socket.AddressFamily, tuple[Any, ...]]]
+"""Socket addresses with their families; their ports mean nothing."""
+
 logger = logging.getLogger("aiockpt")
 
 
-def open_sockets(host: str | None, port: int) -> list[socket.socket]:
+def addresses_of(host: str | None) -> Addresses | None:
+    """Return the addresses to listen on; None if the name service has to be asked."""
+    if host is None or host in _WILDCARDS - {"0.0.0.0"}:  # noqa: S104 - compared
+        return ()
+    literals = _LOCALHOST if host == "localhost" else (host.strip("[]"),)
+    try:
+        return [each for one in literals for each in _found(one, literal=True)]
+    except socket.gaierror:
+        return None
+
+
+def look_up(host: str, port: int) -> Addresses:
+    """Return the addresses of a name. It may block for long; for threads.
+
+    Raises:
+        OSError: there is no such name; the text names it, and the port.
+    """
+    with _naming(host, port):
+        return _found(host, literal=False)
+
+
+def open_sockets(
+    host: str | None, port: int, addresses: Addresses | None = None
+) -> list[socket.socket]:
     """Listen on ``host`` and ``port`` (0: any free one) and return the sockets.
 
     ``None`` and the wildcards mean every interface, IPv6 and IPv4 on one port. A name
-    is resolved, which may block. A forked child closes its copies, so that a peer is
-    refused at once, and does not hang, when the parent is gone.
+    is looked up unless its ``addresses`` are given. A forked child closes its copies,
+    so that a peer is refused at once, and does not hang, when the parent is gone.
 
     Raises:
         ValueError: the port is out of range.
@@ -49,17 +86,32 @@ def open_sockets(host: str | None, port: int) -> list[socket.socket]:
     """
     if not 0 <= port <= 65535:
         raise ValueError(f"port must be between 0 and 65535, got {port}")
-    try:
-        everywhere = host is None or host in _WILDCARDS - {"0.0.0.0"}  # noqa: S104
-        sockets = _listen_everywhere(port) if everywhere else _listen(host or "", port)
-    except OSError as error:
-        where = f"{host or '*'}:{port}"
-        text = f"cannot listen on {where}: {error.strerror or error}"
-        raise OSError(error.errno, text) from error
+    if addresses is None:
+        addresses = addresses_of(host)
+    if addresses is None and host is not None:
+        addresses = look_up(host, port)
+    with _naming(host, port):
+        sockets = _listen(addresses, port) if addresses else _listen_everywhere(port)
     close_in_forks(sockets)
     for each in sockets:
         begin_classic(each)
     return sockets
+
+
+@contextmanager
+def _naming(host: str | None, port: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = f"{host or '*'}:{port}"
+        text = f"cannot listen on {where}: {error.strerror or error}"
+        raise OSError(error.errno, text) from error
+
+
+def _found(host: str, *, literal: bool) -> Addresses:
+    flags = socket.AI_NUMERICHOST if literal else 0
+    found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=flags)
+    return list(dict.fromkeys((info[0], info[4]) for info in found))
 
 
 def _listen_everywhere(port: int) -> list[socket.socket]:
@@ -79,9 +131,7 @@ def _listen_everywhere(port: int) -> list[socket.socket]:
     return [socket.create_server(("", port), backlog=BACKLOG)]
 
 
-def _listen(host: str, port: int) -> list[socket.socket]:
-    found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-    addresses = list(dict.fromkeys((info[0], info[4]) for info in found))
+def _listen(addresses: Addresses, port: int) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     for family, address in addresses:
         target = (str(address[0]), port, *address[2:])

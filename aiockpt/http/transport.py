@@ -189,8 +189,10 @@ class HTTPTransport(Receiver[T]):
     def metadata(self) -> str:
         """Return the URL to fetch from, with the capability in its fragment.
 
-        It works as soon as the transport exists. Raises ``ClosedError`` after
-        :meth:`shutdown`, and ``OSError`` when the address cannot be bound.
+        It works as soon as the transport exists; where ``host`` is a name, from the end
+        of :meth:`start` on, which looks the name up beside the event loop. Raises
+        ``ClosedError`` after :meth:`shutdown`, ``LocalProtocolError`` before such a
+        name was looked up, and ``OSError`` when the address cannot be bound.
         """
         return format_metadata(self.address(), self._credentials.in_metadata)
 

@@ -73,6 +73,7 @@ class ApartEndpoint:
             )
         make: Launch = Child if host is None else partial(Guest, host)
         self.shelf = RemoteShelf(bridge, make, self._setup, lends=options.lends)
+        self._bridge = bridge
         self._address = Address(config)
         self._options = options
         self._turn = anyio.Lock()
@@ -98,6 +99,8 @@ class ApartEndpoint:
             self._address.check()
             if self.shelf.process.may_begin_again:
                 self._address.reopen()
+            await self._address.look_up(self._bridge)
+            self._address.check()
             await self.shelf.start(self._address.listen())
 
     def mount(self, prefix: str) -> CheckpointService:
@@ -156,7 +159,7 @@ def endpoint_for(
     """
     _check(server, options, zero_copy=zero_copy)
     if server == "loop":
-        return Endpoint(config, bridge if options.lends else None)
+        return Endpoint(config, bridge, lends=options.lends)
     host = None if isinstance(server, str) else server
     return ApartEndpoint(config, bridge, options, host=host)
 

@@ -1,0 +1,206 @@
+"""What takes a while is not done on the event loop: names, mappings, unmappings."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from aiockpt import LocalProtocolError
+from aiockpt._bridge import Bridge
+from aiockpt.memory import Arena
+from aiockpt.testing import assert_same
+from transports import receive, transport, weights
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
+
+NAME = "sender.test"
+SLOW = 1.0
+NUMERIC = socket.AI_NUMERICHOST
+
+
+class Names:
+    """A slow name service, which knows one name; addresses are read at once."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+        self._ask = socket.getaddrinfo
+
+    def __call__(self, host: Any, port: Any, *args: Any, **options: Any) -> Any:
+        if options.get("flags", 0) & NUMERIC:
+            return self._ask(host, port, *args, **options)
+        self.asked.append((str(host), threading.get_ident()))
+        time.sleep(SLOW)
+        if host != NAME:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return self._ask("127.0.0.1", port, *args, **options)
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Names:
+    """Have names looked up slowly, and see which."""
+    service = Names()
+    monkeypatch.setattr(socket, "getaddrinfo", service)
+    return service
+
+
+@asynccontextmanager
+async def ticking(most: float) -> AsyncIterator[None]:
+    """Check that the loop went round at least every ``most`` seconds."""
+    longest = 0.0
+
+    async def tick() -> None:
+        nonlocal longest
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0.005)
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+
+    ticker = asyncio.create_task(tick())
+    await asyncio.sleep(0.02)
+    try:
+        yield
+        await asyncio.sleep(0.02)
+    finally:
+        ticker.cancel()
+    assert longest < most
+
+
+@pytest.mark.parametrize("server", ["loop", "process"])
+async def test_a_name_is_looked_up_beside_the_loop(server: Any, names: Names) -> None:
+    """However slow the name service is, and before the URL is asked for."""
+    sender = transport(host=NAME, advertise="127.0.0.1", server=server)
+    try:
+        async with ticking(SLOW / 2):
+            await sender.start()
+        assert sender.metadata().startswith("http://127.0.0.1:")
+        assert {host for host, _ in names.asked} == {NAME}
+        assert threading.get_ident() not in {thread for _, thread in names.asked}
+        await sender.send_checkpoint([1], 1, weights())
+        async with transport() as receiver:
+            assert_same(await receive(sender, receiver), weights())
+    finally:
+        await sender.shutdown()
+
+
+async def test_an_unknown_name_is_told_with_the_address(names: Names) -> None:
+    """As an address that is not this host's is."""
+    sender = transport(host="nobody.test")
+    with pytest.raises(OSError, match=r"cannot listen on nobody\.test:0: Name or"):
+        await sender.start()
+    await sender.shutdown()
+
+
+async def test_a_start_that_waits_for_a_name_can_be_cancelled(names: Names) -> None:
+    """At once; and the transport can be started afterwards."""
+    sender = transport(host=NAME)
+    starting = asyncio.create_task(sender.start())
+    while not names.asked:  # noqa: ASYNC110 - a moment
+        await asyncio.sleep(0.005)
+    began = time.monotonic()
+    starting.cancel()
+    await asyncio.wait({starting})
+    assert time.monotonic() - began < SLOW / 2
+    assert starting.cancelled()
+    await sender.start()
+    await sender.shutdown()
+
+
+async def test_the_url_of_a_name_is_there_once_it_was_looked_up(names: Names) -> None:
+    """Before that, asking for it says what to do, and looks nothing up."""
+    sender = transport(host=NAME)
+    with pytest.raises(LocalProtocolError, match=r"await .*start\(\)"):
+        sender.metadata()
+    assert names.asked == []
+    await sender.start()
+    assert sender.metadata().startswith(f"http://{NAME}:")
+    await sender.shutdown()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", None, "::1"])
+async def test_the_url_of_an_address_needs_no_name_service(
+    host: str | None, names: Names
+) -> None:
+    """It is there as soon as the transport is."""
+    sender = transport(host=host)
+    if host == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    assert sender.metadata()
+    await sender.start()
+    assert names.asked == []
+    await sender.shutdown()
+
+
+async def test_a_thread_without_a_loop_may_look_the_name_up(names: Names) -> None:
+    """Nobody else waits for it."""
+    sender = transport(host=NAME)
+    url = await asyncio.to_thread(sender.metadata)
+    assert url.startswith(f"http://{NAME}:")
+    await sender.shutdown()
+
+
+@pytest.mark.parametrize("options", [{}, {"same_host": True}, {"zero_copy": True}])
+async def test_staging_memory_is_mapped_in_a_thread(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mapping waits for those who touch or unmap gigabytes."""
+    threads: list[int] = []
+    make = Arena.__init__
+
+    def noted(arena: Arena, *args: Any, **given: Any) -> None:
+        threads.append(threading.get_ident())
+        make(arena, *args, **given)
+
+    monkeypatch.setattr(Arena, "__init__", noted)
+    async with transport(**options) as sender:
+        for step in range(3):
+            await sender.send_checkpoint([1], step, weights(mib=1 + 4 * step))
+        await sender.disallow_checkpoint()
+    assert len(threads) == 3
+    assert threading.get_ident() not in threads
+
+
+async def test_a_cancelled_send_gives_back_what_was_mapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread that maps is waited for, and its memory returns to the system."""
+    made: list[Arena] = []
+    mapping, go = threading.Event(), threading.Event()
+    make = Arena.__init__
+
+    def slow(arena: Arena, *args: Any, **given: Any) -> None:
+        mapping.set()
+        assert go.wait(30)
+        make(arena, *args, **given)
+        made.append(arena)
+
+    monkeypatch.setattr(Arena, "__init__", slow)
+    async with transport() as sender:
+        sending = asyncio.create_task(sender.send_checkpoint([1], 1, weights()))
+        while not mapping.is_set():  # noqa: ASYNC110 - a thread is waited for
+            await asyncio.sleep(0.005)
+        sending.cancel()
+        await asyncio.sleep(0.02)
+        go.set()
+        await asyncio.wait({sending})
+        assert sending.cancelled()
+    assert [arena.closed for arena in made] == [True]
+
+
+async def test_what_comes_back_after_the_end_is_unmapped_in_a_thread() -> None:
+    """A snapshot may be given back late, and have gigabytes."""
+    bridge = Bridge(threads=1, name="bridge")
+    await bridge.aclose(timeout=30)
+    done: list[int] = []
+    bridge.post(lambda: done.append(threading.get_ident()))
+    async with asyncio.timeout(30):
+        while not done:  # noqa: ASYNC110 - a thread is waited for
+            await asyncio.sleep(0.005)
+    assert done != [threading.get_ident()]
