@@ -242,7 +242,7 @@ class InTemplate:
             await self._bridge.run(touch, start, stop)
 
     async def assemble(self) -> object:
-        """Put the template's tensors, and the peer's values, into the tree."""
+        """Return the template, once `load` has brought the peer's values into it."""
         return await self._bridge.run(self._put_together)
 
     async def load(self) -> None:
@@ -254,7 +254,7 @@ class InTemplate:
         """
         fences = self._fences()
         await completed(*fences.values())
-        await completed(*await self._bridge.run(self._load, fences))
+        await completed(*await self._bridge.run(self._load_all, fences))
         if self._terms.warm is None:
             if self.match.fresh:  # which keep the arena: free what they do not use
                 await self._bridge.run(self.copies.discard)
@@ -278,7 +278,9 @@ class InTemplate:
 
     def _put_together(self) -> object:
         tensors = self.match.tensors.beside(self._values())
-        return put(self._frame, tensors, self._terms, self.match.wholes)
+        state = put(self._frame, tensors, self._terms, self.match.wholes)
+        adoption = self.match.adoption
+        return state if adoption is None else adoption.plan(state)
 
     def _values(self) -> dict[int, torch.Tensor]:
         if self._manifest is None:
@@ -297,6 +299,13 @@ class InTemplate:
 
     def _drain(self) -> None:
         self.copies.drain()
+
+    def _load_all(self, fences: Fences) -> list[Event]:
+        """Fill the tensors, then put the values beside them; nothing comes between."""
+        events = self._load(fences)
+        if self.match.adoption is not None:
+            self.match.adoption.finish()
+        return events
 
     def _load(self, fences: Fences) -> list[Event]:
         mark_changed(self.match.changed())

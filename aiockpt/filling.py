@@ -6,13 +6,14 @@ read to where, and `Filling.finish` puts the rest in its place.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, Final
 
 import torch
 
+from aiockpt._containers import DICTS, Containers
 from aiockpt._distributed import take_apart
 from aiockpt._selection import Selection, below, item
 from aiockpt.errors import TemplateMismatchError, UnsupportedLeafError
@@ -20,12 +21,11 @@ from aiockpt.wants import Wants
 
 __all__ = ["Filling"]
 
-_DICTS: Final = (dict, OrderedDict, defaultdict)
 _NOTHING: Final = object()
 
 
-class Filling:
-    """One load's plan; ``missing`` lists what was wanted and is not there.
+class Filling(Containers):
+    """One load's plan; ``missing`` lists what the template has and is not there.
 
     Args:
         selection: What is wanted.
@@ -33,10 +33,11 @@ class Filling:
     """
 
     def __init__(self, selection: Selection, wants: Wants) -> None:
+        super().__init__()
         self.missing: list[str] = []
         self._selection = selection
         self._wants = wants
-        self._later: list[Callable[[], None]] = []
+        self._in_leaf = 0  # in what is selected as a whole
 
     def __repr__(self) -> str:
         return f"<Filling missing={len(self.missing)}>"
@@ -50,21 +51,20 @@ class Filling:
             UnsupportedLeafError: a tensor of the template is not dense.
         """
         if template is not None:
+            self._selection.takes("")  # the template is there, whatever it is
             return self._into(template, found, "")
         chosen = self._chosen(found, "")
-        self.missing += self._selection.unmet()
         return {} if chosen is _NOTHING else chosen
 
-    def finish(self) -> None:
-        """Put the values that were read into the template's containers."""
-        for put in self._later:
-            put()
+    def unmet(self) -> list[str]:
+        """Return what was wanted, and was not found or has no place in the template."""
+        return [*dict.fromkeys([*self.missing, *self._selection.unmet()])]
 
     def _chosen(self, value: object, path: str) -> object:
         """Return what is selected of a value; `_NOTHING` if nothing is."""
         if self._selection.takes(path):
             return self._taken(value)
-        if type(value) in _DICTS:
+        if type(value) in DICTS:
             return self._chosen_of_dict(value, path)
         if type(value) is list:
             items = [self._chosen(v, item(path, i)) for i, v in enumerate(value)]
@@ -103,12 +103,14 @@ class Filling:
             return self._anew(value, path)
         if isinstance(value, torch.Tensor):
             return self._into_tensor(target, value, path)
-        if not isinstance(target, dict if type(value) in _DICTS else type(value)):
+        if not isinstance(target, dict if type(value) in DICTS else type(value)):
             raise _mismatch(path, value, target)
         if isinstance(target, dict):
             return self._into_dict(target, value, path)
         if isinstance(target, list):
             return self._into_list(target, value, path)
+        if type(value) in (tuple, deque) and len(target) == len(value):  # type: ignore[arg-type]
+            return self._into_items(target, value, path)
         return self._taken(value)
 
     def _into_dict(self, target: dict[Any, Any], value: Any, path: str) -> object:
@@ -120,12 +122,19 @@ class Filling:
             elif self._is_selected(value[key], where):
                 new = self._into(old, value[key], where)
                 if new is not old:
-                    self._later.append(_put(target, key, new))
+                    self._assign(target, key, new)
         return target
+
+    def _into_items(self, target: Any, value: Any, path: str) -> object:
+        self._in_leaf += 1
+        pairs = enumerate(zip(target, value, strict=True))
+        items = [self._into(old, new, item(path, at)) for at, (old, new) in pairs]
+        self._in_leaf -= 1
+        return self._rebuilt(target, value, items)
 
     def _anew(self, value: object, path: str) -> object:
         """Return what is selected of a value that is, for a place that has nothing."""
-        if type(value) not in (*_DICTS, list):
+        if self._in_leaf or type(value) not in (*DICTS, list):
             return self._taken(value)
         chosen = self._chosen(value, path)
         return None if chosen is _NOTHING else chosen
@@ -138,12 +147,13 @@ class Filling:
                 # It grows as far as something is selected, and no further.
                 found += [None] * (at + 1 - len(found))
                 found[at] = self._into(mine, theirs, where)
-        return found
+        self._assign_items(target, found)
+        return target
 
     def _is_selected(self, value: object, path: str) -> bool:
-        if self._selection.everything or self._selection.takes(path):
+        if self._in_leaf or self._selection.everything or self._selection.takes(path):
             return True
-        if type(value) in (*_DICTS, list):
+        if type(value) in (*DICTS, list):
             return self._selection.enters(path)
         return self._selection.takes_leaf(path)
 
@@ -169,10 +179,6 @@ class Filling:
             _check_tensor(own, part, path)
             self._wants.fill(own, part, whole=target)
         return target
-
-
-def _put(container: dict[Any, Any], key: object, value: object) -> Callable[[], None]:
-    return lambda: container.__setitem__(key, value)
 
 
 def _same_layout(mine: Any, theirs: Any) -> bool:
@@ -212,7 +218,7 @@ def _mapped(value: Any, put: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     kind = type(value)
     if isinstance(value, torch.Tensor):
         return put(value)
-    if kind in _DICTS:
+    if kind in DICTS:
         for key in value:
             value[key] = _mapped(value[key], put)
         if kind is OrderedDict:

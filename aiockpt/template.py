@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from aiockpt._backings import Backings
+from aiockpt._containers import Adoption
 from aiockpt._distributed import has_version
 from aiockpt._gc import collector_paused
 from aiockpt._pairing import Pairing
@@ -46,6 +47,8 @@ class Match:
         wholes: The template's distributed tensors, by the `id` of a local tensor.
         fresh: Numbers of tensors that get new memory, since the template has nothing
             for them. There are some only if the template need not fit.
+        adoption: Puts values into the template's containers; None if the template need
+            not fit: what is received is a state dict of its own then.
     """
 
     backings: Backings
@@ -54,6 +57,7 @@ class Match:
     blobs: Set[int]
     wholes: Mapping[int, torch.Tensor]
     fresh: Set[int] = frozenset()
+    adoption: Adoption | None = None
 
     def changed(self) -> Iterator[torch.Tensor]:
         """Yield every tensor of the template that has other elements once filled."""
@@ -89,6 +93,7 @@ class Template:
         self.own, self._limits, self._exact = own, limits, exact
         self._tree, self._tensors, self._drafts = own.tree, own.tensors, own.drafts
         self._wholes = own.wholes
+        self._adoption = Adoption(state_dict) if exact else None
         self._count = _count_filled(own.tree, exact=exact)
 
     def __repr__(self) -> str:
@@ -136,6 +141,7 @@ class Template:
             {value.number for value in values if value.kind == "blob"},
             self._wholes,
             fresh,
+            self._adoption,
         )
 
     def _match_some(self, manifest: Manifest) -> Match:

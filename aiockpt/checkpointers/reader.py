@@ -81,9 +81,12 @@ class CheckpointReader:
                 files; or a peer's URL, ``http://host:port/checkpoint/100``, or what
                 its ``metadata()`` says.
             state_dict: A template: only its keys are read. Its tensors are filled, its
-                dicts get the other values; None as a value takes what there is.
+                dicts and lists get the other values once everything is read, and it is
+                what is returned (a new tuple for a tuple). None as a value takes what
+                there is.
             map_location: Where tensors go that have no place in the template.
-            strict: Raise if a key is missing, before a byte is read.
+            strict: Raise if a key of the template is missing, or if nothing is at a
+                path of ``select``, before a byte is read.
             select: Only these dotted paths, and what is below them; or a function of
                 the path that is asked for each value.
             verify: Compare the digest of every chunk that is read (``full``), or of
@@ -160,7 +163,8 @@ class _Load:
         for content in self._loaded.contents:
             content.read_values(verify=how.verify, on_bytes=how.on_bytes)
         result = filling.plan(template, self._loaded.state())
-        self._report(filling.missing, strict=strict)
+        missing = filling.unmet()
+        self._report(missing, strict=strict)
         try:
             self._read([*wants.places()], wants)
         except AiockptError as error:
@@ -170,7 +174,7 @@ class _Load:
             raise
         wants.finish()
         filling.finish()
-        return result, filling.missing
+        return result, missing
 
     def _read(self, places: Sequence[tuple[Content, Any]], wants: Wants) -> None:
         how = self._reading

@@ -70,8 +70,9 @@ class Receiver(CheckpointTransport[T]):
                 first) is dropped, and the receive goes on while one is left.
             step: The step that the sender was given.
             timeout: Deadline of the whole call, in seconds or as a ``timedelta``.
-            into: A state dict whose tensors are filled; it is checked before a byte
-                moves, and touched only when everything has been verified.
+            into: A state dict to fill: its tensors in place, its dicts and lists with
+                the other values. It is checked before a byte moves, touched only
+                when everything has been verified, and returned.
             direct: With ``into``: receive straight into its memory. A receive that
                 fails then says in a note whether the template was modified. What
                 accelerators have of it is copied there chunk by chunk, as each is

@@ -178,8 +178,9 @@ class PGTransport(CheckpointTransport[T]):
             metadata: What a ``PGTransport``'s :meth:`metadata` returned.
             step: The step that the sender was given.
             timeout: Deadline of the whole call, in seconds or as a ``timedelta``.
-            into: A state dict whose tensors are filled; it is checked before a byte
-                moves, and touched only when everything has been verified.
+            into: A state dict to fill: its tensors in place, its dicts and lists with
+                the other values. It is checked before a byte moves, touched only
+                when everything has been verified, and returned.
             direct: With ``into``: receive straight into its memory. A receive that
                 fails then says in a note whether the template was modified. One that
                 is cut short may still be written to until the group is destroyed.
