@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import Final
 
-from aiockpt._available import available_memory
-from aiockpt.errors import LimitExceededError
+from aiockpt._available import spare_memory
+from aiockpt._here import allocating
 from aiockpt.memory import Arena
 from aiockpt.wire.limits import enforce
 
 __all__ = ["Loan", "WarmArena", "lend"]
-
-# A receiver with less to spare would take the host down with it.
-_SHARE_OF_MEMORY: Final = 0.9
 
 
 class Loan:
@@ -73,10 +69,15 @@ class WarmArena:
             kept = self._returned.pop()
         except IndexError:
             kept = None
-        if kept is not None and not nbytes <= kept.nbytes <= 2 * nbytes:
+        if kept is not None and not _fits(kept, nbytes):
             kept.close()
             kept = None
         return Loan(kept or Arena(nbytes), self._returned)
+
+    def kept_for(self, nbytes: int) -> int:
+        """Return how much memory `lend` would not have to take from the system."""
+        kept = [*self._returned]
+        return kept[0].touched if kept and _fits(kept[0], nbytes) else 0
 
     def close(self) -> None:
         """Keep nothing from now on; what is lent lives as long as it is used."""
@@ -89,20 +90,20 @@ def lend(nbytes: int, *, used: int, most: int | None, warm: WarmArena | None) ->
     """Return an arena for a checkpoint, of which ``used`` bytes are going to be used.
 
     Raises:
-        LimitExceededError: they are more than ``most`` (None: what the host can spare),
-            or there is no memory for it.
+        LimitExceededError: they are more than ``most`` (None: what the host can spare).
+        StagingError: the system refuses the memory.
     """
-    available = available_memory()
-    enforce(
-        "the checkpoint's size",
-        used,
-        int(available * _SHARE_OF_MEMORY) if most is None else most,
-    )
-    try:
-        return warm.lend(nbytes) if warm else Loan(Arena(nbytes))
-    except (OSError, OverflowError, MemoryError, ValueError) as error:
-        what = "the checkpoint's size, for which there is no memory,"
-        raise LimitExceededError(what, limit=available, actual=nbytes) from error
+    if most is None:
+        most = spare_memory(kept=warm.kept_for(nbytes) if warm else 0)
+    enforce("the checkpoint's size", used, most)
+    with allocating("a checkpoint", nbytes):
+        loan = warm.lend(nbytes) if warm else Loan(Arena(nbytes))
+    loan.arena.touched = max(loan.arena.touched, used)
+    return loan
+
+
+def _fits(kept: Arena, nbytes: int) -> bool:
+    return nbytes <= kept.nbytes <= 2 * nbytes
 
 
 def _come_back(arena: Arena, finished: list[bool], returned: deque[Arena]) -> None:

@@ -14,9 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from aiockpt._available import available_memory
+from aiockpt._available import spare_memory
+from aiockpt._here import allocating
 from aiockpt._places import is_filled
-from aiockpt.errors import LimitExceededError, StorageError
+from aiockpt.errors import StorageError
 from aiockpt.landing import Place, PlacedLanding
 from aiockpt.memory import Arena
 from aiockpt.rangefile import Filed, Landing, OnBytes, Verify, read_ranges
@@ -29,9 +30,6 @@ from aiockpt.wire.paths import Node
 from aiockpt.wire.references import mentions
 
 __all__ = ["Content", "Fetch", "content_of_file", "manifest_of_file"]
-
-# A process with less to spare would take the host down with it.
-_SHARE_OF_MEMORY = 0.9
 
 
 class Fetch(Protocol):
@@ -170,19 +168,13 @@ def check_memory(nbytes: int, limits: Limits) -> None:
     Raises:
         LimitExceededError: there is less.
     """
-    limit = limits.max_bytes
-    if limit is None:
-        limit = int(available_memory() * _SHARE_OF_MEMORY)
+    limit = spare_memory() if limits.max_bytes is None else limits.max_bytes
     enforce("the size of what is to be loaded", nbytes, limit)
 
 
 def _arena(nbytes: int) -> Arena:
-    try:
+    with allocating("a checkpoint", nbytes):
         return Arena(nbytes)
-    except (OSError, OverflowError, MemoryError, ValueError) as error:
-        what = "the checkpoint's size, for which there are no addresses,"
-        limit = available_memory()
-        raise LimitExceededError(what, limit=limit, actual=nbytes) from error
 
 
 def manifest_of_file(path: Path, fd: int, *, limits: Limits) -> Manifest:

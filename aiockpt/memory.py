@@ -181,7 +181,7 @@ class Arena:
 
     def _adopt(self, nbytes: int, fd: int, mapping: mmap.mmap) -> None:
         self.nbytes, self.fd, self._map = nbytes, fd, mapping
-        self.spent = False
+        self.spent, self.touched = False, 0
         self._lent = -1
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         self._unpin: Callable[[], object] | None = None

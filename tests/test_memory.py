@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aiockpt import _available, memory
+from aiockpt import memory
 from aiockpt._available import available_memory
 from aiockpt.memory import (
     CAN_LEND,
@@ -267,19 +267,6 @@ class TestAvailableMemory:
         """And more than nothing."""
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         assert 0 < available_memory() <= total
-
-    def test_the_cgroup_counts(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        """A container has less than its host."""
-        monkeypatch.setattr(_available, "_CGROUP", tmp_path)
-        (tmp_path / "memory.current").write_text("3000000\n")
-        (tmp_path / "memory.max").write_text("5000000\n")
-        assert available_memory() == 2_000_000
-        (tmp_path / "memory.max").write_text("1000000\n")
-        assert available_memory() == 0
-        (tmp_path / "memory.max").write_text("max\n")
-        assert available_memory() > 5_000_000
 
 
 def test_a_closed_pool_keeps_nothing() -> None:

@@ -350,7 +350,7 @@ class TestLimits:
 
     async def test_memory_is_a_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A receive that the host cannot hold would take it down."""
-        monkeypatch.setattr("aiockpt._warm.available_memory", lambda: MIB)
+        monkeypatch.setattr("aiockpt._available.available_memory", lambda _: MIB)
         async with pair() as (sender, receiver):
             await sender.send_checkpoint([], 1, weights())
             with pytest.raises(LimitExceededError, match="size"):

@@ -12,16 +12,15 @@ from functools import partial
 from mmap import mmap
 from typing import TypeVar
 
-from aiockpt._available import available_memory
 from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
+from aiockpt._here import allocating
 from aiockpt._meter import Meter
 from aiockpt._tasks import together
 from aiockpt.destination import Destination, Terms
 from aiockpt.errors import (
     AiockptError,
     IntegrityError,
-    LimitExceededError,
     RemoteProtocolError,
     StepNotFoundError,
 )
@@ -260,11 +259,8 @@ class Receive:
 
 
 def _room(nbytes: int) -> mmap:
-    try:
+    with allocating("a header", nbytes):
         return mmap(-1, nbytes)
-    except (OSError, OverflowError, ValueError) as error:
-        what, limit = "the header, for which there is no memory,", available_memory()
-        raise LimitExceededError(what, limit=limit, actual=nbytes) from error
 
 
 async def _whole(goal: Destination, damage: IntegrityError | None) -> object:
