@@ -7,15 +7,12 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from typing import Final
 
 from aiockpt.errors import ClosedError, LocalProtocolError
 
 __all__ = ["Lifetime"]
 
 logger = logging.getLogger("aiockpt")
-
-_FIRST: Final = "that first used it"
 
 
 class Lifetime:
@@ -25,7 +22,6 @@ class Lifetime:
         self.closed = False
         self._what = what
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._which = ""
         self._pid = 0
         self._calls = 0
         self._idle = asyncio.Event()
@@ -40,11 +36,8 @@ class Lifetime:
         if self.closed:
             raise ClosedError(self._what)
 
-    def bind(self, loop: str = _FIRST) -> asyncio.AbstractEventLoop:
+    def bind(self) -> asyncio.AbstractEventLoop:
         """Return the running loop, which becomes the only one at the first use.
-
-        Args:
-            loop: What to call it if this is that use.
 
         Raises:
             LocalProtocolError: the first use was on another loop, or in the process
@@ -52,7 +45,7 @@ class Lifetime:
         """
         running = asyncio.get_running_loop()
         if self._loop is None:
-            self._loop, self._which, self._pid = running, loop, os.getpid()
+            self._loop, self._pid = running, os.getpid()
         if self._pid != os.getpid():  # its threads and its peers are the parent's
             raise LocalProtocolError(
                 f"{self._what} belongs to the process that first used it, and this is "
@@ -60,21 +53,21 @@ class Lifetime:
             )
         if self._loop is not running:
             raise LocalProtocolError(
-                f"{self._what} belongs to the event loop {self._which}, and this is "
-                "another one: make one for each loop"
+                f"{self._what} belongs to the event loop that first used it, and this "
+                "is another one: make one for each loop"
             )
         return running
 
     @contextmanager
-    def call(self, loop: str = _FIRST) -> Iterator[None]:
-        """Count a call from its beginning to its end; as for ``loop``, see `bind`.
+    def call(self) -> Iterator[None]:
+        """Count a call from its beginning to its end.
 
         Raises:
             ClosedError: the end has begun.
             LocalProtocolError: see :meth:`bind`.
         """
         self.check()
-        self.bind(loop)
+        self.bind()
         self._calls += 1
         try:
             yield

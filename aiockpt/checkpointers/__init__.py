@@ -20,7 +20,6 @@ thread     `CheckpointThread`: the same promises kept by a thread
 defaults   the init functions, if nobody says otherwise
 worker     what runs in the process
 control    the process's end of the socket, beside the writer
-servers    the servers of transports that run there as well
 jobs       one write, in whatever thread or process it happens
 keeper     keeps the last staged snapshot for a restarted trainer
 rendezvous where the two meet

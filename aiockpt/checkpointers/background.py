@@ -22,7 +22,6 @@ from aiockpt.checkpointers.handle import (
     meter,
 )
 from aiockpt.checkpointers.loading import load
-from aiockpt.checkpointers.process import CheckpointProcess, process_of
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.stager import CheckpointStager, StagedState
 from aiockpt.checkpointers.submission import BackgroundWriter, Submission
@@ -172,14 +171,6 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
                 strict=strict,
                 **kwargs,
             )
-
-    @property
-    def process(self) -> CheckpointProcess:
-        """The process that writes, and can serve for an ``HTTPTransport(server=...)``.
-
-        Raises ``LocalProtocolError`` if there is none, as with ``use_process=False``.
-        """
-        return process_of(self._writer)
 
     def statistics(self) -> CheckpointerStatistics:
         """Return how many saves there were, and what they took."""

@@ -25,12 +25,10 @@ from aiockpt.checkpointers.messages import (
     Dropped,
     Forsake,
     FromWorker,
-    Serve,
     Setup,
     Write,
     decode_to_worker,
 )
-from aiockpt.checkpointers.servers import Servers
 from aiockpt.wire.manifest import Manifest
 
 __all__ = ["Control"]
@@ -57,8 +55,6 @@ class Control:
         self._patience = BEAT
         self._limit: asyncio.TimerHandle | None = None
         self._keeper: Keeper | None = None
-        self._servers = Servers()
-        self._giving_up: asyncio.Task[None] | None = None
         self._trainer = -1
         self._started = threading.Event()
         self._ending = False
@@ -114,10 +110,10 @@ class Control:
         beat = self._loop.create_task(self._beat())
         try:
             await self._finished.wait()
-            for each in (self._limit, self._giving_up):
-                if each is not None:
-                    each.cancel()
-            await self._outlive()
+            if self._limit is not None:
+                self._limit.cancel()
+            if self.unheard and self._keeper is not None:
+                await self._keeper.ended()
         finally:
             beat.cancel()
             await self._drain()
@@ -127,19 +123,6 @@ class Control:
             if self._trainer >= 0:
                 self._loop.remove_reader(self._trainer)
                 os.close(self._trainer)
-
-    async def _outlive(self) -> None:
-        """Stay until nobody needs what is here; nothing is written any more."""
-        if not self.unheard:
-            self._servers.end()
-            await self._servers.ended()
-            return
-        if self._keeper is not None:
-            await self._keeper.ended()
-            self._keeper.close()
-        if self._servers.running:
-            _let_go_of_output()
-        await self._servers.ended()
 
     async def _drain(self) -> None:
         """Let the last messages go, if the trainer still reads."""
@@ -162,8 +145,6 @@ class Control:
             self._take(Job.of(message, fds))
         elif isinstance(message, Forsake):
             self._inbox.put(message)
-        elif isinstance(message, Serve):
-            self._servers.start(*fds)
         elif isinstance(message, Drop):
             self._drop(message.number)
         else:
@@ -204,8 +185,6 @@ class Control:
         with suppress(BlockingIOError):
             os.read(self._signals, 512)
         self._keep = False
-        if self._finished.is_set() or self._giving_up:  # else when all is written
-            self._servers.end()
         self._end()
 
     def _trainer_gone(self) -> None:
@@ -224,28 +203,8 @@ class Control:
             self._ending = True
             self._inbox.close()
             # Nobody is left to kill a writer that hangs.
-            self._limit = self._loop.call_later(self._patience, self._give_up)
-
-    def _give_up(self) -> None:
-        if not self.unheard:
-            self._servers.end()
-        elif self._servers.running:
-            _let_go_of_output()
-        self._giving_up = self._loop.create_task(self._exit())
-
-    async def _exit(self) -> None:
-        """End, as soon as nothing is served; unless the writer ends after all."""
-        await self._servers.ended()
-        os._exit(1)
+            self._limit = self._loop.call_later(self._patience, os._exit, 1)
 
     def _seal(self, number: int, manifest: Manifest) -> None:
         if self._keeper is not None:
             self._keeper.seal(number, manifest)
-
-
-def _let_go_of_output() -> None:
-    """Close the trainer's pipes, whose readers would take us for the trainer."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for fd in (1, 2):
-        os.dup2(nowhere, fd)
-    os.close(nowhere)

@@ -22,7 +22,6 @@ __all__ = [
     "FromWorker",
     "Progressed",
     "Ready",
-    "Serve",
     "Setup",
     "ToWorker",
     "Write",
@@ -64,10 +63,6 @@ class Forsake(msgspec.Struct, tag=True, frozen=True):
     path: bytes
     step: int
     reason: str
-
-
-class Serve(msgspec.Struct, tag=True, frozen=True):
-    """Run the server of a transport, which has the other end of this socket."""
 
 
 class Drop(msgspec.Struct, tag=True, frozen=True):
@@ -117,7 +112,7 @@ class Alive(msgspec.Struct, tag=True, frozen=True):
     """Nothing new, and nothing hangs."""
 
 
-ToWorker: TypeAlias = Setup | Write | Forsake | Serve | Drop | Close
+ToWorker: TypeAlias = Setup | Write | Forsake | Drop | Close
 FromWorker: TypeAlias = Ready | Begun | Progressed | Dropped | Ended | Alive
 
 decode_to_worker = msgspec.json.Decoder(ToWorker).decode

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from socket import socket
 from typing import Any, Final
 
 from aiockpt._bridge import Bridge
@@ -26,15 +25,13 @@ from aiockpt.checkpointers.messages import Forsake, Setup, Write
 from aiockpt.checkpointers.process_launch import Recipe
 from aiockpt.checkpointers.rendezvous import runtime_dir
 from aiockpt.checkpointers.submission import BackgroundWriter, Submission
-from aiockpt.checkpointers.supervisor import HOST, Supervisor
-from aiockpt.errors import ClosedError, LocalProtocolError, WorkerError
-from aiockpt.http.apart.hosting import HostProcess
+from aiockpt.checkpointers.supervisor import Supervisor
+from aiockpt.errors import ClosedError, WorkerError
 
-__all__ = ["CheckpointProcess", "process_of"]
+__all__ = ["CheckpointProcess"]
 
 _CLOSING: Final = 5.0
 _LONGEST: Final = 4096
-_SERVED: Final = "on which a transport that it serves for was used first"
 
 
 class CheckpointProcess(BackgroundWriter):
@@ -44,8 +41,6 @@ class CheckpointProcess(BackgroundWriter):
     does not end it; one that ends it (or hangs) fails alone: another process is
     started, and takes over what waits. When this process dies, the child finishes what
     it was given.
-
-    It can serve for a transport as well: ``HTTPTransport(server=process)``.
 
     Args:
         rank_info: Whose files it writes; given to ``checkpoint_writer_init_fn`` unless
@@ -146,24 +141,6 @@ class CheckpointProcess(BackgroundWriter):
                 snapshot.release()
         return submission
 
-    async def host_server(self, sock: socket) -> HostProcess:
-        """Have the child serve, too; what ``HTTPTransport(server=...)`` calls.
-
-        A server that hangs is killed with the child, and with what that writes. The
-        child belongs to this loop from now on, unless it does to another.
-
-        Raises:
-            WorkerError: it cannot be started, or its init functions failed.
-            ClosedError: after :meth:`close`.
-            LocalProtocolError: it belongs to another loop.
-
-        If cancelled, nothing is served once the other end of ``sock`` is closed.
-        """
-        if self._lifetime.closed:
-            raise ClosedError(HOST)
-        with self._lifetime.call(loop=_SERVED):
-            return await self._supervisor.host(sock)
-
     def drop(self, submission: Submission) -> None:
         """Call off a submission, unless it has begun."""
         if not submission.begun:
@@ -204,20 +181,6 @@ class CheckpointProcess(BackgroundWriter):
             last,
             partial(self._bridge.aclose, timeout=_CLOSING),
         )
-
-
-def process_of(writer: BackgroundWriter) -> CheckpointProcess:
-    """Return a writer that is a process.
-
-    Raises:
-        LocalProtocolError: it is none.
-    """
-    if isinstance(writer, CheckpointProcess):
-        return writer
-    raise LocalProtocolError(
-        f"this checkpointer has no process that could serve, but {writer!r}: make it "
-        'with use_process=True, or serve by HTTPTransport(server="process")'
-    )
 
 
 def _message(submission: Submission, path: str) -> Write:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing.spawn  # noqa: TID251 - this is the checkpoint process
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -119,7 +118,6 @@ class Child:
     def __init__(self, recipe: Recipe) -> None:
         self.socket, self._theirs = pair()
         self.pidfd = -1
-        self._left = False
         self._recipe = recipe
         self._popen: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
@@ -165,16 +163,9 @@ class Child:
             self.pidfd = os.pidfd_open(self._popen.pid)
 
     def kill(self) -> None:
-        """End it at once, whatever it does; also one that was left to itself."""
-        if self._popen is None:
-            return
-        if not self._left:
+        """End it at once, whatever it does."""
+        if self._popen is not None:
             self._popen.kill()
-            return
-        pid, unreaped = self._popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT
-        with suppress(ChildProcessError, ProcessLookupError):
-            os.waitid(os.P_PID, pid, unreaped)  # or the number may be another's
-            os.kill(pid, signal.SIGKILL)
 
     def reap(self) -> int | None:
         """Return the exit code of one that has ended, or is about to."""
@@ -194,4 +185,3 @@ class Child:
                 self.pidfd = -1
             if self._popen is not None and self._popen.poll() is None:
                 self._popen.returncode = 0  # subprocess would complain of it later
-                self._left = True

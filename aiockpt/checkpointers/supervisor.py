@@ -10,26 +10,20 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from contextlib import suppress
-from socket import socket
 from typing import Final
 
 from aiockpt._bridge import Bridge
 from aiockpt.checkpointers.config import CheckpointProcessConfig
 from aiockpt.checkpointers.failures import plain
-from aiockpt.checkpointers.messages import Close, Drop, Forsake, Serve, Write
+from aiockpt.checkpointers.messages import Close, Drop, Forsake, Write
 from aiockpt.checkpointers.process_launch import Child, Recipe
 from aiockpt.checkpointers.submission import Submission
 from aiockpt.checkpointers.watched import Sent, Watched
-from aiockpt.errors import AiockptError, ClosedError, WorkerError
+from aiockpt.errors import AiockptError, WorkerError
 
-__all__ = ["HOST", "Supervisor"]
+__all__ = ["Supervisor"]
 
 logger = logging.getLogger("aiockpt")
-
-HOST: Final = (
-    "the checkpoint process, which has to outlive the transports that it serves for,"
-)
-"""What it is called for those who have it serve."""
 
 _TRIES: Final = 3
 """How many processes may die with a write that they have not begun."""
@@ -106,25 +100,6 @@ class Supervisor:
                 self._watch(child)
         return self._child
 
-    async def host(self, sock: socket) -> Watched:
-        """Have a server run in the process, for who has the other end; return it.
-
-        It waits for the init functions: a process that they end serves nothing.
-
-        Raises:
-            WorkerError: they failed, or no process can be started.
-            ClosedError: it is closed meanwhile.
-        """
-        while (child := await self.running()).gone:
-            await child.left.wait()
-            if self._closing:
-                raise ClosedError(HOST)
-        await child.prepared.wait()
-        if child.failure is not None:
-            raise child.failure
-        child.channel.send(Serve(), [sock.fileno()])
-        return child
-
     def send(self, submission: Submission, message: Write, parcel: int) -> None:
         """Hand over a write to the process that :meth:`running` returned, right after.
 
@@ -189,7 +164,7 @@ class Supervisor:
         reason = await self._outlive(child)
         exitcode = await self._bridge.run(child.child.reap)
         child.leave()
-        error = child.failure or WorkerError(_obituary(reason or child.why, exitcode))
+        error = child.failure or WorkerError(_obituary(reason, exitcode))
         if isinstance(error, WorkerError):
             error.exitcode = exitcode
         self._child = None

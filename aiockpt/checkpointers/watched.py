@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import dataclass
-from typing import Final
 
 from aiockpt._channel import Channel
 from aiockpt.checkpointers.config import CheckpointProcessConfig
@@ -24,11 +23,6 @@ from aiockpt.checkpointers.submission import Submission
 from aiockpt.errors import AiockptError
 
 __all__ = ["Sent", "Watched"]
-
-_HUNG: Final = (
-    'had a server of a transport that hung (with server="process" that would be in a '
-    "process of its own, and take no save with it)"
-)
 
 
 @dataclass(slots=True)
@@ -58,9 +52,7 @@ class Watched:
         self.prepared = asyncio.Event()
         self.ready = False
         self.ended = asyncio.Event()
-        self.left = asyncio.Event()
         self.failure: AiockptError | None = None
-        self.why = ""
         self._sent = sent
         self._config = config
         self._loop = asyncio.get_running_loop()
@@ -73,21 +65,6 @@ class Watched:
 
     def __repr__(self) -> str:
         return f"<Watched {self.child!r} ready={self.ready} gone={self.gone}>"
-
-    @property
-    def pid(self) -> int | None:
-        """Its process id."""
-        return self.child.pid
-
-    def kill(self) -> None:
-        """End it at once, if it is still there: a server in it hangs."""
-        if not self.gone:
-            self.why = _HUNG
-        self.child.kill()
-
-    async def died(self) -> None:
-        """Wait for its end."""
-        await self.ended.wait()
 
     @property
     def gone(self) -> bool:
@@ -130,7 +107,6 @@ class Watched:
         self._end()
         self.channel.close()
         self.child.close()
-        self.left.set()
 
     def _end(self) -> None:
         if not self.gone:

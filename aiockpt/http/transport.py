@@ -82,9 +82,8 @@ class HTTPTransport(Receiver[T]):
             tensors lives: what was touched before is faster to receive into.
         server: ``"process"`` serves from a process of its own, which a busy trainer
             cannot slow down, nor it the trainer. It is started with the transport,
-            replaced if it dies, and serves from the memory that was staged into. A
-            checkpointer's ``process`` does that beside its writing; close that one
-            last. Without ``ssl_context`` and ``zero_copy`` only.
+            replaced if it dies, and serves from the memory that was staged into.
+            Without ``ssl_context`` and ``zero_copy`` only.
         keep_last: Seconds for which that process outlives a trainer that dies, after
             its last request, so that a successor can fetch what was offered last from
             the same URL. An orderly end ends it at once.

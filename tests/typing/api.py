@@ -171,8 +171,7 @@ async def in_the_background() -> None:
         assert_type(await handle.written(), bool)
         assert_type(handle.error, BaseException | None)
         assert_type(checkpointer.statistics().written, int)
-        assert_type(checkpointer.process, aiockpt.CheckpointProcess)
-        aiockpt.HTTPTransport[Any](server=checkpointer.process, keep_last=60)
+        aiockpt.HTTPTransport[Any](server="process", keep_last=60)
         aiockpt.HTTPTransport[Any](server=checkpointer)  # type: ignore[arg-type]
         assert_type(await checkpointer.close(), tuple[BaseException, ...])
     found = await aiockpt.recover("checkpoints", timeout=timedelta(seconds=1))

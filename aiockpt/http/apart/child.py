@@ -1,8 +1,7 @@
 """What serves: a loop that only serves, and hears the trainer.
 
 Nothing here imports torch. It ends with the trainer, or some time after it, if it is
-to keep the last checkpoint for those who come later. It has a process of its own, or a
-thread of one that does something else; then nothing here changes the whole process.
+to keep the last checkpoint for those who come later.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from aiockpt.http.apart.forwarding import Forwarding
 from aiockpt.http.apart.messages import (
     Counted,
     Done,
-    End,
     Fail,
     Forget,
     FromServer,
@@ -36,7 +34,6 @@ from aiockpt.http.apart.messages import (
     decode_to_server,
 )
 from aiockpt.http.apart.servable import Servable
-from aiockpt.http.forks import close_in_forks
 from aiockpt.http.lending import Lender
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.shelf import Shelf
@@ -54,7 +51,7 @@ _TICK: Final = 0.1
 def main(fd: int) -> None:
     """Serve what the trainer at the other end of a socket publishes, until its end."""
     leave_terminal()
-    asyncio.run(_run(Serving(socket.socket(fileno=fd), hosted=False)))
+    asyncio.run(_run(Serving(socket.socket(fileno=fd))))
 
 
 async def _run(serving: Serving) -> None:
@@ -67,14 +64,12 @@ class Serving:
 
     Args:
         sock: Its end of the channel to the trainer.
-        hosted: Its process does something else as well.
     """
 
-    def __init__(self, sock: socket.socket, *, hosted: bool) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._hosted = hosted
         self._ended = asyncio.Event()
-        self._forwarding = Forwarding(self._forward, hosted=hosted)
+        self._forwarding = Forwarding(self._forward)
         self._shelf = Shelf()
         self._bridge = Bridge(threads=1, name="aiockpt-serve")
         self._server: CheckpointServer | None = None
@@ -125,7 +120,6 @@ class Serving:
             for preparing in self._prepared.values():
                 preparing.add_done_callback(_let_go)
             self._channel.close()
-            self._forwarding.stop()
             if self._trainer >= 0:
                 self._loop.remove_reader(self._trainer)
                 os.close(self._trainer)
@@ -143,7 +137,7 @@ class Serving:
     def _hear(self, data: bytes, fds: list[int]) -> None:
         message = decode_to_server(data)
         if isinstance(message, Setup):
-            self._start(self._set_up(message, _sockets(fds)))
+            self._start(self._set_up(message, [socket.socket(fileno=fd) for fd in fds]))
         elif isinstance(message, Prepare):
             preparing = self._start(self._prepare(message, *fds))
             self._prepared[message.number] = preparing
@@ -153,8 +147,6 @@ class Serving:
             self._prepared.pop(message.number).add_done_callback(_let_go)
         elif isinstance(message, Retract):
             self._start(self._retract(message))
-        elif isinstance(message, End):
-            self.end()
         else:
             assert isinstance(message, Fail)
             self._shelf.fail(message.failure)
@@ -191,9 +183,10 @@ class Serving:
     async def _be_nice(self, nice: int) -> None:
         """Leave the cores to others, but not where something is prepared in time.
 
-        A niceness is a thread's, which hands it to those that it starts.
+        A niceness is a thread's, which hands it to those that it starts: the bridge
+        has its thread by now.
         """
-        self._forwarding.take(await self._bridge.run(threading.get_ident))
+        await self._bridge.run(threading.get_ident)
         os.nice(nice)
 
     async def _prepare(self, message: Prepare, parcel: int, arena: int) -> Servable:
@@ -234,8 +227,7 @@ class Serving:
         if self._setup is None or not self._setup.keep_last or not self._shelf.latest:
             self._ended.set()
         else:
-            if not self._hosted:
-                _let_go_of_stderr()
+            _let_go_of_stderr()
             self._start(self._outlive(self._setup.keep_last))
 
     async def _outlive(self, keep_last: float) -> None:
@@ -261,13 +253,6 @@ class Serving:
                 if now != self._counted:
                     self._counted = now
                     self.say(now)
-
-
-def _sockets(fds: list[int]) -> list[socket.socket]:
-    """Return the sockets that listen; what the process forks must not hold them."""
-    sockets = [socket.socket(fileno=fd) for fd in fds]
-    close_in_forks(sockets)
-    return sockets
 
 
 def _let_go(preparing: asyncio.Task[Servable]) -> None:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, TypeAlias
 
 import anyio
 
 from aiockpt._bridge import Bridge
 from aiockpt.errors import LocalProtocolError
-from aiockpt.http.apart.hosting import Guest, ServerHost
-from aiockpt.http.apart.launch import Child
 from aiockpt.http.apart.messages import Setup
-from aiockpt.http.apart.process import Launch
 from aiockpt.http.apart.remote import RemoteShelf
 from aiockpt.http.endpoint import PREFIX, Address, Endpoint, EndpointConfig
 from aiockpt.http.handlers import CheckpointService, ServerStatistics
@@ -26,8 +22,8 @@ __all__ = ["ApartEndpoint", "ApartOptions", "Server", "endpoint_for"]
 _NICEST = 19  # who has it gets what others leave
 _LOGGERS = ("aiockpt", "aiockpt._bridge", "aiockpt.audit", "aiockpt.http")
 
-Server: TypeAlias = Literal["loop", "process"] | ServerHost
-"""Where a transport serves: on its loop, in a process of its own, or in another's."""
+Server: TypeAlias = Literal["loop", "process"]
+"""Where a transport serves: on its loop, or in a process of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +48,6 @@ class ApartEndpoint:
         config: As for an endpoint in this process, but without TLS.
         bridge: Where the process is launched.
         options: What is asked of the process.
-        host: Whose process serves; None: one of its own.
 
     Raises:
         LocalProtocolError: there is a ``ssl_context``, which cannot leave its process.
@@ -63,16 +58,13 @@ class ApartEndpoint:
         config: EndpointConfig,
         bridge: Bridge,
         options: ApartOptions,
-        *,
-        host: ServerHost | None,
     ) -> None:
         if config.ssl_context is not None:
             raise LocalProtocolError(
                 "an ssl_context cannot be handed to the process that serves: take "
                 'server="loop", or have a proxy speak TLS'
             )
-        make: Launch = Child if host is None else partial(Guest, host)
-        self.shelf = RemoteShelf(bridge, make, self._setup, lends=options.lends)
+        self.shelf = RemoteShelf(bridge, self._setup, lends=options.lends)
         self._bridge = bridge
         self._address = Address(config)
         self._options = options
@@ -91,7 +83,7 @@ class ApartEndpoint:
         If cancelled, it starts nevertheless.
 
         Raises:
-            ClosedError: after :meth:`stop`, or the end of the host.
+            ClosedError: after :meth:`stop`.
             OSError: the address cannot be bound.
             WorkerError: the process cannot be started; another call tries again.
         """
@@ -150,7 +142,7 @@ def endpoint_for(
     *,
     zero_copy: bool,
 ) -> Endpoint | ApartEndpoint:
-    """Return what serves: on this loop, in a process of its own, or in a host's.
+    """Return what serves: on this loop, or in a process of its own.
 
     Raises:
         ValueError: there is no such kind of server; or an option is out of its range.
@@ -160,8 +152,7 @@ def endpoint_for(
     _check(server, options, zero_copy=zero_copy)
     if server == "loop":
         return Endpoint(config, bridge, lends=options.lends)
-    host = None if isinstance(server, str) else server
-    return ApartEndpoint(config, bridge, options, host=host)
+    return ApartEndpoint(config, bridge, options)
 
 
 def _check(server: object, options: ApartOptions, *, zero_copy: bool) -> None:
@@ -171,13 +162,10 @@ def _check(server: object, options: ApartOptions, *, zero_copy: bool) -> None:
         raise ValueError(
             f"server_nice must be between 0 and {_NICEST}, got {options.nice}"
         )
-    if server not in ("loop", "process") and not isinstance(server, ServerHost):
-        raise ValueError(
-            "server must be 'loop' or 'process', or a checkpoint process (the process "
-            f"of an AsyncCheckpointer), got {server!r}"
-        )
+    if server not in ("loop", "process"):
+        raise ValueError(f"server must be 'loop' or 'process', got {server!r}")
     if server == "loop" and options.keep_last:
-        raise LocalProtocolError('keep_last= needs server="process", or a host for it')
+        raise LocalProtocolError('keep_last= needs server="process"')
     if server != "loop" and zero_copy:
         raise LocalProtocolError(
             f"server={server!r} serves from memory of its own: leave out zero_copy=True"

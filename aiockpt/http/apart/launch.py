@@ -78,10 +78,6 @@ class Child:
         if self._popen is not None:
             self._popen.kill()
 
-    def end(self) -> None:
-        """Have it end: it has nothing that could get lost."""
-        self.kill()
-
     async def reaped(self) -> str:
         """Wait for its end, which is near; return how it has ended."""
         self.channel.close()

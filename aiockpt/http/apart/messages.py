@@ -16,7 +16,6 @@ from aiockpt.observe import TransferEvent
 __all__ = [
     "Counted",
     "Done",
-    "End",
     "Fail",
     "Forget",
     "FromServer",
@@ -39,7 +38,7 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     """The first one, with the listening sockets.
 
     ``trainer`` is the process to outlive, by ``keep_last`` seconds after the last
-    reader. ``nice`` is added to the niceness of whoever serves. ``lends`` says whether
+    reader. ``nice`` is added to the niceness. ``lends`` says whether
     processes of this host get the memory itself.
     ``levels`` are those of the trainer's loggers.
     """
@@ -81,10 +80,6 @@ class Fail(msgspec.Struct, tag=True, frozen=True):
     """Tell those who wait for a step that it does not come; None forgets it."""
 
     failure: Failure | None
-
-
-class End(msgspec.Struct, tag=True, frozen=True):
-    """Serve nothing any more, and end, though the trainer goes on."""
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -132,7 +127,7 @@ class Logged(msgspec.Struct, tag=True, frozen=True):
     access: Access | None = None
 
 
-ToServer: TypeAlias = Setup | Prepare | Publish | Forget | Retract | Fail | End
+ToServer: TypeAlias = Setup | Prepare | Publish | Forget | Retract | Fail
 FromServer: TypeAlias = Ready | Done | Released | Spent | Counted | Happened | Logged
 
 decode_to_server = msgspec.json.Decoder(ToServer).decode

@@ -7,14 +7,14 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from socket import SHUT_RDWR, socket
-from typing import Final, Protocol, TypeAlias
+from typing import Final
 
 from aiockpt._bridge import Bridge
-from aiockpt._channel import Channel
 from aiockpt.errors import AiockptError, ClosedError, LocalProtocolError, WorkerError
+from aiockpt.http.apart.launch import Child
 from aiockpt.http.apart.messages import Ready, decode_from_server
 
-__all__ = ["PATIENCE", "Launch", "ServerProcess"]
+__all__ = ["PATIENCE", "ServerProcess"]
 
 logger = logging.getLogger("aiockpt")
 
@@ -28,40 +28,11 @@ _TRIES: Final = 3
 """How many processes in a row may die before they were ready."""
 
 
-class Life(Protocol):
-    """One process that serves, from its start to its end: a `Child` or a `Guest`."""
-
-    channel: Channel
-
-    @property
-    def pid(self) -> int | None:
-        """The process's id, once it was started."""
-
-    async def launch(self, bridge: Bridge, /) -> None:
-        """Start it."""
-
-    async def gone(self) -> None:
-        """Wait until it says nothing more."""
-
-    def kill(self) -> None:
-        """End it at once, whatever it does."""
-
-    def end(self) -> None:
-        """Have it end, also while it is started."""
-
-    async def reaped(self) -> str:
-        """Wait for its end, which is near; return how it has ended."""
-
-
-Launch: TypeAlias = Callable[[Callable[[bytes, list[int]], None]], Life]
-
-
 class ServerProcess:
     """One process after the other, of which each serves.
 
     Args:
         bridge: Where they are launched.
-        make: Makes one that is not started yet; called with what hears it.
         begin: Called with the sockets once there is a new one, to tell it everything;
             nothing is awaited between that and the next call of :meth:`send`.
         hear: Called with every message of one, but the first.
@@ -73,21 +44,19 @@ class ServerProcess:
         self,
         bridge: Bridge,
         *,
-        make: Launch,
         begin: Callable[[Sequence[socket]], None],
         hear: Callable[[object], None],
         mourn: Callable[[], None],
         give_up: Callable[[], None],
     ) -> None:
         self.restarts = 0
-        self._bridge, self._make = bridge, make
+        self._bridge = bridge
         self._begin, self._hear, self._mourn = begin, hear, mourn
         self._given_up = give_up
-        self._child: Life | None = None
-        self._starting: Life | None = None
+        self._child: Child | None = None
         self._watching: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
-        self._broken: AiockptError | None = None
+        self._broken: WorkerError | None = None
         self._closed = False
 
     def __repr__(self) -> str:
@@ -105,9 +74,8 @@ class ServerProcess:
 
     @property
     def may_begin_again(self) -> bool:
-        """Whether it has given up, on sockets that are of no use, but not for good."""
-        for_good = isinstance(self._broken, ClosedError | LocalProtocolError)
-        return self.over and not for_good
+        """Whether it has given up, on sockets that are of no use now."""
+        return self.over and not self._closed
 
     async def start(self, sockets: Sequence[socket]) -> None:
         """Start one, and wait until it serves ``sockets``; idempotent.
@@ -116,7 +84,7 @@ class ServerProcess:
             ClosedError: after :meth:`close`.
             WorkerError: it cannot be started; another call tries again.
         """
-        if not self._closed and (self._watching is None or self.may_begin_again):
+        if self.may_begin_again or (self._watching is None and not self._closed):
             self._broken = None
             self._ready.clear()
             loop = asyncio.get_running_loop()
@@ -127,7 +95,7 @@ class ServerProcess:
         """Wait until one serves; returns at once while one does.
 
         Raises:
-            ClosedError: after :meth:`close`, or that of the host.
+            ClosedError: after :meth:`close`.
             WorkerError: none can be started.
         """
         if self._watching is None and not self._closed:
@@ -160,8 +128,8 @@ class ServerProcess:
         If cancelled, it ends nevertheless.
         """
         self._closed = True
-        if (child := self._child or self._starting) is not None:
-            child.end()
+        if self._child is not None:
+            self._child.kill()  # it has nothing that could get lost
         if self._watching is not None:
             await asyncio.wait({self._watching})
 
@@ -172,48 +140,40 @@ class ServerProcess:
             try:
                 was_ready, why = await self._live(sockets)
                 last = None
-            except (OSError, WorkerError) as error:
+            except (OSError, AiockptError) as error:
                 was_ready, why, last = False, str(error), error
-                if _would_be_repeated(error):
-                    break
-            except AiockptError as error:  # as the next one would
-                self._broken = error
-                break
             tries = 0 if was_ready else tries + 1
             if not self._closed:
                 logger.warning("the process that serves has ended: %s", why)
                 self.restarts += 1
         if not self._closed:
-            self._give_up(why, last)
+            self._broken = WorkerError(f"no process can be started that serves: {why}")
+            self._broken.__cause__ = last
+            logger.error("%s", self._broken)
+            self._given_up()
         for each in sockets:  # or who connects would wait for nothing
             with suppress(OSError):
                 each.shutdown(SHUT_RDWR)
         self._ready.set()
 
-    def _give_up(self, why: str, last: Exception | None) -> None:
-        if self._broken is not None:  # the host's affair, which callers hear of
-            logger.warning("nothing is served any more: %s", self._broken)
-        else:
-            self._broken = _none_can_be_started(why, last)
-            logger.error("%s", self._broken)
-        self._given_up()
-
     async def _live(self, sockets: Sequence[socket]) -> tuple[bool, str]:
         """Have one process from its start to its end; return if it served, and why."""
-        child = self._starting = self._make(self._receive)
+        child = Child(self._receive)
         try:
             await child.launch(self._bridge)
-            if not self._closed:
+            if self._closed:
+                child.kill()
+            else:
                 await self._serve(child, sockets)
         finally:
             was_ready = self._ready.is_set()
             self._ready.clear()
-            self._child = self._starting = None
+            self._child = None
             how = await _reaped(child)
             self._mourn()
         return was_ready, how
 
-    async def _serve(self, child: Life, sockets: Sequence[socket]) -> None:
+    async def _serve(self, child: Child, sockets: Sequence[socket]) -> None:
         loop = asyncio.get_running_loop()
         late = loop.call_later(_STARTING, self._late, child)
         try:
@@ -223,7 +183,7 @@ class ServerProcess:
         finally:
             late.cancel()
 
-    def _late(self, child: Life) -> None:
+    def _late(self, child: Child) -> None:
         if not self._ready.is_set():
             child.kill()
 
@@ -235,20 +195,7 @@ class ServerProcess:
             self._hear(message)
 
 
-def _would_be_repeated(error: Exception) -> bool:
-    """Tell whether an init function of the host has failed, as it would again."""
-    return isinstance(error, WorkerError) and bool(error.remote_traceback)
-
-
-def _none_can_be_started(why: str, last: Exception | None) -> WorkerError:
-    error = WorkerError(f"no process can be started that serves: {why}")
-    if isinstance(last, WorkerError):
-        error.exitcode, error.remote_traceback = last.exitcode, last.remote_traceback
-    error.__cause__ = last
-    return error
-
-
-async def _reaped(child: Life) -> str:
+async def _reaped(child: Child) -> str:
     """Wait for a process that has ended, or is about to; kill it if it does not."""
     with suppress(TimeoutError):
         async with asyncio.timeout(PATIENCE):

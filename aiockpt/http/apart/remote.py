@@ -38,7 +38,7 @@ from aiockpt.http.apart.messages import (
     Setup,
     Spent,
 )
-from aiockpt.http.apart.process import PATIENCE, Launch, ServerProcess
+from aiockpt.http.apart.process import PATIENCE, ServerProcess
 from aiockpt.http.failing import Failure
 from aiockpt.http.handlers import ServerStatistics
 from aiockpt.http.shelf import ShelfStatistics
@@ -57,7 +57,6 @@ class RemoteShelf:
 
     Args:
         bridge: Where processes are launched.
-        make: Makes a process, which is then started.
         setup: What a process is told first.
         lends: Whether the process lends the memory to other processes of this host.
     """
@@ -65,7 +64,6 @@ class RemoteShelf:
     def __init__(
         self,
         bridge: Bridge,
-        make: Launch,
         setup: Callable[[], Setup],
         *,
         lends: bool,
@@ -75,7 +73,6 @@ class RemoteShelf:
         self._lends = lends
         self._process = ServerProcess(
             bridge,
-            make=make,
             begin=self._begin,
             hear=self._hear,
             mourn=self._mourn,
