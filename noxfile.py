@@ -136,6 +136,15 @@ def torchft(session: nox.Session) -> None:
 
 
 @nox.session(python=WHOLE)
+def torchft_nightly(session: nox.Session) -> None:
+    """Run the transport tests of a nightly build of torchft; `-- FILE` runs more."""
+    install(session, "test", "test-torch", "test-torchft")
+    session.install(*PINNED, TORCH, "torchft-nightly")  # it is a module torchft, too
+    transports = ["tests/torchft/test_upstream.py", "-k", "checkpointing"]
+    session.run("pytest", *(session.posargs or transports))
+
+
+@nox.session(python=WHOLE)
 def coverage(session: nox.Session) -> None:
     """Run the suite under branch coverage; apart, for it slows what tests time."""
     install(session, "test", "test-torch")

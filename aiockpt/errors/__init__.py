@@ -8,7 +8,7 @@ that a caller would guess::
     │   ├── PeerUnreachableError              refused, reset, unresolved
     │   ├── TransferInterruptedError          closed before the last byte
     │   ├── TransferStalledError              no progress for the stall timeout
-    │   ├── TransferTimeoutError              the deadline passed (TimeoutError)
+    │   ├── TransferTimeoutError              the deadline (TimeoutError, RuntimeError)
     │   ├── PeerFailedError                   the peer gave up, and said so
     │   └── ProcessGroupError                 the process group is broken
     ├── UnavailableError                  the peer is well and does not have it

@@ -70,8 +70,11 @@ class TransferStalledError(TransportError):
         return f"{self.url} sent nothing for {self.idle:.3g} s{what}"
 
 
-class TransferTimeoutError(TransportError, TimeoutError):
-    """The deadline of the whole call passed; ``stop`` is where it caught the call."""
+class TransferTimeoutError(TransportError, TimeoutError, RuntimeError):
+    """The deadline of the whole call passed; ``stop`` is where it caught the call.
+
+    It is a ``RuntimeError`` too: torch raises one when a process group times out.
+    """
 
     def __init__(self, stop: str, timeout: float, *, last_error: str = "") -> None:
         super().__init__()

@@ -39,14 +39,20 @@ class Adapter(CheckpointTransport[T]):
     Args:
         transport: It is started here, belongs to the adapter's loop from then on, and
             is shut down with it.
+        timeout: Deadline of a send or a receive that is called without one.
         lingers: Whether :meth:`disallow_checkpoint` may leave readers to finish by
             themselves, because what they read is a copy.
     """
 
     def __init__(
-        self, transport: awaited.CheckpointTransport[T], *, lingers: bool = False
+        self,
+        transport: awaited.CheckpointTransport[T],
+        *,
+        timeout: Timeout = 60.0,
+        lingers: bool = False,
     ) -> None:
         self._transport = transport
+        self._timeout = seconds(timeout)
         self._lingers = lingers
         self._offered = False
         self._retractions: set[asyncio.Task[None]] = set()
@@ -67,14 +73,18 @@ class Adapter(CheckpointTransport[T]):
         return self._metadata
 
     def send_checkpoint(
-        self, dst_ranks: list[int], step: int, state_dict: T, timeout: Timeout
+        self,
+        dst_ranks: list[int],
+        step: int,
+        state_dict: T,
+        timeout: Timeout | None = None,
     ) -> None:
         """Offer a copy of ``state_dict`` as ``step``, and do not wait for receivers.
 
         What the calling thread's stream has been given is waited for. If this fails,
         the receivers that wait are told.
         """
-        limit = seconds(timeout)
+        limit = self._timeout if timeout is None else seconds(timeout)
         sent: Any = state_dict
         try:
             settle()
@@ -99,14 +109,18 @@ class Adapter(CheckpointTransport[T]):
             logger.warning("%s: retracting failed: %s", self, error)
 
     def recv_checkpoint(
-        self, src_rank: int, metadata: str, step: int, timeout: Timeout
+        self,
+        src_rank: int,
+        metadata: str,
+        step: int,
+        timeout: Timeout | None = None,
     ) -> T:
         """Return ``step`` from the peer that gave ``metadata``; it may be early.
 
         Whatever passes by itself is tried again until the deadline: a connection that
         breaks or stalls, a host that cannot be reached, a checkpoint that is replaced.
         """
-        limit = seconds(timeout)
+        limit = self._timeout if timeout is None else seconds(timeout)
         fetch = self._fetching(src_rank, metadata, step)
         del metadata  # a traceback with local variables would show the token
         return self._portal.call(
@@ -156,6 +170,11 @@ class Adapter(CheckpointTransport[T]):
             logger.warning("%s: retracting failed: %s", self, error)
 
 
-def adapt(transport: awaited.CheckpointTransport[T]) -> Adapter[T]:
-    """Return torchft's interface over a transport that has not been used yet."""
-    return Adapter(transport)
+def adapt(
+    transport: awaited.CheckpointTransport[T], timeout: Timeout = 60.0
+) -> Adapter[T]:
+    """Return torchft's interface over a transport that has not been used yet.
+
+    ``timeout`` is the deadline of a send or a receive that is called without one.
+    """
+    return Adapter(transport, timeout=timeout)

@@ -43,8 +43,10 @@ class PGTransport(CheckpointTransport[T]):
 
     Args:
         pg: The manager's group, or better one of its own, configured with it.
-        timeout: How long :meth:`disallow_checkpoint` waits for a send at most; a send
-            or a receive has the timeout that it is called with.
+        timeout: Deadline of a send or a receive that is called without one, and how
+            long :meth:`disallow_checkpoint` waits for a send at most. A call with 0
+            has this one or the group's own, whichever is longer: torchft's class with
+            gloo has no other deadline then than the group's.
         device: Where the group's backend wants its tensors.
         state_dict: Called at every receive, in the calling thread. A tensor that has
             the same path, dtype, shape and strides in what it returns is filled in
@@ -76,14 +78,18 @@ class PGTransport(CheckpointTransport[T]):
         return _METADATA
 
     def send_checkpoint(
-        self, dst_ranks: list[int], step: int, state_dict: T, timeout: Timeout
+        self,
+        dst_ranks: list[int],
+        step: int,
+        state_dict: T,
+        timeout: Timeout | None = None,
     ) -> None:
         """Send ``state_dict`` as ``step``; returns when its receivers have it.
 
         If this fails, they are told, unless it is the group that has failed.
         """
         settle()
-        limit = seconds(timeout)
+        limit = self._limit(timeout)
         self._idle.clear()
         try:
             send = partial(self._send, dst_ranks, step, state_dict, limit)
@@ -97,10 +103,14 @@ class PGTransport(CheckpointTransport[T]):
             self._idle.wait(min(self._timeout, threading.TIMEOUT_MAX))
 
     def recv_checkpoint(
-        self, src_rank: int, metadata: str, step: int, timeout: Timeout
+        self,
+        src_rank: int,
+        metadata: str,
+        step: int,
+        timeout: Timeout | None = None,
     ) -> T:
         """Return ``step`` from ``src_rank``; it may be early."""
-        limit = seconds(timeout)
+        limit = self._limit(timeout)
         template = self._ask()
         fetch = partial(self._receive, src_rank, metadata, step, limit, template)
         return self._portal.call(fetch, timeout=limit, stop="recv")
@@ -111,6 +121,13 @@ class PGTransport(CheckpointTransport[T]):
         Calls that are under way fail. With ``wait=False`` this returns at once.
         """
         self._portal.close(_nothing, wait=_PATIENT if wait else _PROMPT)
+
+    def _limit(self, timeout: Timeout | None) -> float:
+        """Return the deadline of a call in seconds."""
+        if timeout is None:
+            return self._timeout
+        own: Timeout = getattr(self._group, "_timeout", 0.0)  # torchft's groups have it
+        return seconds(timeout) or max(self._timeout, seconds(own))
 
     def _ask(self) -> Callable[[], T] | None:
         """Call for the template here, where the caller's streams and groups are.

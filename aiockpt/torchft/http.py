@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from functools import partial
 from typing import Literal, TypedDict, TypeVar, Unpack
 
 import aiockpt
@@ -56,8 +57,8 @@ class HTTPTransport(Adapter[T]):
     the routing table prefers, and answers only those who hold its metadata.
 
     Args:
-        timeout: The longest time that an early request waits for its step. A send or a
-            receive has the timeout that it is called with.
+        timeout: The longest time that an early request waits for its step, and the
+            deadline of a send or a receive that is called without one.
         num_chunks: If not 0, how many ranges travel at once; the ends need not agree.
         **options: What :class:`aiockpt.HTTPTransport` takes; chiefly ``advertise`` and
             ``interface`` for the address, ``token`` and ``ssl_context``, and
@@ -80,7 +81,17 @@ class HTTPTransport(Adapter[T]):
         finally:
             del options  # a traceback with local variables would show the token
         self._http = transport
-        super().__init__(transport, lingers=lingers)
+        super().__init__(transport, timeout=timeout, lingers=lingers)
+
+    def allow_checkpoint(self, step: int) -> None:
+        """Offer what was sent last as ``step``; a send does this by itself.
+
+        Raises:
+            StepNotFoundError: nothing is offered, because nothing was sent, or because
+                :meth:`disallow_checkpoint` has released it; send again.
+        """
+        allow = partial(self._http.allow_checkpoint, step)
+        self._portal.call(allow, timeout=self._timeout, stop="stage")
 
     def address(self) -> str:
         """Return the base URL without credentials, for logs and people."""

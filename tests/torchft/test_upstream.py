@@ -1,7 +1,8 @@
 """torchft's own tests, as they come in its wheel, with our transports in place of its.
 
 ``torchft_plugin.py`` puts them there, and lists the three tests that cannot pass with
-the reason of each. What torchft's tests skip themselves is listed here.
+the reason of each. What torchft's tests skip themselves is listed here. nox's session
+``torchft`` runs the tests of the release, ``torchft_nightly`` those of a nightly build.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ SKIPS = {
     "CUDA is not available",
     "need three CUDA devices",
     "Not enough GPUs for CUDA test",
+    "requires native process group reconfiguration",
+    "requires native reconfiguration",
     "torchcomms not installed",
 }
 SECONDS = 180
