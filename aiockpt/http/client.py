@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
+from http import HTTPStatus
 
 from aiohttp import ClientSession
 
@@ -17,14 +18,22 @@ from aiockpt.http.latest import LatestInfo, ask_latest
 from aiockpt.http.manifests import NOTHING, ManifestRequest, Run, Wishes
 from aiockpt.http.retrying import OnRetry, Patience, Retrier, backoff, persist
 from aiockpt.http.stretch import plan
+from aiockpt.http.translating import Exchange
 from aiockpt.observe import TransferEvent, emit
-from aiockpt.wire.http import Source
+from aiockpt.wire.http import (
+    LEASE_HEADER,
+    Resource,
+    ResourceKind,
+    Source,
+    format_resource,
+)
 from aiockpt.wire.manifest import Manifest, Outline
 
 __all__ = ["CheckpointClient", "ClientConfig", "LatestInfo", "Run", "Target"]
 
 # An answer that took this long has waited: asking again at once is no busy loop.
 _WAITED = 0.5
+_FAREWELL = 1.0  # seconds in which a peer takes note that a receive has ended
 _POLL = 30.0  # seconds for which a peer is asked to wait for news
 
 
@@ -85,27 +94,33 @@ class CheckpointClient:
             await self._port.pause(0 if waited else backoff(polls))
 
     async def fetch_latest(
-        self, source: Source, *, on_retry: OnRetry | None = None
+        self, source: Source, *, wait: float = 0.0, on_retry: OnRetry | None = None
     ) -> LatestInfo:
-        """Return what the peer serves at this moment.
+        """Return what the peer serves at this moment, or within ``wait`` seconds.
 
         Raises:
             StepNotFoundError: nothing is published.
         """
         retrier = self._retrier()
         tell = self._teller(source, None, on_retry)
-        attempt = partial(ask_latest, self._port, source)
+        attempt = partial(ask_latest, self._port, source, wait=wait)
         found = await persist(attempt, retrier, tell, pause=self._port.pause)
         assert found is not None, "only a request for a newer step may come back empty"
         return found
 
     async def wait_newer(
-        self, source: Source, after: int | None, *, reconnect_timeout: float
+        self,
+        source: Source,
+        after: int | None,
+        *,
+        known: str | None = None,
+        reconnect_timeout: float | None = None,
     ) -> LatestInfo:
         """Return what the peer serves once that is newer than step ``after``.
 
-        It waits until it is cancelled, which leaves nothing behind. A peer that is
-        silent, or busy, is asked again, ever more slowly.
+        Whatever is served by a sender whose incarnation is not ``known`` is newer: it
+        has started again. This waits until it is cancelled, which leaves nothing
+        behind. A peer that is silent, or busy, is asked again, ever more slowly.
 
         Raises:
             PeerUnreachableError, TransferStalledError, TransferInterruptedError: the
@@ -116,7 +131,8 @@ class CheckpointClient:
         polls = 0
         while True:
             asked, retrier = _now(), self._retrier(reconnect_timeout)
-            attempt = partial(ask_latest, self._port, source, after, wait=_POLL)
+            ask = partial(ask_latest, self._port, source, after, known=known)
+            attempt = partial(ask, wait=_POLL)
             try:
                 found = await persist(attempt, retrier, tell, pause=self._port.pause)
             except StepNotFoundError:
@@ -199,6 +215,28 @@ class CheckpointClient:
             patience=self._retrier().patience,
         )
 
+    async def end_lease(self, source: Source, step: int) -> None:
+        """Tell the peer that the receive of ``source.lease`` has ended.
+
+        A peer that does not hear it finds out by itself: the lease ends when nothing is
+        asked for during the peer's stall timeout.
+        """
+        assert source.lease is not None
+        exchange = Exchange(
+            source=source,
+            method="HEAD",
+            path=format_resource(Resource(ResourceKind.METADATA, step)),
+            headers={LEASE_HEADER: source.lease.end},
+            status=HTTPStatus.NO_CONTENT,
+        )
+        with suppress(AiockptError, TimeoutError):
+            async with asyncio.timeout(_FAREWELL), self._port.open(exchange, _ignore):
+                pass
+
+    async def pause(self, delay: float) -> None:
+        """Sleep; see `Port.pause`."""
+        await self._port.pause(delay)
+
     async def aclose(self) -> None:
         """Close the client's own session. Calls still under way fail; idempotent."""
         await self._port.aclose()
@@ -222,6 +260,10 @@ class CheckpointClient:
                 on_retry(error)
 
         return tell
+
+
+def _ignore(_: int) -> None:
+    pass
 
 
 def _now() -> float:

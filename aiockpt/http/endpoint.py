@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import ssl
 from dataclasses import dataclass, field
+from functools import partial
 from socket import socket
 from urllib.parse import urlsplit
 
@@ -49,9 +51,12 @@ class EndpointConfig:
     stall_timeout: float
     max_readers: int
     manifest_key: bytes | None = field(default=None, repr=False)
+    keep_superseded: int = 1
+    incarnation: str = field(default_factory=partial(secrets.token_hex, 16))
 
     def __post_init__(self) -> None:
         require(at_least=1, max_readers=self.max_readers)
+        require(keep_superseded=self.keep_superseded)
 
     def for_server(self, prefix: str) -> ServerConfig:
         """Return what the handlers need to know."""
@@ -65,6 +70,8 @@ class EndpointConfig:
             hosts=self._names(),
             prefix=prefix,
             manifest_key=self.manifest_key,
+            keep_superseded=self.keep_superseded,
+            incarnation=self.incarnation,
         )
 
     def _names(self) -> frozenset[str]:
@@ -195,7 +202,7 @@ class Endpoint:
 
     def __init__(self, config: EndpointConfig, bridge: Bridge, *, lends: bool) -> None:
         self._bridge = bridge
-        self.shelf = Shelf()
+        self.shelf = Shelf(keep_superseded=config.keep_superseded)
         self._address = Address(config)
         self._lender: Lender | None = None
         if lends:

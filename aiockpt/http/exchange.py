@@ -34,7 +34,7 @@ from aiockpt.http.receiving import receive
 from aiockpt.http.security import Security
 from aiockpt.http.translating import Exchange, before_answer, in_body
 from aiockpt.http.watching import Watch
-from aiockpt.wire.http import from_problem
+from aiockpt.wire.http import LEASE_HEADER, from_problem
 from aiockpt.wire.limits import Limits
 
 __all__ = ["ClientConfig", "Port", "length_of", "room_for"]
@@ -194,7 +194,8 @@ class Port:
     async def _get(self, exchange: Exchange) -> ClientResponse:
         config, url = self._config, URL(exchange.url, encoded=True)
         self._reach.check_host(url.host or "")
-        return await self._get_session().get(
+        return await self._get_session().request(
+            exchange.method,
             url,
             headers=self._headers(exchange),
             allow_redirects=False,
@@ -256,6 +257,9 @@ class Port:
 
     def _headers(self, exchange: Exchange) -> dict[str, str]:
         headers = {hdrs.ACCEPT_ENCODING: "identity", **exchange.headers}
+        if (lease := exchange.source.lease) is not None:
+            now = asyncio.get_running_loop().time()
+            headers.setdefault(LEASE_HEADER, lease.header(now))
         token = self._token_for(exchange)
         if token is not None:
             if _TOKEN.fullmatch(token) is None:

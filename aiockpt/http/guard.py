@@ -40,6 +40,8 @@ class ServerConfig:
         hosts: Host names that an insecure server answers to.
         prefix: The path under which the checkpoints are.
         manifest_key: What manifests are authenticated with, if they are.
+        keep_superseded: How many superseded snapshots stay while they are read.
+        incarnation: The id of this start of the sender.
         own_sockets: Whether `listen.open_sockets` made those that listen.
     """
 
@@ -52,6 +54,8 @@ class ServerConfig:
     hosts: frozenset[str]
     prefix: str
     manifest_key: bytes | None = field(default=None, repr=False)
+    keep_superseded: int = 1
+    incarnation: str = "0"
     own_sockets: bool = False
 
     def __post_init__(self) -> None:

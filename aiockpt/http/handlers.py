@@ -94,6 +94,7 @@ class CheckpointService:
         self._sendings: set[Sending] = set()
         self._readers = 0
         self._awaiting = Awaiting(shelf, config)
+        self._identity = {http.INCARNATION_HEADER: config.incarnation}
         self._closed = False
         self._counts: Counter[str] = Counter()
         self._macs = ManifestMacs(config.manifest_key)
@@ -155,7 +156,9 @@ class CheckpointService:
             return _Answer(status=HTTPStatus.SERVICE_UNAVAILABLE)
         except AiockptError as error:
             self._counts["refused"] += 1
-            return _response_to(error)
+            response = _response_to(error)
+            response.headers.update(self._identity)
+            return response
 
     def _admit(self, request: web.Request) -> None:
         if self._closed:
@@ -176,16 +179,20 @@ class CheckpointService:
 
     async def _latest(self, request: web.Request) -> web.StreamResponse:
         after = http.parse_after(request.query.getall(http.AFTER, []))
-        if after is None:
-            published = await self._awaiting.any(request)
-        else:
-            try:
+        known = request.headers.get(http.INCARNATION_HEADER)
+        restarted = known is not None and known != self.config.incarnation
+        try:
+            if after is None or restarted:  # whatever is served is news
+                published = await self._awaiting.any(request)
+            else:
                 published = await self._awaiting.newer(request, after)
-            except StepNotFoundError as nothing:
-                headers = no_news_headers(nothing.serving)
-                return _Answer(status=HTTPStatus.NO_CONTENT, headers=headers)
+        except StepNotFoundError as nothing:
+            if after is None:
+                raise
+            headers = {**no_news_headers(nothing.serving), **self._identity}
+            return _Answer(status=HTTPStatus.NO_CONTENT, headers=headers)
         headers, body = latest_reply(published.servable.manifest)
-        return _Answer(body=body, headers=headers)
+        return _Answer(body=body, headers={**headers, **self._identity})
 
     async def _landing(self, request: web.Request) -> web.StreamResponse:
         path = request.rel_url.raw_path
@@ -195,33 +202,50 @@ class CheckpointService:
         now = self.shelf.latest
         manifest = now.servable.manifest if now is not None else None
         headers, body = landing_reply(manifest, request.headers.get("Accept", ""))
-        return _Answer(body=body, headers=headers)
+        return _Answer(body=body, headers={**headers, **self._identity})
 
     async def _resource(self, request: web.Request) -> web.StreamResponse:
+        lease, ends = _lease_of(request)
+        if lease is not None and ends:
+            self.shelf.end_lease(lease)
+            return _Stream(status=HTTPStatus.NO_CONTENT, headers=self._identity)
         if request.match_info["step"] == http.LATEST:
             published = await self._awaiting.any(request)
             resource = _resource_of(request, str(published.step))
         else:
             resource = _resource_of(request, request.match_info["step"])
-            published = await self._awaiting.step(request, resource.step)
+            published = await self._find(request, resource.step, lease)
+        if lease is not None and request.method == "GET":
+            self.shelf.lease(published, lease, patience=self.config.stall_timeout)
         manifest = published.servable.manifest
         reply = plan_reply(resource, manifest, request.headers, request.method)
+        reply.headers.update(self._identity)
         if resource.kind is http.ResourceKind.METADATA:
             reply.headers.update(await self._macs.headers_of(manifest))
-            reply.headers.update(await self._offer(request, published))
+            reply.headers.update(await self._offer(request, published, lease))
         if request.method == "HEAD" or reply.status == HTTPStatus.NOT_MODIFIED:
             return _Stream(status=reply.status, headers=reply.headers)
         with self._admission():
-            return await self._send(request, published, reply)
+            return await self._send(request, published, reply, lease)
+
+    async def _find(
+        self, request: web.Request, step: int, lease: http.Lease | None
+    ) -> Published:
+        """Return the snapshot that a receive has leased, or the one that is served."""
+        found = None if lease is None else self.shelf.leased(lease, step)
+        return found or await self._awaiting.step(request, step)
 
     async def _offer(
-        self, request: web.Request, published: Published
+        self,
+        request: web.Request,
+        published: Published,
+        lease: http.Lease | None,
     ) -> Mapping[str, str]:
         """Offer the memory itself to who asks from this host."""
         if self._lender is None or request.method != "GET":
             return {}
         probe, receiver = request.headers.get(PROBE_HEADER), request[VISIT].receiver
-        offer = await self._lender.offer(published, probe, receiver)
+        offer = await self._lender.offer(published, probe, receiver, lease)
         # A ticket is good once: no cache should keep it.
         return {OFFER_HEADER: offer, "Cache-Control": "no-store"} if offer else {}
 
@@ -236,7 +260,11 @@ class CheckpointService:
             self._readers -= 1
 
     async def _send(
-        self, request: web.Request, published: Published, reply: Reply
+        self,
+        request: web.Request,
+        published: Published,
+        reply: Reply,
+        lease: http.Lease | None,
     ) -> web.StreamResponse:
         body = FileBody(published.servable, reply.start, reply.stop)
         sending = Sending(
@@ -244,7 +272,7 @@ class CheckpointService:
             stall_timeout=self.config.stall_timeout,
             pumps=self._pumps,
         )
-        async with self.shelf.reading(published, evict=sending.evict):
+        async with self.shelf.reading(published, evict=sending.evict, lease=lease):
             if body.nbytes <= SMALL_BYTES:
                 data = b"".join(body.views(0, body.nbytes))
                 self._counts["bytes_sent"] += len(data)
@@ -322,3 +350,17 @@ def _response_to(error: AiockptError) -> web.Response:
         logger.error("a request failed", exc_info=error)
     headers = {**COMMON_HEADERS, **problem.headers}
     return _Answer(status=problem.status, headers=headers, body=problem.body)
+
+
+def _lease_of(request: web.Request) -> tuple[http.Lease | None, bool]:
+    """Return the lease that a request names, and whether the request ends it.
+
+    Raises:
+        RefusedError: the header is malformed.
+    """
+    now = asyncio.get_running_loop().time()
+    try:
+        lease = http.parse_lease(request.headers.get(http.LEASE_HEADER), now=now)
+    except RemoteProtocolError as error:
+        raise RefusedError(HTTPStatus.BAD_REQUEST, str(error)) from None
+    return lease, lease is not None and lease.until <= now

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from aiohttp import ClientResponse
@@ -13,8 +13,10 @@ from aiockpt.http.exchange import Port
 from aiockpt.http.translating import Exchange
 from aiockpt.wire.entries import INT64_MAX
 from aiockpt.wire.http import (
+    INCARNATION_HEADER,
     STEP_HEADER,
     Source,
+    check_incarnation,
     format_latest,
     format_prefer_wait,
     parse_etag,
@@ -25,26 +27,40 @@ __all__ = ["LatestInfo", "ask_latest", "check_step"]
 
 @dataclass(frozen=True, slots=True)
 class LatestInfo:
-    """What a peer serves now."""
+    """What a peer serves now.
+
+    ``incarnation`` is the id of the sender's current start; None from a peer that has
+    none. It says nothing about the content, so it does not count in a comparison.
+    """
 
     step: int
     snapshot_id: str
+    incarnation: str | None = field(default=None, compare=False)
 
 
 async def ask_latest(
-    port: Port, source: Source, after: int | None = None, *, wait: float = 0.0
+    port: Port,
+    source: Source,
+    after: int | None = None,
+    *,
+    known: str | None = None,
+    wait: float = 0.0,
 ) -> LatestInfo | None:
     """Return what a peer serves, if that is newer than ``after``; else None.
 
-    The peer is asked to wait for it, up to ``wait`` seconds.
+    The peer is asked to wait for it, up to ``wait`` seconds. A sender whose
+    incarnation is not ``known`` has started again: whatever it serves is news.
 
     Raises:
         StepNotFoundError: it serves nothing; only without ``after``.
     """
+    headers = {"Prefer": format_prefer_wait(wait)} if wait else {}
+    if known is not None:
+        headers[INCARNATION_HEADER] = known
     exchange = Exchange(
         source=source,
         path=format_latest(after),
-        headers={"Prefer": format_prefer_wait(wait)} if wait else {},
+        headers=headers,
         status=HTTPStatus.OK,
         allowance=wait,
         may_be_empty=after is not None,
@@ -54,12 +70,14 @@ async def ask_latest(
             return None
         step = _step_of(answer, exchange)
         snapshot_id = parse_etag(answer.headers.get("ETag"))
+        incarnation = check_incarnation(answer.headers.get(INCARNATION_HEADER))
     if snapshot_id is None:
         raise RemoteProtocolError(f"{exchange.url} does not name its snapshot")
+    restarted = None not in (known, incarnation) and known != incarnation
     # A server that does not know ``after`` answers with what it has.
-    if after is not None and step <= after:
+    if after is not None and step <= after and not restarted:
         return None
-    return LatestInfo(step, snapshot_id)
+    return LatestInfo(step, snapshot_id, incarnation)
 
 
 def check_step(answer: ClientResponse, exchange: Exchange) -> None:

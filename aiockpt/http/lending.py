@@ -29,6 +29,7 @@ from aiockpt.http.hosts import identity
 from aiockpt.http.published import Published
 from aiockpt.http.shelf import Shelf
 from aiockpt.observe import TransferEvent, emit
+from aiockpt.wire.http import Lease
 from aiockpt.wire.lending import (
     MAX_MESSAGE,
     RETURNED,
@@ -51,11 +52,13 @@ logger = logging.getLogger("aiockpt")
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    """What was offered to whom, until when."""
+    """What was offered to whom, until when; ``lease`` keeps it until then."""
 
+    step: int
     snapshot_id: str
     receiver: str
     until: float
+    lease: Lease | None
 
 
 class Lender:
@@ -84,7 +87,11 @@ class Lender:
         return f"<Lender guests={len(self._visits)} lent={self.count}>"
 
     async def offer(
-        self, published: Published, probe: str | None, receiver: str
+        self,
+        published: Published,
+        probe: str | None,
+        receiver: str,
+        lease: Lease | None,
     ) -> str | None:
         """Return the header that offers a checkpoint to who sent this probe, or None.
 
@@ -101,7 +108,8 @@ class Lender:
         ticket = secrets.token_hex(16)
         self._forget_old()
         until = time.monotonic() + _VALID
-        self._tickets[ticket] = _Ticket(published.snapshot_id, receiver, until)
+        made = _Ticket(published.step, published.snapshot_id, receiver, until, lease)
+        self._tickets[ticket] = made
         return format_offer(Offer(self._name, ticket))
 
     async def aclose(self) -> None:
@@ -175,10 +183,15 @@ class Lender:
                 await self._lend(guest, published, ticket, keep=ask.keep)
 
     def _on_shelf(self, ticket: _Ticket | None) -> Published | None:
-        now = self._shelf.latest
-        if ticket is None or now is None or ticket.until < time.monotonic():
+        if ticket is None or ticket.until < time.monotonic():
             return None
-        return now if now.snapshot_id == ticket.snapshot_id else None
+        found = self._shelf.latest
+        if found is None or found.snapshot_id != ticket.snapshot_id:
+            lease = ticket.lease
+            found = None if lease is None else self._shelf.leased(lease, ticket.step)
+        if found is None or found.snapshot_id != ticket.snapshot_id:
+            return None
+        return found
 
     async def _lend(
         self, guest: socket.socket, published: Published, ticket: _Ticket, *, keep: bool
@@ -196,6 +209,8 @@ class Lender:
             message = msgspec.json.encode(Lent(ticket.snapshot_id, nbytes))
             socket.send_fds(guest, [message], [fd])
             given = True
+            if ticket.lease is not None:  # whoever has the memory asks for no range
+                self._shelf.end_lease(ticket.lease)
             self._tell(guest, published, ticket, kept=keep)
             returned = not keep and await _heard(guest) == RETURNED
         finally:

@@ -31,8 +31,13 @@ class Origin(Protocol):
     def given(self) -> dict[str, int]:
         """Return how many bytes came from whom, where there are several."""
 
-    async def fetch_latest(self, *, on_retry: OnRetry | None = None) -> LatestInfo:
-        """Return what is served at this moment."""
+    async def fetch_latest(
+        self, *, wait: float = 0.0, on_retry: OnRetry | None = None
+    ) -> LatestInfo:
+        """Return what is served at this moment, or within ``wait`` seconds."""
+
+    async def end_lease(self, step: int) -> None:
+        """Say that the receive has ended, whose lease the requests have named."""
 
     async def fetch_manifest(
         self,
@@ -80,9 +85,17 @@ class OneSource:
         """See `Origin`."""
         return {}
 
-    async def fetch_latest(self, *, on_retry: OnRetry | None = None) -> LatestInfo:
+    async def fetch_latest(
+        self, *, wait: float = 0.0, on_retry: OnRetry | None = None
+    ) -> LatestInfo:
         """See `Origin`."""
-        return await self._client.fetch_latest(self._source, on_retry=on_retry)
+        source = self._source
+        return await self._client.fetch_latest(source, wait=wait, on_retry=on_retry)
+
+    async def end_lease(self, step: int) -> None:
+        """See `Origin`."""
+        if self._source.lease is not None:
+            await self._client.end_lease(self._source, step)
 
     async def fetch_manifest(
         self,

@@ -14,7 +14,12 @@ from aiockpt._meter import Meter
 from aiockpt._selection import Select
 from aiockpt.delta import Delta, Fetch
 from aiockpt.destination import Destination, InTemplate, Terms, destination_of
-from aiockpt.errors import AiockptError
+from aiockpt.errors import (
+    AiockptError,
+    ClosedError,
+    TransportError,
+    UnavailableError,
+)
 from aiockpt.flatten import Survey, survey
 from aiockpt.held import Held, HeldInTemplate
 from aiockpt.http.origin import Origin
@@ -27,6 +32,9 @@ from aiockpt.transport import exact_step
 from aiockpt.wire.manifest import Manifest, Outline
 
 __all__ = ["Receive", "ReceiveOptions"]
+
+_BROKEN = (TransportError, UnavailableError, ClosedError)
+"""After one of these the sender is not told that the receive has ended."""
 
 _MANY = 1 << 20  # bytes of a header: thousands of tensors
 
@@ -69,6 +77,7 @@ class Receive:
         self._delta: Delta | None = None
         self._reused = 0
         self._touched = False
+        self._found = False
 
     async def run(self, step: int) -> object:
         """Return the state dict.
@@ -76,10 +85,14 @@ class Receive:
         If it fails or is cancelled, a template is as it was or holds all that was asked
         for, unless ``direct`` lets bytes into it as they arrive.
         """
+        step = exact_step(step)
         try:
-            return await self._run(exact_step(step))
+            return await self._run(step)
         except BaseException as error:
             self._abandon(error)
+            told = isinstance(error, AiockptError) and not isinstance(error, _BROKEN)
+            if told and self._found:
+                await self._supply.end(step)
             raise
         finally:
             self._supply.close()
@@ -104,6 +117,7 @@ class Receive:
         await self._borrow(outline, most=self._options.terms.limits.max_bytes)
         goal = await self._choose()
         await self._fetch(outline, goal)
+        await self._supply.end(step)
         self._stop("rebuild")
         # Whatever the peer can make fail comes before the first byte is written.
         state = await goal.assemble()
@@ -135,7 +149,9 @@ class Receive:
 
     async def _ask(self, step: int) -> Manifest:
         self._stop("fetch_manifest")
-        return await self._supply.ask(step, self._deadline.when)
+        manifest = await self._supply.ask(step, self._deadline.when)
+        self._found = True
+        return manifest
 
     async def _borrow(self, outline: Outline, *, most: int | None) -> None:
         self._stop("allocate")

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Sequence,
+)
+from dataclasses import replace
+from functools import partial
 from typing import cast
 
 from aiockpt._bridge import Bridge
@@ -14,16 +22,16 @@ from aiockpt._lifetime import Lifetime
 from aiockpt._selection import Select, listed
 from aiockpt._warm import WarmArena
 from aiockpt.destination import Terms
-from aiockpt.errors import AiockptError, LocalProtocolError
+from aiockpt.errors import AiockptError, LocalProtocolError, TransportError
 from aiockpt.http.client import CheckpointClient
 from aiockpt.http.origin import origin_of, sources_of
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.http.selecting import PartReceive
-from aiockpt.http.steps import Steps
+from aiockpt.http.steps import SUPERSEDED, Steps, chase, newest
 from aiockpt.http.supply import Sharing
 from aiockpt.observe import Progress
 from aiockpt.transport import CheckpointTransport, T, Timeout, exact_step, seconds
-from aiockpt.wire.http import parse_metadata
+from aiockpt.wire.http import Lease, Source, parse_metadata
 from aiockpt.wire.limits import Limits
 
 __all__ = ["Receiver"]
@@ -45,7 +53,7 @@ class Receiver(CheckpointTransport[T]):
         self,
         src_rank: int,
         metadata: str | Sequence[str],
-        step: int,
+        step: int | None = None,
         timeout: Timeout | None = None,
         *,
         into: T | None = None,
@@ -59,7 +67,9 @@ class Receiver(CheckpointTransport[T]):
         """Fetch ``step`` from the transport, or the transports, of ``metadata``.
 
         Waits for a step that is not there yet, resumes after broken connections, and
-        returns only bytes whose digests matched the manifest.
+        returns only bytes whose digests matched the manifest. The sender keeps the
+        snapshot until the receive ends, even if it publishes newer ones meanwhile: see
+        its ``keep_superseded``.
 
         Args:
             src_rank: Not needed here; named in events.
@@ -68,7 +78,9 @@ class Receiver(CheckpointTransport[T]):
                 share that fits its speed. Who fails for good, sends a wrong chunk, or
                 has another checkpoint than most of them (or, where equal, than the
                 first) is dropped, and the receive goes on while one is left.
-            step: The step that the sender was given.
+            step: The step that the sender was given. None: what is served now; when the
+                sender replaces it meanwhile, the newest is received in its place, and
+                ``progress`` begins anew.
             timeout: Deadline of the whole call, in seconds or as a ``timedelta``.
             into: A state dict to fill: its tensors in place, its dicts and lists with
                 the other values. It is checked before a byte moves, touched only
@@ -101,7 +113,8 @@ class Receiver(CheckpointTransport[T]):
         Raises:
             ValueError: ``share`` with ``into``, which has memory of its own.
             TransferTimeoutError: the deadline passed.
-            StepNotFoundError: a newer step has taken its place.
+            StepNotFoundError: the sender has replaced ``step``, and keeps another
+                snapshot that has been read longer.
             PeerFailedError: the sender could not send it.
             TemplateMismatchError: ``into`` does not fit.
             UnsupportedLeafError: ``into`` or ``have`` has what no checkpoint can hold.
@@ -113,48 +126,78 @@ class Receiver(CheckpointTransport[T]):
                 Of several sources the most telling error, with the others as notes.
             ValueError: ``metadata`` is an empty list.
         """
-        if share and into is not None:
-            raise ValueError("share=True returns new tensors: leave out into=")
-        if share and have is not None:
-            raise ValueError("share=True moves no bytes: leave out have=")
-        select = listed(select)
         try:
-            origin = origin_of(self._client, sources_of(metadata))
+            sources = sources_of(metadata)
         finally:
             del metadata  # a traceback with local variables would show the token
-        limit = self._timeout if timeout is None else seconds(timeout)
-        deadline = Deadline(limit, stop="fetch_manifest")
-        terms = Terms(
-            limits=self._limits,
-            allow_pickle=self._allow_pickle,
-            direct=direct,
-            ports=port_for,
-            warm=self._warm,
-        )
-        sharing = Sharing(
-            wanted=self._same_host is not False and have is None,
-            keep=share,
-            through=into is not None and not direct,
-            verify=verify_shared,
-        )
-        options = ReceiveOptions(
+        options = self._options(
             into=into,
-            have=_known(have, into),
+            have=have,
             select=select,
             progress=progress,
-            terms=terms,
-            sharing=sharing,
+            share=share,
+            direct=direct,
+            verify_shared=verify_shared,
         )
-        kind = Receive if select is None else PartReceive
-        receive = kind(origin, self._bridge, options, deadline)
-        with self._lifetime.call():
-            try:
-                with failing_here(f"receiving step {step}"):
-                    async with deadline:
-                        return cast("T", await receive.run(step))
-            except AiockptError as error:
-                receive.annotate(error)
-                raise
+        limit = self._timeout if timeout is None else seconds(timeout)
+        return await self._receive(sources, step, options, limit)
+
+    def follow(
+        self,
+        metadata: str,
+        *,
+        after: int | None = None,
+        into: T | None = None,
+        have: T | bool | None = None,
+        select: Select | None = None,
+        share: bool = False,
+        timeout: Timeout | None = None,
+        reconnect_timeout: Timeout | None = None,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> AsyncGenerator[tuple[int, T]]:
+        """Return the newest checkpoint of a peer, as ``(step, state_dict)``, for ever.
+
+        The iterator waits for a step newer than the last one, receives it and gives it.
+        Steps that were published meanwhile are skipped. When the sender replaces the
+        step during the receive, the iterator goes on to the newest one. When the sender
+        is away, or a receive takes longer than ``timeout``, it tries again after random
+        delays of 2 seconds at most; events and the log tell of each. No step is given
+        twice, and none of which a part is missing.
+
+        A sender that has started again, and goes on from a lower step, is followed from
+        there; an event (``restart``) and a warning say so. Nobody is followed whose
+        token has changed: give both ends the same ``token``.
+
+        Between two steps nothing is under way. If cancelled while it waits or receives,
+        the iterator has ended, the template is as it was or holds the whole step, and
+        another iterator may go on with ``after``. It is for one task at a time.
+
+        Args:
+            metadata: What the sender's :meth:`metadata` returned.
+            after: A step; only later ones are given. None: whatever is served first.
+            into, have, select, share, progress: As of :meth:`recv_checkpoint`.
+                ``progress`` begins anew with each receive. ``into`` is filled, and
+                given, each time.
+            timeout: Deadline of one receive, in seconds or as a ``timedelta``.
+            reconnect_timeout: How long a sender that does not answer is asked for its
+                next step, in seconds or as a ``timedelta``; None: for ever.
+
+        Raises:
+            ClosedError: after, or because of, :meth:`shutdown`.
+            TransportError: the sender did not answer for ``reconnect_timeout``.
+            AuthenticationError, ProtocolError, StateDictError, StagingError: as of
+                :meth:`recv_checkpoint`.
+        """
+        try:
+            source = parse_metadata(metadata)
+        finally:
+            del metadata  # a traceback with local variables would show the token
+        steps = self._steps(source, after, reconnect_timeout)
+        options = self._options(
+            into=into, have=have, select=select, progress=progress, share=share
+        )
+        limit = self._timeout if timeout is None else seconds(timeout)
+        return self._follow(source, steps, options, limit)
 
     def steps(
         self,
@@ -168,7 +211,10 @@ class Receiver(CheckpointTransport[T]):
         The peer tells of each one at once, and nothing is polled. Only the newest is
         given: those that were published while nobody asked are skipped, and one that
         was given may be gone when it is received (``StepNotFoundError``); the next
-        one is there then.
+        one is there then. :meth:`follow` receives them, too.
+
+        A sender that has started again, and goes on from a lower step, is noticed: the
+        lower step is given, and an event (``restart``) and a warning say so.
 
         A peer that breaks off, is silent or starts again at the same address is asked
         again, after random delays of 2 seconds at most. Silent is who sends nothing
@@ -190,13 +236,17 @@ class Receiver(CheckpointTransport[T]):
             RemoteProtocolError: it is no aiockpt server, three times in a row.
             ClosedError: after, or because of, :meth:`shutdown`.
         """
-        if after is not None:
-            after = exact_step(after)
-        silent = math.inf if reconnect_timeout is None else seconds(reconnect_timeout)
         try:
             source = parse_metadata(metadata)
         finally:
             del metadata  # a traceback with local variables would show the token
+        return self._steps(source, after, reconnect_timeout)
+
+    def _steps(
+        self, source: Source, after: int | None, reconnect_timeout: Timeout | None
+    ) -> Steps:
+        silent = math.inf if reconnect_timeout is None else seconds(reconnect_timeout)
+        after = None if after is None else exact_step(after)
         self._lifetime.check()
         return Steps(
             self._client,
@@ -205,6 +255,93 @@ class Receiver(CheckpointTransport[T]):
             after=after,
             reconnect_timeout=silent,
         )
+
+    async def _follow(
+        self, source: Source, steps: Steps, options: ReceiveOptions, limit: float
+    ) -> AsyncGenerator[tuple[int, T]]:
+        survives = (*SUPERSEDED, TransportError)
+
+        async def receive(step: int) -> T:
+            try:
+                return await self._receive([source], step, options, limit)
+            except survives:
+                steps.again()
+                raise
+
+        pause = self._client.pause
+        while True:
+            yield await chase(steps.__anext__, receive, pause=pause, survives=survives)
+
+    def _options(
+        self,
+        *,
+        into: T | None,
+        have: T | bool | None,
+        select: Select | None,
+        progress: Callable[[Progress], None] | None,
+        share: bool,
+        direct: bool = False,
+        verify_shared: bool = False,
+    ) -> ReceiveOptions:
+        if share and into is not None:
+            raise ValueError("share=True returns new tensors: leave out into=")
+        if share and have is not None:
+            raise ValueError("share=True moves no bytes: leave out have=")
+        terms = Terms(
+            limits=self._limits,
+            allow_pickle=self._allow_pickle,
+            direct=direct,
+            ports=port_for,
+            warm=self._warm,
+        )
+        sharing = Sharing(
+            wanted=self._same_host is not False and have is None,
+            keep=share,
+            through=into is not None and not direct,
+            verify=verify_shared,
+        )
+        return ReceiveOptions(
+            into=into,
+            have=_known(have, into),
+            select=listed(select),
+            progress=progress,
+            terms=terms,
+            sharing=sharing,
+        )
+
+    async def _receive(
+        self,
+        sources: Sequence[Source],
+        step: int | None,
+        options: ReceiveOptions,
+        limit: float,
+    ) -> T:
+        """Receive ``step``, or what is served now, within ``limit`` seconds."""
+        lease = Lease.begin(asyncio.get_running_loop().time() + limit)
+        leased = [replace(source, lease=lease) for source in sources]
+        origin = origin_of(self._client, leased)
+        deadline = Deadline(limit, stop="fetch_manifest")
+        kind = Receive if options.select is None else PartReceive
+        pause = self._client.pause
+        attempt: Receive | None = None
+
+        async def receive(step: int) -> object:
+            nonlocal attempt
+            attempt = kind(origin, self._bridge, options, deadline)
+            with failing_here(f"receiving step {step}"):
+                return await attempt.run(step)
+
+        with self._lifetime.call():
+            try:
+                async with deadline:
+                    if step is not None:
+                        return cast("T", await receive(step))
+                    find = partial(newest, origin, pause=pause)
+                    return cast("T", (await chase(find, receive, pause=pause))[1])
+            except AiockptError as error:
+                if attempt is not None:
+                    attempt.annotate(error)
+                raise
 
 
 def _known(have: object, into: object) -> object:

@@ -182,6 +182,7 @@ class PartReceive(Receive):
         self._stop("allocate")
         chunks = await self._bridge.run(part.plan)
         await self._bring(manifest, chunks, part.target())
+        await self._supply.end(step)
         self._stop("load")
         part.fence()
         state = await self._bridge.run(part.finish)

@@ -64,14 +64,18 @@ class SeveralSources:
         urls = [source.base_url for source in self._sources]
         return dict(zip(urls, self._members.given, strict=True))
 
-    async def fetch_latest(self, *, on_retry: OnRetry | None = None) -> LatestInfo:
-        """Return what most of them serve at this moment; where equal, the newest.
+    async def fetch_latest(
+        self, *, wait: float = 0.0, on_retry: OnRetry | None = None
+    ) -> LatestInfo:
+        """Return what most of them serve; where equal, the newest.
+
+        Those that serve nothing are waited for as long as ``wait`` says.
 
         Raises:
             AiockptError: none of them serves anything.
         """
         poll = Poll[LatestInfo](len(self._sources), key=_same, rank=_step)
-        await self._hold(poll, self._ask_latest, on_retry)
+        await self._hold(poll, partial(self._ask_latest, wait), on_retry)
         if not poll.parties():
             raise summed_up(self._sources, poll.failures)
         return poll.parties()[0].value
@@ -159,8 +163,17 @@ class SeveralSources:
         most = self._client.max_concurrency
         return max(1, min(most, _LANES * most // len(self._sources)))
 
-    async def _ask_latest(self, source: Source, on_retry: OnRetry) -> LatestInfo:
-        return await self._client.fetch_latest(source, on_retry=on_retry)
+    async def end_lease(self, step: int) -> None:
+        """Say to all that have the checkpoint that the receive has ended."""
+        sources = [self._sources[number] for number in self._members.agreed]
+        end = self._client.end_lease
+        ends = [partial(end, each, step) for each in sources if each.lease is not None]
+        await together(ends)
+
+    async def _ask_latest(
+        self, wait: float, source: Source, on_retry: OnRetry
+    ) -> LatestInfo:
+        return await self._client.fetch_latest(source, wait=wait, on_retry=on_retry)
 
     async def _ask_manifest(
         self,

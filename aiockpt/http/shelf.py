@@ -1,10 +1,15 @@
-"""The one checkpoint that a transport offers, and who is reading it.
+"""The checkpoint that a transport offers, and the superseded ones that are still read.
 
-A shelf holds at most one published checkpoint. Each has a reader-writer lock of its
-own: a reader of a superseded snapshot finishes with the bytes that it began with,
-while new readers take the new one. Memory that belongs to the trainer (``live``) is
-never left with a reader: whoever replaces or retracts it waits, and evicts after the
-grace. What is retracted stays so: a publication that began before does not undo it.
+A shelf offers at most one published checkpoint. A receive takes a lease on the
+snapshot that it begins with, and each request in flight reads one. A snapshot that is
+superseded stays readable for those who read it, and goes with the last of them. At most
+``keep_superseded`` such snapshots are kept. If there would be more, those that have
+been read longest stay, and the readers of the others are evicted.
+
+Each checkpoint has a reader-writer lock of its own. Memory that belongs to the trainer
+(``live``) is never left with a reader: the shelf waits before it is replaced or
+retracted, and evicts readers after the grace. What is retracted stays retracted: a
+publication that began before does not undo it.
 """
 
 from __future__ import annotations
@@ -12,17 +17,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from math import inf
 from typing import NamedTuple
 
 from aiockpt.errors import CheckpointChangedError, ClosedError, StepNotFoundError
 from aiockpt.http.failing import Failure
 from aiockpt.http.published import Published, Servable
+from aiockpt.wire.http import Lease
 
 __all__ = ["Shelf", "ShelfStatistics"]
 
 
+_MOST_LEASES = 4096
+"""Of one checkpoint: a receive beyond them is served without one."""
+
+
 class ShelfStatistics(NamedTuple):
-    """What a shelf holds now."""
+    """What a shelf holds now; ``superseded`` counts the snapshots still being read."""
 
     step: int | None
     readers: int
@@ -32,11 +43,17 @@ class ShelfStatistics(NamedTuple):
 
 
 class Shelf:
-    """Holds the checkpoint that is being served. Bound to the loop that uses it."""
+    """Holds the checkpoint that is being served. Bound to the loop that uses it.
 
-    def __init__(self) -> None:
+    Attributes:
+        keep_superseded: How many superseded snapshots stay while they are read.
+    """
+
+    def __init__(self, *, keep_superseded: int = 1) -> None:
+        self.keep_superseded = keep_superseded
         self._current: Published | None = None
         self._superseded: set[Published] = set()
+        self._expiry: asyncio.TimerHandle | None = None
         self._news = asyncio.Event()
         self._closed = False
         self._evicted = 0
@@ -77,9 +94,10 @@ class Shelf:
     async def publish(self, snapshot: Servable, *, grace: float) -> None:
         """Serve ``snapshot`` from now on, instead of what was served before.
 
-        Returns at once if the old memory is a snapshot: its readers finish. Live
-        memory is drained first: readers get ``grace`` seconds, then are evicted, and
-        those who come meanwhile wait. If cancelled, the old checkpoint is served.
+        Returns at once if the old memory is a snapshot: its readers finish, as far as
+        ``keep_superseded`` allows. Live memory is drained first: readers get ``grace``
+        seconds, then are evicted, and those who come meanwhile wait. If cancelled, the
+        old checkpoint is served.
 
         Raises:
             ClosedError: after :meth:`close`.
@@ -96,13 +114,14 @@ class Shelf:
     def replace(self, snapshot: Servable) -> None:
         """Serve ``snapshot`` instead of what was served, which nobody must wait for.
 
-        Readers of a snapshot finish; live memory has none any more.
+        Live memory has no readers any more.
         """
         old, self._current = self._current, Published(snapshot)
         self._failure = None
         self._announce()
         if old is not None:
-            self._supersede(old)
+            self._superseded.add(old)
+            self._tidy()
 
     def fail(self, failure: Failure | None) -> None:
         """Tell those who wait for the step of a failure that it does not come.
@@ -115,9 +134,9 @@ class Shelf:
     async def retract(self, *, grace: float) -> None:
         """Serve nothing; no byte of what was served is read once this returns.
 
-        Readers get ``grace`` seconds, then are evicted. Idempotent, and cheap when
-        nothing is served. If cancelled, nothing is served, and readers may go on until
-        a later retract returns.
+        All leases end. Requests that are being answered get ``grace`` seconds, then are
+        evicted. Idempotent, and cheap when nothing is served. If cancelled, nothing is
+        served, and readers may go on until a later retract returns.
         """
         self._retractions += 1
         if self._failure is not None and self._failure.left is None:
@@ -126,7 +145,11 @@ class Shelf:
         if old is not None:
             self._withdrawals += 1
             self._announce()
-            self._supersede(old)
+            self._superseded.add(old)
+        for each in self._superseded:
+            if not each.servable.live:
+                each.let_go()
+        self._tidy()
         await self._drain(list(self._superseded), grace)
 
     async def close(self) -> None:
@@ -167,28 +190,59 @@ class Shelf:
             raise StepNotFoundError(None, serving=now.step)
         return now
 
+    def leased(self, lease: Lease, step: int) -> Published | None:
+        """Return the superseded checkpoint ``step`` on which this lease still holds."""
+        now = _now()
+        for each in self._superseded:
+            if each.step == step and each.holding(lease.id, now) is not None:
+                return each
+        return None
+
+    def lease(self, published: Published, lease: Lease, *, patience: float) -> None:
+        """Take or renew a receive's lease on a checkpoint; it has one at a time.
+
+        The lease ends at ``lease.until``, or when nothing was asked for during
+        ``patience`` seconds, or with :meth:`end_lease` or :meth:`retract`.
+        """
+        for each in self._held():
+            if each is not published:
+                each.end_lease(lease.id)
+        if published.on_shelf:
+            published.lease(lease, now=_now(), patience=patience, most=_MOST_LEASES)
+        self._tidy()
+
+    def end_lease(self, lease: Lease) -> None:
+        """Release what is kept for a receive that has ended."""
+        for each in self._held():
+            each.end_lease(lease.id)
+        self._tidy()
+
     @asynccontextmanager
     async def reading(
-        self, published: Published, *, evict: Callable[[], None]
+        self,
+        published: Published,
+        *,
+        evict: Callable[[], None],
+        lease: Lease | None = None,
     ) -> AsyncIterator[Published]:
         """Keep a checkpoint's memory as it is; ``evict`` must end the reading soon.
+
+        ``lease`` is that of the receive which reads. It does not stall meanwhile.
 
         Raises:
             CheckpointChangedError: it left the shelf meanwhile.
         """
-        lease = await published.lock.acquire_read(evict=self._counting(evict))
+        evict = self._counting(evict)
+        held = await published.lock.acquire_read(evict=evict)
         try:
             if not published.on_shelf:
                 now = self._current.snapshot_id if self._current else None
                 raise CheckpointChangedError(expected=published.snapshot_id, actual=now)
-            published.servable.acquire()
-            try:
+            with published.read(lease, evict):
                 yield published
-            finally:
-                published.servable.release()
         finally:
-            lease.release()
-            self._tidy(published)
+            held.release()
+            self._tidy()
 
     async def _until(self, holds: Callable[[], bool], wait: float) -> None:
         """Return when it holds, or after ``wait`` seconds."""
@@ -202,8 +256,12 @@ class Shelf:
             pass
 
     def _counting(self, evict: Callable[[], None]) -> Callable[[], None]:
+        evicted = False
+
         def evict_and_count() -> None:
-            self._evicted += 1
+            nonlocal evicted
+            self._evicted += not evicted
+            evicted = True
             evict()
 
         return evict_and_count
@@ -241,16 +299,28 @@ class Shelf:
         self._news.set()
         self._news = asyncio.Event()
 
-    def _supersede(self, old: Published) -> None:
-        self._superseded.add(old)
-        if not old.servable.live:
-            old.let_go()
-        self._tidy(old)
-
-    def _tidy(self, published: Published) -> None:
-        lock = published.lock.statistics()
-        if not published.on_shelf and not lock.readers:
-            self._superseded.discard(published)
+    def _tidy(self) -> None:
+        """Let go of superseded snapshots that nobody reads, or that are too many."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        now, read = _now(), dict[Published, float]()
+        for each in tuple(self._superseded):
+            since = each.read_since(now)
+            if since is None and (not each.on_shelf or not each.servable.live):
+                each.let_go()
+                self._superseded.discard(each)
+            elif since is not None and each.on_shelf and not each.servable.live:
+                read[each] = since
+        for each in sorted(read, key=read.__getitem__)[self.keep_superseded :]:
+            del read[each]
+            each.let_go()
+            for reading in tuple(each.readings):
+                reading.evict()
+        expiry = min((each.next_expiry() or inf for each in read), default=inf)
+        if expiry < inf:
+            loop = asyncio.get_running_loop()
+            self._expiry = loop.call_at(expiry, self._tidy)
 
     async def _drain(self, published: list[Published], grace: float) -> None:
         loop = asyncio.get_running_loop()
@@ -262,3 +332,7 @@ class Shelf:
             each.let_go()
             lease.release()
             self._superseded.discard(each)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

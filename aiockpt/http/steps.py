@@ -1,17 +1,70 @@
-"""The steps that a peer publishes, as an async iterator."""
+"""The steps that a peer publishes, and the newest of them that can be received."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import Self, TypeVar
 
 from aiockpt._lifetime import Lifetime
-from aiockpt.errors import LocalProtocolError
+from aiockpt.errors import (
+    AiockptError,
+    CheckpointChangedError,
+    LocalProtocolError,
+    StepNotFoundError,
+)
 from aiockpt.http.client import CheckpointClient
+from aiockpt.http.latest import LatestInfo
+from aiockpt.http.origin import Origin
+from aiockpt.http.retrying import Pause, backoff
+from aiockpt.observe import TransferEvent, emit
 from aiockpt.wire.http import Source
 
-__all__ = ["Steps"]
+__all__ = ["SUPERSEDED", "Steps", "chase", "newest"]
+
+V = TypeVar("V")
+
+SUPERSEDED = (StepNotFoundError, CheckpointChangedError)
+"""What a receive raises whose step the sender has replaced."""
+
+_WAIT = 30.0  # seconds for which a sender is asked to wait for its first step
+
+
+async def newest(origin: Origin, *, pause: Pause) -> int:
+    """Return the step that is served now; wait until there is one."""
+    polls = 0
+    while True:
+        try:
+            return (await origin.fetch_latest(wait=_WAIT)).step
+        except StepNotFoundError:
+            await pause(backoff(polls))
+        polls += 1
+
+
+async def chase(
+    find: Callable[[], Awaitable[int]],
+    receive: Callable[[int], Awaitable[V]],
+    *,
+    pause: Pause,
+    survives: tuple[type[AiockptError], ...] = SUPERSEDED,
+) -> tuple[int, V]:
+    """Receive the step that ``find`` returns; return it and what ``receive`` returned.
+
+    When ``receive`` raises one of ``survives``, such as that the step was replaced,
+    ``find`` is asked again, ever more slowly. If cancelled, so is what is under way.
+    """
+    failures = 0
+    while True:
+        step = await find()
+        try:
+            return step, await receive(step)
+        except survives as error:
+            replaced = isinstance(error, SUPERSEDED)
+            level = logging.INFO if replaced else logging.WARNING
+            emit(TransferEvent(stop="retry", step=step, detail=str(error), level=level))
+        await pause(backoff(failures))
+        failures += 1
 
 
 class Steps:
@@ -39,7 +92,8 @@ class Steps:
         self._client = client
         self._source = source
         self._lifetime = lifetime
-        self._after = after
+        self._after = self._before = after
+        self._incarnation: str | None = None
         self._asks = False
         self._reconnect_timeout = reconnect_timeout
 
@@ -56,11 +110,30 @@ class Steps:
             LocalProtocolError: another task waits already.
         """
         with self._lifetime.call(), self._alone():
-            found = await self._client.wait_newer(
-                self._source, self._after, reconnect_timeout=self._reconnect_timeout
-            )
-            self._after = found.step
+            while True:
+                found = await self._client.wait_newer(
+                    self._source,
+                    self._after,
+                    known=self._incarnation,
+                    reconnect_timeout=self._reconnect_timeout,
+                )
+                last, before = self._after, self._after
+                if self._has_restarted(found):
+                    _tell_of_restart(self._source, last, found.step)
+                    before = None
+                self._incarnation = found.incarnation
+                if found.step != last:
+                    break
+        self._after, self._before = found.step, before
         return found.step
+
+    def again(self) -> None:
+        """Have the last step given again if it still is the newest: it was not used."""
+        self._after = self._before
+
+    def _has_restarted(self, found: LatestInfo) -> bool:
+        ids = {self._incarnation, found.incarnation}
+        return None not in ids and len(ids) > 1
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -74,3 +147,16 @@ class Steps:
             yield
         finally:
             self._asks = False
+
+
+def _tell_of_restart(source: Source, last: int | None, step: int) -> None:
+    was = "before its first step" if last is None else f"after step {last}"
+    emit(
+        TransferEvent(
+            stop="restart",
+            step=step,
+            peer=source.base_url,
+            detail=f"the sender has started again {was}, and goes on from step {step}",
+            level=logging.WARNING,
+        )
+    )

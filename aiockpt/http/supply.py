@@ -144,6 +144,11 @@ class Supply:
         if left:
             await self._origin.fetch_chunks(outline, target, left, **more)
 
+    async def end(self, step: int) -> None:
+        """Tell the sender that all bytes have come, unless it has lent its memory."""
+        if self.medium == _HTTP:
+            await self._origin.end_lease(step)
+
     def give_back(self) -> None:
         """Give the memory back, unless tensors lie in it. For threads."""
         lent, self._lent, self.arena = self._lent, None, None

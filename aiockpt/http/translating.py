@@ -37,6 +37,7 @@ class Exchange:
     path: str
     headers: Mapping[str, str]
     status: int
+    method: str = "GET"
     step: int | None = None
     snapshot_id: str | None = None
     chunk: int | None = None

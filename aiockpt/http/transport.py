@@ -63,6 +63,10 @@ class HTTPTransport(Receiver[T]):
         reconnect_timeout: Seconds for which a receive tries to reach a peer that no
             longer answers; 0 raises at once.
         grace: Seconds that readers get when a checkpoint is retracted.
+        keep_superseded: How many snapshots stay, after a newer one was published, for
+            the receivers that have begun to read them; each takes as much memory as a
+            checkpoint, only while it is read. If more are being read, those that have
+            been read longest stay, and the other receivers must begin anew.
         token: A secret that both ends know, instead of a capability in the metadata;
             ``AIOCKPT_TOKEN`` and ``AIOCKPT_TOKEN_PATH`` stand in for it.
         insecure: Let anybody read.
@@ -106,6 +110,7 @@ class HTTPTransport(Receiver[T]):
         stall_timeout: float = 10.0,
         reconnect_timeout: float = 10.0,
         grace: float = 5.0,
+        keep_superseded: int = 1,
         token: str | None = None,
         insecure: bool = False,
         ssl_context: ssl.SSLContext | None = None,
@@ -142,6 +147,7 @@ class HTTPTransport(Receiver[T]):
             timeout=self._timeout,
             stall_timeout=stall_timeout,
             max_readers=max_readers,
+            keep_superseded=keep_superseded,
             manifest_key=security.key,
         )
         apart = ApartOptions(keep_last, server_nice, lends)

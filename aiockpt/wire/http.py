@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urlsplit
@@ -27,15 +28,19 @@ from aiockpt.wire.problems import (
 __all__ = [
     "AFTER",
     "DIGEST_HEADER",
+    "INCARNATION_HEADER",
     "LATEST",
+    "LEASE_HEADER",
     "MAX_METADATA",
     "STEP_HEADER",
     "HostNotAllowed",
+    "Lease",
     "PeerBusy",
     "Problem",
     "Resource",
     "ResourceKind",
     "Source",
+    "check_incarnation",
     "format_digest",
     "format_etag",
     "format_latest",
@@ -49,6 +54,7 @@ __all__ = [
     "parse_after",
     "parse_digest",
     "parse_etag",
+    "parse_lease",
     "parse_metadata",
     "parse_prefer_wait",
     "parse_resource",
@@ -58,6 +64,11 @@ __all__ = [
 
 DIGEST_HEADER = "Aiockpt-Digest"
 STEP_HEADER = "Aiockpt-Step"
+LEASE_HEADER = "Aiockpt-Lease"
+"""In a request: the receive that asks, so that its snapshot stays until it ends."""
+INCARNATION_HEADER = "Aiockpt-Incarnation"
+"""In an answer: which start of the sender gives it. In a request for `LATEST`: the
+start that the follower knows; another one answers at once."""
 LATEST = "latest"
 AFTER = "after"
 
@@ -72,6 +83,9 @@ _WAIT = re.compile(
 )
 _ETAG = re.compile(r'(W/)?"([\x21\x23-\x7e\x80-\xff]*)"')
 _ETAGS = re.compile(rf"[ \t,]*(?:{_ETAG.pattern}[ \t]*(?:,[ \t,]*|$))*")
+_LEASE = re.compile(r"([0-9a-f]{32})[ \t]*;[ \t]*ttl=([0-9]{1,9}(?:\.[0-9]{1,3})?)")
+_INCARNATION = re.compile(r"[0-9a-f]{1,64}")
+_LONGEST_LEASE = 86_400.0  # seconds; a receive without a deadline asks again
 _DIGEST = re.compile(rf"{ALGORITHM}=([0-9a-f]{{{DIGEST_DIGITS}}})")
 
 
@@ -138,11 +152,72 @@ def parse_after(values: Sequence[str]) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
+class Lease:
+    """What a receive calls itself, so that the sender keeps its snapshot.
+
+    Attributes:
+        id: 32 random hex digits, drawn for each receive.
+        until: When the receive ends at the latest, in the loop time of whoever holds
+            this.
+    """
+
+    id: str
+    until: float
+
+    @classmethod
+    def begin(cls, until: float) -> Lease:
+        """Return the lease of a new receive."""
+        return cls(secrets.token_hex(16), until)
+
+    def header(self, now: float) -> str:
+        """Return the value of `LEASE_HEADER`: the id, and the seconds that are left.
+
+        The seconds are relative, so the two clocks need not agree.
+        """
+        left = min(max(self.until - now, 0.001), _LONGEST_LEASE)
+        return f"{self.id}; ttl={left:.3f}"
+
+    @property
+    def end(self) -> str:
+        """The value of `LEASE_HEADER` that ends the lease."""
+        return f"{self.id}; ttl=0"
+
+
+def parse_lease(value: str | None, *, now: float) -> Lease | None:
+    """Return the lease that a request holds; None if it names none.
+
+    A lease that the request ends has ``until == now``.
+
+    Raises:
+        RemoteProtocolError: the value is malformed.
+    """
+    if value is None:
+        return None
+    match = _LEASE.fullmatch(value.strip())
+    if match is None:
+        raise RemoteProtocolError(
+            f"{LEASE_HEADER} must be 32 hex digits and '; ttl=SECONDS', not "
+            f"{value[:60]!r}"
+        )
+    return Lease(match[1], now + min(float(match[2]), _LONGEST_LEASE))
+
+
+def check_incarnation(value: str | None) -> str | None:
+    """Return an incarnation id; None if it is absent or odd, as of an older peer."""
+    return value if value and _INCARNATION.fullmatch(value) else None
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
-    """Where to fetch; the token is a secret that the repr does not show."""
+    """Where to fetch, and for which receive.
+
+    The token is a secret that the repr does not show. ``lease`` goes with every
+    request for a checkpoint.
+    """
 
     base_url: str
     token: str | None = field(default=None, repr=False)
+    lease: Lease | None = None
 
 
 @discreet

@@ -62,6 +62,9 @@ class Peer:
         """Send the manifest."""
         return self._manifest
 
+    async def end_lease(self, step: int) -> None:
+        """Keep nothing for it."""
+
     async def fetch_chunks(
         self, outline: Outline, target: Any, *__: object, **___: object
     ) -> None:

@@ -176,6 +176,7 @@ class Serving:
             most = setup.config.max_readers
             self._lender = Lender(self._shelf, self._bridge, most=most)
         await self._be_nice(setup.nice)
+        self._shelf.keep_superseded = setup.config.keep_superseded
         self._server = CheckpointServer(self._shelf, setup.config, self._lender)
         await self._server.start(sockets)
         self.say(Ready())

@@ -1,0 +1,366 @@
+"""Followers of a trainer that goes on, restarts, or is away; and slow ones."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from aiockpt import (
+    AuthenticationError,
+    ClosedError,
+    StepNotFoundError,
+    TemplateMismatchError,
+    TransferEvent,
+    TransferTimeoutError,
+)
+from aiockpt.observe import add_hook
+from aiockpt.testing import CutAfter
+from aiockpt.testing.fault_kinds import Drip
+from serving import settle
+from transports import Transport, pair, port_of, proxied, through, transport
+
+pytestmark = pytest.mark.asyncio
+
+TOKEN = "both-know-it"
+MIB = 1 << 20
+
+
+def state_of(step: int, mib: int = 1) -> dict[str, Any]:
+    """Return a state dict, every number of which is its step."""
+    return {"w": torch.full((mib * MIB // 4,), float(step)), "step": step}
+
+
+def check(step: int, state: dict[str, Any]) -> None:
+    """Raise if a state dict is not wholly that of its step."""
+    assert state["step"] == step
+    low, high = state["w"].aminmax()
+    assert low == high == step, "the state is torn"
+
+
+async def publish(sender: Transport, step: int, mib: int = 1) -> None:
+    """Publish the state of a step."""
+    await sender.send_checkpoint([], step, state_of(step, mib))
+
+
+async def soon(follower: AsyncIterator[Any]) -> Any:
+    """Return what a follower gets next, which must not take long."""
+    async with asyncio.timeout(20):
+        return await anext(follower)
+
+
+class Trainer:
+    """Publishes a step after the other, some of them during each receive."""
+
+    def __init__(self, sender: Transport, *, mib: int) -> None:
+        self.every = 0.0
+        self._sender = sender
+        self._mib = mib
+        self._step = 0
+
+    async def publish(self) -> None:
+        """Publish the next step."""
+        self._step += 1
+        await publish(self._sender, self._step, self._mib)
+
+    async def measure(self, metadata: str) -> None:
+        """Find out how often to publish: machines and lines differ."""
+        await self.publish()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        async with transport() as receiver:
+            await receiver.recv_checkpoint(0, metadata, self._step)
+        self.every = (loop.time() - began) / 2
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """Publish in the background."""
+
+        async def train() -> None:
+            while True:
+                await self.publish()
+                await asyncio.sleep(self.every)
+
+        task = asyncio.create_task(train())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+            if not task.cancelled():
+                task.result()
+
+
+@asynccontextmanager
+async def events(stop: str) -> AsyncIterator[list[TransferEvent]]:
+    """Give the events of one kind, as they come."""
+    found: list[TransferEvent] = []
+
+    def note(event: TransferEvent) -> None:
+        if event.stop == stop:
+            found.append(event)
+
+    remove = add_hook(note)
+    try:
+        yield found
+    finally:
+        remove()
+
+
+async def attempts(sender: Transport, metadata: str, count: int) -> int:
+    """Receive the newest step ``count`` times; return how many of these ended."""
+    done = 0
+    async with transport() as receiver:
+        steps = receiver.steps(metadata)
+        for _ in range(count):
+            step = await soon(steps)
+            try:
+                state = await receiver.recv_checkpoint(0, metadata, step)
+            except StepNotFoundError:
+                continue
+            check(step, state)
+            done += 1
+    return done
+
+
+@pytest.mark.one_loop
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("server", ["loop", "process"])
+async def test_a_slow_receive_ends_while_the_trainer_goes_on(server):
+    """Each takes as long as two publications, and three of four end."""
+    async with (
+        transport(server=server) as sender,
+        proxied(sender, otherwise=Drip(MIB, burst=64 << 10)) as proxy,
+    ):
+        trainer, metadata = Trainer(sender, mib=2), through(proxy, sender)
+        await trainer.measure(metadata)
+        async with trainer.training():
+            assert await attempts(sender, metadata, 8) >= 6
+
+
+@pytest.mark.one_loop
+@pytest.mark.timeout(120)
+async def test_three_slow_followers_get_through():
+    """They begin at different times; half of the receives end, and nobody starves."""
+    async with (
+        transport() as sender,
+        proxied(sender, otherwise=Drip(MIB, burst=64 << 10)) as proxy,
+    ):
+        trainer, metadata = Trainer(sender, mib=2), through(proxy, sender)
+        await trainer.measure(metadata)
+
+        async def follow(number: int) -> int:
+            await asyncio.sleep(1.4 * trainer.every * number)
+            return await attempts(sender, metadata, 6)
+
+        kept = set[int]()
+
+        async def watch() -> None:
+            while True:
+                kept.add(sender.statistics().superseded)
+                await asyncio.sleep(0.01)
+
+        watching = asyncio.create_task(watch())
+        async with trainer.training():
+            done = await asyncio.gather(*map(follow, range(3)))
+        watching.cancel()
+        await asyncio.wait({watching})
+        assert min(done) >= 2, done
+        assert sum(done) >= 9, done
+        # A snapshot whose readers were just cut takes a moment to go.
+        assert max(kept) <= 2
+
+
+async def test_each_newer_step_is_received():
+    """Without a template, and with one, whose tensors are filled."""
+    async with pair() as (sender, receiver):
+        for into in (None, state_of(0)):
+            await publish(sender, 1)
+            follower = receiver.follow(sender.metadata(), into=into)
+            async with aclosing(follower):
+                assert (await soon(follower))[0] == 1
+                for step in (2, 3):
+                    await publish(sender, step)
+                    found, state = await soon(follower)
+                    assert found == step
+                    assert torch.equal(state["w"], state_of(step)["w"])
+                    assert into is None or state["w"] is into["w"]
+
+
+async def test_options_of_a_receive_are_those_of_a_follower():
+    """A part of it; only what has changed; and the step to begin after."""
+    async with pair() as (sender, receiver):
+        await publish(sender, 1)
+        metadata = sender.metadata()
+        async with aclosing(receiver.follow(metadata, select=["step"])) as follower:
+            assert await soon(follower) == (1, {"step": 1})
+        template = {**state_of(1), "step": 0}
+        async with (
+            events("recv") as found,
+            aclosing(receiver.follow(metadata, into=template, have=True)) as follower,
+        ):
+            await soon(follower)
+        assert found[0].nbytes < found[0].reused == 1 << 20
+        async with aclosing(receiver.follow(metadata, after=1)) as follower:
+            waiting = asyncio.ensure_future(anext(follower))
+            await asyncio.sleep(0.1)
+            assert not waiting.done()
+            await publish(sender, 2)
+            assert (await waiting)[0] == 2
+
+
+async def test_no_step_twice_and_none_that_is_torn():
+    """Whatever the trainer does meanwhile, steps rise and states are whole."""
+    async with pair() as (sender, receiver), Trainer(sender, mib=4).training():
+        seen: list[int] = []
+        async with aclosing(receiver.follow(sender.metadata())) as follower:
+            while len(seen) < 10:
+                step, state = await soon(follower)
+                check(step, state)
+                seen.append(step)
+        assert seen == sorted({*seen})
+
+
+async def test_a_superseded_receive_goes_on_to_the_newest():
+    """A sender that keeps nothing replaces the step: the next one is received."""
+    async with (
+        transport(keep_superseded=0) as sender,
+        transport() as receiver,
+        proxied(sender, otherwise=Drip(MIB, burst=64 << 10)) as proxy,
+    ):
+        await publish(sender, 1, mib=8)
+        async with (
+            events("retry") as retries,
+            aclosing(receiver.follow(through(proxy, sender))) as follower,
+        ):
+            first = asyncio.ensure_future(soon(follower))
+            await settle(lambda: proxy.statistics().bytes_down > MIB)
+            await publish(sender, 2)
+            step, state = await first
+            check(step, state)
+            assert step == 2
+        assert retries
+
+
+async def test_a_receive_without_a_step_gets_what_is_served_now():
+    """It waits for a first step, and goes on to the newest when that is replaced."""
+    async with (
+        transport(keep_superseded=0) as sender,
+        transport() as receiver,
+        proxied(sender, otherwise=Drip(MIB, burst=64 << 10)) as proxy,
+    ):
+        metadata = through(proxy, sender)
+        first = asyncio.ensure_future(receiver.recv_checkpoint(0, metadata))
+        await asyncio.sleep(0.1)
+        assert not first.done()
+        await publish(sender, 1, mib=8)
+        await settle(lambda: proxy.statistics().bytes_down > MIB)
+        await publish(sender, 2)
+        check(2, await first)
+        template = state_of(0)
+        await receiver.recv_checkpoint(0, [sender.metadata(), metadata], into=template)
+        assert torch.equal(template["w"], state_of(2)["w"])
+        await sender.disallow_checkpoint()
+        with pytest.raises(TransferTimeoutError):
+            await receiver.recv_checkpoint(0, metadata, timeout=0.3)
+
+
+async def test_a_sender_that_is_away_is_waited_for():
+    """Connections break in the middle of a receive, and nobody answers for a while."""
+    async with (
+        transport(token=TOKEN) as sender,
+        transport(token=TOKEN, reconnect_timeout=0.2, stall_timeout=0.5) as receiver,
+        proxied(sender, faults=[CutAfter(1 << 19)] * 6) as proxy,
+    ):
+        await publish(sender, 1, mib=4)
+        async with aclosing(receiver.follow(through(proxy, sender))) as follower:
+            check(*await soon(follower))
+            waiting = asyncio.ensure_future(soon(follower))
+            proxy.refuse()
+            await proxy.cut_all()
+            await asyncio.sleep(0.5)
+            await publish(sender, 2)
+            await proxy.listen()
+            check(*await waiting)
+
+
+@pytest.mark.parametrize("first", [90, 103, 102])
+async def test_a_restarted_sender_is_followed(first, caplog):
+    """From whatever step it goes on with, and no step comes twice."""
+    before = transport(token=TOKEN)
+    async with before, transport(token=TOKEN) as receiver:
+        await publish(before, 102)
+        port, metadata = port_of(before), before.metadata()
+        follower = receiver.follow(metadata)
+        async with aclosing(follower), events("restart") as restarts:
+            assert (await soon(follower))[0] == 102
+            await before.shutdown(wait=False)
+            async with transport(token=TOKEN, port=port) as after:
+                waiting = asyncio.ensure_future(soon(follower))
+                await publish(after, first)
+                if first == 102:
+                    await asyncio.sleep(0.5)
+                    assert not waiting.done()
+                    await publish(after, 103)
+                step, state = await waiting
+                check(step, state)
+                assert step == (103 if first == 102 else first)
+                assert [event.step for event in restarts] == [first]
+                await publish(after, step + 1)
+                check(*await soon(follower))
+    told = [r for r in caplog.records if "started again" in r.getMessage()]
+    assert [record.levelno for record in told] == [logging.WARNING]
+
+
+async def test_steps_notice_a_restart_as_well():
+    """Whoever fetches by himself is told of the lower step."""
+    before = transport(token=TOKEN)
+    async with before, transport(token=TOKEN) as receiver:
+        await publish(before, 102)
+        steps = receiver.steps(before.metadata())
+        assert await soon(steps) == 102
+        port = port_of(before)
+        await before.shutdown(wait=False)
+        async with transport(token=TOKEN, port=port) as after:
+            await publish(after, 90)
+            assert await soon(steps) == 90
+
+
+async def test_what_is_wrong_for_good_is_raised():
+    """A template that does not fit, a wrong token, a transport that is closed."""
+    async with pair(token=TOKEN) as (sender, receiver):
+        await publish(sender, 1)
+        misfit = {"w": torch.zeros(3), "step": 0}
+        with pytest.raises(TemplateMismatchError):
+            await anext(receiver.follow(sender.metadata(), into=misfit))
+        async with transport(token="another") as stranger:
+            with pytest.raises(AuthenticationError):
+                await anext(stranger.follow(sender.metadata()))
+        follower = receiver.follow(sender.metadata(), after=1)
+        waiting = asyncio.ensure_future(anext(follower))
+        await asyncio.sleep(0.05)
+        await receiver.shutdown()
+        with pytest.raises(ClosedError):
+            await waiting
+        with pytest.raises(ClosedError):
+            receiver.follow(sender.metadata())
+
+
+async def test_a_cancelled_follower_leaves_nothing_behind():
+    """Wherever it was; another one begins anew."""
+    async with pair() as (sender, receiver):
+        await publish(sender, 1)
+        for turns in range(0, 200, 10):
+            follower = receiver.follow(sender.metadata())
+            task = asyncio.ensure_future(anext(follower))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait({task})
+            await follower.aclose()
+        check(*await soon(receiver.follow(sender.metadata())))
