@@ -14,13 +14,15 @@ __all__ = ["Deadline"]
 class Deadline(AbstractAsyncContextManager["Deadline"]):
     """Ends its block after ``timeout`` seconds with ``TransferTimeoutError``.
 
-    A timeout of 0 fails on entry, before any I/O. ``stop`` and ``last_error`` are
-    kept up to date by the call, and say where it was and what it was fighting with.
+    A timeout of 0 fails on entry, before any I/O. The call keeps ``stop`` and
+    ``last_error`` up to date: where it is, and what has failed last. ``what`` names the
+    step and the peer for the message.
     """
 
-    def __init__(self, timeout: float, *, stop: str) -> None:
+    def __init__(self, timeout: float, *, stop: str, what: str = "") -> None:
         self.timeout = timeout
         self.stop = stop
+        self.what = what
         self.last_error = ""
         self.when = 0.0
         self._scope: asyncio.Timeout | None = None
@@ -53,4 +55,6 @@ class Deadline(AbstractAsyncContextManager["Deadline"]):
             raise
 
     def _expired(self) -> TransferTimeoutError:
-        return TransferTimeoutError(self.stop, self.timeout, last_error=self.last_error)
+        return TransferTimeoutError(
+            self.stop, self.timeout, what=self.what, last_error=self.last_error
+        )

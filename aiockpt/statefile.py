@@ -16,7 +16,7 @@ import torch
 
 from aiockpt.errors import StorageError
 from aiockpt.rebuild import Frame, assemble, entry_tensors, tensors_over
-from aiockpt.storage import named, read_header, verify_chunks
+from aiockpt.storage import is_of_torch, named, read_header, verify_chunks
 from aiockpt.wire.dtypes import CODE_BITS, CODES
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import ForeignHeader, Manifest
@@ -24,7 +24,6 @@ from aiockpt.wire.manifest import ForeignHeader, Manifest
 __all__ = ["StateFile", "is_torch_file", "load_torch", "read_state_file"]
 
 _ZIP = b"PK\x03\x04"
-_PICKLE = b"\x80"
 _OPENING_BRACE = 8  # where the JSON of a safetensors header starts
 
 
@@ -80,8 +79,7 @@ def is_torch_file(path: Path) -> bool:
     Raises:
         StorageError: it cannot be read.
     """
-    start = _start_of(path)
-    return not start.endswith(b"{") and start.startswith((_ZIP, _PICKLE))
+    return is_of_torch(_start_of(path))
 
 
 def _start_of(path: Path) -> bytes:

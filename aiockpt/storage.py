@@ -6,6 +6,7 @@ Everything here blocks.
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ __all__ = [
     "after",
     "digest_of",
     "header_of",
+    "is_of_torch",
     "named",
     "opened",
     "read_header",
@@ -73,7 +75,18 @@ def _decode(path: Path, fd: int, limits: Limits) -> Manifest | ForeignHeader:
         error.url = str(path)
         raise
     except ProtocolError as error:
+        if is_of_torch(os.pread(fd, LENGTH_BYTES + 1, 0)):
+            detail = (
+                "it is a file of torch.save, which has no header and no digests; make "
+                f"one that has: aiockpt convert {shlex.quote(str(path))} CHECKPOINT"
+            )
+            raise StorageError(str(path), detail) from error
         raise StorageError(str(path), f"it cannot be read: {error}") from error
+
+
+def is_of_torch(start: bytes) -> bool:
+    """Say whether a file that starts with these 9 bytes looks like ``torch.save``'s."""
+    return start.startswith((b"PK\x03\x04", b"\x80")) and not start.endswith(b"{")
 
 
 def _check_size(path: Path, header: Manifest | ForeignHeader, actual: int) -> None:

@@ -102,7 +102,7 @@ class TestProgress:
     def test_a_line_says_where_it_is_and_how_long_it_takes(self) -> None:
         """The stop's name, a bar, share, bytes, rate and what is left."""
         assert render(self.half, 100) == (
-            "fetch_chunk  [####################--------------------]  50%  "
+            "fetching  [####################--------------------]  50%  "
             "500 B of 1.0 kB  100 B/s  ETA 0:05"
         )
 
@@ -113,7 +113,7 @@ class TestProgress:
 
     def test_a_stop_before_the_size_is_known_has_a_name(self) -> None:
         """And nothing else to show."""
-        assert render(Progress(stop="fetch_manifest"), 80) == "fetch_manifest"
+        assert render(Progress(stop="fetch_manifest"), 80) == "waiting"
 
     def test_the_bar_stays_on_its_line_and_ends_it(self) -> None:
         """Notes go above; what comes afterwards starts a new line."""
@@ -124,7 +124,7 @@ class TestProgress:
         bar.close()
         bar.close()
         frames = stream.getvalue().split("\r\x1b[2K")
-        assert frames[1].startswith("fetch_chunk  [")
+        assert frames[1].startswith("fetching  [")
         assert frames[2] == "a note\n"
         assert frames[3] == frames[1] + "\n"
         assert len(frames) == 4

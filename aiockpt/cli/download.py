@@ -49,7 +49,7 @@ class _Download:
 
     async def run(self, *, wait: float, reconnect: float) -> str:
         self._at("fetch_manifest")
-        manifest, origin = await self.peer.find(wait=wait)
+        manifest, origin = await self.peer.find(self.deadline, wait=wait)
         self._at(
             "allocate",
             bytes_total=manifest.segment_bytes,

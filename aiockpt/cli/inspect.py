@@ -67,7 +67,7 @@ async def _ask(arguments: argparse.Namespace) -> Manifest:
     from aiockpt.cli.remote import peer_of
 
     async with (
-        Deadline(arguments.timeout, stop="fetch_manifest"),
+        Deadline(arguments.timeout, stop="fetch_manifest") as deadline,
         peer_of(arguments) as peer,
     ):
-        return (await peer.find(wait=arguments.wait)).manifest
+        return (await peer.find(deadline, wait=arguments.wait)).manifest

@@ -12,6 +12,15 @@ from aiockpt.observe import Progress
 
 __all__ = ["ProgressBar", "render"]
 
+_WORDS = {
+    "fetch_manifest": "waiting",
+    "allocate": "preparing",
+    "plan": "checking what is there",
+    "fetch_chunk": "fetching",
+    "rebuild": "rebuilding",
+    "load": "copying",
+    "write": "writing",
+}
 _MAX_BAR = 40
 _FRAME = 0.1
 _LINE_EVERY = 5.0
@@ -21,18 +30,19 @@ _CLEAR = "\r\x1b[2K"
 def render(progress: Progress, width: int) -> str:
     """Return one line of at most ``width`` columns."""
     done, total = progress.bytes_done, progress.bytes_total
+    word = _WORDS.get(progress.stop, progress.stop)
     if not total:
-        return progress.stop[:width]
+        return word[:width]
     share = min(done / total, 1.0)
     facts = f"{share:4.0%}  {format_bytes(done)} of {format_bytes(total)}"
     if progress.rate:
         left = (total - done) / progress.rate
         facts += f"  {format_bytes(progress.rate)}/s  ETA {format_seconds(left)}"
-    room = min(width - len(progress.stop) - len(facts) - 6, _MAX_BAR)
+    room = min(width - len(word) - len(facts) - 6, _MAX_BAR)
     if room < 5:
-        return f"{progress.stop} {facts}"[:width]
+        return f"{word} {facts}"[:width]
     filled = math.floor(share * room)
-    return f"{progress.stop}  [{'#' * filled}{'-' * (room - filled)}] {facts}"
+    return f"{word}  [{'#' * filled}{'-' * (room - filled)}] {facts}"
 
 
 class ProgressBar:

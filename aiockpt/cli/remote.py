@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from aiockpt._bridge import Bridge
+from aiockpt._deadline import Deadline
 from aiockpt.cli.options import Address, UsageError
 from aiockpt.cli.text import format_bytes
 from aiockpt.errors import (
@@ -56,29 +57,37 @@ class Peer:
         config = replace(self.config, reconnect_timeout=reconnect)
         return CheckpointClient(config, None, run=self.bridge.run)
 
-    async def find(self, *, wait: float) -> Found:
+    async def find(self, deadline: Deadline, *, wait: float) -> Found:
         """Return the checkpoint; a peer or a step may take ``wait`` seconds to appear.
+
+        ``deadline`` is told what is looked for, and what went wrong.
 
         Raises:
             StepNotFoundError: it is not served by then, or a newer step is.
             LimitExceededError: it is larger than ``--max-size``, or absurd.
         """
-        deadline = _now() + wait
+        last = _now() + wait
         async with aclosing(self.client(reconnect=wait)) as client:
             origin = origin_of(client, self.sources)
+            which = "a checkpoint" if self.step is None else f"step {self.step}"
+            deadline.what = f"{which} from {origin.name}"
             while True:
                 try:
-                    return Found(await self._ask(origin, deadline), origin)
+                    manifest = await self._ask(origin, last, deadline)
+                    deadline.what = f"step {manifest.step} from {origin.name}"
+                    return Found(manifest, origin)
                 except StepNotFoundError as error:
+                    deadline.last_error = str(error)
                     superseded = self.step is None and error.step is not None
-                    if not superseded and (self.step is not None or _late(deadline)):
+                    if not superseded and (self.step is not None or _late(last)):
                         raise
                 await asyncio.sleep(_POLL)
 
-    async def _ask(self, origin: Origin, deadline: float) -> Manifest:
+    async def _ask(self, origin: Origin, last: float, deadline: Deadline) -> Manifest:
         def give_up(error: AiockptError) -> None:
+            deadline.last_error = str(error)
             # The client itself would wait for the step until it is cancelled.
-            if isinstance(error, StepNotFoundError) and _late(deadline):
+            if isinstance(error, StepNotFoundError) and _late(last):
                 raise error
 
         step = self.step
@@ -86,7 +95,7 @@ class Peer:
             step = (await origin.fetch_latest()).step
         try:
             return await origin.fetch_manifest(
-                step, deadline=deadline, on_retry=give_up
+                step, deadline=min(last, deadline.when), on_retry=give_up
             )
         except LimitExceededError as error:
             if error.limit != self.config.limits.max_bytes:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from aiockpt.cli.options import Commands, UsageError, port, step
 from aiockpt.cli.serving import Chosen, choose
 from aiockpt.cli.text import format_bytes, printable
-from aiockpt.errors import StorageError
+from aiockpt.errors import LocalProtocolError, StorageError
 from aiockpt.wire.http import parse_metadata
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _transport(
             insecure=arguments.insecure,
             ssl_context=context,
         )
-    except ValueError as error:
+    except (ValueError, LocalProtocolError) as error:
         raise UsageError(str(error)) from None
 
 

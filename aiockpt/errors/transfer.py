@@ -19,6 +19,22 @@ __all__ = [
     "UnavailableError",
 ]
 
+_DOING = {
+    "stage": "staging",
+    "retract": "retracting",
+    "serve": "sending",
+    "fetch_manifest": "waiting for",
+    "allocate": "allocating memory for",
+    "plan": "comparing what is there with",
+    "fetch_chunk": "fetching",
+    "rebuild": "rebuilding",
+    "load": "copying",
+    "write": "writing",
+    "recv": "receiving",
+    "save": "saving",
+}
+"""What a call does at a stop, before its object."""
+
 
 class TransportError(AiockptError):
     """The transfer failed on its way; trying again may help."""
@@ -74,17 +90,25 @@ class TransferTimeoutError(TransportError, TimeoutError, RuntimeError):
     """The deadline of the whole call passed; ``stop`` is where it caught the call.
 
     It is a ``RuntimeError`` too: torch raises one when a process group times out.
+
+    ``what`` names the step and the peer, where they are known.
     """
 
-    def __init__(self, stop: str, timeout: float, *, last_error: str = "") -> None:
+    def __init__(
+        self, stop: str, timeout: float, *, what: str = "", last_error: str = ""
+    ) -> None:
         super().__init__()
         self.stop = stop
         self.timeout = timeout
+        self.what = what
         self.last_error = last_error
 
     def __str__(self) -> str:
+        where = f"in {self.stop}"
+        if self.stop in _DOING:
+            where = f"while {_DOING[self.stop]} {self.what or 'the checkpoint'}"
         last = f"; last error: {self.last_error}" if self.last_error else ""
-        return f"timed out after {self.timeout:.3g} s in {self.stop}{last}"
+        return f"timed out after {self.timeout:.3g} s {where}{last}"
 
 
 class PeerFailedError(TransportError):

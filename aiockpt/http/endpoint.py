@@ -23,6 +23,8 @@ from aiockpt.http.listen import (
     Addresses,
     addresses_of,
     advertised_address,
+    check_advertised,
+    check_public_path,
     look_up,
     open_sockets,
     url_host,
@@ -57,9 +59,12 @@ class EndpointConfig:
     def __post_init__(self) -> None:
         require(at_least=1, max_readers=self.max_readers)
         require(keep_superseded=self.keep_superseded)
+        if self.advertise:
+            check_advertised(self.advertise)
 
     def for_server(self, prefix: str) -> ServerConfig:
         """Return what the handlers need to know."""
+        check_public_path(self.advertise, prefix)
         return ServerConfig(
             token=self.token,
             insecure=self.token is None,
@@ -110,7 +115,7 @@ class Address:
         if self.elsewhere:
             raise LocalProtocolError(
                 "mounted in an application, the transport does not know its address: "
-                'pass advertise="https://host/prefix/"'
+                'pass the whole URL, advertise="https://host/prefix/"'
             )
         self.listen()
         scheme = "https" if self.config.ssl_context else "http"

@@ -13,10 +13,12 @@ from __future__ import annotations
 import errno
 import ipaddress
 import logging
+import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
 from aiockpt.errors import LocalProtocolError
 from aiockpt.http import interfaces
@@ -28,6 +30,8 @@ __all__ = [
     "Addresses",
     "addresses_of",
     "advertised_address",
+    "check_advertised",
+    "check_public_path",
     "look_up",
     "open_sockets",
     "url_host",
@@ -46,6 +50,8 @@ _LOCALHOST = ("127.0.0.1", "::1")
 
 Addresses: TypeAlias = Sequence[tuple[socket.AddressFamily, tuple[Any, ...]]]
 """Socket addresses with their families; their ports mean nothing."""
+
+_VARIABLE = re.compile(r"\{[^{}]*\}")  # of a prefix, for aiohttp to fill in
 
 logger = logging.getLogger("aiockpt")
 
@@ -167,11 +173,10 @@ def advertised_address(
             ``NCCL_SOCKET_IFNAME`` in this order.
 
     Raises:
-        LocalProtocolError: ``interface`` does not exist or has no address, or
-            ``advertise`` is more than a host.
+        LocalProtocolError: ``interface`` does not exist or has no address.
     """
     if advertise:
-        return _checked(advertise.strip("[]"))
+        return advertise.strip("[]")
     if interface:
         return _address_of(interface)
     if host is not None and host not in _WILDCARDS:
@@ -193,13 +198,35 @@ def url_host(address: str) -> str:
     return address
 
 
-def _checked(host: str) -> str:
+def check_advertised(advertise: str) -> None:
+    """Raise ``LocalProtocolError`` for what is neither a host nor a URL."""
+    scheme, mark, _ = advertise.partition("://")
+    if mark and scheme in ("http", "https"):
+        return
+    host = advertise.strip("[]")
     if "/" in host or (":" in host and url_host(host) == host):
         raise LocalProtocolError(
-            f"advertise must be a host name or an IP address, got {host!r}; scheme, "
-            "port and path are the server's own"
+            f"advertise={advertise!r} is neither a host name or an IP address, nor a "
+            "whole URL, which begins with http:// or https://"
         )
-    return host
+
+
+def check_public_path(advertise: str | None, prefix: str) -> None:
+    """Warn of a public URL whose path does not end with the prefix of the routes.
+
+    A proxy may change the path, so it is no error.
+    """
+    base = prefix.rstrip("/")
+    if not advertise or "://" not in advertise or not base:
+        return
+    pattern = "[^/]+".join(map(re.escape, _VARIABLE.split(base)))
+    if not re.search(f"{pattern}$", urlsplit(advertise).path.rstrip("/")):
+        logger.warning(
+            "advertise=%r does not end with the prefix %r of the routes: receivers "
+            "get a 404, unless a proxy changes the path",
+            advertise,
+            base,
+        )
 
 
 def _address_of(interface: str) -> str:

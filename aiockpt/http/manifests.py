@@ -40,6 +40,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+_RETURN = 0.5  # seconds that the answer to a request may take once it is decided
 Memory: TypeAlias = bytearray | mmap.mmap
 
 
@@ -102,7 +104,8 @@ class ManifestRequest:
         # Longer waits are asked for in pieces: a connection that is dead meanwhile
         # goes unnoticed for the wait and the stall timeout.
         left = max(deadline - asyncio.get_running_loop().time(), 0.0)
-        wait = min(left, self._config.stall_timeout)
+        # The answer is to be here before the deadline: it says what is served instead.
+        wait = min(left - min(left / 4, _RETURN), self._config.stall_timeout)
         wishes = self._wishes
         exchange = Exchange(
             source=source,

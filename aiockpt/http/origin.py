@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from aiockpt._secrets import discreet
 from aiockpt.http.client import CheckpointClient, LatestInfo, Target
@@ -151,9 +151,12 @@ def sources_of(metadata: str | Sequence[str]) -> list[Source]:
 
     Raises:
         ValueError: there is none.
+        TypeError: neither a string nor strings.
         LocalProtocolError: not what ``metadata()`` returns.
     """
-    texts = [metadata] if isinstance(metadata, str) else [*metadata]
+    given: object = metadata  # callers without types pass anything
+    several = isinstance(given, Iterable) and not isinstance(given, str | bytes)
+    texts: list[Any] = [*metadata] if several else [metadata]
     if not texts:
         raise ValueError("metadata is an empty list: name a source at least")
     return distinct(map(parse_metadata, texts))

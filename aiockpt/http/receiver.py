@@ -320,13 +320,15 @@ class Receiver(CheckpointTransport[T]):
         lease = Lease.begin(asyncio.get_running_loop().time() + limit)
         leased = [replace(source, lease=lease) for source in sources]
         origin = origin_of(self._client, leased)
-        deadline = Deadline(limit, stop="fetch_manifest")
+        what = f"a checkpoint from {origin.name}"
+        deadline = Deadline(limit, stop="fetch_manifest", what=what)
         kind = Receive if options.select is None else PartReceive
         pause = self._client.pause
         attempt: Receive | None = None
 
         async def receive(step: int) -> object:
             nonlocal attempt
+            deadline.what = f"step {step} from {origin.name}"
             attempt = kind(origin, self._bridge, options, deadline)
             with failing_here(f"receiving step {step}"):
                 return await attempt.run(step)

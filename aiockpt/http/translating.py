@@ -54,6 +54,8 @@ class Exchange:
         return self.source.base_url + self.path
 
 
+_NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")  # as OpenSSL puts it
+
 Build = Callable[[Exchange, Exception], AiockptError]
 Table = tuple[tuple[type[Exception], Build], ...]
 
@@ -69,8 +71,18 @@ def _not_trusted(exchange: Exchange, error: Exception) -> AiockptError:
     )
 
 
+def _no_tls(exchange: Exchange, error: Exception) -> AiockptError:
+    reason = getattr(getattr(error, "os_error", None), "reason", "")
+    if reason not in _NO_TLS:
+        return _unreachable(exchange, error)
+    why = "the port speaks no TLS there; if that is meant, the URL begins with http://"
+    return PeerUnreachableError(exchange.source.base_url, why)
+
+
 def _no_answer(exchange: Exchange, error: Exception) -> AiockptError:
     why = "it closed the connection instead of answering"
+    if exchange.source.base_url.startswith("http:"):
+        why += "; if it speaks TLS, the URL must begin with https://"
     return PeerUnreachableError(exchange.source.base_url, why)
 
 
@@ -105,6 +117,7 @@ def _reason(error: Exception) -> str:
 
 _BEFORE_ANSWER: Table = (
     (aiohttp.ClientConnectorCertificateError, _not_trusted),
+    (aiohttp.ClientConnectorSSLError, _no_tls),
     (aiohttp.ClientConnectorError, _unreachable),
     (aiohttp.ServerTimeoutError, _unreachable),
     (aiohttp.ClientConnectionError, _no_answer),

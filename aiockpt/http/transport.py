@@ -263,7 +263,7 @@ class HTTPTransport(Receiver[T]):
             ClosedError: after :meth:`shutdown`.
         """
         limit = self._timeout if timeout is None else seconds(timeout)
-        deadline = Deadline(limit, stop="stage")
+        deadline = Deadline(limit, stop="stage", what=f"step {step}")
         with self._lifetime.call():
             await self._offering.offer(state_dict, step, deadline, len(dst_ranks))
 

@@ -144,7 +144,8 @@ class PGTransport(CheckpointTransport[T]):
         here = failing_here(f"sending step {step}")
         with self._lifetime.call(), self._under_way(), here:
             self._health.check()
-            async with Deadline(limit, stop="stage") as deadline:
+            deadline = Deadline(limit, stop="stage", what=f"step {step}")
+            async with deadline:
                 line = partial(self._line, sending=True, deadline=deadline)
                 send = Send(self._medium, self._staging, self._bridge, deadline, line)
                 await send.run(ranks, step, state_dict)
@@ -209,7 +210,8 @@ class PGTransport(CheckpointTransport[T]):
         if metadata.startswith("http"):
             raise LocalProtocolError("the sender is an HTTPTransport; use one here too")
         limit = self._timeout if timeout is None else seconds(timeout)
-        deadline = Deadline(limit, stop="fetch_manifest")
+        what = f"step {step} from rank {src_rank}"
+        deadline = Deadline(limit, stop="fetch_manifest", what=what)
         terms = Terms(
             limits=self._limits,
             allow_pickle=self._allow_pickle,

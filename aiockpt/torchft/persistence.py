@@ -52,7 +52,9 @@ async def receive(fetch: Callable[[float], Awaitable[T]], timeout: float) -> T:
             return await fetch(left)
         except TransferTimeoutError as late:
             last = late.last_error or last
-            raise TransferTimeoutError(late.stop, timeout, last_error=last) from late
+            raise TransferTimeoutError(
+                late.stop, timeout, what=late.what, last_error=last
+            ) from late
         except AiockptError as error:
             if not passes(error):
                 raise

@@ -225,8 +225,14 @@ def parse_metadata(text: str) -> Source:
     """Return the source that a transport's ``metadata()`` names.
 
     Raises:
+        TypeError: not a string.
         LocalProtocolError: not an http(s) URL of the form that ``metadata()`` has.
     """
+    if not isinstance(text, str):
+        raise TypeError(
+            "metadata= must be the string that the sender's metadata() returned, or a "
+            f"list of such strings; it is of type {type(text).__name__}"
+        )
     if _UNPRINTABLE.search(text):
         raise _bad_metadata("it contains blanks or control characters")
     try:
@@ -245,7 +251,7 @@ def parse_metadata(text: str) -> Source:
 
 def _fault_of(parts: SplitResult) -> str | None:
     if parts.scheme not in ("http", "https"):
-        return f"its scheme is {parts.scheme[:20]!r}"
+        return f"its scheme is {parts.scheme[:20]!r}, neither http nor https"
     if not parts.hostname or parts.port == 0:
         return "it names no host and port"
     if "@" in parts.netloc:

@@ -119,7 +119,8 @@ class _Encoder:
             return ["ext", codec.tag, node]
         node = self.leaf(value, path)
         if node is None:
-            raise UnsupportedLeafError(format_path(path), _type_name(value))
+            kind, remedy = _type_name(value), _remedy(value)
+            raise UnsupportedLeafError(format_path(path), kind, remedy)
         return node
 
     def children(
@@ -225,6 +226,14 @@ def _keys(encoder: _Encoder, value: dict[object, object], path: Path) -> list[No
         encoder.nodes += len(value)
         return list(value)  # type: ignore[arg-type]
     return encoder.children(((key, key) for key in value), path)
+
+
+def _remedy(value: object) -> str:
+    """Say what to pass in place of what is no state dict and has one."""
+    if not callable(getattr(type(value), "state_dict", None)):
+        return ""
+    is_module = hasattr(type(value), "forward")
+    return "pass module.state_dict()" if is_module else "pass its state_dict()"
 
 
 def _row(

@@ -11,7 +11,12 @@ import pytest
 
 from aiockpt.errors import LocalProtocolError
 from aiockpt.http import interfaces
-from aiockpt.http.listen import advertised_address, open_sockets, url_host
+from aiockpt.http.listen import (
+    advertised_address,
+    check_advertised,
+    open_sockets,
+    url_host,
+)
 
 pytestmark = pytest.mark.torch_free
 
@@ -209,11 +214,11 @@ def test_an_interface_that_does_not_exist_is_an_error():
     assert "advertise=" in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["http://host", "host:80", "host/path", "1.2.3.4:5"])
-def test_an_advertised_address_is_a_host_and_nothing_more(text):
-    """The rest of the URL is the server's; the message says so."""
+@pytest.mark.parametrize("text", ["ftp://host", "host:80", "host/path", "1.2.3.4:5"])
+def test_an_advertised_address_is_a_host_or_a_whole_url(text):
+    """Nothing in between; the message says so."""
     with pytest.raises(LocalProtocolError, match="host name or an IP address"):
-        advertised_address(advertise=text, interface=None, host=None, env={})
+        check_advertised(text)
 
 
 @pytest.mark.usefixtures("network")
