@@ -559,9 +559,9 @@ class TestPeerThatGoes:
     async def test_direct_says_what_it_left(self) -> None:
         """The template is half new, and the caller must know."""
         sender = transport()
-        template = weights(0.0, mib=32)
+        template = weights(0.0, mib=128)
         async with transport(reconnect_timeout=0, num_chunks=1) as receiver:
-            await sender.send_checkpoint([], 1, weights(mib=32))
+            await sender.send_checkpoint([], 1, weights(mib=128))
             task, _ = await in_the_middle(
                 lambda progress: receive(
                     sender, receiver, into=template, direct=True, progress=progress

@@ -41,6 +41,7 @@ from aiockpt.http.replies import (
     no_news_headers,
     plan_reply,
 )
+from aiockpt.http.rounds import Rounds
 from aiockpt.http.sending import Outcome, Sending
 from aiockpt.http.shelf import Shelf
 from aiockpt.observe import TransferEvent, emit
@@ -91,6 +92,7 @@ class CheckpointService:
         self.config = config
         self._lender = lender
         self._pumps = Pumps("aiockpt-serve")
+        self._rounds = Rounds()
         self._sendings: set[Sending] = set()
         self._readers = 0
         self._awaiting = Awaiting(shelf, config)
@@ -147,6 +149,7 @@ class CheckpointService:
         answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
         self._counts["requests"] += 1
+        await self._rounds.begin()
         try:
             self._admit(request)
             return await answer(request)

@@ -42,11 +42,8 @@ from aiockpt.http.pumps import WORTH, Pumps, Turn
 
 __all__ = ["Outcome", "Sending"]
 
-SLICE_BYTES = 1 << 20
-"""Most bytes per readiness callback: 0.1 to 0.5 ms of the loop's time."""
-
-PORTABLE_SLICE_BYTES = 256 << 10
-"""Most bytes per ``resp.write``: TLS encrypts it without letting go of the loop."""
+SLICE_BYTES = 64 << 10
+"""Most bytes that the loop sends at a time: each of many readers may be ready."""
 
 THREAD_SLICE_BYTES = 4 << 20
 """Most bytes per system call of a thread, which takes what the kernel has room for."""
@@ -243,7 +240,7 @@ class Sending:
         self._transport.set_write_buffer_limits(high=1)
         try:
             while self._outcome is None:
-                piece = b"".join(self._next_views(body, PORTABLE_SLICE_BYTES))
+                piece = b"".join(self._next_views(body, SLICE_BYTES))
                 last = self.sent + len(piece) == body.nbytes
                 # write_eof drains however short the piece is, and write does not.
                 await (response.write_eof(piece) if last else response.write(piece))

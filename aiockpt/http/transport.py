@@ -106,7 +106,7 @@ class HTTPTransport(Receiver[T]):
         interface: str | None = None,
         chunk_bytes: int = 16 << 20,
         max_concurrency: int = _CONCURRENCY,
-        max_readers: int = 1024,
+        max_readers: int = 256,
         stall_timeout: float = 10.0,
         reconnect_timeout: float = 10.0,
         grace: float = 5.0,

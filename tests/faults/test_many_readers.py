@@ -1,0 +1,74 @@
+"""Very many readers at once, all of whom hold the token: the sender's loop goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from asyncio.subprocess import PIPE
+from urllib.parse import urlsplit
+
+import pytest
+
+from faultrecord import Record
+from faultrows import row
+from rankprocesses import SUPPORT
+from transports import Transport, weights
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
+
+MOST = 256
+"""How many readers a sender admits unless it is told otherwise."""
+
+
+class Gaps:
+    """Goes round with the loop, and notes how long each round took."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.readers = 0
+
+    async def watch(self, sender: Transport) -> None:
+        """Do so until it is cancelled."""
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0.001)
+            now = time.monotonic()
+            self.seconds.append(now - last)
+            self.readers = max(self.readers, sender.statistics().readers)
+            last = now
+
+
+@row(42)
+async def test_very_many_readers_do_not_stall_the_senders_loop(record: Record) -> None:
+    """As many as are admitted read, the others come back, and nobody is cut off."""
+    count = record.pick(600, 2000)
+    async with Transport(host="127.0.0.1", timeout=60) as sender:
+        await sender.send_checkpoint([1], 1, weights(mib=8))
+        url, token = urlsplit(sender.address()), urlsplit(sender.metadata()).fragment
+        crowd = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(SUPPORT / "crowd.py")),
+            *(str(url.port), token, str(count)),
+            stdin=PIPE,
+            stdout=PIPE,
+        )
+        assert crowd.stdout is not None
+        try:
+            async with asyncio.timeout(120):
+                assert await crowd.stdout.readline() == b"ready\n"
+                gaps = Gaps()
+                watching = asyncio.create_task(gaps.watch(sender))
+                said, _ = await crowd.communicate(b"go\n")
+            watching.cancel()
+        finally:
+            if crowd.returncode is None:
+                crowd.kill()
+                await crowd.wait()
+    seen = json.loads(said)
+    assert seen["wrong"] == {}
+    assert seen["whole"] == count
+    assert seen["refused"] >= count - MOST
+    assert gaps.readers <= MOST
+    record.within("longest stall", max(gaps.seconds), 0.5, patience=1.0)
+    record.ran(count)
