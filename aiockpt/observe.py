@@ -55,8 +55,8 @@ class TransferEvent:
     Attributes:
         stop: The stop's name, or what interrupted it: ``stage``, ``publish``,
             ``retract``, ``evict``, ``serve``, ``fetch_manifest``, ``fetch_chunk``,
-            ``retry``, ``drop``, ``recv``; of a checkpointer ``stage``, ``write``,
-            ``skip``, ``load``.
+            ``retry``, ``drop``, ``recv``; ``restart`` where a sender has started again;
+            of a checkpointer ``stage``, ``write``, ``skip``, ``load``.
         step: The checkpoint's step, where known.
         peer: The other end without credentials, where there is one.
         nbytes: Bytes moved.

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from aiockpt import (
     AuthenticationError,
@@ -20,8 +21,9 @@ from aiockpt import (
     TransferTimeoutError,
 )
 from aiockpt.observe import add_hook
-from aiockpt.testing import CutAfter
+from aiockpt.testing import CutAfter, StallAfter
 from aiockpt.testing.fault_kinds import Drip
+from commandline import aiockpt_command
 from serving import settle
 from transports import Transport, pair, port_of, proxied, through, transport
 
@@ -270,6 +272,29 @@ async def test_a_receive_without_a_step_gets_what_is_served_now():
             await receiver.recv_checkpoint(0, metadata, timeout=0.3)
 
 
+@pytest.mark.one_loop
+@pytest.mark.parametrize("keep", [0, 1])
+async def test_a_fetch_of_the_command_line_gets_what_is_served_now(tmp_path, keep):
+    """It ends with a whole step although the trainer replaces steps meanwhile."""
+    async with (
+        transport(keep_superseded=keep) as sender,
+        proxied(sender, otherwise=Drip(MIB, burst=64 << 10)) as proxy,
+    ):
+        await publish(sender, 1, mib=8)
+        file = tmp_path / "copy.safetensors"
+        command = aiockpt_command("fetch", through(proxy, sender), "-o", file)
+        fetching = await asyncio.create_subprocess_exec(
+            *command, stderr=asyncio.subprocess.PIPE
+        )
+        await settle(lambda: proxy.statistics().bytes_down > MIB)
+        await publish(sender, 2)
+        _, told = await fetching.communicate()
+        assert fetching.returncode == 0, told
+        assert f"step {1 if keep else 2}, snapshot".encode() in told
+        low, high = load_file(file)["w"].aminmax()
+        assert low == high == (1 if keep else 2)
+
+
 async def test_a_sender_that_is_away_is_waited_for():
     """Connections break in the middle of a receive, and nobody answers for a while."""
     async with (
@@ -287,6 +312,21 @@ async def test_a_sender_that_is_away_is_waited_for():
             await publish(sender, 2)
             await proxy.listen()
             check(*await waiting)
+
+
+async def test_a_receive_that_is_late_is_begun_again():
+    """Its deadline has passed: the log says so, and the step is received then."""
+    async with (
+        pair() as (sender, receiver),
+        proxied(sender, faults=[StallAfter(64 << 10)] * 4) as proxy,
+        events("retry") as retries,
+    ):
+        await publish(sender, 1)
+        follower = receiver.follow(through(proxy, sender), timeout=1.0)
+        async with aclosing(follower):
+            check(*await soon(follower))
+        assert [event.level for event in retries][-1] == logging.WARNING
+        assert "timed out" in retries[-1].detail
 
 
 @pytest.mark.parametrize("first", [90, 103, 102])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from aiockpt._blocking import run_blocking
@@ -16,9 +18,11 @@ from aiockpt.content import Content
 from aiockpt.errors import AiockptError, StepNotFoundError
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
+from aiockpt.http.steps import chase
 from aiockpt.rangefile import Landing, OnBytes, Verify
-from aiockpt.wire.address import Address, parse_address
+from aiockpt.wire.address import parse_address
 from aiockpt.wire.chunks import chunks_over
+from aiockpt.wire.http import Lease, Source
 from aiockpt.wire.manifest import Manifest
 
 __all__ = ["open_peer"]
@@ -38,7 +42,9 @@ def open_peer(text: str, reading: Reading) -> Iterator[Content]:
         TransportError, AuthenticationError: it could not be asked.
         LocalProtocolError: this is no such URL.
     """
-    peer = _Peer(parse_address(text), _config(reading))
+    address = parse_address(text)
+    source = replace(address.source, lease=Lease.begin(math.inf))
+    peer = _Peer(source, address.step, _config(reading))
     manifest = run_blocking(peer.find(reading.on_bytes))
     fetch = _PeerFetch(peer, manifest)
     fetch.content = Content(
@@ -46,6 +52,7 @@ def open_peer(text: str, reading: Reading) -> Iterator[Content]:
     )
     try:
         yield fetch.content
+        run_blocking(peer.end(manifest.step))
     finally:
         del fetch.content  # which has it, too: a cycle would keep the memory
 
@@ -98,22 +105,33 @@ class _Target:
 class _Peer:
     """Where to ask, and how; every call is on a loop of its own."""
 
-    address: Address
+    source: Source
+    step: int | None
     config: ClientConfig
 
     async def find(self, on_bytes: OnBytes | None) -> Manifest:
         """Return the manifest."""
-        source, step = self.address.source, self.address.step
         with closing(Bridge(threads=1, name="aiockpt-peer")) as bridge:
             async with (
                 aclosing(self._client(bridge)) as client,
                 _Meter(on_bytes).raising(),
             ):
-                if step is None:
-                    step = (await client.fetch_latest(source)).step
-                return await client.fetch_manifest(
-                    source, step, deadline=0.0, on_retry=_give_up
+                ask = partial(
+                    client.fetch_manifest, self.source, deadline=0.0, on_retry=_give_up
                 )
+                if self.step is not None:
+                    return await ask(self.step)
+
+                async def newest() -> int:
+                    return (await client.fetch_latest(self.source)).step
+
+                return (await chase(newest, ask, pause=client.pause))[1]
+
+    async def end(self, step: int) -> None:
+        """Tell the peer that all has come."""
+        with closing(Bridge(threads=1, name="aiockpt-peer")) as bridge:
+            async with aclosing(self._client(bridge)) as client:
+                await client.end_lease(self.source, step)
 
     async def fetch(
         self,
@@ -128,7 +146,7 @@ class _Peer:
                 meter = _Meter(on_bytes)
                 async with meter.raising():
                     await client.fetch_chunks(
-                        self.address.source,
+                        self.source,
                         manifest.outline,
                         target,
                         chunks,

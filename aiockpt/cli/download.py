@@ -16,6 +16,7 @@ from aiockpt.cli.text import format_bytes
 from aiockpt.http.origin import Origin
 from aiockpt.observe import Progress
 from aiockpt.partfile import PartFile, check_target
+from aiockpt.wire.http import Lease
 from aiockpt.wire.manifest import Manifest
 
 __all__ = ["download"]
@@ -29,10 +30,17 @@ async def download(arguments: argparse.Namespace, bar: ProgressBar) -> str:
     target = check_target(arguments.output, replace=arguments.overwrite)
     async with (
         Deadline(arguments.timeout, stop="fetch_manifest") as deadline,
-        peer_of(arguments) as peer,
+        peer_of(arguments, Lease.begin(deadline.when)) as peer,
     ):
-        job = _Download(peer, target, arguments.overwrite, bar, deadline)
-        return await job.run(wait=arguments.wait, reconnect=arguments.reconnect)
+
+        async def fetch(step: int) -> str:
+            job = _Download(peer, target, arguments.overwrite, bar, deadline)
+            return await job.run(
+                step, wait=arguments.wait, reconnect=arguments.reconnect
+            )
+
+        bar(Progress(stop="fetch_manifest"))
+        return await peer.receive(fetch, deadline, wait=arguments.wait)
 
 
 @dataclass(slots=True)
@@ -47,9 +55,9 @@ class _Download:
     fetching_since: float = 0.0
     fetched: int = 0
 
-    async def run(self, *, wait: float, reconnect: float) -> str:
+    async def run(self, step: int, *, wait: float, reconnect: float) -> str:
         self._at("fetch_manifest")
-        manifest, origin = await self.peer.find(self.deadline, wait=wait)
+        manifest, origin = await self.peer.find(step, self.deadline, wait=wait)
         self._at(
             "allocate",
             bytes_total=manifest.segment_bytes,
@@ -79,6 +87,7 @@ class _Download:
             await origin.fetch_chunks(
                 manifest.outline, part, missing, on_progress=self._count
             )
+            await origin.end_lease(manifest.step)
         return origin
 
     async def _plan(self, part: PartFile, manifest: Manifest) -> list[int]:

@@ -70,4 +70,8 @@ async def _ask(arguments: argparse.Namespace) -> Manifest:
         Deadline(arguments.timeout, stop="fetch_manifest") as deadline,
         peer_of(arguments) as peer,
     ):
-        return (await peer.find(deadline, wait=arguments.wait)).manifest
+
+        async def find(step: int) -> Manifest:
+            return (await peer.find(step, deadline, wait=arguments.wait)).manifest
+
+        return await peer.receive(find, deadline, wait=arguments.wait)

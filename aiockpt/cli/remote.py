@@ -6,10 +6,11 @@ import argparse
 import asyncio
 import os
 import ssl
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
@@ -24,11 +25,14 @@ from aiockpt.errors import (
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
 from aiockpt.http.origin import Origin, distinct, origin_of
-from aiockpt.wire.http import Source
+from aiockpt.http.steps import chase
+from aiockpt.wire.http import Lease, Source
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import Manifest
 
 __all__ = ["Found", "Peer", "peer_of"]
+
+V = TypeVar("V")
 
 _THREADS = 2
 _CONNECTIONS = 4
@@ -57,8 +61,25 @@ class Peer:
         config = replace(self.config, reconnect_timeout=reconnect)
         return CheckpointClient(config, None, run=self.bridge.run)
 
-    async def find(self, deadline: Deadline, *, wait: float) -> Found:
-        """Return the checkpoint; a peer or a step may take ``wait`` seconds to appear.
+    async def receive(
+        self,
+        receive: Callable[[int], Awaitable[V]],
+        deadline: Deadline,
+        *,
+        wait: float,
+    ) -> V:
+        """Await ``receive`` with the step that was named, or with what is served now.
+
+        When the sender replaces what is served now, ``receive`` is called with the
+        newest step. A peer or a step may take ``wait`` seconds to appear.
+        """
+        if self.step is not None:
+            return await receive(self.step)
+        find = partial(self._newest, deadline, wait=wait)
+        return (await chase(find, receive, pause=asyncio.sleep))[1]
+
+    async def find(self, step: int, deadline: Deadline, *, wait: float) -> Found:
+        """Return a checkpoint; the peer or the step may take ``wait`` seconds to come.
 
         ``deadline`` is told what is looked for, and what went wrong.
 
@@ -67,41 +88,45 @@ class Peer:
             LimitExceededError: it is larger than ``--max-size``, or absurd.
         """
         last = _now() + wait
-        async with aclosing(self.client(reconnect=wait)) as client:
-            origin = origin_of(client, self.sources)
-            which = "a checkpoint" if self.step is None else f"step {self.step}"
-            deadline.what = f"{which} from {origin.name}"
-            while True:
-                try:
-                    manifest = await self._ask(origin, last, deadline)
-                    deadline.what = f"step {manifest.step} from {origin.name}"
-                    return Found(manifest, origin)
-                except StepNotFoundError as error:
-                    deadline.last_error = str(error)
-                    superseded = self.step is None and error.step is not None
-                    if not superseded and (self.step is not None or _late(last)):
-                        raise
-                await asyncio.sleep(_POLL)
 
-    async def _ask(self, origin: Origin, last: float, deadline: Deadline) -> Manifest:
         def give_up(error: AiockptError) -> None:
             deadline.last_error = str(error)
             # The client itself would wait for the step until it is cancelled.
             if isinstance(error, StepNotFoundError) and _late(last):
                 raise error
 
-        step = self.step
-        if step is None:
-            step = (await origin.fetch_latest()).step
-        try:
-            return await origin.fetch_manifest(
-                step, deadline=min(last, deadline.when), on_retry=give_up
-            )
-        except LimitExceededError as error:
-            if error.limit != self.config.limits.max_bytes:
-                raise
-            limit, actual = error.limit, error.actual
-            raise _TooLargeError(error.what, limit=limit, actual=actual) from error
+        async with aclosing(self.client(reconnect=wait)) as client:
+            origin = origin_of(client, self.sources)
+            deadline.what = f"step {step} from {origin.name}"
+            try:
+                manifest = await origin.fetch_manifest(
+                    step, deadline=min(last, deadline.when), on_retry=give_up
+                )
+            except LimitExceededError as error:
+                if error.limit != self.config.limits.max_bytes:
+                    raise
+                limit, actual = error.limit, error.actual
+                raise _TooLargeError(error.what, limit=limit, actual=actual) from error
+        return Found(manifest, origin)
+
+    async def _newest(self, deadline: Deadline, *, wait: float) -> int:
+        last = _now() + wait
+
+        def note(error: AiockptError) -> None:
+            deadline.last_error = str(error)
+
+        async with aclosing(self.client(reconnect=wait)) as client:
+            origin = origin_of(client, self.sources)
+            deadline.what = f"a checkpoint from {origin.name}"
+            while True:
+                left = max(last - _now(), 0.0)
+                try:
+                    return (await origin.fetch_latest(wait=left, on_retry=note)).step
+                except StepNotFoundError as error:
+                    note(error)
+                    if _late(last):
+                        raise
+                await asyncio.sleep(min(_POLL, left))
 
 
 class _TooLargeError(LimitExceededError):
@@ -116,8 +141,12 @@ class _TooLargeError(LimitExceededError):
 
 
 @asynccontextmanager
-async def peer_of(arguments: argparse.Namespace) -> AsyncIterator[Peer]:
+async def peer_of(
+    arguments: argparse.Namespace, lease: Lease | None = None
+) -> AsyncIterator[Peer]:
     """Give the peer that a command's arguments name; end its threads afterwards.
+
+    ``lease`` keeps what is received while newer steps are published.
 
     Raises:
         UsageError: the arguments contradict each other.
@@ -126,7 +155,7 @@ async def peer_of(arguments: argparse.Namespace) -> AsyncIterator[Peer]:
     bridge = Bridge(threads=_THREADS, name="aiockpt")
     try:
         yield Peer(
-            distinct(each.source for each in given),
+            [replace(each, lease=lease) for each in distinct(a.source for a in given)],
             _step_of(given, getattr(arguments, "step", None)),
             _config_of(arguments),
             bridge,

@@ -13,6 +13,7 @@ _LIFETIME: Final = "test_lifetime.py::"
 _SHELF: Final = "http/test_shelf.py::"
 _SERVER: Final = "http/test_server.py::"
 _STEPS: Final = "http/test_steps.py::"
+_FOLLOW: Final = "test_follow.py::"
 _APART: Final = "http/test_apart.py::"
 _HOST: Final = "test_same_host.py::"
 _SOURCES: Final = "test_sources_transport.py::"
@@ -262,6 +263,26 @@ HTTP: Final[Cells] = {
             "asks on",
             _STEPS + "test_a_peer_that_starts_again_is_found_again",
             _STEPS + "test_a_silent_peer_can_be_given_up",
+        ),
+    ),
+    **row(
+        "HTTPTransport.follow",
+        (
+            "whole / idle",
+            _FOLLOW + "test_each_newer_step_is_received",
+            _FOLLOW + "test_no_step_twice_and_none_that_is_torn",
+        ),
+        ("nothing / idle", _FOLLOW + "test_what_is_wrong_for_good_is_raised"),
+        ("asks on", _FOLLOW + "test_a_receive_that_is_late_is_begun_again"),
+        (
+            "nothing / idle",
+            _FOLLOW + "test_a_cancelled_follower_leaves_nothing_behind",
+        ),
+        ("idle", _DEATHS + "test_a_receiver_dies"),
+        (
+            "asks on",
+            _FOLLOW + "test_a_sender_that_is_away_is_waited_for",
+            _FOLLOW + "test_a_restarted_sender_is_followed",
         ),
     ),
     **row(
