@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, TypeVarTuple
 
 import anyio
 
+from aiockpt._called_off import CALLED_OFF
 from aiockpt._parting import leave_behind
 from aiockpt.errors import ClosedError
 
@@ -61,12 +62,21 @@ class _Call(Generic[T]):
     caller clears the call, and may close or reuse its memory as soon as it goes on.
     """
 
-    __slots__ = ("_result", "_todo", "error")
+    __slots__ = ("_result", "_todo", "called_off", "error")
 
     def __init__(self, todo: Callable[[], T]) -> None:
         self._todo: Callable[[], T] | None = todo
         self._result: list[T] = []
         self.error: BaseException | None = None
+        self.called_off = False  # its caller was cancelled
+
+    @classmethod
+    def of(cls, fn: Callable[[*Args], T], *args: *Args) -> _Call[T]:
+        """Return the call of a function that can `look` whether it is called off."""
+        context = contextvars.copy_context()
+        call = cls(functools.partial(context.run, fn, *args))
+        context.run(CALLED_OFF.set, lambda: call.called_off)
+        return call
 
     def __call__(self) -> None:
         assert self._todo is not None
@@ -112,12 +122,12 @@ class Bridge:
         Raises:
             ClosedError: the bridge is closed, or was closed before the call's turn.
         """
-        call = _Call(functools.partial(contextvars.copy_context().run, fn, *args))
+        call = _Call.of(fn, *args)
         del fn, args  # or an error raised from here would hold them
         work = self._submit(call)
         cancel = None
         try:
-            cancel = await self._outlast(work)
+            cancel = await self._outlast(work, call)
             if cancel is not None:
                 raise cancel from self._logged(call.error)
             if work.cancelled():
@@ -240,11 +250,14 @@ class Bridge:
         self._works.add(work)
         return work
 
-    async def _outlast(self, work: Future[None]) -> asyncio.CancelledError | None:
+    async def _outlast(
+        self, work: Future[None], call: _Call[T]
+    ) -> asyncio.CancelledError | None:
         """Wait until ``work`` has ended; gives the cancel that came meanwhile."""
         try:
             await _ended(work)
         except asyncio.CancelledError as cancel:
+            call.called_off = True
             # A call that no thread has taken yet can still be called off.
             return cancel if work.cancel() else await self._absorb(work, cancel)
         return None

@@ -21,7 +21,7 @@ from aiockpt.errors import AiockptError, StagingError
 from aiockpt.flatten import describe
 from aiockpt.memory import Arena, ArenaPool
 from aiockpt.wire.chunks import ChunkGrid, Digester
-from aiockpt.wire.limits import DEFAULT_LIMITS
+from aiockpt.wire.limits import FILE_LIMITS
 from aiockpt.wire.manifest import Manifest, build_manifest
 from aiockpt.wire.relabel import UNSEALED
 
@@ -58,7 +58,7 @@ class LiveState:
         pool: ArenaPool,
         ports: PortFor = port_for,
     ) -> None:
-        found = describe(state_dict, limits=DEFAULT_LIMITS, allow_pickle=allow_pickle)
+        found = describe(state_dict, limits=FILE_LIMITS, allow_pickle=allow_pickle)
         self._description, self._step = found, step
         self.segment_bytes = found.segment_bytes
         self._grid = ChunkGrid(found.segment_bytes, chunk_bytes)

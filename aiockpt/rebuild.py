@@ -235,7 +235,8 @@ def check_meshes(frame: Frame, *, limits: Limits) -> None:
         DeviceMeshError: this process lacks a process group that one needs.
         RemoteProtocolError, LimitExceededError: one is malformed, or too large.
     """
-    check_places(layouts(frame.tree, count=frame.tensors, limits=limits))
+    with collector_paused():
+        check_places(layouts(frame.tree, count=frame.tensors, limits=limits))
 
 
 def _bytes(frame: Frame, number: int, tensors: Sequence[torch.Tensor]) -> bytes:

@@ -20,7 +20,7 @@ from aiockpt.filling import Filling
 from aiockpt.landing import PlacedLanding
 from aiockpt.rangefile import OnBytes, Verify, check_verify
 from aiockpt.wants import Wants
-from aiockpt.wire.limits import Limits
+from aiockpt.wire.limits import FILE_LIMITS, Limits
 
 __all__ = ["CheckpointReader", "MapLocation"]
 
@@ -46,7 +46,7 @@ class CheckpointReader:
         self,
         rank_info: RankInfo,
         *,
-        limits: Limits = Limits(),  # noqa: B008 - frozen
+        limits: Limits = FILE_LIMITS,
         allow_pickle: bool = False,
         ports: PortFor = port_for,
     ) -> None:

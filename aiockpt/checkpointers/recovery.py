@@ -6,7 +6,7 @@ import mmap
 import os
 import socket
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ from aiockpt.errors import CheckpointNotFoundError, IntegrityError, WorkerError
 from aiockpt.rebuild import Frame, assemble, tensors_over
 from aiockpt.transport import Timeout, seconds
 from aiockpt.wire.chunks import digest
-from aiockpt.wire.limits import Limits
+from aiockpt.wire.limits import FILE_LIMITS
 from aiockpt.wire.manifest import Manifest
 
 __all__ = ["Recovered", "recover"]
@@ -163,7 +163,7 @@ def _rebuilt(
                 chunk=chunk, expected=expected, actual=actual, url=directory
             )
     tensors = tensors_over(manifest, held)
-    limits = Limits(max_header_bytes=1 << 40)
+    limits = replace(FILE_LIMITS, max_header_bytes=1 << 40)
     return assemble(
         Frame.of(manifest), tensors, limits=limits, allow_pickle=allow_pickle
     )

@@ -7,6 +7,7 @@ kept and reused, so that only the first saves pay for new memory.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Self
 
@@ -19,13 +20,13 @@ from aiockpt.checkpointers.config import CheckpointStagerConfig
 from aiockpt.rebuild import Frame, assemble, tensors_over
 from aiockpt.staging import Stager, StagerOptions
 from aiockpt.transport import exact_step
-from aiockpt.wire.limits import Limits
+from aiockpt.wire.limits import FILE_LIMITS
 
 __all__ = ["CheckpointStager", "DefaultStager", "StagedState", "stager_of"]
 
 _ARENAS: Final = 2  # one is written while the next save is staged
 _CLOSING: Final = 5.0
-_LIMITS: Final = Limits(max_header_bytes=1 << 40)
+_LIMITS: Final = replace(FILE_LIMITS, max_header_bytes=1 << 40)
 
 
 class StagedState:

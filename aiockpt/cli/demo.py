@@ -11,7 +11,7 @@ from aiockpt.cli.options import Commands
 from aiockpt.cli.text import format_bytes, printable
 from aiockpt.errors import StorageError
 from aiockpt.storage import read_header
-from aiockpt.wire.limits import Limits
+from aiockpt.wire.limits import FILE_LIMITS
 
 __all__ = ["configure", "find_model", "run"]
 
@@ -41,7 +41,7 @@ def configure(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Show it; the bars go to stderr."""
     path = find_model() if arguments.model is None else arguments.model
-    header = read_header(path, limits=Limits())
+    header = read_header(path, limits=FILE_LIMITS)
     size = format_bytes(header.segment_bytes)
     print(f"model     {printable(path.name)}: {size} in {len(header.names)} tensors")
 

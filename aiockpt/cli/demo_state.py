@@ -13,7 +13,7 @@ import torch
 from aiockpt.errors import StateDictError
 from aiockpt.memory import view_of_address
 from aiockpt.statefile import read_state_file
-from aiockpt.wire.limits import Limits
+from aiockpt.wire.limits import FILE_LIMITS
 
 __all__ = ["STEP", "fingerprints", "training_state"]
 
@@ -28,7 +28,7 @@ def training_state(path: Path) -> dict[str, object]:
         StorageError: the file cannot be read.
         StateDictError: it does not hold the parameters of a module.
     """
-    model = _module(read_state_file(path, limits=Limits()).state)
+    model = _module(read_state_file(path, limits=FILE_LIMITS).state)
     # Fused: one pass over the memory, where the default makes temporaries of it all.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)

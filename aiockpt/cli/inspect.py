@@ -12,7 +12,7 @@ from aiockpt.cli.options import Commands, UsageError, add_client_options, addres
 from aiockpt.cli.rankfiles import one_file
 from aiockpt.cli.report import as_json, as_text
 from aiockpt.storage import read_header
-from aiockpt.wire.limits import Limits
+from aiockpt.wire.limits import FILE_LIMITS
 from aiockpt.wire.manifest import ForeignHeader, Manifest
 
 __all__ = ["configure", "run"]
@@ -53,7 +53,7 @@ def _read(arguments: argparse.Namespace) -> tuple[str, Manifest | ForeignHeader]
     what: str = arguments.what
     if "://" not in what:
         path = one_file(Path(what), arguments.rank)
-        return str(path), read_header(path, limits=Limits())
+        return str(path), read_header(path, limits=FILE_LIMITS)
     try:
         peer = address(what)
     except argparse.ArgumentTypeError as error:

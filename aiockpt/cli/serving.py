@@ -11,7 +11,7 @@ from aiockpt.cli.rankfiles import one_file
 from aiockpt.directory import find_checkpoint, list_checkpoints
 from aiockpt.errors import CheckpointNotFoundError
 from aiockpt.storage import named
-from aiockpt.wire.limits import Limits
+from aiockpt.wire.limits import FILE_LIMITS
 
 if TYPE_CHECKING:
     from aiockpt.statefile import StateFile
@@ -56,7 +56,7 @@ class Chosen:
         from aiockpt.statefile import StateFile, read_state_file
 
         if not self.file.is_dir():
-            return read_state_file(self.file, limits=Limits())
+            return read_state_file(self.file, limits=FILE_LIMITS)
         reader = CheckpointReader(RankInfo(0, 1))
         return StateFile(reader.read(self.file, mmap=True, rank=self.rank)[0], None)
 

@@ -11,7 +11,7 @@ from aiockpt.cli.rankfiles import checkpoint_or_file
 from aiockpt.cli.text import counted, format_bytes, printable
 from aiockpt.errors import IntegrityError
 from aiockpt.storage import read_header, verify_chunks
-from aiockpt.wire.limits import Limits
+from aiockpt.wire.limits import FILE_LIMITS
 from aiockpt.wire.manifest import ForeignHeader, Manifest
 
 __all__ = ["configure", "run"]
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _verify(path: Path, *, expected: str | None = None) -> int:
     """Verify one file; ``expected`` is the snapshot that it must be."""
-    header = read_header(path, limits=Limits())
+    header = read_header(path, limits=FILE_LIMITS)
     shown = printable(str(path))
     if isinstance(header, ForeignHeader):
         detail = "well formed, but it has no digests to verify"

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from aiockpt._leaves import DTYPES
 from aiockpt.flatten import register_leaf
 from aiockpt.testing.equality import elements
 
@@ -48,17 +49,11 @@ for _type in (Colour, Point, Settings):
 
 
 def every_dtype(shape: tuple[int, ...] = (4, 6)) -> dict[str, torch.Tensor]:
-    """Return a tensor of noise for every dtype that has plain elements."""
-    found = {}
-    for dtype in sorted(_dtypes(), key=str):
-        tensor = torch.empty(shape, dtype=dtype)
-        if not tensor.is_quantized:
-            found[str(dtype)] = _noise(tensor)
-    return found
-
-
-def _dtypes() -> set[torch.dtype]:
-    return {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    """Return a tensor of noise for every dtype that travels."""
+    return {
+        f"torch.{name}": _noise(torch.empty(shape, dtype=dtype))
+        for name, dtype in sorted(DTYPES.items())
+    }
 
 
 def _noise(tensor: torch.Tensor) -> torch.Tensor:

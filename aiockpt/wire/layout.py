@@ -36,6 +36,7 @@ __all__ = [
     "encode_header",
     "encode_metadata",
     "make_entries",
+    "metadata_lead",
     "plan_segment",
     "snapshot_id_of",
 ]
@@ -107,6 +108,11 @@ def encode_header(entries: Entries, manifest: ManifestDocument) -> bytes:
     header = memoryview(file)[LENGTH_BYTES:]
     header[ID_SLICE] = snapshot_id_of(header).encode()
     return bytes(file)
+
+
+def metadata_lead(snapshot_id: str) -> bytes:
+    """Return what `encode_metadata` puts before the text of the manifest."""
+    return PREFIX + snapshot_id.encode() + b'","format":"pt","aiockpt":"'
 
 
 def encode_metadata(manifest: ManifestDocument, snapshot_id: str) -> bytes:

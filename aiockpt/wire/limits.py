@@ -7,7 +7,7 @@ from mmap import mmap
 
 from aiockpt.errors import LimitExceededError
 
-__all__ = ["DEFAULT_LIMITS", "Limits", "enforce"]
+__all__ = ["FILE_LIMITS", "Limits", "enforce", "enforce_values"]
 
 MIB = 1 << 20
 
@@ -21,14 +21,17 @@ class Limits:
     receiver, which knows its memory.
     """
 
-    max_header_bytes: int = 256 * MIB
+    max_header_bytes: int = 64 * MIB
     max_depth: int = 64
-    max_nodes: int = 5_000_000
-    max_tensors: int = 1_000_000
+    max_nodes: int = 500_000
+    max_tensors: int = 100_000
     max_bytes: int | None = None
 
 
-DEFAULT_LIMITS = Limits()
+FILE_LIMITS = Limits(
+    max_header_bytes=256 * MIB, max_nodes=5_000_000, max_tensors=1_000_000
+)
+"""For what is saved and loaded by default: there nobody keeps others waiting."""
 
 
 def enforce(what: str, actual: int, limit: int | None) -> None:
@@ -44,5 +47,8 @@ def enforce_values(what: str, text: bytes | memoryview | mmap, limit: int) -> No
     """
     if len(text) // 2 < limit:  # a value takes two bytes: itself and a separator
         return
-    raw = bytes(text)
-    enforce(what, 1 + len(raw) - len(raw.translate(None, b",[{")), limit)
+    count = 1
+    for start in range(0, len(text), MIB):  # each call keeps the interpreter lock
+        piece = bytes(text[start : start + MIB])
+        count += len(piece) - len(piece.translate(None, b",[{"))
+    enforce(what, count, limit)

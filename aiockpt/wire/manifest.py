@@ -18,6 +18,7 @@ from aiockpt.wire.document import (
     PARAMETER,
     REQUIRES_GRAD,
     VERSION,
+    Count,
     ForeignHeader,
     Manifest,
     ManifestDocument,
@@ -34,13 +35,13 @@ from aiockpt.wire.layout import (
     Storage,
     Storages,
     encode_header,
-    encode_metadata,
     make_entries,
+    metadata_lead,
     snapshot_id_of,
 )
 from aiockpt.wire.limits import Limits, enforce, enforce_values
 from aiockpt.wire.paths import Node
-from aiockpt.wire.pieces import decode_entries
+from aiockpt.wire.pieces import decode_entries, decode_items, decode_node, decode_text
 from aiockpt.wire.validate import fault_of, foreign_fault
 
 __all__ = [
@@ -178,17 +179,25 @@ def _reading(what: str) -> Iterator[None]:
         raise RemoteProtocolError(f"malformed {what}: {error}") from error
 
 
-class _Head(msgspec.Struct):
-    metadata: dict[str, str] = msgspec.field(name="__metadata__")
+class _Document(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A `ManifestDocument` whose views are undecoded."""
+
+    version: int
+    step: Count
+    chunk_bytes: Count
+    algorithm: str
+    digests: str
+    entries: Count
+    views: msgspec.Raw = msgspec.Raw(b"[]")
+    tree: msgspec.Raw
 
 
 class _Versioned(msgspec.Struct):
     version: int
 
 
-_HEAD: Final = msgspec.json.Decoder(_Head)
 _VERSIONED: Final = msgspec.json.Decoder(_Versioned)
-_DOCUMENT: Final = msgspec.json.Decoder(ManifestDocument)
+_DOCUMENT: Final = msgspec.json.Decoder(_Document)
 _ENTRY: Final = msgspec.json.Decoder(Entry)
 _MEMBERS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _STRINGS: Final = msgspec.json.Decoder(dict[str, str])
@@ -200,7 +209,7 @@ def _decode_own(
     claimed = bytes(header[ID_SLICE]).decode("ascii", "replace")
     if (actual := snapshot_id_of(header)) != claimed:
         raise IntegrityError(expected=claimed, actual=actual)
-    document, start = _decode_metadata(raw, claimed)
+    document, start = _decode_metadata(raw, claimed, limits)
     with _reading("entries"):
         entries = decode_entries(raw, start)
     tensors = len(entries) + len(document.views)
@@ -210,34 +219,52 @@ def _decode_own(
     text = bytes(document.tree)
     enforce_values("the number of nodes in the tree", text, limits.max_nodes)
     with _reading("tree"):
-        tree = msgspec.json.decode(text)
+        tree = decode_node(text)
     manifest = _manifest(document, entries, tree, raw)
     enforce("the data segment", manifest.segment_bytes, limits.max_bytes)
     return manifest
 
 
-def _decode_metadata(raw: Bytes, snapshot_id: str) -> tuple[ManifestDocument, int]:
+def _decode_metadata(
+    raw: Bytes, snapshot_id: str, limits: Limits
+) -> tuple[ManifestDocument, int]:
     """Return the document, and where the metadata ends."""
+    lead, start = metadata_lead(snapshot_id), LENGTH_BYTES
     # In a string a quote is escaped, so nothing before the end looks like the end.
-    stop = raw.find(_END_OF_METADATA, LENGTH_BYTES) + len(_END_OF_METADATA)
-    with _reading("header"):
-        metadata = _HEAD.decode(raw[LENGTH_BYTES:stop] + b"}").metadata
-    document = _decode_document(metadata.get("aiockpt", ""))
-    padded = len(raw) % ALIGNMENT == 0 and raw[-ALIGNMENT:] != b" " * ALIGNMENT
-    start = encode_metadata(document, snapshot_id)
-    if not padded or raw[LENGTH_BYTES:stop] != start:
+    stop = raw.find(_END_OF_METADATA, start)
+    if raw[start : start + len(lead)] != lead or stop < start + len(lead):
         raise RemoteProtocolError("the header is not in canonical form")
-    return document, stop
+    with _reading("header"):
+        text = decode_text(raw, start + len(lead), stop + 1)
+    document = _decode_document(text, limits)
+    padded = len(raw) % ALIGNMENT == 0 and raw[-ALIGNMENT:] != b" " * ALIGNMENT
+    if not padded or msgspec.json.encode(document) != text:
+        raise RemoteProtocolError("the header is not in canonical form")
+    return document, stop + len(_END_OF_METADATA)
 
 
-def _decode_document(text: str) -> ManifestDocument:
+def _decode_document(text: bytes, limits: Limits) -> ManifestDocument:
     with _reading("manifest"):
         # First alone: another version may have other members.
         version = _VERSIONED.decode(text).version
         if version == VERSION:
-            return _DOCUMENT.decode(text)
+            return _document(_DOCUMENT.decode(text), limits)
     raise RemoteProtocolError(
         f"the header has format version {version}; this side knows version {VERSION}"
+    )
+
+
+def _document(found: _Document, limits: Limits) -> ManifestDocument:
+    views = decode_items(bytes(found.views), TensorSpec, most=limits.max_tensors)
+    return ManifestDocument(
+        version=found.version,
+        step=found.step,
+        chunk_bytes=found.chunk_bytes,
+        algorithm=found.algorithm,
+        digests=found.digests,
+        entries=found.entries,
+        views=tuple(views),
+        tree=found.tree,
     )
 
 

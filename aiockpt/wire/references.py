@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import msgspec
 
+from aiockpt._called_off import look
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.wire.paths import Node, Path, format_path
 
@@ -113,6 +114,7 @@ def mentions(root: Node) -> Iterator[Mention]:
     # one path per level.
     levels: list[_Level] = [((), None, iter([((), root)]))]
     while levels:
+        look()
         path, leaf, children = levels[-1]
         names: list[object] = []
         numbers: list[int] = []

@@ -7,6 +7,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NoReturn, TypeAlias
 
+from aiockpt._called_off import CalledOffError, look
 from aiockpt.errors import AiockptError, LimitExceededError, RemoteProtocolError
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.paths import Node, format_received, format_refusal
@@ -20,7 +21,8 @@ FACTORIES: Final[dict[str, type]] = {  # of the defaultdicts that travel, by nam
 }
 
 _SCALARS: Final = frozenset({type(None), bool, int, float, str})
-_FEW: Final = 1000
+_FEW: Final = 16
+_MOST_COLLISIONS: Final = 1000  # of all dicts of one tree
 
 
 def decode_tree(
@@ -52,6 +54,7 @@ class _Decoder:
     __slots__ = (
         "blob",
         "blobs",
+        "collisions",
         "depth",
         "limits",
         "nodes",
@@ -75,6 +78,7 @@ class _Decoder:
         self.path: list[object] = []
         self.depth = 0
         self.nodes = 1
+        self.collisions = 0
 
     def fail(self, why: str) -> NoReturn:
         path = format_received(self.path)
@@ -103,6 +107,7 @@ class _Decoder:
         return values
 
     def descend(self, nodes: int) -> None:
+        look()
         self.depth += 1
         self.nodes += nodes
         limits = self.limits
@@ -191,7 +196,8 @@ def _index(decoder: _Decoder, keys: list[Any], values: list[Any]) -> dict[Any, A
 
 def _refuse_collisions(decoder: _Decoder, keys: list[Any]) -> None:
     # Keys that hash alike make a table quadratic. Only the hash of str is salted.
-    if len(keys) - len(set(map(hash, keys))) > _FEW:
+    decoder.collisions += len(keys) - len(set(map(hash, keys)))
+    if decoder.collisions > _MOST_COLLISIONS:
         decoder.fail("too many keys have the same hash")
 
 
@@ -263,7 +269,7 @@ def _ext(decoder: _Decoder, tag: str, node: Node) -> object:
     decoder.depth -= 1
     try:
         return codec.decode(value)
-    except AiockptError:
+    except (AiockptError, CalledOffError):
         raise
     except Exception as error:
         path = format_received(decoder.path)

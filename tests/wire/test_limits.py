@@ -14,7 +14,9 @@ from aiockpt.wire.limits import Limits, enforce, enforce_values
 def test_the_defaults_fit_a_large_model() -> None:
     """They bound a hostile peer and are out of the way of a real one."""
     limits = Limits()
-    assert limits.max_header_bytes == 256 << 20
+    assert limits.max_header_bytes == 64 << 20
+    assert limits.max_tensors == 100_000
+    assert limits.max_nodes == 500_000
     assert limits.max_bytes is None
 
 

@@ -1,0 +1,155 @@
+"""Headers within the default limits that cost as much as a peer can make them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import tracemalloc
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import rangepeer
+from aiockpt import AiockptError, LimitExceededError, Limits
+from mutations import header_of
+from transports import pair, receive, transport
+
+pytestmark = pytest.mark.asyncio
+
+MIB = 1 << 20
+COLLIDING = 2**61 - 1  # ints that differ by this have one hash
+
+
+def header(tree: bytes, *, views: int = 0, entries: int = 1) -> bytes:
+    """Return a header with this tree, and tensors of four bytes."""
+    view = [0, "float32", [1], [1], 0, 0]
+    manifest = {
+        "version": 1,
+        "step": rangepeer.STEP,
+        "chunk_bytes": 1 << 30,
+        "algorithm": "xxh3-128",
+        "digests": "0" * 32,
+        "entries": entries,
+        **({"views": [view] * views} if views else {}),
+        "tree": msgspec.Raw(tree),
+    }
+    found = {
+        f"w{n:07d}": {
+            "dtype": "F32",
+            "shape": [1],
+            "data_offsets": [4 * n, 4 * n + 4],
+        }
+        for n in range(entries)
+    }
+    return header_of(manifest, found)
+
+
+def join(items: list[bytes]) -> bytes:
+    """Return a JSON array."""
+    return b"[%b]" % b",".join(items)
+
+
+def table(keys: list[bytes]) -> bytes:
+    """Return the node of a dict with these keys."""
+    return b'["dict",%b,%b]' % (join(keys), join([b"0"] * len(keys)))
+
+
+def colliding() -> bytes:
+    """Return many dicts, each with few enough keys of one hash."""
+    keys = [b'["int","%x"]' % (n * COLLIDING) for n in range(1, 1000)]
+    return b'["list",%b]' % join([table(keys)] * 99)
+
+
+HOSTILE: dict[str, Callable[[], bytes]] = {
+    "keys": lambda: header(table([b'"%d"' % n for n in range(249_000)])),
+    "values": lambda: header(b'["list",%b]' % join([b"0"] * 499_000)),
+    "lists": lambda: header(b'["list",%b]' % join([b'["list",[]]'] * 160_000)),
+    "tuple keys": lambda: header(table([b'["tuple",[%d]]' % n for n in range(99_000)])),
+    "colliding keys": lambda: header(colliding()),
+    "text": lambda: header(b'"%b"' % (b"a" * (20 * MIB))),
+    "quotes": lambda: header(b'"%b"' % (b'\\"' * (10 * MIB))),
+    "views": lambda: header(b"null", views=99_000),
+    "too many views": lambda: header(b"null", views=350_000),
+    "entries": lambda: header(b"null", entries=100_000),
+    "more keys than are taken": lambda: header(
+        table([b'"%d"' % n for n in range(1_000_000)])
+    ),
+}
+
+
+@asynccontextmanager
+async def stalls() -> AsyncIterator[list[float]]:
+    """Measure how long the loop stands still, a hundred times a second."""
+    found = [0.0]
+
+    async def tick() -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            found.append(time.monotonic() - before - 0.01)
+
+    task = asyncio.create_task(tick())
+    try:
+        yield found
+    finally:
+        task.cancel()
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("seconds", [0.1, 5])
+async def test_a_receive_ends_at_its_deadline(kind: str, seconds: float) -> None:
+    """Whatever the header is made of; the loop goes on meanwhile."""
+    sent = HOSTILE[kind]()
+    async with (
+        rangepeer.serving(bytes(4), chunk_bytes=1 << 20) as peer,
+        transport() as receiver,
+    ):
+        object.__setattr__(peer.manifest, "header", sent)
+        async with stalls() as found:
+            start = time.monotonic()
+            with suppress(AiockptError):
+                await receiver.recv_checkpoint(
+                    0, peer.base_url, rangepeer.STEP, timeout=seconds
+                )
+            elapsed = time.monotonic() - start
+    assert elapsed < seconds + 5
+    assert max(found) < 0.5
+
+
+@pytest.mark.parametrize("kind", ["keys", "tuple keys", "text", "views"])
+async def test_it_takes_little_memory(kind: str) -> None:
+    """Several times what a header of many tensors weighs, and no more."""
+    sent = HOSTILE[kind]()
+    async with (
+        rangepeer.serving(bytes(4), chunk_bytes=1 << 20) as peer,
+        transport() as receiver,
+    ):
+        object.__setattr__(peer.manifest, "header", sent)
+        tracemalloc.start()
+        try:
+            with suppress(AiockptError):
+                await receiver.recv_checkpoint(0, peer.base_url, rangepeer.STEP)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert peak < 100 * MIB
+
+
+async def test_a_hundred_thousand_tensors_are_taken() -> None:
+    """The limit that is the default, and not one tensor more."""
+    flat = torch.zeros(100_001)
+    state: dict[str, Any] = {f"layer.{n}.weight": flat[n] for n in range(100_000)}
+    state = {key: each.clone() for key, each in state.items()}
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, state)
+        got = await receive(sender, receiver)
+        assert len(got) == len(state)
+        state["one more"] = torch.zeros(1)
+        async with transport(limits=Limits(max_tensors=100_001)) as generous:
+            await generous.send_checkpoint([], 2, state)
+            with pytest.raises(LimitExceededError, match="100001, more than"):
+                await receiver.recv_checkpoint(0, generous.metadata(), 2)
