@@ -204,7 +204,8 @@ class Mover:
                 land(_SHARE)
             expected = landings.expect(start, stop)
             window.append((start, self._post_receive(expected)))
-        land()
+        while window:  # what has arrived is digested while the rest still comes
+            land(_SHARE)
 
     def _moved(
         self, window: deque[tuple[int, Message]], share: int, until: float
