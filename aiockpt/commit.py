@@ -119,6 +119,13 @@ class Draft:
             self._sync(self.target.parent)
         return unused
 
+    def is_committed(self) -> bool:
+        """Say whether this rank's file has come to its final place, with the marker."""
+        # The directory is moved as a whole, when the marker is in it.
+        with suppress(OSError):
+            return is_at(self.target / self.path.name, self.fd)
+        return False
+
     def discard(self) -> None:
         """Remove what this rank has put there. Never raises."""
         for path in (self._temporary, self.path):

@@ -78,8 +78,10 @@ class Sealed:
         return self._snapshot.manifest
 
 
-def write_source(path: Path, fd: int, source: Source, *, durable: bool) -> None:
-    """Fill an empty file, of which ``path`` is only the name.
+def write_source(
+    path: Path, fd: int, source: Source, *, durable: bool
+) -> Manifest | ForeignHeader:
+    """Fill an empty file, of which ``path`` is only the name; return its header.
 
     With ``durable``, everything is on the disk afterwards.
 
@@ -100,6 +102,7 @@ def write_source(path: Path, fd: int, source: Source, *, durable: bool) -> None:
         _write(fd, [memoryview(sealed.header)], 0)
         if durable:
             os.fsync(fd)
+    return sealed
 
 
 def _blocks(base: int, size: int) -> Iterator[tuple[int, int]]:

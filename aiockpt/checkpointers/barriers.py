@@ -79,6 +79,17 @@ class Barrier(ABC):
         if failure is None:
             self.execute_barrier()
 
+    def expect(self, meeting: Meeting) -> None:
+        """Note that a save has begun, whose ranks are going to meet for this.
+
+        Called before the first byte is written, so that a meeting which an earlier save
+        of the same name and step has left undone is not taken for this one.
+
+        Raises:
+            TransportError: nobody can be asked.
+        """
+        del meeting
+
     def close(self) -> None:
         """Let go of what it holds."""
         return

@@ -19,16 +19,37 @@ from aiockpt.checkpointers.stager import StagedState, stager_of
 from aiockpt.errors import StorageError
 from aiockpt.memory import Arena
 
-__all__ = ["Handover", "text_of"]
+__all__ = ["Handover", "known_as", "text_of"]
 
 _BLOCK = 64 << 20
 _LONGEST_PATH = 16 << 10
 
 
 def text_of(path: str | os.PathLike[str]) -> str:
-    """Return a path that means the same in another process; an address is kept."""
+    """Return a path that means the same in another process; an address is kept.
+
+    Raises:
+        StorageError: there is no working directory that it would be relative to.
+    """
     text = os.fspath(path)
-    return text if "://" in text else os.path.abspath(text)
+    if "://" in text:
+        return text
+    try:
+        return os.path.abspath(text)
+    except OSError as error:
+        detail = f"the working directory cannot be read: {error.strerror}"
+        raise StorageError(text, detail) from error
+
+
+def known_as(path: str | os.PathLike[str]) -> str:
+    """Return a path by which other ranks know a save, if this rank cannot write it."""
+    try:
+        text = text_of(path)
+    except StorageError:
+        text = os.fspath(path)
+    if len(text) > _LONGEST_PATH:  # the directories do not matter to them
+        text = os.path.basename(text)[-_LONGEST_PATH:]
+    return text
 
 
 class Handover:

@@ -14,7 +14,7 @@ import msgspec
 from aiockpt._channel import unpack
 from aiockpt._mapped import TRUSTED
 from aiockpt.checkpointers.messages import Write
-from aiockpt.checkpointers.writer import CheckpointWriter
+from aiockpt.checkpointers.writer import CheckpointWriter, Written, content_of
 from aiockpt.wire.chunks import Digester, digest
 from aiockpt.wire.manifest import Manifest
 from aiockpt.wire.registry import REGISTRY
@@ -159,8 +159,8 @@ def perform(
     *,
     memory: Callable[[], mmap.mmap | memoryview],
     watch: Watch,
-) -> None:
-    """Have the writer write a snapshot.
+) -> Written:
+    """Have the writer write a snapshot; return what is to be said of it.
 
     One that has a ``write_snapshot`` of its own gets it with its digests; one that has
     a ``write`` a state dict over ``memory()``, which is its until it returns.
@@ -168,24 +168,32 @@ def perform(
     own = _own_methods(writer)
     if not own:
         source = _Digested(snapshot, watch)
-        writer.write_source(path, source, snapshot.manifest.step, **keywords)
-        return
+        told = writer.write_source(path, source, snapshot.manifest.step, **keywords)
+        return told if isinstance(told, Written) else Written()
     whole = _Whole(snapshot, watch)
+    unwatched = Written(content=content_of(whole.manifest))
     if "write" not in own:
-        writer.write_snapshot(path, whole, **keywords)
-        return
+        told = writer.write_snapshot(path, whole, **keywords)
+        return told if isinstance(told, Written) else unwatched
     from aiockpt.rebuild import Frame, assemble, tensors_over
 
     tensors = tensors_over(whole.manifest, memory())
     state = assemble(Frame.of(whole.manifest), tensors, limits=TRUSTED)
     writer.write(path=path, state_dict=state, **keywords)
+    return unwatched
 
 
-def forsake(writer: Any, path: str, step: int, reason: str) -> None:
+def forsake(
+    writer: Any, path: str, step: int, reason: str, *, begun: bool = False
+) -> None:
     """Have the writer tell the other ranks, if it knows how, that nothing will come."""
     if callable(abandon := getattr(writer, "abandon", None)):
+        # A writer of the user's own need not know the difference.
+        known = (
+            {"begun": True} if begun and isinstance(writer, CheckpointWriter) else {}
+        )
         try:
-            abandon(path, step, reason)
+            abandon(path, step, reason, **known)
         except Exception:
             logger.warning("the other ranks were not told", exc_info=True)
 

@@ -58,11 +58,15 @@ class Write(msgspec.Struct, tag=True, frozen=True):
 
 
 class Forsake(msgspec.Struct, tag=True, frozen=True):
-    """Tell the other ranks that this one has nothing to write."""
+    """Tell the other ranks that this one has nothing to write.
+
+    ``begun``: another process had begun to write it, and has died.
+    """
 
     path: bytes
     step: int
     reason: str
+    begun: bool = False
 
 
 class Drop(msgspec.Struct, tag=True, frozen=True):
@@ -101,11 +105,16 @@ class Dropped(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):
-    """A write has ended (0: the setup), well or with a failure."""
+    """A write has ended (0: the setup), well or with a failure.
+
+    ``warning`` and ``content`` are those of `writer.Written`.
+    """
 
     number: int
     seconds: float = 0.0
     failure: Failure | None = None
+    warning: str = ""
+    content: str = ""
 
 
 class Alive(msgspec.Struct, tag=True, frozen=True):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -105,10 +107,37 @@ class TCPStoreBarrier(Barrier):
             )
         )
 
+    def expect(self, meeting: Meeting) -> None:
+        """Begin another round where the last one was certainly about an earlier save.
+
+        That is one in which this rank was, one that was given up before this save
+        began, and any meeting to commit: all ranks come to the other one first. A round
+        in which another rank has failed stays, since that may be about this save.
+        """
+        with self._talking():
+            store = self._connect()
+            key = f"{self._prefix}/{meeting}"
+            number = int(_text(store.compare_set(f"{key}/round", "", "1")))
+            decision = self._decision(store, f"{key}/{number}")
+            if decision and (
+                meeting.phase == "committed"
+                or decision.startswith(_LATE)
+                or self._rank in self._arrived(store, f"{key}/{number}/arrived")
+            ):
+                self._raise(store, f"{key}/round", number + 1)
+
     def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
         """Block until every rank is there; with ``failure``, tell them and go on."""
+        with self._talking():
+            if failure is None:
+                self._meet(meeting)
+            else:
+                self._tell(meeting, failure)
+
+    @contextmanager
+    def _talking(self) -> Iterator[None]:
         try:
-            self._meet(meeting, failure)
+            yield
         except RuntimeError as error:
             self._store = None  # the next meeting connects again
             where = f"{self._address}:{self._port}"
@@ -147,19 +176,22 @@ class TCPStoreBarrier(Barrier):
             )
         return self._store
 
-    def _meet(self, meeting: Meeting, failure: str | None) -> None:
+    def _meet(self, meeting: Meeting) -> None:
         store = self._connect()
         key = f"{self._prefix}/{meeting}"
-        decision = self._arrive(store, key, failure)
-        if failure is not None:
-            self._read(store, decision)
-            return
+        number = int(_text(store.compare_set(f"{key}/round", "", "1")))
+        while self._rank in self._arrived(store, f"{key}/{number}/arrived"):
+            number += 1  # this rank was in that one already, perhaps in another life
+        self._raise(store, f"{key}/round", number)
+        decision = self._arrive(store, key, number)
+        if len(self._arrived(store, f"{key}/{number}/arrived")) == self._world_size:
+            self._decide(store, decision, _ALL_CAME)
         limits = (meeting.timeout, self._longest)
         timeout = min(limit for limit in limits if limit is not None)
         with suppress(dist.DistStoreError):
             store.wait([decision], timedelta(seconds=timeout))
         late = f"{_LATE}:{self._rank}:rank {self._rank} waited for {timeout:.3g} s"
-        found = _text(store.compare_set(decision, "", late))
+        found = self._decide(store, decision, late)
         self._read(store, decision)
         if found == late:
             raise TransferTimeoutError(f"the barrier ({meeting})", timeout)
@@ -167,28 +199,49 @@ class TCPStoreBarrier(Barrier):
             _, rank, reason = found.split(":", 2)
             raise PeerFailedError(int(rank), reason)
         if meeting.phase == "written" and not self._rank:
-            self._forget(store)
+            self._forget(store, meeting)
+
+    def _tell(self, meeting: Meeting, failure: str) -> None:
+        """Decide the round that is on, in which this rank may be: in another life."""
+        store = self._connect()
+        key = f"{self._prefix}/{meeting}"
+        number = int(_text(store.compare_set(f"{key}/round", "", "1")))
+        before = self._decision(store, f"{key}/{number}")
+        if before and self._rank in self._arrived(store, f"{key}/{number}/arrived"):
+            # All know how that one ended. If all had come, they wait for this rank at
+            # the next one now.
+            if before == _ALL_CAME and meeting.phase == "written":
+                self._tell(replace(meeting, phase="committed"), failure)
+            return
+        decision = self._arrive(store, key, number)
+        self._decide(store, decision, f"failed:{self._rank}:{failure}")
+        self._read(store, decision)
 
     @staticmethod
     def _read(store: Store, decision: str) -> None:
         """Say that this rank needs the store no longer, for the time being."""
         store.add(f"{decision.removesuffix('decision')}read", 1)
 
-    def _arrive(self, store: Store, key: str, failure: str | None) -> str:
-        """Take part in the round that is on; return the key of its decision."""
-        number = int(_text(store.compare_set(f"{key}/round", "", "1")))
-        while self._rank in self._arrived(store, f"{key}/{number}/arrived"):
-            number += 1  # this rank was in that one already, perhaps in another life
-        self._raise(store, f"{key}/round", number)
-        decision = f"{key}/{number}/decision"
+    def _arrive(self, store: Store, key: str, number: int) -> str:
+        """Take part in a round; return the key of its decision."""
         arrived = f"{key}/{number}/arrived"
         store.append(arrived, f"{self._rank},")  # type: ignore[attr-defined]
-        if failure is not None:
-            store.compare_set(decision, "", f"failed:{self._rank}:{failure}")
-        elif len(self._arrived(store, arrived)) == self._world_size:
-            store.compare_set(decision, "", _ALL_CAME)
         self._done.append((key, number))
-        return decision
+        return f"{key}/{number}/decision"
+
+    @staticmethod
+    def _decide(store: Store, key: str, decision: str) -> str:
+        """End a round, unless it has ended; return how it has."""
+        found = _text(store.compare_set(key, "", decision))
+        if found == decision:
+            store.set(key, decision)  # without libuv, only this wakes those who wait
+        return found
+
+    @staticmethod
+    def _decision(store: Store, of_round: str) -> str:
+        """Return how a round has ended; nothing while it is on."""
+        key = f"{of_round}/decision"
+        return _text(store.get(key)) if store.check([key]) else ""
 
     @staticmethod
     def _arrived(store: Store, key: str) -> set[int]:
@@ -201,13 +254,18 @@ class TCPStoreBarrier(Barrier):
         while int(now) < number:
             now = _text(store.compare_set(key, now, str(number)))
 
-    def _forget(self, store: Store) -> None:
+    def _forget(self, store: Store, meeting: Meeting) -> None:
         """Remove the keys of earlier meetings: all ranks have come from there."""
         *past, now = self._done
         self._done = [now]
+        # Another rank may have come to the second meeting of this save already.
+        both = (meeting, replace(meeting, phase="committed"))
+        kept = {f"{self._prefix}/{each}" for each in both}
         for key, number in past:
-            for name in ("round", *(f"{number}/{name}" for name in _OF_A_ROUND)):
-                store.delete_key(f"{key}/{name}")
+            for name in _OF_A_ROUND:
+                store.delete_key(f"{key}/{number}/{name}")
+            if key not in kept:
+                store.delete_key(f"{key}/round")
 
 
 def _text(value: bytes | str) -> str:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from aiockpt.checkpointers.writer import Written
 from aiockpt.observe import call_guarded
 from aiockpt.staging import Snapshot
 
@@ -20,6 +21,7 @@ class Submission:
         number: Counts a writer's submissions, from 1.
         begun: Whether the writer has begun; then it cannot be dropped any more.
         seconds: How long the writer took.
+        outcome: What is to be said of it when it is written.
         ended: Resolves when it is written (True) or was dropped (False), or fails.
     """
 
@@ -36,6 +38,7 @@ class Submission:
         self.nbytes = snapshot.manifest.segment_bytes
         self.begun = False
         self.seconds = 0.0
+        self.outcome = Written()
         self.ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._settled = asyncio.Event()
         self._snapshot = snapshot

@@ -17,7 +17,7 @@ from aiockpt._lifetime import Lifetime
 from aiockpt._snapshot import Snapshot
 from aiockpt.checkpointers.config import CheckpointStagerConfig
 from aiockpt.checkpointers.failures import failure_of
-from aiockpt.checkpointers.handover import Handover, text_of
+from aiockpt.checkpointers.handover import Handover, known_as, text_of
 from aiockpt.checkpointers.jobs import (
     Watch,
     decode_keywords,
@@ -26,6 +26,7 @@ from aiockpt.checkpointers.jobs import (
     perform,
 )
 from aiockpt.checkpointers.submission import BackgroundWriter, Submission
+from aiockpt.checkpointers.writer import Written
 from aiockpt.errors import AiockptError, WorkerError
 
 __all__ = ["CheckpointThread"]
@@ -84,7 +85,8 @@ class CheckpointThread(BackgroundWriter):
                 with failing_here("copying the keywords"):
                     given = await self._staging.run(_travelled, keywords)
                 self._count += 1
-                submission = Submission(self._count, path, snapshot, progress)
+                where = text_of(path)  # now: the thread may come to it much later
+                submission = Submission(self._count, where, snapshot, progress)
             except BaseException:
                 snapshot.release()
                 raise
@@ -101,7 +103,7 @@ class CheckpointThread(BackgroundWriter):
 
     async def forsake(self, path: str, step: int, reason: str) -> None:
         """Tell the other ranks, if there are any, that this one saves nothing."""
-        self._bridge.post(self._forsake, text_of(path), step, reason)
+        self._bridge.post(self._forsake, known_as(path), step, reason)
 
     async def close(self) -> None:
         """Finish what was handed over within its time, then end."""
@@ -165,7 +167,7 @@ class CheckpointThread(BackgroundWriter):
         failure: AiockptError | None = None
         try:
             _tell(loop, submission.begin)
-            self._perform(loop, submission, keywords)
+            submission.outcome = self._perform(loop, submission, keywords)
         except BaseException as error:  # noqa: BLE001 - one failed write ends nothing else
             failure = _told(error, submission.path)
         seconds = time.monotonic() - began
@@ -187,11 +189,11 @@ class CheckpointThread(BackgroundWriter):
         loop: asyncio.AbstractEventLoop,
         submission: Submission,
         keywords: Mapping[str, Any],
-    ) -> None:
+    ) -> Written:
         snapshot = submission.snapshot
-        perform(
+        return perform(
             self._made(),
-            text_of(submission.path),
+            submission.path,
             snapshot,
             keywords,
             memory=partial(_memory, snapshot),

@@ -20,6 +20,7 @@ from aiockpt.checkpointers.messages import (
 )
 from aiockpt.checkpointers.process_launch import Child
 from aiockpt.checkpointers.submission import Submission
+from aiockpt.checkpointers.writer import Written
 from aiockpt.errors import AiockptError
 
 __all__ = ["Sent", "Watched"]
@@ -152,6 +153,7 @@ def _settle(submission: Submission, message: Dropped | Ended) -> None:
         submission.finish(written=False)
         return
     submission.seconds = message.seconds
+    submission.outcome = Written(message.warning, message.content)
     failure = message.failure
     doing = f"writing {submission.path}"
     submission.finish(None if failure is None else raised(failure, doing))

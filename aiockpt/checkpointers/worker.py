@@ -44,6 +44,7 @@ from aiockpt.checkpointers.messages import (
     Ready,
     Setup,
 )
+from aiockpt.checkpointers.writer import Written
 
 __all__ = ["main"]
 
@@ -55,6 +56,7 @@ _IOPRIO_WHO_PROCESS: Final = 1
 _IOPRIO_IDLE: Final = 3 << 13
 
 _REPORT_EVERY: Final = 0.1
+_LONGEST: Final = 4096
 
 
 def main(fd: int) -> None:
@@ -99,7 +101,8 @@ def _work(inbox: Inbox, control: Control) -> None:
         if isinstance(work, Job):
             _write(writer, work, control)
         elif isinstance(work, Forsake):
-            forsake(writer, os.fsdecode(work.path), work.step, work.reason)
+            path = os.fsdecode(work.path)
+            forsake(writer, path, work.step, work.reason, begun=work.begun)
     if callable(close := getattr(writer, "close", None)):
         close()
 
@@ -151,20 +154,26 @@ def _write(writer: Any, job: Job, control: Control) -> None:
     number = job.request.number
     control.declare(Begun(number))
     began = time.monotonic()
-    failure = None
+    failure, written = None, Written()
     try:
-        _perform(writer, job, control)
+        written = _perform(writer, job, control)
     except BaseException as error:  # noqa: BLE001 - one failed write ends nothing else
         failure = failure_of(error)
     finally:
         job.close()
-    control.report(Ended(number, time.monotonic() - began, failure))
-    if failure is not None and control.unheard:
+    warning = plain(written.warning)[:_LONGEST]
+    seconds = time.monotonic() - began
+    control.report(Ended(number, seconds, failure, warning, written.content))
+    if not control.unheard:
+        return
+    if failure is not None:
         path = plain(os.fsdecode(job.request.path))
         logger.error("%s is not saved: %s: %s", path, failure.kind, failure.text)
+    elif warning:
+        logger.warning("%s", warning)
 
 
-def _perform(writer: Any, job: Job, control: Control) -> None:
+def _perform(writer: Any, job: Job, control: Control) -> Written:
     path = os.fsdecode(job.request.path)
     snapshot = MappedSnapshot(trusted_header(job.header), job.arena)
     try:
@@ -174,7 +183,7 @@ def _perform(writer: Any, job: Job, control: Control) -> None:
         snapshot.close()
         raise
     try:
-        perform(
+        return perform(
             writer,
             path,
             snapshot,

@@ -6,8 +6,9 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from aiockpt._files import remove_tree
 from aiockpt.checkpointers.barriers import Barrier, Meeting, Phase
@@ -15,7 +16,7 @@ from aiockpt.checkpointers.base import step_for
 from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.hooks import WriterHook, finish
 from aiockpt.commit import Draft
-from aiockpt.directory import StrPath, part_of, settle
+from aiockpt.directory import MARKER, StrPath, part_of, settle
 from aiockpt.errors import (
     PeerFailedError,
     StorageError,
@@ -23,15 +24,32 @@ from aiockpt.errors import (
     TransportError,
 )
 from aiockpt.memory import Arena, ArenaPool
+from aiockpt.observe import TransferEvent, emit
 from aiockpt.retention import retire, sweep
 from aiockpt.snapshotfile import Sealed, Source, Viewed, write_source
+from aiockpt.wire.manifest import Manifest
 
-__all__ = ["CheckpointWriter", "Report"]
+__all__ = ["CheckpointWriter", "Report", "Written", "content_of"]
 
 logger = logging.getLogger("aiockpt")
 
+_PHASES: Final = ("written", "committed")
+
 Report: TypeAlias = Callable[[int, int], None]
 """Hears how many bytes of how many the writer has taken."""
+
+
+class Written(NamedTuple):
+    """What is to be said of a checkpoint that was committed.
+
+    Attributes:
+        warning: Why not every rank has confirmed the commit; or nothing.
+        content: Equal for two checkpoints that hold the same bytes in their tensors;
+            nothing if there are no tensors, or the writer does not know.
+    """
+
+    warning: str = ""
+    content: str = ""
 
 
 class CheckpointWriter:
@@ -82,13 +100,24 @@ class CheckpointWriter:
             UnsupportedLeafError: a leaf cannot be saved; its path is in ``path``.
             TypeError, ValueError: ``step`` is none.
             StorageError: not written, or not committed; at ``path`` there is what was
-                there before.
+                there before. Or rank 0 cannot be asked any more, and this rank does
+                not know whether it was committed; the message says so.
         """
-        self.write_watched(path, state_dict, None, **kwargs)
+        written = self.write_watched(path, state_dict, None, **kwargs)
+        if written.warning:
+            step = step_for(path, kwargs)
+            emit(
+                TransferEvent(
+                    stop="write",
+                    step=step,
+                    detail=written.warning,
+                    level=logging.WARNING,
+                )
+            )
 
     def write_watched(
         self, path: StrPath, state_dict: Any, report: Report | None, /, **kwargs: Any
-    ) -> None:
+    ) -> Written:
         """Write as :meth:`write` does; ``report`` hears how many bytes of how many."""
         from aiockpt.livestate import LiveState
 
@@ -103,22 +132,25 @@ class CheckpointWriter:
             )
         with source:
             told = source if report is None else _Reporting(source, report)
-            self._save(path, save, told, kwargs)
+            written = self._save(path, save, told, kwargs)
             if report is not None:
                 report(source.segment_bytes, source.segment_bytes)
+        return written
 
-    def write_snapshot(self, path: StrPath, snapshot: Viewed, /, **kwargs: Any) -> None:
+    def write_snapshot(
+        self, path: StrPath, snapshot: Viewed, /, **kwargs: Any
+    ) -> Written | None:
         """Write what was staged and sealed already; else as :meth:`write`.
 
         Raises:
             StorageError: see :meth:`write`.
         """
         save = self._begin(path, snapshot.manifest.step)
-        self._save(path, save, Sealed(snapshot), kwargs)
+        return self._save(path, save, Sealed(snapshot), kwargs)
 
     def write_source(
         self, path: StrPath, source: Source, step: int, /, **kwargs: Any
-    ) -> None:
+    ) -> Written | None:
         """Write what was staged, and seal it: its digests are computed meanwhile.
 
         A checkpointer calls this, unless a subclass has a :meth:`write` or a
@@ -127,11 +159,19 @@ class CheckpointWriter:
         Raises:
             StorageError: see :meth:`write`.
         """
-        self._save(path, self._begin(path, step), source, kwargs)
+        return self._save(path, self._begin(path, step), source, kwargs)
 
-    def abandon(self, path: StrPath, step: int, reason: str) -> None:
-        """Tell the ranks that wait for this one that it has nothing to write."""
-        self._begin(path, step).tell("written", reason)
+    def abandon(
+        self, path: StrPath, step: int, reason: str, *, begun: bool = False
+    ) -> None:
+        """Tell the ranks that wait for this one that it has nothing to write.
+
+        ``begun``: another process had begun to write it, and has died.
+        """
+        save = _Save(path, step, self._barrier, self._config)
+        if not begun:
+            save.expect()
+        save.tell("written", reason)
 
     def close(self) -> None:
         """Let go of what the barrier holds, and of memory."""
@@ -140,33 +180,40 @@ class CheckpointWriter:
             self._barrier.close()
 
     def _begin(self, path: StrPath, step: int) -> _Save:
-        return _Save(settle(path), step, self._barrier, self._config)
+        save = _Save(path, step, self._barrier, self._config)
+        save.expect()
+        with save.reporting("written"):
+            save.target = settle(path)
+        return save
 
     def _save(
         self, path: StrPath, save: _Save, source: Source, kwargs: Mapping[str, Any]
-    ) -> None:
+    ) -> Written:
         target, rank = save.target, self._rank_info.global_rank
-        if not rank:
-            sweep(target.parent, shared=self._barrier is not None)
         with save.reporting("written"):
+            if not rank:
+                sweep(target.parent, shared=self._barrier is not None)
             draft = Draft(target, rank, durable=self._config.fsync)
         with draft:
             with save.reporting("written", draft):
-                self._fill(draft, source)
+                content = self._fill(draft, source)
                 if self._hook is not None:
                     finish(self._hook.pre_commit(os.fspath(path), **kwargs))
-            save.meet("written", draft)
+            save.meet(draft, rank)
             unused: list[Path] = []
             with save.reporting("committed", draft):
                 if not rank:
                     world_size = self._rank_info.global_world_size
                     unused = draft.commit(save.step, world_size)
-            save.meet("committed", draft)
+            warning = save.confirm(draft, rank)
         self._follow_up(path, target, unused, kwargs)
+        return Written(warning, content)
 
-    def _fill(self, draft: Draft, source: Source) -> None:
-        write_source(draft.temporary, draft.fd, source, durable=self._config.fsync)
+    def _fill(self, draft: Draft, source: Source) -> str:
+        durable = self._config.fsync
+        header = write_source(draft.temporary, draft.fd, source, durable=durable)
         draft.keep_file()
+        return content_of(header) if isinstance(header, Manifest) else ""
 
     def _follow_up(
         self, path: StrPath, target: Path, unused: list[Path], kwargs: Mapping[str, Any]
@@ -196,6 +243,18 @@ class CheckpointWriter:
             logger.warning("old checkpoints are not removed", exc_info=True)
 
 
+def content_of(manifest: Manifest) -> str:
+    """Return what is equal for two checkpoints whose tensors hold the same bytes.
+
+    Plain values, as a step, do not count: a trainer whose tensors never change is to be
+    noticed, although it counts its steps.
+    """
+    if not manifest.segment_bytes:
+        return ""
+    told = f"{manifest.segment_bytes} {manifest.chunk_bytes} {manifest.algorithm} "
+    return sha256((told + "".join(manifest.digests)).encode()).hexdigest()
+
+
 class _Reporting:
     """A source that tells how far its reader is."""
 
@@ -218,14 +277,24 @@ class _Save:
 
     def __init__(
         self,
-        target: Path,
+        path: StrPath,
         step: int,
         barrier: Barrier | None,
         config: CheckpointWriterConfig,
     ) -> None:
-        self.target, self.step = target, step
+        # Until the path is resolved, and for meeting ranks that could not resolve it.
+        self.target = _unresolved(path)
+        self.step = step
+        self._name = self.target.name
         self._barrier = barrier
         self._timeout = config.write_barrier_timeout_secs
+
+    def expect(self) -> None:
+        """Let the barrier forget the meetings of an earlier save of the same name."""
+        if self._barrier is not None:
+            with suppress(TransportError):  # then nobody comes to the meeting either
+                for phase in _PHASES:
+                    self._barrier.expect(self._meeting(phase))
 
     @contextmanager
     def reporting(self, phase: Phase, draft: Draft | None = None) -> Iterator[None]:
@@ -244,8 +313,8 @@ class _Save:
             with suppress(TransportError):
                 self._barrier.meet(self._meeting(phase), failure=reason)
 
-    def meet(self, phase: Phase, draft: Draft) -> None:
-        """Wait for the other ranks.
+    def meet(self, draft: Draft, rank: int) -> None:
+        """Wait until every rank has written its file.
 
         Raises:
             StorageError: they did not come, or failed.
@@ -253,25 +322,58 @@ class _Save:
         if self._barrier is None:
             return
         try:
-            self._barrier.meet(self._meeting(phase))
+            self._barrier.meet(self._meeting("written"))
         except TransportError as error:
-            if _is_final(phase, error):
-                draft.discard()
-            detail = f"it was not committed: {error}"
-            raise StorageError(str(self.target), detail) from error
+            # Rank 0 commits, and others learn from these errors that it will not.
+            if not rank or isinstance(error, PeerFailedError | TransferTimeoutError):
+                raise self._not_committed(draft, error) from error
+            raise self._not_known(error) from error
+
+    def confirm(self, draft: Draft, rank: int) -> str:
+        """Wait until every rank knows of the commit; return a warning if one does not.
+
+        Raises:
+            StorageError: rank 0 has not committed it, or this rank cannot find out.
+        """
+        if self._barrier is None:
+            return ""
+        try:
+            self._barrier.meet(self._meeting("committed"))
+        except Exception as error:
+            # Whatever the barrier says: what is there is there.
+            if not rank or draft.is_committed():
+                why = str(error).partition("\n")[0] or type(error).__name__
+                name = self.target.name
+                return f"{name} is committed, but not every rank confirmed it: {why}"
+            if isinstance(error, PeerFailedError) and not error.rank:
+                raise self._not_committed(draft, error) from error
+            raise self._not_known(error) from error
+        return ""
+
+    def _not_committed(self, draft: Draft, error: Exception) -> StorageError:
+        draft.discard()
+        return StorageError(str(self.target), f"it was not committed: {error}")
+
+    def _not_known(self, error: Exception) -> StorageError:
+        detail = (
+            f"it is not known whether it was committed: {error}; it was, if "
+            f"{MARKER} is there with step {self.step}"
+        )
+        return StorageError(str(self.target), detail)
 
     def _meeting(self, phase: Phase) -> Meeting:
         return Meeting(
-            name=self.target.name,
+            name=self._name,
             step=self.step,
             phase=phase,
-            place=part_of(self.target),
+            place=part_of(self.target) if self._name else self.target,
             timeout=self._timeout,
         )
 
 
-def _is_final(phase: Phase, error: TransportError) -> bool:
-    """Say whether certainly nobody commits any more what this rank has written."""
-    if phase == "committed":  # rank 0 is the one that would
-        return isinstance(error, PeerFailedError) and not error.rank
-    return isinstance(error, PeerFailedError | TransferTimeoutError)
+def _unresolved(path: StrPath) -> Path:
+    """Return an absolute path, links not followed; a path as it is if that fails."""
+    try:
+        return Path(os.path.abspath(path))
+    except OSError:  # there is no working directory any more
+        return Path(path)

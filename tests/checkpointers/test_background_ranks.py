@@ -102,6 +102,20 @@ def test_a_rank_whose_process_is_killed_fails_the_save(tmp_path: Path) -> None:
     check_whole(tmp_path / "c", 1)
 
 
+def test_a_rank_whose_process_is_killed_late_does_not_undo_the_commit(
+    tmp_path: Path,
+) -> None:
+    """The other rank has committed: it warns, as soon as the successor tells it why."""
+    began = time.monotonic()
+    said = run(tmp_path / "c", "tcp_store", "well", "child-dies-late")
+    assert said[1][1].startswith("2 WorkerError")
+    assert said[0][1].startswith("2 warning: step-2 is committed, but")
+    assert "rank 1 gave up: the checkpoint process ended by signal 9" in said[0][1]
+    assert said[0][2:] == ["2 saved"]
+    assert time.monotonic() - began < 100  # it did not wait for its timeout
+    check_whole(tmp_path / "c", 2)
+
+
 def test_a_trainer_that_dies_does_not_take_the_save_with_it(
     tmp_path: Path,
 ) -> None:

@@ -52,7 +52,7 @@ async def run_ranks(directory: Path, kind: str, *lives: str) -> list[list[str]]:
         said = await asyncio.gather(first.communicate(), second.communicate())
         codes = [first.returncode, second.returncode]
     for life, code in zip(lives, codes, strict=True):
-        killed = life in ("before", "at", "after")
+        killed = life in ("before", "at", "after", "committed")
         assert code == (-signal.SIGKILL if killed else 0)
     return [out.decode().splitlines() for out, _ in said]
 
@@ -101,6 +101,21 @@ class TestTogether:
         check_whole(tmp_path, [1])
         assert names(tmp_path) == ["step-1"]
 
+    @pytest.mark.parametrize("failing", [0, 1])
+    def test_one_cannot_resolve_its_path(
+        self, tmp_path: Path, kind: str, failing: int
+    ) -> None:
+        """The other one is told at once, and does not wait for its timeout."""
+        lives = ["well", "well"]
+        lives[failing] = "lost"
+        said = ranks(tmp_path, kind, *lives)
+        assert said[failing][1].startswith("2 StorageError")
+        assert "name too long" in said[failing][1]
+        other = said[1 - failing][1]
+        assert f"not committed: rank {failing} gave up" in other
+        check_whole(tmp_path, [1])
+        assert names(tmp_path) == ["step-1"]
+
 
 @pytest.mark.parametrize("kind", ["tcp_store", "dist_barrier"])
 @pytest.mark.parametrize("victim", [0, 1])
@@ -118,18 +133,54 @@ class TestKilled:
         assert said[victim] == ["1 saved"]
         assert said[1 - victim][0] == "1 saved"
         outcome = said[1 - victim][1]
-        if victim == 0 or moment == "before":
-            # It is rank 0 that commits, and it did not come that far.
+        if victim == 0:
+            # It is rank 0 that commits, and it did not come that far. The other rank
+            # cannot know that, unless all were told.
             assert outcome.startswith("2 StorageError")
-            assert "not committed" in outcome
+            assert "not committed" in outcome or "not known" in outcome
             check_whole(tmp_path, [1])
         elif outcome == "2 saved":
             check_whole(tmp_path, [1, 2])
-        else:  # the second meeting failed, when it was committed
-            assert outcome.startswith("2 StorageError")
-            check_whole(
-                tmp_path, [1, 2] if find_checkpoint(tmp_path / "step-2") else [1]
-            )
+        else:
+            assert moment != "after"
+            assert "it was not committed" in outcome
+            check_whole(tmp_path, [1])
+
+
+@pytest.mark.parametrize("kind", ["tcp_store", "dist_barrier"])
+class TestCommitted:
+    """A rank that dies after the commit does not make the others deny it."""
+
+    def test_the_rank_that_committed_warns(self, tmp_path: Path, kind: str) -> None:
+        """It calls its hook, retires older checkpoints and says which rank is gone."""
+        said, died = ranks(tmp_path, kind, "tells", "after")
+        assert died == ["1 saved"]
+        assert said[:2] == ["1 post_commit", "1 saved"]
+        warning, *rest = sorted(said[2:], reverse=True, key=lambda line: "warn" in line)
+        assert warning.startswith("2 warning: step-2 is committed, but")
+        assert rest == ["2 post_commit", "2 saved"]
+        check_whole(tmp_path, [2])
+        assert names(tmp_path) == ["step-2"]
+
+    def test_another_rank_looks_at_the_marker(self, tmp_path: Path, kind: str) -> None:
+        """Rank 0 has committed, and died before it could say so."""
+        died, said = ranks(tmp_path, kind, "committed", "tells")
+        assert died == ["1 saved"]
+        assert said[:2] == ["1 post_commit", "1 saved"]
+        assert "2 post_commit" in said
+        assert said[-1] == "2 saved"
+        assert any(line.startswith("2 warning: step-2 is committed") for line in said)
+        check_whole(tmp_path, [1, 2])
+
+    def test_another_rank_says_that_it_is_not_known(
+        self, tmp_path: Path, kind: str
+    ) -> None:
+        """Rank 0 died between the first meeting and its commit; there is no marker."""
+        died, said = ranks(tmp_path, kind, "after", "well")
+        assert died == ["1 saved"]
+        assert said[1].startswith("2 StorageError")
+        assert "it is not known whether it was committed" in said[1]
+        check_whole(tmp_path, [1])
 
 
 class TestLate:

@@ -4,12 +4,15 @@
 each went. Rank 1 does so on uvloop's loop. KIND is ``tcp_store`` (at PORT) or
 ``default`` (that of the process group). LIFE is ``well``, ``unsavable`` (step 2 cannot
 be staged), ``hasty`` (it cancels the save of step 2), ``child-dies`` (its process is
-killed in step 2) or ``dies`` (it is killed when step 2 was handed over).
+killed in step 2, its file written), ``child-dies-late`` (its process is killed in step
+2 when all files are written) or ``dies`` (it is killed when step 2 was handed over).
+Warnings are printed, too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -20,6 +23,8 @@ import torch.distributed as dist
 
 import aiockpt
 from aiockpt.checkpointers.hooks import WriterHook
+from aiockpt.observe import TransferEvent, add_hook
+from checkpointing import die_between_meetings
 
 
 class Fatal(WriterHook):
@@ -35,6 +40,12 @@ class Fatal(WriterHook):
 
     def post_commit(self, path: str, **kwargs: Any) -> None:
         pass
+
+
+def tell(event: TransferEvent) -> None:
+    """Print a warning."""
+    if event.level == logging.WARNING:
+        print(event.step, "warning:", event.detail, flush=True)
 
 
 async def main(rank: int, port: str, directory: str, kind: str, life: str) -> None:
@@ -54,7 +65,13 @@ async def main(rank: int, port: str, directory: str, kind: str, life: str) -> No
         barrier_config=barrier,
     )
     hook = Fatal(f"{directory}.mark") if life == "child-dies" else None
-    made = aiockpt.make_async_checkpointer(config, info, commit_hook=hook)
+    if life == "child-dies-late":
+        made = aiockpt.make_async_checkpointer(
+            config, info, die_between_meetings, (f"{directory}.mark",)
+        )
+    else:
+        made = aiockpt.make_async_checkpointer(config, info, commit_hook=hook)
+    add_hook(tell)
     async with made as checkpointer:
         for step in (1, 2):
             state: dict[str, Any] = {"w": torch.full((1000,), float(step)), "r": rank}

@@ -303,7 +303,13 @@ BLOCKING: Final[Cells] = {
             "faults/test_files.py::test_a_writer_that_is_killed_leaves_nothing_torn",
             "faults/test_files.py::test_nor_at_any_moment",
         ),
-        ("failed / one", _TOGETHER + "TestKilled::test_at_any_moment"),
+        (
+            "settled / one",
+            _TOGETHER + "TestKilled::test_at_any_moment",
+            _TOGETHER + "TestCommitted::test_the_rank_that_committed_warns",
+            _TOGETHER + "TestCommitted::test_another_rank_looks_at_the_marker",
+            _TOGETHER + "TestCommitted::test_another_rank_says_that_it_is_not_known",
+        ),
     ),
     **row(
         "TCPStoreBarrier.meet",
@@ -311,6 +317,7 @@ BLOCKING: Final[Cells] = {
         (
             "well / told",
             _TOGETHER + "TestTogether::test_one_fails",
+            _TOGETHER + "TestTogether::test_one_cannot_resolve_its_path",
             _TOGETHER + "TestParting::test_for_those_who_will_read",
         ),
         ("well / told", _TOGETHER + "TestStore::test_a_replaced_process_finds_its_way"),

@@ -174,6 +174,22 @@ def _stay(started: threading.Event) -> None:
     threading.Event().wait()
 
 
+def die_between_meetings(mark: str) -> None:
+    """Have this process killed in step 2, before its second meeting; once."""
+    from aiockpt.checkpointers.store_barrier import TCPStoreBarrier
+
+    meet = TCPStoreBarrier.meet
+
+    def dying(self: Any, meeting: Any, *, failure: str | None = None) -> None:
+        second = (meeting.step, meeting.phase) == (2, "committed")
+        if second and failure is None and not os.path.exists(mark):
+            open(mark, "x").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        meet(self, meeting, failure=failure)
+
+    TCPStoreBarrier.meet = dying  # type: ignore[method-assign]
+
+
 def refuse() -> None:
     """Fail to initialise."""
     raise LookupError("no such environment")

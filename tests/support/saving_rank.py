@@ -1,13 +1,16 @@
 """One of two ranks that save together, as a process that may die at a given moment.
 
 ``saving_rank.py RANK PORT DIRECTORY BARRIER LIFE`` saves steps 1 and 2 and says how
-each went. LIFE is ``well``, ``fails`` (its state of step 2 cannot be saved),
-``stays-away``, or where it is killed in step 2: ``before``, ``at`` or ``after`` the
-barrier.
+each went. LIFE is ``well``, ``fails`` (its state of step 2 cannot be saved), ``lost``
+(its path of step 2 cannot be resolved), ``stays-away``, or where it is killed in step
+2: ``before``, ``at`` or ``after`` the first meeting at the barrier, or ``committed``:
+right before the second one. With ``tells`` the rank lives well, keeps one checkpoint,
+and prints its warnings and the calls of its ``post_commit`` too.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -32,6 +35,7 @@ from aiockpt.checkpointers.config import (
 )
 from aiockpt.checkpointers.hooks import WriterHook
 from aiockpt.checkpointers.writer import CheckpointWriter
+from aiockpt.observe import TransferEvent, add_hook
 
 TIMEOUTS = {1: 60.0, 2: 2.0}
 """How long another rank is waited for: to start, and when it may have died."""
@@ -52,6 +56,22 @@ class Fatal(WriterHook):
         pass
 
 
+class Telling(WriterHook):
+    """Prints that a checkpoint was committed."""
+
+    def pre_commit(self, path: str, **kwargs: Any) -> None:
+        pass
+
+    def post_commit(self, path: str, **kwargs: Any) -> None:
+        print(f"{path[-1]} post_commit", flush=True)
+
+
+def tell(event: TransferEvent) -> None:
+    """Print a warning."""
+    if event.level == logging.WARNING:
+        print(f"{event.step} warning: {event.detail}", flush=True)
+
+
 class FatalBarrier(Barrier):
     """Another barrier, at or behind which its rank dies."""
 
@@ -62,6 +82,11 @@ class FatalBarrier(Barrier):
         raise NotImplementedError
 
     def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
+        if self._moment == "committed" and meeting.phase == "written":
+            self._real.meet(meeting, failure=failure)
+            return
+        if self._moment == "committed":
+            die()
         if self._moment == "at":
             threading.Timer(0.3, die).start()
             self._real.meet(meeting, failure=failure)
@@ -88,10 +113,17 @@ def barrier_of(kind: str, rank: int, port: int) -> Barrier:
 def main(rank: int, port: int, directory: str, kind: str, life: str) -> None:
     """Save twice."""
     barrier = barrier_of(kind, rank, port)
+    if life == "tells":
+        add_hook(tell)
     for step, timeout in TIMEOUTS.items():
-        config = CheckpointWriterConfig(write_barrier_timeout_secs=timeout)
-        hook = Fatal() if life == "before" and step == 2 else None
-        if life in ("at", "after") and step == 2:
+        tells = life == "tells"
+        config = CheckpointWriterConfig(
+            write_barrier_timeout_secs=timeout, keep_last=1 if tells else None
+        )
+        hook: WriterHook | None = Telling() if tells else None
+        if life == "before" and step == 2:
+            hook = Fatal()
+        if life in ("at", "after", "committed") and step == 2:
             barrier = FatalBarrier(barrier, life)
         state: dict[str, Any] = {
             "rank": rank,
@@ -103,14 +135,17 @@ def main(rank: int, port: int, directory: str, kind: str, life: str) -> None:
         if life == "stays-away" and step == 2:
             return
         writer = CheckpointWriter(config, RankInfo(rank, 2), barrier, hook)
+        place = directory
+        if life == "lost" and step == 2:
+            place = f"{directory}/{'x' * 300}"  # no name can be so long
         try:
-            writer.write(f"{directory}/step-{step}", state)
+            writer.write(f"{place}/step-{step}", state)
         except Exception as error:  # noqa: BLE001 - it is told
             print(f"{step} {type(error).__name__}: {error}", flush=True)
         else:
             print(f"{step} saved", flush=True)
     writer.close()
-    if kind == "default_store" and life in ("well", "fails"):
+    if kind == "default_store" and life in ("well", "fails", "lost"):
         with suppress(RuntimeError):  # the other one may be dead
             dist.monitored_barrier(timeout=timedelta(seconds=5))  # rank 0 is the store
     if dist.is_initialized():
