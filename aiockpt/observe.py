@@ -65,6 +65,8 @@ class TransferEvent:
         detail: The error or the remark, as one line.
         medium: How the bytes came where that may differ: ``HTTP``, or ``shared
             memory`` of this host.
+        unchanged: Whether all tensors hold the same bytes as in the save, or the
+            publication, before this one; ``detail`` names that.
         level: A level of :mod:`logging`.
     """
 
@@ -77,6 +79,7 @@ class TransferEvent:
     detail: str = ""
     level: int = logging.DEBUG
     medium: str = ""
+    unchanged: bool = False
 
     def __str__(self) -> str:
         words = [self.stop]

@@ -6,12 +6,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from aiockpt.checkpointers.submission import Submission
+from aiockpt.checkpointers.writer import Written
 from aiockpt.observe import Progress, TransferEvent, call_guarded, emit
 
-__all__ = ["Account", "CheckpointerStatistics", "SaveHandle", "meter"]
+__all__ = ["Account", "CheckpointerStatistics", "Repeats", "SaveHandle", "meter"]
 
 
 class CheckpointerStatistics(NamedTuple):
@@ -51,6 +53,8 @@ class SaveHandle:
         staged: Whether the state dict was copied; False if it was skipped, or failed.
         skipped: Whether the policy did not begin it, since others are under way.
         replaced: Whether a newer save took its place before it was written.
+        unchanged: Whether, when it is written, all tensors hold the same bytes as in
+            the save that this checkpointer wrote before it.
     """
 
     def __init__(self, path: str, step: int) -> None:
@@ -59,6 +63,7 @@ class SaveHandle:
         self.staged = False
         self.skipped = False
         self.replaced = False
+        self.unchanged = False
         self.observed = False
         self.handed_over = False
         self._ended = asyncio.Event()
@@ -119,6 +124,7 @@ class Account:
         )
         self._bytes = 0
         self._stall = self._write = 0.0
+        self._repeats = Repeats()
 
     def __repr__(self) -> str:
         return f"<Account {self._counts}>"
@@ -165,15 +171,16 @@ class Account:
         self._counts["written"] += 1
         self._bytes += submission.nbytes
         self._write = time.monotonic() - since
-        emit(
-            TransferEvent(
-                stop="write",
-                step=handle.step,
-                nbytes=submission.nbytes,
-                seconds=self._write,
-                level=logging.INFO,
-            )
+        event = TransferEvent(
+            stop="write",
+            step=handle.step,
+            nbytes=submission.nbytes,
+            seconds=self._write,
+            level=logging.INFO,
         )
+        event = self._repeats.told(event, handle.path, submission.outcome)
+        handle.unchanged = event.unchanged
+        emit(event)
         handle.end()
 
     def failed(self, handle: SaveHandle, error: BaseException) -> None:
@@ -195,6 +202,40 @@ class Account:
 
     def _tell(self, handle: SaveHandle, stop: str, detail: str, level: int) -> None:
         emit(TransferEvent(stop=stop, step=handle.step, detail=detail, level=level))
+
+
+class Repeats:
+    """Notices a save whose tensors are those of the save before it."""
+
+    def __init__(self) -> None:
+        self._content = self._path = ""
+        self._step: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<Repeats step={self._step} {self._path}>"
+
+    def told(self, event: TransferEvent, path: str, outcome: Written) -> TransferEvent:
+        """Return the event of a save with what is to be said of it.
+
+        Tensors that never change mean that a trainer saves the wrong ones, so that is a
+        warning; unless the same step is saved under another name, which is a copy.
+        """
+        said = [event.detail, outcome.warning]
+        unchanged = bool(outcome.content) and outcome.content == self._content
+        copied = unchanged and event.step == self._step and path != self._path
+        if unchanged:
+            said.append(
+                f"all tensors of {path} (step {event.step}) hold the same bytes as in "
+                f"the save before it, {self._path} (step {self._step})"
+            )
+        warns = outcome.warning or (unchanged and not copied)
+        self._content, self._path, self._step = outcome.content, path, event.step
+        return replace(
+            event,
+            detail="; ".join(filter(None, said)),
+            level=logging.WARNING if warns else event.level,
+            unchanged=unchanged,
+        )
 
 
 def meter(

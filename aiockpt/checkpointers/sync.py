@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from aiockpt.checkpointers.base import Checkpointer, step_for
-from aiockpt.checkpointers.handle import CheckpointerStatistics, meter
+from aiockpt.checkpointers.handle import CheckpointerStatistics, Repeats, meter
 from aiockpt.checkpointers.reader import CheckpointReader
-from aiockpt.checkpointers.writer import CheckpointWriter
+from aiockpt.checkpointers.writer import CheckpointWriter, Written
 from aiockpt.directory import StrPath
 from aiockpt.errors import ClosedError
 from aiockpt.observe import Progress, TransferEvent, emit
@@ -37,6 +37,7 @@ class SyncCheckpointer(Checkpointer):
         self._reader = reader
         self._closed = False
         self._account = _Account()
+        self._repeats = Repeats()
 
     def __enter__(self) -> Self:
         return self
@@ -74,11 +75,14 @@ class SyncCheckpointer(Checkpointer):
         """
         self._check()
         step, watch = step_for(path, kwargs), _Watch(progress)
-        with self._account.counted(watch), _told("write", path, step, watch):
+        began, written = time.monotonic(), Written()
+        with self._account.counted(watch):
             if type(self._writer).write is CheckpointWriter.write:
-                self._writer.write_watched(path, state_dict, watch, **kwargs)
+                written = self._writer.write_watched(path, state_dict, watch, **kwargs)
             else:
                 self._writer.write(path, state_dict, **kwargs)
+        event = _event("write", path, step, watch.nbytes, began)
+        emit(self._repeats.told(event, os.fspath(path), written))
 
     def load(
         self,
@@ -98,14 +102,15 @@ class SyncCheckpointer(Checkpointer):
             ClosedError: after :meth:`close`.
         """
         self._check()
-        with _told("load", path, None, _Watch(None)):
-            loaded, _ = self._reader.read(
-                path,
-                state_dict,
-                map_location=default_map_location,
-                strict=strict,
-                **kwargs,
-            )
+        began = time.monotonic()
+        loaded, _ = self._reader.read(
+            path,
+            state_dict,
+            map_location=default_map_location,
+            strict=strict,
+            **kwargs,
+        )
+        emit(_event("load", path, None, 0, began))
         return loaded
 
     def statistics(self) -> CheckpointerStatistics:
@@ -182,18 +187,15 @@ class _Account:
         )
 
 
-@contextmanager
-def _told(stop: str, path: StrPath, step: int | None, watch: _Watch) -> Iterator[None]:
-    """Emit an event when a call has ended well."""
-    started = time.monotonic()
-    yield
-    emit(
-        TransferEvent(
-            stop=stop,
-            step=step,
-            nbytes=watch.nbytes,
-            seconds=time.monotonic() - started,
-            detail=os.fspath(path).partition("#")[0],
-            level=logging.INFO,
-        )
+def _event(
+    stop: str, path: StrPath, step: int | None, nbytes: int, began: float
+) -> TransferEvent:
+    """Return the event of a call that has ended well."""
+    return TransferEvent(
+        stop=stop,
+        step=step,
+        nbytes=nbytes,
+        seconds=time.monotonic() - began,
+        detail=os.fspath(path).partition("#")[0],
+        level=logging.INFO,
     )
