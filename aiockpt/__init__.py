@@ -40,6 +40,7 @@ from aiockpt.errors import (
     UnavailableError,
     UnsupportedLeafError,
     WorkerError,
+    WorkerTimeoutError,
     WorldSizeMismatchError,
 )
 
@@ -145,6 +146,7 @@ __all__ = [
     "UnavailableError",
     "UnsupportedLeafError",
     "WorkerError",
+    "WorkerTimeoutError",
     "WorldSizeMismatchError",
     "WriterHook",
     "__version__",

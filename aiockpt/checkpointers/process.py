@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -10,6 +13,7 @@ from typing import Any, Final
 
 from aiockpt._bridge import Bridge
 from aiockpt._lifetime import Lifetime
+from aiockpt.checkpointers.base import step_for
 from aiockpt.checkpointers.config import (
     CheckpointProcessConfig,
     CheckpointStagerConfig,
@@ -20,13 +24,14 @@ from aiockpt.checkpointers.defaults import (
     default_writer_init_fn,
 )
 from aiockpt.checkpointers.failures import plain
-from aiockpt.checkpointers.handover import Handover, text_of
+from aiockpt.checkpointers.handover import Handover, known_as
 from aiockpt.checkpointers.messages import Forsake, Setup, Write
 from aiockpt.checkpointers.process_launch import Recipe
 from aiockpt.checkpointers.rendezvous import runtime_dir
 from aiockpt.checkpointers.submission import BackgroundWriter, Submission
 from aiockpt.checkpointers.supervisor import Supervisor
 from aiockpt.errors import ClosedError, WorkerError
+from aiockpt.observe import TransferEvent, emit
 
 __all__ = ["CheckpointProcess"]
 
@@ -100,7 +105,7 @@ class CheckpointProcess(BackgroundWriter):
         """Wait until the child's init functions have returned.
 
         Raises:
-            WorkerError: they failed, or took too long.
+            WorkerError: they failed; a ``WorkerTimeoutError`` if they took too long.
         """
         with self._lifetime.call():
             await self._supervisor.ready()
@@ -110,11 +115,25 @@ class CheckpointProcess(BackgroundWriter):
     ) -> None:
         """Write a state dict, staged or not; return when it is committed.
 
-        If cancelled before it was handed over, nothing is written; later, it is
+        ``state_dict`` may be a future of one: a `concurrent.futures.Future` or anything
+        that can be awaited. If that fails, its exception is raised and nothing is
+        written.
+
+        Other ranks that save it too are told if nothing is handed over. If cancelled
+        before that, nothing is written, and a future goes on by itself; later, it is
         written all the same.
         """
-        submission = await self.submit(state_dict, os.fspath(path), kwargs)
+        text, step = os.fspath(path), step_for(path, kwargs)
+        try:
+            staged = await _resolved(state_dict)
+            submission = await self.submit(staged, text, kwargs)
+        except BaseException as error:
+            await self.forsake(text, step, str(error) or type(error).__name__)
+            raise
         await submission.written()
+        if warning := submission.outcome.warning:
+            level = logging.WARNING
+            emit(TransferEvent(stop="write", step=step, detail=warning, level=level))
 
     async def submit(
         self,
@@ -150,7 +169,7 @@ class CheckpointProcess(BackgroundWriter):
         """Tell the other ranks, if there are any, that this one saves nothing."""
         if self._ranks > 1:
             message = Forsake(
-                os.fsencode(text_of(path)), step, plain(reason)[:_LONGEST]
+                os.fsencode(known_as(path)), step, plain(reason)[:_LONGEST]
             )
             # If it cannot be told, or not any more, it reaches nobody.
             with suppress(WorkerError, ClosedError), self._lifetime.call():
@@ -181,6 +200,24 @@ class CheckpointProcess(BackgroundWriter):
             last,
             partial(self._bridge.aclose, timeout=_CLOSING),
         )
+
+
+async def _resolved(state_dict: Any) -> Any:
+    """Wait for a future; it is the caller's, so a cancel here does not cancel it."""
+    if hasattr(state_dict, "add_done_callback"):  # of asyncio, or of an executor
+        future = asyncio.wrap_future(state_dict)
+        future.add_done_callback(_look_at)
+        await asyncio.wait({future})
+        return future.result()
+    if inspect.isawaitable(state_dict):
+        return await state_dict
+    return state_dict
+
+
+def _look_at(future: asyncio.Future[Any]) -> None:
+    # A write that was cancelled does not; asyncio would complain of it.
+    if not future.cancelled():
+        future.exception()
 
 
 def _message(submission: Submission, path: str) -> Write:

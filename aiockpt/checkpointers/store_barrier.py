@@ -138,6 +138,8 @@ class TCPStoreBarrier(Barrier):
     def _talking(self) -> Iterator[None]:
         try:
             yield
+        except TransportError:  # a timeout is a RuntimeError, too
+            raise
         except RuntimeError as error:
             self._store = None  # the next meeting connects again
             where = f"{self._address}:{self._port}"

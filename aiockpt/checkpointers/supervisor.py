@@ -19,7 +19,7 @@ from aiockpt.checkpointers.messages import Close, Drop, Forsake, Write
 from aiockpt.checkpointers.process_launch import Child, Recipe
 from aiockpt.checkpointers.submission import Submission
 from aiockpt.checkpointers.watched import Sent, Watched
-from aiockpt.errors import AiockptError, WorkerError
+from aiockpt.errors import AiockptError, WorkerError, WorkerTimeoutError
 
 __all__ = ["Supervisor"]
 
@@ -164,7 +164,10 @@ class Supervisor:
         reason = await self._outlive(child)
         exitcode = await self._bridge.run(child.child.reap)
         child.leave()
-        error = child.failure or WorkerError(_obituary(reason, exitcode))
+        error = child.failure
+        if error is None:
+            cls = WorkerTimeoutError if reason else WorkerError
+            error = cls(_obituary(reason, exitcode))
         if isinstance(error, WorkerError):
             error.exitcode = exitcode
         self._child = None
@@ -234,7 +237,8 @@ class Supervisor:
 
 
 def _forsaken(lost: Sent, error: AiockptError) -> Forsake:
-    return Forsake(lost.message.path, lost.submission.step, plain(str(error)))
+    reason = plain(str(error))
+    return Forsake(lost.message.path, lost.submission.step, reason, begun=True)
 
 
 def _obituary(reason: str, exitcode: int | None) -> str:

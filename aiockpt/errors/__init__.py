@@ -30,7 +30,8 @@ that a caller would guess::
     ├── StorageError                      not written, or no checkpoint (OSError)
     │   ├── CheckpointNotFoundError           no whole one is there (FileNotFoundError)
     │   └── WorldSizeMismatchError            more or fewer ranks load it than saved it
-    ├── WorkerError                       the checkpoint process died or raised
+    ├── WorkerError                       the checkpoint process died (RuntimeError)
+    │   └── WorkerTimeoutError            it took too long (TimeoutError)
     ├── SaveInProgressError               two saves are under way (BlockingIOError)
     ├── MissingExtraError                 a library is not installed (ImportError)
     └── ClosedError                       used after close (RuntimeError)
@@ -53,6 +54,7 @@ from aiockpt.errors.local import (
     TemplateMismatchError,
     UnsupportedLeafError,
     WorkerError,
+    WorkerTimeoutError,
     WorldSizeMismatchError,
 )
 from aiockpt.errors.protocol import (
@@ -111,5 +113,6 @@ __all__ = [
     "UnavailableError",
     "UnsupportedLeafError",
     "WorkerError",
+    "WorkerTimeoutError",
     "WorldSizeMismatchError",
 ]

@@ -17,6 +17,7 @@ __all__ = [
     "TemplateMismatchError",
     "UnsupportedLeafError",
     "WorkerError",
+    "WorkerTimeoutError",
     "WorldSizeMismatchError",
 ]
 
@@ -120,7 +121,7 @@ def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
-class WorkerError(AiockptError):
+class WorkerError(AiockptError, RuntimeError):
     """The checkpoint process died, or raised ``remote_traceback``."""
 
     def __init__(
@@ -129,6 +130,10 @@ class WorkerError(AiockptError):
         super().__init__(detail)
         self.exitcode = exitcode
         self.remote_traceback = remote_traceback
+
+
+class WorkerTimeoutError(WorkerError, TimeoutError):
+    """The checkpoint process was killed: it did not start, write or end in time."""
 
 
 class SaveInProgressError(AiockptError, BlockingIOError):

@@ -205,5 +205,5 @@ def test_a_dead_ranks_successor_tells_those_that_wait_already(tmp_path: Path) ->
         for each in (waiting, dead):
             assert "rank 1 gave up: it died" in str(each.exception(LONG))
         assert time.monotonic() - since < LONG / 2
-    for each in (successor, second, first):
-        each.close()
+    for made in (successor, second, first):
+        made.close()
