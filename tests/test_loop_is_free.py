@@ -194,6 +194,27 @@ async def test_a_cancelled_send_gives_back_what_was_mapped(
     assert [arena.closed for arena in made] == [True]
 
 
+async def test_kept_memory_is_unmapped_in_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the end of the transport that kept it for its next receive."""
+    threads: list[int] = []
+    close = Arena.close
+
+    def noted(arena: Arena) -> None:
+        threads.append(threading.get_ident())
+        close(arena)
+
+    async with transport() as sender, transport(keep_arena=True) as receiver:
+        await sender.send_checkpoint([1], 1, weights())
+        got = await receive(sender, receiver)
+        del got
+        monkeypatch.setattr(Arena, "close", noted)
+        await receiver.shutdown()
+        assert len(threads) == 1
+        assert threading.get_ident() not in threads
+
+
 async def test_what_comes_back_after_the_end_is_unmapped_in_a_thread() -> None:
     """A snapshot may be given back late, and have gigabytes."""
     bridge = Bridge(threads=1, name="bridge")

@@ -299,7 +299,10 @@ class HTTPTransport(Receiver[T]):
             self._endpoint.stop,
             self._client.aclose,
             partial(self._lifetime.calls_ended, timeout=_CLOSING),
+            self._keep_nothing,
             partial(self._bridge.aclose, timeout=_CLOSING),
         )
+
+    async def _keep_nothing(self) -> None:
         if self._warm is not None:
-            self._warm.close()
+            self._bridge.post(self._warm.close)
