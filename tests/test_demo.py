@@ -41,9 +41,10 @@ def test_it_shows_a_resume_and_verifies_every_value(model: Path) -> None:
     options = [] if HAS_MODEL else ["--model", model]
     done = run_aiockpt("demo", *options)
     assert (done.returncode, done.stderr) == (0, "")
-    model_line, sender, received, resumed, verified = done.stdout.splitlines()
+    model_line, sender, state, received, resumed, verified = done.stdout.splitlines()
     assert re.match(r"model +\S+\.safetensors: .*B in \d+ tensors", model_line)
     assert re.match(r"sender +another process; staged in \d+\.\d+ s", sender)
+    assert re.match(r"state .*B, [23]\.\d times the model: .* two moments", state)
     assert re.match(r"received .*B in .* s \(.* GB/s\), undisturbed", received)
     assert re.match(r"resumed .*B in .* s \(.* GB/s\), all connections cut", resumed)
     assert re.match(r"verified +both times, all \d+ tensors and values are", verified)

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from aiockpt.cli.demo_receiver import receive_twice
 
-    return asyncio.run(receive_twice(path))
+    return asyncio.run(receive_twice(path, header.segment_bytes))
 
 
 def find_model() -> Path:

@@ -48,12 +48,21 @@ class _Received:
         return f"{format_bytes(self.nbytes)} in {self.seconds:.2f} s ({rate:.2f} GB/s)"
 
 
-async def receive_twice(model: Path) -> int:
-    """Receive, cut, resume, compare; return the exit code."""
+async def receive_twice(model: Path, size: int) -> int:
+    """Receive, cut, resume, compare; return the exit code.
+
+    Args:
+        model: The model's file.
+        size: The bytes of its tensors.
+    """
     async with _sender(model) as offer:
         count = len(offer.fingerprints)
         print(f"sender    another process; staged in {offer.staged_in:.2f} s")
         plain = await _receive(offer.metadata)
+        print(
+            f"state     {format_bytes(plain.nbytes)}, {plain.nbytes / size:.1f} times "
+            "the model: each parameter, and the two moments that AdamW keeps of it"
+        )
         print(f"received  {plain}, undisturbed")
         wrong = _differences(plain.state, offer)
         plain.state = None
