@@ -295,6 +295,13 @@ ROWS: Final = (
         "as many as are admitted read; the others are told to come back, and do; "
         "nobody is cut off; the loop's longest stall ≤ 0.5 s",
     ),
+    Row(
+        43,
+        "A state cannot be sent over a process group, and the receiver is not there",
+        "gloo; SIGSTOP, then SIGCONT, and SIGKILL of the receiver's process",
+        "the state's own error ≤ 0.5 s; a receiver that goes on is told why, and gets "
+        "the next send",
+    ),
 )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
-from aiockpt import ProcessGroupError, Progress
+from aiockpt import PeerFailedError, ProcessGroupError, Progress
 from groups import Transport, joined, store_in, summed
 from transports import weights
 
@@ -53,6 +53,18 @@ async def struck(transport: Transport, number: int) -> None:
             os.kill(os.getpid(), number)
 
     await transport.recv_checkpoint(0, "", 1, LONG, progress=strike)
+
+
+async def insist(transport: Transport, rank: int, count: int) -> None:
+    """Receive from rank 0 until it can send; print why it could not; send it back."""
+    while True:
+        try:
+            state = await transport.recv_checkpoint(0, "", 1, LONG)
+        except PeerFailedError as error:
+            print(error, flush=True)
+        else:
+            break
+    await transport.send_checkpoint([0], 1, state, LONG)
 
 
 async def answer(transport: Transport, rank: int, count: int) -> None:
@@ -118,7 +130,7 @@ async def left(call: Coroutine[Any, Any, object]) -> None:
 LIVES: dict[str, Callable[[Transport, int, int], Any]] = {
     life.__name__: life
     for life in (
-        *(send, receive, die_half_way, stop_half_way, answer, train, idle),
+        *(send, receive, die_half_way, stop_half_way, insist, answer, train, idle),
         *(leave, leave_sending, leave_late),
     )
 }
