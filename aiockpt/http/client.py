@@ -160,8 +160,8 @@ class CheckpointClient:
         bytes (negative when a bad chunk is thrown away) and newly verified chunks; it
         must be quick and not raise. ``on_verified`` gets the number of each verified
         chunk, whose bytes are in ``target`` when the loop goes on, and stay as they
-        are; it only takes note. ``prepare(start, stop)`` is awaited before those bytes
-        of the data segment are asked for. If cancelled, nothing is written to
+        are; it only takes note. ``prepare(start, stop)`` gets that memory of the data
+        segment ready, a little ahead of its bytes. If cancelled, nothing is written to
         ``target`` any more, and any part of it may have been.
 
         Raises:
@@ -213,6 +213,7 @@ class CheckpointClient:
             on_progress=on_progress,
             on_retry=self._teller(source, outline.step, on_retry),
             patience=self._retrier().patience,
+            lanes=self._config.max_concurrency,
         )
 
     async def end_lease(self, source: Source, step: int) -> None:

@@ -8,19 +8,22 @@ because every request says ``If-Match``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Protocol
 
 from aiohttp import ClientResponse, hdrs
 
+from aiockpt._here import failing_here
+from aiockpt._tasks import News, together
 from aiockpt.errors import CheckpointChangedError, RemoteProtocolError
 from aiockpt.http.exchange import Port, length_of
 from aiockpt.http.filler import Filler
 from aiockpt.http.retrying import OnRetry, Patience, Retrier, persist
-from aiockpt.http.stretch import Part, Stretch
+from aiockpt.http.stretch import Stretch
 from aiockpt.http.translating import Exchange, naming
 from aiockpt.http.watching import Watch
 from aiockpt.wire.chunks import format_range, parse_content_range
@@ -44,6 +47,10 @@ __all__ = [
     "Target",
     "check_part",
 ]
+
+_AHEAD = 64 << 20  # bytes of memory that all requests together prepare ahead
+_STEP = 8 << 20  # bytes that are prepared at a time, by whole strides of the arena
+_GLANCE = 0.02  # seconds between two looks at how much has come
 
 OnProgress = Callable[[int, int], None]
 OnVerified = Callable[[int], None]
@@ -86,7 +93,8 @@ class _Nowhere:
 class ChunkFetch:
     """One call of ``fetch_chunks``: what its requests have in common.
 
-    `close` it when the last request has ended: whoever keeps it longer, such as the
+    ``lanes`` is how many of them there are at a time. `close` it when the last request
+    has ended: whoever keeps it longer, such as the
     traceback of a request that was cancelled, does not keep the memory.
     """
 
@@ -98,16 +106,31 @@ class ChunkFetch:
     on_progress: OnProgress
     on_retry: OnRetry
     patience: Patience
+    lanes: int = 1
     on_verified: OnVerified | None = None
 
     def close(self) -> None:
         """Let go of the memory; idempotent."""
         self.target, self.prepare, self.on_verified = _Nowhere(), None, None
 
-    async def have_ready(self, parts: Sequence[Part]) -> None:
-        """Prepare the memory of consecutive chunks."""
-        if self.prepare is not None:
-            await self.prepare(parts[0].start, parts[-1].stop)
+    async def keep_ready(
+        self, prepare: Prepare, filler: Filler, start: int, news: News
+    ) -> None:
+        """Prepare memory from ``start`` on, a little ahead of what ``filler`` gets.
+
+        No further: a peer that claims gigabytes and sends nothing takes no memory. It
+        ends when all is prepared or, which ``news`` tells, when all has come.
+        """
+        at, stop = start, start + filler.size
+        most = max(_AHEAD // self.lanes, _STEP)
+        while at < stop and filler.remaining:
+            if at - start - filler.filled >= most:
+                await news.wait(_GLANCE)
+                continue
+            end = min(at - at % _STEP + _STEP, stop)
+            with failing_here("preparing memory"):  # not the fault of the peer
+                await prepare(at, end)
+            at = end
 
     async def fetch(self, stretch: Stretch, retrier: Retrier) -> None:
         """Fetch what is left of a stretch, however often that takes."""
@@ -195,11 +218,20 @@ class Body:
         start = stretch.position
         filler = Filler(fetch.target.buffers, start, self.stop, stretch)
         filler.write(ahead)
-        port, fast = fetch.port, not ahead
-        try:
-            await port.receive(
-                self.exchange, self.answer, self.watch, filler, fast=fast
+        news = News()
+
+        async def receive() -> None:
+            await fetch.port.receive(
+                self.exchange, self.answer, self.watch, filler, fast=not ahead
             )
+            news.tell()
+
+        try:
+            if fetch.prepare is None:
+                await receive()
+            else:
+                ready = partial(fetch.keep_ready, fetch.prepare, filler, start, news)
+                await together([receive, ready])
         finally:
             stretch.note()
             stretch.place(self.exchange)

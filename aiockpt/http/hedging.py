@@ -92,7 +92,6 @@ class Hedging:
         fetch, lane = self._fetch, Lane(0)
         self._races.lanes.append(lane)
         for parts in queue:
-            await fetch.have_ready(parts)
             stretch = Stretch(parts, on_verified=fetch.verified)
             hand = Hand(lane, parts, stretch, stretch.remaining, _now())
             with self._races.held(hand, Retrier(fetch.patience), self._settle):

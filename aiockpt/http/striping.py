@@ -128,10 +128,11 @@ class Striping:
 
     async def _fetch(self, hand: Hand) -> None:
         number = hand.lane.peer
-        with self._races[number].held(hand, self._retrier(hand), self._settle):
-            await self._fetches[number].have_ready(hand.parts)
-            with self._blaming(number):
-                await self._races[number].fetch(hand)
+        with (
+            self._races[number].held(hand, self._retrier(hand), self._settle),
+            self._blaming(number),
+        ):
+            await self._races[number].fetch(hand)
 
     async def _assist(self, lane: Lane) -> None:
         """Look after those who are slow, or wait."""

@@ -1,0 +1,127 @@
+"""What a peer merely claims takes no memory; what it sends takes no more than that."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+import aiockpt
+from aiockpt.wire.layout import Storage
+from aiockpt.wire.manifest import build_manifest
+from transports import MIB
+
+pytestmark = [
+    pytest.mark.asyncio,
+    pytest.mark.skipif(sys.platform != "linux", reason="/proc tells"),
+]
+
+CLAIMED = 4 << 30
+CHUNK = 16 * MIB
+ALLOWED = 150 * MIB
+
+RECEIVES = """
+import asyncio, sys, torch
+from pathlib import Path
+from aiockpt import HTTPTransport, Limits, TransportError
+
+def resident(field):
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition(field + ":")[2].split()[0]) << 10
+
+async def main():
+    limits = Limits(max_bytes=8 << 30)
+    async with HTTPTransport(
+        host="127.0.0.1", reconnect_timeout=0, stall_timeout=5, limits=limits
+    ) as receiver:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident("VmRSS")
+        try:
+            await receiver.recv_checkpoint(0, sys.argv[1], 1, timeout=4)
+        except TransportError as error:
+            print(type(error).__name__, file=sys.stderr)
+    print(resident("VmHWM") - before)
+
+asyncio.run(main())
+"""
+
+
+def manifest() -> bytes:
+    """Return the header of a checkpoint that nobody has."""
+    made = build_manifest(
+        step=1,
+        chunk_bytes=CHUNK,
+        storages=[Storage("w", "U8", (CLAIMED,), CLAIMED, 1)],
+        views=[],
+        tree=["tensors", ["w"], [0]],
+        digests=["0" * 32] * (CLAIMED // CHUNK),
+    )
+    return bytes(made.header)
+
+
+@asynccontextmanager
+async def claiming(sends: int | None) -> AsyncIterator[str]:
+    """Serve a manifest; of a range the head and so many bytes (None: nothing)."""
+    header = manifest()
+    total = len(header) + CLAIMED
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, EOFError, RuntimeError):
+            while request := await reader.readuntil(b"\r\n\r\n"):
+                first, *_ = request.split(b"\r\n")
+                if b"metadata" in first:
+                    head = f"Content-Length: {len(header)}\r\nAiockpt-Step: 1\r\n\r\n"
+                    writer.write(b"HTTP/1.1 200 OK\r\n" + head.encode() + header)
+                elif sends is not None:
+                    asked = request.partition(b"bytes=")[2].split(b"\r\n")[0].decode()
+                    start, stop = map(int, asked.split("-"))
+                    writer.write(
+                        b"HTTP/1.1 206 Partial Content\r\n"
+                        + f"Content-Length: {stop + 1 - start}\r\n"
+                        f"Content-Range: bytes {start}-{stop}/{total}\r\n\r\n".encode()
+                        + bytes(sends)
+                    )
+                await writer.drain()
+            await reader.read()
+        with suppress(RuntimeError):  # uvloop's, where the client has left
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}/checkpoint/"
+    finally:
+        server.close()
+        await server.wait_closed()
+
+
+@pytest.mark.one_loop
+@pytest.mark.parametrize("sends", [None, 0, MIB], ids=["nothing", "heads", "a MiB"])
+async def test_a_claim_of_gigabytes_takes_no_memory(sends: int | None) -> None:
+    """Whether the peer answers, and whether the first bytes come."""
+    async with claiming(sends) as url:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", RECEIVES, url),
+            stdout=PIPE,
+            stderr=PIPE,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(Path(aiockpt.__file__).parents[1]),
+                "OMP_NUM_THREADS": "1",
+            },
+        )
+        try:
+            async with asyncio.timeout(60):
+                said, complaint = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.communicate()
+    assert complaint.split() == [b"TransferTimeoutError"], complaint.decode()
+    assert int(said) <= ALLOWED, f"{int(said) / MIB:.0f} MiB"
