@@ -302,6 +302,18 @@ ROWS: Final = (
         "the state's own error ≤ 0.5 s; a receiver that goes on is told why, and gets "
         "the next send",
     ),
+    Row(
+        44,
+        "A trainer publishes faster than its followers receive",
+        "a receive takes as long as two publications; one follower, then three",
+        "alone ≥ 3/4 of the receives end, of three each ≥ 1/2; none is torn",
+    ),
+    Row(
+        45,
+        "A sender dies and starts again at a lower step",
+        "a shutdown without grace; a new transport on the same port",
+        "followers receive the lower step ≤ 3 s after it is published",
+    ),
 )
 
 
