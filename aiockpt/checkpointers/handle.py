@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from aiockpt._repeats import Repeats
 from aiockpt.checkpointers.submission import Submission
-from aiockpt.checkpointers.writer import Written
 from aiockpt.observe import Progress, TransferEvent, call_guarded, emit
 
-__all__ = ["Account", "CheckpointerStatistics", "Repeats", "SaveHandle", "meter"]
+__all__ = ["Account", "CheckpointerStatistics", "SaveHandle", "meter", "with_warning"]
 
 
 class CheckpointerStatistics(NamedTuple):
@@ -124,7 +124,7 @@ class Account:
         )
         self._bytes = 0
         self._stall = self._write = 0.0
-        self._repeats = Repeats()
+        self._repeats = Repeats("save")
 
     def __repr__(self) -> str:
         return f"<Account {self._counts}>"
@@ -178,7 +178,9 @@ class Account:
             seconds=self._write,
             level=logging.INFO,
         )
-        event = self._repeats.told(event, handle.path, submission.outcome)
+        outcome = submission.outcome
+        event = with_warning(event, outcome.warning)
+        event = self._repeats.told(event, outcome.content, handle.path)
         handle.unchanged = event.unchanged
         emit(event)
         handle.end()
@@ -204,38 +206,12 @@ class Account:
         emit(TransferEvent(stop=stop, step=handle.step, detail=detail, level=level))
 
 
-class Repeats:
-    """Notices a save whose tensors are those of the save before it."""
-
-    def __init__(self) -> None:
-        self._content = self._path = ""
-        self._step: int | None = None
-
-    def __repr__(self) -> str:
-        return f"<Repeats step={self._step} {self._path}>"
-
-    def told(self, event: TransferEvent, path: str, outcome: Written) -> TransferEvent:
-        """Return the event of a save with what is to be said of it.
-
-        Tensors that never change mean that a trainer saves the wrong ones, so that is a
-        warning; unless the same step is saved under another name, which is a copy.
-        """
-        said = [event.detail, outcome.warning]
-        unchanged = bool(outcome.content) and outcome.content == self._content
-        copied = unchanged and event.step == self._step and path != self._path
-        if unchanged:
-            said.append(
-                f"all tensors of {path} (step {event.step}) hold the same bytes as in "
-                f"the save before it, {self._path} (step {self._step})"
-            )
-        warns = outcome.warning or (unchanged and not copied)
-        self._content, self._path, self._step = outcome.content, path, event.step
-        return replace(
-            event,
-            detail="; ".join(filter(None, said)),
-            level=logging.WARNING if warns else event.level,
-            unchanged=unchanged,
-        )
+def with_warning(event: TransferEvent, warning: str) -> TransferEvent:
+    """Return an event that says what is wrong with a save that was committed."""
+    if not warning:
+        return event
+    detail = "; ".join(filter(None, (event.detail, warning)))
+    return replace(event, detail=detail, level=logging.WARNING)
 
 
 def meter(

@@ -13,8 +13,9 @@ import msgspec
 
 from aiockpt._channel import unpack
 from aiockpt._mapped import TRUSTED
+from aiockpt._repeats import content_of
 from aiockpt.checkpointers.messages import Write
-from aiockpt.checkpointers.writer import CheckpointWriter, Written, content_of
+from aiockpt.checkpointers.writer import CheckpointWriter, Written
 from aiockpt.wire.chunks import Digester, digest
 from aiockpt.wire.manifest import Manifest
 from aiockpt.wire.registry import REGISTRY

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
+from aiockpt._repeats import Repeats
 from aiockpt.checkpointers.base import Checkpointer, step_for
-from aiockpt.checkpointers.handle import CheckpointerStatistics, Repeats, meter
+from aiockpt.checkpointers.handle import CheckpointerStatistics, meter, with_warning
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.writer import CheckpointWriter, Written
 from aiockpt.directory import StrPath
@@ -37,7 +38,7 @@ class SyncCheckpointer(Checkpointer):
         self._reader = reader
         self._closed = False
         self._account = _Account()
-        self._repeats = Repeats()
+        self._repeats = Repeats("save")
 
     def __enter__(self) -> Self:
         return self
@@ -82,7 +83,8 @@ class SyncCheckpointer(Checkpointer):
             else:
                 self._writer.write(path, state_dict, **kwargs)
         event = _event("write", path, step, watch.nbytes, began)
-        emit(self._repeats.told(event, os.fspath(path), written))
+        event = with_warning(event, written.warning)
+        emit(self._repeats.told(event, written.content, os.fspath(path)))
 
     def load(
         self,

@@ -6,11 +6,11 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from aiockpt._files import remove_tree
+from aiockpt._repeats import content_of
 from aiockpt.checkpointers.barriers import Barrier, Meeting, Phase
 from aiockpt.checkpointers.base import step_for
 from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
@@ -29,7 +29,7 @@ from aiockpt.retention import retire, sweep
 from aiockpt.snapshotfile import Sealed, Source, Viewed, write_source
 from aiockpt.wire.manifest import Manifest
 
-__all__ = ["CheckpointWriter", "Report", "Written", "content_of"]
+__all__ = ["CheckpointWriter", "Report", "Written"]
 
 logger = logging.getLogger("aiockpt")
 
@@ -241,18 +241,6 @@ class CheckpointWriter:
             )
         except StorageError:
             logger.warning("old checkpoints are not removed", exc_info=True)
-
-
-def content_of(manifest: Manifest) -> str:
-    """Return what is equal for two checkpoints whose tensors hold the same bytes.
-
-    Plain values, as a step, do not count: a trainer whose tensors never change is to be
-    noticed, although it counts its steps.
-    """
-    if not manifest.segment_bytes:
-        return ""
-    told = f"{manifest.segment_bytes} {manifest.chunk_bytes} {manifest.algorithm} "
-    return sha256((told + "".join(manifest.digests)).encode()).hexdigest()
 
 
 class _Reporting:

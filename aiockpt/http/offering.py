@@ -8,6 +8,7 @@ from typing import Protocol
 import anyio
 
 from aiockpt._deadline import Deadline
+from aiockpt._repeats import Repeats, content_of
 from aiockpt.errors import AiockptError, ClosedError, StepNotFoundError
 from aiockpt.http.failing import Failure
 from aiockpt.http.options import require
@@ -73,6 +74,7 @@ class Offering:
         self._turn = anyio.Lock()
         self._offered: Snapshot | None = None
         self._closed = False
+        self._repeats = Repeats("publication")
 
     def __repr__(self) -> str:
         return f"<Offering {self._offered}>"
@@ -107,7 +109,8 @@ class Offering:
                 self._shelf.fail(failure)
             raise
         nbytes, elapsed = snapshot.manifest.segment_bytes, time.monotonic() - started
-        emit(TransferEvent(stop="publish", step=step, nbytes=nbytes, seconds=elapsed))
+        event = TransferEvent(stop="publish", step=step, nbytes=nbytes, seconds=elapsed)
+        emit(self._repeats.told(event, content_of(snapshot.manifest)))
 
     async def rename(self, step: int) -> None:
         """Publish what is offered as ``step``, without staging it again.
