@@ -77,10 +77,11 @@ class Destination(Protocol):
         For who goes no further, once all that was called here has ended or failed.
         """
 
-    def discard(self) -> None:
+    def discard(self, *, late: bool) -> None:
         """Free the memory after `abandon`: tracebacks may keep this for a while.
 
-        For who knows that nobody writes to it any more.
+        For who knows that nobody writes to it any more. A device that still copies to
+        it (``late``) needs its addresses, but not what is there.
         """
 
 
@@ -159,13 +160,15 @@ class Fresh:
     def abandon(self) -> None:
         """Do nothing: nothing is copied."""
 
-    def discard(self) -> None:
+    def discard(self, *, late: bool) -> None:
         """Let go of the tensors, and unmap what is under them."""
         gone = self._owns and not self._loan.finished
         self._tensors = []
         del self._loan
         if gone:
-            self._bridge.post(self.arena.close)  # a view that is left prevents it
+            self._bridge.post(
+                self.arena.empty if late else self.arena.close
+            )  # a view that is left prevents it
 
 
 class InTemplate:
@@ -269,12 +272,12 @@ class InTemplate:
         if self._loading.has_sent:
             keep_until(self._drain)
 
-    def discard(self) -> None:
+    def discard(self, *, late: bool) -> None:
         """Unmap the arena, unless a device may still copy from it."""
         gone = self._owns and not (self._loan.finished or self._loading.has_sent)
         del self._loan
         if gone:
-            self._bridge.post(self.arena.close)
+            self._bridge.post(self.arena.empty if late else self.arena.close)
 
     def _put_together(self) -> object:
         tensors = self.match.tensors.beside(self._values())

@@ -105,10 +105,10 @@ class Receive:
             return
         self._touched = goal.touched
         goal.abandon()
-        # A device may still copy what the receiver had; and where a loop has dropped
-        # this coroutine, threads go on.
-        if delta is None and not isinstance(error, GeneratorExit):
-            goal.discard()
+        # Where a loop has dropped this coroutine, threads go on.
+        if not isinstance(error, GeneratorExit):
+            # A device may still copy what the receiver had.
+            goal.discard(late=delta is not None)
 
     async def _run(self, step: int) -> object:
         asked = time.monotonic()

@@ -225,7 +225,12 @@ class PartReceive(Receive):
         self._part = None
 
     def _abandon(self, error: BaseException) -> None:
-        """Take note of what was done to the template."""
-        del error
-        if self._part is not None:
-            self._touched = self._part.touched
+        """Take note of what was done to the template; let go of the memory."""
+        part, self._part = self._part, None
+        if part is None:
+            return
+        self._touched = part.touched
+        # Views of the memory are in frames of the traceback, so it is not unmapped.
+        # Where a loop has dropped this coroutine, threads go on.
+        if self._supply.arena is None and not isinstance(error, GeneratorExit):
+            self._bridge.post(part.content.arena.empty)
