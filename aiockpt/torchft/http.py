@@ -34,6 +34,7 @@ class HTTPOptions(TypedDict, total=False):
     stall_timeout: float
     reconnect_timeout: float
     grace: float
+    keep_superseded: int
     token: str | None
     insecure: bool
     ssl_context: ssl.SSLContext | None
