@@ -257,6 +257,19 @@ class Arena:
             self._lent = sealed(self.fd)
         return self._lent
 
+    def revoke(self) -> None:
+        """Let no other process read it any more; only for shared memory, in a thread.
+
+        It shrinks to nothing: what a system call would read elsewhere fails (EFAULT),
+        and other reads there end that process (SIGBUS), as they would here. So it can
+        only be closed, and counts as spent.
+
+        Raises:
+            OSError: it was lent, and its size is sealed.
+        """
+        self.spent = True
+        os.ftruncate(self.fd, 0)
+
     @property
     def closed(self) -> bool:
         """Whether the pages have gone, and no view can be left."""

@@ -256,16 +256,15 @@ class TestItsDeath:
                 assert_same(await receive(sender, receiver, step), STATE)
 
     async def test_one_that_hangs_is_killed_by_a_retraction(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Training is not held up by more than the grace and a little."""
-        monkeypatch.setattr("aiockpt.http.apart.remote.PATIENCE", 0.5)
         async with apart(grace=0.5) as sender, transport() as receiver:
             await sender.send_checkpoint([1], 1, STATE)
             os.kill(process_of(sender).pid, signal.SIGSTOP)
             async with asyncio.timeout(20):
                 await sender.disallow_checkpoint()
-            assert "hangs" in caplog.text
+            assert "does not answer" in caplog.text
             await sender.send_checkpoint([1], 2, STATE)
             assert_same(await receive(sender, receiver, 2), STATE)
 

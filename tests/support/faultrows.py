@@ -314,6 +314,19 @@ ROWS: Final = (
         "a shutdown without grace; a new transport on the same port",
         "followers receive the lower step ≤ 3 s after it is published",
     ),
+    Row(
+        46,
+        "A server process is starved, or stands still, when it is to retract",
+        "100 readers that never read; two busy processes per core; SIGSTOP",
+        "`disallow_checkpoint` ≤ grace + 0.3 s; nobody gets the rest; a slow process "
+        "is not killed; the next step is served",
+    ),
+    Row(
+        47,
+        "A checkpoint is retracted between two server processes",
+        "SIGKILL; `disallow_checkpoint` before the next process is there",
+        "its memory is given back at once; the next step is served",
+    ),
 )
 
 

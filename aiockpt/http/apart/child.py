@@ -29,6 +29,7 @@ from aiockpt.http.apart.messages import (
     Prepare,
     Publish,
     Ready,
+    Released,
     Retract,
     Setup,
     decode_to_server,
@@ -46,6 +47,10 @@ T = TypeVar("T")
 
 _TICK: Final = 0.1
 """Seconds between two looks at the counters, and at who still reads."""
+
+
+class _RetractedError(Exception):
+    """The trainer has retracted what was to be prepared, and did not wait for us."""
 
 
 def main(fd: int) -> None:
@@ -159,8 +164,9 @@ class Serving:
 
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("what serves ends", exc_info=task.exception())
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, _RetractedError):
+            logger.error("what serves ends", exc_info=error)
             self._ended.set()
 
     async def _set_up(self, setup: Setup, sockets: list[socket.socket]) -> None:
@@ -191,20 +197,24 @@ class Serving:
         os.nice(nice)
 
     async def _prepare(self, message: Prepare, parcel: int, arena: int) -> Servable:
+        number, lends = message.number, self._lender is not None
         try:
             manifest = await self._bridge.run(trusted_header, unpack(parcel))
-            number, lends = message.number, self._lender is not None
             servable = Servable(manifest, arena, number, self.say, lends=lends)
+        except ValueError:  # it has shrunk: the trainer has retracted it meanwhile
+            self.say(Released(number))
+            raise _RetractedError from None
         finally:
             os.close(arena)
-        self.say(Done(message.number))
+            self.say(Done(number))
         return servable
 
     def _publish(self, preparing: asyncio.Task[Servable]) -> None:
         before = self._shelf.retractions
 
         def publish(prepared: asyncio.Task[Servable]) -> None:
-            if not self._ended.is_set() and self._shelf.retractions == before:
+            wanted = not self._ended.is_set() and self._shelf.retractions == before
+            if wanted and prepared.exception() is None:
                 self._shelf.replace(prepared.result())
             _let_go(prepared)
 

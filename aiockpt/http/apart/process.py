@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from socket import SHUT_RDWR, socket
 from typing import Final
 
@@ -19,7 +20,7 @@ __all__ = ["PATIENCE", "ServerProcess"]
 logger = logging.getLogger("aiockpt")
 
 PATIENCE: Final = 5.0
-"""Seconds beyond what it was told in which a process answers, or is killed."""
+"""Seconds in which a process that is stopped could go on, or one that ends be gone."""
 
 _STARTING: Final = 60.0
 """Seconds in which a process is to be ready; a machine may be busy."""
@@ -64,7 +65,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process that serves, while there is one."""
+        """The id of the process that serves, until it is certainly gone."""
         return self._child.pid if self._child else None
 
     @property
@@ -116,10 +117,14 @@ class ServerProcess:
         if self._child is not None:
             self._child.channel.send(message, fds)
 
+    async def is_stopped(self) -> bool:
+        """Tell whether a signal has stopped the process, which then never answers."""
+        return await self._bridge.run(_is_stopped, self.pid)
+
     def kill(self) -> None:
         """End the process at once, since it hangs; the next one takes over."""
         if self._child is not None:
-            logger.warning("the process that serves hangs, and is killed")
+            logger.warning("the process that serves does not answer, and is killed")
             self._child.kill()
 
     async def close(self) -> None:
@@ -168,8 +173,8 @@ class ServerProcess:
         finally:
             was_ready = self._ready.is_set()
             self._ready.clear()
-            self._child = None
             how = await _reaped(child)
+            self._child = None
             self._mourn()
         return was_ready, how
 
@@ -193,6 +198,14 @@ class ServerProcess:
             self._ready.set()
         else:
             self._hear(message)
+
+
+def _is_stopped(pid: int | None) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    return stat.rpartition(b")")[2].split()[0] in (b"T", b"t")
 
 
 async def _reaped(child: Child) -> str:

@@ -16,14 +16,14 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from socket import socket
 from typing import Final
 
 from aiockpt._bridge import Bridge
 from aiockpt._channel import pack
 from aiockpt._snapshot import Snapshot
-from aiockpt.errors import StepNotFoundError
+from aiockpt.errors import ClosedError, StepNotFoundError
 from aiockpt.http.apart.messages import (
     Counted,
     Done,
@@ -47,6 +47,12 @@ from aiockpt.observe import emit
 __all__ = ["RemoteShelf"]
 
 _LONGEST_GRACE: Final = 1e9
+_MOMENT: Final = 0.15
+"""Seconds beyond the grace in which a process says that nobody reads any more."""
+
+_HUNG: Final = 60.0
+"""Seconds after which a process that runs, and does not answer, is taken for hung."""
+
 _NOTHING: Final = Counted(
     ShelfStatistics(None, 0, 0, 0.0, 0), ServerStatistics(0, 0, 0, 0, 0, 0, 0, 0), 0
 )
@@ -140,7 +146,7 @@ class RemoteShelf:
         await self._process.serves()
         number = await self._hand_over(snapshot, before)
         try:
-            await self._answer(number, grace)
+            await self._prepared(number)
             if self._retractions != before:
                 raise StepNotFoundError(step)
             self._process.check()
@@ -164,16 +170,18 @@ class RemoteShelf:
     async def retract(self, *, grace: float) -> None:
         """Serve nothing; no byte is read any more once this returns.
 
-        A process that does not answer within the grace, and a little, is killed.
+        A process that does not say so within the grace and a moment may only be slow,
+        where all cores are busy. It goes on, but its memory is taken away.
         """
         self._retractions += 1
         self._current = 0
-        if self._process.over:  # nobody gives anything back
+        if self._process.pid is None:  # nobody gives anything back
             self._take_back_all()
         elif self._given:
-            number = next(self._numbers)
+            doomed, number = tuple(self._given), next(self._numbers)
             self._process.send(Retract(number, min(grace, _LONGEST_GRACE)))
-            await self._answer(number, grace)
+            if not await self._answered(number, grace + _MOMENT):
+                await self._revoke(doomed)
 
     async def close(self) -> None:
         """Serve nothing for good; end the process. Idempotent."""
@@ -227,18 +235,51 @@ class RemoteShelf:
         self._process.send(Prepare(number), [parcel, arena.fd])
         os.close(parcel)
 
-    async def _answer(self, number: int, grace: float) -> None:
-        """Wait until the process has done what it was told, or is gone."""
+    async def _answered(self, number: int, patience: float) -> bool:
+        """Wait until the process has done what it was told, or is gone; say if so."""
         if self._process.pid is None:
-            return
+            return True
         answer = self._waiting[number] = asyncio.Event()
         try:
-            async with asyncio.timeout(grace + PATIENCE):
+            async with asyncio.timeout(patience):
                 await answer.wait()
         except TimeoutError:
-            self._process.kill()
+            return False
         finally:
             del self._waiting[number]
+        return True
+
+    async def _prepared(self, number: int) -> None:
+        """Wait until the process can publish, or is gone; kill one that hangs."""
+        loop = asyncio.get_running_loop()
+        hung = loop.time() + _HUNG
+        while not await self._answered(number, PATIENCE):
+            if loop.time() >= hung or await self._process.is_stopped():
+                self._process.kill()
+
+    async def _revoke(self, numbers: Iterable[int]) -> None:
+        """Have the process read nothing of these any more, whatever it does.
+
+        A slow process is not killed for that: its memory shrinks to nothing, so that
+        the kernel refuses what it would read. Only one that cannot go on by itself is
+        killed, and one whose memory was lent: that is sealed, and does not shrink.
+        """
+        revoked = {n: self._given[n] for n in numbers if n in self._given}
+        for snapshot in revoked.values():  # or its memory might be staged into again
+            snapshot.acquire()
+        try:
+            for arena in {snapshot.arena for snapshot in revoked.values()}:
+                assert arena is not None, "it is not in one piece"
+                await self._bridge.run(arena.revoke)
+            if await self._process.is_stopped():
+                self._process.kill()
+            for number in revoked:
+                self._take_back(number)
+        except (OSError, ClosedError):  # it was lent; or all of this is being closed
+            self._process.kill()
+        finally:
+            for snapshot in revoked.values():
+                snapshot.release()
 
     def _mourn(self) -> None:
         """Take back what a process had that is gone; nobody waits for it any more."""

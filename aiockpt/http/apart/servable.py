@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from aiockpt._mapped import MappedSnapshot
 from aiockpt.http.apart.messages import Released, Spent
+from aiockpt.http.handlers import SMALL_BYTES
 from aiockpt.memory import sealed
 from aiockpt.wire.manifest import Manifest
 
@@ -34,6 +35,7 @@ class Servable:
     ) -> None:
         self.manifest = manifest
         self._mapped = MappedSnapshot(manifest, arena)
+        self._fd = os.dup(arena)
         self.arena = TrainersArena(arena, number, say) if lends else None
         self._references = 1
         self._number = number
@@ -43,8 +45,22 @@ class Servable:
         return f"<Servable number={self._number} references={self._references}>"
 
     def views(self, start: int, stop: int) -> list[memoryview]:
-        """Return the bytes ``[start, stop)`` of the data segment."""
-        return self._mapped.views(start, stop)
+        """Return the bytes ``[start, stop)`` of the data segment.
+
+        The trainer may take the memory back at any time (see `Arena.revoke`). A system
+        call that reads it fails then; so few bytes that a handler would read them
+        itself, which would end the process, are a copy.
+
+        Raises:
+            ConnectionResetError: the trainer has taken the memory back.
+        """
+        nbytes = stop - start
+        if not 0 < nbytes <= SMALL_BYTES:
+            return self._mapped.views(start, stop)
+        data = os.pread(self._fd, nbytes, start)
+        if len(data) < nbytes:
+            raise ConnectionResetError("the trainer has taken the memory back")
+        return [memoryview(data)]
 
     def acquire(self) -> None:
         """Keep the memory as it is until :meth:`release`; counted."""
@@ -57,6 +73,7 @@ class Servable:
             if self.arena is not None:
                 self.arena.close()
             self._mapped.close()
+            os.close(self._fd)
             self._say(Released(self._number))
 
 
