@@ -18,6 +18,7 @@ from aiockpt import (
     ProcessGroupError,
     RemoteProtocolError,
     TransferTimeoutError,
+    UnsupportedLeafError,
 )
 from aiockpt.pg.device import folding
 from aiockpt.pg.device.board import decode_placement, encode_placement
@@ -254,6 +255,19 @@ class TestStreams:
             await moving
         assert seen == [0]
         assert into["w"].unique().tolist() == [7]
+
+    async def test_a_receiver_that_is_not_there(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A communicator has an order only: it is waited for, and in vain.
+
+        What is raised is what is wrong with the state all the same.
+        """
+        boards = idle_board(), idle_board()
+        async with device_transports(monkeypatch, *boards) as (sender, _):
+            with pytest.raises(UnsupportedLeafError) as caught:
+                await sender.send_checkpoint([1], 1, {"bad": object()}, 0.5)
+            assert "could not be told in time" in caught.value.__notes__[0]
 
     async def test_one_conversation_at_a_time(
         self, monkeypatch: pytest.MonkeyPatch

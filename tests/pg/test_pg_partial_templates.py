@@ -21,7 +21,7 @@ from torch import distributed, nn
 import aiockpt
 from aiockpt import PeerFailedError
 from aiockpt.testing import assert_same
-from groups import Transport, both, gloo_groups, moved
+from groups import Transport, both, flip_bits, gloo_groups, moved
 
 pytestmark = pytest.mark.asyncio
 
@@ -192,6 +192,25 @@ async def test_distributed_tensors() -> None:
         assert not own["x"].to_local().any()
     finally:
         distributed.destroy_process_group()
+
+
+async def test_a_failure_leaves_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is filled before everything is verified; the next receive is well."""
+    state = {"a": torch.ones(300_000), "b": torch.ones(300_000)}
+    own = {"a": torch.zeros(300_000)}
+    sending, receiving = await gloo_groups(2)
+    async with (
+        Transport(sending, timeout=20) as sender,
+        Transport(receiving, 20, HOST, lambda: own) as receiver,
+    ):
+        flip_bits(monkeypatch)
+        sent, got = await both(sender, receiver, state)
+        assert isinstance(sent, PeerFailedError)
+        assert isinstance(got, aiockpt.IntegrityError)
+        assert not own["a"].any()
+        monkeypatch.undo()
+        assert_same(await moved(sender, receiver, state), state)
+        assert_same(own["a"], state["a"])
 
 
 async def test_an_argument_must_fit_as_ever() -> None:

@@ -23,6 +23,7 @@ GROUP: Final[Cells] = {
         (
             "well / told",
             _CALLS + "test_what_cannot_be_sent_is_told_at_once",
+            "pg/test_pg_unsendable.py::test_a_receiver_that_comes_later_for_that_step",
             _CALLS + "test_a_template_that_does_not_fit_is_told",
         ),
         (
