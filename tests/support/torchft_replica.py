@@ -227,19 +227,26 @@ class Adapted(Watched, aiockpt.torchft.Adapter[State]):
 
 
 class Group(Watched, aiockpt.torchft.PGTransport[State]):
-    """Over the manager's own group."""
+    """Over the manager's own group, perhaps into what a callable returns."""
 
-    def __init__(self, options: Options, failing: Failing, group: Any) -> None:
+    def __init__(
+        self,
+        options: Options,
+        failing: Failing,
+        group: Any,
+        template: Callable[[], State] | None,
+    ) -> None:
         self.failing = failing
         limit = timedelta(seconds=options.timeout)
-        super().__init__(group, limit, torch.device("cpu"))
+        super().__init__(group, limit, torch.device("cpu"), template)
 
 
-def transport_of(options: Options, group: Any) -> Any:
+def transport_of(options: Options, group: Any, template: Callable[[], State]) -> Any:
     """Make the transport that is asked for."""
     failing = Failing(options.fail)
-    if options.transport == "pg":
-        return Group(options, failing, group)
+    if options.transport in {"pg", "pg in place"}:
+        in_place = template if "in place" in options.transport else None
+        return Group(options, failing, group, in_place)
     return (Adapted if options.transport == "adapted" else HTTP)(options, failing)
 
 
@@ -277,7 +284,7 @@ class Rank:
     def __init__(self, options: Options, store: Any) -> None:
         self.options = options
         group = ProcessGroupGloo(timedelta(seconds=options.group_timeout))
-        self.transport = transport_of(options, group)
+        self.transport = transport_of(options, group, self.template)
         self.manager = Manager(
             pg=group,
             min_replica_size=options.min_replicas,
@@ -309,11 +316,20 @@ class Rank:
         """Return what a healing replica needs."""
         return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
 
+    def template(self) -> State:
+        """Return what a manager sends, as far as this replica has it already."""
+        return {"user": {"default": self.state()}}
+
     def load(self, state: State) -> None:
         """Take it."""
+        own = self.model.state_dict()
+        in_place = [
+            local(own[name]).data_ptr() == local(tensor).data_ptr()
+            for name, tensor in state["model"].items()
+        ]
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optim"])
-        tell("healed", step=self.manager.current_step())
+        tell("healed", step=self.manager.current_step(), in_place=all(in_place))
 
     def step(self) -> None:
         """Take one step over data of this replica's own."""

@@ -42,9 +42,13 @@ def test_a_killed_group_of_fsdp2_is_healed_shard_by_shard(tmp_path: Path) -> Non
         assert [each["error"] for each in heir.events("recv")] == [""]
 
 
-def test_over_the_manager_s_own_group(tmp_path: Path) -> None:
-    """The group is configured anew in every quorum; the transport is the same one."""
-    with Job(tmp_path, replicas=2, min_replicas=2, transport="pg") as job:
+@pytest.mark.parametrize("transport", ["pg", "pg in place"])
+def test_over_the_manager_s_own_group(tmp_path: Path, transport: str) -> None:
+    """The group is configured anew in every quorum; the transport is the same one.
+
+    In place the first receive heals, too: that replica's Adam has no state yet.
+    """
+    with Job(tmp_path, replicas=2, min_replicas=2, transport=transport) as job:
         (survivor,) = job.start(0)
         (victim,) = job.start(1, die_at=4)
         assert killed(victim)
@@ -52,3 +56,5 @@ def test_over_the_manager_s_own_group(tmp_path: Path) -> None:
         job.finish()
     assert [each["error"] for each in heir.events("recv")] == [""]
     assert [each["error"] for each in survivor.events("send")][-1] == ""
+    found = [each["in_place"] for each in heir.events("healed")]
+    assert found == [transport == "pg in place"]
