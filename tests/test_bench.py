@@ -157,7 +157,7 @@ def test_too_little_memory_is_an_error_before_anything_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It says what it needs, and does not take the machine down."""
-    assert main(["--size", "1000000"]) == 2
+    assert main(["--size", "1000000"]) == 1
     assert "choose a smaller --size" in capsys.readouterr().err
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -23,7 +24,13 @@ from aiockpt.bench.measuring import Pair, Plan, measure_shape
 from aiockpt.bench.options import Options, parse
 from aiockpt.bench.plot import as_svg
 from aiockpt.bench.process import BenchError, Worker
-from aiockpt.bench.report import Report, as_json, as_markdown, as_text
+from aiockpt.bench.report import (
+    Report,
+    as_conclusion,
+    as_json,
+    as_markdown,
+    as_text,
+)
 from aiockpt.bench.rival import is_installed
 from aiockpt.bench.rows import (
     MAX_LAG,
@@ -58,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
         _write(report, options)
     except (BenchError, OSError) as error:
         sys.stderr.write(f"aiockpt bench: {error}\n")
-        return 2
+        return 1
     return int(options.check and bool(report.missed))
 
 
@@ -96,6 +103,8 @@ def _plan(options: Options) -> Plan:
         repeat=options.repeat,
         connections=options.connections,
         rival=options.torchft and is_installed(),
+        brief=options.brief,
+        seconds=math.inf if options.seconds is None else options.seconds,
     )
 
 
@@ -178,8 +187,10 @@ def _over_http(
 ) -> None:
     pair = Pair(sender, receiver, shape, plan.size)
     found = measure_shape(pair, plan, partial(_note, shape))
-    _note(shape, "memory")
-    footprint = measure_footprint(sender, shape, plan.size, rival=plan.rival)
+    footprint = None
+    if not plan.brief:
+        _note(shape, "memory")
+        footprint = measure_footprint(sender, shape, plan.size, rival=plan.rival)
     rows = [
         *rows_of_speed(shape, found),
         *rows_of_many(shape, found),
@@ -209,11 +220,12 @@ def _add(
     shape: Shape,
     found: Mapping[str, Series],
     rows: Iterable[Row],
-    footprint: Footprint,
+    footprint: Footprint | None,
 ) -> None:
     report.series[shape] = found
     report.rows += rows
-    report.rows += rows_of_footprint(shape, footprint)
+    if footprint is not None:
+        report.rows += rows_of_footprint(shape, footprint)
 
 
 def _note(shape: Shape, text: str) -> None:
@@ -226,4 +238,7 @@ def _write(report: Report, options: Options) -> None:
         options.json.write_text(json.dumps(as_json(report)) + "\n")
     if options.plot is not None:
         options.plot.write_text(as_svg(report))
-    sys.stdout.write(as_markdown(report) if options.markdown else as_text(report))
+    if options.markdown:
+        sys.stdout.write(as_markdown(report))
+    else:
+        sys.stdout.write(as_conclusion(report) if options.brief else as_text(report))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -36,12 +38,16 @@ class Plan:
         repeat: How often every candidate is measured.
         connections: How many sockets the raw copies use; the best counts.
         rival: Whether to measure torchft.
+        brief: Whether to leave out what a conclusion does not need.
+        seconds: How long there may be further rounds.
     """
 
     size: int
     repeat: int
     connections: Sequence[int]
     rival: bool
+    brief: bool = False
+    seconds: float = math.inf
 
 
 def sample_of(sender: Cost, receiver: Cost, latencies: Sequence[float] = ()) -> Sample:
@@ -144,9 +150,13 @@ def idle(pair: Pair) -> Candidate:
 def measure_shape(pair: Pair, plan: Plan, note: Note) -> dict[str, Series]:
     """Measure everything that has a time."""
     found: dict[str, Series] = {}
+    until = time.monotonic() + plan.seconds
     for phase in (_receive_fresh, _receive_in_place, _same_host, _stage):
+        if plan.brief and phase is _same_host:
+            continue
         candidates = phase(pair, plan)
-        for name, samples in take_turns(candidates, plan.repeat, note).items():
+        turns = take_turns(candidates, plan.repeat, note, until=until)
+        for name, samples in turns.items():
             found[name] = Series(name, pair.shape.nbytes, samples)
         pair.sender.call("retract")
     pair.receiver.call("release")

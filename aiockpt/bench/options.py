@@ -18,12 +18,16 @@ _SIZE, _REPEAT = 2.0, 5
 _DELTA_SIZE, _DELTA_REPEAT = 1.0, 3  # a whole GiB takes 9 s over its line
 _CONNECTIONS = min(4, os.cpu_count() or 4)  # as of a transport
 _QUICK_SIZE, _QUICK_REPEAT = 0.25, 3
+_QUICK_SECONDS = 20.0  # of turns; processes that start take as long again
 _LEAST = 1 / 1024  # GiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What was asked for; ``size`` is in bytes."""
+    """What was asked for; ``size`` is in bytes.
+
+    ``brief`` asks for a conclusion of the little that ``seconds`` allow.
+    """
 
     transport: str
     size: int
@@ -40,6 +44,8 @@ class Options:
     plot: Path | None
     markdown: bool
     check: bool
+    brief: bool = False
+    seconds: float | None = None
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -48,14 +54,15 @@ def parse(argv: Sequence[str]) -> Options:
     given = parser.parse_args(argv)
     one = _subject(parser, given)
     size, repeat = _defaults(given)
-    shapes = SHAPES[:1] if one else SHAPES
+    brief = given.quick and not one and given.transport == TRANSPORTS[0]
+    shapes = SHAPES[:1] if one or brief else SHAPES
     return Options(
         transport=given.transport,
         size=int((given.size or size) * 2**30),
         repeat=given.repeat or repeat,
         shapes=tuple(dict.fromkeys(given.shapes or shapes)),
-        connections=tuple(dict.fromkeys((1, given.connections))),
-        torchft=given.torchft,
+        connections=(1,) if brief else tuple(dict.fromkeys((1, given.connections))),
+        torchft=given.torchft and not brief,
         checkpointer=given.checkpointer,
         embedded=given.embedded,
         trainer=given.trainer,
@@ -65,6 +72,8 @@ def parse(argv: Sequence[str]) -> Options:
         plot=given.plot,
         markdown=given.markdown,
         check=given.check,
+        brief=brief,
+        seconds=_QUICK_SECONDS if brief else None,
     )
 
 
@@ -101,7 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--connections", type=_count, default=_CONNECTIONS, metavar="N",
         help="of raw copies, beside 1; as many as a receive has")  # fmt: skip
     add("--quick", action="store_true",
-        help=f"{_QUICK_SIZE} GiB, {_QUICK_REPEAT} repeats")  # fmt: skip
+        help=f"{_QUICK_SIZE} GiB, {_QUICK_REPEAT} repeats; over HTTP within a minute, "
+        "and with a conclusion in place of the tables")  # fmt: skip
     add("--no-torchft", dest="torchft", action="store_false", help="leave torchft out")
     add("--checkpointer", action="store_true",
         help="measure saving instead, below the working directory")  # fmt: skip

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from aiockpt.bench.memory import FRESH, TOUCHED
 from aiockpt.bench.rows import Row
 from aiockpt.bench.shapes import Shape
 from aiockpt.bench.statistics import Series, percentile
 
-__all__ = ["Report", "as_json", "as_markdown", "as_text"]
+__all__ = ["Report", "as_conclusion", "as_json", "as_markdown", "as_text"]
 
 _ROWS = ("what", "tensors", "aiockpt", "compared with", "ratio", "target", "")
 _DETAILS = (
@@ -67,6 +68,51 @@ def as_text(report: Report) -> str:
         _aligned(_DETAILS, _detail_cells(report)),
     ]
     return "\n\n".join([machine, *tables]) + "\n"
+
+
+def as_conclusion(report: Report) -> str:
+    """Return three lines: how fast a receive is, what a send costs, and what to do."""
+    (found,) = report.series.values()
+    fresh, in_place = found["aiockpt, fresh"], found["aiockpt, in place"]
+    raw_fresh = found[f"raw socket, {FRESH}, x1"]
+    raw_in_place = found[f"raw socket, {TOUCHED}, x1"]
+    staged, copied = found["aiockpt, stage warm"], found[f"memcpy, {TOUCHED}"]
+    lag, idle = (
+        1e3 * percentile(each.sender_lags, 0.99) for each in (in_place, found["idle"])
+    )
+    nbytes, took, least = staged.nbytes, 1e3 * staged.seconds, 1e3 * copied.seconds
+    return (
+        f"Receive: {in_place.speed:.1f} GB/s in place and {fresh.speed:.1f} GB/s into "
+        f"new memory, on loopback; a raw socket reaches {raw_in_place.speed:.1f} and "
+        f"{raw_fresh.speed:.1f}.\n"
+        f"Send: {nbytes / 1e6:.0f} MB are copied in {took:.0f} ms, digests included; "
+        f"memcpy takes {least:.0f} ms. While they are fetched, the sender's loop is "
+        f"late by {lag:.1f} ms (p99; {idle:.1f} ms idle).\n"
+        f"{_advice(report)}\n"
+    )
+
+
+def _advice(report: Report) -> str:
+    cores, load = (
+        int(report.machine["cores"]),
+        float(report.machine["load average"].split()[0]),
+    )
+    if load > cores:
+        return (
+            f"Conclusion: the machine was busy (load average {load:.1f} on {cores} "
+            "cores), so these figures are too low; run it again when it is idle."
+        )
+    targets = [row for row in report.rows if row.target]
+    if report.missed:
+        worst = ", ".join(dict.fromkeys(row.what for row in report.missed))
+        return (
+            f"Conclusion: {len(report.missed)} of {len(targets)} targets are missed "
+            f"({worst}); `aiockpt doctor` says what limits this machine."
+        )
+    return (
+        f"Conclusion: all {len(targets)} targets are reached here; `aiockpt bench` "
+        "measures more, and larger, state dicts."
+    )
 
 
 def as_markdown(report: Report) -> str:

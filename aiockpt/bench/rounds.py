@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -33,9 +35,11 @@ class Candidate:
 
 
 def take_turns(
-    candidates: Sequence[Candidate], repeat: int, note: Note
+    candidates: Sequence[Candidate], repeat: int, note: Note, *, until: float = math.inf
 ) -> dict[str, list[Sample]]:
     """Measure every candidate ``repeat`` times, in rounds.
+
+    No second round begins after ``until``, in seconds of the monotonic clock.
 
     Every other round goes backwards, and each two begin at another one: what a disk
     or a cache owes to the one before falls on nobody in particular.
@@ -43,6 +47,8 @@ def take_turns(
     samples: dict[str, list[Sample]] = {each.name: [] for each in candidates}
     running = list(candidates)
     for turn in range(repeat):
+        if turn and time.monotonic() >= until:
+            break
         shift = turn // 2 % max(len(running), 1)
         order = running[shift:] + running[:shift]
         for candidate in order[::-1] if turn % 2 else order:
