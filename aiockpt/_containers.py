@@ -17,8 +17,9 @@ from typing import Any, Final
 import torch
 
 from aiockpt._distributed import take_apart
+from aiockpt._nodes import opened
 
-__all__ = ["DICTS", "Adoption", "Containers"]
+__all__ = ["DICTS", "Adoption", "Containers", "children"]
 
 DICTS: Final = (dict, OrderedDict, defaultdict)
 
@@ -49,7 +50,9 @@ class Containers:
             self._later.append(lambda: target.__setitem__(slice(None), items))
 
     def _rebuilt(self, target: Any, value: Any, items: Sequence[Any]) -> object:
-        """Return a tuple or deque like ``value``: the template's if nothing differs."""
+        """Return a tuple, deque or node like ``value``, or the template's if it is."""
+        if (inside := opened(value)) is not None:
+            return target if _are_same(children(target), items) else inside.make(items)
         if type(value) is deque:
             same = target.maxlen == value.maxlen and _are_same(target, items)
             return target if same else deque(items, value.maxlen)
@@ -77,8 +80,8 @@ class Adoption(Containers):
         if isinstance(target, list) and kind is list:
             self._assign_items(target, self._items(target, value))
             return target
-        if kind is type(target) and kind in (tuple, deque):
-            return self._rebuilt(target, value, self._items(target, value))
+        if kind is type(target) and (inside := children(value)) is not None:
+            return self._rebuilt(target, value, self._items(children(target), inside))
         if isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor):
             # A rank that holds no part of a distributed tensor has nothing to fill,
             # by which the template's tensor would be known.
@@ -107,6 +110,14 @@ class Adoption(Containers):
             self._into(old[at], new) if at < len(old) else new
             for at, new in enumerate(value)
         ]
+
+
+def children(value: Any) -> Sequence[Any] | None:
+    """Return what is in a value that is made anew if something in it differs."""
+    if type(value) in (tuple, deque):
+        return [*value]
+    inside = opened(value)
+    return None if inside is None else inside.children
 
 
 def _are_same(some: Any, others: Any) -> bool:

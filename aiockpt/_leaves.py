@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from aiockpt._nodes import decoder_of
 from aiockpt._numpy import array_of, scalar_of
 from aiockpt._payload import Allowance, exactly, sizes
 from aiockpt.errors import RemoteProtocolError, UnsupportedLeafError
@@ -140,7 +141,7 @@ class _Overlay(Registry):
 
     def by_tag(self, tag: str) -> Codec | None:
         known = REGISTRY.by_tag(tag)
-        own = self._decoders.get(tag)
+        own = self._decoders.get(tag) or decoder_of(tag)
         codec = known if own is None else Codec(tag, object, _itself, own)
         if codec is None or tag not in _COPIED:
             return codec

@@ -11,6 +11,7 @@ import torch
 
 from aiockpt._distributed import take_apart
 from aiockpt._leaves import DTYPE_NAMES, extension
+from aiockpt._nodes import opened
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.paths import Node, Path, format_path
 from aiockpt.wire.registry import REGISTRY
@@ -72,6 +73,8 @@ class Numbering:
                 self.wholes[id(tensor)] = parts.whole
             self.wholes.setdefault(id(parts.whole), parts.whole)
             return ["ext", parts.tag, self.encode(parts.payload, path)]
+        if (inside := opened(value)) is not None:
+            return ["ext", inside.tag, self.encode(inside.payload, path)]
         if type(value) is bytes:
             blob = torch.frombuffer(bytearray(value), dtype=torch.uint8)
             return ["blob", self._number(blob, path)]

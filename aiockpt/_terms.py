@@ -9,6 +9,7 @@ import torch
 
 from aiockpt._backings import Backings
 from aiockpt._device import PortFor
+from aiockpt._nodes import Decoders
 from aiockpt._warm import Loan, WarmArena, lend
 from aiockpt.rebuild import Away, Frame, assemble
 from aiockpt.wire.limits import Limits
@@ -60,6 +61,7 @@ def put(
     tensors: Sequence[torch.Tensor],
     terms: Terms,
     wholes: Mapping[int, torch.Tensor] | None = None,
+    nodes: Decoders | None = None,
 ) -> object:
     """Put tensors into the tree of a checkpoint; see `assemble`."""
     return assemble(
@@ -68,4 +70,5 @@ def put(
         limits=terms.limits,
         allow_pickle=terms.allow_pickle,
         wholes=wholes,
+        nodes=nodes,
     )

@@ -16,6 +16,7 @@ from typing import Protocol, TypeAlias
 
 from aiockpt._available import spare_memory
 from aiockpt._here import allocating
+from aiockpt._nodes import Decoders
 from aiockpt._places import is_filled
 from aiockpt.errors import StorageError
 from aiockpt.landing import Place, PlacedLanding
@@ -122,8 +123,10 @@ class Content:
         if verify != "none" and self.manifest.digests:
             self.fetch(_Nowhere(ranges), verify=verify, on_bytes=on_bytes)
 
-    def assemble(self) -> object:
+    def assemble(self, nodes: Decoders | None = None) -> object:
         """Return the state dict over the memory, filled or not.
+
+        ``nodes`` are those of a template; see `decoders_for`.
 
         Raises:
             RemoteProtocolError: its tree has what this process has not registered.
@@ -133,6 +136,7 @@ class Content:
             self._tensors,
             limits=self._limits,
             allow_pickle=self._allow_pickle,
+            nodes=nodes,
         )
 
     def value_ranges(self) -> list[tuple[int, int]]:

@@ -281,7 +281,8 @@ class InTemplate:
 
     def _put_together(self) -> object:
         tensors = self.match.tensors.beside(self._values())
-        state = put(self._frame, tensors, self._terms, self.match.wholes)
+        match = self.match
+        state = put(self._frame, tensors, self._terms, match.wholes, match.nodes)
         adoption = self.match.adoption
         return state if adoption is None else adoption.plan(state)
 

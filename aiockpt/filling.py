@@ -13,8 +13,9 @@ from typing import Any, Final
 
 import torch
 
-from aiockpt._containers import DICTS, Containers
+from aiockpt._containers import DICTS, Containers, children
 from aiockpt._distributed import take_apart
+from aiockpt._nodes import opened
 from aiockpt._selection import Selection, below, item
 from aiockpt.errors import TemplateMismatchError, UnsupportedLeafError
 from aiockpt.wants import Wants
@@ -109,8 +110,11 @@ class Filling(Containers):
             return self._into_dict(target, value, path)
         if isinstance(target, list):
             return self._into_list(target, value, path)
-        if type(value) in (tuple, deque) and len(target) == len(value):  # type: ignore[arg-type]
-            return self._into_items(target, value, path)
+        if type(target) is type(value):
+            old, new = children(target), children(value)
+            if old is not None and new is not None and len(old) == len(new):
+                items = self._items(old, new, path)
+                return self._rebuilt(target, value, items)
         return self._taken(value)
 
     def _into_dict(self, target: dict[Any, Any], value: Any, path: str) -> object:
@@ -125,12 +129,12 @@ class Filling(Containers):
                     self._assign(target, key, new)
         return target
 
-    def _into_items(self, target: Any, value: Any, path: str) -> object:
+    def _items(self, old: Sequence[Any], new: Sequence[Any], path: str) -> list[Any]:
         self._in_leaf += 1
-        pairs = enumerate(zip(target, value, strict=True))
-        items = [self._into(old, new, item(path, at)) for at, (old, new) in pairs]
+        pairs = enumerate(zip(old, new, strict=True))
+        found = [self._into(*pair, item(path, at)) for at, pair in pairs]
         self._in_leaf -= 1
-        return self._rebuilt(target, value, items)
+        return found
 
     def _anew(self, value: object, path: str) -> object:
         """Return what is selected of a value that is, for a place that has nothing."""
@@ -229,6 +233,8 @@ def _mapped(value: Any, put: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return kind(_each(value, put))
     elif kind is deque:
         return deque(_each(value, put), value.maxlen)
+    elif (inside := opened(value)) is not None:
+        return inside.make(_each(inside.children, put))
     return value
 
 

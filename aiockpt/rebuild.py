@@ -14,6 +14,7 @@ import torch
 
 from aiockpt._gc import collector_paused
 from aiockpt._leaves import DTYPES, registry
+from aiockpt._nodes import Decoders
 from aiockpt._wholes import check_places, decoders, layouts
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.wire.dtypes import CODES
@@ -202,11 +203,13 @@ def assemble(
     limits: Limits,
     allow_pickle: bool = False,
     wholes: Mapping[int, torch.Tensor] | None = None,
+    nodes: Decoders | None = None,
 ) -> object:
     """Return the state dict of a checkpoint with its tensors put in.
 
     Nothing but registered leaves looks into the tensors. What is made of their bytes
-    takes no more memory than the checkpoint. ``wholes`` are those of a `Match`.
+    takes no more memory than the checkpoint. ``wholes`` and ``nodes`` are those of a
+    `Match`.
 
     Raises:
         DeviceMeshError: a distributed tensor has no place in this process.
@@ -215,7 +218,7 @@ def assemble(
     """
     if not wholes:
         check_meshes(frame, limits=limits)
-    more = decoders(wholes or {})
+    more = {**decoders(wholes or {}), **(nodes or {})}
     with collector_paused():
         return decode_tree(
             frame.tree,

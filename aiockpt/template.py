@@ -12,6 +12,7 @@ from aiockpt._backings import Backings
 from aiockpt._containers import Adoption
 from aiockpt._distributed import has_version
 from aiockpt._gc import collector_paused
+from aiockpt._nodes import Decoders, decoders_for
 from aiockpt._pairing import Pairing
 from aiockpt._places import Places, check_numbers, is_filled, mismatch, path_of
 from aiockpt._wholes import Layout as WholeLayout
@@ -49,6 +50,7 @@ class Match:
             for them. There are some only if the template need not fit.
         adoption: Puts values into the template's containers; None if the template need
             not fit: what is received is a state dict of its own then.
+        nodes: Make named tuples and pytree nodes of the template's types.
     """
 
     backings: Backings
@@ -58,6 +60,7 @@ class Match:
     wholes: Mapping[int, torch.Tensor]
     fresh: Set[int] = frozenset()
     adoption: Adoption | None = None
+    nodes: Decoders | None = None
 
     def changed(self) -> Iterator[torch.Tensor]:
         """Yield every tensor of the template that has other elements once filled."""
@@ -94,6 +97,7 @@ class Template:
         self._tree, self._tensors, self._drafts = own.tree, own.tensors, own.drafts
         self._wholes = own.wholes
         self._adoption = Adoption(state_dict) if exact else None
+        self._nodes = decoders_for(state_dict)
         self._count = _count_filled(own.tree, exact=exact)
 
     def __repr__(self) -> str:
@@ -142,6 +146,7 @@ class Template:
             self._wholes,
             fresh,
             self._adoption,
+            self._nodes,
         )
 
     def _match_some(self, manifest: Manifest) -> Match:

@@ -162,7 +162,7 @@ class _Load:
         how = self._reading
         for content in self._loaded.contents:
             content.read_values(verify=how.verify, on_bytes=how.on_bytes)
-        result = filling.plan(template, self._loaded.state())
+        result = filling.plan(template, self._loaded.state(template))
         missing = filling.unmet()
         self._report(missing, strict=strict)
         try:

@@ -12,6 +12,7 @@ from typing import Any, Final, Self
 
 import msgspec
 
+from aiockpt._nodes import decoders_for
 from aiockpt.content import Content, content_of_file, manifest_of_file
 from aiockpt.directory import (
     MARKER,
@@ -63,11 +64,15 @@ class Loaded:
         self.contents = contents
         self._values = values
 
-    def state(self) -> Any:
-        """Return the state dict, over memory that may not be filled yet."""
+    def state(self, template: object = None) -> Any:
+        """Return the state dict, over memory that may not be filled yet.
+
+        Named tuples and pytree nodes are of the template's types.
+        """
         if not self.contents:
             return self._values
-        first, *others = (content.assemble() for content in self.contents)
+        nodes = decoders_for(template)
+        first, *others = (content.assemble(nodes) for content in self.contents)
         for other in others:  # shards of another tool's: flat dicts of tensors
             assert isinstance(first, dict)
             assert isinstance(other, dict)

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from aiockpt._bridge import Bridge
 from aiockpt._deadline import Deadline
+from aiockpt._nodes import decoders_for
 from aiockpt._pruning import pruned
 from aiockpt._selection import Selection
 from aiockpt.content import Content, check_memory
@@ -95,7 +96,9 @@ class _Part:
             TemplateMismatchError: the template lacks what is selected, or differs.
         """
         filling = self._filling
-        self._result = filling.plan(self._options.into, self.content.assemble())
+        into = self._options.into
+        found = self.content.assemble(decoders_for(into))
+        self._result = filling.plan(into, found)
         self._check_met()
         for _, places in self._wants.places():
             self._landing = PlacedLanding(places)

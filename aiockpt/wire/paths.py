@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from typing import Final, TypeAlias, Union
 
 __all__ = [
+    "NAMED_TUPLE",
+    "PYTREE",
     "Node",
     "Path",
     "format_path",
@@ -13,6 +15,10 @@ __all__ = [
     "format_refusal",
     "is_unicode",
 ]
+
+NAMED_TUPLE: Final = "namedtuple:"
+PYTREE: Final = "pytree:"
+"""How the tags of values begin whose tensors are the state dict's own."""
 
 Node: TypeAlias = Union[bool, int, float, str, "list[Node]", None]
 """One JSON value of an encoded tree; anything but a scalar is ``[tag, ...]``."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, Final, NamedTuple, TypeAlias, TypeGuard
 
 import msgspec
 
 from aiockpt._called_off import look
 from aiockpt.errors import RemoteProtocolError
-from aiockpt.wire.paths import Node, Path, format_path
+from aiockpt.wire.paths import NAMED_TUPLE, PYTREE, Node, Path, format_path
 
 __all__ = [
     "Mention",
@@ -26,6 +26,9 @@ __all__ = [
     "tensor_leaves",
     "tensor_paths",
 ]
+
+
+STRUCTURES: Final = (NAMED_TUPLE, PYTREE)
 
 
 class Reference(NamedTuple):
@@ -165,7 +168,7 @@ def _row(
 
 def _leaf(path: Path, node: list[Node]) -> tuple[Path, str] | None:
     match node:
-        case ["ext", str(tag), _]:
+        case ["ext", str(tag), _] if not tag.startswith(STRUCTURES):
             return path, tag
     return None
 
@@ -176,7 +179,7 @@ def registered(root: Node) -> Iterator[tuple[Path, str, Node]]:
     while stack:
         path, node = stack.pop()
         match node:
-            case ["ext", str(tag), payload]:
+            case ["ext", str(tag), payload] if not tag.startswith(STRUCTURES):
                 yield path, str(tag), payload
             case [_, *_]:
                 below = [((*path, *steps), child) for steps, child in _children(node)]

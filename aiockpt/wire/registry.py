@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from aiockpt.wire.paths import NAMED_TUPLE
+
 __all__ = ["BUILTIN_TYPES", "REGISTRY", "Codec", "Registry", "register_leaf"]
 
 T = TypeVar("T")
@@ -47,6 +49,8 @@ class Codec:
     leaf_type: type
     encode: Callable[[Any], object]
     decode: Callable[[Any], object]
+    is_structure: bool = False
+    """Whether it is a named tuple without functions of its own."""
 
 
 class Registry:
@@ -65,6 +69,8 @@ class Registry:
         leaf_type: type[T],
         encode: Callable[[T], object],
         decode: Callable[[Any], T],
+        *,
+        is_structure: bool = False,
     ) -> None:
         """Carry values whose exact type is ``leaf_type`` as what ``encode`` returns.
 
@@ -77,7 +83,7 @@ class Registry:
         """
         if leaf_type in BUILTIN_TYPES:
             raise ValueError(f"{_name(leaf_type)} is carried already")
-        codec = Codec(tag, leaf_type, encode, decode)
+        codec = Codec(tag, leaf_type, encode, decode, is_structure)
         for other in (self._by_type.get(leaf_type), self._by_tag.get(tag)):
             if other is not None and not _same(other, codec):
                 raise ValueError(
@@ -93,8 +99,10 @@ class Registry:
         return self._by_type.get(leaf_type)
 
     def by_tag(self, tag: str) -> Codec | None:
-        """Return the codec of a tag."""
-        return self._by_tag.get(tag)
+        """Return the codec of a tag, which for a named tuple has its prefix."""
+        name = tag.removeprefix(NAMED_TUPLE)
+        codec = self._by_tag.get(name)
+        return None if codec and name != tag and not codec.is_structure else codec
 
 
 def _same(one: Codec, other: Codec) -> bool:
@@ -127,11 +135,15 @@ def register_leaf(
         ValueError: no functions were given for another kind of type, only one of the
             two was given, or the type or the tag is taken by another one.
     """
+    is_structure = False
     if encode is None and decode is None:
         encode, decode = _default_codec(leaf_type)
+        is_structure = _is_named_tuple(leaf_type)
     if encode is None or decode is None:
         raise ValueError(f"{_name(leaf_type)} needs both encode and decode")
-    REGISTRY.register(tag or _name(leaf_type), leaf_type, encode, decode)
+    REGISTRY.register(
+        tag or _name(leaf_type), leaf_type, encode, decode, is_structure=is_structure
+    )
     return leaf_type
 
 
@@ -144,7 +156,7 @@ def _default_codec(
         return lambda member: member.name, _only_of(str, leaf_type.__getitem__)
     if dataclasses.is_dataclass(leaf_type):
         names = [each.name for each in dataclasses.fields(leaf_type) if each.init]
-    elif issubclass(leaf_type, tuple) and hasattr(leaf_type, "_fields"):
+    elif _is_named_tuple(leaf_type):
         names = list(leaf_type._fields)
     else:
         raise ValueError(f"{_name(leaf_type)} needs encode and decode functions")
@@ -152,6 +164,10 @@ def _default_codec(
         lambda value: {name: getattr(value, name) for name in names},
         lambda fields: leaf_type(**fields),
     )
+
+
+def _is_named_tuple(leaf_type: type[Any]) -> bool:
+    return issubclass(leaf_type, tuple) and hasattr(leaf_type, "_fields")
 
 
 def _only_of(

@@ -17,6 +17,7 @@ import msgspec
 from aiockpt.errors import LimitExceededError, UnsupportedLeafError
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.paths import (
+    NAMED_TUPLE,
     Node,
     Path,
     format_path,
@@ -116,7 +117,8 @@ class _Encoder:
             self.descend(path)
             node = self.encode(codec.encode(value), path)
             self.ascend(1)
-            return ["ext", codec.tag, node]
+            tag = NAMED_TUPLE + codec.tag if codec.is_structure else codec.tag
+            return ["ext", tag, node]
         node = self.leaf(value, path)
         if node is None:
             kind, remedy = _type_name(value), _remedy(value)

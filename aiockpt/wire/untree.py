@@ -262,7 +262,8 @@ def _ext(decoder: _Decoder, tag: str, node: Node) -> object:
     if codec is None:
         decoder.fail(
             f"a leaf of the unknown type {tag[:200]!r}; "
-            "call aiockpt.register_leaf for this type here too"
+            "call aiockpt.register_leaf for this type here too, or receive a named "
+            "tuple or a pytree node into a template that has one"
         )
     decoder.descend(1)
     value = decoder.decode(node)

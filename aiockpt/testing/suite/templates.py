@@ -67,13 +67,11 @@ FILLED: Final = (
     "tied",
     "overlapping views",
     "module state",
+    "named tuple",
 )
 """Kinds of leaves that a template receives in its own memory."""
 
-REFUSED: Final = (
-    "dataclass",
-    "named tuple",
-)
+REFUSED: Final = ("dataclass",)
 """Kinds of leaves that are made of tensors, and so are never filled."""
 
 RETURNED: Final = tuple(
