@@ -26,6 +26,7 @@ from aiockpt.errors import (
     LocalProtocolError,
     RemoteProtocolError,
 )
+from aiockpt.http.connecting import Connector
 from aiockpt.http.filler import Filler
 from aiockpt.http.options import require, require_type
 from aiockpt.http.pumps import Pumps
@@ -246,7 +247,7 @@ class Port:
             # waits in the pool would look like a peer that says nothing.
             self._resolver = CheckedResolver(self._reach)
             self._session = ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, resolver=self._resolver),
+                connector=Connector(limit=0, resolver=self._resolver),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 response_class=_Answer,
                 trust_env=False,
