@@ -1,7 +1,7 @@
-"""Keeps secrets out of exceptions.
+"""Keeps tokens out of exceptions.
 
 An exception refers to the frames that it passed, and a tool that prints tracebacks with
-local variables prints the arguments of every frame. So a function that takes a secret
+local variables prints the arguments of every frame. So a function that takes a token
 raises without its own frame, and without those of the libraries that it calls.
 """
 
@@ -19,7 +19,7 @@ E = TypeVar("E", bound=BaseException)
 
 
 class Token(str):
-    """A secret whose repr does not show it: a local variable of any frame may hold it.
+    """A text whose repr does not show it: a local variable of any frame may hold it.
 
     Wherever it is sent or compared, it is the string.
     """
@@ -37,9 +37,9 @@ def severed(error: E) -> E:
 
 
 def discreet(fn: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function whose arguments hold a secret: let no frame of it be seen.
+    """Decorate a function whose arguments hold a token: let no frame of it be seen.
 
-    The caller's own frame is still in the traceback, and has to ``del`` the secret.
+    The caller's own frame is still in the traceback, and has to ``del`` the token.
     """
 
     @wraps(fn)

@@ -58,7 +58,7 @@ class TransferEvent:
             ``retry``, ``drop``, ``recv``; ``restart`` where a sender has started again;
             of a checkpointer ``stage``, ``write``, ``skip``, ``load``.
         step: The checkpoint's step, where known.
-        peer: The other end without credentials, where there is one.
+        peer: The other end without its token, where there is one.
         nbytes: Bytes moved.
         reused: Bytes that were there already (``have``), and were not moved.
         seconds: How long it took.

@@ -72,8 +72,8 @@ class CheckpointTransport(ABC, Generic[T]):
     def metadata(self) -> str:
         """Return what a peer's :meth:`recv_checkpoint` needs to find this transport.
 
-        Cheap, never blocks, and valid until :meth:`shutdown`. It may carry a
-        capability: whoever holds it can read, so keep it out of logs.
+        Cheap, never blocks, and valid until :meth:`shutdown`. It may contain a
+        token: whoever has it can read, so keep it out of logs.
         """
 
     @abstractmethod

@@ -542,8 +542,8 @@ class TestFetchErrors:
         [
             ("{base}8#{token}", "step 8 is not published at "),
             ("{base}6#{token}", "step 6 is not published at "),
-            ("{base}#not-the-token", "refused the credentials"),
-            ("{base}", "refused the credentials"),
+            ("{base}#not-the-token", "refused the token"),
+            ("{base}", "refused the token"),
             ("http://127.0.0.1:1/checkpoint/", "cannot reach http://127.0.0.1:1/"),
             ("http://no-such-host.invalid/", "cannot reach http://no-such-host.inv"),
             ("http://127.0.0.1:{port}/other/#{token}", "aiockpt server?"),

@@ -52,7 +52,7 @@ def server(file: Path) -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def other(file: Path) -> Iterator[Serving]:
-    """Serve it once more, with a capability of its own."""
+    """Serve it once more, with a token of its own."""
     with serving(file) as running:
         yield running
 
@@ -154,7 +154,7 @@ class TestSeveral:
         tmp_path: Path,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        """With its own capability; the summary says how much."""
+        """With its own token; the summary says how much."""
         urls = [server.metadata, other.metadata]
         assert main(["fetch", *urls, "-o", str(tmp_path / "f")]) == 0
         assert (tmp_path / "f").read_bytes() == file.read_bytes()

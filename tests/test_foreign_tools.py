@@ -37,7 +37,7 @@ async def site() -> AsyncIterator[Site]:
     transport = HTTPTransport(60, host="127.0.0.1", chunk_bytes=1 << 20)
     async with transport:
         await transport.send_checkpoint([1], 5, STATE)
-        base, _, capability = transport.metadata().partition("#")
+        base, _, token = transport.metadata().partition("#")
         published = transport._endpoint.shelf.latest  # type: ignore[union-attr]
         assert published is not None
         manifest = published.servable.manifest
@@ -45,7 +45,7 @@ async def site() -> AsyncIterator[Site]:
         file = b"".join([manifest.header, *views])
         yield Site(
             f"{base}5/full",
-            f"Authorization: Bearer {capability}",
+            f"Authorization: Bearer {token}",
             hashlib.sha256(file).hexdigest(),
             len(file),
         )

@@ -64,7 +64,7 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestCredentials:
     """Who may read."""
 
-    async def test_the_metadata_is_a_capability(self) -> None:
+    async def test_the_metadata_holds_the_token(self) -> None:
         """Whoever was handed it may read, and nobody else."""
         async with pair() as (sender, receiver):
             await sender.send_checkpoint([], 1, weights())
@@ -73,7 +73,7 @@ class TestCredentials:
             with pytest.raises(AuthenticationError, match="metadata"):
                 await receiver.recv_checkpoint(0, sender.address(), 1)
 
-    async def test_every_transport_has_another_capability(self) -> None:
+    async def test_every_transport_has_another_token(self) -> None:
         """One leaked log does not open all."""
         async with pair() as (one, two):
             secret = one.metadata().partition("#")[2]

@@ -123,7 +123,7 @@ class CheckpointReader:
             on_bytes=on_bytes,
         )
         with open_sources(path, reading) as loaded:
-            shown = os.fspath(path).partition("#")[0]  # a URL's secret stays ours
+            shown = os.fspath(path).partition("#")[0]  # a URL's token stays ours
             task = _Load(shown if is_url(path) else os.fspath(path), loaded, reading)
             device = device_of(map_location)
             if not loaded.contents and not mmap and device is None:

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read(arguments: argparse.Namespace) -> tuple[str, Manifest | ForeignHeader]:
-    """Return the header, and a name for it that holds no secret."""
+    """Return the header, and a name for it that holds no token."""
     what: str = arguments.what
     if "://" not in what:
         path = one_file(Path(what), arguments.rank)

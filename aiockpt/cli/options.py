@@ -92,7 +92,7 @@ def add_client_options(parser: argparse.ArgumentParser) -> None:
     """Add how to reach a peer, for every command that fetches."""
     parser.add_argument(
         "--token",
-        help="the secret that the sender was given, where the URL carries none; "
+        help="the token that the sender was given, if the URL has none; "
         "AIOCKPT_TOKEN and AIOCKPT_TOKEN_PATH keep it out of the process list",
     )
     parser.add_argument(

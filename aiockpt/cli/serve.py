@@ -59,7 +59,7 @@ def _add_network_options(group: argparse._ArgumentGroup) -> None:
 
 def _add_access_options(group: argparse._ArgumentGroup) -> None:
     who = group.add_mutually_exclusive_group()
-    who.add_argument("--token", help="a shared secret, instead of a random one")
+    who.add_argument("--token", help="a token of your own, in place of a random one")
     who.add_argument("--insecure", action="store_true", help="let anybody fetch")
     group.add_argument("--tls-cert", metavar="FILE", help="serve https with it (PEM)")
     group.add_argument("--tls-key", metavar="FILE", help="its key, if kept apart")
@@ -156,8 +156,8 @@ def _announcement(
 ) -> str:
     """Return what is served, and the commands that fetch it, ready to be pasted.
 
-    They hold a capability, or the secret that was typed here, since the person who
-    reads them is the one to hand it on. A secret of the environment stays there.
+    They hold the token, a random one or the one that was typed here, since the person
+    who reads them is the one to hand it on. A token of the environment stays there.
     """
     output = f"{chosen.name_for(number)}.safetensors"
     source = parse_metadata(metadata)

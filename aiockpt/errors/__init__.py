@@ -19,7 +19,7 @@ that a caller would guess::
     │   ├── RemoteProtocolError               the peer's, or an unknown version
     │   ├── LimitExceededError                larger than the receiver allows
     │   └── IntegrityError                    a whole chunk with the wrong digest
-    ├── AuthenticationError               wrong or no credentials (PermissionError)
+    ├── AuthenticationError               wrong or no token (PermissionError)
     │   └── ForgedManifestError               not of a sender that knows the key
     ├── StateDictError                    what the caller passed (ValueError)
     │   ├── UnsupportedLeafError              and where (TypeError)

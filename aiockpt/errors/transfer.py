@@ -1,4 +1,4 @@
-"""What goes wrong between two peers: the way, the other end, its credentials."""
+"""What goes wrong between two peers: the way, the other end, the token."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class CheckpointChangedError(UnavailableError):
 
 
 class AuthenticationError(AiockptError, PermissionError):
-    """The peer wants credentials that were not given, or refuses those given."""
+    """The peer wants a token that was not given, or refuses the one given."""
 
     def __init__(self, url: str, detail: str = "") -> None:
         super().__init__(detail)
@@ -188,7 +188,7 @@ class AuthenticationError(AiockptError, PermissionError):
     def __str__(self) -> str:
         why = f": {self.detail}" if self.detail else ""
         return (
-            f"{self.url} refused the credentials{why}; pass the sender's metadata() "
+            f"{self.url} refused the token{why}; pass the sender's metadata() "
             "whole, or the same token on both sides"
         )
 

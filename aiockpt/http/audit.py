@@ -1,7 +1,7 @@
 """Who fetched what: one line for each answer, on a logger of its own.
 
 ``aiockpt.audit`` gets a record for every request that a checkpoint's bytes, or a
-refusal for lack of credentials, answered. The record's argument is an :class:`Access`,
+refusal for lack of a token, answered. The record's argument is an :class:`Access`,
 for programs that want more than a line. All is at ``INFO``, so it is off until somebody
 turns it on.
 """

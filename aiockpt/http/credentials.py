@@ -1,4 +1,4 @@
-"""Who may read: the secret that a transport asks for, and where it came from."""
+"""Who may read: the token that a transport asks for, and where it came from."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Credentials:
 def find_credentials(
     token: str | None, *, insecure: bool, env: Mapping[str, str]
 ) -> Credentials:
-    """Return the credentials: given, from the environment, or a new capability.
+    """Return the token: given, from the environment, or a new one.
 
     ``AIOCKPT_TOKEN`` holds a token, ``AIOCKPT_TOKEN_PATH`` names a file that does.
 

@@ -33,7 +33,7 @@ def setup(
     """Serve ``transport`` below ``prefix`` of ``app``, for as long as the app runs.
 
     Call it before the app starts. The app's end shuts the transport down. The routes
-    check credentials themselves and rely on none of the app's middlewares. Tell the
+    check the token themselves and rely on none of the app's middlewares. Tell the
     transport its public URL by ``advertise="https://host/checkpoint/"``. For a second
     transport in the same app, give another prefix and another key. A page that the app
     has at the prefix itself stays; else it says what is served.
@@ -87,7 +87,7 @@ def get_transport(
 def serves(request: web.Request) -> bool:
     """Tell whether a transport answers ``request``, for middlewares to step aside.
 
-    One that demands credentials must: the transport demands its own, in the same
+    One that demands a token must: the transport demands its own, in the same
     header. So must one that renders errors, for peers act upon the transport's.
     """
     handler = request.match_info.handler

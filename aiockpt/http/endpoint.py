@@ -100,7 +100,7 @@ class Address:
         return f"<Address sockets={len(self.sockets)}>"
 
     def url(self) -> str:
-        """Return the base URL, without credentials.
+        """Return the base URL, without the token.
 
         Raises:
             ClosedError: after :meth:`close`.

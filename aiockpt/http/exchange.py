@@ -1,6 +1,6 @@
 """One request and its answer: the session, the headers, the errors of aiohttp.
 
-This is the client's port to aiohttp: what aiohttp raises goes no further. A credential
+This is the client's port to aiohttp: what aiohttp raises goes no further. A token
 goes to the origin that it was given for and nowhere else: no redirect is followed, and
 it is a header of single requests only.
 """
@@ -59,7 +59,7 @@ class ClientConfig:
         connect_timeout: Seconds that a connection may take to come about.
         reconnect_timeout: Seconds for which a silent peer is tried again; 0: not at
             all, but for connections that broke while bytes were coming.
-        token: The credential where a source brings none.
+        token: What is sent where a source brings no token.
         limits: What is accepted.
         ssl_context: For ``https``; None takes the system's authorities.
         fast_path: Receive straight into the destination where that is possible.

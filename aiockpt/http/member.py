@@ -41,7 +41,7 @@ class Members:
 
     @property
     def name(self) -> str:
-        """All addresses, without credentials."""
+        """All addresses, without tokens."""
         return " ".join(source.base_url for source in self.sources)
 
     def left(self) -> list[int]:

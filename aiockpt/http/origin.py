@@ -23,7 +23,7 @@ class Origin(Protocol):
 
     @property
     def name(self) -> str:
-        """Whom events and errors name, without credentials."""
+        """Whom events and errors name, without the token."""
 
     def through(self, client: CheckpointClient) -> Origin:
         """Return the same, with what is known of it, asked by another client."""

@@ -231,7 +231,7 @@ class Receiver(CheckpointTransport[T]):
 
         Raises:
             AuthenticationError: the peer refuses; one that has started again has
-                another capability in its metadata, unless both know a ``token``.
+                another token in its metadata, unless both were given one (``token=``).
             TransportError: the peer did not answer for ``reconnect_timeout``.
             RemoteProtocolError: it is no aiockpt server, three times in a row.
             ClosedError: after, or because of, :meth:`shutdown`.

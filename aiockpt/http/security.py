@@ -1,4 +1,4 @@
-"""What a transport trusts beyond its credentials: one frozen record."""
+"""What a transport trusts beyond its token: one frozen record."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Security:
     """Options of a transport for networks that are not its own.
 
     Attributes:
-        manifest_key: A secret of both ends, 16 bytes or more. The sender proves with
+        manifest_key: A key of both ends, 16 bytes or more. The sender proves with
             it that a manifest is its own, and the receiver takes no other one:
             ``ForgedManifestError`` comes before any of the data. It tells one job
             from another that answers at the same address; against somebody who can

@@ -52,7 +52,7 @@ class SeveralSources:
 
     @property
     def name(self) -> str:
-        """All addresses, without credentials."""
+        """All addresses, without tokens."""
         return self._members.name
 
     def through(self, client: CheckpointClient) -> SeveralSources:

@@ -50,7 +50,7 @@ class Exchange:
 
     @property
     def url(self) -> str:
-        """The address, without any credential."""
+        """The address, without any token."""
         return self.source.base_url + self.path
 
 

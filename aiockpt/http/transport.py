@@ -67,7 +67,7 @@ class HTTPTransport(Receiver[T]):
             the receivers that have begun to read them; each takes as much memory as a
             checkpoint, only while it is read. If more are being read, those that have
             been read longest stay, and the other receivers must begin anew.
-        token: A secret that both ends know, instead of a capability in the metadata;
+        token: One that both ends know, instead of a random one in the metadata;
             ``AIOCKPT_TOKEN`` and ``AIOCKPT_TOKEN_PATH`` stand in for it.
         insecure: Let anybody read.
         ssl_context, client_ssl_context: Serve TLS with it, and verify peers with it.
@@ -192,7 +192,7 @@ class HTTPTransport(Receiver[T]):
         return survey(self._endpoint, self._bridge)
 
     def metadata(self) -> str:
-        """Return the URL to fetch from, with the capability in its fragment.
+        """Return the URL to fetch from, with the token in its fragment.
 
         It works as soon as the transport exists; where ``host`` is a name, from the end
         of :meth:`start` on, which looks the name up beside the event loop. Raises
@@ -220,7 +220,7 @@ class HTTPTransport(Receiver[T]):
         return format_metadata(self.address(), token)
 
     def address(self) -> str:
-        """Return the base URL without credentials, for logs and people."""
+        """Return the base URL without the token, for logs and people."""
         self._lifetime.check()
         return self._endpoint.url()
 

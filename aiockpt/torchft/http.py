@@ -95,7 +95,7 @@ class HTTPTransport(Adapter[T]):
         self._portal.call(allow, timeout=self._timeout, stop="stage")
 
     def address(self) -> str:
-        """Return the base URL without credentials, for logs and people."""
+        """Return the base URL without the token, for logs and people."""
         return self.metadata().partition("#")[0]
 
     def statistics(self) -> TransportStatistics:

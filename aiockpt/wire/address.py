@@ -27,7 +27,7 @@ class Address:
 def parse_address(text: str) -> Address:
     """Parse what names a checkpoint: metadata, ``.../100`` or ``.../100/full``.
 
-    Metadata always ends with a slash before its capability, so a prefix that ends in
+    Metadata always ends with a slash before its token, so a prefix that ends in
     a number is not taken for a step.
 
     Raises:

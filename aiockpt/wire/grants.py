@@ -1,7 +1,7 @@
 """Tokens for single receivers, and the MAC of a manifest: HMAC-SHA256 over plain text.
 
 A receiver's token says who may read which step until when, and proves with a MAC that
-somebody said so who knows the sender's secret. A sender checks it without keeping any
+somebody said so who knows the sender's token. A sender checks it without keeping any
 list, and whoever holds one can make no other one from it.
 """
 
@@ -41,7 +41,7 @@ _TOKEN: Final = re.compile(
 )
 _RECEIVER: Final = re.compile(r"[\x21-\x7e]{1,100}")
 _ALGORITHM: Final = "hmac-sha256"
-# What a MAC is for is a part of what it covers, should one secret serve for both.
+# What a MAC is for is a part of what it covers, should one text serve for both.
 _OF_TOKEN: Final = b"aiockpt receiver token\n"
 _OF_MANIFEST: Final = b"aiockpt manifest\n"
 
@@ -65,18 +65,18 @@ class Grant:
 
 @discreet
 def make_token(
-    secret: str, receiver: str, *, expires: float, step: int | None = None
+    token: str, receiver: str, *, expires: float, step: int | None = None
 ) -> str:
-    """Return a token with which one receiver may fetch from whoever knows ``secret``.
+    """Return a token with which one receiver may fetch from whoever has ``token``.
 
     For an orchestrator that was given the senders' ``token``;
     :meth:`.HTTPTransport.grant` makes one at the sender. The receiver's ``token=`` it
     may be, or the fragment of a sender's metadata. It can be taken back only by
-    changing the secret.
+    changing that one.
 
     Args:
-        secret: The ``token`` of the senders. Make it of 128 random bits or more: who
-            holds a receiver's token can try secrets at home.
+        token: That of the senders. Make it of 128 random bits or more: who
+            holds a receiver's token can try others at home.
         receiver: Whose it is, for the audit log: 100 printable characters at most.
         expires: When it ends, in seconds since 1970; senders take it for 30 seconds
             more, since clocks differ. A transfer must have asked for its last byte by
@@ -94,24 +94,24 @@ def make_token(
         raise ValueError(f"no such time or step: expires={expires!r}, step={step!r}")
     name = _text(receiver.encode())
     payload = f"{_KIND}.{name}.{'any' if step is None else step}.{math.ceil(expires)}"
-    return f"{payload}.{_token_mac(secret, payload)}"
+    return f"{payload}.{_token_mac(token, payload)}"
 
 
-def read_token(text: str, secret: str) -> Grant | None:
+def read_token(text: str, token: str) -> Grant | None:
     """Return what a receiver's token grants; None if it is none, or not of ours."""
     found = _TOKEN.fullmatch(text)
     if found is None:
         return None
     payload, name, step, expires, mac = found.groups()
-    if not hmac.compare_digest(mac, _token_mac(secret, payload)):
+    if not hmac.compare_digest(mac, _token_mac(token, payload)):
         return None
     # What is under the MAC is our own writing.
     receiver = base64.urlsafe_b64decode(name + "=" * (-len(name) % 4)).decode()
     return Grant(receiver, None if step == "any" else int(step), int(expires))
 
 
-def _token_mac(secret: str, payload: str) -> str:
-    key = secret.encode("utf-8", "surrogateescape")
+def _token_mac(token: str, payload: str) -> str:
+    key = token.encode("utf-8", "surrogateescape")
     return _text(hmac.digest(key, _OF_TOKEN + payload.encode(), "sha256"))
 
 

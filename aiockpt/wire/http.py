@@ -211,7 +211,7 @@ def check_incarnation(value: str | None) -> str | None:
 class Source:
     """Where to fetch, and for which receive.
 
-    The token is a secret that the repr does not show. ``lease`` goes with every
+    The repr does not show the token. ``lease`` goes with every
     request for a checkpoint.
     """
 

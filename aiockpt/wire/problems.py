@@ -100,7 +100,7 @@ _TABLE = (
         AuthenticationError,
         401,
         "authentication",
-        "Wrong or no credentials",
+        "Wrong or no token",
         ("detail",),
     ),
     _Row(RangeNotSatisfiable, 416, "range", "Range not satisfiable", ("size",)),

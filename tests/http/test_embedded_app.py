@@ -271,7 +271,7 @@ class TestRoutesAndMiddlewares:
     """The application goes on being itself."""
 
     async def test_its_own_routes_are_guarded_and_rendered_by_it(self, client) -> None:
-        """Its key opens them, a transport's capability does not."""
+        """Its key opens them, a transport's token does not."""
         key = example().KEY.decode()
         async with running_example() as host:
             await offering(host)

@@ -207,7 +207,7 @@ class TestOneFails:
             fetch = Fetch(client, [source(sites[0], "wrong"), source(sites[1])])
             await fetch.run()
         fetch.check(held)
-        assert "refused the credentials" in fetch.dropped()[0]
+        assert "refused the token" in fetch.dropped()[0]
         assert "wrong" not in fetch.dropped()[0]
 
     async def test_connections_that_break_all_the_time(self) -> None:

@@ -234,7 +234,7 @@ async def test_a_peer_that_starts_again_is_found_again():
             assert await waiting == 2
 
 
-async def test_a_peer_with_another_capability_is_an_error():
+async def test_a_peer_with_another_token_is_an_error():
     """Its new metadata must be handed over; trying again would not help."""
     async with transport() as receiver:
         async with transport() as first:

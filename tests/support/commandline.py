@@ -73,17 +73,17 @@ class Serving:
 
     @property
     def metadata(self) -> str:
-        """The URL with the capability, if that is how one may fetch."""
+        """The URL with the token, if that is how one may fetch."""
         return shlex.split(self.fetch.partition(" fetch ")[2])[0]
 
     @property
     def base(self) -> str:
-        """The URL without any secret."""
+        """The URL without the token."""
         return self.metadata.partition("#")[0]
 
     @property
     def token(self) -> str:
-        """The secret."""
+        """The token."""
         found = re.search(r'Bearer (\S+)"', self.curl)
         assert found
         return found[1]
