@@ -12,7 +12,7 @@ import pytest
 
 from aiockpt import PeerFailedError, TransferTimeoutError, UnsupportedLeafError
 from aiockpt.testing import assert_same
-from serving import settle
+from serving import Peer, settle
 from transports import Transport, pair, port_of, receive, transport, weights
 
 pytestmark = pytest.mark.asyncio
@@ -94,3 +94,23 @@ async def test_a_fork_does_not_disturb_the_parent() -> None:
         with child():
             await sender.send_checkpoint([1], 2, weights(2.0))
             assert_same(await receive(sender, receiver, 2), weights(2.0))
+
+
+async def test_a_request_that_is_repeated_gets_the_same_answer() -> None:
+    """The first answer may have been lost on its way; and it is counted once."""
+    async with transport() as sender:
+        with pytest.raises(UnsupportedLeafError):
+            await sender.send_checkpoint([1, 2], 1, {"bad": object()})
+        token = sender.metadata().partition("#")[2]
+        async with Peer(port_of(sender), token=token) as peer:
+
+            async def ask(lease: str) -> int:
+                headers = {"Prefer": "wait=0", "Aiockpt-Lease": f"{lease}; ttl=9"}
+                answer = await peer.ask("/checkpoint/1/metadata", **headers)
+                return answer.status
+
+            first, second, third = (digit * 32 for digit in "123")
+            assert [await ask(first) for _ in range(3)] == [424] * 3
+            assert await ask(second) == 424
+            assert await ask(third) == 404
+            assert await ask(first) == 424

@@ -17,7 +17,7 @@ from aiockpt.errors import ClosedError, StepNotFoundError
 from aiockpt.http.guard import ServerConfig
 from aiockpt.http.published import Published
 from aiockpt.http.shelf import Shelf
-from aiockpt.wire.http import parse_prefer_wait
+from aiockpt.wire.http import Lease, parse_prefer_wait
 
 __all__ = ["Awaiting", "transport_of"]
 
@@ -42,9 +42,11 @@ class Awaiting:
         look = partial(self._shelf.wait_for, None)
         return await self._find(request, look, default_wait=0.0, glance=_GLANCE)
 
-    async def step(self, request: web.Request, step: int) -> Published:
+    async def step(
+        self, request: web.Request, step: int, lease: Lease | None
+    ) -> Published:
         """Return this step, waiting as long as the request may; an old one: at once."""
-        look = partial(self._shelf.wait_for, step)
+        look = partial(self._shelf.wait_for, step, lease=lease)
         default_wait = self._config.default_wait
         return await self._find(
             request, look, _is_past, default_wait=default_wait, glance=_GLANCE

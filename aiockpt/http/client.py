@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from functools import partial
@@ -46,6 +47,9 @@ class CheckpointClient:
     Args:
         session: Used and never closed; None makes one, on first use, in that loop.
         run: Where a manifest is decoded.
+
+    Attributes:
+        name: What it is called in the leases of its receives.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class CheckpointClient:
         self._config = config
         self._port = Port(config, session)
         self._run = run
-        self._calls = 0
+        self.name = secrets.token_hex(8)
 
     async def fetch_manifest(
         self,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from aiockpt.errors import PeerFailedError
+from aiockpt.wire.http import Lease
 
 __all__ = ["Failure"]
 
@@ -22,13 +23,19 @@ class Failure:
     It outlives a retraction, for a receiver may come late. But a receiver of the next
     attempt at the same step may be early: so only as many are told as there were
     receivers (None: any number), and for a while only, for one of them may have died
-    and never come. The others wait.
+    and never come. The others wait, and so does a later receive of one that was told:
+    it is for the next attempt. A receive that was told may repeat its request, since
+    the answer may have been lost.
+
+    Attributes:
+        told: The receive that was told, for each receiver.
     """
 
     step: int
     reason: str
     left: int | None
     until: float = math.inf
+    told: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, error: BaseException, *, step: int, receivers: int) -> Self:
@@ -39,18 +46,18 @@ class Failure:
         until = asyncio.get_running_loop().time() + _LATE
         return cls(step, why[:_MAX_REASON], receivers or None, until)
 
-    def concerns(self, step: int | None) -> bool:
-        """Whether somebody who waits for ``step`` is to be told."""
-        if step != self.step or self.left == 0:
+    def concerns(self, step: int | None, lease: Lease | None) -> bool:
+        """Whether a receive that waits for ``step`` is to be told."""
+        if step != self.step or asyncio.get_running_loop().time() >= self.until:
             return False
-        return asyncio.get_running_loop().time() < self.until
+        if lease is not None and lease.receiver in self.told:
+            return self.told[lease.receiver] == lease.id
+        return self.left != 0
 
-    def told(self, receivers: int) -> None:
-        """Note that so many receivers know already."""
-        if self.left is not None:
-            self.left = max(self.left - receivers, 0)
-
-    def tell(self) -> PeerFailedError:
-        """Return the error for one receiver."""
-        self.told(1)
+    def tell(self, lease: Lease | None) -> PeerFailedError:
+        """Return the error for one receive. One without a lease counts each time."""
+        if self.left is not None and (lease is None or lease.receiver not in self.told):
+            self.left -= 1
+            if lease is not None:
+                self.told[lease.receiver] = lease.id
         return PeerFailedError(None, self.reason)

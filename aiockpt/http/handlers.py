@@ -236,7 +236,7 @@ class CheckpointService:
     ) -> Published:
         """Return the snapshot that a receive has leased, or the one that is served."""
         found = None if lease is None else self.shelf.leased(lease, step)
-        return found or await self._awaiting.step(request, step)
+        return found or await self._awaiting.step(request, step, lease)
 
     async def _offer(
         self,

@@ -317,7 +317,8 @@ class Receiver(CheckpointTransport[T]):
         limit: float,
     ) -> T:
         """Receive ``step``, or what is served now, within ``limit`` seconds."""
-        lease = Lease.begin(asyncio.get_running_loop().time() + limit)
+        until = asyncio.get_running_loop().time() + limit
+        lease = Lease.begin(until, receiver=self._client.name)
         leased = [replace(source, lease=lease) for source in sources]
         origin = origin_of(self._client, leased)
         what = f"a checkpoint from {origin.name}"

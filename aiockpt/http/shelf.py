@@ -158,18 +158,21 @@ class Shelf:
         self._announce()
         await self.retract(grace=0.0)
 
-    async def wait_for(self, step: int | None, *, wait: float) -> Published:
+    async def wait_for(
+        self, step: int | None, *, wait: float, lease: Lease | None = None
+    ) -> Published:
         """Return checkpoint ``step`` (None: any), waiting up to ``wait`` seconds.
 
-        A step that is older than the one being served is refused at once.
+        A step that is older than the one being served is refused at once. ``lease``
+        says which receive waits, if that is known.
 
         Raises:
             StepNotFoundError: it did not come; ``serving`` says what is there.
             PeerFailedError: nor will it come.
             ClosedError: the shelf is closed.
         """
-        await self._until(lambda: self._settled(step), wait)
-        return self._find(step)
+        await self._until(lambda: self._settled(step, lease), wait)
+        return self._find(step, lease)
 
     async def wait_past(self, step: int, *, wait: float) -> Published:
         """Return what is served once it is newer than ``step``.
@@ -275,21 +278,21 @@ class Shelf:
         now = self._current
         return self._closed or (now is not None and now.step > step)
 
-    def _settled(self, step: int | None) -> bool:
+    def _settled(self, step: int | None, lease: Lease | None) -> bool:
         if self._closed:
             return True
         now = self._current
         if now is not None and (step is None or now.step >= step):
             return True
-        return self._failure is not None and self._failure.concerns(step)
+        return self._failure is not None and self._failure.concerns(step, lease)
 
-    def _find(self, step: int | None) -> Published:
+    def _find(self, step: int | None, lease: Lease | None = None) -> Published:
         now = self._current
         if self._closed:
             raise ClosedError("the shelf")
         if now is None or (step is not None and now.step != step):
-            if self._failure is not None and self._failure.concerns(step):
-                raise self._failure.tell()
+            if self._failure is not None and self._failure.concerns(step, lease):
+                raise self._failure.tell(lease)
             raise StepNotFoundError(step, serving=now.step if now else None)
         return now
 

@@ -156,7 +156,8 @@ class Lease:
     """What a receive calls itself, so that the sender keeps its snapshot.
 
     Attributes:
-        id: 32 random hex digits, drawn for each receive.
+        id: 32 random hex digits, drawn for each receive; the first 16 are those of
+            the receiver, and are the same in all of its receives.
         until: When the receive ends at the latest, in the loop time of whoever holds
             this.
     """
@@ -165,9 +166,14 @@ class Lease:
     until: float
 
     @classmethod
-    def begin(cls, until: float) -> Lease:
-        """Return the lease of a new receive."""
-        return cls(secrets.token_hex(16), until)
+    def begin(cls, until: float, *, receiver: str = "") -> Lease:
+        """Return the lease of a new receive; without a receiver, that of a new one."""
+        return cls((receiver or secrets.token_hex(8)) + secrets.token_hex(8), until)
+
+    @property
+    def receiver(self) -> str:
+        """Whose receive it is: the first half of the id."""
+        return self.id[:16]
 
     def header(self, now: float) -> str:
         """Return the value of `LEASE_HEADER`: the id, and the seconds that are left.

@@ -327,6 +327,12 @@ ROWS: Final = (
         "SIGKILL; `disallow_checkpoint` before the next process is there",
         "its memory is given back at once; the next step is served",
     ),
+    Row(
+        48,
+        "One of two receivers of a send that failed asks a second time",
+        "a leaf that cannot travel; `recv_checkpoint` again before the next attempt",
+        "the other is told why ≤ 0.5 s; the first one gets the next attempt",
+    ),
 )
 
 
