@@ -92,7 +92,13 @@ class Template:
         allow_pickle: bool,
         exact: bool = True,
     ) -> None:
-        own = survey(state_dict, limits=limits, allow_pickle=allow_pickle, writing=True)
+        own = survey(
+            state_dict,
+            limits=limits,
+            allow_pickle=allow_pickle,
+            writing=True,
+            reading=not exact,  # a tensor without memory is no place to receive into
+        )
         self.own, self._limits, self._exact = own, limits, exact
         self._tree, self._tensors, self._drafts = own.tree, own.tensors, own.drafts
         self._wholes = own.wholes

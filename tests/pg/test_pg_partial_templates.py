@@ -155,6 +155,15 @@ async def test_memory_with_other_tensors_in_it_is_left_alone() -> None:
     assert got["c"] is own["c"]
 
 
+async def test_a_model_that_has_no_memory_yet() -> None:
+    """Tensors of the meta device are no place to receive into."""
+    state = {"w": torch.ones(4), "b": torch.ones(2)}
+    own = {"w": torch.empty(4, device="meta"), "b": torch.zeros(2)}
+    got = await healed(state, lambda: own)
+    assert_same(got, state)
+    assert got["b"] is own["b"]
+
+
 async def test_registered_leaves_of_a_template_are_made_anew() -> None:
     """They are values, and values never stand in the way of a heal."""
     state = {"leaf": Leaf(torch.ones(3)), "w": torch.ones(4)}
