@@ -14,13 +14,13 @@ import logging
 import threading
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar, TypeVarTuple
 
 import anyio
 
 from aiockpt._called_off import CALLED_OFF
 from aiockpt._parting import leave_behind
-from aiockpt.errors import ClosedError
+from aiockpt.errors import ClosedError, StagingError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,13 +32,20 @@ Args = TypeVarTuple("Args")
 
 logger = logging.getLogger(__name__)
 
+_NO_THREAD: Final = "can't start new thread"
+
 
 def start_daemon(
     name: str, fn: Callable[[*Args], object], *args: *Args
 ) -> threading.Thread:
     """Call ``fn(*args)`` in a thread that the interpreter's exit does not wait for."""
     thread = threading.Thread(target=fn, args=args, name=name, daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if (failure := _no_thread(error)) is None:
+            raise
+        raise failure from error
     return thread
 
 
@@ -173,14 +180,21 @@ class Bridge:
         threads. After that a thread of its own does it, or the calling one if that
         runs no event loop.
         """
-        todo = functools.partial(self._attempt, functools.partial(fn, *args))
+        once = [functools.partial(fn, *args)]
+
+        def todo() -> None:
+            # Where no thread can be started, it is in the queue all the same.
+            while once:
+                self._attempt(once.pop())
+
         try:
             self._pool.submit(todo)
         except RuntimeError:  # shut down
             self._do_apart(todo)
 
     def _do_apart(self, todo: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # no loop runs here, or no thread can be started
+        # No loop runs here, or no thread can be started.
+        with suppress(RuntimeError, StagingError):
             asyncio.get_running_loop()
             start_daemon(f"{self._name}-late", todo)
             return
@@ -245,7 +259,11 @@ class Bridge:
             raise ClosedError(self._name)
         try:
             work = self._pool.submit(call)
-        except RuntimeError as error:  # shut down, or the interpreter is ending
+        except RuntimeError as error:
+            call.clear()  # it may be in the queue all the same
+            if (failure := _no_thread(error)) is not None:
+                raise failure from error
+            # Shut down, or the interpreter is ending.
             raise ClosedError(self._name) from error
         self._works.add(work)
         return work
@@ -292,6 +310,16 @@ class Bridge:
         if error is not None:
             logger.debug("%s: a cancelled call failed", self._name, exc_info=error)
         return error
+
+
+def _no_thread(error: RuntimeError) -> StagingError | None:
+    """Return what to raise if the system has refused a thread."""
+    if _NO_THREAD not in str(error) or "shutdown" in str(error):
+        return None
+    return StagingError(
+        f"no thread can be started on this host: {error}; raise `ulimit -u`, or "
+        "pids.max of the cgroup"
+    )
 
 
 def _end_into(call: _Call[T], ended: Future[None]) -> None:

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import wraps
+from typing import Final, ParamSpec, TypeVar
 
 from aiockpt._available import available_memory
 from aiockpt.errors import AiockptError, LimitExceededError, StagingError
 
-__all__ = ["allocating", "failing_here"]
+__all__ = [
+    "allocating",
+    "failing_here",
+    "is_callers",
+    "is_hosts",
+    "of_caller",
+    "refused_by_host",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
+_HOSTS: Final = (*_DESCRIPTORS, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)
+_CALLERS: Final = "_aiockpt_callers"
 
 
 @contextmanager
@@ -19,8 +36,51 @@ def failing_here(what: str) -> Iterator[None]:
     except AiockptError:
         raise  # some are OSErrors, too
     except (OSError, MemoryError) as error:
-        reason = str(error) or type(error).__name__
-        raise StagingError(f"{what} failed on this host: {reason}") from error
+        if is_callers(error):
+            raise
+        raise refused_by_host(what, error) from error
+
+
+def is_hosts(error: BaseException) -> bool:
+    """Say whether an error of the system is this host's, whoever was talked to."""
+    return isinstance(error, OSError) and error.errno in _HOSTS
+
+
+def refused_by_host(what: str, error: BaseException) -> StagingError:
+    """Return the error that says so."""
+    reason = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.errno in _DESCRIPTORS:
+        reason += f"; {_descriptors()}raise the limit with `ulimit -n`"
+    return StagingError(f"{what} failed on this host: {reason}")
+
+
+def _descriptors() -> str:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return ""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"this process may open {most} files: "
+
+
+def of_caller(fn: Callable[P, T]) -> Callable[P, T]:
+    """Wrap a function of the caller's: what it raises is nobody's fault but its own."""
+
+    @wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return fn(*args, **kwargs)
+        except Exception as error:
+            with suppress(AttributeError):  # a class with slots
+                setattr(error, _CALLERS, True)
+            raise
+
+    return call
+
+
+def is_callers(error: BaseException) -> bool:
+    """Say whether an error came out of a function that `of_caller` has wrapped."""
+    return hasattr(error, _CALLERS)
 
 
 @contextmanager

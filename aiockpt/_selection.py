@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeAlias
 
+from aiockpt._here import of_caller
 from aiockpt.wire.limits import enforce
 
 __all__ = ["Select", "Selection", "below", "item", "listed"]
@@ -21,8 +22,10 @@ def listed(select: Select | None) -> Select | None:
     Raises:
         TypeError: it is neither a function nor names.
     """
-    if select is None or callable(select):
-        return select
+    if select is None:
+        return None
+    if callable(select):
+        return of_caller(select)
     if isinstance(select, str):
         raise TypeError(f"select takes a list of paths, not the string {select!r}")
     names = [*select]

@@ -6,11 +6,13 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 
 from aiohttp import ClientSession
 
+from aiockpt._here import of_caller
 from aiockpt.errors import AiockptError, StepNotFoundError
 from aiockpt.http.exchange import ClientConfig, Port
 from aiockpt.http.fetching import ChunkFetch, OnProgress, OnVerified, Prepare, Target
@@ -214,9 +216,9 @@ class CheckpointClient:
             target=target,
             prepare=prepare,
             on_verified=on_verified,
-            on_progress=on_progress,
+            on_progress=of_caller(on_progress),
             on_retry=self._teller(source, outline.step, on_retry),
-            patience=self._retrier().patience,
+            patience=replace(self._retrier().patience, connected=True),
             lanes=self._config.max_concurrency,
         )
 

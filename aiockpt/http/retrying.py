@@ -21,6 +21,7 @@ from aiockpt.errors import (
     RemoteProtocolError,
     TransportError,
 )
+from aiockpt.http.translating import OutOfHostError
 from aiockpt.wire.http import PeerBusy
 
 __all__ = [
@@ -61,6 +62,7 @@ class Patience:
     last_byte: float
     silent_since: float | None = None
     has_spoken: bool = False
+    connected: bool = False  # by an earlier request, whose connection may be reused
 
     def heard(self, now: float) -> None:
         """Note that the peer gave a sign of life."""
@@ -75,6 +77,11 @@ class Patience:
         # Not before it: uvloop's clock goes by the millisecond, and an attempt that
         # brings bytes may begin and end within one.
         return self.last_byte >= started
+
+    def is_fetching(self, now: float) -> bool:
+        """Whether a byte came no stall timeout ago, by whichever request."""
+        known = self.has_spoken or self.connected
+        return known and self.last_byte > now - self.stall_timeout
 
     def is_over(self, now: float) -> bool:
         """Whether the silence, which is noticed now if not before, lasts too long."""
@@ -110,6 +117,8 @@ class Retrier:
                 return None
             case TransportError():
                 return self._after_failure(started, now)
+            case OutOfHostError():
+                return self._after_shortage(now)
             case _:
                 return None
 
@@ -117,6 +126,13 @@ class Retrier:
         self.patience.heard(now)
         self.failures += 1
         return min(error.retry_after or 0, _MAX_RETRY_AFTER) + backoff(self.failures)
+
+    def _after_shortage(self, now: float) -> float | None:
+        # A request that is under way gives its connection to this one when it ends.
+        if not self.patience.is_fetching(now):
+            return None
+        self.failures += 1
+        return backoff(self.failures)
 
     def _after_failure(self, started: float, now: float) -> float | None:
         if self.patience.is_alive(started, now):

@@ -16,7 +16,12 @@ from typing import TypeVar
 import anyio
 
 from aiockpt._tasks import News, together
-from aiockpt.errors import AiockptError, CheckpointChangedError, ClosedError
+from aiockpt.errors import (
+    AiockptError,
+    CheckpointChangedError,
+    ClosedError,
+    StagingError,
+)
 from aiockpt.http.client import CheckpointClient, LatestInfo, Target
 from aiockpt.http.fetching import OnProgress, OnVerified, Prepare
 from aiockpt.http.manifests import NOTHING, Wishes
@@ -224,8 +229,8 @@ class SeveralSources:
             try:
                 answer = await ask(self._sources[number], doubt)
                 poll.vote(number, answer, _now())
-            except ClosedError:
-                raise
+            except (ClosedError, StagingError):
+                raise  # not the peer's fault
             except AiockptError as error:
                 poll.fail(number, error)
             news.tell()

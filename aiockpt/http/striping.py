@@ -22,6 +22,7 @@ from aiockpt.errors import (
     IntegrityError,
     PeerUnreachableError,
     RemoteProtocolError,
+    StagingError,
 )
 from aiockpt.http.board import Board, Hand, Lane
 from aiockpt.http.fetching import ChunkFetch
@@ -174,8 +175,8 @@ class Striping:
         """
         try:
             yield
-        except ClosedError:
-            raise
+        except (ClosedError, StagingError):
+            raise  # not the peer's fault
         except AiockptError as error:
             if not self._members.has(number):
                 return  # another lane has said so

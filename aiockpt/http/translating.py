@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
 
+from aiockpt._here import is_callers, is_hosts, refused_by_host
 from aiockpt._secrets import severed
 from aiockpt.errors import (
     AiockptError,
@@ -16,12 +17,13 @@ from aiockpt.errors import (
     LocalProtocolError,
     PeerUnreachableError,
     RemoteProtocolError,
+    StagingError,
     TransferInterruptedError,
     TransportError,
 )
 from aiockpt.wire.http import Source
 
-__all__ = ["Exchange", "before_answer", "in_body", "naming"]
+__all__ = ["Exchange", "OutOfHostError", "before_answer", "in_body", "naming"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,6 +57,16 @@ class Exchange:
 
 
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")  # as OpenSSL puts it
+
+
+class OutOfHostError(StagingError):
+    """The host has no descriptor or memory now for a request, and may have one soon."""
+
+    @classmethod
+    def of(cls, exchange: Exchange, error: BaseException) -> OutOfHostError:
+        """Return what says so, with the peer that was to be asked."""
+        return cls(str(refused_by_host(f"a request to {exchange.url}", error)))
+
 
 Build = Callable[[Exchange, Exception], AiockptError]
 Table = tuple[tuple[type[Exception], Build], ...]
@@ -145,6 +157,10 @@ def before_answer(exchange: Exchange, error: BaseException) -> BaseException:
     """
     if isinstance(error, Exception) and not isinstance(error, AiockptError):
         cause = _system_error(error)
+        if cause is not None and is_hosts(cause):
+            shortage = OutOfHostError.of(exchange, cause)
+            shortage.__cause__ = severed(cause)
+            return shortage
         for kind, build in _BEFORE_ANSWER:
             if isinstance(error, kind):
                 failure = build(exchange, error)
@@ -170,6 +186,10 @@ def in_body(exchange: Exchange) -> Iterator[None]:
     except AiockptError:
         raise  # some of ours are an OSError or a ValueError too
     except Exception as error:
+        if is_callers(error):
+            raise
+        if is_hosts(error):
+            raise OutOfHostError.of(exchange, error) from error
         for kind, build in _IN_BODY:
             if isinstance(error, kind):
                 raise build(exchange, error) from error

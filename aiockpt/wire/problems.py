@@ -19,7 +19,6 @@ from aiockpt.errors import (
     AuthenticationError,
     CheckpointChangedError,
     ClosedError,
-    LocalProtocolError,
     PeerFailedError,
     RemoteProtocolError,
     StepNotFoundError,
@@ -243,7 +242,10 @@ def _busy(answer: _Answer) -> AiockptError:
 
 
 def _bad_range(answer: _Answer) -> AiockptError:
-    return LocalProtocolError(f"{answer.url} has no such range: {answer.detail}")
+    why = f": {answer.detail}" if answer.detail else ""
+    return RemoteProtocolError(
+        f"{answer.url} has no range of what its manifest describes (HTTP 416){why}"
+    )
 
 
 def _misdirected(answer: _Answer) -> AiockptError:

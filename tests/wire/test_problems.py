@@ -123,7 +123,7 @@ def test_a_replaced_checkpoint_comes_back() -> None:
     ("sent", "kind"),
     [
         (AuthenticationError("/"), AuthenticationError),
-        (RangeNotSatisfiable("bytes=9-", 5), LocalProtocolError),
+        (RangeNotSatisfiable("bytes=9-", 5), RemoteProtocolError),
         (HostNotAllowed("x"), HostNotAllowed),
         (RemoteProtocolError("odd"), RemoteProtocolError),
         (ClosedError("the server"), PeerBusy),

@@ -1,0 +1,181 @@
+"""What this host or its caller does wrong is not blamed on the peer, nor misnamed."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import pytest
+
+from aiockpt import Progress, RemoteProtocolError, StagingError
+from aiockpt.observe import TransferEvent, add_hook
+from aiockpt.testing import Answer, assert_same, exhausted_fds
+from aiockpt.wire.http import Source
+from faultpeers import TOKEN, noise, sender
+from rangepeer import Memory, receiver, soon
+from transports import MIB, pair, proxied, receive, through, transport, weights
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_no_descriptor_is_left() -> None:
+    """The error names the limit and the remedy, at once: no attempt is repeated."""
+    events: list[TransferEvent] = []
+    remove = add_hook(events.append)
+    async with transport() as sender, transport(reconnect_timeout=20) as receiver:
+        await sender.send_checkpoint([], 1, weights())
+        since = time.monotonic()
+        with exhausted_fds(left=0), pytest.raises(StagingError) as caught:
+            await receive(sender, receiver, timeout=20)
+        assert time.monotonic() - since < 5
+        assert_same(await receive(sender, receiver), weights())
+    remove()
+    assert "ulimit -n" in str(caught.value)
+    assert os.strerror(errno.EMFILE) in str(caught.value)
+    assert not [each for each in events if each.stop == "retry"]
+
+
+async def test_fewer_descriptors_are_fewer_connections() -> None:
+    """Who has one connection goes on with it; the others wait, and do not storm."""
+    events: list[TransferEvent] = []
+    remove = add_hook(events.append)
+    async with sender(mib=32) as peer, transport(token=TOKEN, num_chunks=8) as receiver:
+        with exhausted_fds(left=2):
+            got = await receiver.recv_checkpoint(0, peer.url, 1)
+        assert_same(got, noise(32))
+    remove()
+    assert len([each for each in events if each.stop == "retry"]) < 50
+
+
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Give what lets no thread start from now on, as the kernel would."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    return lambda: monkeypatch.setattr(threading, "_start_new_thread", refuse)
+
+
+async def test_no_thread_can_be_started(
+    no_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transport is not closed, and works again once there are threads."""
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, weights())
+        no_threads()
+        with pytest.raises(StagingError, match=r"thread.*ulimit -u"):
+            await receive(sender, receiver, into=weights(0.0))
+        monkeypatch.undo()
+        assert_same(await receive(sender, receiver), weights())
+
+
+async def test_no_thread_can_be_started_for_a_send(
+    no_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a receive."""
+    async with transport() as sender:
+        no_threads()
+        with pytest.raises(StagingError, match=r"thread.*ulimit -u"):
+            await sender.send_checkpoint([], 1, weights())
+        monkeypatch.undo()
+        await sender.send_checkpoint([], 1, weights())
+
+
+@pytest.mark.parametrize("code", [errno.ENOMEM, errno.EMFILE])
+async def test_a_host_that_refuses_while_bytes_come(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not a connection that broke, which would be tried again."""
+
+    def refuse(size: int) -> NoReturn:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("aiockpt.http.manifests.room_for", refuse)
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, weights())
+        with pytest.raises(StagingError, match=os.strerror(code)):
+            await receive(sender, receiver)
+        assert sender.statistics().requests == 1
+
+
+async def test_a_range_that_a_peer_denies_is_its_fault() -> None:
+    """It has sent a manifest in which the range lies."""
+    answer = b"HTTP/1.1 416 no\r\nContent-Length: 0\r\n\r\n"
+    async with pair(reconnect_timeout=0) as (sender, receiver):
+        await sender.send_checkpoint([], 1, weights())
+        async with proxied(sender, otherwise=Answer(answer)) as proxy:
+            with pytest.raises(RemoteProtocolError, match="range"):
+                await receiver.recv_checkpoint(0, through(proxy, sender), 1, timeout=5)
+
+
+class MineError(OSError):
+    """An error of the caller's own, of a kind that networks and files raise."""
+
+
+@pytest.mark.parametrize(
+    "kind", [MineError, ValueError, ConnectionResetError, KeyError]
+)
+async def test_an_error_of_select_is_the_callers(kind: type[Exception]) -> None:
+    """Unchanged; and the transport goes on."""
+    error = kind("mine")
+
+    def fail(path: str) -> NoReturn:
+        raise error
+
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, weights())
+        with pytest.raises(kind) as caught:
+            await receive(sender, receiver, select=fail)
+        assert caught.value is error
+        assert sender.statistics().requests == 1
+        assert_same(await receive(sender, receiver), weights())
+
+
+@pytest.mark.allow_error_logs
+async def test_an_error_of_progress_or_of_a_hook_breaks_no_connection() -> None:
+    """It is logged: what watches a transfer does not end it."""
+
+    def fail(_: Progress | TransferEvent) -> NoReturn:
+        raise BrokenPipeError(errno.EPIPE, "mine")
+
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, weights(mib=4))
+        remove = add_hook(fail)
+        try:
+            got = await receive(sender, receiver, progress=fail)
+        finally:
+            remove()
+        assert_same(got, weights(mib=4))
+        statistics = sender.statistics()
+    assert statistics.bytes_sent < 5 * MIB
+
+
+@pytest.mark.parametrize("kind", [BrokenPipeError, ValueError])
+async def test_an_error_of_who_counts_bytes_is_the_callers(
+    kind: type[Exception],
+) -> None:
+    """As of a progress bar whose terminal is closed: it ends the fetch unchanged."""
+    error = kind("mine")
+
+    def fail(nbytes: int, chunks: int) -> None:
+        if chunks:
+            raise error
+
+    async with transport(token="a-token") as sender, receiver() as client:
+        await sender.send_checkpoint([], 1, weights(mib=4))
+        source = Source(sender.address(), "a-token")
+        manifest = await client.fetch_manifest(source, 1, deadline=soon(30))
+        outline = manifest.outline
+        memory = Memory(outline.grid.segment_bytes)
+        with pytest.raises(kind) as caught:
+            async with asyncio.timeout(20):
+                await client.fetch_chunks(
+                    source, outline, memory, range(len(outline.grid)), on_progress=fail
+                )
+        assert caught.value is error
