@@ -51,7 +51,8 @@ def test_a_fetch_dies(
         with beside(FaultProxy("127.0.0.1", port, otherwise=silent)) as proxy:
             url = proxy.url("/checkpoint/1")
             fetch = subprocess.Popen(
-                aiockpt_command("fetch", url, "-q", "-o", target), env=ENVIRONMENT
+                aiockpt_command("fetch", url, "-q", "--overwrite", "-o", target),
+                env=ENVIRONMENT,
             )
             wait_until(lambda: has_a_chunk(part), "the first chunk")
             fetch.kill()
@@ -59,7 +60,7 @@ def test_a_fetch_dies(
         assert target.read_text() == "old"
         assert part.exists()
         url = f"http://127.0.0.1:{port}/checkpoint/1"
-        assert main(["fetch", url, "-o", str(target)]) == 0
+        assert main(["fetch", url, "--overwrite", "-o", str(target)]) == 0
         assert "were there already" in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == [target]
     assert cell.left == "part / before"
