@@ -94,20 +94,22 @@ async def came(reader: socket.socket) -> int:
 
 
 @row(46)
-@pytest.mark.parametrize("trouble", ["starved", "stopped"])
+@pytest.mark.parametrize("trouble", ["starved", "stopped", "stopped, and lent"])
 async def test_a_retraction_is_in_time_whatever_the_process_does(
     record: Record, trouble: str
 ) -> None:
     """Nobody gets the rest, a slow process goes on, and the next step is served."""
     async with (
-        transport(server="process", grace=GRACE) as sender,
+        transport(server="process", grace=GRACE, same_host="lent" in trouble) as sender,
         transport() as receiver,
     ):
         await sender.send_checkpoint([1], 1, weights(mib=64))
+        if "lent" in trouble:
+            lent = await receive(sender, receiver, share=True)
         [pid] = servers()
         with busy_cores() if trouble == "starved" else nullcontext():
             async with stuck_readers(sender) as readers:
-                if trouble == "stopped":
+                if "stopped" in trouble:
                     os.kill(pid, signal.SIGSTOP)
                 began = time.monotonic()
                 await sender.disallow_checkpoint()
@@ -118,6 +120,8 @@ async def test_a_retraction_is_in_time_whatever_the_process_does(
                 assert max(got) < SIZE
         if trouble == "starved":
             assert servers() == [pid]
+        if "lent" in trouble:
+            assert_same(lent, weights(mib=64))
         state = weights(2.0)
         await sender.send_checkpoint([1], 2, state, timeout=60)
         assert_same(await receive(sender, receiver, 2, timeout=60), state)
