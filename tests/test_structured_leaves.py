@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch.utils import _pytree
 
-from aiockpt import RemoteProtocolError, TemplateMismatchError, register_leaf
+from aiockpt import (
+    CheckpointStagerConfig,
+    DefaultStager,
+    RemoteProtocolError,
+    TemplateMismatchError,
+    register_leaf,
+)
 from aiockpt.testing import assert_same
 from groups import moved, transports
 from saved import load, save
@@ -179,3 +185,16 @@ async def test_a_template_of_other_fields_is_untouched() -> None:
         with pytest.raises(TemplateMismatchError):
             await receive(sender, receiver, into=template)
     assert not template["x"][0].any()
+
+
+@pytest.mark.asyncio
+async def test_a_staged_state_has_the_types_of_what_was_staged() -> None:
+    """Nobody else needs to know them."""
+    stager = DefaultStager(CheckpointStagerConfig())
+    sent = state_of(2.0)
+    staged = await stager.stage(sent)
+    with staged:
+        got = staged.state_dict()
+        assert type(got["unknown"].below) is Moments
+        assert_same(facts(got), facts(sent))
+    await stager.close()

@@ -13,6 +13,7 @@ import torch
 
 import rangepeer
 from aiockpt import (
+    PeerFailedError,
     PGTransport,
     RemoteProtocolError,
     StorageError,
@@ -24,11 +25,11 @@ from aiockpt.testing import assert_same
 from aiockpt.wire.chunks import digest
 from aiockpt.wire.layout import Storage
 from aiockpt.wire.manifest import TensorSpec, build_manifest
-from groups import both, transports
+from groups import both, moved, transports
 from mutations import header_of, parts_of
 from pipeline import LIMITS
 from saved import load, save
-from transports import pair, receive, transport
+from transports import pair, receive, transport, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own
 
@@ -67,6 +68,26 @@ class TestPeers:
             where = f"http://127.0.0.1:{peer.port}/checkpoint/"
             with pytest.raises(RemoteProtocolError, match=dtype):
                 await receiver.recv_checkpoint(0, where, STEP, **options)
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("dtype", QUANTIZED)
+    async def test_over_a_process_group(
+        self, dtype: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The sender hears of it, and the group is well."""
+
+        async def offer(*_: object) -> bytearray:
+            return bytearray(header_with_view(dtype))
+
+        async with transports() as (sender, receiver):
+            with monkeypatch.context() as patch:
+                patch.setattr("aiockpt.pg.medium._offer", offer)
+                state = {"weight": torch.zeros(64, dtype=torch.uint8)}
+                sent, got = await both(sender, receiver, state, step=STEP)
+            assert isinstance(got, RemoteProtocolError)
+            assert dtype in str(got)
+            assert isinstance(sent, PeerFailedError)
+            assert_same(await moved(sender, receiver, weights()), weights())
 
     @pytest.mark.parametrize("dtype", QUANTIZED)
     def test_in_a_file(self, dtype: str, tmp_path: Path) -> None:

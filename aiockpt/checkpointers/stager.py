@@ -15,6 +15,7 @@ from aiockpt._bridge import Bridge
 from aiockpt._device import PortFor, port_for
 from aiockpt._inline import Inline
 from aiockpt._lifetime import Lifetime
+from aiockpt._nodes import Decoders, decoders_for
 from aiockpt._snapshot import Snapshot
 from aiockpt.checkpointers.config import CheckpointStagerConfig
 from aiockpt.rebuild import Frame, assemble, tensors_over
@@ -36,9 +37,15 @@ class StagedState:
     given to, when it is written.
     """
 
-    def __init__(self, snapshot: Snapshot, *, allow_pickle: bool = False) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        *,
+        allow_pickle: bool = False,
+        nodes: Decoders | None = None,
+    ) -> None:
         self.snapshot = snapshot
-        self._allow_pickle = allow_pickle
+        self._allow_pickle, self._nodes = allow_pickle, nodes
         self._released = False
 
     def __repr__(self) -> str:
@@ -68,6 +75,7 @@ class StagedState:
             tensors,
             limits=_LIMITS,
             allow_pickle=self._allow_pickle,
+            nodes=self._nodes,
         )
 
     def release(self) -> None:
@@ -139,7 +147,11 @@ class DefaultStager(CheckpointStager):
         del kwargs  # other stagers may want them
         with self._lifetime.call():
             snapshot = await self._stager.stage(state_dict, step=exact_step(step))
-        return StagedState(snapshot, allow_pickle=self._config.allow_pickle)
+        return StagedState(
+            snapshot,
+            allow_pickle=self._config.allow_pickle,
+            nodes=decoders_for(state_dict),
+        )
 
     async def close(self) -> None:
         """Let go of all memory; that of a state which is still staged goes with it."""
