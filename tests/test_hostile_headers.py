@@ -15,7 +15,7 @@ import torch
 
 import rangepeer
 from aiockpt import AiockptError, LimitExceededError, Limits
-from mutations import header_of
+from mutations import header_of, sealed
 from transports import pair, receive, transport
 
 pytestmark = pytest.mark.asyncio
@@ -75,6 +75,9 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "views": lambda: header(b"null", views=99_000),
     "too many views": lambda: header(b"null", views=350_000),
     "entries": lambda: header(b"null", entries=100_000),
+    "another tool's": lambda: sealed(
+        b"{%b}" % b",".join(b'"%d":0' % n for n in range(1_000_000))
+    ),
     "more keys than are taken": lambda: header(
         table([b'"%d"' % n for n in range(1_000_000)])
     ),

@@ -28,7 +28,7 @@ from aiockpt.wire.http import (
 from aiockpt.wire.layout import LENGTH_BYTES
 from aiockpt.wire.lending import OFFER_HEADER, PROBE_HEADER
 from aiockpt.wire.limits import enforce
-from aiockpt.wire.manifest import ForeignHeader, Manifest, decode_header
+from aiockpt.wire.manifest import Manifest, decode_header
 
 __all__ = [
     "NOTHING",
@@ -123,8 +123,6 @@ class ManifestRequest:
     async def _decode(self, header: Memory, exchange: Exchange, step: int) -> Manifest:
         with naming(exchange):
             manifest = await self._run(partial(self._believe, header, exchange))
-        if isinstance(manifest, ForeignHeader):
-            raise RemoteProtocolError(f"{exchange.url} has no manifest of aiockpt")
         if manifest.step != step:
             raise RemoteProtocolError(f"{exchange.url} describes step {manifest.step}")
         return manifest
@@ -147,10 +145,12 @@ class ManifestRequest:
             await port.receive(exchange, answer, watch, filler, fast=True)
         return memory
 
-    def _believe(self, header: Memory, exchange: Exchange) -> Manifest | ForeignHeader:
+    def _believe(self, header: Memory, exchange: Exchange) -> Manifest:
         """Check who has written a header before anything is made of it; decode it."""
         key = self._config.security.key
         if key is not None:
             check_manifest_mac(key, memoryview(header), exchange.mac, url=exchange.url)
         with collector_paused():
-            return decode_header(header, limits=self._config.limits)
+            found = decode_header(header, limits=self._config.limits, ours=True)
+        assert isinstance(found, Manifest)  # ours
+        return found

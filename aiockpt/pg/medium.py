@@ -150,7 +150,7 @@ class _Host:
         return Mover(group, rank, sending=sending)
 
     def read(self, offer: mmap, limits: Limits) -> Offered:
-        return Offered(decode_header(offer, limits=limits))
+        return Offered(decode_header(offer, limits=limits, ours=True))
 
     def destination(
         self,
@@ -217,7 +217,9 @@ class DeviceMedium:
         """Return the manifest, and what is on the sender's device."""
         length = header_length(offer[:LENGTH_BYTES], limits=limits)
         header, placement = memoryview(offer)[:length], memoryview(offer)[length:]
-        found = decode_header(header, limits=limits, algorithm=DEVICE_ALGORITHM)
+        found = decode_header(
+            header, limits=limits, algorithm=DEVICE_ALGORITHM, ours=True
+        )
         return Offered(found, decode_placement(placement, len(found.entries)))
 
     def destination(

@@ -141,11 +141,14 @@ def decode_header(
     *,
     limits: Limits,
     algorithm: str = ALGORITHM,
+    ours: bool = False,
 ) -> Manifest | ForeignHeader:
     """Return what a complete header (its 8 length bytes included) says.
 
     A map is not copied: nobody may write to it any more. ``algorithm`` is that of the
     digests that the reader can compute.
+
+    With ``ours`` another tool's header is refused before it is decoded.
 
     Everything but the tree is validated: a Manifest that this returns can be
     allocated, fetched and viewed without further checks. `decode_tree` validates
@@ -168,6 +171,8 @@ def decode_header(
     header = memoryview(raw)[LENGTH_BYTES:]
     if bytes(header[: len(PREFIX)]) == PREFIX:
         return _decode_own(raw, header, limits, algorithm)
+    if ours:
+        raise RemoteProtocolError("it has no manifest of aiockpt")
     return _decode_foreign(raw, header, limits)
 
 
