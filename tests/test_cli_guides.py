@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import trustme
 from safetensors.torch import load_file, save_file
 
 from aiockpt.testing.faults import FaultProxy
@@ -223,6 +224,22 @@ class TestServe:
         assert running.fetch.startswith("aiockpt fetch ")
         assert "//trainer.example:" in running.fetch
         assert "from this host only" not in running.announcement
+
+    def test_what_another_host_needs(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Files and variables of this host, which the commands refer to."""
+        monkeypatch.setitem(ENVIRONMENT, "AIOCKPT_TOKEN", "not-to-be-seen")
+        cert, key = model.with_name("cert.pem"), model.with_name("key.pem")
+        issued = trustme.CA().issue_cert("127.0.0.1")
+        issued.private_key_pem.write_to_path(key)
+        for part in issued.cert_chain_pems:
+            part.write_to_path(cert, append=True)
+        options = ("--tls-cert", cert, "--tls-key", key, "--advertise", "t.example")
+        with serving(model, *options) as running:
+            pass
+        needs = f"(another host needs a copy of {cert}, and AIOCKPT_TOKEN)"
+        assert needs in running.announcement
 
 
 class TestFetch:

@@ -164,6 +164,7 @@ def _announcement(
     fetch, curl = ["fetch", metadata], ["curl", "-f"]
     if arguments.token is not None:
         fetch += ["--token", arguments.token]
+    cert = ""
     if arguments.tls_cert is not None:
         cert = str(Path(arguments.tls_cert).resolve())
         fetch += ["--cafile", cert]
@@ -176,9 +177,15 @@ def _announcement(
         header = f' -H "Authorization: Bearer {bearer}"'
     size = f"{chosen.remark}{format_bytes(chosen.nbytes)}"
     only = " from this host only" if _is_loopback(source.base_url) else ""
+    needed = [] if arguments.tls_cert is None else [f"a copy of {cert}"]
+    if not arguments.insecure and not (source.token or arguments.token):
+        needed.append("AIOCKPT_TOKEN")
+    needs = f" (another host needs {', and '.join(needed)})"
+    if only or not needed:
+        needs = ""
     return (
         f"Serving {printable(str(chosen.path))} ({size}) as step {number} at "
-        f"{source.base_url} until interrupted. To fetch it{only}:\n"
+        f"{source.base_url} until interrupted. To fetch it{only}{needs}:\n"
         f"  {shlex.join(['aiockpt', *fetch])}\n"
         f"  {shlex.join(curl)}{header}"
     )
