@@ -333,6 +333,24 @@ ROWS: Final = (
         "a leaf that cannot travel; `recv_checkpoint` again before the next attempt",
         "the other is told why ≤ 0.5 s; the first one gets the next attempt",
     ),
+    Row(
+        49,
+        "A sender claims 4 GiB and sends none of it",
+        "raw sockets: a manifest, then silence, the heads of ranges, or a MiB of each",
+        "the receiver's memory grows ≤ 150 MiB",
+    ),
+    Row(
+        50,
+        "A peer sends informational answers (HTTP 1xx) for ever",
+        "raw sockets, as fast as they take it; when asked, and unasked",
+        "`RemoteProtocolError` ≤ deadline + 0.5 s; the loop stands still ≤ 0.05 s",
+    ),
+    Row(
+        51,
+        "The receiver can open no connection, or start no thread",
+        "`exhausted_fds`; threads that do not start",
+        "`StagingError` ≤ 0.5 s, which names the limit; works at once afterwards",
+    ),
 )
 
 

@@ -1,21 +1,28 @@
-"""What a peer merely claims takes no memory; what it sends takes no more than that."""
+"""Peers that claim gigabytes, or that an answer is coming, and send neither."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
+import threading
+import time
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 import aiockpt
+from aiockpt.testing import assert_same, exhausted_fds
 from aiockpt.wire.layout import Storage
 from aiockpt.wire.manifest import build_manifest
-from transports import MIB
+from faultrecord import Record
+from faultrows import row
+from floods import CONTINUE, HINTS, flooding, stalls
+from transports import MIB, pair, receive, transport, weights
 
 pytestmark = [
     pytest.mark.asyncio,
@@ -24,7 +31,7 @@ pytestmark = [
 
 CLAIMED = 4 << 30
 CHUNK = 16 * MIB
-ALLOWED = 150 * MIB
+ALLOWED = 150  # MiB
 
 RECEIVES = """
 import asyncio, sys, torch
@@ -101,9 +108,12 @@ async def claiming(sends: int | None) -> AsyncIterator[str]:
         await server.wait_closed()
 
 
+@row(49)
 @pytest.mark.one_loop
 @pytest.mark.parametrize("sends", [None, 0, MIB], ids=["nothing", "heads", "a MiB"])
-async def test_a_claim_of_gigabytes_takes_no_memory(sends: int | None) -> None:
+async def test_a_claim_of_gigabytes_takes_no_memory(
+    record: Record, sends: int | None
+) -> None:
     """Whether the peer answers, and whether the first bytes come."""
     async with claiming(sends) as url:
         process = await asyncio.create_subprocess_exec(
@@ -124,4 +134,52 @@ async def test_a_claim_of_gigabytes_takes_no_memory(sends: int | None) -> None:
                 process.kill()
                 await process.communicate()
     assert complaint.split() == [b"TransferTimeoutError"], complaint.decode()
-    assert int(said) <= ALLOWED, f"{int(said) / MIB:.0f} MiB"
+    record.within("memory", int(said) / MIB, ALLOWED, unit=" MiB", patience=0)
+    record.ran()
+
+
+@row(50)
+@pytest.mark.parametrize("asked", [True, False], ids=["asked", "unasked"])
+@pytest.mark.parametrize("piece", [CONTINUE * 4000, HINTS * 400])
+async def test_a_flood_of_informational_answers_ends_at_once(
+    record: Record, piece: bytes, asked: bool
+) -> None:
+    """The error is typed and in time, and the loop does other things meanwhile."""
+    timeout = 2.0
+    with flooding(piece, asked=asked) as port:
+        async with transport(reconnect_timeout=0) as receiver, stalls() as longest:
+            since = time.monotonic()
+            url = f"http://127.0.0.1:{port}/checkpoint/"
+            with pytest.raises(aiockpt.RemoteProtocolError):
+                await receiver.recv_checkpoint(0, url, 1, timeout=timeout)
+            late = time.monotonic() - since - timeout
+    record.within("beyond the deadline", late, 0.5)
+    record.within("the loop stands still", longest[0], 0.05, patience=0.25)
+    record.ran()
+
+
+@row(51)
+@pytest.mark.parametrize("short", ["threads", "descriptors"])
+async def test_a_host_that_is_short_is_named(
+    record: Record, short: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the peer, which is well; and the next receive succeeds."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    async with pair(reconnect_timeout=20) as (sender, receiver):
+        await sender.send_checkpoint([], 1, weights())
+        since = time.monotonic()
+        with ExitStack() as stack:
+            caught = stack.enter_context(pytest.raises(aiockpt.StagingError))
+            if short == "descriptors":
+                stack.enter_context(exhausted_fds(left=0))
+            else:
+                patch = stack.enter_context(monkeypatch.context())
+                patch.setattr(threading, "_start_new_thread", refuse)
+            await receive(sender, receiver, into=weights(0.0))
+        record.within("to the error", time.monotonic() - since, 0.5)
+        assert "ulimit -" in str(caught.value)
+        assert_same(await receive(sender, receiver), weights())
+        record.ran()
