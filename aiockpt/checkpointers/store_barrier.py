@@ -29,7 +29,7 @@ __all__ = ["TCPStoreBarrier", "default_store_arguments"]
 _ALL_CAME: Final = "all came"
 _LATE: Final = "late"
 _LEGACY: Final = 600.0
-_OF_A_ROUND: Final = ("arrived", "decision", "read")
+_OF_A_ROUND: Final = ("begun", "arrived", "decision", "read")
 
 _POLL: Final = 0.005
 
@@ -88,6 +88,7 @@ class TCPStoreBarrier(Barrier):
         )
         self._store: Store | None = None
         self._done: list[tuple[str, int]] = []
+        self._begun: dict[str, int] = {}
         if self._is_master:
             self._connect()
 
@@ -124,7 +125,11 @@ class TCPStoreBarrier(Barrier):
                 or decision.startswith(_LATE)
                 or self._rank in self._arrived(store, f"{key}/{number}/arrived")
             ):
-                self._raise(store, f"{key}/round", number + 1)
+                number += 1
+                self._raise(store, f"{key}/round", number)
+            # For a successor, if this process dies: others may be a round ahead then.
+            store.append(f"{key}/{number}/begun", f"{self._rank},")  # type: ignore[attr-defined]
+            self._begun[key] = number
 
     def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
         """Block until every rank is there; with ``failure``, tell them and go on."""
@@ -182,6 +187,7 @@ class TCPStoreBarrier(Barrier):
         store = self._connect()
         key = f"{self._prefix}/{meeting}"
         number = int(_text(store.compare_set(f"{key}/round", "", "1")))
+        number = self._begun.pop(key, number)
         while self._rank in self._arrived(store, f"{key}/{number}/arrived"):
             number += 1  # this rank was in that one already, perhaps in another life
         self._raise(store, f"{key}/round", number)
@@ -207,7 +213,7 @@ class TCPStoreBarrier(Barrier):
         """Decide the round that is on, in which this rank may be: in another life."""
         store = self._connect()
         key = f"{self._prefix}/{meeting}"
-        number = int(_text(store.compare_set(f"{key}/round", "", "1")))
+        number = self._begun.pop(key, 0) or self._begun_before(store, key)
         before = self._decision(store, f"{key}/{number}")
         if before and self._rank in self._arrived(store, f"{key}/{number}/arrived"):
             # All know how that one ended. If all had come, they wait for this rank at
@@ -215,8 +221,10 @@ class TCPStoreBarrier(Barrier):
             if before == _ALL_CAME and meeting.phase == "written":
                 self._tell(replace(meeting, phase="committed"), failure)
             return
-        decision = self._arrive(store, key, number)
+        # Before it arrives, or the last one to come would find that all have come.
+        decision = f"{key}/{number}/decision"
         self._decide(store, decision, f"failed:{self._rank}:{failure}")
+        self._arrive(store, key, number)
         self._read(store, decision)
 
     @staticmethod
@@ -244,6 +252,16 @@ class TCPStoreBarrier(Barrier):
         """Return how a round has ended; nothing while it is on."""
         key = f"{of_round}/decision"
         return _text(store.get(key)) if store.check([key]) else ""
+
+    def _begun_before(self, store: Store, key: str) -> int:
+        """Return the round in which this rank was to meet in its life before."""
+        now = int(_text(store.compare_set(f"{key}/round", "", "1")))
+        number = now
+        while number and store.check([f"{key}/{number}/begun"]):
+            if self._rank in self._arrived(store, f"{key}/{number}/begun"):
+                return number
+            number -= 1
+        return now
 
     @staticmethod
     def _arrived(store: Store, key: str) -> set[int]:
