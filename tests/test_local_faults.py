@@ -156,15 +156,16 @@ async def test_an_error_of_progress_or_of_a_hook_breaks_no_connection() -> None:
     assert statistics.bytes_sent < 5 * MIB
 
 
+@pytest.mark.parametrize("of", ["bytes", "chunks"])
 @pytest.mark.parametrize("kind", [BrokenPipeError, ValueError])
 async def test_an_error_of_who_counts_bytes_is_the_callers(
-    kind: type[Exception],
+    kind: type[Exception], of: str
 ) -> None:
     """As of a progress bar whose terminal is closed: it ends the fetch unchanged."""
     error = kind("mine")
 
     def fail(nbytes: int, chunks: int) -> None:
-        if chunks:
+        if chunks if of == "chunks" else nbytes:
             raise error
 
     async with transport(token="a-token") as sender, receiver() as client:

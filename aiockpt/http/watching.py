@@ -25,7 +25,7 @@ class Watch:
         stall_timeout: Seconds of silence.
         allowance: Seconds more that the first byte may take.
         on_bytes: Gets the number of new bytes, at every tick that finds some and at
-            the end of the block. It runs on the loop and must not raise.
+            the end of the block. It runs on the loop; what it raises ends the block.
         url: Whom the error names.
         chunk: What the error names.
 
@@ -53,6 +53,7 @@ class Watch:
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
+        self._failure: Exception | None = None
 
     async def __aenter__(self) -> Watch:
         await self._scope.__aenter__()
@@ -68,12 +69,17 @@ class Watch:
         if self._timer is not None:
             self._timer.cancel()
         self._look()
+        failure, self._failure = self._failure, None
         try:
             await self._scope.__aexit__(kind, error, trace)
         except TimeoutError:
+            if failure is not None:
+                raise failure from None
             raise TransferStalledError(
                 self._url, idle=self._idle, chunk=self._chunk
             ) from None
+        if failure is not None and not isinstance(error, asyncio.CancelledError):
+            raise failure
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._period, self._tick)
@@ -81,16 +87,25 @@ class Watch:
         passed, self._last = now - self._last, now
         if self._look():
             self._idle = 0.0
+            if self._failure is not None:
+                self._end(now)
             return
         self._idle += min(passed, 2 * self._period)
         if self._idle >= self._timeout:
+            self._end(now)
+
+    def _end(self, now: float) -> None:
+        if self._timer is not None:
             self._timer.cancel()
-            self._scope.reschedule(now)
+        self._scope.reschedule(now)
 
     def _look(self) -> bool:
         """Report what has arrived since the last look; tell whether anything has."""
         if self.filler is None or self.filler.filled == self._seen:
             return False
         new, self._seen = self.filler.filled - self._seen, self.filler.filled
-        self._on_bytes(new)
+        try:
+            self._on_bytes(new)
+        except Exception as error:  # noqa: BLE001 - raised at the end of the block
+            self._failure = error
         return True
