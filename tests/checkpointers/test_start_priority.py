@@ -7,37 +7,17 @@ start took longer than its time limit.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from aiockpt import CheckpointProcessConfig, RankInfo
 from aiockpt.checkpointers.process import CheckpointProcess
-from checkpointing import note_threads, use_cpu
+from checkpointing import note_threads
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop, pytest.mark.timeout(120)]
 
 NICEST = 19
-BUSY = "while True: pass"
-
-
-@contextmanager
-def beside_busy_processes(count: int) -> Iterator[None]:
-    """Share one core with processes that never wait, for as long as the block runs."""
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})  # what is started now inherits it
-    busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for each in busy:
-            each.kill()
-            each.wait()
-        os.sched_setaffinity(0, cores)
 
 
 def niceness_of(pid: int) -> list[int]:
@@ -69,21 +49,3 @@ async def test_the_checkpoint_process_starts_at_the_trainers_priority(
         assert os.getpriority(os.PRIO_PROCESS, thread) == lowered
     finally:
         await made.close()
-
-
-async def test_it_starts_in_time_beside_busy_processes() -> None:
-    """A low priority would leave it less than a hundredth of the core."""
-    config = CheckpointProcessConfig(nice=NICEST, subprocess_init_timeout_secs=30)
-    with beside_busy_processes(2):
-        made = CheckpointProcess(
-            RankInfo(0, 1),
-            config,
-            subprocess_init_fn=use_cpu,
-            subprocess_init_args=(1.0,),  # as much as importing torch does
-        )
-        try:
-            await made.ready()
-            assert made.pid is not None
-            assert niceness_of(made.pid)[0] == NICEST
-        finally:
-            await made.close()

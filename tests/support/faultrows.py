@@ -351,6 +351,26 @@ ROWS: Final = (
         "`exhausted_fds`; threads that do not start",
         "`StagingError` ≤ 0.5 s, which names the limit; works at once afterwards",
     ),
+    Row(
+        52,
+        "The checkpoint process of one of two ranks is killed while both save",
+        "SIGKILL at a random moment; the same step is saved again at once",
+        "0 torn; no rank denies a checkpoint that is there; all know ≤ 10 s; the next "
+        "save is committed",
+    ),
+    Row(
+        53,
+        "A rank leaves out a save, cannot resolve its path, or dies after the commit",
+        "two ranks over a TCP store, in a random order",
+        "a lost path is told ≤ 2 s; rank 0 does not deny its commit; the next save to "
+        "the same path and step is committed",
+    ),
+    Row(
+        54,
+        "A checkpoint process starts beside two busy processes",
+        "all on one core, and the checkpoint process at the lowest priority",
+        "ready ≤ 30 s",
+    ),
 )
 
 

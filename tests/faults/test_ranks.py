@@ -1,0 +1,260 @@
+"""Ranks that save together, of which one dies, is lost, or stays away."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from asyncio.subprocess import PIPE, Process, create_subprocess_exec
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from aiockpt import CheckpointProcessConfig, RankInfo, StorageError
+from aiockpt.checkpointers.process import CheckpointProcess
+from aiockpt.checkpointers.reader import CheckpointReader
+from aiockpt.directory import find_checkpoint
+from checkpointing import use_cpu
+from commandline import ENVIRONMENT
+from faultrecord import Record
+from faultrows import row
+from rankthreads import LONG, SHORT, Dying, Job, job
+from saved import load
+
+# What happens to processes is the same on both loops; each takes seconds.
+LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
+
+pytestmark = pytest.mark.timeout(900)
+
+on_a_loop = pytest.mark.asyncio(loop_factories=[LOOP])
+
+SUPPORT = Path(__file__).parents[1] / "support"
+NICEST = 19
+STARTS_WITHIN = 30.0
+BUSY = "while True: pass"
+
+
+class Rank:
+    """A rank in a process of its own, which saves when it is told to."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self.pid = 0
+
+    async def said(self) -> str:
+        """Return what it says next; its checkpoint process's id is noted."""
+        assert self._process.stdout is not None
+        async with asyncio.timeout(100):
+            line = await self._process.stdout.readline()
+        pid, _, said = line.decode().strip().partition(" ")
+        self.pid = 0 if pid == "None" else int(pid)
+        return said
+
+    def tell(self, path: Path, step: int, value: int) -> None:
+        """Have it save."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{path} {step} {value}\n".encode())
+
+    def kill_its_process(self) -> None:
+        """Kill the process that writes, if there is one."""
+        if self.pid:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+@asynccontextmanager
+async def two_ranks(port: int) -> AsyncIterator[list[Rank]]:
+    """Give two ranks that are ready; end them."""
+    paths = f"{ENVIRONMENT['PYTHONPATH']}{os.pathsep}{SUPPORT}"
+    command = [sys.executable, str(SUPPORT / "told_rank.py")]
+    started = [
+        await create_subprocess_exec(
+            *command,
+            str(rank),
+            str(port),
+            env=ENVIRONMENT | {"PYTHONPATH": paths},
+            stdin=PIPE,
+            stdout=PIPE,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        ranks = [Rank(each) for each in started]
+        for each in ranks:
+            assert await each.said() == "ready"
+        yield ranks
+    finally:
+        for process in started:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in started:
+            try:
+                async with asyncio.timeout(30):
+                    await process.wait()
+            finally:
+                with suppress(ProcessLookupError):
+                    process.kill()
+                await process.communicate()
+
+
+def value_at(path: Path) -> float | None:
+    """Return what both ranks have saved, every digest verified; None: nothing."""
+    if find_checkpoint(path) is None:
+        return None
+    found = set()
+    for rank in (0, 1):
+        state, _ = CheckpointReader(RankInfo(rank, 2)).read(path)
+        assert state["rank"] == rank
+        found |= set(state["w"].tolist())
+    assert len(found) == 1, f"torn: {found}"
+    return float(found.pop())
+
+
+@row(52)
+@on_a_loop
+async def test_a_rank_whose_process_is_killed_at_a_random_moment(
+    tmp_path: Path, record: Record
+) -> None:
+    """Nothing torn, no checkpoint denied, and the same step can be saved at once."""
+    chance = random.Random(46)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        *("127.0.0.1", 0),
+        is_master=True,
+        wait_for_workers=False,
+        use_libuv=False,
+        timeout=timedelta(seconds=30),
+    )
+    hit, committed = 0, 0
+    async with two_ranks(store.port) as ranks:
+        for step in range(record.pick(4, 50)):
+            # The same name again and again, or one of its own.
+            path = tmp_path / ("last" if step % 3 == 0 else f"step-{step}")
+            value = 2 * step + 1
+            for each in ranks:
+                each.tell(path, step, value)
+            await asyncio.sleep(chance.uniform(0, 0.06))
+            victim = chance.randrange(2)
+            ranks[victim].kill_its_process()
+            killed = time.monotonic()
+            said = [await each.said() for each in ranks]
+            record.within("all ranks know after", time.monotonic() - killed, 10)
+            there = value_at(path) == value
+            for line in said:
+                assert line == "saved" or line.startswith(("WorkerErr", "StorageErr"))
+                assert there or line != "saved", said
+                assert not there or "was not committed" not in line, said
+            if said != ["saved", "saved"]:
+                hit, committed = hit + 1, committed + there
+            for each in ranks:
+                each.tell(path, step, value + 1)
+            assert [await each.said() for each in ranks] == ["saved", "saved"]
+            assert value_at(path) == value + 1
+            record.ran()
+    assert hit
+    record.note(f"{hit} saves were hit, {committed} are committed nevertheless")
+    del store
+
+
+@row(53)
+def test_the_save_after_one_that_went_wrong_for_a_rank(
+    tmp_path: Path, record: Record
+) -> None:
+    """It is to the same path and step, and is committed, whoever comes first."""
+    chance = random.Random(47)
+    with job(tmp_path / "step") as ranks:
+        for value in range(1, record.pick(6, 60)):
+            other = chance.randrange(2)
+            wrong = chance.choice([_left_out, _lost, _dies])
+            wrong(ranks, other, -value, tmp_path, record)
+            first = chance.randrange(2)
+            saves = [ranks.save(first, value)]
+            time.sleep(chance.choice([0, 0.2]))
+            saves.append(ranks.save(1 - first, value))
+            for each in saves:
+                each.result(LONG)
+            for rank in (0, 1):
+                assert load(tmp_path / "step", rank=rank)["value"] == value
+            record.ran()
+
+
+def _left_out(ranks: Job, other: int, value: int, _: Path, __: Record) -> None:
+    """Leave it out on one rank; the other one times out."""
+    with pytest.raises(StorageError, match="timed out"):
+        ranks.save(1 - other, value, SHORT).result(LONG)
+
+
+def _lost(ranks: Job, other: int, value: int, place: Path, record: Record) -> None:
+    """Have one rank not resolve its path; the other one is told."""
+    since = time.monotonic()
+    waits = ranks.save(1 - other, value)
+    lost = ranks.save(other, value, path=place / ("x" * 300) / "step")
+    with pytest.raises(StorageError, match="name too long"):
+        lost.result(LONG)
+    with pytest.raises(StorageError, match=f"rank {other} gave up"):
+        waits.result(LONG)
+    record.within("a lost path: told after", time.monotonic() - since, 2)
+
+
+def _dies(ranks: Job, _: int, value: int, place: Path, __: Record) -> None:
+    """Have rank 1 die between the meetings; rank 0 has committed."""
+    commits = ranks.save(0, value, SHORT)
+    ranks.save(1, value, wrap=Dying).exception(LONG)
+    commits.result(LONG)
+    assert load(place / "step", rank=1)["value"] == value
+    ranks.restart(1)
+
+
+@contextmanager
+def beside_busy_processes(count: int) -> Iterator[None]:
+    """Share one core with processes that never wait, for as long as the block runs."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # what is started now inherits it
+    busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
+        os.sched_setaffinity(0, cores)
+
+
+@row(54)
+@on_a_loop
+async def test_a_checkpoint_process_starts_beside_busy_processes(
+    record: Record,
+) -> None:
+    """A low priority would leave it less than a hundredth of the core."""
+    config = CheckpointProcessConfig(
+        nice=NICEST, subprocess_init_timeout_secs=STARTS_WITHIN
+    )
+    for _ in range(record.pick(1, 5)):
+        since = time.monotonic()
+        with beside_busy_processes(2):
+            made = CheckpointProcess(
+                RankInfo(0, 1),
+                config,
+                subprocess_init_fn=use_cpu,
+                subprocess_init_args=(1.0,),  # as much as importing torch does
+            )
+            try:
+                await made.ready()
+                taken = time.monotonic() - since
+                assert made.pid is not None
+                niceness = os.getpriority(os.PRIO_PROCESS, made.pid)
+            except BaseException:
+                await made.close()
+                raise
+        await made.close()
+        assert niceness == NICEST
+        record.within("ready after", taken, STARTS_WITHIN)
+        record.ran()
