@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from itertools import cycle
 
 import pytest
 import torch
@@ -319,3 +320,54 @@ async def test_a_cancelled_follower_leaves_nothing_behind():
             await asyncio.wait({task})
             await follower.aclose()
         check(*await soon(receiver.follow(sender.metadata())))
+
+
+@pytest.mark.parametrize("serves", [True, False])
+async def test_a_restart_is_noticed_before_the_first_step(serves):
+    """Whoever begins after a step knows the sender's start before it gives another."""
+    before = transport(token=TOKEN)
+    async with before, transport(token=TOKEN) as receiver:
+        if serves:
+            await publish(before, 102)
+        else:
+            await before.start()
+        port, follower = port_of(before), receiver.follow(before.metadata(), after=102)
+        async with aclosing(follower):
+            waiting = asyncio.ensure_future(soon(follower))
+            await settle(lambda: before.statistics().waiting)
+            await before.shutdown(wait=False)
+            async with transport(token=TOKEN, port=port) as after:
+                await publish(after, 90)
+                check(*await waiting)
+
+
+async def test_an_address_of_several_senders_is_not_asked_in_a_hurry():
+    """Each answers as another start of the sender, with nothing new."""
+    async with pair(token=TOKEN) as senders, transport(token=TOKEN) as receiver:
+        for sender in senders:
+            await publish(sender, 5)
+        ports = cycle(map(port_of, senders))
+
+        async def relay(down: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+            nonlocal asked
+            asked += 1
+            head = (await down.readuntil(b"\r\n\r\n"))[:-2]
+            up, to = await asyncio.open_connection("127.0.0.1", next(ports))
+            to.write(head + b"Connection: close\r\n\r\n")
+            while data := await up.read(MIB):
+                back.write(data)
+            back.close()
+            to.close()
+
+        asked = 0
+        async with await asyncio.start_server(relay, "127.0.0.1") as balancer:
+            port = balancer.sockets[0].getsockname()[1]
+            metadata = (
+                senders[0].metadata().replace(str(port_of(senders[0])), str(port))
+            )
+            steps = receiver.steps(metadata)
+            assert await soon(steps) == 5
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await anext(steps)
+        assert asked < 30

@@ -17,7 +17,7 @@ from aiockpt.errors import AiockptError, StepNotFoundError
 from aiockpt.http.exchange import ClientConfig, Port
 from aiockpt.http.fetching import ChunkFetch, OnProgress, OnVerified, Prepare, Target
 from aiockpt.http.hedging import Hedging
-from aiockpt.http.latest import LatestInfo, ask_latest
+from aiockpt.http.latest import LatestInfo, ask_incarnation, ask_latest
 from aiockpt.http.manifests import NOTHING, ManifestRequest, Run, Wishes
 from aiockpt.http.retrying import OnRetry, Patience, Retrier, backoff, persist
 from aiockpt.http.stretch import plan
@@ -113,6 +113,24 @@ class CheckpointClient:
         found = await persist(attempt, retrier, tell, pause=self._port.pause)
         assert found is not None, "only a request for a newer step may come back empty"
         return found
+
+    async def fetch_incarnation(
+        self, source: Source, *, reconnect_timeout: float
+    ) -> str | None:
+        """Return the id of the peer's current start; None from a peer that has none.
+
+        Raises:
+            TransportError: the peer was silent for ``reconnect_timeout``, which may be
+                infinite.
+            AuthenticationError, RemoteProtocolError: what the peer answered.
+        """
+        retrier = self._retrier(reconnect_timeout)
+        attempt = partial(ask_incarnation, self._port, source)
+        tell = self._teller(source, None, None)
+        try:
+            return await persist(attempt, retrier, tell, pause=self._port.pause)
+        except StepNotFoundError:  # the answer of an older peer that serves nothing
+            return None
 
     async def wait_newer(
         self,

@@ -22,7 +22,7 @@ from aiockpt.wire.http import (
     parse_etag,
 )
 
-__all__ = ["LatestInfo", "ask_latest", "check_step"]
+__all__ = ["LatestInfo", "ask_incarnation", "ask_latest", "check_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,19 @@ async def ask_latest(
     if after is not None and step <= after and not restarted:
         return None
     return LatestInfo(step, snapshot_id, incarnation)
+
+
+async def ask_incarnation(port: Port, source: Source) -> str | None:
+    """Return the id of a peer's current start at once; None from one that has none."""
+    exchange = Exchange(
+        source=source,
+        path=format_latest(INT64_MAX),  # nothing is newer, so nothing is waited for
+        headers={"Prefer": format_prefer_wait(0)},
+        status=HTTPStatus.OK,
+        may_be_empty=True,
+    )
+    async with port.open(exchange, _ignore) as (answer, _):
+        return check_incarnation(answer.headers.get(INCARNATION_HEADER))
 
 
 def check_step(answer: ClientResponse, exchange: Exchange) -> None:

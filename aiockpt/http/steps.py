@@ -94,6 +94,7 @@ class Steps:
         self._lifetime = lifetime
         self._after = self._before = after
         self._incarnation: str | None = None
+        self._acquainted = False
         self._asks = False
         self._reconnect_timeout = reconnect_timeout
 
@@ -110,6 +111,13 @@ class Steps:
             LocalProtocolError: another task waits already.
         """
         with self._lifetime.call(), self._alone():
+            if self._after is not None and not self._acquainted:
+                # A restart is noticed by whoever knows what was there before it.
+                self._incarnation = await self._client.fetch_incarnation(
+                    self._source, reconnect_timeout=self._reconnect_timeout
+                )
+            self._acquainted = True
+            restarts = 0
             while True:
                 found = await self._client.wait_newer(
                     self._source,
@@ -124,6 +132,9 @@ class Steps:
                 self._incarnation = found.incarnation
                 if found.step != last:
                     break
+                # One address may be that of several senders: it answers at once.
+                restarts += 1
+                await self._client.pause(backoff(restarts))
         self._after, self._before = found.step, before
         return found.step
 
