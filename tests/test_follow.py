@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing, asynccontextmanager
-from itertools import cycle
+from itertools import chain, cycle, repeat
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from aiockpt.testing.fault_kinds import Drip
 from commandline import aiockpt_command
 from followers import MIB, TOKEN, Trainer, attempts, check, publish, soon, state_of
 from serving import settle
-from transports import pair, port_of, proxied, through, transport
+from transports import Transport, pair, port_of, proxied, through, transport
 
 pytestmark = pytest.mark.asyncio
 
@@ -341,33 +341,77 @@ async def test_a_restart_is_noticed_before_the_first_step(serves):
                 check(*await waiting)
 
 
+@asynccontextmanager
+async def shared_address(
+    senders: Iterable[Transport],
+) -> AsyncIterator[tuple[str, list[int]]]:
+    """Give an address of several senders, and the ports of those that were asked.
+
+    Each request goes to the next of them.
+    """
+    ports, asked = map(port_of, senders), list[int]()
+
+    async def relay(down: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        head = (await down.readuntil(b"\r\n\r\n"))[:-2]
+        asked.append(next(ports))
+        up, to = await asyncio.open_connection("127.0.0.1", asked[-1])
+        to.write(head + b"Connection: close\r\n\r\n")
+        while data := await up.read(MIB):
+            back.write(data)
+        back.close()
+        to.close()
+
+    async with await asyncio.start_server(relay, "127.0.0.1") as server:
+        port = server.sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}/checkpoint/", asked
+
+
 async def test_an_address_of_several_senders_is_not_asked_in_a_hurry():
     """Each answers as another start of the sender, with nothing new."""
     async with pair(token=TOKEN) as senders, transport(token=TOKEN) as receiver:
         for sender in senders:
             await publish(sender, 5)
-        ports = cycle(map(port_of, senders))
-
-        async def relay(down: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
-            nonlocal asked
-            asked += 1
-            head = (await down.readuntil(b"\r\n\r\n"))[:-2]
-            up, to = await asyncio.open_connection("127.0.0.1", next(ports))
-            to.write(head + b"Connection: close\r\n\r\n")
-            while data := await up.read(MIB):
-                back.write(data)
-            back.close()
-            to.close()
-
-        asked = 0
-        async with await asyncio.start_server(relay, "127.0.0.1") as balancer:
-            port = balancer.sockets[0].getsockname()[1]
-            metadata = (
-                senders[0].metadata().replace(str(port_of(senders[0])), str(port))
-            )
-            steps = receiver.steps(metadata)
+        async with shared_address(cycle(senders)) as (url, asked):
+            steps = receiver.steps(url)
             assert await soon(steps) == 5
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await anext(steps)
-        assert asked < 30
+        assert len(asked) < 30
+
+
+@pytest.mark.parametrize("follows", [True, False])
+async def test_a_restart_before_the_manifest_is_noticed(follows):
+    """The step that was served a moment ago is not waited for."""
+    async with pair(token=TOKEN) as (before, after), transport(token=TOKEN) as receiver:
+        await publish(before, 102)
+        await publish(after, 90)
+        async with (
+            asyncio.timeout(3),
+            shared_address(chain([before], repeat(after))) as (url, _),
+        ):
+            if follows:
+                async with aclosing(receiver.follow(url)) as follower:
+                    check(*await anext(follower))
+            else:
+                check(90, await receiver.recv_checkpoint(0, url))
+
+
+async def test_a_restart_during_a_receive_is_noticed():
+    """The restarted sender has another step, and the old one is not waited for."""
+    before = transport(token=TOKEN)
+    async with (
+        before,
+        transport(token=TOKEN) as receiver,
+        proxied(before, otherwise=Drip(MIB, burst=64 << 10)) as proxy,
+    ):
+        await publish(before, 102, mib=8)
+        port, follower = port_of(before), receiver.follow(through(proxy, before))
+        async with aclosing(follower):
+            waiting = asyncio.ensure_future(soon(follower))
+            await settle(lambda: proxy.statistics().bytes_down > MIB)
+            await before.shutdown(wait=False)
+            async with transport(token=TOKEN, port=port) as after:
+                await publish(after, 90)
+                async with asyncio.timeout(4.5):  # of which receiving takes one
+                    check(*await waiting)

@@ -18,7 +18,7 @@ from aiockpt.content import Content
 from aiockpt.errors import AiockptError, StepNotFoundError
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
-from aiockpt.http.steps import chase
+from aiockpt.http.steps import PATIENCE, chase
 from aiockpt.rangefile import Landing, OnBytes, Verify
 from aiockpt.wire.address import parse_address
 from aiockpt.wire.chunks import chunks_over
@@ -43,7 +43,9 @@ def open_peer(text: str, reading: Reading) -> Iterator[Content]:
         LocalProtocolError: this is no such URL.
     """
     address = parse_address(text)
-    source = replace(address.source, lease=Lease.begin(math.inf))
+    patience = PATIENCE if address.step is None else math.inf
+    lease = Lease.begin(math.inf)
+    source = replace(address.source, lease=lease, patience=patience)
     peer = _Peer(source, address.step, _config(reading))
     manifest = run_blocking(peer.find(reading.on_bytes))
     fetch = _PeerFetch(peer, manifest)

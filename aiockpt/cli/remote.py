@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -25,7 +26,7 @@ from aiockpt.errors import (
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
 from aiockpt.http.origin import Origin, distinct, origin_of
-from aiockpt.http.steps import chase
+from aiockpt.http.steps import PATIENCE, chase
 from aiockpt.wire.http import Lease, Source
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import Manifest
@@ -152,11 +153,16 @@ async def peer_of(
         UsageError: the arguments contradict each other.
     """
     given: list[Address] = arguments.urls
+    step = _step_of(given, getattr(arguments, "step", None))
+    patience = PATIENCE if step is None else math.inf
     bridge = Bridge(threads=_THREADS, name="aiockpt")
     try:
         yield Peer(
-            [replace(each, lease=lease) for each in distinct(a.source for a in given)],
-            _step_of(given, getattr(arguments, "step", None)),
+            [
+                replace(each, lease=lease, patience=patience)
+                for each in distinct(a.source for a in given)
+            ],
+            step,
             _config_of(arguments),
             bridge,
         )

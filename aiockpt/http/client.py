@@ -73,26 +73,30 @@ class CheckpointClient:
     ) -> Manifest:
         """Return the manifest of ``step``, waiting until the peer publishes it.
 
-        It waits until it is cancelled; ``deadline`` (loop time) only tells the peer
-        how long that may be. If cancelled, nothing is left behind.
+        It waits for ``source.patience``, or until it is cancelled; ``deadline`` (loop
+        time) only tells the peer how long that may be. If cancelled, nothing is left
+        behind.
 
         Raises:
-            StepNotFoundError: a newer step has taken its place.
+            StepNotFoundError: a newer step has taken its place, or it did not come.
             PeerUnreachableError, TransferStalledError, TransferInterruptedError: the
                 peer was silent for the reconnect timeout.
             AuthenticationError, RemoteProtocolError, LimitExceededError,
                 IntegrityError, ForgedManifestError: what the peer answered.
         """
         tell = self._teller(source, step, on_retry)
+        until = _now() + source.patience
         request = ManifestRequest(self._port, self._config, self._run, wishes)
         polls = 0
         while True:
             asked, retrier = _now(), self._retrier()
-            attempt = partial(request.send, source, step, deadline, retrier)
+            last = min(deadline, until)
+            attempt = partial(request.send, source, step, last, retrier)
             try:
                 return await persist(attempt, retrier, tell, pause=self._port.pause)
             except StepNotFoundError as error:
-                if error.serving is not None and error.serving > step:
+                past = error.serving is not None and error.serving > step
+                if past or _now() >= until:
                     raise
                 tell(error)
             polls += 1

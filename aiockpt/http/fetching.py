@@ -187,7 +187,11 @@ class ChunkFetch:
     def _wait(self) -> float:
         # A peer that has just come back may not have published again yet.
         patience = self.patience
-        return min(patience.reconnect_timeout, patience.stall_timeout / 2)
+        return min(
+            patience.reconnect_timeout,
+            patience.stall_timeout / 2,
+            self.source.patience,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from aiockpt.http.client import CheckpointClient
 from aiockpt.http.origin import origin_of, sources_of
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.http.selecting import PartReceive
-from aiockpt.http.steps import SUPERSEDED, Steps, chase, newest
+from aiockpt.http.steps import PATIENCE, SUPERSEDED, Steps, chase, newest
 from aiockpt.http.supply import Sharing
 from aiockpt.observe import Progress
 from aiockpt.transport import CheckpointTransport, T, Timeout, exact_step, seconds
@@ -260,6 +260,7 @@ class Receiver(CheckpointTransport[T]):
         self, source: Source, steps: Steps, options: ReceiveOptions, limit: float
     ) -> AsyncGenerator[tuple[int, T]]:
         survives = (*SUPERSEDED, TransportError)
+        source = replace(source, patience=PATIENCE)
 
         async def receive(step: int) -> T:
             try:
@@ -320,6 +321,8 @@ class Receiver(CheckpointTransport[T]):
         until = asyncio.get_running_loop().time() + limit
         lease = Lease.begin(until, receiver=self._client.name)
         leased = [replace(source, lease=lease) for source in sources]
+        if step is None:
+            leased = [replace(source, patience=PATIENCE) for source in leased]
         origin = origin_of(self._client, leased)
         what = f"a checkpoint from {origin.name}"
         deadline = Deadline(limit, stop="fetch_manifest", what=what)

@@ -21,12 +21,19 @@ from aiockpt.http.retrying import Pause, backoff
 from aiockpt.observe import TransferEvent, emit
 from aiockpt.wire.http import Source
 
-__all__ = ["SUPERSEDED", "Steps", "chase", "newest"]
+__all__ = ["PATIENCE", "SUPERSEDED", "Steps", "chase", "newest"]
 
 V = TypeVar("V")
 
 SUPERSEDED = (StepNotFoundError, CheckpointChangedError)
 """What a receive raises whose step the sender has replaced."""
+
+PATIENCE = 0.5
+"""Seconds for which a receive of what is served now waits for that step.
+
+It was served a moment ago. A sender that has it no more has started again, perhaps from
+a lower step, or serves another one soon.
+"""
 
 _WAIT = 30.0  # seconds for which a sender is asked to wait for its first step
 

@@ -7,6 +7,7 @@ passed raise `LocalProtocolError`.
 from __future__ import annotations
 
 import enum
+import math
 import re
 import secrets
 from collections.abc import Sequence
@@ -217,13 +218,17 @@ def check_incarnation(value: str | None) -> str | None:
 class Source:
     """Where to fetch, and for which receive.
 
-    The repr does not show the token. ``lease`` goes with every
-    request for a checkpoint.
+    Attributes:
+        base_url: Where the paths of the wire format begin.
+        token: Not shown by the repr.
+        lease: Goes with every request for a checkpoint.
+        patience: Seconds for which a step that is not served is waited for.
     """
 
     base_url: str
     token: str | None = field(default=None, repr=False)
     lease: Lease | None = None
+    patience: float = math.inf
 
 
 @discreet
