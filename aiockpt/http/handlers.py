@@ -218,10 +218,10 @@ class CheckpointService:
         else:
             resource = _resource_of(request, request.match_info["step"])
             published = await self._find(request, resource.step, lease)
-        if lease is not None and request.method == "GET":
-            self.shelf.lease(published, lease, patience=self.config.stall_timeout)
         manifest = published.servable.manifest
         reply = plan_reply(resource, manifest, request.headers, request.method)
+        if lease is not None and request.method == "GET":
+            self.shelf.lease(published, lease, patience=self.config.stall_timeout)
         reply.headers.update(self._identity)
         if resource.kind is http.ResourceKind.METADATA:
             reply.headers.update(await self._macs.headers_of(manifest))

@@ -320,6 +320,8 @@ class Shelf:
             each.let_go()
             for reading in tuple(each.readings):
                 reading.evict()
+            if not each.readings:
+                self._superseded.discard(each)
         expiry = min((each.next_expiry() or inf for each in read), default=inf)
         if expiry < inf:
             loop = asyncio.get_running_loop()

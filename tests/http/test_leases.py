@@ -155,6 +155,34 @@ async def test_nothing_is_kept_for_nobody():
         assert sender.statistics().superseded == 0
 
 
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("1/full", {"If_Match": f'"{ONE}"'}, 412),
+        ("1/full", {"Range": "bytes=999999999-"}, 416),
+        ("1/9999", {}, 404),
+    ],
+)
+async def test_a_request_that_fails_takes_no_lease(path, headers, status):
+    """Its receive has begun with another snapshot, or asks for nothing."""
+    async with sending() as sender:
+        async with Peer(port_of(sender)) as peer:
+            answer = await peer.ask(f"/checkpoint/{path}", **headers, **lease(ONE))
+            assert answer.status == status
+        await publish(sender, 2)
+        assert sender.statistics().superseded == 0
+
+
+async def test_what_makes_room_without_requests_goes_at_once():
+    """It is forgotten with its leases, not with the next request."""
+    async with sending() as sender:
+        await manifest(sender, 1, **lease(ONE))
+        await publish(sender, 2)
+        await manifest(sender, 2, **lease(TWO))
+        await publish(sender, 3)
+        assert sender.statistics().superseded == 1
+
+
 async def test_a_lease_ends_with_its_deadline():
     """It is named in the request; requests after it get nothing."""
     async with sending() as sender:
