@@ -230,6 +230,33 @@ async def test_a_sender_that_is_away_is_waited_for():
             check(*await waiting)
 
 
+async def test_a_sender_that_dies_after_its_last_byte_fails_nothing():
+    """It never answers that the receive has ended, which is no news to the receiver."""
+    async with pair() as (sender, receiver):
+        await publish(sender, 1)
+
+        async def relay(down: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+            up, to = await asyncio.open_connection("127.0.0.1", port_of(sender))
+
+            async def ask() -> None:
+                while data := await down.read(MIB):
+                    to.write(b"" if data.startswith(b"HEAD") else data)
+
+            asking = asyncio.create_task(ask())
+            while data := await up.read(MIB):
+                back.write(data)
+            await asking
+            back.close()
+            to.close()
+
+        async with await asyncio.start_server(relay, "127.0.0.1") as server:
+            port = server.sockets[0].getsockname()[1]
+            metadata = sender.metadata().replace(str(port_of(sender)), str(port))
+            check(1, await receiver.recv_checkpoint(0, metadata, 1, timeout=0.9))
+            await receiver.shutdown()
+            await sender.shutdown()
+
+
 async def test_a_receive_that_is_late_is_begun_again():
     """Its deadline has passed: the log says so, and the step is received then."""
     async with (
