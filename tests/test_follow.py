@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import chain, cycle, repeat
 
@@ -19,6 +19,7 @@ from aiockpt import (
     TransferEvent,
     TransferTimeoutError,
 )
+from aiockpt.delta import Delta
 from aiockpt.observe import add_hook
 from aiockpt.testing import CutAfter, StallAfter
 from aiockpt.testing.fault_kinds import Drip
@@ -255,6 +256,30 @@ async def test_a_sender_that_dies_after_its_last_byte_fails_nothing():
             check(1, await receiver.recv_checkpoint(0, metadata, 1, timeout=0.9))
             await receiver.shutdown()
             await sender.shutdown()
+
+
+@pytest.mark.parametrize("select", [None, ["w"]])
+async def test_a_receive_that_compares_for_long_keeps_its_snapshot(monkeypatch, select):
+    """It asks for nothing meanwhile, for longer than the sender's stall timeout."""
+    plan = Delta.plan
+
+    async def compare(self: Delta, chunks: Sequence[int]) -> list[int]:
+        await asyncio.sleep(1.5)
+        return await plan(self, chunks)
+
+    monkeypatch.setattr(Delta, "plan", compare)
+    async with pair(stall_timeout=0.6) as (sender, receiver):
+        await publish(sender, 1)
+        metadata, template = sender.metadata(), state_of(0)
+        receiving = asyncio.ensure_future(
+            receiver.recv_checkpoint(
+                0, metadata, 1, into=template, have=True, select=select
+            )
+        )
+        await settle(lambda: sender.statistics().requests)
+        await publish(sender, 2)
+        assert (await receiving)["w"].eq(1.0).all()
+        await settle(lambda: not sender.statistics().superseded)
 
 
 async def test_a_receive_that_is_late_is_begun_again():

@@ -13,7 +13,7 @@ from aiockpt._deadline import Deadline
 from aiockpt.cli.progress import ProgressBar
 from aiockpt.cli.remote import Peer, peer_of
 from aiockpt.cli.text import format_bytes
-from aiockpt.http.origin import Origin
+from aiockpt.http.origin import Origin, keeping
 from aiockpt.observe import Progress
 from aiockpt.partfile import PartFile, check_target
 from aiockpt.wire.http import Lease
@@ -79,11 +79,12 @@ class _Download:
     async def _fill(
         self, part: PartFile, manifest: Manifest, origin: Origin, reconnect: float
     ) -> Origin:
-        missing = await self._plan(part, manifest)
-        self.fetching_since = time.monotonic()
-        self._at("fetch_chunk")
         async with aclosing(self.peer.client(reconnect=reconnect)) as client:
             origin = origin.through(client)
+            planning = self._plan(part, manifest)
+            missing = await keeping(origin, manifest.step, planning)
+            self.fetching_since = time.monotonic()
+            self._at("fetch_chunk")
             await origin.fetch_chunks(
                 manifest.outline, part, missing, on_progress=self._count
             )

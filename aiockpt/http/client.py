@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 
-from aiohttp import ClientSession
+from aiohttp import ClientSession, hdrs
 
 from aiockpt._here import of_caller
 from aiockpt.errors import AiockptError, StepNotFoundError
@@ -28,6 +28,7 @@ from aiockpt.wire.http import (
     Resource,
     ResourceKind,
     Source,
+    format_prefer_wait,
     format_resource,
 )
 from aiockpt.wire.manifest import Manifest, Outline
@@ -260,8 +261,25 @@ class CheckpointClient:
             headers={LEASE_HEADER: source.lease.end},
             status=HTTPStatus.NO_CONTENT,
         )
-        with suppress(AiockptError, TimeoutError):
-            async with asyncio.timeout(patience), self._port.open(exchange, _ignore):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                await self._say(exchange)
+
+    async def keep_lease(self, source: Source, step: int) -> None:
+        """Renew ``source.lease`` until cancelled, while nothing else is asked for."""
+        exchange = Exchange(
+            source=source,
+            path=format_resource(Resource(ResourceKind.METADATA, step)),
+            headers={hdrs.IF_NONE_MATCH: "*", "Prefer": format_prefer_wait(0)},
+            status=HTTPStatus.NOT_MODIFIED,
+        )
+        while True:
+            await self._port.pause(self._config.stall_timeout / 4)
+            await self._say(exchange)
+
+    async def _say(self, exchange: Exchange) -> None:
+        with suppress(AiockptError):
+            async with self._port.open(exchange, _ignore):
                 pass
 
     async def pause(self, delay: float) -> None:

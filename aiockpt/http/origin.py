@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+import asyncio
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 from aiockpt._secrets import discreet
 from aiockpt.http.client import CheckpointClient, LatestInfo, Target
@@ -15,7 +16,9 @@ from aiockpt.http.several import SeveralSources
 from aiockpt.wire.http import Source, parse_metadata
 from aiockpt.wire.manifest import Manifest, Outline
 
-__all__ = ["OneSource", "Origin", "distinct", "origin_of", "sources_of"]
+__all__ = ["OneSource", "Origin", "distinct", "keeping", "origin_of", "sources_of"]
+
+V = TypeVar("V")
 
 
 class Origin(Protocol):
@@ -38,6 +41,9 @@ class Origin(Protocol):
 
     async def end_lease(self, step: int) -> None:
         """Say that the receive has ended, whose lease the requests have named."""
+
+    async def keep_lease(self, step: int) -> None:
+        """Say until cancelled that the receive goes on, although it asks nothing."""
 
     async def fetch_manifest(
         self,
@@ -97,6 +103,11 @@ class OneSource:
         if self._source.lease is not None:
             await self._client.end_lease(self._source, step)
 
+    async def keep_lease(self, step: int) -> None:
+        """See `Origin`."""
+        if self._source.lease is not None:
+            await self._client.keep_lease(self._source, step)
+
     async def fetch_manifest(
         self,
         step: int,
@@ -136,6 +147,19 @@ class OneSource:
             prepare=prepare,
             on_verified=on_verified,
         )
+
+
+async def keeping(origin: Origin, step: int, work: Awaitable[V]) -> V:
+    """Await what takes a while and asks nothing; the senders keep the snapshot.
+
+    If cancelled, so is the work, and nothing is left behind.
+    """
+    speaking = asyncio.ensure_future(origin.keep_lease(step))
+    try:
+        return await work
+    finally:
+        speaking.cancel()
+        await asyncio.gather(speaking, return_exceptions=True)
 
 
 def origin_of(client: CheckpointClient, sources: Sequence[Source]) -> Origin:

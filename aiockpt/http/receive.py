@@ -214,10 +214,11 @@ class Receive:
         fetch = partial(self._fetch_chunks, outline, goal)
         target = None if goal.memory is goal.arena else goal.memory
         fill = partial(self._fill_goal, goal)
-        await self._fill(range(len(outline.grid)), target, fetch, fill)
+        await self._fill(outline.step, range(len(outline.grid)), target, fetch, fill)
 
     async def _fill(
         self,
+        step: int,
         chunks: Sequence[int],
         target: Memory | None,
         fetch: Fetch,
@@ -230,7 +231,7 @@ class Receive:
         delta, there = self._delta, list[int]()
         if delta is not None:
             self._stop("plan")
-            there = await delta.plan(chunks)
+            there = await self._supply.keep(step, delta.plan(chunks))
         self._stop("fetch_chunk")
         if delta is None:
             await fill(partial(fetch, chunks))

@@ -213,7 +213,9 @@ class PartReceive(Receive):
         assert self._part is not None
         self._progress.expect_more(self._part.sizes(chunks), len(chunks))
         fetch = partial(self._fetch_part, manifest.outline, target)
-        await self._fill(chunks, target if target.landing else None, fetch, _plainly)
+        await self._fill(
+            manifest.step, chunks, target if target.landing else None, fetch, _plainly
+        )
 
     async def _fetch_part(
         self, outline: Outline, target: _Target, chunks: Sequence[int]

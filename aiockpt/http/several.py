@@ -8,10 +8,10 @@ so peers that agree hold the same bytes. Whoever differs is dropped.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 
@@ -170,10 +170,18 @@ class SeveralSources:
 
     async def end_lease(self, step: int) -> None:
         """Say to all that have the checkpoint that the receive has ended."""
+        await self._say(self._client.end_lease, step)
+
+    async def keep_lease(self, step: int) -> None:
+        """Say to all that have the checkpoint that the receive goes on."""
+        await self._say(self._client.keep_lease, step)
+
+    async def _say(
+        self, say: Callable[[Source, int], Coroutine[Any, Any, None]], step: int
+    ) -> None:
         sources = [self._sources[number] for number in self._members.agreed]
-        end = self._client.end_lease
-        ends = [partial(end, each, step) for each in sources if each.lease is not None]
-        await together(ends)
+        leased = [source for source in sources if source.lease is not None]
+        await together([partial(say, source, step) for source in leased])
 
     async def _ask_latest(
         self, wait: float, source: Source, on_retry: OnRetry

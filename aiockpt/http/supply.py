@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypedDict
+from typing import Final, TypedDict, TypeVar
 
 from xxhash import xxh3_128
 
@@ -15,7 +15,7 @@ from aiockpt.http.borrowing import LentMemory, NotLentError, borrow
 from aiockpt.http.fetching import OnProgress, OnVerified, Prepare, Target
 from aiockpt.http.hosts import identity
 from aiockpt.http.manifests import Lending, Wishes
-from aiockpt.http.origin import Origin
+from aiockpt.http.origin import Origin, keeping
 from aiockpt.http.retrying import OnRetry
 from aiockpt.memory import Arena
 from aiockpt.wire.lending import format_probe
@@ -23,6 +23,8 @@ from aiockpt.wire.limits import enforce
 from aiockpt.wire.manifest import Manifest, Outline
 
 __all__ = ["Sharing", "Supply"]
+
+V = TypeVar("V")
 
 _HTTP: Final = "HTTP"
 _MEMORY: Final = "shared memory"
@@ -148,6 +150,12 @@ class Supply:
         """Tell the sender that all bytes have come, unless it has lent its memory."""
         if self.medium == _HTTP:
             await self._origin.end_lease(step)
+
+    async def keep(self, step: int, work: Awaitable[V]) -> V:
+        """Await what takes a while and asks the sender nothing; keep its snapshot."""
+        if self.medium != _HTTP:
+            return await work
+        return await keeping(self._origin, step, work)
 
     def give_back(self) -> None:
         """Give the memory back, unless tensors lie in it. For threads."""
