@@ -274,7 +274,7 @@ class TestPeers:
 
     async def test_the_first_failure_is_told_at_once(self) -> None:
         """Not when the slowest of the parallel requests has ended."""
-        async with pair(num_chunks=4) as (sender, receiver):
+        async with pair(num_chunks=4, keep_superseded=0) as (sender, receiver):
             await sender.send_checkpoint([], 1, weights(mib=32))
             drip = Drip(rate=3e6, burst=30_000)
             async with proxied(sender, otherwise=drip) as proxy:

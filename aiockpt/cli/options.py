@@ -7,6 +7,7 @@ import math
 import re
 from typing import Any, TypeAlias
 
+from aiockpt._secrets import Token
 from aiockpt.errors import LocalProtocolError
 from aiockpt.wire.address import Address, parse_address
 
@@ -92,6 +93,7 @@ def add_client_options(parser: argparse.ArgumentParser) -> None:
     """Add how to reach a peer, for every command that fetches."""
     parser.add_argument(
         "--token",
+        type=Token,
         help="the token that the sender was given, if the URL has none; "
         "AIOCKPT_TOKEN and AIOCKPT_TOKEN_PATH keep it out of the process list",
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from aiockpt._secrets import Token
 from aiockpt.cli.options import Commands, UsageError, port, step
 from aiockpt.cli.serving import Chosen, choose
 from aiockpt.cli.text import format_bytes, printable
@@ -59,7 +60,9 @@ def _add_network_options(group: argparse._ArgumentGroup) -> None:
 
 def _add_access_options(group: argparse._ArgumentGroup) -> None:
     who = group.add_mutually_exclusive_group()
-    who.add_argument("--token", help="a token of your own, in place of a random one")
+    who.add_argument(
+        "--token", type=Token, help="a token of your own, in place of a random one"
+    )
     who.add_argument("--insecure", action="store_true", help="let anybody fetch")
     group.add_argument("--tls-cert", metavar="FILE", help="serve https with it (PEM)")
     group.add_argument("--tls-key", metavar="FILE", help="its key, if kept apart")
