@@ -151,7 +151,7 @@ class TestLoad:
         receive = receiver.recv_checkpoint(0, sender.metadata(), 1, 0.5, into=template)
         task = asyncio.create_task(receive)
         await settle(lambda: device.run(copies=0) >= 0 and not device.idle)
-        with pytest.raises(TransferTimeoutError, match="in load"):
+        with pytest.raises(TransferTimeoutError, match="while copying step 1"):
             await task
         device.held = False
         device.run()

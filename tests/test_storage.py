@@ -363,12 +363,20 @@ class TestRead:
         )
 
     @pytest.mark.parametrize(
-        "content", [b"", b"short", b"PK\3\4" + bytes(100), b"\x10" + bytes(7) + b"{}"]
+        ("content", "reason"),
+        [
+            (b"", "it cannot be read"),
+            (b"short", "it cannot be read"),
+            (b"PK\3\4" + bytes(100), "it is a file of torch.save"),
+            (b"\x10" + bytes(7) + b"{}", "it cannot be read"),
+        ],
     )
-    def test_a_file_of_another_kind(self, tmp_path: Path, content: bytes) -> None:
+    def test_a_file_of_another_kind(
+        self, tmp_path: Path, content: bytes, reason: str
+    ) -> None:
         """It is named, and what is wrong with it."""
         (tmp_path / "f").write_bytes(content)
-        with pytest.raises(StorageError, match="it cannot be read") as caught:
+        with pytest.raises(StorageError, match=reason) as caught:
             read_header(tmp_path / "f", limits=LIMITS)
         assert str(caught.value).startswith(str(tmp_path / "f"))
 
