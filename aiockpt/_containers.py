@@ -90,9 +90,8 @@ class Adoption(Containers):
 
     def _into_dict(self, target: dict[Any, Any], value: Any) -> object:
         # Most dicts have nothing but tensors, of which there may be 100,000.
-        if not (
-            _are_same(target.values(), value.values()) and target.keys() == value.keys()
-        ):
+        # The order counts: equal numbers are one object under any key.
+        if not (_are_same(target.values(), value.values()) and [*target] == [*value]):
             for key, new in value.items():
                 if key not in target:
                     self._assign(target, key, new)

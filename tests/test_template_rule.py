@@ -189,6 +189,16 @@ async def test_a_shared_container_stays_shared(fill: Fill, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("fill", WAYS)
+async def test_the_order_of_keys_does_not_matter(fill: Fill, tmp_path: Path) -> None:
+    """A value is found by its key, also where the checkpoint has the same objects."""
+    template = {"w": torch.zeros(2), "group": {"epoch": 1, "step": 2, "done": False}}
+    sent = {"w": torch.ones(2), "group": {"step": 1, "epoch": 2, "done": False}}
+    got = await fill(sent, template, tmp_path)
+    assert got is template
+    assert got["group"] == {"step": 1, "epoch": 2, "done": False}
+
+
+@pytest.mark.parametrize("fill", WAYS)
 async def test_what_the_checkpoint_lacks_stays(fill: Fill, tmp_path: Path) -> None:
     """A plain value of the template's own."""
     template = {"w": torch.zeros(2), "mine": {"rank": 3}, "n": 1}
