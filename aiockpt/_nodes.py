@@ -83,13 +83,13 @@ def _walk(template: object) -> Iterator[tuple[object, Opened]]:
         if isinstance(value, torch.Tensor | str | int | float) or id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, dict):
+        if (inside := opened(value)) is not None:  # maybe a subclass of dict
+            yield value, inside
+            waiting += inside.children
+        elif isinstance(value, dict):
             waiting += value.values()
         elif type(value) in (list, tuple, deque):
             waiting += value  # type: ignore[arg-type]
-        elif (inside := opened(value)) is not None:
-            yield value, inside
-            waiting += inside.children
 
 
 def _of_fields(kind: Any) -> Callable[[Any], object]:

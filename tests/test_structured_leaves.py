@@ -58,6 +58,18 @@ _pytree.register_pytree_node(
     serialized_type_name="tests.Bag",
 )
 
+
+class Output(dict[str, Any]):
+    """A pytree node that is a dict, as transformers' ``ModelOutput`` is."""
+
+
+_pytree.register_pytree_node(
+    Output,
+    lambda output: ([*output.values()], [*output]),
+    lambda values, context: Output(zip(context, values, strict=True)),
+    serialized_type_name="tests.Output",
+)
+
 Fill = Callable[[Any, Any, Path], Awaitable[Any]]
 
 
@@ -141,6 +153,21 @@ async def test_a_template_is_filled(fill: Fill, tmp_path: Path) -> None:
     assert type(got["unknown"].below) is Moments
     assert_same(facts(got), facts(sent))
     assert tensors(got) == before
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("fill", [over_http, directly, selected, over_a_group, loaded])
+async def test_a_node_that_is_a_dict_is_filled(fill: Fill, tmp_path: Path) -> None:
+    """It is a node and no dict of the state dict's, also in another one."""
+    weight = torch.zeros(3)
+    template = {"x": Output(a=weight, b=Output(c=1))}
+    sent = {"x": Output(a=torch.ones(3), b=Output(c=2))}
+    got = await fill(sent, template, tmp_path)
+    assert type(got["x"]) is type(got["x"]["b"]) is Output
+    assert got["x"]["a"] is weight
+    assert_same(
+        {**got["x"], "b": {**got["x"]["b"]}}, {"a": torch.ones(3), "b": {"c": 2}}
+    )
 
 
 @pytest.mark.asyncio
