@@ -95,10 +95,12 @@ class Group:
     def spec(self, member: Member, entry: int) -> TensorSpec | None:
         """What the entry does not say about a member; None for a plain tensor."""
         tensor = member.tensor
-        is_plain = member is self.cover and not member.flags and not self.dense
-        if is_plain and member.code is not None:
-            return None
         stride, offset, flags = tuple(tensor.stride()), 0, member.flags
+        is_plain = member is self.cover and not flags and not self.dense
+        # Without elements a tensor is contiguous, whatever its strides are.
+        as_usual = tensor.numel() or stride == dense_stride(tensor.shape)
+        if is_plain and as_usual and member.code is not None:
+            return None
         if self.dense:
             stride = dense_stride(tensor.shape)
             flags |= COMPACTED
