@@ -98,7 +98,7 @@ class Filling(Containers):
         return tensor
 
     def _into(self, target: object, value: object, path: str) -> object:
-        if target is None or (isinstance(target, torch.Tensor) and target.is_meta):
+        if target is None or (isinstance(target, torch.Tensor) and _is_meta(target)):
             if target is not None:
                 _check_tensor(target, value, path)
             return self._anew(value, path)
@@ -166,8 +166,10 @@ class Filling(Containers):
     ) -> torch.Tensor:
         if not isinstance(target, torch.Tensor):
             raise _mismatch(path, value, target)
-        _check_tensor(target, value, path)
         mine, theirs = take_apart(target, ()), take_apart(value, ())
+        # Torch does not tell the dtype of a distributed tensor without local parts.
+        if all(parts is None or parts.tensors for parts in (mine, theirs)):
+            _check_tensor(target, value, path)
         if mine is None and theirs is None:
             _check_layout(target, path)
             self._wants.fill(target, value)
@@ -183,6 +185,13 @@ class Filling(Containers):
             _check_tensor(own, part, path)
             self._wants.fill(own, part, whole=target)
         return target
+
+
+def _is_meta(target: torch.Tensor) -> bool:
+    parts = take_apart(target, ())
+    if parts is None:
+        return target.is_meta
+    return bool(parts.tensors) and all(part.is_meta for part in parts.tensors)
 
 
 def _same_layout(mine: Any, theirs: Any) -> bool:

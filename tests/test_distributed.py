@@ -37,6 +37,7 @@ from aiockpt.testing import assert_same
 from aiockpt.wire.manifest import Manifest
 from pipeline import LIMITS
 from templates import match, staged
+from transports import pair, receive
 
 RANK, WORLD = 1, 4
 
@@ -401,6 +402,29 @@ class TestShardedTensor:
         assert_same(found, state)
         assert found["w"].metadata() == state["w"].metadata()
         assert found["w"]._process_group is dist.group.WORLD
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("way", [{}, {"direct": True}, {"select": ["w", "step"]}])
+    async def test_a_rank_without_a_shard(self, world: None, way: Any) -> None:
+        """Its template's own tensor is returned, though nothing of it is filled."""
+        from torch.distributed._shard.sharded_tensor import zeros
+        from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+        assert RANK != 0
+
+        def made(step: int) -> dict[str, Any]:
+            spec = ChunkShardingSpec(0, ["rank:0/cpu"])  # type: ignore[list-item]
+            return {"w": zeros(spec, 2, 3), "step": step}
+
+        template = made(1)
+        whole = template["w"]
+        assert not whole.local_shards()
+        async with pair() as (sender, receiver):
+            await sender.send_checkpoint([], 1, made(2))
+            got = await receive(sender, receiver, into=template, **way)
+        assert got is template
+        assert got["w"] is whole
+        assert got["step"] == 2
 
     def test_from_another_rank(self, state: dict[str, Any]) -> None:
         """The two ranks change places."""
