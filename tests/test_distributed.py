@@ -413,7 +413,7 @@ class TestShardedTensor:
         assert RANK != 0
 
         def made(step: int) -> dict[str, Any]:
-            spec = ChunkShardingSpec(0, ["rank:0/cpu"])  # type: ignore[list-item]
+            spec = ChunkShardingSpec(0, ["rank:0/cpu"])
             return {"w": zeros(spec, 2, 3), "step": step}
 
         template = made(1)

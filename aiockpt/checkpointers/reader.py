@@ -15,7 +15,7 @@ from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.sources import Loaded, Reading, is_url, open_sources
 from aiockpt.content import Content, check_memory
 from aiockpt.directory import StrPath
-from aiockpt.errors import AiockptError, MissingKeysError
+from aiockpt.errors import AiockptError, MissingKeysError, StateDictError
 from aiockpt.filling import Filling
 from aiockpt.landing import PlacedLanding
 from aiockpt.rangefile import OnBytes, Verify, check_verify
@@ -107,6 +107,7 @@ class CheckpointReader:
             StorageError: it cannot be read.
             IntegrityError: a chunk has a wrong digest. A note says whether tensors of
                 the template may hold bytes of it.
+            StateDictError: ``map_location`` names no device of this host.
             TemplateMismatchError: a value of the template is of another type, shape
                 or dtype; nothing was changed.
             MissingKeysError: with ``strict``; nothing was changed.
@@ -205,14 +206,28 @@ def device_of(map_location: MapLocation) -> torch.device | None:
     """Return where a ``map_location`` sends what was saved from host memory.
 
     A checkpoint does not say on which device a tensor was.
+
+    Raises:
+        StateDictError: it names no device of this host.
     """
+    asked = map_location
     if isinstance(map_location, dict):
         map_location = map_location.get("cpu")
     elif isinstance(map_location, Callable):  # type: ignore[arg-type]
         probe = torch.empty(1, dtype=torch.uint8).untyped_storage()
         mapped = map_location(probe, "cpu")
-        map_location = None if mapped is None else mapped.device
+        map_location = None if mapped is None else getattr(mapped, "device", mapped)
     if map_location is None:
         return None
-    device = torch.device(map_location)
-    return None if device.type == "cpu" else device
+    try:
+        device = torch.device(map_location)
+        if device.type == "cpu":
+            return None
+        torch.empty(0, device=device)
+    except (RuntimeError, TypeError, ValueError, AssertionError, ImportError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise StateDictError(
+            f"map_location={asked!r} names no device of this host ({why}); name one "
+            "that is here, or leave it out to load into host memory"
+        ) from error
+    return device
