@@ -7,6 +7,7 @@ writing to a tensor does not change the file.
 from __future__ import annotations
 
 import mmap
+import os
 import re
 import zipfile
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 
 from aiockpt.errors import StorageError
 from aiockpt.rebuild import Frame, assemble, entry_tensors, tensors_over
-from aiockpt.storage import is_of_torch, named, read_header, verify_chunks
+from aiockpt.storage import chunk_errors, header_of, is_of_torch, named, opened
 from aiockpt.wire.dtypes import CODE_BITS, CODES
 from aiockpt.wire.limits import Limits
 from aiockpt.wire.manifest import ForeignHeader, Manifest
@@ -43,72 +44,76 @@ def read_state_file(path: Path, *, limits: Limits) -> StateFile:
         IntegrityError: a chunk, or the header, of our file is damaged.
         RemoteProtocolError: its tree holds what this process has not registered.
     """
-    if is_torch_file(path):
-        return StateFile(load_torch(path), None)
-    header = read_header(path, limits=limits)
-    if isinstance(header, ForeignHeader):
-        return StateFile(_read_foreign(path, header), None)
-    return StateFile(_read_ours(path, header, limits), header.step)
+    with opened(path) as fd:
+        if is_torch_file(path, fd):
+            return StateFile(load_torch(path, fd), None)
+        header = header_of(path, fd, limits=limits)
+        if isinstance(header, ForeignHeader):
+            return StateFile(_read_foreign(path, fd, header), None)
+        return StateFile(_read_ours(path, fd, header, limits), header.step)
 
 
-def _read_foreign(path: Path, header: ForeignHeader) -> dict[str, torch.Tensor]:
+def _read_foreign(
+    path: Path, fd: int, header: ForeignHeader
+) -> dict[str, torch.Tensor]:
     for name, entry in zip(header.names, header.entries, strict=True):
         if CODE_BITS[entry.dtype] % 8 or entry.dtype not in CODES:
             detail = f"tensor {name} has dtype {entry.dtype}, which is not supported"
             raise StorageError(str(path), detail)
-    tensors = entry_tensors(header.entries, _map(path), base=header.header_bytes)
+    tensors = entry_tensors(header.entries, _map(path, fd), base=header.header_bytes)
     return dict(zip(header.names, tensors, strict=True))
 
 
-def _read_ours(path: Path, manifest: Manifest, limits: Limits) -> object:
+def _read_ours(path: Path, fd: int, manifest: Manifest, limits: Limits) -> object:
     # Whoever stages what was read computes new digests, which would cover up damage.
-    for error in verify_chunks(path, manifest):
+    for error in chunk_errors(path, fd, manifest):
         raise error
-    tensors = tensors_over(manifest, _map(path), base=manifest.header_bytes)
+    tensors = tensors_over(manifest, _map(path, fd), base=manifest.header_bytes)
     return assemble(Frame.of(manifest), tensors, limits=limits)
 
 
-def _map(path: Path) -> mmap.mmap:
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+def _map(path: Path, fd: int) -> mmap.mmap:
+    with named(path):
+        return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
 
 
-def is_torch_file(path: Path) -> bool:
-    """Say whether a file looks like one of ``torch.save``.
+def is_torch_file(path: Path, fd: int) -> bool:
+    """Say whether an open file looks like one of ``torch.save``.
 
     Raises:
         StorageError: it cannot be read.
     """
-    return is_of_torch(_start_of(path))
+    return is_of_torch(_start_of(path, fd))
 
 
-def _start_of(path: Path) -> bytes:
-    with named(path), path.open("rb") as file:
-        return file.read(_OPENING_BRACE + 1)
+def _start_of(path: Path, fd: int) -> bytes:
+    with named(path):
+        return os.pread(fd, _OPENING_BRACE + 1, 0)
 
 
-def load_torch(path: Path) -> object:
-    """Return what a file of ``torch.save`` holds, mapped where its format allows it.
+def load_torch(path: Path, fd: int) -> object:
+    """Return what an open file of ``torch.save`` holds, mapped where that is possible.
 
     Raises:
         StorageError: it is damaged, or holds what only running code brings back.
     """
-    mapped = _start_of(path).startswith(_ZIP)
+    mapped = _start_of(path, fd).startswith(_ZIP)
     if mapped:
-        _check_zip(path)
+        _check_zip(path, fd)
     try:
+        # By its descriptor: another file may have got the name meanwhile.
         return torch.load(  # noqa: TID251 - weights_only unpickles no code
-            path, map_location="cpu", mmap=mapped, weights_only=True
+            f"/proc/self/fd/{fd}", map_location="cpu", mmap=mapped, weights_only=True
         )
     except Exception as error:  # a damaged file makes torch raise anything
         raise StorageError(str(path), _reason(str(error))) from error
 
 
-def _check_zip(path: Path) -> None:
+def _check_zip(path: Path, fd: int) -> None:
     """Refuse compressed entries: torch writes none, and a small one may be huge."""
     with named(path):
         try:
-            with zipfile.ZipFile(path) as file:
+            with os.fdopen(os.dup(fd), "rb") as raw, zipfile.ZipFile(raw) as file:
                 entries = file.infolist()
         except OSError:
             raise

@@ -20,6 +20,7 @@ from aiockpt.wire.manifest import ForeignHeader, Manifest, decode_header, header
 
 __all__ = [
     "after",
+    "chunk_errors",
     "digest_of",
     "header_of",
     "is_of_torch",
@@ -103,9 +104,15 @@ def verify_chunks(path: Path, manifest: Manifest) -> Iterator[IntegrityError]:
     Raises:
         StorageError: it cannot be read to the end.
     """
-    with named(path), path.open("rb", buffering=0) as file:
+    with opened(path) as fd:
+        yield from chunk_errors(path, fd, manifest)
+
+
+def chunk_errors(path: Path, fd: int, manifest: Manifest) -> Iterator[IntegrityError]:
+    """Give what `verify_chunks` does, of an open file."""
+    with named(path):
         for chunk, expected in enumerate(manifest.digests):
-            actual = digest_of(path, file.fileno(), manifest, chunk)
+            actual = digest_of(path, fd, manifest, chunk)
             if actual != expected:
                 yield IntegrityError(
                     chunk=chunk, expected=expected, actual=actual, url=str(path)

@@ -178,3 +178,37 @@ class Caller:
 def touch(path: str) -> None:
     """Do what a pickle may not."""
     Path(path).touch()
+
+
+@pytest.mark.parametrize("opens", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["ours", "another tool's", "torch's"])
+def test_a_file_that_is_replaced_meanwhile_is_read_as_it_was(
+    tmp_path: Path, kind: str, opens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is verified is what is returned: the path is opened once."""
+
+    def made(fill: float) -> Path:
+        path, state = tmp_path / f"{fill}", {"w": torch.full((50_000,), fill)}
+        if kind == "ours":
+            return write(path, state)
+        if kind == "torch's":
+            torch.save(state, path)
+        else:
+            save_file(state, path)
+        return path
+
+    path, other = made(1.0), made(2.0)
+    count = 0
+
+    def open_and_replace(self: Path, *args: Any, **options: Any) -> Any:
+        nonlocal count
+        file = opened(self, *args, **options)
+        count += self == path
+        if count == opens and other.exists():
+            other.replace(path)
+        return file
+
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", open_and_replace)
+    state = read(path)
+    assert torch.equal(state["w"], torch.ones(50_000))

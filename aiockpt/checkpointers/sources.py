@@ -117,7 +117,10 @@ class _Opened:
 
     @classmethod
     def at(cls, path: Path, reading: Reading, files: ExitStack) -> Self:
-        fd = files.enter_context(opened(path))
+        return cls.of(path, files.enter_context(opened(path)), reading)
+
+    @classmethod
+    def of(cls, path: Path, fd: int, reading: Reading) -> Self:
         return cls(path, fd, manifest_of_file(path, fd, limits=reading.limits))
 
     def content(self, reading: Reading) -> Content:
@@ -132,9 +135,10 @@ class _Opened:
 
 
 def _of_file(path: Path, reading: Reading, files: ExitStack) -> Loaded:
-    if is_torch_file(path):
-        return Loaded([], load_torch(path))
-    return Loaded([_Opened.at(path, reading, files).content(reading)])
+    fd = files.enter_context(opened(path))
+    if is_torch_file(path, fd):
+        return Loaded([], load_torch(path, fd))
+    return Loaded([_Opened.of(path, fd, reading).content(reading)])
 
 
 def _of_directory(place: Path, reading: Reading, files: ExitStack) -> Loaded:
