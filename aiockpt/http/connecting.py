@@ -21,6 +21,7 @@ _START: Final = b"HTTP/1.1 1"
 _INFORMATIONAL: Final = re.compile(rb"HTTP/\d\.\d 1(?!01)\d\d")
 _DECIDED: Final = len(b"HTTP/1.1 100")
 _END: Final = re.compile(rb"\n\r?\n")
+_BLANK: Final = re.compile(rb"[\r\n]*")
 
 
 class Connector(aiohttp.TCPConnector):
@@ -70,24 +71,31 @@ class _Gate(asyncio.Protocol):
         """Drop an informational answer from the front; say whether to go on."""
         data = self._data
         if not self._looked:
-            while data.startswith((b"\r", b"\n")):
-                del data[:1]
+            blank = _BLANK.match(data)
+            if blank is not None and not self._count(blank.end()):
+                return False
             if len(data) < _DECIDED and _is_start(data):
                 return False
             if _INFORMATIONAL.match(data) is None:
                 self._open()
                 return False
         found = _END.search(data, max(self._looked - 2, 0))
-        if self._dropped + (found.end() if found else len(data)) > _MOST:
-            self._refuse()
-            return False
         if found is None:
             self._looked = len(data)
+            if self._dropped + len(data) > _MOST:
+                self._refuse()
             return False
-        self._dropped += found.end()
         self._looked = 0
-        del data[: found.end()]
-        return bool(data)
+        return self._count(found.end()) and bool(data)
+
+    def _count(self, nbytes: int) -> bool:
+        """Drop so many bytes from the front; refuse the peer if these are too many."""
+        self._dropped += nbytes
+        if self._dropped > _MOST:
+            self._refuse()
+            return False
+        del self._data[:nbytes]
+        return True
 
     def _open(self) -> None:
         self._transport.set_protocol(self._protocol)
@@ -96,7 +104,7 @@ class _Gate(asyncio.Protocol):
     def _refuse(self) -> None:
         self._fault = RemoteProtocolError(
             f"{self._peer} sent more than {_MOST} bytes of informational answers (HTTP "
-            "1xx), and no other; is that an aiockpt server?"
+            "1xx) or empty lines, and no other answer; is that an aiockpt server?"
         )
         self._data.clear()
         self._transport.abort()
