@@ -77,12 +77,14 @@ def decoders_for(template: object) -> dict[str, Callable[[Any], object]]:
 
 def _walk(template: object) -> Iterator[tuple[object, Opened]]:
     """Yield what travels as structure, with what is in it."""
-    waiting, seen = [template], set[int]()
+    # The values stay alive: a node may make its children when it is asked for them,
+    # and the next one's would have the same `id`.
+    waiting, seen = [template], dict[int, object]()
     while waiting:
         value = waiting.pop()
         if isinstance(value, torch.Tensor | str | int | float) or id(value) in seen:
             continue
-        seen.add(id(value))
+        seen[id(value)] = value
         if (inside := opened(value)) is not None:  # maybe a subclass of dict
             yield value, inside
             waiting += inside.children

@@ -170,6 +170,37 @@ async def test_a_node_that_is_a_dict_is_filled(fill: Fill, tmp_path: Path) -> No
     )
 
 
+def lazy_node(number: int) -> Any:
+    """Return a node that makes its only child, a named tuple, when it is asked."""
+    make: Any = namedtuple
+    child = make(f"Child{number}", ["value", "half"])
+
+    class Lazy:
+        def __init__(self, value: float) -> None:
+            self.value = value
+
+    Lazy.__qualname__ = f"Lazy{number}"
+    _pytree.register_pytree_node(
+        Lazy,
+        lambda node: ([child(node.value, 0.5)], None),
+        lambda values, _: Lazy(next(iter(values)).value),
+        serialized_type_name=f"tests.Lazy{number}",
+    )
+    return Lazy
+
+
+@pytest.mark.asyncio
+async def test_nodes_may_make_their_children_when_they_are_asked() -> None:
+    """The type of each child is found, also where one has the place of another."""
+    nodes = {f"n{number}": lazy_node(number) for number in range(100)}
+    template = {name: node(1.0) for name, node in nodes.items()}
+    sent = {name: node(2.0) for name, node in nodes.items()}
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, sent)
+        got = await receive(sender, receiver, into=template)
+    assert {name: node.value for name, node in got.items()} == dict.fromkeys(nodes, 2.0)
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize("select", [None, ["known", "list", "max"]])
 async def test_what_is_registered_comes_without_a_template(
