@@ -117,6 +117,24 @@ class TestAdvertise:
         with pytest.raises(LocalProtocolError, match="advertise='ftp://h/x/'"):
             HTTPTransport[Any](advertise="ftp://h/x/")
 
+    @pytest.mark.parametrize(
+        ("advertise", "fault"),
+        [
+            ("my host", "blanks"),
+            ("http://my host/checkpoint/", "blanks"),
+            ("https://host/checkpoint/?run=7", "a query"),
+            ("https://user:word@host/checkpoint/", "user information"),
+            ("https://host/checkpoint/#part", "a '#'"),
+            ("http:///checkpoint/", "no host"),
+        ],
+    )
+    def test_no_address(self, advertise: str, fault: str) -> None:
+        """What would make bad metadata is refused before anything is staged."""
+        with pytest.raises(LocalProtocolError) as caught:
+            HTTPTransport[Any](advertise=advertise)
+        assert f"advertise={advertise!r}" in str(caught.value)
+        assert fault in str(caught.value)
+
     @pytest.mark.parametrize("advertise", ["host", "10.0.0.5", "::1", "[::1]"])
     def test_a_host(self, advertise: str) -> None:
         """It is enough where the transport has its own port."""

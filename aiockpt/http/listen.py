@@ -24,6 +24,7 @@ from aiockpt.errors import LocalProtocolError
 from aiockpt.http import interfaces
 from aiockpt.http.forks import close_in_forks
 from aiockpt.http.sockets import begin_classic
+from aiockpt.wire.http import url_fault
 
 __all__ = [
     "BACKLOG",
@@ -201,13 +202,19 @@ def url_host(address: str) -> str:
 def check_advertised(advertise: str) -> None:
     """Raise ``LocalProtocolError`` for what is neither a host nor a URL."""
     scheme, mark, _ = advertise.partition("://")
+    host = url_host(advertise.strip("[]"))
     if mark and scheme in ("http", "https"):
-        return
-    host = advertise.strip("[]")
-    if "/" in host or (":" in host and url_host(host) == host):
+        url = advertise
+    elif "/" in host or (":" in host and not host.startswith("[")):
         raise LocalProtocolError(
             f"advertise={advertise!r} is neither a host name or an IP address, nor a "
             "whole URL, which begins with http:// or https://"
+        )
+    else:
+        url = f"http://{host}/"
+    if fault := "it contains a '#'" if "#" in url else url_fault(url):
+        raise LocalProtocolError(
+            f"advertise={advertise!r} is no address for receivers: {fault}"
         )
 
 

@@ -61,6 +61,7 @@ __all__ = [
     "parse_resource",
     "parse_retry_after",
     "to_problem",
+    "url_fault",
 ]
 
 DIGEST_HEADER = "Aiockpt-Digest"
@@ -244,20 +245,24 @@ def parse_metadata(text: str) -> Source:
             "metadata= must be the string that the sender's metadata() returned, or a "
             f"list of such strings; it is of type {type(text).__name__}"
         )
-    if _UNPRINTABLE.search(text):
-        raise _bad_metadata("it contains blanks or control characters")
-    try:
-        parts = urlsplit(text)
-        fault = _fault_of(parts)
-    except ValueError as error:
-        raise _bad_metadata(str(error)) from None
-    if fault is not None:
+    if fault := url_fault(text):
         raise _bad_metadata(fault)
+    parts = urlsplit(text)
     path = parts.path if parts.path.endswith("/") else f"{parts.path}/"
     if (length := len(text) + len(path) - len(parts.path)) > MAX_METADATA:
         raise _bad_metadata(f"{length} characters are more than {MAX_METADATA}")
     token = Token(parts.fragment) if parts.fragment else None
     return Source(f"{parts.scheme}://{parts.netloc}{path}", token)
+
+
+def url_fault(text: str) -> str | None:
+    """Return why a URL names no peer; None if it names one."""
+    if _UNPRINTABLE.search(text):
+        return "it contains blanks, control characters, or others than ASCII"
+    try:
+        return _fault_of(urlsplit(text))
+    except ValueError as error:
+        return str(error)
 
 
 def _fault_of(parts: SplitResult) -> str | None:
