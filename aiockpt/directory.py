@@ -109,7 +109,8 @@ class Checkpoint:
         """
         name = rank_file(rank)
         if name not in self.files:
-            detail = f"{self.world_size} ranks wrote it, and none of them was {rank}"
+            ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+            detail = f"{ranks} wrote it, and none of them was rank {rank}"
             raise CheckpointNotFoundError(str(self.path), detail)
         return self.path / name
 

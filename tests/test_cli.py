@@ -778,7 +778,7 @@ class TestInspect:
             r"  step 7, snapshot [0-9a-f]{32}",
             r"  dict of 3",
             r"    model      OrderedDict of 3: 3 tensors",
-            r"    optimizer  dict of 2: 1 tensors, 1 values",
+            r"    optimizer  dict of 2: 1 tensor, 1 value",
             r"    step       int 7",
             r"Digests: 3 chunks of 16.8 MB, xxh3-128",
             r"    2  [0-9a-f]{32}",

@@ -93,7 +93,9 @@ class TestInspect:
         assert main(["inspect", str(save(tmp_path / "alone-4", {}))]) == 0
         assert "step 4" in capsys.readouterr().out
         assert "choose one with --rank" in error_of(capsys, "inspect", path, code=2)
-        assert "none of them was 2" in error_of(capsys, "inspect", path, "--rank", 2)
+        assert "none of them was rank 2" in error_of(
+            capsys, "inspect", path, "--rank", 2
+        )
         assert main(["inspect", "--json", "--rank", "1", str(path)]) == 0
         assert json.loads(capsys.readouterr().out)["source"].endswith("_1.safetensors")
         message = error_of(capsys, "inspect", path / FILE, "--rank", 0, code=2)

@@ -294,6 +294,30 @@ class TestFetch:
         assert names(model.parent) == ["f", "model.pt"]
 
 
+class TestInspectAndVerify:
+    """They take one checkpoint, and say where there is one."""
+
+    @pytest.mark.parametrize("command", ["inspect", "verify", "convert"])
+    def test_a_directory_of_checkpoints(self, tmp_path: Path, command: str) -> None:
+        """One of them is named, which can be pasted."""
+        for step in (8, 9):
+            save(tmp_path / "all" / f"step-{step}", {"w": torch.ones(3)})
+        more = [tmp_path / "out"] if command == "convert" else []
+        line = said(1, command, tmp_path / "all", *more)
+        assert "a directory of 2 checkpoints" in line
+        named = line.rpartition("such as ")[2]
+        assert named == str(tmp_path / "all" / "step-9")
+        assert run_aiockpt(command, named, *more).returncode == 0
+
+    def test_one_of_each(self, tmp_path: Path) -> None:
+        """What there is once is in the singular."""
+        path = save(tmp_path / "step-1", {"w": torch.ones(3), "of": {"lr": 1, "t": []}})
+        shown = run_aiockpt("inspect", path).stdout
+        assert "1 tensor " in shown
+        assert "dict of 2: 1 value" in shown
+        assert "1 rank wrote it" in said(1, "inspect", path, "--rank", 1)
+
+
 class TestExitCodes:
     """2 means wrong usage, and nothing else."""
 
@@ -308,6 +332,8 @@ class TestExitCodes:
             ("fetch", "http://h/1", "--step", 2, "-o", tmp_path / "f"),
             ("serve", tmp_path / "f", "--tls-key", tmp_path / "k"),
             ("inspect", "ftp://host/"),
+            ("inspect", "http://host/", "--rank", 0),
+            ("inspect", tmp_path / "f", "--step", 0),
         ):
             said(2, *arguments)
 

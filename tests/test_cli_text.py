@@ -205,7 +205,7 @@ class TestOutline:
         node: Node = 1
         for _ in range(10_000):
             node = ["list", [node]]
-        assert outline(node)[1] == "  [0]  list of 1: 1 values"
+        assert outline(node)[1] == "  [0]  list of 1: 1 value"
 
 
 class TestAddress:

@@ -18,7 +18,7 @@ from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.cli.options import UsageError
-from aiockpt.cli.rankfiles import one_file
+from aiockpt.cli.rankfiles import one_file, pointing_below
 from aiockpt.directory import MARKER, find_checkpoint
 from aiockpt.errors import StateDictError, StorageError
 from aiockpt.livestate import LiveState
@@ -83,7 +83,8 @@ def _load(source: Path, rank: int | None) -> Any:
     with named(source):
         if source.is_file() or (source / MARKER).exists():
             source, rank = one_file(source, rank), None
-    return _read(source, rank=rank)
+    with pointing_below(source):
+        return _read(source, rank=rank)
 
 
 def _read(path: Path, *, rank: int | None = None) -> Any:

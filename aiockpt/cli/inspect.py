@@ -52,12 +52,16 @@ def _read(arguments: argparse.Namespace) -> tuple[str, Manifest | ForeignHeader]
     """Return the header, and a name for it that holds no token."""
     what: str = arguments.what
     if "://" not in what:
+        if arguments.step is not None:
+            raise UsageError("--step is for URLs: a file holds one step")
         path = one_file(Path(what), arguments.rank)
         return str(path), read_header(path, limits=FILE_LIMITS)
     try:
         peer = address(what)
     except argparse.ArgumentTypeError as error:
         raise UsageError(str(error)) from None
+    if arguments.rank is not None:
+        raise UsageError("--rank is for checkpoint directories")
     arguments.urls = [peer]
     return peer.source.base_url, asyncio.run(_ask(arguments))
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from aiockpt.cli.text import counted
 from aiockpt.wire.tree import Node
 
 __all__ = ["outline"]
@@ -37,8 +38,8 @@ def _describe(node: Node) -> str:
     if children is None:
         return kind
     tensors, values = _count(node)
-    counts = [(tensors, "tensors"), (values, "values")]
-    below = ", ".join(f"{count} {what}" for count, what in counts if count)
+    counts = [(tensors, "tensor"), (values, "value")]
+    below = ", ".join(counted(count, what) for count, what in counts if count)
     return f"{kind} of {len(children)}: {below or 'empty'}"
 
 

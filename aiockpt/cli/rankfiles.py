@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from aiockpt.cli.options import UsageError
-from aiockpt.directory import Checkpoint, checkpoint_at
+from aiockpt.cli.text import counted
+from aiockpt.directory import Checkpoint, checkpoint_at, list_checkpoints
+from aiockpt.errors import CheckpointNotFoundError
 
-__all__ = ["checkpoint_or_file", "one_file"]
+__all__ = ["checkpoint_or_file", "one_file", "pointing_below"]
 
 
 def checkpoint_or_file(path: Path) -> Checkpoint | Path:
@@ -16,7 +20,24 @@ def checkpoint_or_file(path: Path) -> Checkpoint | Path:
     Raises:
         CheckpointNotFoundError: it is a directory without a whole checkpoint.
     """
-    return checkpoint_at(path) if path.is_dir() else path
+    if not path.is_dir():
+        return path
+    with pointing_below(path):
+        return checkpoint_at(path)
+
+
+@contextmanager
+def pointing_below(path: Path) -> Iterator[None]:
+    """Name a checkpoint in the directory where the directory itself is none."""
+    try:
+        yield
+    except CheckpointNotFoundError:
+        below = list_checkpoints(path) if path.is_dir() else []
+        if not below:
+            raise
+        count = counted(len(below), "checkpoint")
+        detail = f"it is a directory of {count}: name one, such as {below[-1].path}"
+        raise CheckpointNotFoundError(str(path), detail) from None
 
 
 def one_file(path: Path, rank: int | None) -> Path:

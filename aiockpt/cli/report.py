@@ -148,7 +148,7 @@ def _table(header: Manifest | ForeignHeader) -> str:
         for tensor in _tensors(header)
     ]
     total = format_bytes(header.segment_bytes)  # tensors that share bytes count once
-    rows.append((f"{len(rows)} tensors", "", "", total, ""))
+    rows.append((counted(len(rows), "tensor"), "", "", total, ""))
     return format_table(("Tensor", "dtype", "shape", "size", ""), rows, right=(3,))
 
 

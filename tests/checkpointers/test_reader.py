@@ -124,7 +124,7 @@ class TestWhole:
         assert load(pair / "checkpoint_1.safetensors") == {"rank": 1}
         with sync_checkpointer() as checkpointer:
             assert checkpointer.load(pair, rank=1) == {"rank": 1}
-        with pytest.raises(CheckpointNotFoundError, match="none of them was 2"):
+        with pytest.raises(CheckpointNotFoundError, match="none of them was rank 2"):
             load(pair, rank=2)
 
     def test_also_of_the_seeds(self, tmp_path: Path) -> None:
