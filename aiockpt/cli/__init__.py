@@ -26,8 +26,8 @@ _STANDARD = (0, 1, 2)  # descriptors
 
 _EXITS = """\
 exit codes:
-  0  done        1  failed, and said why        2  wrong usage
-  130  interrupted
+  0    done           1    failed, and said why           2    wrong usage
+  130  interrupted    141  nobody reads the output any more
 """
 
 
