@@ -125,6 +125,7 @@ class CheckpointProcess(BackgroundWriter):
         """
         text, step = os.fspath(path), step_for(path, kwargs)
         try:
+            self._lifetime.check()  # before a future is waited for in vain
             staged = await _resolved(state_dict)
             submission = await self.submit(staged, text, kwargs)
         except BaseException as error:

@@ -15,6 +15,7 @@ import torch
 
 from aiockpt import (
     CheckpointProcessConfig,
+    ClosedError,
     RankInfo,
     UnsupportedLeafError,
     WorkerError,
@@ -155,3 +156,12 @@ async def test_a_slow_start_is_a_timeout(tmp_path: Path) -> None:
             await made.ready()
         assert isinstance(failed.value, WorkerError)
         assert not isinstance(failed.value, TimeoutError)
+
+
+async def test_a_future_is_not_waited_for_after_the_end(tmp_path: Path) -> None:
+    """Nobody could write what it gives."""
+    async with process() as closed:
+        await closed.ready()
+    async with asyncio.timeout(10):
+        with pytest.raises(ClosedError):
+            await closed.write(Future(), tmp_path / "s", step=1)
