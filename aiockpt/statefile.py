@@ -130,4 +130,7 @@ def _reason(text: str) -> str:
             f"it holds a {found[1]}, which only running pickled code brings back; "
             "save tensors and plain values"
         )
-    return f"torch cannot read it: {text.strip().splitlines()[0] if text else '?'}"
+    # What torch says first is that unpickling without weights_only would succeed.
+    found = re.search(r"WeightsUnpickler error:\s*(\S.*)", text)
+    lines = [found[1]] if found else text.strip().splitlines()
+    return f"torch cannot read it: {lines[0] if lines else '?'}"

@@ -164,6 +164,17 @@ class TestTorch:
             read(tmp_path / "f")
         assert not (tmp_path / "called").exists()
 
+    @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+    @pytest.mark.parametrize("data", [b"\x80\x02 no pickle", b"\x80\x04\x95\0"])
+    def test_what_torch_cannot_read(self, tmp_path: Path, data: bytes) -> None:
+        """The reason is given, and not torch's advice to run the file's code."""
+        (tmp_path / "f").write_bytes(data)
+        with pytest.raises(
+            StorageError, match="torch cannot read it: Unsupp"
+        ) as caught:
+            read(tmp_path / "f")
+        assert "weights_only" not in str(caught.value)
+
 
 class Caller:
     """Makes a file when it is unpickled."""
