@@ -6,7 +6,8 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -491,6 +492,16 @@ class TestPickle:
             assert (await receive(bold, bold, into=odd_template))["x"] is frozenset
 
 
+@asynccontextmanager
+async def ending(*transports: Transport) -> AsyncIterator[None]:
+    """Shut transports down at the end, also of a test that fails."""
+    try:
+        yield
+    finally:
+        for each in transports:
+            await each.shutdown(wait=False)
+
+
 class TestPeerThatGoes:
     """A sender dies in the middle of a transfer."""
 
@@ -520,11 +531,14 @@ class TestPeerThatGoes:
     async def test_it_may_come_back(self) -> None:
         """With the same state; what had arrived is not fetched again."""
         sender = transport(token="secret")
-        state = weights(mib=32)
+        state = weights(mib=128)
         port = port_of(sender)
         url = sender.address()
         again = transport(token="secret", port=port)
-        async with transport(token="secret", num_chunks=1) as receiver:
+        async with (
+            transport(token="secret", num_chunks=1) as receiver,
+            ending(sender, again),
+        ):
             await sender.send_checkpoint([], 1, state)
 
             async def restart() -> None:
@@ -535,8 +549,7 @@ class TestPeerThatGoes:
             assert_same(await task, state)
             done = [progress.bytes_done for progress in halfway.seen]
             assert done == sorted(done)
-            assert done[-1] == 32 * MIB
-        await again.shutdown()
+            assert done[-1] == 128 * MIB
 
     async def test_it_may_come_back_with_something_else(self) -> None:
         """Then the receive fails: two checkpoints are never mixed."""
@@ -544,17 +557,19 @@ class TestPeerThatGoes:
         port = port_of(sender)
         url = sender.address()
         again = transport(token="secret", port=port)
-        async with transport(token="secret", num_chunks=1) as receiver:
-            await sender.send_checkpoint([], 1, weights(1.0, mib=32))
+        async with (
+            transport(token="secret", num_chunks=1) as receiver,
+            ending(sender, again),
+        ):
+            await sender.send_checkpoint([], 1, weights(1.0, mib=128))
 
             async def restart() -> None:
                 await sender.shutdown(wait=False)
-                await again.send_checkpoint([], 1, weights(2.0, mib=32))
+                await again.send_checkpoint([], 1, weights(2.0, mib=128))
 
             task, _ = await in_the_middle(self.slow(receiver, url), restart)
             with pytest.raises(CheckpointChangedError):
                 await task
-        await again.shutdown()
 
     async def test_direct_says_what_it_left(self) -> None:
         """The template is half new, and the caller must know."""

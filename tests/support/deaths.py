@@ -224,7 +224,7 @@ async def at_the_senders(stack: AsyncExitStack, path: Path) -> Mapping[str, str]
     state = weights(mib=MIB_LARGE, count=COUNT)
     senders: dict[str, Transport] = {}
     metadata: dict[str, str | list[str]] = {}
-    for name in (*RECEIVES, "HTTPTransport.steps"):
+    for name in (*RECEIVES, "HTTPTransport.steps", "HTTPTransport.follow"):
         made = transport(same_host=lends(name))
         sender = senders[name] = await stack.enter_async_context(made)
         await sender.send_checkpoint([], 1, state)

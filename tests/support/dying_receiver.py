@@ -10,6 +10,7 @@ import asyncio
 import json
 import sys
 import time
+from typing import Any
 
 from aiockpt import destination
 from receivers import MIB_LARGE, options_of
@@ -18,13 +19,21 @@ from transports import Transport, transport
 
 async def begun(
     receiver: Transport, name: str, metadata: str | list[str]
-) -> asyncio.Future[object]:
+) -> asyncio.Future[Any]:
     """Receive as the row says; return when something has arrived."""
     some = asyncio.Event()
     if "steps" in name:
         assert isinstance(metadata, str)
         steps = receiver.steps(metadata, after=1)
         return asyncio.ensure_future(anext(steps))
+    if "follow" in name:
+        assert isinstance(metadata, str)
+        follower = receiver.follow(
+            metadata, progress=lambda now: some.set() if now.bytes_done else None
+        )
+        following = asyncio.ensure_future(anext(follower))
+        await some.wait()
+        return following
     call = receiver.recv_checkpoint(
         *(0, metadata, 1),
         **options_of(name, MIB_LARGE),
