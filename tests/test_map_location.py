@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("where", WRONG, ids=repr)
+@pytest.mark.parametrize("where", WRONG, ids=[*map(str, range(len(WRONG)))])
 @pytest.mark.parametrize("template", [True, False])
 def test_a_load_names_the_device(tmp_path: Path, where: Any, *, template: bool) -> None:
     """It changes nothing of a template."""
