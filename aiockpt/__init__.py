@@ -74,15 +74,15 @@ if TYPE_CHECKING:
     from aiockpt.checkpointers.store_barrier import TCPStoreBarrier
     from aiockpt.checkpointers.sync import SyncCheckpointer
     from aiockpt.checkpointers.writer import CheckpointWriter
-    from aiockpt.directory import Checkpoint, latest, list_checkpoints
-    from aiockpt.flatten import register_leaf
+    from aiockpt.events import Progress, TransferEvent
+    from aiockpt.format.limits import Limits
     from aiockpt.http.security import Security
+    from aiockpt.http.tokens import make_token
     from aiockpt.http.transport import HTTPTransport
-    from aiockpt.observe import Progress, TransferEvent
     from aiockpt.pg.transport import PGTransport
+    from aiockpt.state.flatten import register_leaf
+    from aiockpt.storage.directory import Checkpoint, latest, list_checkpoints
     from aiockpt.transport import CheckpointTransport
-    from aiockpt.wire.grants import make_token
-    from aiockpt.wire.limits import Limits
 
 __version__ = "0.1.0"
 
@@ -166,7 +166,7 @@ _HOMES = {
     "AsyncCheckpointer": "aiockpt.checkpointers.background",
     "Barrier": "aiockpt.checkpointers.barriers",
     "BarrierConfig": "aiockpt.checkpointers.config",
-    "Checkpoint": "aiockpt.directory",
+    "Checkpoint": "aiockpt.storage.directory",
     "CheckpointProcess": "aiockpt.checkpointers.process",
     "CheckpointProcessConfig": "aiockpt.checkpointers.config",
     "CheckpointReader": "aiockpt.checkpointers.reader",
@@ -181,9 +181,9 @@ _HOMES = {
     "DefaultStager": "aiockpt.checkpointers.stager",
     "DistBarrier": "aiockpt.checkpointers.group_barrier",
     "HTTPTransport": "aiockpt.http.transport",
-    "Limits": "aiockpt.wire.limits",
+    "Limits": "aiockpt.format.limits",
     "PGTransport": "aiockpt.pg.transport",
-    "Progress": "aiockpt.observe",
+    "Progress": "aiockpt.events",
     "RankInfo": "aiockpt.checkpointers.config",
     "Recovered": "aiockpt.checkpointers.recovery",
     "SaveHandle": "aiockpt.checkpointers.handle",
@@ -191,16 +191,16 @@ _HOMES = {
     "StagedState": "aiockpt.checkpointers.stager",
     "SyncCheckpointer": "aiockpt.checkpointers.sync",
     "TCPStoreBarrier": "aiockpt.checkpointers.store_barrier",
-    "TransferEvent": "aiockpt.observe",
+    "TransferEvent": "aiockpt.events",
     "WriterHook": "aiockpt.checkpointers.hooks",
-    "latest": "aiockpt.directory",
-    "list_checkpoints": "aiockpt.directory",
+    "latest": "aiockpt.storage.directory",
+    "list_checkpoints": "aiockpt.storage.directory",
     "make_async_checkpointer": "aiockpt.checkpointers.builder",
     "make_sync_checkpointer": "aiockpt.checkpointers.builder",
-    "make_token": "aiockpt.wire.grants",
+    "make_token": "aiockpt.http.tokens",
     "recover": "aiockpt.checkpointers.recovery",
     "register_barrier": "aiockpt.checkpointers.barriers",
-    "register_leaf": "aiockpt.flatten",
+    "register_leaf": "aiockpt.state.flatten",
 }
 
 if not TYPE_CHECKING:

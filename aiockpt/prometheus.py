@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
 from aiockpt.errors import MissingExtraError
-from aiockpt.observe import TransferEvent, add_hook
+from aiockpt.events import TransferEvent, add_hook
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -7,7 +7,7 @@ from datetime import timedelta
 from operator import index
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias
 
-from aiockpt.wire.entries import INT64_MAX
+from aiockpt.format.entries import INT64_MAX
 
 __all__ = ["CheckpointTransport", "T", "Timeout", "exact_step", "seconds"]
 

@@ -5,7 +5,7 @@ import asyncio
 import torch
 
 import aiockpt
-from aiockpt.observe import add_hook
+from aiockpt.events import add_hook
 
 
 def show(progress: aiockpt.Progress) -> None:

@@ -17,8 +17,8 @@ import anyio
 import pytest
 import uvloop
 
-from aiockpt._bridge import Bridge, BridgeStatistics
 from aiockpt.errors import ClosedError
+from aiockpt.runtime.bridge import Bridge, BridgeStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

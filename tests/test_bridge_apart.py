@@ -10,8 +10,8 @@ from contextvars import ContextVar
 
 import pytest
 
-from aiockpt._bridge import Bridge
 from aiockpt.errors import ClosedError
+from aiockpt.runtime.bridge import Bridge
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
 

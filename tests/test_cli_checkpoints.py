@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aiockpt.cli import main
-from aiockpt.commit import Draft
-from aiockpt.directory import MARKER, checkpoint_at
+from aiockpt.storage.commit import Draft
+from aiockpt.storage.directory import MARKER, checkpoint_at
 from aiockpt.testing import assert_same
 from commandline import serving
 from saved import CHUNK, flip, load, names, save, save_by_two, training_state

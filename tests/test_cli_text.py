@@ -11,8 +11,8 @@ from aiockpt.cli.options import address, size
 from aiockpt.cli.outline import outline
 from aiockpt.cli.progress import ProgressBar, render
 from aiockpt.cli.text import format_bytes, format_seconds, format_table, printable
-from aiockpt.observe import Progress
-from aiockpt.wire.tree import Node
+from aiockpt.events import Progress
+from aiockpt.format.tree import Node
 
 pytestmark = pytest.mark.torch_free
 

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt._copy import CopyPlan
-from aiockpt._device import Port
-from aiockpt.flatten import describe
-from aiockpt.memory import Arena
-from aiockpt.wire.limits import Limits
+from aiockpt.format.limits import Limits
+from aiockpt.memory.arena import Arena
+from aiockpt.memory.copy import CopyPlan
+from aiockpt.memory.device import Port
+from aiockpt.state.flatten import describe
 
 
 def host_only(_: torch.device) -> Port | None:

@@ -26,7 +26,7 @@ from aiockpt import (
     UnsupportedLeafError,
     register_leaf,
 )
-from aiockpt.memory import Arena
+from aiockpt.memory.arena import Arena
 from aiockpt.testing import (
     CutAfter,
     Drip,

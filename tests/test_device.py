@@ -11,7 +11,7 @@ import pytest_asyncio
 import torch
 
 from aiockpt import HTTPTransport, TransferTimeoutError
-from aiockpt._device import completed, port_for
+from aiockpt.memory.device import completed, port_for
 from aiockpt.testing import FakeAccelerator, assert_same
 from serving import settle
 

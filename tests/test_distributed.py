@@ -21,8 +21,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from aiockpt._layouts import Ranks
-from aiockpt._meshes import encode_ranks
 from aiockpt.errors import (
     DeviceMeshError,
     LimitExceededError,
@@ -30,11 +28,13 @@ from aiockpt.errors import (
     TemplateMismatchError,
     UnsupportedLeafError,
 )
-from aiockpt.flatten import describe
-from aiockpt.rebuild import Frame, assemble, check_meshes, tensors_over
-from aiockpt.template import Template
+from aiockpt.format.manifest import Manifest
+from aiockpt.state.flatten import describe
+from aiockpt.state.layouts import Ranks
+from aiockpt.state.meshes import encode_ranks
+from aiockpt.state.rebuild import Frame, assemble, check_meshes, tensors_over
+from aiockpt.state.template import Template
 from aiockpt.testing import assert_same
-from aiockpt.wire.manifest import Manifest
 from pipeline import LIMITS
 from templates import match, staged
 from transports import pair, receive
@@ -485,10 +485,10 @@ def test_nothing_is_imported_before_it_is_needed() -> None:
     """It costs half a second, and most state dicts need none of it."""
     code = """
 import sys, torch
-from aiockpt.flatten import describe
-from aiockpt.wire.limits import Limits
+from aiockpt.state.flatten import describe
+from aiockpt.format.limits import Limits
 describe({"w": torch.ones(2)}, limits=Limits())
-import aiockpt.rebuild
+import aiockpt.state.rebuild
 assert "torch.distributed.tensor" not in sys.modules
 assert "torch.distributed._shard.sharded_tensor" not in sys.modules
 """

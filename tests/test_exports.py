@@ -121,7 +121,7 @@ def test_light_name_loads_nothing_heavy(name: str) -> None:
     assert loaded_by(f"import aiockpt; aiockpt.{name}") == set()
 
 
-@pytest.mark.parametrize("name", ["aiockpt.wire", "aiockpt.observe"])
+@pytest.mark.parametrize("name", ["aiockpt.format", "aiockpt.events"])
 def test_lower_rooms_load_nothing_heavy(name: str) -> None:
     """The wire format can be read by a program that has no torch."""
     assert loaded_by(f"import {name}") == set()

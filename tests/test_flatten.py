@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from aiockpt.errors import LimitExceededError, StateDictError, UnsupportedLeafError
-from aiockpt.flatten import Description, describe, register_leaf
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import COMPACTED, PARAMETER, REQUIRES_GRAD
-from aiockpt.wire.references import tensor_leaves
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import COMPACTED, PARAMETER, REQUIRES_GRAD
+from aiockpt.format.references import tensor_leaves
+from aiockpt.state.flatten import Description, describe, register_leaf
 from pipeline import LIMITS
 from states import State, states
 

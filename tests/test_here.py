@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from aiockpt._here import failing_here
 from aiockpt.errors import AiockptError, StagingError, StorageError
+from aiockpt.runtime.host_limits import failing_here
 from transports import pair, receive, weights
 
 
@@ -46,7 +46,7 @@ async def test_a_receive_says_what_it_leaves_of_its_template(
 
     async with pair() as (sender, receiver):
         await sender.send_checkpoint([], 1, weights())
-        monkeypatch.setattr("aiockpt.memory.Arena.populate", refuse)
+        monkeypatch.setattr("aiockpt.memory.arena.Arena.populate", refuse)
         with pytest.raises(AiockptError, match="Cannot allocate") as caught:
             await receive(sender, receiver, into=weights(0.0))
     assert "the template was not modified" in caught.value.__notes__

@@ -18,7 +18,7 @@ from aiockpt import (
     StepNotFoundError,
     TransferTimeoutError,
 )
-from aiockpt._lifetime import Lifetime
+from aiockpt.runtime.lifetime import Lifetime
 from aiockpt.testing import assert_same
 from serving import Peer
 from transports import MIB, Transport, port_of, receive, transport, weights

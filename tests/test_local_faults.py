@@ -13,9 +13,9 @@ from typing import NoReturn
 import pytest
 
 from aiockpt import Progress, RemoteProtocolError, StagingError
-from aiockpt.observe import TransferEvent, add_hook
+from aiockpt.events import TransferEvent, add_hook
+from aiockpt.http.protocol import Source
 from aiockpt.testing import Answer, assert_same, exhausted_fds
-from aiockpt.wire.http import Source
 from faultpeers import TOKEN, noise, sender
 from rangepeer import Memory, receiver, soon
 from transports import MIB, pair, proxied, receive, through, transport, weights

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from aiockpt import LocalProtocolError
-from aiockpt._bridge import Bridge
-from aiockpt.memory import Arena
+from aiockpt.memory.arena import Arena
+from aiockpt.runtime.bridge import Bridge
 from aiockpt.testing import assert_same
 from transports import receive, transport, weights
 

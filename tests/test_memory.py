@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from aiockpt import memory
-from aiockpt._available import available_memory
-from aiockpt.memory import (
+from aiockpt.memory.arena import (
     CAN_LEND,
     Arena,
     ArenaPool,
     Borrowed,
     view_of_address,
 )
+from aiockpt.memory.arena import arena as memory
+from aiockpt.runtime.available import available_memory
 
 
 def resident(arena: Arena) -> int:

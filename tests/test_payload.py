@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from aiockpt._payload import Allowance
 from aiockpt.errors import RemoteProtocolError
-from aiockpt.rebuild import Frame, assemble, tensors_over
-from aiockpt.wire.paths import Node
+from aiockpt.format.paths import Node
+from aiockpt.state.payload import Allowance
+from aiockpt.state.rebuild import Frame, assemble, tensors_over
 from pipeline import LIMITS
 from trees import manifest_of
 

@@ -11,11 +11,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import Manifest, decode_header, header_length
 from aiockpt.testing import assert_same
 from aiockpt.testing.equality import elements
 from aiockpt.testing.leaves import LEAVES, every_dtype
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import Manifest, decode_header, header_length
 from pipeline import file_of, rebuilt, stager
 from states import State, states
 

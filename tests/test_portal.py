@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from aiockpt._portal import Portal
 from aiockpt.errors import ClosedError, TransferTimeoutError, TransportError
+from aiockpt.runtime.portal import Portal
 
 
 async def nothing() -> None:
@@ -101,7 +101,7 @@ def test_a_loop_that_hangs_does_not_hang_the_caller(
     portal: Portal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call that does not keep to its time is left."""
-    monkeypatch.setattr("aiockpt._portal._MARGIN", 0.1)
+    monkeypatch.setattr("aiockpt.runtime.portal._MARGIN", 0.1)
     free = threading.Event()
 
     async def hang() -> None:

@@ -17,11 +17,11 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from aiockpt import MissingExtraError
-from aiockpt._bridge import BridgeStatistics
 from aiockpt.checkpointers.handle import CheckpointerStatistics
+from aiockpt.events import TransferEvent, emit
 from aiockpt.http.statistics import TransportStatistics
-from aiockpt.observe import TransferEvent, emit
 from aiockpt.prometheus import _CHECKPOINTER, _TRANSPORT, Exporter, setup
+from aiockpt.runtime.bridge import BridgeStatistics
 from hosting import running
 from transports import pair, receive, transport, weights
 

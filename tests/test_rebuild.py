@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from aiockpt.errors import LimitExceededError, RemoteProtocolError
-from aiockpt.rebuild import Frame, assemble, tensors_over
-from aiockpt.wire.entries import Entries, Entry
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import (
+from aiockpt.format.entries import Entries, Entry
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import (
     CONJ,
     NEG,
     PARAMETER,
     REQUIRES_GRAD,
     Manifest,
 )
-from aiockpt.wire.paths import Node
+from aiockpt.format.paths import Node
+from aiockpt.state.rebuild import Frame, assemble, tensors_over
 from pipeline import LIMITS
 from trees import manifest_of, value_of, view
 

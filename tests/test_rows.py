@@ -11,12 +11,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from aiockpt import _drafts, _numbering
 from aiockpt.errors import LimitExceededError, UnsupportedLeafError
-from aiockpt.flatten import Description, describe
-from aiockpt.wire import tree
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.registry import REGISTRY
+from aiockpt.format import tree
+from aiockpt.format.limits import Limits
+from aiockpt.format.registry import REGISTRY
+from aiockpt.state import drafts as _drafts
+from aiockpt.state import numbering as _numbering
+from aiockpt.state.flatten import Description, describe
 from pipeline import LIMITS
 from states import families
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 import uvloop
 
-from aiockpt._rwlock import Lease, RWLock, RWLockStatistics
 from aiockpt.errors import ClosedError, StepNotFoundError
+from aiockpt.runtime.rwlock import Lease, RWLock, RWLockStatistics
 from lockmodel import IDLE, TroubleError, acquire, at_once, facts, queue, settle
 
 if TYPE_CHECKING:

@@ -22,15 +22,10 @@ from aiohttp import ClientSession, web
 import aiockpt.http
 import neighbour
 from aiockpt import AuthenticationError, LimitExceededError, Limits
-from aiockpt._packets import arrival
-from aiockpt._packets import receive as packet_of
+from aiockpt.events import TransferEvent, add_hook
 from aiockpt.http import borrowing, lending
 from aiockpt.http.hosts import identity
-from aiockpt.memory import CAN_LEND, LENT_SEALS
-from aiockpt.observe import TransferEvent, add_hook
-from aiockpt.testing import assert_same
-from aiockpt.wire.http import parse_metadata
-from aiockpt.wire.lending import (
+from aiockpt.http.memory_protocol import (
     OFFER_HEADER,
     PROBE_HEADER,
     Ask,
@@ -40,6 +35,11 @@ from aiockpt.wire.lending import (
     format_probe,
     parse_offer,
 )
+from aiockpt.http.protocol import parse_metadata
+from aiockpt.memory.arena import CAN_LEND, LENT_SEALS
+from aiockpt.runtime.packets import arrival
+from aiockpt.runtime.packets import receive as packet_of
+from aiockpt.testing import assert_same
 from runners import ending
 from transports import (
     MIB,

@@ -18,7 +18,7 @@ from aiockpt import (
     Progress,
     TransferTimeoutError,
 )
-from aiockpt.observe import TransferEvent, add_hook
+from aiockpt.events import TransferEvent, add_hook
 from aiockpt.testing import FaultProxy, StallAfter, assert_same, interrupted
 from replicas import Lies
 from senders import TOKEN, serving_process

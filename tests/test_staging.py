@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from aiockpt.errors import StagingError, UnsupportedLeafError
-from aiockpt.staging import Snapshot
+from aiockpt.format.chunks import digest
 from aiockpt.testing import FakeAccelerator, assert_same
-from aiockpt.wire.chunks import digest
+from aiockpt.transfer.staging import Snapshot
 from pipeline import file_of, rebuilt, stager
 from serving import settle
 

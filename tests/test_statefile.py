@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from aiockpt._bridge import Bridge
 from aiockpt.errors import IntegrityError, StorageError
-from aiockpt.flatten import describe
-from aiockpt.staging import Stager
-from aiockpt.statefile import read_state_file
-from aiockpt.wire.limits import Limits
+from aiockpt.format.limits import Limits
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.state.flatten import describe
+from aiockpt.storage.statefile import read_state_file
+from aiockpt.transfer.staging import Stager
 
 LIMITS = Limits()
 

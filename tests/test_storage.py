@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from aiockpt.errors import IntegrityError, StorageError
-from aiockpt.partfile import PartFile, check_target
-from aiockpt.storage import read_header, verify_chunks
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import ForeignHeader, Manifest
+from aiockpt.storage.checkpoint_file import read_header, verify_chunks
+from aiockpt.storage.partfile import PartFile, check_target
 from aiockpt.testing import small_disk
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import ForeignHeader, Manifest
 from serving import Memory
 
 pytestmark = pytest.mark.torch_free

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aiockpt import _sweep
-from aiockpt._bridge import Bridge
-from aiockpt._inline import Inline
-from aiockpt._sweep import Over, sweep
+from aiockpt.runtime import sweep as _sweep
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.inline import Inline
+from aiockpt.runtime.sweep import Over, sweep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from aiockpt._copy import CopyPlan
 from aiockpt.errors import TemplateMismatchError, UnsupportedLeafError
-from aiockpt.memory import Arena
-from aiockpt.template import Template
+from aiockpt.memory.arena import Arena
+from aiockpt.memory.copy import CopyPlan
+from aiockpt.state.template import Template
 from aiockpt.testing import assert_same
 from aiockpt.testing.equality import elements
 from pipeline import LIMITS, host_only

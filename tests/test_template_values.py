@@ -13,8 +13,8 @@ from aiockpt.errors import (
     TemplateMismatchError,
     UnsupportedLeafError,
 )
-from aiockpt.flatten import register_leaf
-from aiockpt.template import Template
+from aiockpt.state.flatten import register_leaf
+from aiockpt.state.template import Template
 from pipeline import LIMITS
 from templates import match, staged
 

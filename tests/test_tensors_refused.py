@@ -20,11 +20,11 @@ from aiockpt import (
     UnsupportedLeafError,
     register_leaf,
 )
-from aiockpt.statefile import read_state_file
+from aiockpt.format.chunks import digest
+from aiockpt.format.layout import Storage
+from aiockpt.format.manifest import TensorSpec, build_manifest
+from aiockpt.storage.statefile import read_state_file
 from aiockpt.testing import assert_same
-from aiockpt.wire.chunks import digest
-from aiockpt.wire.layout import Storage
-from aiockpt.wire.manifest import TensorSpec, build_manifest
 from groups import both, moved, transports
 from mutations import header_of, parts_of
 from pipeline import LIMITS

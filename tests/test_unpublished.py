@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from aiockpt import PeerFailedError, StagingError, StepNotFoundError
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import Manifest, decode_header
 from aiockpt.testing import assert_same
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import Manifest, decode_header
 from holding import Copies
 from serving import Peer, settle
 from transports import MIB, Transport, pair, port_of, receive, transport

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from aiockpt.wire.chunks import digest
-from aiockpt.wire.document import TensorSpec
-from aiockpt.wire.layout import Storage
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import Manifest, build_manifest, decode_header
+from aiockpt.format.chunks import digest
+from aiockpt.format.document import TensorSpec
+from aiockpt.format.layout import Storage
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import Manifest, build_manifest, decode_header
 
 PAGE = (Path(__file__).parents[1] / "docs/reference/wire-format.md").read_text()
 SEGMENT = struct.pack("<4f", 1, 2, 3, 4)

@@ -6,10 +6,10 @@ import socket
 
 from aiohttp import web
 
-from aiockpt._bridge import Bridge
 from aiockpt.bench.sender import Sender
 from aiockpt.http.embedding import setup
 from aiockpt.http.transport import HTTPTransport
+from aiockpt.runtime.bridge import Bridge
 
 __all__ = ["SMALL", "AppSender"]
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 
-from aiockpt._available import available_memory
 from aiockpt.bench.delta import measure_delta, rows_of_delta
 from aiockpt.bench.distant import measure_url, rows_of_url
 from aiockpt.bench.embedded import measure_embedded, rows_of_embedded
@@ -48,6 +47,7 @@ from aiockpt.bench.saving import measure_saving, rows_of_saving
 from aiockpt.bench.serving import measure_serving, rows_of_serving
 from aiockpt.bench.shapes import Shape, shape_of
 from aiockpt.bench.statistics import Series
+from aiockpt.runtime.available import available_memory
 
 __all__ = ["run"]
 

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import distributed  # noqa: TID251 - it makes the groups
 
-from aiockpt._bridge import Bridge
 from aiockpt.bench.receiver import Receiver
 from aiockpt.bench.sender import Sender
 from aiockpt.bench.timed import Cost, timed
 from aiockpt.pg.group import Group
 from aiockpt.pg.transport import PGTransport
+from aiockpt.runtime.bridge import Bridge
 
 __all__ = ["OURS", "TORCH", "TORCHFT", "GroupReceiver", "GroupSender"]
 

@@ -11,19 +11,19 @@ from typing import TypedDict
 
 import aiohttp
 
-from aiockpt._bridge import Bridge
 from aiockpt.bench.timed import Cost, timed
+from aiockpt.events import Progress
+from aiockpt.http.address import parse_address
 from aiockpt.http.credentials import find_credentials
-from aiockpt.http.transport import HTTPTransport
-from aiockpt.observe import Progress
-from aiockpt.wire.address import parse_address
-from aiockpt.wire.http import (
+from aiockpt.http.protocol import (
     Resource,
     ResourceKind,
     Source,
     format_metadata,
     format_resource,
 )
+from aiockpt.http.transport import HTTPTransport
+from aiockpt.runtime.bridge import Bridge
 
 __all__ = ["Guest", "Offer"]
 

@@ -21,7 +21,7 @@ from aiockpt.bench.rows import (
 from aiockpt.bench.shapes import Shape
 from aiockpt.bench.statistics import Sample, Series
 from aiockpt.bench.timed import Cost
-from aiockpt.memory import CAN_LEND
+from aiockpt.memory.arena import CAN_LEND
 
 __all__ = ["Pair", "Plan", "idle", "measure_shape", "sample_of"]
 

@@ -7,8 +7,8 @@ import mmap
 from contextlib import suppress
 from pathlib import Path
 
-from aiockpt._available import available_memory
-from aiockpt.memory import Arena
+from aiockpt.memory.arena import Arena
+from aiockpt.runtime.available import available_memory
 
 __all__ = [
     "FRESH",

@@ -21,9 +21,9 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from aiockpt._bridge import Bridge
-from aiockpt._tasks import together
 from aiockpt.bench.memory import address_of
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.tasks import together
 
 __all__ = [
     "RawServer",

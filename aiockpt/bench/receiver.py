@@ -10,7 +10,6 @@ from typing import Any
 import anyio
 import torch
 
-from aiockpt._bridge import Bridge
 from aiockpt.bench.memory import (
     TOUCHED,
     forget_peak,
@@ -23,8 +22,9 @@ from aiockpt.bench.raw import fetch_raw
 from aiockpt.bench.rival import Rival
 from aiockpt.bench.shapes import Shape, bytes_of, cut, looks_right, numbered, shape_of
 from aiockpt.bench.timed import Cost, timed
+from aiockpt.events import TransferEvent, add_hook
 from aiockpt.http.transport import HTTPTransport
-from aiockpt.observe import TransferEvent, add_hook
+from aiockpt.runtime.bridge import Bridge
 
 __all__ = ["Receiver"]
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from aiockpt._bridge import Bridge
 from aiockpt.bench.disk import Figures, clean, settle, timed_call, write_raw
 from aiockpt.bench.memory import TOUCHED, fresh, touch, warm_host
 from aiockpt.bench.raw import memcpy
@@ -31,6 +30,7 @@ from aiockpt.checkpointers.config import (
     RankInfo,
 )
 from aiockpt.checkpointers.process import CheckpointProcess
+from aiockpt.runtime.bridge import Bridge
 
 __all__ = ["Saver"]
 

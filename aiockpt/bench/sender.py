@@ -6,13 +6,13 @@ from typing import Literal
 
 import torch
 
-from aiockpt._bridge import Bridge
 from aiockpt.bench.memory import FRESH, TOUCHED, fresh, touch, warm_host
 from aiockpt.bench.raw import RawServer, memcpy, memcpy_and_digest
 from aiockpt.bench.rival import Rival
 from aiockpt.bench.shapes import bytes_of, cut, numbered, shape_of
 from aiockpt.bench.timed import Cost, Watch, timed
 from aiockpt.http.transport import HTTPTransport
+from aiockpt.runtime.bridge import Bridge
 
 __all__ = ["Sender"]
 

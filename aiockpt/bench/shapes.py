@@ -9,7 +9,7 @@ from itertools import chain
 
 import torch
 
-from aiockpt.memory import view_of_address
+from aiockpt.memory.arena import view_of_address
 
 __all__ = [
     "MANY",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aiockpt._bridge import Bridge
 from aiockpt.bench.sender import Sender
 from aiockpt.bench.training import Moment, Progress, Training, progress
+from aiockpt.runtime.bridge import Bridge
 
 __all__ = ["Trainer"]
 

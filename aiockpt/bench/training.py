@@ -8,7 +8,7 @@ from itertools import pairwise
 from threading import Event
 from typing import TypedDict
 
-from aiockpt._bridge import start_daemon
+from aiockpt.runtime.bridge import start_daemon
 
 __all__ = ["Moment", "Progress", "Training", "progress", "train_beside"]
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import aiohttp
 
-from aiockpt._bridge import Bridge
+from aiockpt.runtime.bridge import Bridge
 
 __all__ = ["PERIOD", "Visit", "Visitor"]
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TextIO
 
-from aiockpt._bridge import Bridge
 from aiockpt.bench.app import AppSender
 from aiockpt.bench.group import GroupReceiver, GroupSender
 from aiockpt.bench.guest import Guest
@@ -27,6 +26,7 @@ from aiockpt.bench.sender import Sender
 from aiockpt.bench.trainer import Trainer
 from aiockpt.bench.training import Training, train_beside
 from aiockpt.bench.visitor import Visitor
+from aiockpt.runtime.bridge import Bridge
 
 __all__ = ["main"]
 

@@ -10,9 +10,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from functools import partial
 from typing import Any, Final, Self
 
-from aiockpt._bridge import Bridge
-from aiockpt._deadline import Deadline
-from aiockpt._lifetime import Lifetime
 from aiockpt.checkpointers.base import Checkpointer, step_for
 from aiockpt.checkpointers.config import BusyPolicy
 from aiockpt.checkpointers.handle import (
@@ -26,7 +23,10 @@ from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.stager import CheckpointStager, StagedState
 from aiockpt.checkpointers.submission import BackgroundWriter, Submission
 from aiockpt.errors import ClosedError, LocalProtocolError, SaveInProgressError
-from aiockpt.observe import Progress
+from aiockpt.events import Progress
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.deadline import Deadline
+from aiockpt.runtime.lifetime import Lifetime
 from aiockpt.transport import Timeout, seconds
 
 __all__ = ["AsyncCheckpointer"]

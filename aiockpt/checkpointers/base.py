@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from aiockpt.directory import StrPath, step_of
+from aiockpt.storage.directory import StrPath, step_of
 from aiockpt.transport import exact_step
 
 __all__ = ["Checkpointer", "step_for"]

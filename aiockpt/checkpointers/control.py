@@ -14,7 +14,6 @@ import threading
 from contextlib import suppress
 from typing import Final
 
-from aiockpt._channel import Channel
 from aiockpt.checkpointers.inbox import Inbox, Preparation
 from aiockpt.checkpointers.jobs import Job
 from aiockpt.checkpointers.keeper import Keeper
@@ -29,7 +28,8 @@ from aiockpt.checkpointers.messages import (
     Write,
     decode_to_worker,
 )
-from aiockpt.wire.manifest import Manifest
+from aiockpt.format.manifest import Manifest
+from aiockpt.runtime.channel import Channel
 
 __all__ = ["Control"]
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from aiockpt._repeats import Repeats
 from aiockpt.checkpointers.submission import Submission
-from aiockpt.observe import Progress, TransferEvent, call_guarded, emit
+from aiockpt.events import Progress, TransferEvent, call_guarded, emit
+from aiockpt.transfer.repeats import Repeats
 
 __all__ = ["Account", "CheckpointerStatistics", "SaveHandle", "meter", "with_warning"]
 

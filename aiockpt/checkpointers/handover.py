@@ -8,16 +8,16 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from aiockpt._bridge import Bridge
-from aiockpt._channel import pack
-from aiockpt._here import failing_here
-from aiockpt._snapshot import Snapshot
 from aiockpt.checkpointers.base import step_for
 from aiockpt.checkpointers.config import CheckpointStagerConfig
 from aiockpt.checkpointers.jobs import encode_keywords
 from aiockpt.checkpointers.stager import StagedState, stager_of
 from aiockpt.errors import StorageError
-from aiockpt.memory import Arena
+from aiockpt.memory.arena import Arena
+from aiockpt.memory.snapshot import Snapshot
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.channel import pack
+from aiockpt.runtime.host_limits import failing_here
 
 __all__ = ["Handover", "known_as", "text_of"]
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 from typing import Any
 
-from aiockpt._blocking import run_blocking
+from aiockpt.runtime.blocking import run_blocking
 
 __all__ = ["WriterHook", "finish"]
 

@@ -11,17 +11,17 @@ from typing import Any, Protocol, Self, cast
 
 import msgspec
 
-from aiockpt._channel import unpack
-from aiockpt._mapped import TRUSTED
-from aiockpt._repeats import content_of
 from aiockpt.checkpointers.messages import Write
 from aiockpt.checkpointers.writer import CheckpointWriter, Written
-from aiockpt.wire.chunks import Digester, digest
-from aiockpt.wire.manifest import Manifest
-from aiockpt.wire.registry import REGISTRY
-from aiockpt.wire.relabel import UNSEALED, with_digests
-from aiockpt.wire.tree import encode_tree
-from aiockpt.wire.untree import decode_tree
+from aiockpt.format.chunks import Digester, digest
+from aiockpt.format.manifest import Manifest
+from aiockpt.format.registry import REGISTRY
+from aiockpt.format.relabel import UNSEALED, with_digests
+from aiockpt.format.tree import encode_tree
+from aiockpt.format.untree import decode_tree
+from aiockpt.memory.mapped import TRUSTED
+from aiockpt.runtime.channel import unpack
+from aiockpt.transfer.repeats import content_of
 
 __all__ = [
     "Job",
@@ -176,7 +176,7 @@ def perform(
     if "write" not in own:
         told = writer.write_snapshot(path, whole, **keywords)
         return told if isinstance(told, Written) else unwatched
-    from aiockpt.rebuild import Frame, assemble, tensors_over
+    from aiockpt.state.rebuild import Frame, assemble, tensors_over
 
     tensors = tensors_over(whole.manifest, memory())
     state = assemble(Frame.of(whole.manifest), tensors, limits=TRUSTED)

@@ -15,10 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from aiockpt._bridge import Bridge
-from aiockpt._channel import encode, pack
-from aiockpt._mapped import MappedSnapshot, trusted_header
-from aiockpt._packets import is_ours
 from aiockpt.checkpointers.jobs import Job, sealed
 from aiockpt.checkpointers.rendezvous import (
     DONE,
@@ -27,7 +23,11 @@ from aiockpt.checkpointers.rendezvous import (
     private_directory,
     socket_name,
 )
-from aiockpt.wire.manifest import Manifest
+from aiockpt.format.manifest import Manifest
+from aiockpt.memory.mapped import MappedSnapshot, trusted_header
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.channel import encode, pack
+from aiockpt.runtime.packets import is_ours
 
 __all__ = ["Keeper"]
 

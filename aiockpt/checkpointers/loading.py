@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from aiockpt._bridge import Bridge
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.errors import MissingKeysError
+from aiockpt.runtime.bridge import Bridge
 
 __all__ = ["load"]
 

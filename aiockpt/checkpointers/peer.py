@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from aiockpt._blocking import run_blocking
-from aiockpt._bridge import Bridge
 from aiockpt.checkpointers.sources import Reading
-from aiockpt.content import Content
 from aiockpt.errors import AiockptError, StepNotFoundError
+from aiockpt.format.chunks import chunks_over
+from aiockpt.format.manifest import Manifest
+from aiockpt.http.address import parse_address
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
+from aiockpt.http.protocol import Lease, Source
 from aiockpt.http.steps import PATIENCE, chase
-from aiockpt.rangefile import Landing, OnBytes, Verify
-from aiockpt.wire.address import parse_address
-from aiockpt.wire.chunks import chunks_over
-from aiockpt.wire.http import Lease, Source
-from aiockpt.wire.manifest import Manifest
+from aiockpt.runtime.blocking import run_blocking
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.storage.rangefile import Landing, OnBytes, Verify
+from aiockpt.transfer.content import Content
 
 __all__ = ["open_peer"]
 

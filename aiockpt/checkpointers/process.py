@@ -11,8 +11,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from aiockpt._bridge import Bridge
-from aiockpt._lifetime import Lifetime
 from aiockpt.checkpointers.base import step_for
 from aiockpt.checkpointers.config import (
     CheckpointProcessConfig,
@@ -31,7 +29,9 @@ from aiockpt.checkpointers.rendezvous import runtime_dir
 from aiockpt.checkpointers.submission import BackgroundWriter, Submission
 from aiockpt.checkpointers.supervisor import Supervisor
 from aiockpt.errors import ClosedError, WorkerError
-from aiockpt.observe import TransferEvent, emit
+from aiockpt.events import TransferEvent, emit
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.lifetime import Lifetime
 
 __all__ = ["CheckpointProcess"]
 

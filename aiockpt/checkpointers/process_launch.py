@@ -22,9 +22,9 @@ from typing import Any, Final
 
 import msgspec
 
-from aiockpt._channel import encode, pack, pair
 from aiockpt.checkpointers.messages import Setup
 from aiockpt.errors import LocalProtocolError
+from aiockpt.runtime.channel import encode, pack, pair
 
 __all__ = ["Child", "Recipe"]
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from aiockpt._device import PortFor, port_for
-from aiockpt._selection import Select, Selection
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.sources import Loaded, Reading, is_url, open_sources
-from aiockpt.content import Content, check_memory
-from aiockpt.directory import StrPath
 from aiockpt.errors import AiockptError, MissingKeysError, StateDictError
-from aiockpt.filling import Filling
-from aiockpt.landing import PlacedLanding
-from aiockpt.rangefile import OnBytes, Verify, check_verify
-from aiockpt.wants import Wants
-from aiockpt.wire.limits import FILE_LIMITS, Limits
+from aiockpt.format.limits import FILE_LIMITS, Limits
+from aiockpt.memory.device import PortFor, port_for
+from aiockpt.state.selection import Select, Selection
+from aiockpt.storage.directory import StrPath
+from aiockpt.storage.rangefile import OnBytes, Verify, check_verify
+from aiockpt.transfer.content import Content, check_memory
+from aiockpt.transfer.filling import Filling
+from aiockpt.transfer.landing import PlacedLanding
+from aiockpt.transfer.wants import Wants
 
 __all__ = ["CheckpointReader", "MapLocation"]
 

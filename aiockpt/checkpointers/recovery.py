@@ -12,10 +12,6 @@ from typing import Any, Final
 
 import msgspec
 
-from aiockpt._bridge import Bridge
-from aiockpt._channel import receive, unpack
-from aiockpt._mapped import trusted_header
-from aiockpt._packets import is_ours
 from aiockpt.checkpointers.barriers import default_rank_info
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.rendezvous import (
@@ -27,11 +23,15 @@ from aiockpt.checkpointers.rendezvous import (
 )
 from aiockpt.checkpointers.rendezvous import runtime_dir as runtime_of
 from aiockpt.errors import CheckpointNotFoundError, IntegrityError, WorkerError
-from aiockpt.rebuild import Frame, assemble, tensors_over
+from aiockpt.format.chunks import digest
+from aiockpt.format.limits import FILE_LIMITS
+from aiockpt.format.manifest import Manifest
+from aiockpt.memory.mapped import trusted_header
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.channel import receive, unpack
+from aiockpt.runtime.packets import is_ours
+from aiockpt.state.rebuild import Frame, assemble, tensors_over
 from aiockpt.transport import Timeout, seconds
-from aiockpt.wire.chunks import digest
-from aiockpt.wire.limits import FILE_LIMITS
-from aiockpt.wire.manifest import Manifest
 
 __all__ = ["Recovered", "recover"]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from aiockpt.errors import StorageError
-from aiockpt.storage import named
+from aiockpt.storage.checkpoint_file import named
 
 __all__ = [
     "DONE",

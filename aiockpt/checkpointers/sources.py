@@ -12,9 +12,17 @@ from typing import Any, Final, Self
 
 import msgspec
 
-from aiockpt._nodes import decoders_for
-from aiockpt.content import Content, content_of_file, manifest_of_file
-from aiockpt.directory import (
+from aiockpt.errors import (
+    CheckpointNotFoundError,
+    IntegrityError,
+    StorageError,
+    WorldSizeMismatchError,
+)
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import Manifest
+from aiockpt.state.nodes import decoders_for
+from aiockpt.storage.checkpoint_file import named, opened
+from aiockpt.storage.directory import (
     MARKER,
     StrPath,
     checkpoint_at,
@@ -23,17 +31,9 @@ from aiockpt.directory import (
     rank_file,
     settle,
 )
-from aiockpt.errors import (
-    CheckpointNotFoundError,
-    IntegrityError,
-    StorageError,
-    WorldSizeMismatchError,
-)
-from aiockpt.rangefile import OnBytes, Verify
-from aiockpt.statefile import is_torch_file, load_torch
-from aiockpt.storage import named, opened
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import Manifest
+from aiockpt.storage.rangefile import OnBytes, Verify
+from aiockpt.storage.statefile import is_torch_file, load_torch
+from aiockpt.transfer.content import Content, content_of_file, manifest_of_file
 
 __all__ = ["Loaded", "Reading", "is_url", "open_sources"]
 

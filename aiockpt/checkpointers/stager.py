@@ -11,17 +11,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Self
 
-from aiockpt._bridge import Bridge
-from aiockpt._device import PortFor, port_for
-from aiockpt._inline import Inline
-from aiockpt._lifetime import Lifetime
-from aiockpt._nodes import Decoders, decoders_for
-from aiockpt._snapshot import Snapshot
 from aiockpt.checkpointers.config import CheckpointStagerConfig
-from aiockpt.rebuild import Frame, assemble, tensors_over
-from aiockpt.staging import Stager, StagerOptions
+from aiockpt.format.limits import FILE_LIMITS
+from aiockpt.memory.device import PortFor, port_for
+from aiockpt.memory.snapshot import Snapshot
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.inline import Inline
+from aiockpt.runtime.lifetime import Lifetime
+from aiockpt.state.nodes import Decoders, decoders_for
+from aiockpt.state.rebuild import Frame, assemble, tensors_over
+from aiockpt.transfer.staging import Stager, StagerOptions
 from aiockpt.transport import exact_step
-from aiockpt.wire.limits import FILE_LIMITS
 
 __all__ = ["CheckpointStager", "DefaultStager", "StagedState", "stager_of"]
 

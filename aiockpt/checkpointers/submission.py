@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiockpt.checkpointers.writer import Written
-from aiockpt.observe import call_guarded
-from aiockpt.staging import Snapshot
+from aiockpt.events import call_guarded
+from aiockpt.transfer.staging import Snapshot
 
 __all__ = ["BackgroundWriter", "Submission"]
 

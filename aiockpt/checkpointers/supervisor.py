@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Final
 
-from aiockpt._bridge import Bridge
 from aiockpt.checkpointers.config import CheckpointProcessConfig
 from aiockpt.checkpointers.failures import plain
 from aiockpt.checkpointers.messages import Close, Drop, Forsake, Write
@@ -20,6 +19,7 @@ from aiockpt.checkpointers.process_launch import Child, Recipe
 from aiockpt.checkpointers.submission import Submission
 from aiockpt.checkpointers.watched import Sent, Watched
 from aiockpt.errors import AiockptError, WorkerError, WorkerTimeoutError
+from aiockpt.runtime.bridge import Bridge
 
 __all__ = ["Supervisor"]
 

@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-from aiockpt._repeats import Repeats
 from aiockpt.checkpointers.base import Checkpointer, step_for
 from aiockpt.checkpointers.handle import CheckpointerStatistics, meter, with_warning
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.writer import CheckpointWriter, Written
-from aiockpt.directory import StrPath
 from aiockpt.errors import ClosedError
-from aiockpt.observe import Progress, TransferEvent, emit
+from aiockpt.events import Progress, TransferEvent, emit
+from aiockpt.storage.directory import StrPath
+from aiockpt.transfer.repeats import Repeats
 
 __all__ = ["SyncCheckpointer"]
 

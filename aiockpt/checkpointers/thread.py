@@ -11,10 +11,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from aiockpt._bridge import Bridge
-from aiockpt._here import failing_here
-from aiockpt._lifetime import Lifetime
-from aiockpt._snapshot import Snapshot
 from aiockpt.checkpointers.config import CheckpointStagerConfig
 from aiockpt.checkpointers.failures import failure_of
 from aiockpt.checkpointers.handover import Handover, known_as, text_of
@@ -28,6 +24,10 @@ from aiockpt.checkpointers.jobs import (
 from aiockpt.checkpointers.submission import BackgroundWriter, Submission
 from aiockpt.checkpointers.writer import Written
 from aiockpt.errors import AiockptError, WorkerError
+from aiockpt.memory.snapshot import Snapshot
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.host_limits import failing_here
+from aiockpt.runtime.lifetime import Lifetime
 
 __all__ = ["CheckpointThread"]
 

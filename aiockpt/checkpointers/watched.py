@@ -6,7 +6,6 @@ import asyncio
 import os
 from dataclasses import dataclass
 
-from aiockpt._channel import Channel
 from aiockpt.checkpointers.config import CheckpointProcessConfig
 from aiockpt.checkpointers.failures import raised
 from aiockpt.checkpointers.messages import (
@@ -22,6 +21,7 @@ from aiockpt.checkpointers.process_launch import Child
 from aiockpt.checkpointers.submission import Submission
 from aiockpt.checkpointers.writer import Written
 from aiockpt.errors import AiockptError
+from aiockpt.runtime.channel import Channel
 
 __all__ = ["Sent", "Watched"]
 

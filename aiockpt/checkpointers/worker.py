@@ -22,10 +22,6 @@ from typing import Any, Final
 
 import msgspec
 
-from aiockpt._background import leave_terminal
-from aiockpt._bridge import Bridge
-from aiockpt._channel import unpack
-from aiockpt._mapped import MappedSnapshot, trusted_header
 from aiockpt.checkpointers.control import Control
 from aiockpt.checkpointers.failures import failure_of, plain
 from aiockpt.checkpointers.inbox import Inbox, Preparation
@@ -45,6 +41,10 @@ from aiockpt.checkpointers.messages import (
     Setup,
 )
 from aiockpt.checkpointers.writer import Written
+from aiockpt.memory.mapped import MappedSnapshot, trusted_header
+from aiockpt.runtime.background import leave_terminal
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.channel import unpack
 
 __all__ = ["main"]
 

@@ -9,25 +9,25 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from aiockpt._files import remove_tree
-from aiockpt._repeats import content_of
 from aiockpt.checkpointers.barriers import Barrier, Meeting, Phase
 from aiockpt.checkpointers.base import step_for
 from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.hooks import WriterHook, finish
-from aiockpt.commit import Draft
-from aiockpt.directory import MARKER, StrPath, part_of, settle
 from aiockpt.errors import (
     PeerFailedError,
     StorageError,
     TransferTimeoutError,
     TransportError,
 )
-from aiockpt.memory import Arena, ArenaPool
-from aiockpt.observe import TransferEvent, emit
-from aiockpt.retention import retire, sweep
-from aiockpt.snapshotfile import Sealed, Source, Viewed, write_source
-from aiockpt.wire.manifest import Manifest
+from aiockpt.events import TransferEvent, emit
+from aiockpt.format.manifest import Manifest
+from aiockpt.memory.arena import Arena, ArenaPool
+from aiockpt.storage.commit import Draft
+from aiockpt.storage.directory import MARKER, StrPath, part_of, settle
+from aiockpt.storage.files import remove_tree
+from aiockpt.storage.retention import retire, sweep
+from aiockpt.storage.snapshotfile import Sealed, Source, Viewed, write_source
+from aiockpt.transfer.repeats import content_of
 
 __all__ = ["CheckpointWriter", "Report", "Written"]
 
@@ -119,7 +119,7 @@ class CheckpointWriter:
         self, path: StrPath, state_dict: Any, report: Report | None, /, **kwargs: Any
     ) -> Written:
         """Write as :meth:`write` does; ``report`` hears how many bytes of how many."""
-        from aiockpt.livestate import LiveState
+        from aiockpt.transfer.livestate import LiveState
 
         save = self._begin(path, step_for(path, kwargs))
         with save.reporting("written"):

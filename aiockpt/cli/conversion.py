@@ -13,21 +13,21 @@ from typing import Any
 
 import torch
 
-from aiockpt._files import is_at, lock, rename_to_new
 from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.cli.options import UsageError
 from aiockpt.cli.rankfiles import one_file, pointing_below
-from aiockpt.directory import MARKER, find_checkpoint
 from aiockpt.errors import StateDictError, StorageError
-from aiockpt.livestate import LiveState
-from aiockpt.memory import Arena, ArenaPool
-from aiockpt.partfile import TAKEN, check_target
-from aiockpt.plainfile import PlainSource
-from aiockpt.snapshotfile import write_source
-from aiockpt.storage import named, sync_directory
+from aiockpt.memory.arena import Arena, ArenaPool
+from aiockpt.storage.checkpoint_file import named, sync_directory
+from aiockpt.storage.directory import MARKER, find_checkpoint
+from aiockpt.storage.files import is_at, lock, rename_to_new
+from aiockpt.storage.partfile import TAKEN, check_target
+from aiockpt.storage.plainfile import PlainSource
+from aiockpt.storage.snapshotfile import write_source
 from aiockpt.testing.equality import assert_same
+from aiockpt.transfer.livestate import LiveState
 
 __all__ = ["convert"]
 

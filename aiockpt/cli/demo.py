@@ -10,8 +10,8 @@ from pathlib import Path
 from aiockpt.cli.options import Commands
 from aiockpt.cli.text import format_bytes, printable
 from aiockpt.errors import StorageError
-from aiockpt.storage import read_header
-from aiockpt.wire.limits import FILE_LIMITS
+from aiockpt.format.limits import FILE_LIMITS
+from aiockpt.storage.checkpoint_file import read_header
 
 __all__ = ["configure", "find_model", "run"]
 

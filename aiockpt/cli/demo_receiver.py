@@ -17,8 +17,8 @@ from aiockpt.cli.demo_state import STEP, fingerprints
 from aiockpt.cli.progress import ProgressBar
 from aiockpt.cli.text import format_bytes
 from aiockpt.errors import StateDictError, WorkerError
+from aiockpt.events import Progress, TransferEvent, add_hook
 from aiockpt.http.transport import HTTPTransport
-from aiockpt.observe import Progress, TransferEvent, add_hook
 from aiockpt.testing.faults import Fault, FaultProxy, Pipe
 
 __all__ = ["receive_twice"]

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from aiockpt.errors import StateDictError
-from aiockpt.memory import view_of_address
-from aiockpt.statefile import read_state_file
-from aiockpt.wire.limits import FILE_LIMITS
+from aiockpt.format.limits import FILE_LIMITS
+from aiockpt.memory.arena import view_of_address
+from aiockpt.storage.statefile import read_state_file
 
 __all__ = ["STEP", "fingerprints", "training_state"]
 

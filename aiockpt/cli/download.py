@@ -9,15 +9,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from aiockpt._deadline import Deadline
 from aiockpt.cli.progress import ProgressBar
 from aiockpt.cli.remote import Peer, peer_of
 from aiockpt.cli.text import format_bytes
+from aiockpt.events import Progress
+from aiockpt.format.manifest import Manifest
 from aiockpt.http.origin import Origin, keeping
-from aiockpt.observe import Progress
-from aiockpt.partfile import PartFile, check_target
-from aiockpt.wire.http import Lease
-from aiockpt.wire.manifest import Manifest
+from aiockpt.http.protocol import Lease
+from aiockpt.runtime.deadline import Deadline
+from aiockpt.storage.partfile import PartFile, check_target
 
 __all__ = ["download"]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from aiockpt.cli.options import Commands, UsageError, add_client_options, address, step
 from aiockpt.cli.rankfiles import one_file
 from aiockpt.cli.report import as_json, as_text
-from aiockpt.storage import read_header
-from aiockpt.wire.limits import FILE_LIMITS
-from aiockpt.wire.manifest import ForeignHeader, Manifest
+from aiockpt.format.limits import FILE_LIMITS
+from aiockpt.format.manifest import ForeignHeader, Manifest
+from aiockpt.storage.checkpoint_file import read_header
 
 __all__ = ["configure", "run"]
 
@@ -67,8 +67,8 @@ def _read(arguments: argparse.Namespace) -> tuple[str, Manifest | ForeignHeader]
 
 
 async def _ask(arguments: argparse.Namespace) -> Manifest:
-    from aiockpt._deadline import Deadline
     from aiockpt.cli.remote import peer_of
+    from aiockpt.runtime.deadline import Deadline
 
     async with (
         Deadline(arguments.timeout, stop="fetch_manifest") as deadline,

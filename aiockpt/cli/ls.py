@@ -13,9 +13,14 @@ from pathlib import Path
 
 from aiockpt.cli.options import Commands
 from aiockpt.cli.text import counted, format_bytes, format_table, printable
-from aiockpt.directory import MARKER, Checkpoint, find_checkpoint, list_checkpoints
 from aiockpt.errors import StorageError
-from aiockpt.storage import named
+from aiockpt.storage.checkpoint_file import named
+from aiockpt.storage.directory import (
+    MARKER,
+    Checkpoint,
+    find_checkpoint,
+    list_checkpoints,
+)
 
 __all__ = ["configure", "run"]
 

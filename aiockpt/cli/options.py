@@ -7,9 +7,9 @@ import math
 import re
 from typing import Any, TypeAlias
 
-from aiockpt._secrets import Token
 from aiockpt.errors import LocalProtocolError
-from aiockpt.wire.address import Address, parse_address
+from aiockpt.http.address import Address, parse_address
+from aiockpt.runtime.secrets import Token
 
 __all__ = [
     "Address",

@@ -8,7 +8,7 @@ import time
 from typing import TextIO
 
 from aiockpt.cli.text import format_bytes, format_seconds
-from aiockpt.observe import Progress
+from aiockpt.events import Progress
 
 __all__ = ["ProgressBar", "render"]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from aiockpt.cli.options import UsageError
 from aiockpt.cli.text import counted
-from aiockpt.directory import Checkpoint, checkpoint_at, list_checkpoints
 from aiockpt.errors import CheckpointNotFoundError
+from aiockpt.storage.directory import Checkpoint, checkpoint_at, list_checkpoints
 
 __all__ = ["checkpoint_or_file", "one_file", "pointing_below"]
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from aiockpt._bridge import Bridge
-from aiockpt._deadline import Deadline
 from aiockpt.cli.options import Address, UsageError
 from aiockpt.cli.text import format_bytes
 from aiockpt.errors import (
@@ -23,13 +21,15 @@ from aiockpt.errors import (
     StepNotFoundError,
     StorageError,
 )
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import Manifest
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
 from aiockpt.http.origin import Origin, distinct, origin_of
+from aiockpt.http.protocol import Lease, Source
 from aiockpt.http.steps import PATIENCE, chase
-from aiockpt.wire.http import Lease, Source
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import Manifest
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.deadline import Deadline
 
 __all__ = ["Found", "Peer", "peer_of"]
 

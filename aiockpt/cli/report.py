@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from aiockpt.cli.outline import outline
 from aiockpt.cli.text import counted, format_bytes, format_table, printable
-from aiockpt.wire.dtypes import CODES, itemsize
-from aiockpt.wire.manifest import (
+from aiockpt.format.dtypes import CODES, itemsize
+from aiockpt.format.manifest import (
     COMPACTED,
     CONJ,
     NEG,
@@ -18,8 +18,8 @@ from aiockpt.wire.manifest import (
     ForeignHeader,
     Manifest,
 )
-from aiockpt.wire.paths import format_path
-from aiockpt.wire.references import tensor_leaves
+from aiockpt.format.paths import format_path
+from aiockpt.format.references import tensor_leaves
 
 __all__ = ["as_json", "as_text"]
 

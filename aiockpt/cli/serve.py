@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from aiockpt._secrets import Token
 from aiockpt.cli.options import Commands, UsageError, port, step
 from aiockpt.cli.serving import Chosen, choose
 from aiockpt.cli.text import format_bytes, printable
 from aiockpt.errors import LocalProtocolError, StorageError
-from aiockpt.wire.http import parse_metadata
+from aiockpt.http.protocol import parse_metadata
+from aiockpt.runtime.secrets import Token
 
 if TYPE_CHECKING:
     from aiockpt.http.transport import HTTPTransport

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aiockpt.cli.rankfiles import one_file
-from aiockpt.directory import find_checkpoint, list_checkpoints
 from aiockpt.errors import CheckpointNotFoundError
-from aiockpt.storage import named
-from aiockpt.wire.limits import FILE_LIMITS
+from aiockpt.format.limits import FILE_LIMITS
+from aiockpt.storage.checkpoint_file import named
+from aiockpt.storage.directory import find_checkpoint, list_checkpoints
 
 if TYPE_CHECKING:
-    from aiockpt.statefile import StateFile
+    from aiockpt.storage.statefile import StateFile
 
 __all__ = ["Chosen", "choose"]
 
@@ -53,7 +53,7 @@ class Chosen:
         """Return the state dict; the digests of our own files are verified first."""
         from aiockpt.checkpointers.config import RankInfo
         from aiockpt.checkpointers.reader import CheckpointReader
-        from aiockpt.statefile import StateFile, read_state_file
+        from aiockpt.storage.statefile import StateFile, read_state_file
 
         if not self.file.is_dir():
             return read_state_file(self.file, limits=FILE_LIMITS)

@@ -10,9 +10,9 @@ from aiockpt.cli.options import Commands
 from aiockpt.cli.rankfiles import checkpoint_or_file
 from aiockpt.cli.text import counted, format_bytes, printable
 from aiockpt.errors import IntegrityError
-from aiockpt.storage import read_header, verify_chunks
-from aiockpt.wire.limits import FILE_LIMITS
-from aiockpt.wire.manifest import ForeignHeader, Manifest
+from aiockpt.format.limits import FILE_LIMITS
+from aiockpt.format.manifest import ForeignHeader, Manifest
+from aiockpt.storage.checkpoint_file import read_header, verify_chunks
 
 __all__ = ["configure", "run"]
 

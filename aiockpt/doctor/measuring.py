@@ -15,12 +15,12 @@ from statistics import median
 from threading import Event
 from typing import Final
 
-from aiockpt._bridge import Bridge
 from aiockpt.bench.memory import FRESH, HUGE, SMALL, fresh, touch, warm_host
 from aiockpt.bench.raw import RawServer, fetch_raw, memcpy
 from aiockpt.bench.statistics import percentile
 from aiockpt.bench.ticker import Ticker
-from aiockpt.wire.chunks import digest
+from aiockpt.format.chunks import digest
+from aiockpt.runtime.bridge import Bridge
 
 __all__ = ["Contention", "Measures", "measure"]
 

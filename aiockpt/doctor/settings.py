@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from aiockpt._available import available_memory
-from aiockpt._cores import usable_cores
+from aiockpt.runtime.available import available_memory
+from aiockpt.runtime.cores import usable_cores
 
 __all__ = ["Settings", "read_settings"]
 

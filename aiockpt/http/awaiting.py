@@ -15,9 +15,9 @@ from aiohttp import web
 
 from aiockpt.errors import ClosedError, StepNotFoundError
 from aiockpt.http.guard import ServerConfig
+from aiockpt.http.protocol import Lease, parse_prefer_wait
 from aiockpt.http.published import Published
 from aiockpt.http.shelf import Shelf
-from aiockpt.wire.http import Lease, parse_prefer_wait
 
 __all__ = ["Awaiting", "transport_of"]
 

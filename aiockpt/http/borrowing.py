@@ -19,11 +19,11 @@ from typing import Final
 import msgspec
 from xxhash import xxh3_128
 
-from aiockpt._packets import arrival, is_ours, receive
+from aiockpt.format.manifest import Outline
 from aiockpt.http.forks import close_in_forks
-from aiockpt.memory import LENT_SEALS, Arena, Borrowed
-from aiockpt.wire.lending import MAX_MESSAGE, RETURNED, Ask, Lent, parse_offer
-from aiockpt.wire.manifest import Outline
+from aiockpt.http.memory_protocol import MAX_MESSAGE, RETURNED, Ask, Lent, parse_offer
+from aiockpt.memory.arena import LENT_SEALS, Arena, Borrowed
+from aiockpt.runtime.packets import arrival, is_ours, receive
 
 if sys.platform == "linux":
     import fcntl

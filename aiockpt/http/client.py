@@ -12,18 +12,15 @@ from http import HTTPStatus
 
 from aiohttp import ClientSession, hdrs
 
-from aiockpt._here import of_caller
 from aiockpt.errors import AiockptError, StepNotFoundError
+from aiockpt.events import TransferEvent, emit
+from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.exchange import ClientConfig, Port
 from aiockpt.http.fetching import ChunkFetch, OnProgress, OnVerified, Prepare, Target
 from aiockpt.http.hedging import Hedging
 from aiockpt.http.latest import LatestInfo, ask_incarnation, ask_latest
 from aiockpt.http.manifests import NOTHING, ManifestRequest, Run, Wishes
-from aiockpt.http.retrying import OnRetry, Patience, Retrier, backoff, persist
-from aiockpt.http.stretch import plan
-from aiockpt.http.translating import Exchange
-from aiockpt.observe import TransferEvent, emit
-from aiockpt.wire.http import (
+from aiockpt.http.protocol import (
     LEASE_HEADER,
     Resource,
     ResourceKind,
@@ -31,7 +28,10 @@ from aiockpt.wire.http import (
     format_prefer_wait,
     format_resource,
 )
-from aiockpt.wire.manifest import Manifest, Outline
+from aiockpt.http.retrying import OnRetry, Patience, Retrier, backoff, persist
+from aiockpt.http.stretch import plan
+from aiockpt.http.translating import Exchange
+from aiockpt.runtime.host_limits import of_caller
 
 __all__ = ["CheckpointClient", "ClientConfig", "LatestInfo", "Run", "Target"]
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from aiockpt._secrets import Token, discreet
 from aiockpt.errors import LocalProtocolError
-from aiockpt.wire.grants import make_token
+from aiockpt.http.tokens import make_token
+from aiockpt.runtime.secrets import Token, discreet
 
 logger = logging.getLogger("aiockpt")
 

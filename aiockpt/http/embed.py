@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from aiockpt.http.handlers import CheckpointService
-from aiockpt.wire.http import LATEST
+from aiockpt.http.protocol import LATEST
 
 __all__ = ["routes"]
 

@@ -11,8 +11,8 @@ from aiohttp import hdrs, web
 from aiockpt.errors import LocalProtocolError
 from aiockpt.http import embed
 from aiockpt.http.handlers import CheckpointService
+from aiockpt.http.protocol import LATEST
 from aiockpt.http.transport import HTTPTransport
-from aiockpt.wire.http import LATEST
 
 __all__ = ["APP_KEY", "create_app", "get_transport", "routes", "serves", "setup"]
 

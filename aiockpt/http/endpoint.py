@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 
 import anyio
 
-from aiockpt._bridge import Bridge
 from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.http.forks import close_in_forks
 from aiockpt.http.guard import ServerConfig
@@ -32,6 +31,7 @@ from aiockpt.http.listen import (
 from aiockpt.http.options import require
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.shelf import Shelf
+from aiockpt.runtime.bridge import Bridge
 
 __all__ = ["PREFIX", "Address", "Endpoint", "EndpointConfig"]
 

@@ -26,17 +26,17 @@ from aiockpt.errors import (
     LocalProtocolError,
     RemoteProtocolError,
 )
+from aiockpt.format.limits import Limits
 from aiockpt.http.connecting import Connector
 from aiockpt.http.filler import Filler
 from aiockpt.http.options import require, require_type
+from aiockpt.http.protocol import LEASE_HEADER, from_problem
 from aiockpt.http.pumps import Pumps
 from aiockpt.http.reach import CheckedResolver, Reach
 from aiockpt.http.receiving import receive
 from aiockpt.http.security import Security
 from aiockpt.http.translating import Exchange, before_answer, in_body
 from aiockpt.http.watching import Watch
-from aiockpt.wire.http import LEASE_HEADER, from_problem
-from aiockpt.wire.limits import Limits
 
 __all__ = ["ClientConfig", "Port", "length_of", "room_for"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from aiockpt.errors import PeerFailedError
-from aiockpt.wire.http import Lease
+from aiockpt.http.protocol import Lease
 
 __all__ = ["Failure"]
 

@@ -17,17 +17,12 @@ from typing import Protocol
 
 from aiohttp import ClientResponse, hdrs
 
-from aiockpt._here import failing_here
-from aiockpt._tasks import News, together
 from aiockpt.errors import CheckpointChangedError, RemoteProtocolError
+from aiockpt.format.chunks import format_range, parse_content_range
+from aiockpt.format.manifest import Outline
 from aiockpt.http.exchange import Port, length_of
 from aiockpt.http.filler import Filler
-from aiockpt.http.retrying import OnRetry, Patience, Retrier, persist
-from aiockpt.http.stretch import Stretch
-from aiockpt.http.translating import Exchange, naming
-from aiockpt.http.watching import Watch
-from aiockpt.wire.chunks import format_range, parse_content_range
-from aiockpt.wire.http import (
+from aiockpt.http.protocol import (
     Resource,
     ResourceKind,
     Source,
@@ -36,7 +31,12 @@ from aiockpt.wire.http import (
     format_resource,
     parse_etag,
 )
-from aiockpt.wire.manifest import Outline
+from aiockpt.http.retrying import OnRetry, Patience, Retrier, persist
+from aiockpt.http.stretch import Stretch
+from aiockpt.http.translating import Exchange, naming
+from aiockpt.http.watching import Watch
+from aiockpt.runtime.host_limits import failing_here
+from aiockpt.runtime.tasks import News, together
 
 __all__ = [
     "Body",

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from aiockpt.errors import AiockptError, AuthenticationError, LocalProtocolError
-from aiockpt.wire.grants import Grant, read_token
-from aiockpt.wire.http import HostNotAllowed, Problem
+from aiockpt.http.protocol import HostNotAllowed, Problem
+from aiockpt.http.tokens import Grant, read_token
 
 __all__ = ["RefusedError", "ServerConfig", "admit"]
 

@@ -24,6 +24,8 @@ from aiockpt.errors import (
     RemoteProtocolError,
     StepNotFoundError,
 )
+from aiockpt.events import TransferEvent, emit
+from aiockpt.http import protocol as http
 from aiockpt.http import sockets
 from aiockpt.http.audit import VISIT, Auditor, Visit
 from aiockpt.http.awaiting import Awaiting, transport_of
@@ -32,6 +34,7 @@ from aiockpt.http.guard import RefusedError, ServerConfig, admit
 from aiockpt.http.landing import landing_reply
 from aiockpt.http.lending import Lender
 from aiockpt.http.macs import ManifestMacs
+from aiockpt.http.memory_protocol import OFFER_HEADER, PROBE_HEADER
 from aiockpt.http.published import Published
 from aiockpt.http.pumps import Pumps
 from aiockpt.http.replies import (
@@ -44,9 +47,6 @@ from aiockpt.http.replies import (
 from aiockpt.http.rounds import Rounds
 from aiockpt.http.sending import Outcome, Sending
 from aiockpt.http.shelf import Shelf
-from aiockpt.observe import TransferEvent, emit
-from aiockpt.wire import http
-from aiockpt.wire.lending import OFFER_HEADER, PROBE_HEADER
 
 __all__ = ["CheckpointService", "ServerStatistics"]
 

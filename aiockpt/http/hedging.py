@@ -21,14 +21,14 @@ from typing import TypeAlias
 
 import anyio
 
-from aiockpt._tasks import News, together
 from aiockpt.errors import AiockptError
+from aiockpt.events import TransferEvent, emit
 from aiockpt.http.board import Hand, Lane
 from aiockpt.http.fetching import Body, ChunkFetch
 from aiockpt.http.lookout import Lookout
 from aiockpt.http.retrying import Retrier, backoff
 from aiockpt.http.stretch import Part, Stretch
-from aiockpt.observe import TransferEvent, emit
+from aiockpt.runtime.tasks import News, together
 
 __all__ = ["Hedging", "Races"]
 

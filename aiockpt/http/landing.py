@@ -6,9 +6,9 @@ import json
 from html import escape
 from typing import Any, Final
 
+from aiockpt.format.manifest import Manifest
+from aiockpt.http.protocol import LATEST, ResourceKind
 from aiockpt.http.replies import describe, no_news_headers
-from aiockpt.wire.http import LATEST, ResourceKind
-from aiockpt.wire.manifest import Manifest
 
 __all__ = ["landing_reply"]
 

@@ -9,10 +9,9 @@ from http import HTTPStatus
 from aiohttp import ClientResponse
 
 from aiockpt.errors import RemoteProtocolError
+from aiockpt.format.entries import INT64_MAX
 from aiockpt.http.exchange import Port
-from aiockpt.http.translating import Exchange
-from aiockpt.wire.entries import INT64_MAX
-from aiockpt.wire.http import (
+from aiockpt.http.protocol import (
     INCARNATION_HEADER,
     STEP_HEADER,
     Source,
@@ -21,6 +20,7 @@ from aiockpt.wire.http import (
     format_prefer_wait,
     parse_etag,
 )
+from aiockpt.http.translating import Exchange
 
 __all__ = ["LatestInfo", "ask_incarnation", "ask_latest", "check_step"]
 

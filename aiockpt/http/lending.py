@@ -20,17 +20,12 @@ from typing import Final
 
 import msgspec
 
-from aiockpt._bridge import Bridge
-from aiockpt._packets import arrival, is_ours, owner_of, receive
 from aiockpt.errors import ClosedError
+from aiockpt.events import TransferEvent, emit
 from aiockpt.http.audit import Access, Auditor
 from aiockpt.http.forks import close_in_forks
 from aiockpt.http.hosts import identity
-from aiockpt.http.published import Published
-from aiockpt.http.shelf import Shelf
-from aiockpt.observe import TransferEvent, emit
-from aiockpt.wire.http import Lease
-from aiockpt.wire.lending import (
+from aiockpt.http.memory_protocol import (
     MAX_MESSAGE,
     RETURNED,
     Ask,
@@ -39,6 +34,11 @@ from aiockpt.wire.lending import (
     format_offer,
     is_probe_of,
 )
+from aiockpt.http.protocol import Lease
+from aiockpt.http.published import Published
+from aiockpt.http.shelf import Shelf
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.packets import arrival, is_ours, owner_of, receive
 
 __all__ = ["Lender"]
 

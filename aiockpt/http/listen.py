@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 from aiockpt.errors import LocalProtocolError
 from aiockpt.http import interfaces
 from aiockpt.http.forks import close_in_forks
+from aiockpt.http.protocol import url_fault
 from aiockpt.http.sockets import begin_classic
-from aiockpt.wire.http import url_fault
 
 __all__ = [
     "BACKLOG",

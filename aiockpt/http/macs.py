@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from aiockpt.wire.grants import MAC_HEADER, format_mac, manifest_mac
-from aiockpt.wire.manifest import Manifest
+from aiockpt.format.manifest import Manifest
+from aiockpt.http.tokens import MAC_HEADER, format_mac, manifest_mac
 
 __all__ = ["ManifestMacs"]
 

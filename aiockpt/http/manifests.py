@@ -10,25 +10,25 @@ from functools import partial
 from http import HTTPStatus
 from typing import Protocol, TypeAlias, TypeVar
 
-from aiockpt._gc import collector_paused
 from aiockpt.errors import RemoteProtocolError
+from aiockpt.format.layout import LENGTH_BYTES
+from aiockpt.format.limits import enforce
+from aiockpt.format.manifest import Manifest, decode_header
 from aiockpt.http.exchange import ClientConfig, Port, length_of, room_for
 from aiockpt.http.filler import Filler
 from aiockpt.http.latest import check_step
-from aiockpt.http.retrying import Retrier
-from aiockpt.http.translating import Exchange, naming
-from aiockpt.wire.grants import MAC_HEADER, check_manifest_mac
-from aiockpt.wire.http import (
+from aiockpt.http.memory_protocol import OFFER_HEADER, PROBE_HEADER
+from aiockpt.http.protocol import (
     Resource,
     ResourceKind,
     Source,
     format_prefer_wait,
     format_resource,
 )
-from aiockpt.wire.layout import LENGTH_BYTES
-from aiockpt.wire.lending import OFFER_HEADER, PROBE_HEADER
-from aiockpt.wire.limits import enforce
-from aiockpt.wire.manifest import Manifest, decode_header
+from aiockpt.http.retrying import Retrier
+from aiockpt.http.tokens import MAC_HEADER, check_manifest_mac
+from aiockpt.http.translating import Exchange, naming
+from aiockpt.runtime.gc import collector_paused
 
 __all__ = [
     "NOTHING",

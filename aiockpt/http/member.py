@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 
 from aiockpt.errors import AiockptError, TransportError
-from aiockpt.observe import TransferEvent, emit
-from aiockpt.wire.http import Source
+from aiockpt.events import TransferEvent, emit
+from aiockpt.http.protocol import Source
 
 __all__ = ["Members"]
 

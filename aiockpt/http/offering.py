@@ -7,14 +7,14 @@ from typing import Protocol
 
 import anyio
 
-from aiockpt._deadline import Deadline
-from aiockpt._repeats import Repeats, content_of
 from aiockpt.errors import AiockptError, ClosedError, StepNotFoundError
+from aiockpt.events import TransferEvent, emit
 from aiockpt.http.failing import Failure
 from aiockpt.http.options import require
 from aiockpt.http.shelf import ShelfStatistics
-from aiockpt.observe import TransferEvent, emit
-from aiockpt.staging import Snapshot, Stager
+from aiockpt.runtime.deadline import Deadline
+from aiockpt.transfer.repeats import Repeats, content_of
+from aiockpt.transfer.staging import Snapshot, Stager
 from aiockpt.transport import exact_step
 
 __all__ = ["Offering", "Offers"]

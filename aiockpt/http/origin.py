@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from aiockpt._secrets import discreet
+from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.client import CheckpointClient, LatestInfo, Target
 from aiockpt.http.fetching import OnProgress, OnVerified, Prepare
 from aiockpt.http.manifests import NOTHING, Wishes
 from aiockpt.http.member import Members
+from aiockpt.http.protocol import Source, parse_metadata
 from aiockpt.http.retrying import OnRetry
 from aiockpt.http.several import SeveralSources
-from aiockpt.wire.http import Source, parse_metadata
-from aiockpt.wire.manifest import Manifest, Outline
+from aiockpt.runtime.secrets import discreet
 
 __all__ = ["OneSource", "Origin", "distinct", "keeping", "origin_of", "sources_of"]
 

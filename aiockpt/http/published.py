@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from aiockpt._rwlock import RWLock
-from aiockpt.memory import Lendable
-from aiockpt.wire.http import Lease
-from aiockpt.wire.manifest import Manifest
+from aiockpt.format.manifest import Manifest
+from aiockpt.http.protocol import Lease
+from aiockpt.memory.arena import Lendable
+from aiockpt.runtime.rwlock import RWLock
 
 __all__ = ["Published", "Reading", "Servable"]
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from aiockpt._bridge import Bridge
+from aiockpt.runtime.bridge import Bridge
 
 __all__ = ["WORTH", "Pumps", "Turn"]
 

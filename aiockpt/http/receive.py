@@ -8,28 +8,28 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from aiockpt._bridge import Bridge
-from aiockpt._deadline import Deadline
-from aiockpt._meter import Meter
-from aiockpt._selection import Select
-from aiockpt.delta import Delta, Fetch
-from aiockpt.destination import Destination, InTemplate, Terms, destination_of
 from aiockpt.errors import (
     AiockptError,
     ClosedError,
     TransportError,
     UnavailableError,
 )
-from aiockpt.flatten import Survey, survey
-from aiockpt.held import Held, HeldInTemplate
+from aiockpt.events import Progress, TransferEvent, emit
+from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.origin import Origin
 from aiockpt.http.supply import Sharing, Supply
-from aiockpt.loading import Bring
-from aiockpt.memory import Memory, return_freed
-from aiockpt.observe import Progress, TransferEvent, emit
-from aiockpt.template import Template
+from aiockpt.memory.arena import Memory, return_freed
+from aiockpt.meter import Meter
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.deadline import Deadline
+from aiockpt.state.flatten import Survey, survey
+from aiockpt.state.selection import Select
+from aiockpt.state.template import Template
+from aiockpt.transfer.delta import Delta, Fetch
+from aiockpt.transfer.destination import Destination, InTemplate, Terms, destination_of
+from aiockpt.transfer.held import Held, HeldInTemplate
+from aiockpt.transfer.loading import Bring
 from aiockpt.transport import exact_step
-from aiockpt.wire.manifest import Manifest, Outline
 
 __all__ = ["Receive", "ReceiveOptions"]
 

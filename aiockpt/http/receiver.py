@@ -14,25 +14,25 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
-from aiockpt._bridge import Bridge
-from aiockpt._deadline import Deadline
-from aiockpt._device import port_for
-from aiockpt._here import failing_here
-from aiockpt._lifetime import Lifetime
-from aiockpt._selection import Select, listed
-from aiockpt._warm import WarmArena
-from aiockpt.destination import Terms
 from aiockpt.errors import AiockptError, LocalProtocolError, TransportError
+from aiockpt.events import Progress
+from aiockpt.format.limits import Limits
 from aiockpt.http.client import CheckpointClient
 from aiockpt.http.origin import origin_of, sources_of
+from aiockpt.http.protocol import Lease, Source, parse_metadata
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.http.selecting import PartReceive
 from aiockpt.http.steps import PATIENCE, SUPERSEDED, Steps, chase, newest
 from aiockpt.http.supply import Sharing
-from aiockpt.observe import Progress
+from aiockpt.memory.device import port_for
+from aiockpt.memory.warm import WarmArena
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.deadline import Deadline
+from aiockpt.runtime.host_limits import failing_here
+from aiockpt.runtime.lifetime import Lifetime
+from aiockpt.state.selection import Select, listed
+from aiockpt.transfer.destination import Terms
 from aiockpt.transport import CheckpointTransport, T, Timeout, exact_step, seconds
-from aiockpt.wire.http import Lease, Source, parse_metadata
-from aiockpt.wire.limits import Limits
 
 __all__ = ["Receiver"]
 

@@ -13,9 +13,10 @@ from http import HTTPStatus
 from typing import Any
 
 from aiockpt.errors import CheckpointChangedError
+from aiockpt.format import chunks
+from aiockpt.format.manifest import Manifest
+from aiockpt.http import protocol as http
 from aiockpt.http.guard import RefusedError
-from aiockpt.wire import chunks, http
-from aiockpt.wire.manifest import Manifest
 
 __all__ = [
     "COMMON_HEADERS",

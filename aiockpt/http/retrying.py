@@ -21,8 +21,8 @@ from aiockpt.errors import (
     RemoteProtocolError,
     TransportError,
 )
+from aiockpt.http.protocol import PeerBusy
 from aiockpt.http.translating import OutOfHostError
-from aiockpt.wire.http import PeerBusy
 
 __all__ = [
     "MAX_BAD_ANSWERS",

@@ -13,23 +13,23 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NoReturn
 
-from aiockpt._bridge import Bridge
-from aiockpt._deadline import Deadline
-from aiockpt._nodes import decoders_for
-from aiockpt._pruning import pruned
-from aiockpt._selection import Selection
-from aiockpt.content import Content, check_memory
 from aiockpt.errors import MissingKeysError, TemplateMismatchError
-from aiockpt.filling import Filling
-from aiockpt.held import Held
+from aiockpt.format.chunks import chunks_over
+from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.origin import Origin
 from aiockpt.http.receive import Receive, ReceiveOptions
-from aiockpt.landing import PlacedLanding
-from aiockpt.loading import Bring
-from aiockpt.memory import Arena
-from aiockpt.wants import Wants
-from aiockpt.wire.chunks import chunks_over
-from aiockpt.wire.manifest import Manifest, Outline
+from aiockpt.memory.arena import Arena
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.deadline import Deadline
+from aiockpt.state.nodes import decoders_for
+from aiockpt.state.pruning import pruned
+from aiockpt.state.selection import Selection
+from aiockpt.transfer.content import Content, check_memory
+from aiockpt.transfer.filling import Filling
+from aiockpt.transfer.held import Held
+from aiockpt.transfer.landing import PlacedLanding
+from aiockpt.transfer.loading import Bring
+from aiockpt.transfer.wants import Wants
 
 __all__ = ["PartReceive"]
 

@@ -15,23 +15,23 @@ from typing import Any, TypeVar
 
 import anyio
 
-from aiockpt._tasks import News, together
 from aiockpt.errors import (
     AiockptError,
     CheckpointChangedError,
     ClosedError,
     StagingError,
 )
+from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.client import CheckpointClient, LatestInfo, Target
 from aiockpt.http.fetching import OnProgress, OnVerified, Prepare
 from aiockpt.http.manifests import NOTHING, Wishes
 from aiockpt.http.member import Members, summed_up
 from aiockpt.http.poll import Poll
+from aiockpt.http.protocol import Source
 from aiockpt.http.retrying import OnRetry
 from aiockpt.http.stretch import parts_of
 from aiockpt.http.striping import Striping
-from aiockpt.wire.http import Source
-from aiockpt.wire.manifest import Manifest, Outline
+from aiockpt.runtime.tasks import News, together
 
 __all__ = ["SeveralSources"]
 

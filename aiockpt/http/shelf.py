@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from aiockpt.errors import CheckpointChangedError, ClosedError, StepNotFoundError
 from aiockpt.http.failing import Failure
+from aiockpt.http.protocol import Lease
 from aiockpt.http.published import Published, Servable
-from aiockpt.wire.http import Lease
 
 __all__ = ["Shelf", "ShelfStatistics"]
 

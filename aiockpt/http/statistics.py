@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from aiockpt._bridge import Bridge, BridgeStatistics
 from aiockpt.http.handlers import ServerStatistics
 from aiockpt.http.offering import Offers
+from aiockpt.runtime.bridge import Bridge, BridgeStatistics
 
 __all__ = ["Serves", "TransportStatistics", "survey"]
 

@@ -7,19 +7,19 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Self, TypeVar
 
-from aiockpt._lifetime import Lifetime
 from aiockpt.errors import (
     AiockptError,
     CheckpointChangedError,
     LocalProtocolError,
     StepNotFoundError,
 )
+from aiockpt.events import TransferEvent, emit
 from aiockpt.http.client import CheckpointClient
 from aiockpt.http.latest import LatestInfo
 from aiockpt.http.origin import Origin
+from aiockpt.http.protocol import Source
 from aiockpt.http.retrying import Pause, backoff
-from aiockpt.observe import TransferEvent, emit
-from aiockpt.wire.http import Source
+from aiockpt.runtime.lifetime import Lifetime
 
 __all__ = ["PATIENCE", "SUPERSEDED", "Steps", "chase", "newest"]
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from xxhash import xxh3_128
 
 from aiockpt.errors import IntegrityError, LocalProtocolError
+from aiockpt.format.manifest import Outline
 from aiockpt.http.translating import Exchange
-from aiockpt.wire.manifest import Outline
 
 __all__ = ["MAX_RUN", "Part", "Stretch", "parts_of", "plan"]
 

@@ -15,7 +15,6 @@ from functools import partial
 
 import anyio
 
-from aiockpt._tasks import News, together
 from aiockpt.errors import (
     AiockptError,
     ClosedError,
@@ -24,13 +23,14 @@ from aiockpt.errors import (
     RemoteProtocolError,
     StagingError,
 )
+from aiockpt.events import TransferEvent, emit
 from aiockpt.http.board import Board, Hand, Lane
 from aiockpt.http.fetching import ChunkFetch
 from aiockpt.http.hedging import Races
 from aiockpt.http.member import Members
 from aiockpt.http.retrying import Patience, Retrier
 from aiockpt.http.stretch import Part
-from aiockpt.observe import TransferEvent, emit
+from aiockpt.runtime.tasks import News, together
 
 __all__ = ["Join", "Striping"]
 

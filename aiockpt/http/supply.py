@@ -9,18 +9,18 @@ from typing import Final, TypedDict, TypeVar
 
 from xxhash import xxh3_128
 
-from aiockpt._bridge import Bridge
-from aiockpt._sweep import Over, sweep
+from aiockpt.format.limits import enforce
+from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.borrowing import LentMemory, NotLentError, borrow
 from aiockpt.http.fetching import OnProgress, OnVerified, Prepare, Target
 from aiockpt.http.hosts import identity
 from aiockpt.http.manifests import Lending, Wishes
+from aiockpt.http.memory_protocol import format_probe
 from aiockpt.http.origin import Origin, keeping
 from aiockpt.http.retrying import OnRetry
-from aiockpt.memory import Arena
-from aiockpt.wire.lending import format_probe
-from aiockpt.wire.limits import enforce
-from aiockpt.wire.manifest import Manifest, Outline
+from aiockpt.memory.arena import Arena
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.sweep import Over, sweep
 
 __all__ = ["Sharing", "Supply"]
 

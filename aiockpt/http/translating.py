@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
 
-from aiockpt._here import is_callers, is_hosts, refused_by_host
-from aiockpt._secrets import severed
 from aiockpt.errors import (
     AiockptError,
     IntegrityError,
@@ -21,7 +19,9 @@ from aiockpt.errors import (
     TransferInterruptedError,
     TransportError,
 )
-from aiockpt.wire.http import Source
+from aiockpt.http.protocol import Source
+from aiockpt.runtime.host_limits import is_callers, is_hosts, refused_by_host
+from aiockpt.runtime.secrets import severed
 
 __all__ = ["Exchange", "OutOfHostError", "before_answer", "in_body", "naming"]
 
@@ -198,7 +198,7 @@ def in_body(exchange: Exchange) -> Iterator[None]:
 
 @contextmanager
 def naming(exchange: Exchange) -> Iterator[None]:
-    """Name the peer in what the parsers of `aiockpt.wire` say about its bytes."""
+    """Name the peer in what the parsers of `aiockpt.format` say about its bytes."""
     try:
         yield
     except IntegrityError as error:

@@ -10,24 +10,24 @@ from typing import Self
 
 import aiohttp
 
-from aiockpt._bridge import Bridge
-from aiockpt._deadline import Deadline
-from aiockpt._lifetime import Lifetime
-from aiockpt._warm import WarmArena
+from aiockpt.format.limits import Limits
 from aiockpt.http.apart.endpoint import ApartOptions, Server, endpoint_for
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
 from aiockpt.http.endpoint import EndpointConfig
 from aiockpt.http.handlers import CheckpointService
 from aiockpt.http.offering import Offering
+from aiockpt.http.protocol import format_metadata
 from aiockpt.http.receiver import Receiver
 from aiockpt.http.security import Security
 from aiockpt.http.statistics import TransportStatistics, survey
-from aiockpt.memory import CAN_LEND
-from aiockpt.staging import Stager, StagerOptions
+from aiockpt.memory.arena import CAN_LEND
+from aiockpt.memory.warm import WarmArena
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.deadline import Deadline
+from aiockpt.runtime.lifetime import Lifetime
+from aiockpt.transfer.staging import Stager, StagerOptions
 from aiockpt.transport import T, Timeout, seconds
-from aiockpt.wire.http import format_metadata
-from aiockpt.wire.limits import Limits
 
 __all__ = ["HTTPTransport"]
 

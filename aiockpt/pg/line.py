@@ -19,9 +19,6 @@ from collections.abc import Awaitable, Callable, Iterable
 from mmap import mmap
 from typing import Final, TypeVar, TypeVarTuple
 
-from aiockpt._bridge import Bridge
-from aiockpt._deadline import Deadline
-from aiockpt._tasks import together
 from aiockpt.errors import (
     IntegrityError,
     PeerFailedError,
@@ -33,6 +30,9 @@ from aiockpt.pg.group import Health
 from aiockpt.pg.messages import Memory
 from aiockpt.pg.mover import Mover
 from aiockpt.pg.sealing import Sealing, damage
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.deadline import Deadline
+from aiockpt.runtime.tasks import together
 
 __all__ = ["Line", "OutdatedError"]
 

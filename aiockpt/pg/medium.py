@@ -10,10 +10,17 @@ from typing import Protocol
 
 import torch
 
-from aiockpt._bridge import Bridge
-from aiockpt._device import Accelerator, numbered, port_for
-from aiockpt.destination import Destination, Terms, destination_of
-from aiockpt.memory import Memory
+from aiockpt.format.chunks import DEVICE_ALGORITHM, ChunkGrid
+from aiockpt.format.layout import LENGTH_BYTES
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import (
+    ForeignHeader,
+    Manifest,
+    decode_header,
+    header_length,
+)
+from aiockpt.memory.arena import Memory
+from aiockpt.memory.device import Accelerator, numbered, port_for
 from aiockpt.pg.device.board import Board, decode_placement
 from aiockpt.pg.device.destination import device_destination_of
 from aiockpt.pg.device.mover import DeviceMover
@@ -24,12 +31,10 @@ from aiockpt.pg.group import Group
 from aiockpt.pg.messages import MESSAGE_BYTES
 from aiockpt.pg.mover import Mover
 from aiockpt.pg.sealing import HostSealing, OnChunk, Sealing
-from aiockpt.staging import Snapshot, Stager, StagerOptions
-from aiockpt.template import Template
-from aiockpt.wire.chunks import DEVICE_ALGORITHM, ChunkGrid
-from aiockpt.wire.layout import LENGTH_BYTES
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import ForeignHeader, Manifest, decode_header, header_length
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.state.template import Template
+from aiockpt.transfer.destination import Destination, Terms, destination_of
+from aiockpt.transfer.staging import Snapshot, Stager, StagerOptions
 
 __all__ = ["DeviceMedium", "Medium", "Offered", "Parcel", "medium_of"]
 
@@ -67,7 +72,7 @@ class Medium(Protocol):
         """How long a message of a large entry may be."""
 
     async def stage(self, state_dict: object, *, step: int) -> Parcel:
-        """Return a snapshot; see `aiockpt.staging.Stager.stage`."""
+        """Return a snapshot; see `aiockpt.transfer.staging.Stager.stage`."""
 
     def close(self) -> None:
         """Keep no memory from now on."""

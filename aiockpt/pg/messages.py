@@ -12,8 +12,8 @@ from typing import Final
 
 import torch
 
-from aiockpt.memory import Memory
-from aiockpt.wire.manifest import Manifest
+from aiockpt.format.manifest import Manifest
+from aiockpt.memory.arena import Memory
 
 __all__ = ["Landings", "Leavings", "Memory", "messages_of", "plan_messages"]
 

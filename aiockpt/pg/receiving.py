@@ -12,26 +12,26 @@ from functools import partial
 from mmap import mmap
 from typing import TypeVar
 
-from aiockpt._bridge import Bridge
-from aiockpt._deadline import Deadline
-from aiockpt._here import allocating
-from aiockpt._meter import Meter
-from aiockpt._tasks import together
-from aiockpt.destination import Destination, Terms
 from aiockpt.errors import (
     AiockptError,
     IntegrityError,
     RemoteProtocolError,
     StepNotFoundError,
 )
-from aiockpt.observe import Progress, TransferEvent, emit
+from aiockpt.events import Progress, TransferEvent, emit
+from aiockpt.format.limits import enforce
+from aiockpt.format.manifest import Manifest, Outline
+from aiockpt.meter import Meter
 from aiockpt.pg.frames import Frame, Kind
 from aiockpt.pg.line import Line, OutdatedError
 from aiockpt.pg.medium import Medium
 from aiockpt.pg.messages import messages_of
-from aiockpt.template import Template
-from aiockpt.wire.limits import enforce
-from aiockpt.wire.manifest import Manifest, Outline
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.deadline import Deadline
+from aiockpt.runtime.host_limits import allocating
+from aiockpt.runtime.tasks import together
+from aiockpt.state.template import Template
+from aiockpt.transfer.destination import Destination, Terms
 
 __all__ = ["Receive", "ReceiveOptions"]
 

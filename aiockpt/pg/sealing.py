@@ -14,9 +14,9 @@ import torch
 from xxhash import xxh3_128
 
 from aiockpt.errors import IntegrityError
-from aiockpt.memory import view_of_address
-from aiockpt.wire.chunks import DIGEST_DIGITS, ChunkGrid
-from aiockpt.wire.relabel import UNSEALED
+from aiockpt.format.chunks import DIGEST_DIGITS, ChunkGrid
+from aiockpt.format.relabel import UNSEALED
+from aiockpt.memory.arena import view_of_address
 
 __all__ = ["HostSealing", "OnChunk", "Sealing", "damage"]
 

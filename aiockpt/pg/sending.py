@@ -9,15 +9,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
 from functools import partial
 
-from aiockpt._bridge import Bridge
-from aiockpt._deadline import Deadline
-from aiockpt._tasks import together
 from aiockpt.errors import AiockptError
-from aiockpt.observe import TransferEvent, emit
+from aiockpt.events import TransferEvent, emit
 from aiockpt.pg.frames import Kind
 from aiockpt.pg.line import Line
 from aiockpt.pg.medium import Medium, Parcel
 from aiockpt.pg.messages import messages_of
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.deadline import Deadline
+from aiockpt.runtime.tasks import together
 
 __all__ = ["OpenLine", "Send"]
 

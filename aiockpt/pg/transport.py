@@ -10,22 +10,22 @@ from typing import Final, cast
 
 import torch
 
-from aiockpt._bridge import Bridge
-from aiockpt._deadline import Deadline
-from aiockpt._device import port_for
-from aiockpt._here import failing_here
-from aiockpt._lifetime import Lifetime
-from aiockpt._selection import Select
-from aiockpt.destination import Terms
 from aiockpt.errors import AiockptError, LocalProtocolError, ProcessGroupError
-from aiockpt.observe import Progress
+from aiockpt.events import Progress
+from aiockpt.format.limits import Limits
+from aiockpt.memory.device import port_for
 from aiockpt.pg.group import Group, Health, rank_in
 from aiockpt.pg.line import Line
 from aiockpt.pg.medium import medium_of
 from aiockpt.pg.receiving import Receive, ReceiveOptions
 from aiockpt.pg.sending import Send
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.deadline import Deadline
+from aiockpt.runtime.host_limits import failing_here
+from aiockpt.runtime.lifetime import Lifetime
+from aiockpt.state.selection import Select
+from aiockpt.transfer.destination import Terms
 from aiockpt.transport import CheckpointTransport, T, Timeout, exact_step, seconds
-from aiockpt.wire.limits import Limits
 
 __all__ = ["PGTransport"]
 

@@ -19,8 +19,8 @@ from typing import Final
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from aiockpt._device import Event, Pair, Port
-from aiockpt.memory import Arena
+from aiockpt.memory.arena import Arena
+from aiockpt.memory.device import Event, Pair, Port
 
 __all__ = ["FakeAccelerator", "FakeEvent"]
 

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from aiockpt._distributed import take_apart
-from aiockpt.wire.paths import Path, format_path
+from aiockpt.format.paths import Path, format_path
+from aiockpt.state.distributed import take_apart
 
 __all__ = ["assert_same", "elements"]
 

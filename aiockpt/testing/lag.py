@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from aiockpt._bridge import start_daemon
+from aiockpt.runtime.bridge import start_daemon
 
 __all__ = ["LaggingLoop", "busy_interpreter"]
 

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from torchft.checkpointing.transport import CheckpointTransport
 
 from aiockpt import transport as awaited
-from aiockpt._device import settle
-from aiockpt._portal import Portal
-from aiockpt.flatten import Unready
+from aiockpt.memory.device import settle
+from aiockpt.runtime.portal import Portal
+from aiockpt.state.flatten import Unready
 from aiockpt.torchft.persistence import receive
 from aiockpt.transport import Timeout, seconds
 

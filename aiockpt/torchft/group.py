@@ -11,11 +11,11 @@ import torch
 from torchft.checkpointing.transport import CheckpointTransport
 
 import aiockpt
-from aiockpt._device import settle
-from aiockpt._portal import Portal
+from aiockpt.format.limits import Limits
+from aiockpt.memory.device import settle
 from aiockpt.pg.group import Group
+from aiockpt.runtime.portal import Portal
 from aiockpt.transport import Timeout, seconds
-from aiockpt.wire.limits import Limits
 
 __all__ = ["GroupOptions", "PGTransport"]
 

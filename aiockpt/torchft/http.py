@@ -7,11 +7,11 @@ from functools import partial
 from typing import Literal, TypedDict, TypeVar, Unpack
 
 import aiockpt
+from aiockpt.format.limits import Limits
 from aiockpt.http.security import Security
 from aiockpt.http.statistics import TransportStatistics
 from aiockpt.torchft.adapter import Adapter
 from aiockpt.transport import Timeout, seconds
-from aiockpt.wire.limits import Limits
 
 __all__ = ["HTTPOptions", "HTTPTransport"]
 

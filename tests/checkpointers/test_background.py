@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt import observe
+from aiockpt import events as observe
 from aiockpt.checkpointers.background import AsyncCheckpointer
 from aiockpt.checkpointers.builder import make_async_checkpointer
 from aiockpt.checkpointers.config import (
@@ -32,7 +32,7 @@ from aiockpt.errors import (
     UnsupportedLeafError,
     WorkerError,
 )
-from aiockpt.observe import Progress, TransferEvent
+from aiockpt.events import Progress, TransferEvent
 from aiockpt.testing import StallAfter, assert_same
 from checkpointing import Diary, Gate, GatedWriter, OwnFormat, Troubled, loaded
 from transports import proxied, through, transport

@@ -11,7 +11,7 @@ import pytest
 
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
-from aiockpt.directory import find_checkpoint, latest
+from aiockpt.storage.directory import find_checkpoint, latest
 from checkpointing import wait_until
 from rankprocesses import SUPPORT, process
 

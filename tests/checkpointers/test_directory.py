@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from aiockpt import _files, commit, retention
-from aiockpt.commit import Draft
-from aiockpt.directory import (
+from aiockpt.errors import CheckpointNotFoundError, StorageError
+from aiockpt.storage.checkpoint_file import commit, retention
+from aiockpt.storage.checkpoint_file import files as _files
+from aiockpt.storage.commit import Draft
+from aiockpt.storage.directory import (
     MARKER,
     checkpoint_at,
     find_checkpoint,
@@ -20,8 +22,7 @@ from aiockpt.directory import (
     list_checkpoints,
     step_of,
 )
-from aiockpt.errors import CheckpointNotFoundError, StorageError
-from aiockpt.retention import retire, sweep
+from aiockpt.storage.retention import retire, sweep
 from saved import load, names, save, sync_checkpointer
 
 FILE = "checkpoint_0.safetensors"

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt._channel import Channel, encode
 from aiockpt.checkpointers.config import CheckpointProcessConfig, RankInfo
 from aiockpt.checkpointers.defaults import configured_writer
 from aiockpt.checkpointers.messages import Write
@@ -27,6 +26,7 @@ from aiockpt.errors import (
     UnsupportedLeafError,
     WorkerError,
 )
+from aiockpt.runtime.channel import Channel, encode
 from aiockpt.testing import assert_same
 from checkpointing import (
     Diary,

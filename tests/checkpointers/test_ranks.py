@@ -23,8 +23,8 @@ from aiockpt.checkpointers.barriers import (
 from aiockpt.checkpointers.config import BarrierConfig, RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.writer import CheckpointWriter
-from aiockpt.directory import find_checkpoint, latest
 from aiockpt.errors import PeerFailedError
+from aiockpt.storage.directory import find_checkpoint, latest
 from rankprocesses import SUPPORT, process
 from saved import ALONE, config, load, names
 

@@ -22,11 +22,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from safetensors.torch import save_file
 
-from aiockpt import HTTPTransport, directory
+from aiockpt import HTTPTransport
 from aiockpt.checkpointers import reader, sources
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader, device_of
-from aiockpt.directory import MARKER
 from aiockpt.errors import (
     AuthenticationError,
     CheckpointNotFoundError,
@@ -38,10 +37,12 @@ from aiockpt.errors import (
     TemplateMismatchError,
     WorldSizeMismatchError,
 )
-from aiockpt.memory import Arena
+from aiockpt.format.limits import Limits
+from aiockpt.memory.arena import Arena
+from aiockpt.storage.checkpoint_file import directory
+from aiockpt.storage.directory import MARKER
 from aiockpt.testing import assert_same
 from aiockpt.testing.devices import FakeAccelerator
-from aiockpt.wire.limits import Limits
 from commandline import beside
 from saved import (
     ALONE,

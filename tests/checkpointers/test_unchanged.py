@@ -19,7 +19,7 @@ from aiockpt import (
     make_async_checkpointer,
     make_sync_checkpointer,
 )
-from aiockpt.observe import TransferEvent, add_hook
+from aiockpt.events import TransferEvent, add_hook
 
 KINDS = [True, False]
 

@@ -14,29 +14,28 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from safetensors.torch import load_file
 
-from aiockpt import commit
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.hooks import WriterHook
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.sync import SyncCheckpointer
 from aiockpt.checkpointers.writer import CheckpointWriter
-from aiockpt.directory import latest
 from aiockpt.errors import (
     ClosedError,
     StagingError,
     StorageError,
     UnsupportedLeafError,
 )
-from aiockpt.livestate import LiveState
-from aiockpt.memory import Arena, ArenaPool
-from aiockpt.observe import Progress, TransferEvent, add_hook
-from aiockpt.snapshotfile import BLOCK, write_source
-from aiockpt.storage import read_header, verify_chunks
+from aiockpt.events import Progress, TransferEvent, add_hook
+from aiockpt.format.chunks import Digester
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import Manifest
+from aiockpt.memory.arena import Arena, ArenaPool
+from aiockpt.storage.checkpoint_file import commit, read_header, verify_chunks
+from aiockpt.storage.directory import latest
+from aiockpt.storage.snapshotfile import BLOCK, write_source
 from aiockpt.testing import assert_same, small_disk
 from aiockpt.testing.devices import FakeAccelerator
-from aiockpt.wire.chunks import Digester
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import Manifest
+from aiockpt.transfer.livestate import LiveState
 from pipeline import stager
 from saved import (
     ALONE,

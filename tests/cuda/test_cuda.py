@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt._device import port_for
-from aiockpt.memory import Arena
+from aiockpt.memory.arena import Arena
+from aiockpt.memory.device import port_for
 from aiockpt.testing import assert_same
 from pipeline import file_of, rebuilt, stager
 from serving import settle

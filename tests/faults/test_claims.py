@@ -16,9 +16,9 @@ from typing import NoReturn
 import pytest
 
 import aiockpt
+from aiockpt.format.layout import Storage
+from aiockpt.format.manifest import build_manifest
 from aiockpt.testing import assert_same, exhausted_fds
-from aiockpt.wire.layout import Storage
-from aiockpt.wire.manifest import build_manifest
 from faultrecord import Record
 from faultrows import row
 from floods import CONTINUE, HINTS, flooding, stalls

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from aiockpt import CheckpointProcessConfig, RankInfo, StorageError
 from aiockpt.checkpointers.process import CheckpointProcess
 from aiockpt.checkpointers.reader import CheckpointReader
-from aiockpt.directory import find_checkpoint
+from aiockpt.storage.directory import find_checkpoint
 from checkpointing import use_cpu
 from commandline import ENVIRONMENT
 from faultrecord import Record

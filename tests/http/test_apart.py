@@ -27,8 +27,8 @@ from aiockpt import (
     TransferEvent,
     UnsupportedLeafError,
 )
+from aiockpt.events import add_hook
 from aiockpt.http import setup
-from aiockpt.observe import add_hook
 from aiockpt.testing import assert_same, interruptions
 from aiockpt.testing.suite.endings import Endings
 from aiockpt.testing.suite.offers import Offers

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from aiockpt import TransferEvent
-from aiockpt.memory import CAN_LEND
-from aiockpt.observe import add_hook
+from aiockpt.events import add_hook
+from aiockpt.memory.arena import CAN_LEND
 from aiockpt.testing import assert_same
 from serving import settle
 from transports import Transport, in_the_middle, receive, transport, weights

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from aiockpt.format.chunks import digest
 from aiockpt.http.board import Board, Hand, Lane
 from aiockpt.http.stretch import MAX_RUN, Part
-from aiockpt.wire.chunks import digest
 
 pytestmark = pytest.mark.torch_free
 

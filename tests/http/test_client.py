@@ -20,11 +20,11 @@ from aiockpt.errors import (
     RemoteProtocolError,
     StepNotFoundError,
 )
+from aiockpt.events import TransferEvent, add_hook
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import Manifest
 from aiockpt.http.client import CheckpointClient, LatestInfo
-from aiockpt.observe import TransferEvent, add_hook
-from aiockpt.wire.http import PeerBusy, to_problem
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import Manifest
+from aiockpt.http.protocol import PeerBusy, to_problem
 from rangepeer import (
     STEP,
     TOKEN,

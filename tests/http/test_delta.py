@@ -25,7 +25,7 @@ from aiockpt import (
     UnsupportedLeafError,
     make_sync_checkpointer,
 )
-from aiockpt.observe import TransferEvent, add_hook
+from aiockpt.events import TransferEvent, add_hook
 from aiockpt.testing import (
     CutAfter,
     FakeAccelerator,

@@ -31,8 +31,8 @@ from aiockpt import (
     RemoteProtocolError,
     StepNotFoundError,
 )
+from aiockpt.http.protocol import parse_metadata
 from aiockpt.testing import assert_same
-from aiockpt.wire.http import parse_metadata
 from hosting import Host, certified, example, running, running_example
 from hosting_process import MIB_OFFERED
 from reverseproxy import reverse_proxy

@@ -15,8 +15,8 @@ from aiockpt.errors import (
     RemoteProtocolError,
     TransferStalledError,
 )
+from aiockpt.events import TransferEvent, add_hook
 from aiockpt.http import hedging
-from aiockpt.observe import TransferEvent, add_hook
 from aiockpt.testing.faults import (
     BlackHole,
     CutAfter,

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 import aiockpt.http
-from aiockpt.wire.grants import make_token
+from aiockpt.http.tokens import make_token
 from serving import TOKEN, Memory, serving
 from transports import transport, weights
 

@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 
 from aiockpt.errors import CheckpointChangedError
+from aiockpt.events import TransferEvent, add_hook
 from aiockpt.http.client import CheckpointClient
-from aiockpt.observe import TransferEvent, add_hook
 from rangepeer import Meddle, RangePeer, noise, receiver
 from rangepeer import serving as peer
 from replicas import FAR, Fetch

@@ -10,9 +10,9 @@ from aiohttp.abc import AbstractResolver
 
 from aiockpt.errors import AuthenticationError, LocalProtocolError, PeerUnreachableError
 from aiockpt.http import reach
+from aiockpt.http.protocol import parse_metadata
 from aiockpt.http.reach import CheckedResolver, Reach
 from aiockpt.http.security import Security
-from aiockpt.wire.http import parse_metadata
 from rangepeer import STEP, fetch, receiver, serving, soon
 
 pytestmark = pytest.mark.torch_free

@@ -10,10 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt._bridge import Bridge
-from aiockpt._deadline import Deadline
-from aiockpt._device import port_for
-from aiockpt.destination import Terms
 from aiockpt.errors import (
     AiockptError,
     LimitExceededError,
@@ -21,12 +17,16 @@ from aiockpt.errors import (
     StagingError,
     TransferInterruptedError,
 )
+from aiockpt.format.layout import Storage
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import Manifest, Outline, build_manifest
+from aiockpt.format.paths import Node
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.http.supply import Sharing
-from aiockpt.wire.layout import Storage
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import Manifest, Outline, build_manifest
-from aiockpt.wire.paths import Node
+from aiockpt.memory.device import port_for
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.deadline import Deadline
+from aiockpt.transfer.destination import Terms
 
 pytestmark = pytest.mark.asyncio
 

@@ -19,8 +19,8 @@ from aiockpt.errors import (
     StepNotFoundError,
     TransferStalledError,
 )
+from aiockpt.http.protocol import PeerBusy
 from aiockpt.http.retrying import MAX_BAD_ANSWERS, Patience, Retrier, backoff, persist
-from aiockpt.wire.http import PeerBusy
 
 pytestmark = [pytest.mark.torch_free]
 

@@ -21,11 +21,11 @@ from aiockpt import (
     Limits,
     TransferTimeoutError,
 )
-from aiockpt._pruning import pruned
-from aiockpt._selection import Selection
-from aiockpt.observe import TransferEvent, add_hook
+from aiockpt.events import TransferEvent, add_hook
+from aiockpt.format.chunks import ChunkGrid, chunks_over
+from aiockpt.state.pruning import pruned
+from aiockpt.state.selection import Selection
 from aiockpt.testing import Drip, FakeAccelerator, FlipBit, assert_same
-from aiockpt.wire.chunks import ChunkGrid, chunks_over
 from transports import (
     Transport,
     in_the_middle,
@@ -151,8 +151,8 @@ PATHS = [
 
 def as_a_load(state: dict[str, Any], select: Any, template: Any = None) -> Any:
     """Return what the checkpointers' rules make of a state that is here already."""
-    from aiockpt.filling import Filling
-    from aiockpt.wants import Wants
+    from aiockpt.transfer.filling import Filling
+    from aiockpt.transfer.wants import Wants
 
     wants = Wants([], device=None, ports=lambda device: None)
     filling = Filling(Selection(select), wants)
@@ -407,7 +407,9 @@ async def test_a_replaced_checkpoint_is_an_error() -> None:
 @pytest.mark.asyncio
 async def test_more_than_there_is_memory_for_is_refused(monkeypatch: Any) -> None:
     """What counts is what is selected, not what the checkpoint has."""
-    monkeypatch.setattr("aiockpt._available.available_memory", lambda _: 3 * CHUNK)
+    monkeypatch.setattr(
+        "aiockpt.runtime.available.available_memory", lambda _: 3 * CHUNK
+    )
     async with pair() as (sender, receiver):
         await sender.send_checkpoint([], 1, big())
         await receive(sender, receiver, select=["w0", "w1"])

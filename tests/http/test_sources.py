@@ -14,8 +14,8 @@ from aiockpt.errors import (
     PeerUnreachableError,
     StepNotFoundError,
 )
+from aiockpt.http.protocol import Source
 from aiockpt.testing.faults import CutAfter, Drip, Fault, StallAfter
-from aiockpt.wire.http import Source
 from rangepeer import describe, noise, receiver
 from rangepeer import serving as peer
 from replicas import (

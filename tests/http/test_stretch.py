@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.errors import LocalProtocolError
+from aiockpt.format.chunks import ChunkGrid, digest
+from aiockpt.format.layout import Storage
+from aiockpt.format.manifest import Manifest, build_manifest
 from aiockpt.http.stretch import Part, Stretch, plan
-from aiockpt.wire.chunks import ChunkGrid, digest
-from aiockpt.wire.layout import Storage
-from aiockpt.wire.manifest import Manifest, build_manifest
 
 CHUNK = 64 << 10
 

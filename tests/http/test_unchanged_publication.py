@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aiockpt import HTTPTransport
-from aiockpt.observe import TransferEvent, add_hook
+from aiockpt.events import TransferEvent, add_hook
 
 pytestmark = pytest.mark.asyncio
 

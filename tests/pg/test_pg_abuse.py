@@ -16,14 +16,14 @@ from aiockpt import (
     ProcessGroupError,
     StagingError,
 )
-from aiockpt.memory import Arena
+from aiockpt.format.chunks import ChunkGrid
+from aiockpt.memory.arena import Arena
 from aiockpt.pg.frames import Frame, Kind
 from aiockpt.pg.messages import MESSAGE_BYTES, Leavings
 from aiockpt.pg.mover import Mover
 from aiockpt.pg.sealing import HostSealing
-from aiockpt.staging import Stager
 from aiockpt.testing import assert_same
-from aiockpt.wire.chunks import ChunkGrid
+from aiockpt.transfer.staging import Stager
 from groups import both, moved, transports
 from transports import weights
 

@@ -20,7 +20,7 @@ from aiockpt import (
     TransferTimeoutError,
     UnsupportedLeafError,
 )
-from aiockpt.memory import Arena
+from aiockpt.memory.arena import Arena
 from aiockpt.pg import transport as room
 from aiockpt.pg.frames import FRAME_BYTES
 from aiockpt.pg.mover import Mover

@@ -26,7 +26,7 @@ from aiockpt import (
     TransferTimeoutError,
     UnsupportedLeafError,
 )
-from aiockpt.observe import add_hook
+from aiockpt.events import add_hook
 from aiockpt.pg.frames import Frame, Kind
 from aiockpt.testing import assert_same
 from aiockpt.testing.suite.base import TURNS, cancelled_after, sample

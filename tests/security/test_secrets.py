@@ -20,8 +20,8 @@ import trustme
 
 import aiockpt
 from aiockpt import AuthenticationError, ForgedManifestError, Security, make_token
+from aiockpt.events import add_hook
 from aiockpt.http.audit import Access
-from aiockpt.observe import add_hook
 from aiockpt.testing import Answer, assert_same
 from serving import Memory, Peer, settle
 from serving import serving as served

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import aiockpt
 from aiockpt.checkpointers.hooks import WriterHook
-from aiockpt.observe import TransferEvent, add_hook
+from aiockpt.events import TransferEvent, add_hook
 from checkpointing import die_between_meetings
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.hooks import WriterHook
 from aiockpt.checkpointers.writer import CheckpointWriter
-from aiockpt.wire.limits import Limits
+from aiockpt.format.limits import Limits
 
 PATIENCE = 60.0
 """Seconds that a slow machine may take to start a process."""
@@ -212,7 +212,7 @@ def refuse_and_tell(path: str) -> None:
 
 def loaded(path: Path, rank: int = 0) -> Any:
     """Return the state dict of a checkpoint's file, every digest verified."""
-    from aiockpt.statefile import read_state_file
+    from aiockpt.storage.statefile import read_state_file
 
     assert (path / "commit.json").exists(), f"{path} was not committed"
     file = path / f"checkpoint_{rank}.safetensors"

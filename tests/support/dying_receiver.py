@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from aiockpt import destination
+from aiockpt.transfer import destination
 from receivers import MIB_LARGE, options_of
 from transports import Transport, transport
 

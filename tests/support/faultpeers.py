@@ -26,11 +26,11 @@ import rangepeer
 import serving
 from aiockpt import AiockptError, Progress
 from aiockpt.http.listen import open_sockets
+from aiockpt.http.protocol import Source
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.shelf import Shelf
 from aiockpt.testing import Fault, FaultProxy, exhausted_fds
 from aiockpt.testing.faults import Pipe
-from aiockpt.wire.http import Source
 
 TOKEN = serving.TOKEN
 MIB = 1 << 20

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from aiockpt._rwlock import Lease, RWLock, RWLockStatistics
+from aiockpt.runtime.rwlock import Lease, RWLock, RWLockStatistics
 
 IDLE = RWLockStatistics(0, 0, 0, 0, 0.0, 0)
 

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from aiockpt.wire.chunks import digest
-from aiockpt.wire.layout import Storage
-from aiockpt.wire.manifest import Manifest, build_manifest
+from aiockpt.format.chunks import digest
+from aiockpt.format.layout import Storage
+from aiockpt.format.manifest import Manifest, build_manifest
 from mutations import header_of, parts_of
 from rangepeer import RangePeer, serving
 

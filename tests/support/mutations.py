@@ -24,14 +24,15 @@ import msgspec
 import torch
 
 from aiockpt.errors import AiockptError
-from aiockpt.rebuild import Frame, assemble, tensors_over
+from aiockpt.format import chunks
+from aiockpt.format.layout import ID_SLICE, PREFIX, snapshot_id_of
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import Manifest, decode_header
+from aiockpt.http import protocol as http
+from aiockpt.http.address import parse_address
+from aiockpt.http.tokens import make_token, read_token
+from aiockpt.state.rebuild import Frame, assemble, tensors_over
 from aiockpt.testing.leaves import LEAVES
-from aiockpt.wire import chunks, http
-from aiockpt.wire.address import parse_address
-from aiockpt.wire.grants import make_token, read_token
-from aiockpt.wire.layout import ID_SLICE, PREFIX, snapshot_id_of
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import Manifest, decode_header
 from auditing import Guard
 from pipeline import file_of, stager
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from aiockpt import HTTPTransport
+from aiockpt.events import TransferEvent, add_hook
 from aiockpt.http import lending
 from aiockpt.http.hosts import identity
-from aiockpt.observe import TransferEvent, add_hook
 
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 WAIT = 30.0

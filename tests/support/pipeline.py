@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from aiockpt._bridge import Bridge
-from aiockpt._device import Port, PortFor
-from aiockpt.rebuild import Frame, assemble, tensors_over
-from aiockpt.staging import Snapshot, Stager
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import Manifest, decode_header, header_length
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import Manifest, decode_header, header_length
+from aiockpt.memory.device import Port, PortFor
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.state.rebuild import Frame, assemble, tensors_over
+from aiockpt.transfer.staging import Snapshot, Stager
 
 LIMITS = Limits()
 

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 from aiohttp import ClientSession, web
 
 from aiockpt.errors import AiockptError
+from aiockpt.format.chunks import digest
+from aiockpt.format.layout import Storage
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import Manifest, build_manifest
 from aiockpt.http.client import CheckpointClient, ClientConfig
-from aiockpt.wire.chunks import digest
-from aiockpt.wire.http import Source
-from aiockpt.wire.layout import Storage
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import Manifest, build_manifest
+from aiockpt.http.protocol import Source
 
 T = TypeVar("T")
 Meddle = Callable[["RangePeer", web.Request], Awaitable[web.StreamResponse | None]]

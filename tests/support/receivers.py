@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt import destination
-from aiockpt.destination import InTemplate
 from aiockpt.http.selecting import _Part
-from aiockpt.memory import Arena
+from aiockpt.memory.arena import Arena
+from aiockpt.transfer import destination
+from aiockpt.transfer.destination import InTemplate
 from transports import Transport, weights
 
 __all__ = [

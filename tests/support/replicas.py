@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+from aiockpt.events import TransferEvent, add_hook
 from aiockpt.http.client import CheckpointClient
 from aiockpt.http.member import Members
+from aiockpt.http.protocol import Source
 from aiockpt.http.several import SeveralSources
-from aiockpt.observe import TransferEvent, add_hook
 from aiockpt.testing.faults import Fault, FaultProxy, Pipe
-from aiockpt.wire.http import Source
 from rangepeer import Memory as Target
 from serving import TOKEN, Memory, Site, serving
 

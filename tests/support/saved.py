@@ -17,7 +17,7 @@ from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.sync import SyncCheckpointer
 from aiockpt.checkpointers.writer import CheckpointWriter
-from aiockpt.commit import Draft
+from aiockpt.storage.commit import Draft
 from aiockpt.testing.devices import FakeAccelerator
 
 ALONE = RankInfo(0, 1)

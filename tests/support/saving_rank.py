@@ -35,7 +35,7 @@ from aiockpt.checkpointers.config import (
 )
 from aiockpt.checkpointers.hooks import WriterHook
 from aiockpt.checkpointers.writer import CheckpointWriter
-from aiockpt.observe import TransferEvent, add_hook
+from aiockpt.events import TransferEvent, add_hook
 
 TIMEOUTS = {1: 60.0, 2: 2.0}
 """How long another rank is waited for: to start, and when it may have died."""

@@ -11,13 +11,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from aiockpt.format.chunks import ChunkGrid, digest
+from aiockpt.format.layout import Storage
+from aiockpt.format.manifest import build_manifest
 from aiockpt.http.guard import ServerConfig
 from aiockpt.http.listen import open_sockets
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.shelf import Shelf
-from aiockpt.wire.chunks import ChunkGrid, digest
-from aiockpt.wire.layout import Storage
-from aiockpt.wire.manifest import build_manifest
 
 TOKEN = "a-token"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from aiockpt.template import Match, Template
-from aiockpt.wire.manifest import Manifest
+from aiockpt.format.manifest import Manifest
+from aiockpt.state.template import Match, Template
 from pipeline import LIMITS, stager
 
 

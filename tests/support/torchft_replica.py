@@ -32,7 +32,7 @@ from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGlo
 from torchft.coordination import LighthouseServer
 
 import aiockpt.torchft
-from aiockpt._portal import Portal
+from aiockpt.runtime.portal import Portal
 from aiockpt.testing import FaultProxy, fault_kinds
 
 State = dict[str, Any]

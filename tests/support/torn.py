@@ -17,14 +17,14 @@ from pathlib import Path
 import aiockpt
 from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.writer import CheckpointWriter
-from aiockpt.directory import checkpoint_at, find_checkpoint, list_checkpoints
 from aiockpt.errors import StorageError
-from aiockpt.storage import read_header, verify_chunks
+from aiockpt.format.chunks import digest
+from aiockpt.format.layout import Storage
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import Manifest, build_manifest
+from aiockpt.storage.checkpoint_file import read_header, verify_chunks
+from aiockpt.storage.directory import checkpoint_at, find_checkpoint, list_checkpoints
 from aiockpt.testing import SystemCallFault, system_call_faults
-from aiockpt.wire.chunks import digest
-from aiockpt.wire.layout import Storage
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import Manifest, build_manifest
 
 CALLS = (
     "fallocate",

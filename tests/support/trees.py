@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from aiockpt.rebuild import Frame, assemble, tensors_over
-from aiockpt.wire.chunks import digest
-from aiockpt.wire.layout import Storage
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import Manifest, TensorSpec, build_manifest
-from aiockpt.wire.paths import Node
+from aiockpt.format.chunks import digest
+from aiockpt.format.layout import Storage
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import Manifest, TensorSpec, build_manifest
+from aiockpt.format.paths import Node
+from aiockpt.state.rebuild import Frame, assemble, tensors_over
 from pipeline import LIMITS
 
 SIZE: Node = ["ext", "torch.Size", ["tuple", [2, 2]]]

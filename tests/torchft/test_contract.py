@@ -24,7 +24,6 @@ import torchft.checkpointing
 from torchft.checkpointing.transport_test import TIMEOUT_REGEX
 
 import aiockpt
-from aiockpt._portal import Portal
 from aiockpt.errors import (
     AiockptError,
     AuthenticationError,
@@ -37,6 +36,7 @@ from aiockpt.errors import (
     TransferTimeoutError,
     UnsupportedLeafError,
 )
+from aiockpt.runtime.portal import Portal
 from aiockpt.testing import FaultProxy, Refuse, StallAfter, assert_same
 from aiockpt.testing.fault_kinds import Fault
 from aiockpt.torchft import HTTPTransport, PGTransport, adapt

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from aiockpt.wire.chunks import ChunkGrid, digest
-from aiockpt.wire.layout import ID_SLICE, PREFIX, Storage, snapshot_id_of
-from aiockpt.wire.manifest import Manifest, TensorSpec, build_manifest
+from aiockpt.format.chunks import ChunkGrid, digest
+from aiockpt.format.layout import ID_SLICE, PREFIX, Storage, snapshot_id_of
+from aiockpt.format.manifest import Manifest, TensorSpec, build_manifest
 
 CHUNK_BYTES = 64 * 1024
 Forge = Callable[..., bytes]

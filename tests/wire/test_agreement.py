@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt.wire import dtypes
-from aiockpt.wire.chunks import ChunkGrid, digest
-from aiockpt.wire.document import Entry, TensorSpec
-from aiockpt.wire.entries import Entries
-from aiockpt.wire.layout import Storage, Storages, dense_stride, plan_segment
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import (
+from aiockpt.format import dtypes
+from aiockpt.format.chunks import ChunkGrid, digest
+from aiockpt.format.document import Entry, TensorSpec
+from aiockpt.format.entries import Entries
+from aiockpt.format.layout import Storage, Storages, dense_stride, plan_segment
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import (
     ForeignHeader,
     build_manifest,
     decode_header,
     header_length,
 )
-from aiockpt.wire.validate import views_fault
+from aiockpt.format.validate import views_fault
 
 torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")

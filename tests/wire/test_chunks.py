@@ -7,7 +7,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt.wire.chunks import ChunkGrid, Digester, digest
+from aiockpt.format.chunks import ChunkGrid, Digester, digest
 
 SIZES = st.integers(0, 10_000)
 LENGTHS = st.integers(1, 300)

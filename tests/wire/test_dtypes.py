@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aiockpt.errors import RemoteProtocolError
-from aiockpt.wire import dtypes
+from aiockpt.format import dtypes
 
 
 def test_a_dtype_without_a_code_is_entered_as_bytes() -> None:

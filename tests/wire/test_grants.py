@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.errors import AuthenticationError, ForgedManifestError
-from aiockpt.wire.grants import (
+from aiockpt.http.protocol import format_metadata, parse_metadata
+from aiockpt.http.tokens import (
     CLOCK_SKEW,
     Grant,
     check_manifest_mac,
@@ -18,7 +19,6 @@ from aiockpt.wire.grants import (
     manifest_mac,
     read_token,
 )
-from aiockpt.wire.http import format_metadata, parse_metadata
 
 SECRET = "a-secret-of-the-job"
 NAMES = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1)

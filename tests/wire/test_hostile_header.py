@@ -25,9 +25,9 @@ from aiockpt.errors import (
     ProtocolError,
     RemoteProtocolError,
 )
-from aiockpt.wire.layout import ID_SLICE, PREFIX
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import ForeignHeader, Manifest, decode_header
+from aiockpt.format.layout import ID_SLICE, PREFIX
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import ForeignHeader, Manifest, decode_header
 
 Forge = Callable[..., bytes]
 LIMITS = Limits()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.errors import LocalProtocolError, RemoteProtocolError
-from aiockpt.wire.http import (
+from aiockpt.http.protocol import (
     MAX_METADATA,
     Resource,
     ResourceKind,

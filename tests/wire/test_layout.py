@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.errors import LocalProtocolError
-from aiockpt.wire.chunks import ChunkGrid, digest
-from aiockpt.wire.dtypes import DTYPES
-from aiockpt.wire.layout import (
+from aiockpt.format.chunks import ChunkGrid, digest
+from aiockpt.format.dtypes import DTYPES
+from aiockpt.format.layout import (
     PREFIX,
     Storage,
     Storages,
@@ -20,8 +20,8 @@ from aiockpt.wire.layout import (
     make_entries,
     plan_segment,
 )
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import Manifest, build_manifest, decode_header
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import Manifest, build_manifest, decode_header
 
 CODES = {code: size for size, code in DTYPES.values() if code is not None}
 NAMES = st.text(max_size=6).filter(lambda name: name != "__metadata__")

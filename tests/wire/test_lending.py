@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt.wire.lending import (
+from aiockpt.http.memory_protocol import (
     Offer,
     format_offer,
     format_probe,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.errors import LimitExceededError
-from aiockpt.wire.limits import Limits, enforce, enforce_values
+from aiockpt.format.limits import Limits, enforce, enforce_values
 
 
 def test_the_defaults_fit_a_large_model() -> None:

@@ -16,10 +16,10 @@ from aiockpt.errors import (
     LocalProtocolError,
     RemoteProtocolError,
 )
-from aiockpt.wire.chunks import ChunkGrid
-from aiockpt.wire.layout import Storage
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import (
+from aiockpt.format.chunks import ChunkGrid
+from aiockpt.format.layout import Storage
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import (
     COMPACTED,
     ForeignHeader,
     Manifest,

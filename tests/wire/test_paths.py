@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt.wire.paths import Path, format_path
+from aiockpt.format.paths import Path, format_path
 
 
 @pytest.mark.parametrize(

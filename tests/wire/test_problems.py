@@ -20,8 +20,8 @@ from aiockpt.errors import (
     StepNotFoundError,
     TransportError,
 )
-from aiockpt.wire.chunks import RangeNotSatisfiable
-from aiockpt.wire.problems import (
+from aiockpt.format.chunks import RangeNotSatisfiable
+from aiockpt.http.problems import (
     HostNotAllowed,
     PeerBusy,
     Problem,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from aiockpt.errors import RemoteProtocolError
-from aiockpt.wire.paths import Node
-from aiockpt.wire.references import (
+from aiockpt.format.paths import Node
+from aiockpt.format.references import (
     mentions,
     registered,
     renumber,

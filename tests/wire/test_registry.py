@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from aiockpt.errors import RemoteProtocolError
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.registry import REGISTRY, Registry, register_leaf
-from aiockpt.wire.tree import Node, decode_tree, encode_tree
+from aiockpt.format.limits import Limits
+from aiockpt.format.registry import REGISTRY, Registry, register_leaf
+from aiockpt.format.tree import Node, decode_tree, encode_tree
 
 
 class Phase(enum.Enum):

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.errors import LimitExceededError, UnsupportedLeafError
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.tree import (
+from aiockpt.format.limits import Limits
+from aiockpt.format.tree import (
     BLOB_BYTES,
     REGISTRY,
     Node,

@@ -18,11 +18,11 @@ from aiockpt.errors import (
     ProtocolError,
     RemoteProtocolError,
 )
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.paths import Node
-from aiockpt.wire.references import tensor_leaves, tensor_paths
-from aiockpt.wire.registry import REGISTRY, Registry
-from aiockpt.wire.untree import decode_tree
+from aiockpt.format.limits import Limits
+from aiockpt.format.paths import Node
+from aiockpt.format.references import tensor_leaves, tensor_paths
+from aiockpt.format.registry import REGISTRY, Registry
+from aiockpt.format.untree import decode_tree
 
 LIMITS = Limits()
 TENSORS = ("t0", "t1")

@@ -15,10 +15,6 @@ import threading
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
-from aiockpt._background import leave_terminal
-from aiockpt._bridge import Bridge
-from aiockpt._channel import Channel, unpack
-from aiockpt._mapped import trusted_header
 from aiockpt.http.apart.forwarding import Forwarding
 from aiockpt.http.apart.messages import (
     Counted,
@@ -38,6 +34,10 @@ from aiockpt.http.apart.servable import Servable
 from aiockpt.http.lending import Lender
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.shelf import Shelf
+from aiockpt.memory.mapped import trusted_header
+from aiockpt.runtime.background import leave_terminal
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.channel import Channel, unpack
 
 __all__ = ["Serving", "main"]
 

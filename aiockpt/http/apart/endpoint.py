@@ -9,18 +9,18 @@ from typing import Literal, TypeAlias
 
 import anyio
 
-from aiockpt._bridge import Bridge
 from aiockpt.errors import LocalProtocolError
 from aiockpt.http.apart.messages import Setup
 from aiockpt.http.apart.remote import RemoteShelf
 from aiockpt.http.endpoint import PREFIX, Address, Endpoint, EndpointConfig
 from aiockpt.http.handlers import CheckpointService, ServerStatistics
 from aiockpt.http.options import require, require_type
+from aiockpt.runtime.bridge import Bridge
 
 __all__ = ["ApartEndpoint", "ApartOptions", "Server", "endpoint_for"]
 
 _NICEST = 19  # who has it gets what others leave
-_LOGGERS = ("aiockpt", "aiockpt._bridge", "aiockpt.audit", "aiockpt.http")
+_LOGGERS = ("aiockpt", "aiockpt.runtime.bridge", "aiockpt.audit", "aiockpt.http")
 
 Server: TypeAlias = Literal["loop", "process"]
 """Where a transport serves: on its loop, or in a process of its own."""

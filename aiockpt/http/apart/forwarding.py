@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
+from aiockpt.events import TransferEvent, add_hook
 from aiockpt.http.apart.messages import Happened, Logged
 from aiockpt.http.audit import Access
-from aiockpt.observe import TransferEvent, add_hook
 
 __all__ = ["Forwarding"]
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from aiockpt._bridge import Bridge
-from aiockpt._channel import Channel, pair
 from aiockpt.http.forks import close_in_forks
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.channel import Channel, pair
 
 __all__ = ["Child"]
 

@@ -6,12 +6,12 @@ from typing import TypeAlias
 
 import msgspec
 
+from aiockpt.events import TransferEvent
 from aiockpt.http.audit import Access
 from aiockpt.http.failing import Failure
 from aiockpt.http.guard import ServerConfig
 from aiockpt.http.handlers import ServerStatistics
 from aiockpt.http.shelf import ShelfStatistics
-from aiockpt.observe import TransferEvent
 
 __all__ = [
     "Counted",

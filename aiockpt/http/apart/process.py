@@ -10,10 +10,10 @@ from pathlib import Path
 from socket import SHUT_RDWR, socket
 from typing import Final
 
-from aiockpt._bridge import Bridge
 from aiockpt.errors import AiockptError, ClosedError, LocalProtocolError, WorkerError
 from aiockpt.http.apart.launch import Child
 from aiockpt.http.apart.messages import Ready, decode_from_server
+from aiockpt.runtime.bridge import Bridge
 
 __all__ = ["PATIENCE", "ServerProcess"]
 

@@ -20,10 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from socket import socket
 from typing import Final
 
-from aiockpt._bridge import Bridge
-from aiockpt._channel import pack
-from aiockpt._snapshot import Snapshot
 from aiockpt.errors import ClosedError, StepNotFoundError
+from aiockpt.events import emit
 from aiockpt.http.apart.messages import (
     Counted,
     Done,
@@ -42,7 +40,9 @@ from aiockpt.http.apart.process import PATIENCE, ServerProcess
 from aiockpt.http.failing import Failure
 from aiockpt.http.handlers import ServerStatistics
 from aiockpt.http.shelf import ShelfStatistics
-from aiockpt.observe import emit
+from aiockpt.memory.snapshot import Snapshot
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.channel import pack
 
 __all__ = ["RemoteShelf"]
 

@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable
 from typing import TypeAlias
 
-from aiockpt._mapped import MappedSnapshot
+from aiockpt.format.manifest import Manifest
 from aiockpt.http.apart.messages import Released, Spent
 from aiockpt.http.handlers import SMALL_BYTES
-from aiockpt.memory import sealed
-from aiockpt.wire.manifest import Manifest
+from aiockpt.memory.arena import sealed
+from aiockpt.memory.mapped import MappedSnapshot
 
 __all__ = ["Servable"]
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from aiockpt._bridge import Bridge
-from aiockpt._device import Port, completed
 from aiockpt.errors import LimitExceededError, RemoteProtocolError
+from aiockpt.memory.device import Port, completed
 from aiockpt.pg.device.folding import Folded, fold, keys
 from aiockpt.pg.device.segment import Segment
+from aiockpt.runtime.bridge import Bridge
 
 __all__ = ["Board", "decode_placement", "encode_placement"]
 

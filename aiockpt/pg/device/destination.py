@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from aiockpt._bridge import Bridge
-from aiockpt._copy import Fences
-from aiockpt._device import Event
-from aiockpt._parts import once
-from aiockpt.destination import Destination, Fresh, InTemplate, Terms
+from aiockpt.format.manifest import Manifest
+from aiockpt.memory.copy import Fences
+from aiockpt.memory.device import Event
+from aiockpt.memory.parts import once
 from aiockpt.pg.device.board import Board
 from aiockpt.pg.device.segment import (
     Bounds,
@@ -22,9 +21,10 @@ from aiockpt.pg.device.segment import (
     pairs,
 )
 from aiockpt.pg.device.staging import owned, without
-from aiockpt.rebuild import Frame, check_meshes
-from aiockpt.template import Match, Template
-from aiockpt.wire.manifest import Manifest
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.state.rebuild import Frame, check_meshes
+from aiockpt.state.template import Match, Template
+from aiockpt.transfer.destination import Destination, Fresh, InTemplate, Terms
 
 __all__ = ["device_destination_of"]
 

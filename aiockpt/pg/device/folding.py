@@ -19,8 +19,8 @@ from typing import Final
 
 import torch
 
-from aiockpt._device import Event
-from aiockpt.wire.chunks import digest
+from aiockpt.format.chunks import digest
+from aiockpt.memory.device import Event
 
 __all__ = ["Folded", "fold", "keys"]
 

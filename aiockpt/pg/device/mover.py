@@ -9,8 +9,8 @@ from typing import Final
 
 import torch
 
-from aiockpt._device import Event
 from aiockpt.errors import ProcessGroupError
+from aiockpt.memory.device import Event
 from aiockpt.pg.device.board import Board
 from aiockpt.pg.device.segment import Segment
 from aiockpt.pg.group import Group, Pending

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from aiockpt._bridge import Bridge
+from aiockpt.format.chunks import ChunkGrid
 from aiockpt.pg.device.board import Board
 from aiockpt.pg.device.segment import Segment
 from aiockpt.pg.sealing import OnChunk
-from aiockpt.wire.chunks import ChunkGrid
+from aiockpt.runtime.bridge import Bridge
 
 __all__ = ["DeviceSealing", "Sealed"]
 

@@ -14,10 +14,10 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from aiockpt._backings import Backing, Backings
-from aiockpt._copy import raw_bytes
-from aiockpt._device import Event, Pair
-from aiockpt._parts import part_pairs
+from aiockpt.memory.backings import Backing, Backings
+from aiockpt.memory.copy import raw_bytes
+from aiockpt.memory.device import Event, Pair
+from aiockpt.memory.parts import part_pairs
 from aiockpt.pg.messages import LARGE_BYTES, TOGETHER_BYTES, Landings, Leavings, Memory
 
 __all__ = ["Home", "Homes", "Segment", "in_blocks", "in_state", "pairs"]

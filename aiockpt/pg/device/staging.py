@@ -13,20 +13,20 @@ from operator import add
 
 import torch
 
-from aiockpt._backings import Backings
-from aiockpt._bridge import Bridge
-from aiockpt._copy import CopyPlan, Fences
-from aiockpt._device import Event, PortFor, completed
-from aiockpt._parts import once
-from aiockpt._tasks import together
 from aiockpt.errors import AiockptError, StagingError
-from aiockpt.flatten import Description, describe
-from aiockpt.memory import Arena
+from aiockpt.format.chunks import DEVICE_ALGORITHM, ChunkGrid, check_chunk_bytes
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import Manifest, build_manifest
+from aiockpt.memory.arena import Arena
+from aiockpt.memory.backings import Backings
+from aiockpt.memory.copy import CopyPlan, Fences
+from aiockpt.memory.device import Event, PortFor, completed
+from aiockpt.memory.parts import once
 from aiockpt.pg.device.board import Board, encode_placement
 from aiockpt.pg.device.segment import Bounds, Segment, in_blocks, in_state, pairs
-from aiockpt.wire.chunks import DEVICE_ALGORITHM, ChunkGrid, check_chunk_bytes
-from aiockpt.wire.limits import Limits
-from aiockpt.wire.manifest import Manifest, build_manifest
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.tasks import together
+from aiockpt.state.flatten import Description, describe
 
 __all__ = ["DeviceSnapshot", "DeviceStager", "owned", "without"]
 
@@ -90,7 +90,7 @@ class _Job:
 
 
 class DeviceStager:
-    """Makes snapshots of what is on the device; see `aiockpt.staging.Stager`."""
+    """Makes snapshots of what is on the device; see `transfer.staging.Stager`."""
 
     def __init__(
         self,

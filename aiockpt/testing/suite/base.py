@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import torch
 
-from aiockpt._tasks import together
+from aiockpt.runtime.tasks import together
 from aiockpt.transport import CheckpointTransport, Timeout
 
 __all__ = ["PROMPT", "TURNS", "Conformance", "cancelled_after", "sample", "turn"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aiockpt.errors import AiockptError, MissingKeysError, TemplateMismatchError
-from aiockpt.observe import Progress
+from aiockpt.events import Progress
 from aiockpt.testing.equality import assert_same
 from aiockpt.testing.suite.base import Conformance, sample
 from aiockpt.transport import CheckpointTransport

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aiockpt.errors import TemplateMismatchError, UnsupportedLeafError
-from aiockpt.observe import Progress
+from aiockpt.events import Progress
 from aiockpt.testing.equality import assert_same
 from aiockpt.testing.leaves import LEAVES
 from aiockpt.testing.suite.base import Conformance, sample

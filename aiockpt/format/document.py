@@ -1,0 +1,206 @@
+"""What stands in a header: its JSON field by field, and the manifest made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
+from typing import Final
+
+import msgspec
+
+from aiockpt.errors import RemoteProtocolError
+from aiockpt.format.chunks import ChunkGrid
+from aiockpt.format.dtypes import torch_name
+from aiockpt.format.entries import INT64_MAX, Bytes, Count, Entries, Entry, Shape
+from aiockpt.format.paths import Node
+
+__all__ = [
+    "COMPACTED",
+    "CONJ",
+    "INT64_MAX",
+    "NEG",
+    "PARAMETER",
+    "REQUIRES_GRAD",
+    "VERSION",
+    "Count",
+    "Entry",
+    "ForeignHeader",
+    "Manifest",
+    "ManifestDocument",
+    "Outline",
+    "Shape",
+    "TensorSpec",
+    "dense_stride",
+]
+
+VERSION: Final = 1
+
+REQUIRES_GRAD: Final = 1
+PARAMETER: Final = 2
+CONJ: Final = 4
+NEG: Final = 8
+COMPACTED: Final = 16
+"""The sender's view was sparse in its storage, and was staged as a dense copy."""
+
+
+class TensorSpec(
+    msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fields=True
+):
+    """A tensor inside a storage: torch's dtype name; stride and offset in elements."""
+
+    storage: Count
+    dtype: str
+    shape: Shape
+    stride: Shape
+    offset: Count
+    flags: Count
+
+
+class ManifestDocument(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+):
+    """The manifest as it travels; ``digests`` are joined, ``tree`` is undecoded."""
+
+    version: int
+    step: Count
+    chunk_bytes: Count
+    algorithm: str
+    digests: str
+    entries: Count
+    views: tuple[TensorSpec, ...] = ()
+    tree: msgspec.Raw
+
+
+def dense_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a contiguous tensor (as torch counts)."""
+    reversed_sizes = (max(size, 1) for size in reversed(shape))
+    return tuple(accumulate(reversed_sizes, mul, initial=1))[-2::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A checkpoint by its chunks alone: what they belong to, where they lie."""
+
+    step: int
+    snapshot_id: str
+    grid: ChunkGrid
+    digests: tuple[str, ...] = field(repr=False)
+    header_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """The length of the file."""
+        return self.header_bytes + self.grid.segment_bytes
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Manifest:
+    """A validated manifest.
+
+    Tensor ``i < len(entries)`` is what entry i describes by itself: dense, of its
+    dtype and shape, without flags. Tensor ``len(entries) + j`` is ``views[j]``.
+    ``header`` is what is served and stored: the 8 length bytes, JSON and padding, of
+    ``header_bytes`` bytes. The data segment follows it in a file.
+    """
+
+    step: int
+    snapshot_id: str
+    chunk_bytes: int
+    algorithm: str
+    digests: tuple[str, ...]
+    entries: Entries
+    views: tuple[TensorSpec, ...]
+    tree: Node
+    header: Bytes
+    header_bytes: int
+
+    def __repr__(self) -> str:
+        return (
+            f"<Manifest step={self.step} tensors={self.tensor_count} "
+            f"bytes={self.segment_bytes}>"
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the entries."""
+        return self.entries.names
+
+    @property
+    def segment_bytes(self) -> int:
+        """The length of the data segment."""
+        return self.entries.nbytes
+
+    def without_header(self) -> Manifest:
+        """Return it for those who only read it: the header weighs as much again."""
+        return replace(self, header=b"")
+
+    @property
+    def total_bytes(self) -> int:
+        """The length of the file."""
+        return self.header_bytes + self.segment_bytes
+
+    @property
+    def outline(self) -> Outline:
+        """What is needed to fetch the chunks."""
+        return Outline(
+            self.step, self.snapshot_id, self.grid, self.digests, self.header_bytes
+        )
+
+    @property
+    def tensor_count(self) -> int:
+        """How many tensors the tree may refer to."""
+        return len(self.entries) + len(self.views)
+
+    @property
+    def grid(self) -> ChunkGrid:
+        """The chunks of the data segment."""
+        return ChunkGrid(self.segment_bytes, self.chunk_bytes)
+
+    def storage_of(self, index: int) -> int:
+        """Return the entry that holds tensor ``index``, which must exist."""
+        count = len(self.entries)
+        return index if index < count else self.views[index - count].storage
+
+    def tensor(self, index: int) -> TensorSpec:
+        """Return what tensor ``index`` is.
+
+        Raises:
+            RemoteProtocolError: there is none; indices come from the peer's tree.
+        """
+        if not 0 <= index < self.tensor_count:
+            raise RemoteProtocolError(f"no tensor {index} of {self.tensor_count}")
+        if index >= len(self.entries):
+            return self.views[index - len(self.entries)]
+        entry = self.entries[index]
+        stride = dense_stride(entry.shape)
+        return TensorSpec(index, torch_name(entry.dtype), entry.shape, stride, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignHeader:
+    """The validated header of a safetensors file that aiockpt did not write."""
+
+    entries: Entries = field(repr=False)
+    metadata: dict[str, str]
+    header: Bytes = field(repr=False)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the entries."""
+        return self.entries.names
+
+    @property
+    def segment_bytes(self) -> int:
+        """The length of the data segment."""
+        return self.entries.nbytes
+
+    @property
+    def header_bytes(self) -> int:
+        """The length of the header: the data segment's offset in the file."""
+        return len(self.header)

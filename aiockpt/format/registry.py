@@ -1,0 +1,207 @@
+"""The leaf types that the tree learns about.
+
+Both ends fill a registry with the same tags. A tag is only ever compared: no name
+that a peer sends is imported, and nothing but a registered decoder is called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from aiockpt.format.paths import NAMED_TUPLE
+
+__all__ = ["BUILTIN_TYPES", "REGISTRY", "Codec", "Registry", "register_leaf"]
+
+T = TypeVar("T")
+
+BUILTIN_TYPES: Final[frozenset[type]] = frozenset(
+    {
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        list,
+        tuple,
+        set,
+        frozenset,
+        dict,
+        deque,
+        OrderedDict,
+        defaultdict,
+    }
+)
+"""The types that the tree carries by itself; exact types, no subclasses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How one registered type becomes a value that the tree can carry, and back."""
+
+    tag: str
+    leaf_type: type
+    encode: Callable[[Any], object]
+    decode: Callable[[Any], object]
+    is_structure: bool = False
+    """Whether it is a named tuple without functions of its own."""
+
+
+class Registry:
+    """Leaf types by type (to encode) and by tag (to decode)."""
+
+    def __init__(self) -> None:
+        self._by_type: dict[type, Codec] = {}
+        self._by_tag: dict[str, Codec] = {}
+
+    def __repr__(self) -> str:
+        return f"<Registry types={len(self._by_tag)}>"
+
+    def register(
+        self,
+        tag: str,
+        leaf_type: type[T],
+        encode: Callable[[T], object],
+        decode: Callable[[Any], T],
+        *,
+        is_structure: bool = False,
+    ) -> None:
+        """Carry values whose exact type is ``leaf_type`` as what ``encode`` returns.
+
+        That may be any value that the tree carries, tensors included; ``decode`` is
+        the inverse, and is called with what a peer sent: it must check its argument.
+        Registering again replaces, also when the type's module was reloaded.
+
+        Raises:
+            ValueError: the type or the tag is taken by another one.
+        """
+        if leaf_type in BUILTIN_TYPES:
+            raise ValueError(f"{_name(leaf_type)} is carried already")
+        codec = Codec(tag, leaf_type, encode, decode, is_structure)
+        for other in (self._by_type.get(leaf_type), self._by_tag.get(tag)):
+            if other is not None and not _same(other, codec):
+                raise ValueError(
+                    f"cannot register {_name(leaf_type)} as {tag!r}: "
+                    f"{_name(other.leaf_type)} is registered as {other.tag!r}"
+                )
+        if (reloaded := self._by_tag.get(tag)) is not None:
+            del self._by_type[reloaded.leaf_type]
+        self._by_tag[tag] = self._by_type[leaf_type] = codec
+
+    def by_type(self, leaf_type: type) -> Codec | None:
+        """Return the codec of an exact type."""
+        return self._by_type.get(leaf_type)
+
+    def by_tag(self, tag: str) -> Codec | None:
+        """Return the codec of a tag, which for a named tuple has its prefix."""
+        name = tag.removeprefix(NAMED_TUPLE)
+        codec = self._by_tag.get(name)
+        return None if codec and name != tag and not codec.is_structure else codec
+
+
+def _same(one: Codec, other: Codec) -> bool:
+    return one.tag == other.tag and _name(one.leaf_type) == _name(other.leaf_type)
+
+
+def _name(leaf_type: type) -> str:
+    return f"{leaf_type.__module__}.{leaf_type.__qualname__}"
+
+
+REGISTRY: Final = Registry()
+"""The registry that `register_leaf` fills and that the package uses."""
+
+
+def register_leaf(
+    leaf_type: type[T],
+    /,
+    *,
+    tag: str | None = None,
+    encode: Callable[[T], object] | None = None,
+    decode: Callable[[Any], T] | None = None,
+) -> type[T]:
+    """Let state dicts hold values of ``leaf_type``; call it on both ends.
+
+    Enums (carried by name; flags by value), dataclasses (by their init fields) and
+    named tuples (by their fields) need no functions. ``tag`` is the type's full name
+    by default. Returns ``leaf_type``, so that it works as a decorator.
+
+    Raises:
+        ValueError: no functions were given for another kind of type, only one of the
+            two was given, or the type or the tag is taken by another one.
+    """
+    is_structure = False
+    if encode is None and decode is None:
+        encode, decode = _default_codec(leaf_type)
+        is_structure = _is_named_tuple(leaf_type)
+    if encode is None or decode is None:
+        raise ValueError(f"{_name(leaf_type)} needs both encode and decode")
+    REGISTRY.register(
+        tag or _name(leaf_type), leaf_type, encode, decode, is_structure=is_structure
+    )
+    return leaf_type
+
+
+def _default_codec(
+    leaf_type: type[Any],
+) -> tuple[Callable[[Any], object], Callable[[Any], Any]]:
+    if issubclass(leaf_type, enum.Flag):
+        return lambda flag: flag.value, _only_of(int, leaf_type)
+    if issubclass(leaf_type, enum.Enum):
+        return lambda member: member.name, _only_of(str, leaf_type.__getitem__)
+    if dataclasses.is_dataclass(leaf_type):
+        names = [each.name for each in dataclasses.fields(leaf_type) if each.init]
+    elif _is_named_tuple(leaf_type):
+        names = list(leaf_type._fields)
+    else:
+        raise ValueError(f"{_name(leaf_type)} needs encode and decode functions")
+    return (
+        lambda value: {name: getattr(value, name) for name in names},
+        lambda fields: leaf_type(**fields),
+    )
+
+
+def _is_named_tuple(leaf_type: type[Any]) -> bool:
+    return issubclass(leaf_type, tuple) and hasattr(leaf_type, "_fields")
+
+
+def _only_of(
+    kind: type[object], decode: Callable[[Any], Any]
+) -> Callable[[object], Any]:
+    # An enum's own refusal shows the value, which may be a tensor, or endless.
+    def checked(value: object) -> Any:
+        if type(value) is not kind:
+            raise TypeError(f"no {kind.__name__}")
+        return decode(value)
+
+    return checked
+
+
+def _counter(value: object) -> Counter[Any]:
+    # Of anything but a mapping it counts the items, and a range has 2**63 of them.
+    if type(value) is not dict:
+        raise TypeError("no dict")
+    return Counter(value)
+
+
+def _bytearray(value: object) -> bytearray:
+    # bytearray(2**40) would allocate what a peer claims.
+    if not isinstance(value, bytes):
+        raise TypeError("not bytes")
+    return bytearray(value)
+
+
+# What the standard library puts into state dicts (a scheduler's milestones, for one).
+register_leaf(Counter, tag="Counter", encode=dict, decode=_counter)
+register_leaf(bytearray, tag="bytearray", encode=bytes, decode=_bytearray)
+register_leaf(
+    range,
+    tag="range",
+    encode=lambda r: (r.start, r.stop, r.step),
+    decode=lambda bounds: range(*bounds),
+)

@@ -1,0 +1,364 @@
+"""What the two ends say over HTTP: routes, header names, conditions, the metadata.
+
+Parsers of what a peer sent raise `RemoteProtocolError`; parsers of what the caller
+passed raise `LocalProtocolError`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from urllib.parse import SplitResult, urlsplit
+
+from aiockpt.errors import LocalProtocolError, RemoteProtocolError
+from aiockpt.format.chunks import ALGORITHM, DIGEST_DIGITS
+from aiockpt.http.problems import (
+    HostNotAllowed,
+    PeerBusy,
+    Problem,
+    from_problem,
+    parse_retry_after,
+    to_problem,
+)
+from aiockpt.runtime.secrets import Token, discreet
+
+__all__ = [
+    "AFTER",
+    "DIGEST_HEADER",
+    "INCARNATION_HEADER",
+    "LATEST",
+    "LEASE_HEADER",
+    "MAX_METADATA",
+    "STEP_HEADER",
+    "HostNotAllowed",
+    "Lease",
+    "PeerBusy",
+    "Problem",
+    "Resource",
+    "ResourceKind",
+    "Source",
+    "check_incarnation",
+    "format_digest",
+    "format_etag",
+    "format_latest",
+    "format_metadata",
+    "format_prefer_wait",
+    "format_resource",
+    "from_problem",
+    "if_match",
+    "if_none_match",
+    "if_range",
+    "parse_after",
+    "parse_digest",
+    "parse_etag",
+    "parse_lease",
+    "parse_metadata",
+    "parse_prefer_wait",
+    "parse_resource",
+    "parse_retry_after",
+    "to_problem",
+    "url_fault",
+]
+
+DIGEST_HEADER = "Aiockpt-Digest"
+STEP_HEADER = "Aiockpt-Step"
+LEASE_HEADER = "Aiockpt-Lease"
+"""In a request: the receive that asks, so that its snapshot stays until it ends."""
+INCARNATION_HEADER = "Aiockpt-Incarnation"
+"""In an answer: which start of the sender gives it. In a request for `LATEST`: the
+start that the follower knows; another one answers at once."""
+LATEST = "latest"
+AFTER = "after"
+
+MAX_METADATA = 4096
+"""Most characters: servers take lines of 8 KiB, torchft's Manager messages of 4 MiB."""
+
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # RFC 6750 section 2.1, b64token
+_UNPRINTABLE = re.compile(r"[^\x21-\x7e]")
+_WAIT = re.compile(
+    r'wait\s*=\s*"?([0-9]{1,9}(?:\.[0-9]{1,9})?)"?\s*(?:;.*)?', re.IGNORECASE
+)
+_ETAG = re.compile(r'(W/)?"([\x21\x23-\x7e\x80-\xff]*)"')
+_ETAGS = re.compile(rf"[ \t,]*(?:{_ETAG.pattern}[ \t]*(?:,[ \t,]*|$))*")
+_LEASE = re.compile(r"([0-9a-f]{32})[ \t]*;[ \t]*ttl=([0-9]{1,9}(?:\.[0-9]{1,3})?)")
+_INCARNATION = re.compile(r"[0-9a-f]{1,64}")
+_LONGEST_LEASE = 86_400.0  # seconds; a receive without a deadline asks again
+_DIGEST = re.compile(rf"{ALGORITHM}=([0-9a-f]{{{DIGEST_DIGITS}}})")
+
+
+class ResourceKind(enum.Enum):
+    """What lies under ``{step}/``."""
+
+    METADATA = "metadata"
+    FULL = "full"
+    CHUNK = "chunk"
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """One thing that a server offers for a step; ``chunk`` is set for chunks only."""
+
+    kind: ResourceKind
+    step: int
+    chunk: int | None = None
+
+
+def parse_resource(step_text: str, what_text: str) -> Resource:
+    """Return the resource of ``{step}/{what}``.
+
+    Raises:
+        RemoteProtocolError: no canonical decimal number, or an unknown resource.
+    """
+    step = _number(step_text)
+    if what_text in (ResourceKind.METADATA.value, ResourceKind.FULL.value):
+        return Resource(ResourceKind(what_text), step)
+    return Resource(ResourceKind.CHUNK, step, _number(what_text))
+
+
+def _number(text: str) -> int:
+    if _NUMBER.fullmatch(text) is None:
+        raise RemoteProtocolError(
+            f"no such resource: {text[:40]!r} is neither a number nor a known name"
+        )
+    return int(text)
+
+
+def format_resource(resource: Resource) -> str:
+    """Return the URL path below the prefix, such as ``"100/full"``."""
+    what = resource.kind.value if resource.chunk is None else resource.chunk
+    return f"{resource.step}/{what}"
+
+
+def format_latest(after: int | None) -> str:
+    """Return the URL path of what is being served, if newer than step ``after``."""
+    return LATEST if after is None else f"{LATEST}?{AFTER}={after}"
+
+
+def parse_after(values: Sequence[str]) -> int | None:
+    """Return the step that ``after`` names; None if the query has none.
+
+    Raises:
+        RemoteProtocolError: no canonical decimal number, or given twice.
+    """
+    if not values:
+        return None
+    if len(values) > 1 or _NUMBER.fullmatch(values[0]) is None:
+        given = "&".join(values)[:40]
+        raise RemoteProtocolError(f"{AFTER} takes one step, not {given!r}")
+    return int(values[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What a receive calls itself, so that the sender keeps its snapshot.
+
+    Attributes:
+        id: 32 random hex digits, drawn for each receive; the first 16 are those of
+            the receiver, and are the same in all of its receives.
+        until: When the receive ends at the latest, in the loop time of whoever holds
+            this.
+    """
+
+    id: str
+    until: float
+
+    @classmethod
+    def begin(cls, until: float, *, receiver: str = "") -> Lease:
+        """Return the lease of a new receive; without a receiver, that of a new one."""
+        return cls((receiver or secrets.token_hex(8)) + secrets.token_hex(8), until)
+
+    @property
+    def receiver(self) -> str:
+        """Whose receive it is: the first half of the id."""
+        return self.id[:16]
+
+    def header(self, now: float) -> str:
+        """Return the value of `LEASE_HEADER`: the id, and the seconds that are left.
+
+        The seconds are relative, so the two clocks need not agree.
+        """
+        left = min(max(self.until - now, 0.001), _LONGEST_LEASE)
+        return f"{self.id}; ttl={left:.3f}"
+
+    @property
+    def end(self) -> str:
+        """The value of `LEASE_HEADER` that ends the lease."""
+        return f"{self.id}; ttl=0"
+
+
+def parse_lease(value: str | None, *, now: float) -> Lease | None:
+    """Return the lease that a request holds; None if it names none.
+
+    A lease that the request ends has ``until == now``.
+
+    Raises:
+        RemoteProtocolError: the value is malformed.
+    """
+    if value is None:
+        return None
+    match = _LEASE.fullmatch(value.strip())
+    if match is None:
+        raise RemoteProtocolError(
+            f"{LEASE_HEADER} must be 32 hex digits and '; ttl=SECONDS', not "
+            f"{value[:60]!r}"
+        )
+    return Lease(match[1], now + min(float(match[2]), _LONGEST_LEASE))
+
+
+def check_incarnation(value: str | None) -> str | None:
+    """Return an incarnation id; None if it is absent or odd, as of an older peer."""
+    return value if value and _INCARNATION.fullmatch(value) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where to fetch, and for which receive.
+
+    Attributes:
+        base_url: Where the paths of the wire format begin.
+        token: Not shown by the repr.
+        lease: Goes with every request for a checkpoint.
+        patience: Seconds for which a step that is not served is waited for.
+    """
+
+    base_url: str
+    token: str | None = field(default=None, repr=False)
+    lease: Lease | None = None
+    patience: float = math.inf
+
+
+@discreet
+def parse_metadata(text: str) -> Source:
+    """Return the source that a transport's ``metadata()`` names.
+
+    Raises:
+        TypeError: not a string.
+        LocalProtocolError: not an http(s) URL of the form that ``metadata()`` has.
+    """
+    if not isinstance(text, str):
+        raise TypeError(
+            "metadata= must be the string that the sender's metadata() returned, or a "
+            f"list of such strings; it is of type {type(text).__name__}"
+        )
+    if fault := url_fault(text):
+        raise _bad_metadata(fault)
+    parts = urlsplit(text)
+    path = parts.path if parts.path.endswith("/") else f"{parts.path}/"
+    if (length := len(text) + len(path) - len(parts.path)) > MAX_METADATA:
+        raise _bad_metadata(f"{length} characters are more than {MAX_METADATA}")
+    token = Token(parts.fragment) if parts.fragment else None
+    return Source(f"{parts.scheme}://{parts.netloc}{path}", token)
+
+
+def url_fault(text: str) -> str | None:
+    """Return why a URL names no peer; None if it names one."""
+    if _UNPRINTABLE.search(text):
+        return "it contains blanks, control characters, or others than ASCII"
+    try:
+        return _fault_of(urlsplit(text))
+    except ValueError as error:
+        return str(error)
+
+
+def _fault_of(parts: SplitResult) -> str | None:
+    if parts.scheme not in ("http", "https"):
+        return f"its scheme is {parts.scheme[:20]!r}, neither http nor https"
+    if not parts.hostname or parts.port == 0:
+        return "it names no host and port"
+    if "@" in parts.netloc:
+        return "it contains user information"
+    if parts.query:
+        return "it contains a query"
+    if parts.fragment and _TOKEN.fullmatch(parts.fragment) is None:
+        return "its token contains forbidden characters"
+    return None
+
+
+def _bad_metadata(why: str) -> LocalProtocolError:
+    # The text itself may hold the token, so the message does not show it.
+    return LocalProtocolError(
+        f"bad metadata: {why}; pass the string that the sender's metadata() returned, "
+        "such as http://host:port/checkpoint/"
+    )
+
+
+@discreet
+def format_metadata(base_url: str, token: str | None) -> str:
+    """Return the metadata string; `parse_metadata` is its inverse."""
+    source = parse_metadata(base_url if token is None else f"{base_url}#{token}")
+    return source.base_url if token is None else f"{source.base_url}#{token}"
+
+
+def parse_prefer_wait(value: str | None) -> float | None:
+    """Return the seconds of ``Prefer: wait=N`` (RFC 7240 section 4.3), or None."""
+    for preference in (value or "").split(","):
+        if match := _WAIT.fullmatch(preference.strip()):
+            return float(match[1])
+    return None
+
+
+def format_prefer_wait(seconds: float) -> str:
+    """Return a ``Prefer`` value; whole seconds, or milliseconds where it matters."""
+    wait = min(max(seconds, 0.0), 999_999_999.0)
+    return f"wait={wait:.0f}" if wait >= 10 else f"wait={wait:.3f}"
+
+
+def format_digest(digest: str) -> str:
+    """Return the value of `DIGEST_HEADER`."""
+    return f"{ALGORITHM}={digest}"
+
+
+def parse_digest(value: str | None) -> str | None:
+    """Return the hex digest in `DIGEST_HEADER`; None if absent or of another kind."""
+    match = _DIGEST.fullmatch(value or "")
+    return match and match[1]
+
+
+def format_etag(snapshot_id: str) -> str:
+    """Return the strong ``ETag`` of a snapshot."""
+    return f'"{snapshot_id}"'
+
+
+def parse_etag(value: str | None) -> str | None:
+    """Return the snapshot id in a strong ``ETag``; None if absent, weak or odd."""
+    match = _ETAG.fullmatch(value or "")
+    return None if match is None or match[1] else match[2]
+
+
+def if_match(header: str | None, snapshot_id: str) -> bool:
+    """Whether ``If-Match`` lets the request proceed; if not, answer 412.
+
+    Strong comparison (RFC 9110 section 13.1.1). A malformed list matches nothing.
+    """
+    if header is None or header.strip() == "*":
+        return True
+    return ("", snapshot_id) in _entity_tags(header)
+
+
+def if_none_match(header: str | None, snapshot_id: str) -> bool:
+    """Whether ``If-None-Match`` lets the request proceed; if not, answer 304.
+
+    Weak comparison (RFC 9110 section 13.1.2). A malformed list matches nothing.
+    """
+    if header is None:
+        return True
+    if header.strip() == "*":
+        return False
+    return all(tag != snapshot_id for _, tag in _entity_tags(header))
+
+
+def if_range(header: str | None, snapshot_id: str) -> bool:
+    """Whether ``Range`` counts; if not, ignore it and send everything.
+
+    Strong comparison (RFC 9110 section 13.1.5); a date never matches.
+    """
+    return header is None or header.strip() == format_etag(snapshot_id)
+
+
+def _entity_tags(header: str) -> list[tuple[str, str]]:
+    return _ETAG.findall(header) if _ETAGS.fullmatch(header) else []

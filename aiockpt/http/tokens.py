@@ -1,0 +1,140 @@
+"""Tokens for single receivers, and the MAC of a manifest: HMAC-SHA256 over plain text.
+
+A receiver's token says who may read which step until when, and proves with a MAC that
+somebody said so who knows the sender's token. A sender checks it without keeping any
+list, and whoever holds one can make no other one from it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import math
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from aiockpt.errors import AuthenticationError, ForgedManifestError
+from aiockpt.runtime.secrets import discreet
+
+__all__ = [
+    "CLOCK_SKEW",
+    "MAC_HEADER",
+    "Grant",
+    "check_manifest_mac",
+    "format_mac",
+    "make_token",
+    "manifest_mac",
+    "read_token",
+]
+
+CLOCK_SKEW: Final = 30.0
+"""Seconds for which a token is taken after its end: clocks differ."""
+
+MAC_HEADER: Final = "Aiockpt-Manifest-Mac"
+
+_KIND: Final = "aiockpt1"
+_TOKEN: Final = re.compile(
+    rf"({_KIND}\.([A-Za-z0-9_-]{{2,140}})\.(any|0|[1-9][0-9]{{0,18}})"
+    r"\.([1-9][0-9]{0,11}))\.([A-Za-z0-9_-]{43})"
+)
+_RECEIVER: Final = re.compile(r"[\x21-\x7e]{1,100}")
+_ALGORITHM: Final = "hmac-sha256"
+# What a MAC is for is a part of what it covers, should one text serve for both.
+_OF_TOKEN: Final = b"aiockpt receiver token\n"
+_OF_MANIFEST: Final = b"aiockpt manifest\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Who may read which step (None: any), until when in seconds since 1970."""
+
+    receiver: str
+    step: int | None
+    expires: int
+
+    def check(self, step: str | None, *, now: float) -> None:
+        """Raise `AuthenticationError` unless it is for that step, and not over."""
+        if now > self.expires + CLOCK_SKEW:
+            late = f"{now - self.expires:.0f} s ago"
+            raise AuthenticationError("the server", f"the token ended {late}")
+        if self.step is not None and step != str(self.step):
+            raise AuthenticationError("the server", f"it is for step {self.step} only")
+
+
+@discreet
+def make_token(
+    token: str, receiver: str, *, expires: float, step: int | None = None
+) -> str:
+    """Return a token with which one receiver may fetch from whoever has ``token``.
+
+    For an orchestrator that was given the senders' ``token``;
+    :meth:`.HTTPTransport.grant` makes one at the sender. The receiver's ``token=`` it
+    may be, or the fragment of a sender's metadata. It can be taken back only by
+    changing that one.
+
+    Args:
+        token: That of the senders. Make it of 128 random bits or more: who
+            holds a receiver's token can try others at home.
+        receiver: Whose it is, for the audit log: 100 printable characters at most.
+        expires: When it ends, in seconds since 1970; senders take it for 30 seconds
+            more, since clocks differ. A transfer must have asked for its last byte by
+            then.
+        step: The only step that it is for; None: all.
+
+    Raises:
+        ValueError: a receiver or a time that cannot be written.
+    """
+    if _RECEIVER.fullmatch(receiver) is None:
+        raise ValueError(
+            f"receiver must be 1 to 100 printable characters: {receiver!r}"
+        )
+    if not 1 <= expires < 1e12 or (step is not None and not 0 <= step < 1 << 63):
+        raise ValueError(f"no such time or step: expires={expires!r}, step={step!r}")
+    name = _text(receiver.encode())
+    payload = f"{_KIND}.{name}.{'any' if step is None else step}.{math.ceil(expires)}"
+    return f"{payload}.{_token_mac(token, payload)}"
+
+
+def read_token(text: str, token: str) -> Grant | None:
+    """Return what a receiver's token grants; None if it is none, or not of ours."""
+    found = _TOKEN.fullmatch(text)
+    if found is None:
+        return None
+    payload, name, step, expires, mac = found.groups()
+    if not hmac.compare_digest(mac, _token_mac(token, payload)):
+        return None
+    # What is under the MAC is our own writing.
+    receiver = base64.urlsafe_b64decode(name + "=" * (-len(name) % 4)).decode()
+    return Grant(receiver, None if step == "any" else int(step), int(expires))
+
+
+def _token_mac(token: str, payload: str) -> str:
+    key = token.encode("utf-8", "surrogateescape")
+    return _text(hmac.digest(key, _OF_TOKEN + payload.encode(), "sha256"))
+
+
+def _text(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def manifest_mac(key: bytes) -> hmac.HMAC:
+    """Return a MAC that wants to be updated with a whole header; see `format_mac`."""
+    return hmac.new(key, _OF_MANIFEST, hashlib.sha256)
+
+
+def format_mac(mac: hmac.HMAC) -> str:
+    """Return the value of `MAC_HEADER`."""
+    return f"{_ALGORITHM}={mac.hexdigest()}"
+
+
+def check_manifest_mac(
+    key: bytes, header: bytes | bytearray | memoryview, value: str | None, *, url: str
+) -> None:
+    """Raise `ForgedManifestError` unless ``value`` is the MAC of a whole header."""
+    mac = manifest_mac(key)
+    mac.update(header)
+    offered = (value or "").encode("utf-8", "surrogateescape")
+    if not hmac.compare_digest(offered, format_mac(mac).encode()):
+        raise ForgedManifestError(url, missing=value is None)

@@ -1,0 +1,3 @@
+"""Host memory and the accelerator: arenas, copies, snapshots."""
+
+from __future__ import annotations

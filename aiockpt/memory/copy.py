@@ -1,0 +1,288 @@
+"""Copies between a state dict's own memory and the data segment, either way.
+
+Both directions walk the same two lists: where entries lie in the segment, and where
+the state dict has them. Host memory moves as raw bytes; a device's bytes go through
+its :class:`~aiockpt.memory.device.Port`; a backing's *parts* move element by element.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
+from operator import attrgetter
+from typing import Final, TypeAlias
+
+import torch
+
+from aiockpt.memory.arena import Arena
+from aiockpt.memory.backings import Backings
+from aiockpt.memory.columns import column, numbers
+from aiockpt.memory.device import Event, Pair, PortFor
+from aiockpt.memory.in_place import InPlace
+from aiockpt.memory.parts import once, part_pairs
+
+__all__ = ["CopyPlan", "Fences", "InPlace", "raw_bytes"]
+
+Fences: TypeAlias = dict[torch.device, Event]
+
+# Releasing the interpreter lock costs more than copying a few pages.
+_SMALL = 256 << 10
+_move_large = ctypes.memmove
+_move_small = ctypes.PyDLL(None).memmove
+_move_small.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_move_small.restype = ctypes.c_void_p
+
+
+_VERSION: Final = attrgetter("_version")
+
+# Tensors that C functions look at in a row, with the interpreter lock held.
+_SLICE: Final = 2000
+
+
+# An entry's address in host memory (0: it is not copied from there), its first byte
+# in the segment, the end of what the state dict has of it, and its end.
+_Row: TypeAlias = tuple[int, int, int, int]
+
+
+def raw_bytes(tensor: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+    """Return bytes of a tensor's storage, counted from the storage's start."""
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return raw.set_(tensor.untyped_storage(), offset, (nbytes,), (1,))
+
+
+class CopyPlan:
+    """The copies between ``backings`` and an arena that holds the data segment.
+
+    Args:
+        backings: The state dict's memory, one per entry.
+        offsets: Where each entry starts in the segment, ascending.
+        sizes: Bytes of each entry; a backing may be a few bytes shorter.
+        arena: The segment; it and the backings must outlive every copy.
+        port_for: Finds the port of a backing's device.
+    """
+
+    def __init__(
+        self,
+        backings: Backings,
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        arena: Arena,
+        port_for: PortFor,
+    ) -> None:
+        self._backings = backings
+        self._arena = arena
+        self._whole: torch.Tensor | None = None
+        found = {device: port_for(device) for device in backings.devices()}
+        self.ports = {device: port for device, port in found.items() if port}
+        # Rows, in columns: there may be 100,000.
+        self._starts = array("q", offsets)
+        starts = numbers(self._starts)
+        self._stops = column(starts + numbers(array("q", sizes)))
+        self._held = column(starts + numbers(backings.sizes))
+        self._addresses = array("Q", backings.addresses)
+        if self.ports or not bool(numbers(backings.sizes).all()):
+            self._addresses = array("Q", self._host_addresses())
+        for entry in backings.parts:
+            self._held[entry] = self._stops[entry]
+            self._addresses[entry] = 0
+
+    def _host_addresses(self) -> Iterator[int]:
+        """Yield the address of what lies in host memory, and 0 for what does not."""
+        own = self._backings
+        for tensor, address, size in zip(
+            own.tensors, own.addresses, own.sizes, strict=True
+        ):
+            away = not size or (self.ports and tensor.device in self.ports)
+            yield 0 if away else address
+
+    def fences(self) -> Fences:
+        """Mark on every device what the calling thread's producer has enqueued."""
+        return {device: port.fence() for device, port in self.ports.items()}
+
+    def stage_host(self, start: int, stop: int) -> None:
+        """Copy the host bytes of ``[start, stop)`` into the arena, and its padding."""
+        for _ in self.staged(start, stop):
+            pass
+
+    def staged(self, start: int, stop: int, block: int = sys.maxsize) -> Iterator[int]:
+        """Do what `stage_host` does; yield how far it is, every ``block`` bytes."""
+        arena, done = self._arena.address, start
+        for address, first, held, last in self._between(start, stop):
+            for at in range(first, held, block) if address else ():
+                nbytes = min(block, held - at)
+                move = _move_small if nbytes < _SMALL else _move_large
+                move(arena + at, address + at - first, nbytes)
+                if at + nbytes - done >= block:
+                    done = at + nbytes
+                    yield done
+            if held < last:
+                ctypes.memset(arena + held, 0, last - held)
+        if done < stop:
+            yield stop
+
+    def load_host(self, start: int, stop: int) -> None:
+        """Copy the host bytes of ``[start, stop)`` from the arena into the state."""
+        arena = self._arena.address
+        for address, first, held, _ in self._between(start, stop):
+            if address:
+                nbytes = held - first
+                move = _move_small if nbytes < _SMALL else _move_large
+                move(address, arena + first, nbytes)
+
+    def stage_device(self, start: int, stop: int, after: Fences) -> list[Event]:
+        """Enqueue the copies of devices' bytes in ``[start, stop)`` to the arena."""
+        return [
+            port.copy(self._device_pairs(device, start, stop), after=after[device])
+            for device, port in self.ports.items()
+        ]
+
+    def load_device(self, start: int, stop: int, after: Fences) -> list[Event]:
+        """Enqueue the copies of ``[start, stop)`` from the arena to the devices."""
+        events = []
+        for device, port in self.ports.items():
+            pairs = ((b, a) for a, b in self._device_pairs(device, start, stop))
+            events.append(port.copy(pairs, after=after[device]))
+        return events
+
+    def drain(self) -> None:
+        """Block until nothing is in flight, so that the memory may be given back."""
+        for port in self.ports.values():
+            port.synchronize()
+
+    def stage_parts(self, after: Fences) -> list[Event]:
+        """Copy what moves element by element into the arena, all at once.
+
+        The memory between the elements is left out: it reads as zeros.
+        """
+        for entry in self._backings.parts:
+            start, stop = self._starts[entry], self._stops[entry]
+            ctypes.memset(self._arena.address + start, 0, stop - start)
+        pairs = (
+            once(host, tensor) for host, tensor in self._parts(self._backings.parts)
+        )
+        return self._move_parts(pairs, after)
+
+    def load_parts(self, entries: Iterable[int] | None, after: Fences) -> list[Event]:
+        """Copy it back, for those of `part_ranges` (None: all)."""
+        entries = self._backings.parts if entries is None else entries
+        pairs = (once(tensor, host) for host, tensor in self._parts(entries))
+        return self._move_parts(pairs, after)
+
+    def part_ranges(self) -> dict[int, tuple[int, int]]:
+        """Return where the entries lie that move element by element."""
+        starts, stops = self._starts, self._stops
+        return {entry: (starts[entry], stops[entry]) for entry in self._backings.parts}
+
+    def _move_parts(self, pairs: Iterable[Pair], after: Fences) -> list[Event]:
+        remote: dict[torch.device, list[Pair]] = {}
+        for destination, source in pairs:
+            devices = {destination.device, source.device} & self.ports.keys()
+            if devices:
+                remote.setdefault(devices.pop(), []).append((destination, source))
+            else:
+                destination.copy_(source)
+        return [
+            self.ports[device].copy(there, after=after[device])
+            for device, there in remote.items()
+        ]
+
+    def _parts(self, entries: Iterable[int]) -> Iterator[Pair]:
+        """Yield each part's elements in the arena, and where the state has them."""
+        for entry in entries:
+            start, stop = self._starts[entry], self._stops[entry]
+            place = self._host(start, stop - start)
+            yield from part_pairs(self._backings.parts[entry], place)
+
+    def discard(self) -> None:
+        """Give back the arena's pages of all entries that the state dict holds."""
+        first = last = 0
+        rows = zip(self._starts, self._stops, self._backings.sizes, strict=True)
+        for start, stop, size in rows:
+            if not size:
+                self._arena.discard(first, start)
+                first = stop
+            last = stop
+        self._arena.discard(first, last)
+
+    def in_place(self) -> InPlace:
+        """Return the segment as memory: the state's own wherever that is possible.
+
+        What is staged element by element, lies on a device, or is padding, is the
+        arena's; ``load_device`` and ``load_parts`` bring it home.
+        """
+        return InPlace(self)
+
+    def views(
+        self, window: memoryview, base: int, start: int, stop: int
+    ) -> list[memoryview]:
+        """Return ``[start, stop)``; ``window`` is host memory from address ``base``."""
+        found = []
+        for address, first, held, last in self._between(start, stop):
+            own = held if address else first
+            if first < own:
+                found.append(window[address - base : address - base + own - first])
+            if own < last:
+                found += self._arena.buffers(own, last)
+        return found
+
+    def versions(self) -> array[int]:
+        """Return how often torch has written to each tensor that is used in place."""
+        live = [*compress(self._backings.tensors, self._addresses)]
+        found = array("q")
+        for start in range(0, len(live), _SLICE):
+            some = live[start : start + _SLICE]
+            if any(map(torch.Tensor.is_inference, some)):  # which have none
+                some = [tensor for tensor in some if not tensor.is_inference()]
+            found.extend(map(_VERSION, some))
+        return found
+
+    def span(self) -> tuple[int, int]:
+        """Return the addresses between which all host memory of the state lies."""
+        addresses = numbers(self._addresses)
+        live = addresses != 0
+        if not bool(live.any()):
+            return 0, 0
+        stops = addresses + numbers(self._held) - numbers(self._starts)
+        return int(addresses[live].min()), int(stops[live].max())
+
+    def _between(self, start: int, stop: int) -> list[_Row]:
+        """Return the entries that reach into a range, the outer ones cut to it."""
+        near = slice(*self._entries(start, stop))
+        columns = (self._addresses, self._starts, self._held, self._stops)
+        rows = [*zip(*(column[near] for column in columns), strict=True)]
+        if rows:
+            address, first, held, last = rows[-1]
+            rows[-1] = address, first, min(held, stop), min(last, stop)
+            address, first, held, last = rows[0]
+            address += max(start - first, 0) if address else 0
+            first = max(first, start)
+            rows[0] = address, first, max(held, first), max(last, first)
+        return rows
+
+    def _entries(self, start: int, stop: int) -> tuple[int, int]:
+        first = max(bisect_right(self._starts, start) - 1, 0)
+        return first, bisect_left(self._starts, stop, first)
+
+    def _device_pairs(
+        self, device: torch.device, start: int, stop: int
+    ) -> Iterator[Pair]:
+        entries = range(*self._entries(start, stop))
+        rows = self._between(start, stop)
+        for entry, (_, first, held, _) in zip(entries, rows, strict=True):
+            backing = self._backings[entry]
+            if backing.parts or backing.tensor.device != device or first >= held:
+                continue
+            offset = backing.address - backing.tensor.untyped_storage().data_ptr()
+            offset += first - self._starts[entry]
+            raw = raw_bytes(backing.tensor, offset, held - first)
+            yield self._host(first, held - first), raw
+
+    def _host(self, start: int, nbytes: int) -> torch.Tensor:
+        if self._whole is None:
+            self._whole = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
+        return self._whole[start : start + nbytes]

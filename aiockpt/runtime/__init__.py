@@ -1,0 +1,3 @@
+"""Asyncio and the operating system: threads, locks, deadlines, child processes."""
+
+from __future__ import annotations

@@ -1,0 +1,348 @@
+"""The bridge to threads: the only place of the package that starts any.
+
+`Bridge.run` ends when its thread has ended, never before. ``asyncio.to_thread`` and
+executors do otherwise: a cancelled await returns while the thread goes on, and a
+thread that fills a buffer then writes into memory that its caller has given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import logging
+import threading
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar, TypeVarTuple
+
+import anyio
+
+from aiockpt.errors import ClosedError, StagingError
+from aiockpt.format.called_off import CALLED_OFF
+from aiockpt.runtime.exit import leave_behind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Bridge", "BridgeStatistics", "start_daemon"]
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
+
+logger = logging.getLogger(__name__)
+
+_NO_THREAD: Final = "can't start new thread"
+
+
+def start_daemon(
+    name: str, fn: Callable[[*Args], object], *args: *Args
+) -> threading.Thread:
+    """Call ``fn(*args)`` in a thread that the interpreter's exit does not wait for."""
+    thread = threading.Thread(target=fn, args=args, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if (failure := _no_thread(error)) is None:
+            raise
+        raise failure from error
+    return thread
+
+
+class BridgeStatistics(NamedTuple):
+    """A moment of a bridge: its size, and its calls.
+
+    ``cancelling`` counts the running calls whose caller was cancelled and is waiting
+    for the thread to end.
+    """
+
+    threads: int
+    running: int
+    waiting: int
+    cancelling: int
+
+
+class _Call(Generic[T]):
+    """A function on its way through the pool, and what came of it.
+
+    A worker keeps its work item for a moment after it has reported its end. So the
+    caller clears the call, and may close or reuse its memory as soon as it goes on.
+    """
+
+    __slots__ = ("_result", "_todo", "called_off", "error")
+
+    def __init__(self, todo: Callable[[], T]) -> None:
+        self._todo: Callable[[], T] | None = todo
+        self._result: list[T] = []
+        self.error: BaseException | None = None
+        self.called_off = False  # its caller was cancelled
+
+    @classmethod
+    def of(cls, fn: Callable[[*Args], T], *args: *Args) -> _Call[T]:
+        """Return the call of a function that can `look` whether it is called off."""
+        context = contextvars.copy_context()
+        call = cls(functools.partial(context.run, fn, *args))
+        context.run(CALLED_OFF.set, lambda: call.called_off)
+        return call
+
+    def __call__(self) -> None:
+        assert self._todo is not None
+        try:
+            self._result.append(self._todo())
+        except BaseException as error:  # noqa: BLE001 - it travels to the caller
+            self.error = error
+
+    def result(self) -> T:
+        if self.error is not None:
+            raise self.error
+        return self._result[0]
+
+    def clear(self) -> None:
+        self._todo = self.error = None
+        self._result.clear()
+
+
+class Bridge:
+    """Runs blocking functions in threads of its own, from any event loop.
+
+    A function that sets thread-local state (grad mode, the current device) does so
+    itself: threads are reused, and only context variables follow the caller.
+    """
+
+    def __init__(self, *, threads: int, name: str) -> None:
+        self._name = name
+        self._threads = threads
+        # Starts a thread only when work comes and none is idle.
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._works: set[Future[None]] = set()
+        self._cancelling = 0
+        self._closed = False
+
+    async def run(self, fn: Callable[[*Args], T], *args: *Args) -> T:
+        """Call ``fn(*args)`` in a thread; what it returns or raises comes back.
+
+        If cancelled before a thread has taken the call, it is never made. If cancelled
+        later, the thread runs to its end first and its result is dropped (an exception
+        becomes the cancellation's cause); further cancels in between are absorbed.
+        Either way nothing here refers to the arguments afterwards.
+
+        Raises:
+            ClosedError: the bridge is closed, or was closed before the call's turn.
+        """
+        call = _Call.of(fn, *args)
+        del fn, args  # or an error raised from here would hold them
+        work = self._submit(call)
+        cancel = None
+        try:
+            cancel = await self._outlast(work, call)
+            if cancel is not None:
+                raise cancel from self._logged(call.error)
+            if work.cancelled():
+                raise ClosedError(self._name)
+            return call.result()
+        finally:
+            work.cancel()  # only a coroutine that its loop has dropped still has work
+            self._works.discard(work)
+            call.clear()
+            del cancel  # or it would keep itself alive through this frame
+
+    async def run_apart(self, fn: Callable[[*Args], T], *args: *Args) -> T:
+        """Call ``fn(*args)`` in a daemon thread of its own: a wait that nothing ends.
+
+        If cancelled, or when the bridge closes, this ends at once. The thread is left
+        behind with its arguments, and what comes of them is dropped.
+
+        Raises:
+            ClosedError: the bridge is closed, or was closed before the thread ended.
+        """
+        if self._closed:
+            raise ClosedError(self._name)
+        call = _Call(functools.partial(contextvars.copy_context().run, fn, *args))
+        ended: Future[None] = Future()
+        thread = start_daemon(f"{self._name}-apart", _end_into, call, ended)
+        self._works.add(ended)
+        try:
+            await _ended(ended)
+            if ended.cancelled():
+                raise ClosedError(self._name)
+            return call.result()
+        finally:
+            self._works.discard(ended)
+            if ended.cancel():
+                leave_behind(thread)
+            else:
+                call.clear()
+
+    def post(self, fn: Callable[[*Args], object], *args: *Args) -> None:
+        """Call ``fn(*args)`` in a thread, unwaited for; its failure is logged.
+
+        It is called in any case: what `close` finds in the queue is still done by the
+        threads. After that a thread of its own does it, or the calling one if that
+        runs no event loop.
+        """
+        once = [functools.partial(fn, *args)]
+
+        def todo() -> None:
+            # Where no thread can be started, it is in the queue all the same.
+            while once:
+                self._attempt(once.pop())
+
+        try:
+            self._pool.submit(todo)
+        except RuntimeError:  # shut down
+            self._do_apart(todo)
+
+    def _do_apart(self, todo: Callable[[], None]) -> None:
+        # No loop runs here, or no thread can be started.
+        with suppress(RuntimeError, StagingError):
+            asyncio.get_running_loop()
+            start_daemon(f"{self._name}-late", todo)
+            return
+        todo()
+
+    def refuse(self) -> None:
+        """Refuse new calls and fail those no thread has taken; posts go on."""
+        self._closed = True
+        for work in tuple(self._works):
+            work.cancel()
+
+    def close(self, *, wait: bool = True) -> None:
+        """Refuse new calls, fail those no thread has taken, let the rest end.
+
+        With ``wait`` it returns when the last thread has ended, and blocks until then.
+        """
+        self.refuse()
+        # Not cancel_futures: it would drop what was posted.
+        self._pool.shutdown(wait=wait)
+
+    async def aclose(self, *, timeout: float) -> None:
+        """Close without blocking the loop; what was posted is done in a thread.
+
+        Returns when the last thread has ended, or after ``timeout`` seconds: then a
+        warning says that one is left. If cancelled, the bridge closes all the same.
+        """
+        self.refuse()
+        ended: Future[None] = Future()
+        closer = start_daemon(f"{self._name}-closer", self._close_into, ended)
+        try:
+            async with asyncio.timeout(timeout):
+                await _ended(ended)
+        except TimeoutError:
+            logger.warning("%s: a thread still works; it was not waited for", self)
+        else:
+            while closer.is_alive():  # noqa: ASYNC110 - a moment; joining it would block
+                await asyncio.sleep(0)
+
+    def statistics(self) -> BridgeStatistics:
+        """Count the calls that run and those that wait for a thread."""
+        works = tuple(self._works)
+        running = sum(work.running() for work in works)
+        done = sum(work.done() for work in works)
+        waiting = max(0, len(works) - running - done)
+        return BridgeStatistics(self._threads, running, waiting, self._cancelling)
+
+    def __repr__(self) -> str:
+        now = self.statistics()
+        closed = " closed" if self._closed else ""
+        return (
+            f"<Bridge {self._name} running={now.running} waiting={now.waiting}{closed}>"
+        )
+
+    def _close_into(self, ended: Future[None]) -> None:
+        try:
+            self.close()
+        finally:
+            ended.set_result(None)
+
+    def _submit(self, call: _Call[T]) -> Future[None]:
+        if self._closed:
+            raise ClosedError(self._name)
+        try:
+            work = self._pool.submit(call)
+        except RuntimeError as error:
+            call.clear()  # it may be in the queue all the same
+            if (failure := _no_thread(error)) is not None:
+                raise failure from error
+            # Shut down, or the interpreter is ending.
+            raise ClosedError(self._name) from error
+        self._works.add(work)
+        return work
+
+    async def _outlast(
+        self, work: Future[None], call: _Call[T]
+    ) -> asyncio.CancelledError | None:
+        """Wait until ``work`` has ended; gives the cancel that came meanwhile."""
+        try:
+            await _ended(work)
+        except asyncio.CancelledError as cancel:
+            call.called_off = True
+            # A call that no thread has taken yet can still be called off.
+            return cancel if work.cancel() else await self._absorb(work, cancel)
+        return None
+
+    async def _absorb(
+        self, work: Future[None], cancel: asyncio.CancelledError
+    ) -> asyncio.CancelledError:
+        self._cancelling += 1
+        try:
+            # A cancelled anyio scope repeats its cancel on every iteration of the
+            # loop; shielded from it, the loop sleeps. So a later cancel is a native
+            # one, and is the one to raise: the scope would swallow its own, and some
+            # versions of anyio the native one with it.
+            with anyio.CancelScope(shield=True):
+                while not work.done():
+                    try:
+                        await _ended(work)
+                    except asyncio.CancelledError as again:
+                        cancel = again
+            return cancel
+        finally:
+            self._cancelling -= 1
+            del cancel  # or it would keep itself alive through this frame
+
+    def _attempt(self, todo: Callable[[], object]) -> None:
+        try:
+            todo()
+        except Exception:
+            logger.exception("%s: posted work failed", self._name)
+
+    def _logged(self, error: BaseException | None) -> BaseException | None:
+        if error is not None:
+            logger.debug("%s: a cancelled call failed", self._name, exc_info=error)
+        return error
+
+
+def _no_thread(error: RuntimeError) -> StagingError | None:
+    """Return what to raise if the system has refused a thread."""
+    if _NO_THREAD not in str(error) or "shutdown" in str(error):
+        return None
+    return StagingError(
+        f"no thread can be started on this host: {error}; raise `ulimit -u`, or "
+        "pids.max of the cgroup"
+    )
+
+
+def _end_into(call: _Call[T], ended: Future[None]) -> None:
+    call()
+    try:
+        ended.set_result(None)
+    except InvalidStateError:  # nobody waits any more
+        call.clear()
+
+
+async def _ended(work: Future[None]) -> None:
+    loop = asyncio.get_running_loop()
+    woken = loop.create_future()
+
+    def wake(_: Future[None]) -> None:
+        # A closed loop has nobody to wake.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(_resolve, woken)
+
+    work.add_done_callback(wake)
+    await woken
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

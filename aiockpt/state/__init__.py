@@ -1,0 +1,3 @@
+"""State dict to manifest and tensors, and back; no I/O."""
+
+from __future__ import annotations

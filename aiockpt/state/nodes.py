@@ -1,0 +1,117 @@
+"""Values with children that travel as structure: named tuples and pytree nodes.
+
+Their tensors are the state dict's own, and are filled in a template. The type of such a
+value comes from the receiver: from its template, or from `register_leaf`; those of
+``torch.return_types`` are always known. A node's tag only says which of them is meant.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
+from torch.utils import _pytree
+
+from aiockpt.format.paths import NAMED_TUPLE, PYTREE
+from aiockpt.format.registry import BUILTIN_TYPES, REGISTRY
+from aiockpt.state.payload import exactly
+
+__all__ = ["Decoders", "Opened", "decoder_of", "decoders_for", "opened"]
+
+Decoders: TypeAlias = Mapping[str, Callable[[Any], object]]
+
+_RETURN_TYPES: Final = "torch.return_types."
+
+
+class Opened(NamedTuple):
+    """A value's children, what it travels as, and how others take their place."""
+
+    tag: str
+    payload: object
+    children: Sequence[Any]
+    make: Callable[[Sequence[Any]], object]
+
+
+def opened(value: Any) -> Opened | None:
+    """Return the children of a value that travels as structure; None for others."""
+    kind: Any = type(value)
+    if kind in BUILTIN_TYPES or isinstance(value, torch.Tensor):
+        return None
+    codec = REGISTRY.by_type(kind)
+    if codec is not None and not codec.is_structure:
+        return None
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        fields = dict(zip(kind._fields, value, strict=True))
+        tag = codec.tag if codec else _name(kind)
+        return Opened(NAMED_TUPLE + tag, fields, [*value], kind._make)
+    node = _pytree.SUPPORTED_NODES.get(kind)
+    if node is None:
+        return None
+    children, context = node.flatten_fn(value)
+    unflatten = node.unflatten_fn
+    payload = (children, context)
+    return Opened(
+        PYTREE + _name(kind), payload, children, lambda items: unflatten(items, context)
+    )
+
+
+def decoder_of(tag: str) -> Callable[[Any], object] | None:
+    """Return the decoder of a tag whose type is known to every process."""
+    name = tag.removeprefix(PYTREE + _RETURN_TYPES)
+    kind = vars(torch.return_types).get(name) if name != tag else None
+    return None if kind not in _pytree.SUPPORTED_NODES else _of_children(kind)
+
+
+def decoders_for(template: object) -> dict[str, Callable[[Any], object]]:
+    """Return the decoders of the types that a template has, by tag."""
+    found: dict[str, Callable[[Any], object]] = {}
+    for value, inside in _walk(template):
+        is_named = inside.tag.startswith(NAMED_TUPLE)
+        if inside.tag not in found:
+            make = _of_fields if is_named else _of_children
+            found[inside.tag] = make(type(value))
+    return found
+
+
+def _walk(template: object) -> Iterator[tuple[object, Opened]]:
+    """Yield what travels as structure, with what is in it."""
+    # The values stay alive: a node may make its children when it is asked for them,
+    # and the next one's would have the same `id`.
+    waiting, seen = [template], dict[int, object]()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor | str | int | float) or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if (inside := opened(value)) is not None:  # maybe a subclass of dict
+            yield value, inside
+            waiting += inside.children
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif type(value) in (list, tuple, deque):
+            waiting += value  # type: ignore[arg-type]
+
+
+def _of_fields(kind: Any) -> Callable[[Any], object]:
+    def decode(payload: Any) -> object:
+        fields = exactly(dict, payload)
+        if (*fields,) != kind._fields:
+            raise ValueError(f"it has the fields {kind._fields}, not {(*fields,)}")
+        return kind._make(fields.values())
+
+    return decode
+
+
+def _of_children(kind: Any) -> Callable[[Any], object]:
+    def decode(payload: Any) -> object:
+        children, context = exactly(tuple, payload)
+        unflatten = _pytree.SUPPORTED_NODES[kind].unflatten_fn
+        return unflatten(exactly(list, children), context)
+
+    return decode
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

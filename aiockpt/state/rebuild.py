@@ -1,0 +1,252 @@
+"""Manifest and memory → state dict: tensors over the segment, then the tree."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from mmap import mmap
+from typing import TypeAlias
+
+import torch
+
+from aiockpt.errors import RemoteProtocolError
+from aiockpt.format.dtypes import CODES
+from aiockpt.format.entries import Entries, Entry
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import (
+    CONJ,
+    NEG,
+    PARAMETER,
+    REQUIRES_GRAD,
+    Manifest,
+    TensorSpec,
+)
+from aiockpt.format.paths import Node
+from aiockpt.format.untree import decode_tree
+from aiockpt.runtime.gc import collector_paused
+from aiockpt.state.leaves import DTYPES, registry
+from aiockpt.state.nodes import Decoders
+from aiockpt.state.wholes import check_places, decoders, layouts
+
+__all__ = [
+    "Away",
+    "Frame",
+    "assemble",
+    "check_meshes",
+    "entry_tensors",
+    "parts_over",
+    "tensors_over",
+]
+
+Away: TypeAlias = Mapping[int, torch.Tensor]
+"""Entries whose bytes are not in the segment's buffer but in these tensors."""
+
+_CODE_DTYPES = {code: DTYPES[name] for code, name in CODES.items()}
+
+
+def tensors_over(
+    manifest: Manifest,
+    buffer: mmap | memoryview,
+    *,
+    base: int = 0,
+    away: Away | None = None,
+) -> list[torch.Tensor]:
+    """Return the tensors by number, over the segment that starts at ``base``.
+
+    Every entry becomes a storage of its own, which keeps ``buffer`` alive; views of
+    an entry share its storage. Entries that are ``away`` have their bytes elsewhere.
+
+    Raises:
+        RemoteProtocolError: torch has no such tensor: its flags do not fit its
+            dtype, or its size overflows.
+    """
+    with collector_paused(), _blaming_the_manifest():
+        tensors = entry_tensors(manifest.entries, buffer, base=base)
+        for number, data in (away or {}).items():
+            tensors[number] = _typed(manifest.entries[number], data)
+        bases = tensors.copy()
+        tensors += (_view(bases[spec.storage], spec) for spec in manifest.views)
+    return tensors
+
+
+def parts_over(
+    manifest: Manifest,
+    buffer: memoryview,
+    *,
+    parts: Set[int],
+    blobs: Set[int],
+    fresh: Set[int] = frozenset(),
+    away: Away | None = None,
+) -> dict[int, torch.Tensor]:
+    """Return only the tensors that values are made of, and ``fresh`` ones, by number.
+
+    ``parts`` get memory of their own, so that they do not keep the segment alive;
+    ``blobs`` stay in the segment, since their bytes are copied out anyway; ``fresh``
+    ones stay there for good.
+
+    Raises:
+        RemoteProtocolError: as `tensors_over`.
+    """
+    count, away = len(manifest.entries), away or {}
+
+    def dense(number: int) -> torch.Tensor:
+        entry, data = manifest.entries[number], away.get(number)
+        if data is not None:
+            return _typed(entry, data)
+        return _dense(buffer, _dtype(entry.dtype), entry.shape, *entry.data_offsets)
+
+    with collector_paused(), _blaming_the_manifest():
+        # Views of an entry share its memory, as the parts of a tied leaf do.
+        bases: dict[int, torch.Tensor] = {}
+        found = {number: dense(number) for number in blobs if number < count}
+        for storage in {manifest.storage_of(number) for number in fresh}:
+            bases[storage] = dense(storage)
+        for number in chain(fresh, parts):
+            spec = manifest.tensor(number)
+            if spec.storage not in bases:
+                bases[spec.storage] = dense(spec.storage).clone()
+            base = bases[spec.storage]
+            found[number] = base if number < count else _view(base, spec)
+    return found
+
+
+@contextmanager
+def _blaming_the_manifest() -> Iterator[None]:
+    """Torch's own objections, say to a size that overflows, are the sender's fault."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise RemoteProtocolError(f"a tensor of the manifest: {error}") from error
+
+
+def entry_tensors(
+    entries: Entries, buffer: mmap | memoryview, *, base: int = 0
+) -> list[torch.Tensor]:
+    """Return the dense tensor of every entry."""
+    dtypes = {code: _dtype(code) for code in dict.fromkeys(entries.dtypes)}
+    return [
+        _dense(buffer, dtypes[code], shape, base + start, base + stop)
+        for code, shape, start, stop in zip(
+            entries.dtypes, entries.shapes, entries.starts, entries.stops, strict=True
+        )
+    ]
+
+
+def _dense(
+    buffer: mmap | memoryview,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    start: int,
+    stop: int,
+) -> torch.Tensor:
+    if start == stop:
+        return torch.empty(shape, dtype=dtype)
+    count = (stop - start) // dtype.itemsize
+    flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=start)
+    # A view would be a second tensor, with the first one as its base. This one does
+    # not ask whether the shape is as large as the bytes: `tiling_fault` has done so.
+    return flat if len(shape) == 1 else flat.resize_(shape)
+
+
+def _typed(entry: Entry, data: torch.Tensor) -> torch.Tensor:
+    return data.view(_dtype(entry.dtype)).view(entry.shape)
+
+
+def _dtype(code: str) -> torch.dtype:
+    dtype = _CODE_DTYPES.get(code)
+    if dtype is None:
+        raise RemoteProtocolError(f"torch has no dtype for {code!r}")
+    return dtype
+
+
+def _view(base: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    dtype = DTYPES[spec.dtype]
+    tensor = torch.empty(0, dtype=dtype, device=base.device).set_(
+        base.untyped_storage(), spec.offset, spec.shape, spec.stride
+    )
+    if spec.flags & CONJ:
+        tensor = tensor.conj()
+    if spec.flags & NEG:
+        tensor = torch._neg_view(tensor)  # noqa: SLF001 - torch has no public way
+    if spec.flags & PARAMETER:
+        return torch.nn.Parameter(tensor, bool(spec.flags & REQUIRES_GRAD))
+    return tensor.requires_grad_() if spec.flags & REQUIRES_GRAD else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What is left to know of a checkpoint when its tensors exist.
+
+    The manifest of 100,000 tensors weighs a tenth of a gigabyte of them: whoever keeps
+    only this lets go of it.
+    """
+
+    tree: Node
+    entries: int
+    tensors: int
+    total_bytes: int
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Frame:
+        """Return what is left of ``manifest``."""
+        entries, tensors = len(manifest.entries), manifest.tensor_count
+        return cls(manifest.tree, entries, tensors, manifest.total_bytes)
+
+
+def assemble(
+    frame: Frame,
+    tensors: Sequence[torch.Tensor],
+    *,
+    limits: Limits,
+    allow_pickle: bool = False,
+    wholes: Mapping[int, torch.Tensor] | None = None,
+    nodes: Decoders | None = None,
+) -> object:
+    """Return the state dict of a checkpoint with its tensors put in.
+
+    Nothing but registered leaves looks into the tensors. What is made of their bytes
+    takes no more memory than the checkpoint. ``wholes`` and ``nodes`` are those of a
+    `Match`.
+
+    Raises:
+        DeviceMeshError: a distributed tensor has no place in this process.
+        RemoteProtocolError: the tree is malformed, or has a leaf type that this
+            process has not registered.
+    """
+    if not wholes:
+        check_meshes(frame, limits=limits)
+    more = {**decoders(wholes or {}), **(nodes or {})}
+    with collector_paused():
+        return decode_tree(
+            frame.tree,
+            registry=registry(
+                more, allow_pickle=allow_pickle, travelled=frame.total_bytes
+            ),
+            tensors=tensors,
+            blob=lambda number: _bytes(frame, number, tensors),
+            limits=limits,
+        )
+
+
+def check_meshes(frame: Frame, *, limits: Limits) -> None:
+    """Refuse distributed tensors that have no place here, before a byte is moved.
+
+    Raises:
+        DeviceMeshError: this process lacks a process group that one needs.
+        RemoteProtocolError, LimitExceededError: one is malformed, or too large.
+    """
+    with collector_paused():
+        check_places(layouts(frame.tree, count=frame.tensors, limits=limits))
+
+
+def _bytes(frame: Frame, number: int, tensors: Sequence[torch.Tensor]) -> bytes:
+    # Only of whole entries: views of one entry would each be a copy of it.
+    if number >= frame.entries or tensors[number].dtype != torch.uint8:
+        raise RemoteProtocolError(f"bytes cannot come from tensor {number}")
+    tensor = tensors[number]
+    if tensor.device.type != "cpu":  # whose address means nothing here
+        raise RemoteProtocolError(f"bytes cannot come from {tensor.device}")
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel())

@@ -1,0 +1,109 @@
+"""Which values of a state dict are meant, by their dotted paths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, TypeAlias
+
+from aiockpt.format.limits import enforce
+from aiockpt.runtime.host_limits import of_caller
+
+__all__ = ["Select", "Selection", "below", "item", "listed"]
+
+_LONGEST: Final = 16 << 10
+
+Select: TypeAlias = Iterable[str] | Callable[[str], bool]
+"""Dotted paths, with all that is below each; or a function that is asked for each."""
+
+
+def listed(select: Select | None) -> Select | None:
+    """Return a selection with its names, which may come only once, in a list.
+
+    Raises:
+        TypeError: it is neither a function nor names.
+    """
+    if select is None:
+        return None
+    if callable(select):
+        return of_caller(select)
+    if isinstance(select, str):
+        raise TypeError(f"select takes a list of paths, not the string {select!r}")
+    names = [*select]
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"select takes paths, which are strings, got {name!r}")
+    return names
+
+
+def below(path: str, key: object) -> str:
+    """Return the path of what a dict has under ``key``.
+
+    Raises:
+        LimitExceededError: it is so long that a peer must want to waste our time.
+    """
+    found = f"{path}.{key}" if path else f"{key}"
+    enforce("the length of a path", len(found), _LONGEST)
+    return found
+
+
+def item(path: str, index: int) -> str:
+    """Return the path of what a list has at ``index``."""
+    return f"{path}[{index}]"
+
+
+class Selection:
+    """Says which paths are selected; remembers those that were never met."""
+
+    def __init__(self, select: Select | None) -> None:
+        self._asks = select if callable(select) else None
+        wanted = listed(select)
+        self._wanted = dict.fromkeys(wanted if isinstance(wanted, list) else (), False)
+        # Where a wanted path may end in another: few lengths, however many paths.
+        self._sizes = sorted({*map(len, self._wanted)})
+        self._above = {upper for each in self._wanted for upper in _upwards(each)}
+        self.everything = select is None
+
+    def __repr__(self) -> str:
+        return f"<Selection {list(self._wanted) or self._asks or 'everything'}>"
+
+    def takes(self, path: str) -> bool:
+        """Say whether everything at and below a path is selected."""
+        if not self._wanted:
+            return self.everything
+        found = [
+            upper
+            for size in self._sizes
+            if (upper := path[:size]) in self._wanted and _ends(path, size)
+        ]
+        for each in found:
+            self._wanted[each] = True
+        return bool(found)
+
+    def takes_leaf(self, path: str) -> bool:
+        """Say whether a value is selected in which nothing can be selected apart."""
+        return self.takes(path) if self._asks is None else bool(self._asks(path))
+
+    def enters(self, path: str) -> bool:
+        """Say whether something below a path may be selected, or all of it is."""
+        if self.everything or self._asks is not None:
+            return True
+        return path in self._above or self.takes(path)
+
+    def unmet(self) -> list[str]:
+        """Return the selected paths that were not found."""
+        return [path for path, met in self._wanted.items() if not met]
+
+
+def _ends(path: str, size: int) -> bool:
+    """Say whether a step of the path ends after ``size`` letters."""
+    return not size or size == len(path) or path[size : size + 1] in (".", "[")
+
+
+def _upwards(path: str) -> Iterator[str]:
+    """Yield a path and all that are above it: whatever ends before a dot or bracket."""
+    if path:
+        yield ""
+    for at, letter in enumerate(path):
+        if at and letter in ".[":
+            yield path[:at]
+    yield path

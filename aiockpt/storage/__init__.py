@@ -1,0 +1,3 @@
+"""Checkpoints on a file system: files, directories, commit, retention."""
+
+from __future__ import annotations

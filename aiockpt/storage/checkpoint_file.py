@@ -1,0 +1,171 @@
+"""A checkpoint file that is there: read its header, verify its chunks.
+
+Everything here blocks.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from aiockpt.errors import IntegrityError, ProtocolError, StorageError
+from aiockpt.format.chunks import digest
+from aiockpt.format.layout import LENGTH_BYTES
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import (
+    ForeignHeader,
+    Manifest,
+    decode_header,
+    header_length,
+)
+
+__all__ = [
+    "after",
+    "chunk_errors",
+    "digest_of",
+    "header_of",
+    "is_of_torch",
+    "named",
+    "opened",
+    "read_header",
+    "sync_directory",
+    "verify_chunks",
+]
+
+_BLOCK = 1 << 20
+
+
+def read_header(path: Path, *, limits: Limits) -> Manifest | ForeignHeader:
+    """Return what the header of a safetensors file says, ours or another tool's.
+
+    Raises:
+        StorageError: it cannot be read, is no safetensors file, or is truncated.
+        IntegrityError: the header of our file is damaged.
+    """
+    with opened(path) as fd:
+        return header_of(path, fd, limits=limits)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """Open a regular file for reading; give its descriptor.
+
+    Raises:
+        StorageError: there is none, or it cannot be read.
+    """
+    with named(path):
+        file = path.open("rb", buffering=0)
+    with file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise StorageError(str(path), "it is not a regular file")
+        yield file.fileno()
+
+
+def header_of(path: Path, fd: int, *, limits: Limits) -> Manifest | ForeignHeader:
+    """Return what :func:`read_header` does, of an open file."""
+    with named(path):
+        header = _decode(path, fd, limits)
+        _check_size(path, header, os.fstat(fd).st_size)
+    return header
+
+
+def _decode(path: Path, fd: int, limits: Limits) -> Manifest | ForeignHeader:
+    try:
+        length = header_length(os.pread(fd, LENGTH_BYTES, 0), limits=limits)
+        return decode_header(os.pread(fd, length, 0), limits=limits)
+    except IntegrityError as error:
+        error.url = str(path)
+        raise
+    except ProtocolError as error:
+        if is_of_torch(os.pread(fd, LENGTH_BYTES + 1, 0)):
+            detail = (
+                "it is a file of torch.save, which has no header and no digests; make "
+                f"one that has: aiockpt convert {shlex.quote(str(path))} CHECKPOINT"
+            )
+            raise StorageError(str(path), detail) from error
+        raise StorageError(str(path), f"it cannot be read: {error}") from error
+
+
+def is_of_torch(start: bytes) -> bool:
+    """Say whether a file that starts with these 9 bytes looks like ``torch.save``'s."""
+    return start.startswith((b"PK\x03\x04", b"\x80")) and not start.endswith(b"{")
+
+
+def _check_size(path: Path, header: Manifest | ForeignHeader, actual: int) -> None:
+    expected = header.header_bytes + header.segment_bytes
+    if actual != expected:
+        fault = "truncated" if actual < expected else "too long"
+        detail = f"it is {fault}: {actual} bytes where its header says {expected}"
+        raise StorageError(str(path), detail)
+
+
+def verify_chunks(path: Path, manifest: Manifest) -> Iterator[IntegrityError]:
+    """Read every chunk of a file; give an error for each whose digest is wrong.
+
+    Raises:
+        StorageError: it cannot be read to the end.
+    """
+    with opened(path) as fd:
+        yield from chunk_errors(path, fd, manifest)
+
+
+def chunk_errors(path: Path, fd: int, manifest: Manifest) -> Iterator[IntegrityError]:
+    """Give what `verify_chunks` does, of an open file."""
+    with named(path):
+        for chunk, expected in enumerate(manifest.digests):
+            actual = digest_of(path, fd, manifest, chunk)
+            if actual != expected:
+                yield IntegrityError(
+                    chunk=chunk, expected=expected, actual=actual, url=str(path)
+                )
+
+
+def digest_of(path: Path, fd: int, manifest: Manifest, chunk: int) -> str:
+    """Return the digest of what the open file has of a chunk."""
+    start, stop = manifest.grid.range(chunk)
+    base = manifest.header_bytes
+    return digest(_blocks(path, fd, base + start, base + stop))
+
+
+def _blocks(path: Path, fd: int, start: int, stop: int) -> Iterator[memoryview]:
+    # Read, not mapped: a file that shrinks under a mapping kills the process.
+    block = memoryview(bytearray(min(_BLOCK, stop - start)))
+    while start < stop:
+        got = os.preadv(fd, [block[: stop - start]], start)
+        if not got:
+            raise StorageError(str(path), f"it ends at byte {start}")
+        yield block[:got]
+        start += got
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Raise ``StorageError`` with the path for what the system refuses."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(str(path), error.strerror or str(error)) from error
+
+
+def after(views: list[memoryview], nbytes: int) -> list[memoryview]:
+    """Return what is left of views when their first ``nbytes`` are done with."""
+    for index, view in enumerate(views):
+        if nbytes < view.nbytes:
+            return [view[nbytes:], *views[index + 1 :]]
+        nbytes -= view.nbytes
+    return []
+
+
+def sync_directory(path: Path) -> None:
+    """Have the disk confirm the names in a directory."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,248 @@
+"""A checkpoint directory on its way to its name: built beside it, moved in one step.
+
+Every rank opens a `Draft`, whose file is locked until it is closed, so that a sweep
+can tell what is being written from what a dead process left behind. Rank 0 commits.
+
+Everything here blocks, and needs no tensors.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from aiockpt.errors import StorageError
+from aiockpt.format.layout import ID_SLICE, LENGTH_BYTES, PREFIX
+from aiockpt.storage.checkpoint_file import named, sync_directory
+from aiockpt.storage.directory import (
+    MARKER,
+    RankFile,
+    encode_commit,
+    old_of,
+    part_of,
+    rank_file,
+)
+from aiockpt.storage.files import exchange, is_at, lock, trash
+
+__all__ = ["Draft"]
+
+_OCCUPIED: Final = {errno.ENOTEMPTY, errno.EEXIST}
+
+_HEAD_BYTES: Final = 4096  # of a header, in which its step stands
+_STEP_SAID = re.compile(rb'\\"step\\":([0-9]{1,19})')
+
+_LOCK_TRIES: Final = 20
+_LOCK_PAUSE: Final = 0.05  # a sweep locks a file only to remove it
+
+
+class Draft:
+    """One rank's part in a checkpoint that is being built; made before its first byte.
+
+    Args:
+        target: The name that it is going to have; see `directory.settle`.
+        rank: Whose file this is.
+        durable: Have the disk confirm each step before the next one.
+
+    Raises:
+        StorageError: nothing can be built there; whatever was there is untouched.
+    """
+
+    def __init__(self, target: Path, rank: int, *, durable: bool) -> None:
+        self.target = target
+        self.part = part_of(target)
+        self.path = self.part / rank_file(rank)
+        self._durable = durable
+        self._temporary = self.part / f"{self.path.name}.tmp"
+        _check_free(target)
+        with named(target):
+            self._make_parents()
+            self.fd = self._open_locked()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Draft {self.path}>"
+
+    @property
+    def temporary(self) -> Path:
+        """What the file is called while it is being filled."""
+        return self._temporary
+
+    def keep_file(self) -> None:
+        """Give the file its name; with the directory entry on the disk if asked for."""
+        with named(self.path):
+            if not self._durable:
+                os.close(os.dup(self.fd))  # what a network says at the end, it says now
+            os.rename(self._temporary, self.path)
+            self._sync(self.part)
+
+    def commit(self, step: int, world_size: int) -> list[Path]:
+        """Put the marker, and then the whole directory in its place; for rank 0.
+
+        Returns:
+            What is to be removed now, at leisure.
+
+        Raises:
+            StorageError: a rank's file is missing, or is of another step; or the disk
+                failed. At the name there is what was there before.
+        """
+        with named(self.target):
+            files = {
+                path.name: _described(path, step)
+                for path in map(self._file_of, range(world_size))
+            }
+            self._remove_others(files)
+            try:
+                self._put_marker(encode_commit(step, files))
+                unused = [*self._put_in_place()]
+            except BaseException:
+                with suppress(OSError):
+                    self._remove_others(files)
+                raise
+            self._sync(self.target.parent)
+        return unused
+
+    def is_committed(self) -> bool:
+        """Say whether this rank's file has come to its final place, with the marker."""
+        # The directory is moved as a whole, when the marker is in it.
+        with suppress(OSError):
+            return is_at(self.target / self.path.name, self.fd)
+        return False
+
+    def discard(self) -> None:
+        """Remove what this rank has put there. Never raises."""
+        for path in (self._temporary, self.path):
+            with suppress(OSError):
+                if is_at(path, self.fd):
+                    path.unlink()
+        with suppress(OSError):
+            self.part.rmdir()  # the last rank's succeeds
+
+    def close(self) -> None:
+        """Unlock. Idempotent; never raises: what can fail of a write has been asked."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)
+
+    def _file_of(self, rank: int) -> Path:
+        return self.part / rank_file(rank)
+
+    def _make_parents(self) -> None:
+        parent = self.target.parent
+        missing = [parent, *parent.parents]
+        missing = [each for each in missing if not each.exists()]
+        parent.mkdir(parents=True, exist_ok=True)
+        for each in missing:
+            self._sync(each.parent)
+
+    def _open_locked(self) -> int:
+        for _ in range(_LOCK_TRIES):
+            # A sweep may remove the directory, or an abandoned file, under our hands.
+            self.part.mkdir(exist_ok=True)
+            with suppress(FileNotFoundError):
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                fd = os.open(self._temporary, flags, 0o666)
+                if lock(fd) and is_at(self._temporary, fd):
+                    os.ftruncate(fd, 0)
+                    return fd
+                os.close(fd)
+            time.sleep(_LOCK_PAUSE)
+        raise StorageError(str(self._temporary), "another process is writing it")
+
+    def _remove_others(self, files: Mapping[str, RankFile]) -> None:
+        """Remove what a save that failed, or one by more ranks, has left here."""
+        for each in os.scandir(self.part):
+            if each.name not in files:
+                if each.is_dir(follow_symlinks=False):
+                    shutil.rmtree(each.path)
+                else:
+                    os.unlink(each.path)
+
+    def _put_marker(self, text: bytes) -> None:
+        temporary = self.part / f"{MARKER}.tmp"
+        with temporary.open("wb") as file:
+            file.write(text)
+            file.flush()
+            if self._durable:
+                os.fsync(file.fileno())
+        os.rename(temporary, self.part / MARKER)
+        self._sync(self.part)
+
+    def _put_in_place(self) -> Iterator[Path]:
+        """Move the directory to its name; yield what was there."""
+        old = old_of(self.target)
+        try:
+            os.rename(self.part, self.target)
+        except OSError as error:
+            if error.errno not in _OCCUPIED:
+                raise
+            if exchange(self.part, self.target):
+                yield from _discarded(self.part)
+            else:
+                yield from _discarded(old)
+                self._replace_by_way_of(old)
+        yield from _discarded(old)
+
+    def _replace_by_way_of(self, old: Path) -> None:
+        os.rename(self.target, old)
+        try:
+            os.rename(self.part, self.target)
+        except BaseException:
+            os.rename(old, self.target)
+            raise
+
+    def _sync(self, directory: Path) -> None:
+        if self._durable:
+            sync_directory(directory)
+
+
+def _check_free(target: Path) -> None:
+    """Refuse a place that holds what is not ours to replace."""
+    with named(target):
+        if target.exists() and not target.is_dir():
+            raise StorageError(str(target), "it is a file; name a directory")
+        with suppress(FileNotFoundError):
+            if any(target.iterdir()) and not (target / MARKER).is_file():
+                detail = "it holds files, and no checkpoint; choose a new directory"
+                raise StorageError(str(target), detail)
+
+
+def _described(path: Path, step: int) -> RankFile:
+    """Return what the marker says of a file, from the start of its header."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            head = os.pread(file.fileno(), _HEAD_BYTES, 0)[LENGTH_BYTES:]
+            size = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        detail = "this rank's file is not there; do all ranks see the same directory?"
+        raise StorageError(str(path), detail) from None
+    said = _STEP_SAID.search(head)
+    if not head.startswith(PREFIX) or said is None:
+        raise StorageError(str(path), "it is no file of a rank")
+    if int(said[1]) != step:
+        raise StorageError(str(path), f"it is of step {int(said[1])}, not {step}")
+    return RankFile(size, head[ID_SLICE].decode("ascii", "replace"))
+
+
+def _discarded(path: Path) -> Iterator[Path]:
+    """Yield what a directory is called as trash, if it is there and can be moved."""
+    with suppress(OSError):
+        yield trash(path)

@@ -1,0 +1,296 @@
+"""Checkpoints as directories: named, committed by a marker, listed, retired and swept.
+
+A checkpoint is a directory with a file per rank and, written last, a *marker*::
+
+    checkpoints/step-100/checkpoint_0.safetensors, ..., commit.json
+
+What is not whole has another name, beside it: ``.step-100.part`` is being built,
+``.step-100.old`` stood there before (where a file system cannot exchange names), and
+``.step-100.*.trash`` is being removed. So at the name itself there is wholly the old
+checkpoint or wholly the new one, whatever dies when.
+
+Everything here blocks, and needs no tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from aiockpt.errors import CheckpointNotFoundError, StorageError
+from aiockpt.format.entries import Count
+from aiockpt.storage.checkpoint_file import named
+
+__all__ = [
+    "MARKER",
+    "Checkpoint",
+    "Commit",
+    "RankFile",
+    "StrPath",
+    "checkpoint_at",
+    "encode_commit",
+    "find_checkpoint",
+    "identity",
+    "latest",
+    "list_checkpoints",
+    "old_of",
+    "part_of",
+    "rank_file",
+    "settle",
+    "step_of",
+]
+
+logger = logging.getLogger("aiockpt")
+
+StrPath: TypeAlias = str | os.PathLike[str]
+
+MARKER: Final = "commit.json"
+_VERSION: Final = 1
+_TRIES: Final = 10  # while others replace it
+_MARKER_LIMIT: Final = 64 << 20
+_STEP = re.compile(r"([0-9]{1,18})$")
+_OLD = re.compile(r"\.(.+)\.old", re.DOTALL)
+
+
+class RankFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the marker says of a rank's file."""
+
+    bytes: Count
+    snapshot: str
+
+
+class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a marker holds; ``files`` are those of the ranks, by name."""
+
+    aiockpt: Count = _VERSION
+    step: Count
+    world_size: Annotated[int, Meta(ge=1)]
+    files: dict[str, RankFile]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint: where it is, and what its marker says.
+
+    Attributes:
+        path: Its directory: the name that it was saved under, or what stands in for it
+            after a crash in the middle of a replacement.
+        name: The name that it was saved under.
+        step: Its training step.
+        world_size: How many ranks wrote it.
+        files: The ranks' files by name.
+    """
+
+    path: Path
+    name: str
+    step: int
+    world_size: int
+    files: Mapping[str, RankFile]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all its files."""
+        return sum(file.bytes for file in self.files.values())
+
+    def file_of(self, rank: int) -> Path:
+        """Return a rank's file.
+
+        Raises:
+            CheckpointNotFoundError: fewer ranks wrote it.
+        """
+        name = rank_file(rank)
+        if name not in self.files:
+            ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+            detail = f"{ranks} wrote it, and none of them was rank {rank}"
+            raise CheckpointNotFoundError(str(self.path), detail)
+        return self.path / name
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"checkpoint_{rank}.safetensors"
+
+
+def step_of(path: StrPath) -> int:
+    """Return the number at the end of a checkpoint's name; 0 if there is none."""
+    found = _STEP.search(Path(path).name)
+    return int(found[1]) if found else 0
+
+
+def settle(path: StrPath) -> Path:
+    """Return where a checkpoint of this name lies, links followed.
+
+    Raises:
+        StorageError: it has no name (``/``), or none that the system can look up.
+    """
+    try:
+        settled = Path(path).resolve()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            settled.stat()  # what is too long, or not ours to see, says so
+    except (OSError, RuntimeError, ValueError) as error:  # ValueError: a NUL in it
+        said = getattr(error, "strerror", None) or str(error)
+        raise StorageError(str(path), said) from error
+    if not settled.name:
+        raise StorageError(str(path), "it is the root; name a directory in it")
+    return settled
+
+
+def part_of(path: Path) -> Path:
+    """Return where the checkpoint is built: a name that all ranks agree on."""
+    return path.with_name(f".{path.name}.part")
+
+
+def old_of(path: Path) -> Path:
+    """Return where the checkpoint before it waits, while one takes its place."""
+    return path.with_name(f".{path.name}.old")
+
+
+def encode_commit(step: int, files: Mapping[str, RankFile]) -> bytes:
+    """Return the marker of a checkpoint, as people can read it."""
+    commit = Commit(step=step, world_size=len(files), files=dict(files))
+    return msgspec.json.format(msgspec.json.encode(commit), indent=2) + b"\n"
+
+
+def checkpoint_at(path: StrPath) -> Checkpoint:
+    """Return the whole checkpoint of this name.
+
+    Raises:
+        CheckpointNotFoundError: there is none; the message says what there is.
+        StorageError: its marker is damaged, or of a later version.
+    """
+    place = settle(path)
+    for _ in range(_TRIES):
+        before = identity(place)
+        if (found := _checkpoint_in(place, place.name)) is not None:
+            return found
+        if not before and (found := _checkpoint_in(old_of(place), place.name)):
+            return found
+        if identity(place) == before:  # else it was being replaced meanwhile
+            break
+    with named(place):
+        raise CheckpointNotFoundError(str(path), _what_is_at(place))
+
+
+def identity(place: Path) -> tuple[int, int] | None:
+    """Return what tells a directory from one that takes its name; None without one."""
+    with suppress(OSError):
+        found = place.stat()
+        return found.st_dev, found.st_ino
+    return None
+
+
+def find_checkpoint(path: StrPath) -> Checkpoint | None:
+    """Return the whole checkpoint of this name, or None."""
+    with suppress(StorageError):
+        return checkpoint_at(path)
+    return None
+
+
+def list_checkpoints(directory: StrPath) -> list[Checkpoint]:
+    """Return the whole checkpoints in a directory, by ascending step.
+
+    A warning names those that may be whole, and cannot be read.
+
+    Raises:
+        StorageError: the directory cannot be read; there is none if it does not exist.
+    """
+    found = [each for each in map(_readable, _names_in(Path(directory))) if each]
+    return sorted(found, key=lambda each: (each.step, each.name))
+
+
+def _readable(path: Path) -> Checkpoint | None:
+    try:
+        return checkpoint_at(path)
+    except CheckpointNotFoundError:
+        return None
+    except StorageError as error:
+        logger.warning("a checkpoint is passed over: %s", error)
+        return None
+
+
+def latest(directory: StrPath) -> Checkpoint | None:
+    """Return the whole checkpoint of the highest step in a directory, or None."""
+    return next(reversed(list_checkpoints(directory)), None)
+
+
+def _names_in(directory: Path) -> Iterator[Path]:
+    """Yield the names under which there may be checkpoints."""
+    names: dict[str, None] = {}
+    with named(directory), suppress(FileNotFoundError):
+        for each in os.scandir(directory):
+            if not each.name.startswith("."):
+                names[each.name] = None
+            elif old := _OLD.fullmatch(each.name):
+                names[old[1]] = None
+    return (directory / name for name in names)
+
+
+def _checkpoint_in(place: Path, name: str) -> Checkpoint | None:
+    """Return what is whole in a directory: marker, and every file at its full size."""
+    commit = _read_marker(place / MARKER)
+    if commit is None:
+        return None
+    _check_files(place / MARKER, commit)
+    if any(_size(place / file) != said.bytes for file, said in commit.files.items()):
+        return None
+    return Checkpoint(place, name, commit.step, commit.world_size, commit.files)
+
+
+def _check_files(path: Path, commit: Commit) -> None:
+    """Refuse a marker that does not name one file for each rank, and no other."""
+    if len(commit.files) != commit.world_size:
+        detail = f"it names {len(commit.files)} files, of {commit.world_size} ranks"
+        raise StorageError(str(path), detail)
+    for name in commit.files.keys() - map(rank_file, range(commit.world_size)):
+        raise StorageError(str(path), f"{name!r} names no file in it of a rank")
+
+
+def _size(path: Path) -> int:
+    with suppress(OSError):
+        return path.stat().st_size
+    return -1
+
+
+def _read_marker(path: Path) -> Commit | None:
+    with named(path):
+        try:
+            with path.open("rb") as file:
+                text = file.read(_MARKER_LIMIT)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+    try:
+        return _decode(text)
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise StorageError(str(path), f"it is no marker: {error}") from error
+
+
+class _Versioned(msgspec.Struct):
+    aiockpt: int
+
+
+def _decode(text: bytes) -> Commit:
+    version = msgspec.json.decode(text, type=_Versioned).aiockpt
+    if version != _VERSION:
+        detail = f"format version {version}; this side knows version {_VERSION}"
+        raise msgspec.ValidationError(detail)
+    return msgspec.json.decode(text, type=Commit)
+
+
+def _what_is_at(place: Path) -> str:
+    """Say why there is no checkpoint."""
+    if not place.exists():
+        return "there is no such checkpoint"
+    if not place.is_dir():
+        return "it is a file"
+    if _read_marker(place / MARKER) is not None:
+        return "files that its marker names are missing, or not of their full size"
+    return "it holds no marker: no save to it was completed"

@@ -1,0 +1,241 @@
+"""A checkpoint on its way to a file, which it replaces in one step.
+
+A checkpoint is received into ``FILE.part`` and becomes ``FILE`` by one rename, when
+every chunk has been verified and is on the disk: whatever happens, ``FILE`` is wholly
+the old checkpoint or wholly the new one. ``FILE.part`` outlives a receive that fails,
+and the next one keeps each chunk in it whose digest is that of the manifest. A file
+that is replaced hands on its permissions; a new one gets what the umask leaves.
+
+Everything here blocks.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from aiockpt.errors import StorageError
+from aiockpt.format.layout import LENGTH_BYTES, PREFIX
+from aiockpt.format.manifest import Manifest
+from aiockpt.storage.checkpoint_file import digest_of, named, sync_directory
+from aiockpt.storage.files import rename_to_new
+
+__all__ = ["TAKEN", "PartFile", "check_target"]
+
+TAKEN: Final = "it is there already; choose another name, or replace it by --overwrite"
+"""What is said of a file that a command would replace without having been told to."""
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_PERMISSIONS = 0o777
+_OURS = stat.S_IRUSR | stat.S_IWUSR
+
+
+def check_target(path: Path, *, replace: bool = True) -> Path:
+    """Return the file that a checkpoint may be written to; links are followed.
+
+    Raises:
+        StorageError: its directory does not exist, or it is no regular file, which a
+            rename would destroy; or, without ``replace``, there is a file already.
+    """
+    with named(path):
+        try:
+            target = path.resolve()
+        except RuntimeError:  # Python 3.11 and 3.12, for a loop of links
+            target = path
+        if target.is_symlink():  # what is left of a loop, since Python 3.13
+            raise StorageError(str(path), "it is a link to itself")
+        if not target.parent.is_dir():
+            detail = f"there is no directory {target.parent}; make it first"
+            raise StorageError(str(path), detail)
+        if target.is_dir():
+            raise StorageError(str(path), "it is a directory; name a file in it")
+        if target.exists() and not target.is_file():
+            raise StorageError(str(path), "it is not a regular file")
+        if not replace and os.path.lexists(path):
+            raise StorageError(str(path), TAKEN)
+    return target
+
+
+class PartFile:
+    """A checkpoint on its way to a file: ``FILE.part``, filled in any order.
+
+    It is locked against other processes until it is closed, and its space is
+    reserved: a full disk is an error of :meth:`open`, never one of a byte that arrives.
+
+    Attributes:
+        path: ``FILE.part``.
+        candidates: The chunks that may be there already; ask :meth:`holds`.
+    """
+
+    def __init__(
+        self, target: Path, path: Path, fd: int, manifest: Manifest, known: int
+    ) -> None:
+        self.path = path
+        self.candidates = range(_chunks_within(manifest, known))
+        self._target = target
+        self._manifest = manifest
+        self._fd = fd
+        self._map = mmap.mmap(fd, manifest.total_bytes)
+        self._map[: manifest.header_bytes] = manifest.header
+
+    @classmethod
+    def open(cls, target: Path, manifest: Manifest) -> PartFile:
+        """Open ``target``'s part file, which is made, resized and locked as needed.
+
+        Raises:
+            StorageError: it cannot be written, is in use, is something else than a
+                part of a checkpoint, or the disk is full; it is then as before.
+        """
+        target = check_target(target)
+        path = target.with_name(f"{target.name}.part")
+        with named(path):
+            fd = _open_locked(path)
+            try:
+                _check_ours(path, fd)
+                # Before a byte arrives that only the file's readers may see.
+                _permit(fd, _permissions(target), added=_OURS)
+                known = os.fstat(fd).st_size
+                _reserve(path, fd, manifest.total_bytes)
+                return cls(target, path, fd, manifest, known)
+            except BaseException:
+                os.close(fd)
+                raise
+
+    def __repr__(self) -> str:
+        return f"<PartFile {self.path} bytes={self._manifest.total_bytes}>"
+
+    def buffers(self, start: int, stop: int) -> list[memoryview]:
+        """Return the writable bytes ``[start, stop)`` of the data segment."""
+        base = self._manifest.header_bytes
+        return [memoryview(self._map)[base + start : base + stop]]
+
+    def holds(self, chunk: int) -> bool:
+        """Tell whether a chunk is there with the right digest."""
+        with named(self.path):
+            actual = digest_of(self.path, self._fd, self._manifest, chunk)
+        return actual == self._manifest.digests[chunk]
+
+    def commit(self, *, replace: bool = True) -> None:
+        """Rename the part file to the file, with everything on the disk.
+
+        Raises:
+            StorageError: not written, or, without ``replace``, there is a file by now;
+                the old file is as it was.
+        """
+        with named(self.path):
+            try:
+                self._map.flush()
+                os.fsync(self._fd)
+            except OSError:
+                # What the kernel failed to write may look written to the next receive.
+                self.discard()
+                raise
+            permissions = _permissions(self._target)
+            _permit(self._fd, permissions, added=_OURS)
+            if replace:
+                os.replace(self.path, self._target)
+            else:
+                rename_to_new(self.path, self._target)
+            # Not before: a part file that stays must be writable for the next receive.
+            _permit(self._fd, permissions, added=0)
+            sync_directory(self._target.parent)
+
+    def discard(self) -> None:
+        """Remove the part file."""
+        with suppress(OSError):
+            self.path.unlink()
+
+    def close(self) -> None:
+        """Unmap and unlock; the part file stays for the next receive. Idempotent."""
+        with suppress(BufferError):  # a view that still lives keeps its pages
+            self._map.close()
+        if self._fd >= 0:
+            # The mapping has a duplicate, which would keep the lock while it lives.
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _chunks_within(manifest: Manifest, size: int) -> int:
+    """Return how many chunks a file of ``size`` bytes may hold, the last cut short."""
+    present = min(size - manifest.header_bytes, manifest.segment_bytes)
+    return -(-present // manifest.chunk_bytes) if present > 0 else 0
+
+
+def _open_locked(path: Path) -> int:
+    while True:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(path, flags, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(path, fd):
+                return fd
+        except BlockingIOError:
+            os.close(fd)
+            detail = "another process is receiving into it"
+            raise StorageError(str(path), detail) from None
+        os.close(fd)
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    """Tell whether the file was not renamed or removed while we locked it."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
+    return False
+
+
+def _check_ours(path: Path, fd: int) -> None:
+    """Refuse to overwrite what another program left under the same name."""
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise StorageError(str(path), "it is not a regular file")
+    start = os.pread(fd, LENGTH_BYTES + len(PREFIX), 0)
+    # Nothing but zeros: reserved, and killed before the header was written.
+    known = start[LENGTH_BYTES:]
+    if any(start) and not (known and PREFIX.startswith(known)):
+        detail = "it is no part of a checkpoint; remove it or choose another file"
+        raise StorageError(str(path), detail)
+
+
+def _permissions(target: Path) -> int | None:
+    """Return those of the file that is replaced, if there is one."""
+    with suppress(FileNotFoundError):
+        return target.stat().st_mode & _PERMISSIONS
+    return None
+
+
+def _permit(fd: int, permissions: int | None, *, added: int) -> None:
+    """Set permissions, where they differ: not every file system has them."""
+    now = os.fstat(fd).st_mode & _PERMISSIONS
+    if permissions is not None and permissions | added != now:
+        os.fchmod(fd, permissions | added)
+
+
+def _reserve(path: Path, fd: int, size: int) -> None:
+    """Give the file ``size`` bytes that are really there, or leave it as it was."""
+    before = os.fstat(fd).st_size
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        os.ftruncate(fd, before)
+        free = _free_space(fd)
+        if not before:
+            path.unlink()
+        if error.errno not in _FULL:
+            raise
+        detail = (
+            f"{os.strerror(error.errno or 0)}: {size / 1e6:.1f} MB are needed and "
+            f"{free / 1e6:.1f} MB are free; make room or choose another file"
+        )
+        raise StorageError(str(path), detail) from error
+    os.ftruncate(fd, size)
+
+
+def _free_space(fd: int) -> int:
+    system = os.fstatvfs(fd)
+    return system.f_bavail * system.f_frsize

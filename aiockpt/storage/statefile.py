@@ -1,0 +1,142 @@
+"""A state dict from a file: safetensors, ours or another tool's, or torch's own.
+
+Tensors lie over a private mapping of the file: pages are read when they are used, and
+writing to a tensor does not change the file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from aiockpt.errors import StorageError
+from aiockpt.format.dtypes import CODE_BITS, CODES
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import ForeignHeader, Manifest
+from aiockpt.state.rebuild import Frame, assemble, entry_tensors, tensors_over
+from aiockpt.storage.checkpoint_file import (
+    chunk_errors,
+    header_of,
+    is_of_torch,
+    named,
+    opened,
+)
+
+__all__ = ["StateFile", "is_torch_file", "load_torch", "read_state_file"]
+
+_ZIP = b"PK\x03\x04"
+_OPENING_BRACE = 8  # where the JSON of a safetensors header starts
+
+
+@dataclass(frozen=True, slots=True)
+class StateFile:
+    """What a file holds; ``step`` is None where the file does not say."""
+
+    state: object
+    step: int | None
+
+
+def read_state_file(path: Path, *, limits: Limits) -> StateFile:
+    """Return the state dict of a file; the digests of ours are verified first.
+
+    Raises:
+        StorageError: it cannot be read, or is none of the known kinds.
+        IntegrityError: a chunk, or the header, of our file is damaged.
+        RemoteProtocolError: its tree holds what this process has not registered.
+    """
+    with opened(path) as fd:
+        if is_torch_file(path, fd):
+            return StateFile(load_torch(path, fd), None)
+        header = header_of(path, fd, limits=limits)
+        if isinstance(header, ForeignHeader):
+            return StateFile(_read_foreign(path, fd, header), None)
+        return StateFile(_read_ours(path, fd, header, limits), header.step)
+
+
+def _read_foreign(
+    path: Path, fd: int, header: ForeignHeader
+) -> dict[str, torch.Tensor]:
+    for name, entry in zip(header.names, header.entries, strict=True):
+        if CODE_BITS[entry.dtype] % 8 or entry.dtype not in CODES:
+            detail = f"tensor {name} has dtype {entry.dtype}, which is not supported"
+            raise StorageError(str(path), detail)
+    tensors = entry_tensors(header.entries, _map(path, fd), base=header.header_bytes)
+    return dict(zip(header.names, tensors, strict=True))
+
+
+def _read_ours(path: Path, fd: int, manifest: Manifest, limits: Limits) -> object:
+    # Whoever stages what was read computes new digests, which would cover up damage.
+    for error in chunk_errors(path, fd, manifest):
+        raise error
+    tensors = tensors_over(manifest, _map(path, fd), base=manifest.header_bytes)
+    return assemble(Frame.of(manifest), tensors, limits=limits)
+
+
+def _map(path: Path, fd: int) -> mmap.mmap:
+    with named(path):
+        return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+
+
+def is_torch_file(path: Path, fd: int) -> bool:
+    """Say whether an open file looks like one of ``torch.save``.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    return is_of_torch(_start_of(path, fd))
+
+
+def _start_of(path: Path, fd: int) -> bytes:
+    with named(path):
+        return os.pread(fd, _OPENING_BRACE + 1, 0)
+
+
+def load_torch(path: Path, fd: int) -> object:
+    """Return what an open file of ``torch.save`` holds, mapped where that is possible.
+
+    Raises:
+        StorageError: it is damaged, or holds what only running code brings back.
+    """
+    mapped = _start_of(path, fd).startswith(_ZIP)
+    if mapped:
+        _check_zip(path, fd)
+    try:
+        # By its descriptor: another file may have got the name meanwhile.
+        return torch.load(  # noqa: TID251 - weights_only unpickles no code
+            f"/proc/self/fd/{fd}", map_location="cpu", mmap=mapped, weights_only=True
+        )
+    except Exception as error:  # a damaged file makes torch raise anything
+        raise StorageError(str(path), _reason(str(error))) from error
+
+
+def _check_zip(path: Path, fd: int) -> None:
+    """Refuse compressed entries: torch writes none, and a small one may be huge."""
+    with named(path):
+        try:
+            with os.fdopen(os.dup(fd), "rb") as raw, zipfile.ZipFile(raw) as file:
+                entries = file.infolist()
+        except OSError:
+            raise
+        except Exception as error:  # a damaged file makes it raise anything
+            raise StorageError(str(path), f"torch cannot read it: {error}") from error
+    if any(each.compress_type != zipfile.ZIP_STORED for each in entries):
+        raise StorageError(str(path), "it is compressed, as no file of torch is")
+
+
+def _reason(text: str) -> str:
+    """Shorten torch's essay to what is wrong with the file."""
+    if found := re.search(r"GLOBAL (\S+)", text):
+        return (
+            f"it holds a {found[1]}, which only running pickled code brings back; "
+            "save tensors and plain values"
+        )
+    # What torch says first is that unpickling without weights_only would succeed.
+    found = re.search(r"WeightsUnpickler error:\s*(\S.*)", text)
+    lines = [found[1]] if found else text.strip().splitlines()
+    return f"torch cannot read it: {lines[0] if lines else '?'}"

@@ -1,0 +1,3 @@
+"""Staging, destinations, and what a receive is made of."""
+
+from __future__ import annotations

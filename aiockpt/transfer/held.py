@@ -1,0 +1,199 @@
+"""What a receiver has already, laid out as the data segment of a checkpoint.
+
+It is only a guess, made from paths, dtypes and shapes: a chunk of it is of use when its
+digest is that of the manifest, and nothing else counts. What lies in host memory is
+read where it is; what a device has, or what moves element by element, is staged first,
+to its own place in the arena of the destination. Everything here blocks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from operator import sub
+
+from aiockpt.format.chunks import chunks_over, digest
+from aiockpt.format.manifest import Manifest
+from aiockpt.memory.arena import Arena, Memory
+from aiockpt.memory.backings import Backings
+from aiockpt.memory.copy import CopyPlan, Fences
+from aiockpt.memory.device import Event, PortFor
+from aiockpt.state.flatten import Survey
+from aiockpt.state.likeness import alike
+from aiockpt.transfer.destination import InTemplate
+from aiockpt.transfer.landing import address_of
+
+__all__ = ["Held", "HeldInTemplate"]
+
+
+class Held:
+    """A state dict that may have some of a checkpoint's chunks.
+
+    Args:
+        manifest: The checkpoint, which is not kept.
+        backings: The state dict's memory, one per entry.
+        arena: That of the destination; its chunks must not have arrived yet.
+        ports: Finds the port of a device.
+    """
+
+    def __init__(
+        self, manifest: Manifest, backings: Backings, *, arena: Arena, ports: PortFor
+    ) -> None:
+        starts, stops = manifest.entries.starts, manifest.entries.stops
+        sizes = array("q", map(sub, stops, starts))
+        self.grid, self._digests = manifest.grid, manifest.digests
+        self._plan = CopyPlan(backings, starts, sizes, arena=arena, port_for=ports)
+        self._memory = self._plan.in_place()
+        self._arena = arena
+        shorter = [e for e, size in enumerate(sizes) if backings.sizes[e] < size]
+        lacking = ((starts[e], stops[e]) for e in shorter if not backings.sizes[e])
+        self._unknown = {*chunks_over(self.grid, lacking)}
+        padded = [entry for entry in shorter if backings.sizes[entry]]
+        self._padding = _Ranges(
+            (starts[e] + backings.sizes[e], stops[e]) for e in padded
+        )
+
+    @classmethod
+    def of(
+        cls, manifest: Manifest, own: Survey, *, arena: Arena, ports: PortFor
+    ) -> Held:
+        """Look for a checkpoint in what a state dict looks like.
+
+        Raises:
+            RemoteProtocolError: the manifest's tree names a tensor that there is not.
+        """
+        return cls(manifest, alike(manifest, own), arena=arena, ports=ports)
+
+    def __repr__(self) -> str:
+        return f"<Held chunks={len(self.grid) - len(self._unknown)}>"
+
+    def known(self, chunks: Iterable[int]) -> list[int]:
+        """Return those chunks of which every byte may be there."""
+        return [chunk for chunk in chunks if chunk not in self._unknown]
+
+    def fences(self) -> Fences:
+        """Mark on every device what the calling thread's producer has enqueued."""
+        return self._plan.fences()
+
+    def stage(self, after: Fences) -> list[Event]:
+        """Stage what moves element by element."""
+        return self._plan.stage_parts(after)
+
+    def stage_device(self, chunks: Sequence[int], after: Fences) -> list[Event]:
+        """Stage what devices have of some chunks."""
+        events = []
+        for chunk in chunks:
+            events += self._plan.stage_device(*self.grid.range(chunk), after)
+        return events
+
+    def drain(self) -> None:
+        """Block until nothing is in flight."""
+        self._plan.drain()
+
+    def matching(self, chunks: Iterable[int]) -> list[int]:
+        """Return those chunks whose digests are those of the manifest."""
+        return [chunk for chunk in chunks if self._matches(chunk, self._memory)]
+
+    def bring(self, chunks: Iterable[int], target: Memory | None) -> list[int]:
+        """Copy chunks to ``target`` (None: the arena); return those that are there.
+
+        The copy is verified: who changes the state dict meanwhile spoils nothing.
+        """
+        found = []
+        for chunk in chunks:
+            start, stop = self.grid.range(chunk)
+            if target is None:
+                self._plan.stage_host(start, stop)
+            else:
+                there = target.buffers(start, stop)
+                _copy(there, self._memory.buffers(start, stop))
+            if self._matches(chunk, self._arena if target is None else target):
+                found.append(chunk)
+        return found
+
+    def _matches(self, chunk: int, memory: Memory) -> bool:
+        start, stop = self.grid.range(chunk)
+        for first, last in self._padding.within(start, stop):
+            ctypes.memset(self._arena.address + first, 0, last - first)
+        return digest(memory.buffers(start, stop)) == self._digests[chunk]
+
+
+class HeldInTemplate(Held):
+    """The template itself: what it has stays where it is.
+
+    Values that no template is filled with are staged beside it.
+    """
+
+    def __init__(
+        self, manifest: Manifest, own: Survey, goal: InTemplate, *, ports: PortFor
+    ) -> None:
+        mine = goal.match.backings
+        merged, values = mine, list[int]()
+        if goal.match.parts or goal.match.blobs:
+            merged, values = _merged(mine, alike(manifest, own))
+        super().__init__(manifest, merged, arena=goal.arena, ports=ports)
+        entries = manifest.entries
+        self._values = _Ranges((entries.starts[e], entries.stops[e]) for e in values)
+        self._memory, self._goal = goal.copies.in_place(), goal
+
+    def bring(self, chunks: Iterable[int], target: Memory | None) -> list[int]:
+        """Leave them where they are."""
+        there = [*chunks]
+        self._goal.home.update(there)
+        return there
+
+    def _matches(self, chunk: int, memory: Memory) -> bool:
+        for start, stop in self._values.within(*self.grid.range(chunk)):
+            self._plan.stage_host(start, stop)
+        return super()._matches(chunk, memory)
+
+
+class _Ranges:
+    """Ranges of the data segment, apart and ascending."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
+        found = [*ranges]
+        self._starts = [start for start, _ in found]
+        self._stops = [stop for _, stop in found]
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield those that reach into ``[start, stop)``, cut to it."""
+        near = slice(bisect_right(self._stops, start), bisect_left(self._starts, stop))
+        for first, last in zip(self._starts[near], self._stops[near], strict=True):
+            yield max(first, start), min(last, stop)
+
+
+def _merged(mine: Backings, others: Backings) -> tuple[Backings, list[int]]:
+    """Return the template's memory, and that of others where it has none; and where."""
+    values = [
+        entry
+        for entry, size in enumerate(mine.sizes)
+        if not size and others.sizes[entry]
+    ]
+    tensors, addresses, sizes = [*mine.tensors], mine.addresses[:], mine.sizes[:]
+    parts = dict(mine.parts)
+    for entry in values:
+        tensors[entry] = others.tensors[entry]
+        addresses[entry], sizes[entry] = others.addresses[entry], others.sizes[entry]
+        if entry in others.parts:
+            parts[entry] = others.parts[entry]
+    return Backings(tensors, addresses, sizes, parts), values
+
+
+def _copy(targets: Iterable[memoryview], sources: Iterable[memoryview]) -> None:
+    """Copy bytes from views to views that hold as many, in other pieces."""
+    given = iter(sources)
+    source = memoryview(b"")
+    for target in targets:
+        rest = target
+        while rest.nbytes:
+            while not source.nbytes:
+                source = next(given)
+            count = min(rest.nbytes, source.nbytes)
+            to, origin = address_of(rest), address_of(source)
+            if to != origin:
+                # Of a foreign function: the interpreter lock is free meanwhile.
+                ctypes.memmove(to, origin, count)
+            rest, source = rest[count:], source[count:]

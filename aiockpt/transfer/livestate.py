@@ -1,0 +1,156 @@
+"""A live state dict as what a file is written from: no copy but the disk's own.
+
+For those who wait until everything is written, and let nobody mutate the state dict
+meanwhile. What lies in host memory is digested and written where it lies. What a device
+holds, or what is copied element by element, is staged a block ahead of the writing. A
+thread of its own digests a block while it is written.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Final, Self
+
+from aiockpt.errors import AiockptError, StagingError
+from aiockpt.format.chunks import ChunkGrid, Digester
+from aiockpt.format.limits import FILE_LIMITS
+from aiockpt.format.manifest import Manifest, build_manifest
+from aiockpt.format.relabel import UNSEALED
+from aiockpt.memory.arena import Arena, ArenaPool
+from aiockpt.memory.copy import CopyPlan
+from aiockpt.memory.device import Event, PortFor, port_for
+from aiockpt.runtime.follower import Follower
+from aiockpt.state.flatten import describe
+
+__all__ = ["LiveState"]
+
+
+_AHEAD: Final = 64 << 20
+_PIECE: Final = 16 << 20  # of a device's copies: long enough to run at full speed
+
+
+class LiveState:
+    """A state dict as a `snapshotfile.Source`. Blocks; nobody may mutate it meanwhile.
+
+    Args:
+        state_dict: What is saved.
+        step: Its step.
+        chunk_bytes: The chunk grid.
+        allow_pickle: Carry leaves that nothing else can as pickles.
+        pool: Where the arena for what lies on devices comes from.
+        ports: Finds the port of a device; tests give a fake one.
+
+    Raises:
+        UnsupportedLeafError: a leaf cannot be saved.
+        StagingError: a copy failed.
+    """
+
+    def __init__(
+        self,
+        state_dict: object,
+        *,
+        step: int,
+        chunk_bytes: int,
+        allow_pickle: bool,
+        pool: ArenaPool,
+        ports: PortFor = port_for,
+    ) -> None:
+        found = describe(state_dict, limits=FILE_LIMITS, allow_pickle=allow_pickle)
+        self._description, self._step = found, step
+        self.segment_bytes = found.segment_bytes
+        self._grid = ChunkGrid(found.segment_bytes, chunk_bytes)
+        self._digester = Digester(self._grid, unknown=UNSEALED)
+        self._digesting = Follower("aiockpt-digest")
+        self.header_bytes = self.seal().header_bytes
+        away = any(
+            ports(device) for device in {t.device for t in found.backings.tensors}
+        )
+        self._pool = pool if away else None
+        # Where nothing is away, a page of the arena is only used for what is in parts.
+        self._arena = (
+            pool.take(self.segment_bytes) if away else Arena(self.segment_bytes)
+        )
+        self._plan = CopyPlan(
+            found.backings,
+            found.offsets,
+            found.storages.sizes,
+            arena=self._arena,
+            port_for=ports,
+        )
+        self._memory = self._arena if away else self._plan.in_place()
+        self._under_way: deque[tuple[int, Sequence[Event]]] = deque()
+        self._enqueued = 0
+        with self._copying():
+            self._begin()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._digesting.close()
+        self._plan.drain()
+        if self._pool is not None:
+            self._pool.give_back(self._arena)
+        else:
+            self._arena.close()
+
+    def __repr__(self) -> str:
+        return f"<LiveState step={self._step} bytes={self.segment_bytes}>"
+
+    def views(self, start: int, stop: int) -> list[memoryview]:
+        """Return ``[start, stop)``, staged; it is being digested."""
+        if self._pool is not None:
+            with self._copying():
+                self._stage(start, stop)
+        buffers = self._memory.buffers
+        self._digesting.call(self._digester.views, start, stop, buffers)
+        return buffers(start, stop)
+
+    def seal(self) -> Manifest:
+        """Return the manifest; before all bytes were asked for, it has no digests."""
+        self._digesting.wait()
+        return build_manifest(
+            step=self._step,
+            chunk_bytes=self._grid.chunk_bytes,
+            storages=self._description.storages,
+            views=self._description.views,
+            tree=self._description.tree,
+            digests=self._digester.digests,
+        )
+
+    def _begin(self) -> None:
+        for port in self._plan.ports.values():
+            self._arena.pin(port.pin)
+        self._fences = self._plan.fences()
+        for event in self._plan.stage_parts(self._fences):
+            event.synchronize()
+
+    def _stage(self, start: int, stop: int) -> None:
+        """Copy ``[start, stop)``, with the devices some pieces ahead."""
+        while self._enqueued < min(stop + _AHEAD, self.segment_bytes):
+            first = self._enqueued
+            self._enqueued = min(first + _PIECE, self.segment_bytes)
+            events = self._plan.stage_device(first, self._enqueued, self._fences)
+            self._under_way.append((first, events))
+        self._plan.stage_host(start, stop)
+        while self._under_way and self._under_way[0][0] < stop:
+            for event in self._under_way.popleft()[1]:
+                event.synchronize()
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        try:
+            yield
+        except AiockptError:
+            raise
+        except Exception as error:
+            detail = f"staging step {self._step} failed: {error}"
+            raise StagingError(detail) from error
