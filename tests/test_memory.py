@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from aiockpt.memory import arena as memory
 from aiockpt.memory.arena import (
     CAN_LEND,
     Arena,
@@ -20,7 +21,6 @@ from aiockpt.memory.arena import (
     Borrowed,
     view_of_address,
 )
-from aiockpt.memory.arena import arena as memory
 from aiockpt.runtime.available import available_memory
 
 

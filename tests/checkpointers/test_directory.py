@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from aiockpt.errors import CheckpointNotFoundError, StorageError
-from aiockpt.storage.checkpoint_file import commit, retention
-from aiockpt.storage.checkpoint_file import files as _files
+from aiockpt.storage import commit, retention
+from aiockpt.storage import files as _files
 from aiockpt.storage.commit import Draft
 from aiockpt.storage.directory import (
     MARKER,

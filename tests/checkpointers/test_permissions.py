@@ -18,7 +18,7 @@ import torch
 import aiockpt
 from aiockpt.checkpointers.builder import make_async_checkpointer
 from aiockpt.errors import StorageError
-from aiockpt.storage.checkpoint_file import commit
+from aiockpt.storage import commit
 from aiockpt.testing import small_disk
 from rankprocesses import SUPPORT
 from saved import load, names, save

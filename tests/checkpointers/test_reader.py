@@ -39,7 +39,7 @@ from aiockpt.errors import (
 )
 from aiockpt.format.limits import Limits
 from aiockpt.memory.arena import Arena
-from aiockpt.storage.checkpoint_file import directory
+from aiockpt.storage import directory
 from aiockpt.storage.directory import MARKER
 from aiockpt.testing import assert_same
 from aiockpt.testing.devices import FakeAccelerator

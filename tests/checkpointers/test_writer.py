@@ -30,7 +30,8 @@ from aiockpt.format.chunks import Digester
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena, ArenaPool
-from aiockpt.storage.checkpoint_file import commit, read_header, verify_chunks
+from aiockpt.storage import commit
+from aiockpt.storage.checkpoint_file import read_header, verify_chunks
 from aiockpt.storage.directory import latest
 from aiockpt.storage.snapshotfile import BLOCK, write_source
 from aiockpt.testing import assert_same, small_disk
