@@ -1,19 +1,28 @@
-"""What happens during a transfer, as frozen data for hooks, and as log lines.
+"""What happens during a transfer: frozen records for hooks, log lines and progress.
 
-A *hook* is a plain callable that gets every :class:`TransferEvent` of the process; it
-runs on the event loop, so it must be quick. Without hooks, events of level
-``INFO`` and above reach the standard library's logger ``aiockpt``.
+A *hook* is a plain callable that gets every :class:`TransferEvent` of the process. It
+runs on the event loop, so it must be quick. With or without hooks, every event is also
+logged by the standard library's logger ``aiockpt``, at the event's level.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, TypeVar
 
-__all__ = ["Hook", "Progress", "TransferEvent", "add_hook", "call_guarded", "emit"]
+__all__ = [
+    "Hook",
+    "Meter",
+    "Progress",
+    "TransferEvent",
+    "add_hook",
+    "call_guarded",
+    "emit",
+]
 
 T = TypeVar("T")
 
@@ -22,21 +31,21 @@ logger = logging.getLogger("aiockpt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a receive is, or a background write.
+    """How far a receive or a background write has come.
 
     Attributes:
-        stop: The stop that it is at: ``fetch_manifest``, ``allocate``,
-            ``plan`` (with ``have``), ``fetch_chunk``, ``load`` or ``rebuild``;
-            ``write``.
-        bytes_done: Bytes of the data segment that have arrived, or were written;
-            those that were there already (``have``) count.
+        stop: What it is doing. A receive passes ``fetch_manifest``, ``allocate``,
+            ``plan`` (with ``have``), ``fetch_chunk``, ``rebuild`` and ``load``; a
+            write is at ``write``.
+        bytes_done: Bytes of the data segment that have arrived or were written,
+            including those that were there already (``have``).
         bytes_total: Bytes of the data segment; 0 until the manifest is known. With
-            ``select`` those of the chunks that are fetched; it may grow once.
-        chunks_done: Chunks whose digest matched; over a process group, where digests
+            ``select``, bytes of the chunks that are fetched; it may grow once.
+        chunks_done: Chunks whose digest matched. Over a process group, where digests
             come last, chunks that have arrived.
         chunks_total: Chunks of the data segment.
-        rate: Bytes per second since the first chunk was asked for.
-        bytes_reused: Those of ``bytes_done`` that were there already.
+        rate: Bytes per second since the first chunk was requested.
+        bytes_reused: The part of ``bytes_done`` that was there already.
     """
 
     stop: str
@@ -53,20 +62,21 @@ class TransferEvent:
     """One thing that happened to one checkpoint.
 
     Attributes:
-        stop: The stop's name, or what interrupted it: ``stage``, ``publish``,
-            ``retract``, ``evict``, ``serve``, ``fetch_manifest``, ``fetch_chunk``,
-            ``retry``, ``drop``, ``recv``; ``restart`` where a sender has started again;
-            of a checkpointer ``stage``, ``write``, ``skip``, ``load``.
+        stop: What ended or interrupted the work. Transports emit ``stage``,
+            ``publish``, ``retract``, ``evict``, ``serve``, ``fetch_manifest``,
+            ``fetch_chunk``, ``retry``, ``drop``, ``recv``, and ``restart`` when a
+            sender has started again. Checkpointers emit ``stage``, ``write``, ``skip``
+            and ``load``.
         step: The checkpoint's step, where known.
         peer: The other end without its token, where there is one.
         nbytes: Bytes moved.
-        reused: Bytes that were there already (``have``), and were not moved.
-        seconds: How long it took.
+        reused: Bytes that were there already (``have``) and were not moved.
+        seconds: The duration.
         detail: The error or the remark, as one line.
-        medium: How the bytes came where that may differ: ``HTTP``, or ``shared
+        medium: How the bytes came, where that may differ: ``HTTP``, or ``shared
             memory`` of this host.
-        unchanged: Whether all tensors hold the same bytes as in the save, or the
-            publication, before this one; ``detail`` names that.
+        unchanged: Whether all tensors hold the same bytes as in the previous save or
+            publication, which ``detail`` names.
         level: A level of :mod:`logging`.
     """
 
@@ -106,7 +116,7 @@ _hooks: list[Hook] = []
 
 
 def add_hook(hook: Hook) -> Callable[[], None]:
-    """Call ``hook`` with every event from now on; return what removes it again.
+    """Call ``hook`` with every event from now on; return a function that removes it.
 
     An exception in a hook is logged and does not disturb the transfer.
     """
@@ -128,8 +138,55 @@ def emit(event: TransferEvent) -> None:
 
 
 def call_guarded(callback: Callable[[T], None], fact: T) -> None:
-    """Call somebody else's code, which must not end a transfer: errors are logged."""
+    """Call a hook or a progress callback; log its errors instead of raising them."""
     try:
         callback(fact)
     except Exception:
         logger.exception("callback %r failed", callback)
+
+
+class Meter:
+    """Counts the bytes and chunks of one receive for the caller's ``progress``."""
+
+    def __init__(self, report: Callable[[Progress], None] | None) -> None:
+        self._report = report
+        self._state = Progress(stop="fetch_manifest")
+        self._started = 0.0
+
+    def at(self, stop: str) -> None:
+        """Report that the receive is at another stop."""
+        if stop == "fetch_chunk":
+            self._started = time.monotonic()
+        self._update(stop=stop)
+
+    def expect(self, nbytes: int, chunks: int) -> None:
+        """Raise the totals, without a report."""
+        state = self._state
+        self._state = replace(
+            state,
+            bytes_total=state.bytes_total + nbytes,
+            chunks_total=state.chunks_total + chunks,
+        )
+
+    def add(self, nbytes: int, chunks: int) -> None:
+        """Report that more has arrived."""
+        done = self._state.bytes_done + nbytes
+        elapsed = max(time.monotonic() - self._started, 1e-6)
+        self._update(
+            bytes_done=done,
+            chunks_done=self._state.chunks_done + chunks,
+            rate=(done - self._state.bytes_reused) / elapsed,
+        )
+
+    def reuse(self, nbytes: int, chunks: int) -> None:
+        """Report bytes that were there already and need not arrive."""
+        self._update(
+            bytes_done=self._state.bytes_done + nbytes,
+            bytes_reused=self._state.bytes_reused + nbytes,
+            chunks_done=self._state.chunks_done + chunks,
+        )
+
+    def _update(self, **changes: Any) -> None:
+        self._state = replace(self._state, **changes)
+        if self._report is not None:
+            call_guarded(self._report, self._state)

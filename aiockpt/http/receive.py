@@ -14,12 +14,11 @@ from aiockpt.errors import (
     TransportError,
     UnavailableError,
 )
-from aiockpt.events import Progress, TransferEvent, emit
+from aiockpt.events import Meter, Progress, TransferEvent, emit
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.origin import Origin
 from aiockpt.http.supply import Sharing, Supply
 from aiockpt.memory.arena import Memory, return_freed
-from aiockpt.meter import Meter
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.deadline import Deadline
 from aiockpt.state.flatten import Survey, survey
@@ -144,7 +143,7 @@ class Receive:
         manifest = await self._ask(step)
         self._manifest = manifest.without_header()
         outline = manifest.outline
-        self._progress.expect(outline)
+        self._progress.expect(outline.grid.segment_bytes, len(outline.grid))
         return outline
 
     async def _ask(self, step: int) -> Manifest:

@@ -211,7 +211,7 @@ class PartReceive(Receive):
         if not chunks:
             return
         assert self._part is not None
-        self._progress.expect_more(self._part.sizes(chunks), len(chunks))
+        self._progress.expect(self._part.sizes(chunks), len(chunks))
         fetch = partial(self._fetch_part, manifest.outline, target)
         await self._fill(
             manifest.step, chunks, target if target.landing else None, fetch, _plainly

@@ -18,10 +18,9 @@ from aiockpt.errors import (
     RemoteProtocolError,
     StepNotFoundError,
 )
-from aiockpt.events import Progress, TransferEvent, emit
+from aiockpt.events import Meter, Progress, TransferEvent, emit
 from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest, Outline
-from aiockpt.meter import Meter
 from aiockpt.pg.frames import Frame, Kind
 from aiockpt.pg.line import Line, OutdatedError
 from aiockpt.pg.medium import Medium
@@ -197,7 +196,7 @@ class Receive:
         if not isinstance(found, Manifest) or found.step != self._step:
             raise RemoteProtocolError("the header is not that of the offer")
         outline, found = found.outline, found.without_header()
-        self._progress.expect(outline)
+        self._progress.expect(outline.grid.segment_bytes, len(outline.grid))
         self._stop("allocate")
         longest = self._medium.message_bytes
         messages = await self._bridge.run(messages_of, found, longest)

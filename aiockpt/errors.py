@@ -1,0 +1,497 @@
+"""Every exception of the package, in one tree.
+
+The parent class answers *what should I do*. Each class also inherits the builtin
+exception that a caller would guess::
+
+    AiockptError
+    ├── TransportError                    try again, it may help
+    │   ├── PeerUnreachableError              refused, reset, unresolved
+    │   ├── TransferInterruptedError          closed before the last byte
+    │   ├── TransferStalledError              no progress for the stall timeout
+    │   ├── TransferTimeoutError              the deadline (TimeoutError, RuntimeError)
+    │   ├── PeerFailedError                   the peer gave up, and said so
+    │   └── ProcessGroupError                 the process group is broken
+    ├── UnavailableError                  the peer is well and does not have it
+    │   ├── StepNotFoundError                 not published, superseded (LookupError)
+    │   └── CheckpointChangedError            replaced while it was being fetched
+    ├── ProtocolError                     bytes against the wire format
+    │   ├── LocalProtocolError                ours: a bug or misuse
+    │   ├── RemoteProtocolError               the peer's, or an unknown version
+    │   ├── LimitExceededError                larger than the receiver allows
+    │   └── IntegrityError                    a whole chunk with the wrong digest
+    ├── AuthenticationError               wrong or no token (PermissionError)
+    │   └── ForgedManifestError               not of a sender that knows the key
+    ├── StateDictError                    what the caller passed (ValueError)
+    │   ├── UnsupportedLeafError              and where (TypeError)
+    │   ├── TemplateMismatchError             ``into`` does not fit
+    │   ├── MissingKeysError                  the checkpoint lacks them (RuntimeError)
+    │   └── DeviceMeshError                   no such process group or rank here
+    ├── StagingError                      a copy or an allocation failed here
+    ├── StorageError                      not written, or no checkpoint (OSError)
+    │   ├── CheckpointNotFoundError           no whole one is there (FileNotFoundError)
+    │   └── WorldSizeMismatchError            more or fewer ranks load it than saved it
+    ├── WorkerError                       the checkpoint process died (RuntimeError)
+    │   └── WorkerTimeoutError            it took too long (TimeoutError)
+    ├── SaveInProgressError               two saves are under way (BlockingIOError)
+    ├── MissingExtraError                 a library is not installed (ImportError)
+    └── ClosedError                       used after close (RuntimeError)
+
+An exception carries its facts as attributes and composes its message from them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "AiockptError",
+    "AuthenticationError",
+    "CheckpointChangedError",
+    "CheckpointNotFoundError",
+    "ClosedError",
+    "DeviceMeshError",
+    "ForgedManifestError",
+    "IntegrityError",
+    "LimitExceededError",
+    "LocalProtocolError",
+    "MissingExtraError",
+    "MissingKeysError",
+    "PeerFailedError",
+    "PeerUnreachableError",
+    "ProcessGroupError",
+    "ProtocolError",
+    "RemoteProtocolError",
+    "SaveInProgressError",
+    "StagingError",
+    "StateDictError",
+    "StepNotFoundError",
+    "StorageError",
+    "TemplateMismatchError",
+    "TransferInterruptedError",
+    "TransferStalledError",
+    "TransferTimeoutError",
+    "TransportError",
+    "UnavailableError",
+    "UnsupportedLeafError",
+    "WorkerError",
+    "WorkerTimeoutError",
+    "WorldSizeMismatchError",
+]
+
+
+def _revive(cls: type[AiockptError], facts: dict[str, Any]) -> AiockptError:
+    error = cls.__new__(cls)
+    error.__dict__.update(facts)
+    return error
+
+
+class AiockptError(Exception):
+    """The root of every exception that the package raises on purpose."""
+
+    def __init__(self, detail: str = "") -> None:
+        super().__init__(detail)
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return self.detail
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickling keeps every attribute, whatever arguments __init__ requires.
+        return (_revive, (type(self), self.__dict__.copy()))
+
+
+_DOING = {
+    "stage": "staging",
+    "retract": "retracting",
+    "serve": "sending",
+    "fetch_manifest": "waiting for",
+    "allocate": "allocating memory for",
+    "plan": "comparing what is there with",
+    "fetch_chunk": "fetching",
+    "rebuild": "rebuilding",
+    "load": "copying",
+    "write": "writing",
+    "recv": "receiving",
+    "save": "saving",
+}
+"""The name of a stop -> the verb that stands before its object in a message."""
+
+
+class TransportError(AiockptError):
+    """The transfer failed on its way; trying again may help."""
+
+
+class PeerUnreachableError(TransportError, ConnectionError):
+    """The peer refused or reset the connection, or its name does not resolve."""
+
+    def __init__(self, url: str, detail: str = "") -> None:
+        super().__init__(detail)
+        self.url = url
+
+    def __str__(self) -> str:
+        why = f": {self.detail}" if self.detail else ""
+        return f"cannot reach {self.url}{why}; is the sender running there?"
+
+
+class TransferInterruptedError(TransportError, ConnectionError):
+    """The connection closed before the last byte of ``chunk`` (None: the manifest)."""
+
+    def __init__(
+        self, url: str, *, received: int, expected: int, chunk: int | None = None
+    ) -> None:
+        super().__init__()
+        self.url = url
+        self.chunk = chunk
+        self.received = received
+        self.expected = expected
+
+    def __str__(self) -> str:
+        what = "the manifest" if self.chunk is None else f"chunk {self.chunk}"
+        return (
+            f"{self.url} closed the connection after {self.received} of "
+            f"{self.expected} bytes of {what}"
+        )
+
+
+class TransferStalledError(TransportError):
+    """The peer is connected but sent nothing for the stall timeout of ``idle`` s."""
+
+    def __init__(self, url: str, *, idle: float, chunk: int | None = None) -> None:
+        super().__init__()
+        self.url = url
+        self.chunk = chunk
+        self.idle = idle
+
+    def __str__(self) -> str:
+        what = "" if self.chunk is None else f" in chunk {self.chunk}"
+        return f"{self.url} sent nothing for {self.idle:.3g} s{what}"
+
+
+class TransferTimeoutError(TransportError, TimeoutError, RuntimeError):
+    """The deadline of the whole call passed.
+
+    It is a ``RuntimeError`` too, since torch raises one when a process group times out.
+
+    Attributes:
+        stop: What the call was doing, such as ``fetch_chunk``.
+        timeout: The call's timeout in seconds.
+        what: The step and the peer, where they are known.
+        last_error: The last failure that was retried, if any.
+    """
+
+    def __init__(
+        self, stop: str, timeout: float, *, what: str = "", last_error: str = ""
+    ) -> None:
+        super().__init__()
+        self.stop = stop
+        self.timeout = timeout
+        self.what = what
+        self.last_error = last_error
+
+    def __str__(self) -> str:
+        where = f"in {self.stop}"
+        if self.stop in _DOING:
+            where = f"while {_DOING[self.stop]} {self.what or 'the checkpoint'}"
+        last = f"; last error: {self.last_error}" if self.last_error else ""
+        return f"timed out after {self.timeout:.3g} s {where}{last}"
+
+
+class PeerFailedError(TransportError):
+    """The peer at ``rank`` or ``url`` gave up and said why."""
+
+    def __init__(self, rank: int | None, reason: str, *, url: str = "") -> None:
+        super().__init__()
+        self.rank = rank
+        self.reason = reason
+        self.url = url
+
+    def __str__(self) -> str:
+        who = self.url or "the sender"
+        if self.rank is not None:
+            who = f"rank {self.rank}"
+        return f"{who} gave up: {self.reason}"
+
+
+class ProcessGroupError(TransportError):
+    """A process-group operation failed; the group cannot be used any more."""
+
+    def __init__(self, detail: str, *, rank: int | None = None) -> None:
+        super().__init__(detail)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        whom = "" if self.rank is None else f" with rank {self.rank}"
+        return f"process group operation{whom} failed: {self.detail}; make a new group"
+
+
+class UnavailableError(AiockptError):
+    """The peer is well but does not have what was asked for."""
+
+
+class StepNotFoundError(UnavailableError, LookupError):
+    """The step is not published yet, or a newer step has replaced it.
+
+    Attributes:
+        step: The step that was asked for; None for the latest.
+        serving: The step that the peer serves instead, if any.
+        url: The peer.
+    """
+
+    def __init__(
+        self, step: int | None, *, serving: int | None = None, url: str = ""
+    ) -> None:
+        super().__init__()
+        self.step = step
+        self.serving = serving
+        self.url = url
+
+    def __str__(self) -> str:
+        where = f" at {self.url}" if self.url else ""
+        now = "nothing" if self.serving is None else f"step {self.serving}"
+        what = "no checkpoint" if self.step is None else f"step {self.step} is not"
+        return f"{what} published{where}; being served is {now}"
+
+
+class CheckpointChangedError(UnavailableError):
+    """The checkpoint was replaced or retracted while it was being fetched.
+
+    Attributes:
+        expected: The snapshot id that the receive began with.
+        actual: The id that is served now; None if the checkpoint is gone.
+        url: The peer.
+    """
+
+    def __init__(
+        self, *, expected: str, actual: str | None = None, url: str = ""
+    ) -> None:
+        super().__init__()
+        self.expected = expected
+        self.actual = actual
+        self.url = url
+
+    def __str__(self) -> str:
+        where = f" at {self.url}" if self.url else ""
+        now = "is gone" if self.actual is None else f"is now {self.actual}"
+        return f"snapshot {self.expected}{where} {now}; receive again"
+
+
+class ProtocolError(AiockptError):
+    """Bytes that contradict the wire format."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This side broke the wire format: a bug, or an argument that cannot travel."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer broke the wire format, or speaks another version or protocol."""
+
+
+class LimitExceededError(ProtocolError):
+    """The peer offers more than the receiver's limits allow."""
+
+    def __init__(self, what: str, *, limit: int, actual: int) -> None:
+        super().__init__()
+        self.what = what
+        self.limit = limit
+        self.actual = actual
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} is {self.actual}, more than the limit of {self.limit}; "
+            "raise it in Limits if the peer is trusted"
+        )
+
+
+class IntegrityError(ProtocolError):
+    """A whole ``chunk`` (None: the header) arrived with the wrong digest."""
+
+    def __init__(
+        self, *, expected: str, actual: str, chunk: int | None = None, url: str = ""
+    ) -> None:
+        super().__init__()
+        self.chunk = chunk
+        self.expected = expected
+        self.actual = actual
+        self.url = url
+
+    def __str__(self) -> str:
+        what = "the header" if self.chunk is None else f"chunk {self.chunk}"
+        where = f" from {self.url}" if self.url else ""
+        return f"{what}{where} has digest {self.actual}, expected {self.expected}"
+
+
+class AuthenticationError(AiockptError, PermissionError):
+    """The peer requires a token and got none, or refused the one it got."""
+
+    def __init__(self, url: str, detail: str = "") -> None:
+        super().__init__(detail)
+        self.url = url
+
+    def __str__(self) -> str:
+        why = f": {self.detail}" if self.detail else ""
+        return (
+            f"{self.url} refused the token{why}; pass the sender's metadata() "
+            "whole, or the same token on both sides"
+        )
+
+
+class ForgedManifestError(AuthenticationError):
+    """The manifest has no MAC (``missing``), or its MAC does not match this key."""
+
+    def __init__(self, url: str, *, missing: bool) -> None:
+        super().__init__(url)
+        self.missing = missing
+
+    def __str__(self) -> str:
+        fault = "no MAC" if self.missing else "a MAC of another key or manifest"
+        return (
+            f"the manifest of {self.url} has {fault}; is it the sender that you mean, "
+            "and were both ends given the same manifest_key?"
+        )
+
+
+class StateDictError(AiockptError, ValueError):
+    """The state dict that the caller passed cannot be used."""
+
+
+class UnsupportedLeafError(StateDictError, TypeError):
+    """The leaf at ``path`` has a type without an encoding."""
+
+    def __init__(self, path: str, type_name: str, detail: str = "") -> None:
+        super().__init__(detail)
+        self.path = path
+        self.type_name = type_name
+
+    def __str__(self) -> str:
+        register = "convert it, or call aiockpt.register_leaf for its type on both ends"
+        remedy = self.detail or register
+        return f"{self.path or 'the state dict'} is a {self.type_name}: {remedy}"
+
+
+class TemplateMismatchError(StateDictError):
+    """The template's leaf at ``path`` does not fit; nothing was received."""
+
+    def __init__(self, path: str, *, expected: str, actual: str) -> None:
+        super().__init__()
+        self.path = path
+        self.expected = expected
+        self.actual = actual
+
+    def __str__(self) -> str:
+        return (
+            f"template {self.path}: the checkpoint has {self.expected}, "
+            f"the template has {self.actual}"
+        )
+
+
+class MissingKeysError(StateDictError, RuntimeError):
+    """A strict load did not find these ``keys`` of the template in the checkpoint."""
+
+    def __init__(self, path: str, keys: list[str]) -> None:
+        super().__init__()
+        self.path = path
+        self.keys = keys
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.keys[:10])
+        more = f" and {len(self.keys) - 10} more" if len(self.keys) > 10 else ""
+        return f"{self.path} is missing keys: {shown}{more}"
+
+
+class DeviceMeshError(StateDictError):
+    """A distributed tensor does not fit the process groups of this process."""
+
+    def __init__(self, what: str, detail: str, *, path: str = "") -> None:
+        super().__init__(detail)
+        self.what = what
+        self.path = path
+
+    def __str__(self) -> str:
+        where = f"{self.path}: " if self.path else ""
+        return f"{where}{self.what} has no place here: {self.detail}"
+
+
+class StagingError(AiockptError):
+    """This host could not copy, allocate or compute what the call needed."""
+
+
+class StorageError(AiockptError, OSError):
+    """A checkpoint file was not written, or is not a checkpoint."""
+
+    def __init__(self, path: str, detail: str) -> None:
+        super().__init__(detail)
+        self.path = path
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.detail}"
+
+
+class CheckpointNotFoundError(StorageError, FileNotFoundError):
+    """There is no whole checkpoint at ``path``; ``detail`` says what is there."""
+
+
+class WorldSizeMismatchError(StorageError):
+    """The world sizes differ: ``saved`` ranks wrote it, ``loading`` ranks load it."""
+
+    def __init__(self, path: str, *, saved: int, loading: int) -> None:
+        super().__init__(path, "")
+        self.saved = saved
+        self.loading = loading
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: {_ranks(self.saved)} wrote it, each its own part, and "
+            f"{_ranks(self.loading)} would load it; say rank= for one of these parts"
+        )
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+class WorkerError(AiockptError, RuntimeError):
+    """The checkpoint process died, or raised ``remote_traceback``."""
+
+    def __init__(
+        self, detail: str, *, exitcode: int | None = None, remote_traceback: str = ""
+    ) -> None:
+        super().__init__(detail)
+        self.exitcode = exitcode
+        self.remote_traceback = remote_traceback
+
+
+class WorkerTimeoutError(WorkerError, TimeoutError):
+    """The checkpoint process did not start, write or end in time, and was killed."""
+
+
+class SaveInProgressError(AiockptError, BlockingIOError):
+    """The policy refused a save, since ``under_way`` saves are not written yet."""
+
+    def __init__(self, path: str, *, under_way: int) -> None:
+        super().__init__()
+        self.path = path
+        self.under_way = under_way
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.under_way} saves before it are not written yet"
+
+
+class MissingExtraError(AiockptError, ImportError):
+    """An optional ``library`` is not installed; the extra ``extra`` brings it."""
+
+    def __init__(self, library: str, *, extra: str) -> None:
+        super().__init__()
+        self.library = library
+        self.extra = extra
+
+    def __str__(self) -> str:
+        return f"{self.library} is not installed: pip install 'aiockpt[{self.extra}]'"
+
+
+class ClosedError(AiockptError, RuntimeError):
+    """The object was used after it was closed."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} is closed; make a new one")
+        self.what = what
