@@ -12,7 +12,7 @@ from aiockpt.cli.outline import outline
 from aiockpt.cli.progress import ProgressBar, render
 from aiockpt.cli.text import format_bytes, format_seconds, format_table, printable
 from aiockpt.events import Progress
-from aiockpt.format.tree import Node
+from aiockpt.format.paths import Node
 
 pytestmark = pytest.mark.torch_free
 

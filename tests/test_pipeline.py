@@ -11,8 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from aiockpt.format.header import decode_header, header_length
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import Manifest, decode_header, header_length
+from aiockpt.format.manifest import Manifest
 from aiockpt.testing import assert_same
 from aiockpt.testing.equality import elements
 from aiockpt.testing.leaves import LEAVES, every_dtype

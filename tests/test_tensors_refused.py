@@ -21,8 +21,9 @@ from aiockpt import (
     register_leaf,
 )
 from aiockpt.format.chunks import digest
-from aiockpt.format.layout import Storage
-from aiockpt.format.manifest import TensorSpec, build_manifest
+from aiockpt.format.entries import Storage
+from aiockpt.format.header import build_manifest
+from aiockpt.format.manifest import TensorSpec
 from aiockpt.storage.statefile import read_state_file
 from aiockpt.testing import assert_same
 from groups import both, moved, transports

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from aiockpt import PeerFailedError, StagingError, StepNotFoundError
+from aiockpt.format.header import decode_header
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import Manifest, decode_header
+from aiockpt.format.manifest import Manifest
 from aiockpt.testing import assert_same
 from holding import Copies
 from serving import Peer, settle

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from aiockpt.format.chunks import digest
-from aiockpt.format.document import TensorSpec
-from aiockpt.format.layout import Storage
+from aiockpt.format.entries import Storage
+from aiockpt.format.header import build_manifest, decode_header
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import Manifest, build_manifest, decode_header
+from aiockpt.format.manifest import Manifest, TensorSpec
 
 PAGE = (Path(__file__).parents[1] / "docs/reference/wire-format.md").read_text()
 SEGMENT = struct.pack("<4f", 1, 2, 3, 4)

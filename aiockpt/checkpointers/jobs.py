@@ -13,12 +13,11 @@ import msgspec
 
 from aiockpt.checkpointers.messages import Write
 from aiockpt.checkpointers.writer import CheckpointWriter, Written
-from aiockpt.format.chunks import Digester, digest
+from aiockpt.format.chunks import UNSEALED, Digester, digest
+from aiockpt.format.header import with_digests
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.registry import REGISTRY
-from aiockpt.format.relabel import UNSEALED, with_digests
-from aiockpt.format.tree import encode_tree
-from aiockpt.format.untree import decode_tree
+from aiockpt.format.tree import decode_tree, encode_tree
 from aiockpt.memory.mapped import TRUSTED
 from aiockpt.runtime.channel import unpack
 from aiockpt.transfer.repeats import content_of

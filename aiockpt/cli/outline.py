@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from aiockpt.cli.text import counted
-from aiockpt.format.tree import Node
+from aiockpt.format.paths import Node
 
 __all__ = ["outline"]
 

@@ -8,15 +8,33 @@ is checked, or computed, goes through a column inside a C function.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
-from itertools import starmap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, starmap
 from mmap import mmap
-from typing import Annotated, Final, TypeAlias
+from operator import attrgetter, mod, neg
+from typing import Annotated, Final, Self, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-__all__ = ["INT64_MAX", "Bytes", "Count", "Entries", "Entry", "Shape"]
+from aiockpt.errors import LocalProtocolError, RemoteProtocolError
+from aiockpt.format.limits import look
+
+__all__ = [
+    "INT64_MAX",
+    "Bytes",
+    "Count",
+    "Entries",
+    "Entry",
+    "Shape",
+    "Storage",
+    "Storages",
+    "decode_entries",
+    "encode_entries",
+    "make_entries",
+    "plan_segment",
+]
 
 INT64_MAX: Final = 2**63 - 1
 
@@ -103,3 +121,175 @@ class Entries:
     def nbytes(self) -> int:
         """The length of the data segment."""
         return self.stops[-1] if self.stops else 0
+
+
+class Storage(msgspec.Struct, frozen=True, gc=False):
+    """A storage that wants a place in the segment.
+
+    ``align`` is the element size of the widest tensor in it; ``nbytes`` must be a
+    multiple of it, or whatever follows would not be aligned.
+    """
+
+    name: str
+    dtype_code: str
+    shape: tuple[int, ...]
+    nbytes: int
+    align: int
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Storages:
+    """Storages by number; a column per field of a `Storage`."""
+
+    names: Sequence[str]
+    codes: Sequence[str]
+    shapes: Sequence[tuple[int, ...]]
+    sizes: array[int]
+    aligns: Sequence[int]
+
+    @classmethod
+    def of(cls, storages: Iterable[Storage]) -> Self:
+        """Return the columns of ``storages``."""
+        rows = [*storages]
+        return cls(
+            [*map(attrgetter("name"), rows)],
+            [*map(attrgetter("dtype_code"), rows)],
+            [*map(attrgetter("shape"), rows)],
+            array("q", map(attrgetter("nbytes"), rows)),
+            [*map(attrgetter("align"), rows)],
+        )
+
+    def __repr__(self) -> str:
+        return f"<Storages {len(self)}>"
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, number: int) -> Storage:
+        name, code, shape = self.names[number], self.codes[number], self.shapes[number]
+        return Storage(name, code, shape, self.sizes[number], self.aligns[number])
+
+    def __iter__(self) -> Iterator[Storage]:
+        return map(self.__getitem__, range(len(self)))
+
+    def taken(self, order: Sequence[int]) -> Storages:
+        """Return those of the given numbers, in that order."""
+        if order == range(len(self)):
+            return self
+        return Storages(
+            [*map(self.names.__getitem__, order)],
+            [*map(self.codes.__getitem__, order)],
+            [*map(self.shapes.__getitem__, order)],
+            array("q", map(self.sizes.__getitem__, order)),
+            [*map(self.aligns.__getitem__, order)],
+        )
+
+
+def plan_segment(
+    storages: Storages,
+) -> tuple[Sequence[int], Sequence[int], int]:
+    """Place storages without holes so that each is aligned: widest elements first.
+
+    Returns:
+        ``(order, offsets, segment_bytes)``: ``order[k]`` is the index of the storage
+        that comes k-th, and ``offsets[k]`` is where *that one* starts.
+    """
+    sizes, aligns = storages.sizes, storages.aligns
+    if any(map(mod, sizes, aligns)):
+        odd = storages[next(i for i, s in enumerate(sizes) if s % aligns[i])]
+        raise LocalProtocolError(
+            f"storage {odd.name!r}: {odd.nbytes} bytes are no multiple of "
+            f"its alignment of {odd.align}"
+        )
+    order: Sequence[int] = range(len(storages))
+    if len(set(aligns)) > 1:
+        order = sorted(order, key=[*map(neg, aligns)].__getitem__)
+    bounds = array("q", accumulate(map(sizes.__getitem__, order), initial=0))
+    return order, bounds[:-1], bounds[-1]
+
+
+def make_entries(storages: Storages) -> Entries:
+    """Return the entries of storages that are in segment order.
+
+    Raises:
+        LocalProtocolError: two have the same name.
+    """
+    entries = Entries()
+    entries.names = [*storages.names]
+    entries.dtypes = [*storages.codes]
+    entries.shapes = [*storages.shapes]
+    bounds = array("q", accumulate(storages.sizes, initial=0))
+    entries.starts, entries.stops = bounds[:-1], bounds[1:]
+    if len(set(entries.names)) != len(entries):
+        raise LocalProtocolError("two storages have the same name")
+    return entries
+
+
+_BETWEEN: Final = b']},"'
+"""Stands between two entries in canonical form; in a string its quote is escaped."""
+
+
+_AFTER_NAME: Final = b':{"'
+
+
+_DECODER: Final = msgspec.json.Decoder(dict[str, Entry])
+
+
+def decode_entries(header: Bytes, start: int) -> Entries:
+    """Return the entries of a header whose metadata ends before byte ``start``.
+
+    Raises:
+        msgspec.MsgspecError: malformed, or no entries.
+        RemoteProtocolError: two have one name, or this is not how we write them.
+    """
+    comma = header[start : start + 1] == b","
+    start += comma
+    entries = _decode(_pieces(header, start))
+    if comma != bool(len(entries)):
+        raise RemoteProtocolError("the header is not in canonical form")
+    if len(set(entries.names)) != len(entries):
+        raise RemoteProtocolError("the header has two entries of the same name")
+    return entries
+
+
+def _decode(pieces: Iterator[bytes]) -> Entries:
+    entries = Entries()
+    for piece in pieces:
+        look()
+        found = _DECODER.decode(piece)
+        # One checkpoint has one header: no duplicate keys, no second spelling.
+        if _ENCODER.encode(found) != piece:
+            raise RemoteProtocolError("the header is not in canonical form")
+        entries.extend(found)
+    return entries
+
+
+def _pieces(header: Bytes, start: int) -> Iterator[bytes]:
+    stop = start + _PIECE_BYTES
+    while (found := header.find(_BETWEEN, stop)) >= 0:
+        stop = found + len(_BETWEEN)
+        if header[stop : stop + len(_AFTER_NAME)] == _AFTER_NAME:
+            continue  # a name that ends like an entry does
+        stop = found + 2
+        yield b"{%b}" % header[start:stop]
+        start = stop + 1
+        stop = start + _PIECE_BYTES
+    yield b"{%b" % header[start:].rstrip(b" ")
+
+
+def encode_entries(entries: Entries) -> Iterator[bytes]:
+    """Yield the members of ``entries``, each behind a comma, in canonical form.
+
+    Raises:
+        UnicodeEncodeError: a name has a lone surrogate.
+    """
+    for first in range(0, len(entries), _PIECE_ENTRIES):
+        last = first + _PIECE_ENTRIES
+        some = entries.between(first, last)
+        piece = _ENCODER.encode(dict(zip(entries.names[first:last], some, strict=True)))
+        yield b",%b" % piece[1:-1]
+
+
+_PIECE_BYTES: Final = 256 << 10
+_PIECE_ENTRIES: Final = 2_000
+_ENCODER: Final = msgspec.json.Encoder()

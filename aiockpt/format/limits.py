@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from mmap import mmap
+from typing import Final
 
 from aiockpt.errors import LimitExceededError
 
-__all__ = ["FILE_LIMITS", "Limits", "enforce", "enforce_values"]
+__all__ = [
+    "CALLED_OFF",
+    "FILE_LIMITS",
+    "CalledOffError",
+    "Limits",
+    "enforce",
+    "enforce_values",
+    "look",
+]
 
 MIB = 1 << 20
 
@@ -52,3 +63,26 @@ def enforce_values(what: str, text: bytes | memoryview | mmap, limit: int) -> No
         piece = bytes(text[start : start + MIB])
         count += len(piece) - len(piece.translate(None, b",[{"))
     enforce(what, count, limit)
+
+
+CALLED_OFF: Final[ContextVar[Callable[[], bool] | None]] = ContextVar(
+    "CALLED_OFF", default=None
+)
+"""Says whether the caller of this thread's work was cancelled; None: nobody can be."""
+
+
+class CalledOffError(Exception):
+    """Ends work that nobody waits for; it becomes the cause of the cancellation."""
+
+
+def look() -> None:
+    """Raise if nobody waits any more for what this thread does.
+
+    Only for work that may end anywhere, such as decoding.
+
+    Raises:
+        CalledOffError: the caller was cancelled.
+    """
+    called_off = CALLED_OFF.get()
+    if called_off is not None and called_off():
+        raise CalledOffError("the caller was cancelled")

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypeGuard
 import msgspec
 
 from aiockpt.errors import RemoteProtocolError
-from aiockpt.format.called_off import look
+from aiockpt.format.limits import look
 from aiockpt.format.paths import NAMED_TUPLE, PYTREE, Node, Path, format_path
 
 __all__ = [

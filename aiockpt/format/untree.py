@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NoReturn, TypeAlias
 
 from aiockpt.errors import AiockptError, LimitExceededError, RemoteProtocolError
-from aiockpt.format.called_off import CalledOffError, look
-from aiockpt.format.limits import Limits
+from aiockpt.format.limits import CalledOffError, Limits, look
 from aiockpt.format.paths import Node, format_received, format_refusal
 from aiockpt.format.registry import Registry
 from aiockpt.format.scalars import parse_bytes, parse_float, parse_int, parse_str

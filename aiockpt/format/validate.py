@@ -21,14 +21,9 @@ from aiockpt.format.chunks import (
     MIN_CHUNK_BYTES,
     ChunkGrid,
 )
-from aiockpt.format.document import (
-    CONJ,
-    REQUIRES_GRAD,
-    ManifestDocument,
-    TensorSpec,
-)
 from aiockpt.format.dtypes import CODE_BITS, COMPLEX, DIFFERENTIABLE, DTYPES
 from aiockpt.format.entries import INT64_MAX, Entries
+from aiockpt.format.manifest import CONJ, REQUIRES_GRAD, ManifestDocument, TensorSpec
 
 __all__ = ["fault_of", "foreign_fault", "views_fault"]
 

@@ -18,7 +18,6 @@ from typing import Protocol
 from aiohttp import ClientResponse, hdrs
 
 from aiockpt.errors import CheckpointChangedError, RemoteProtocolError
-from aiockpt.format.chunks import format_range, parse_content_range
 from aiockpt.format.manifest import Outline
 from aiockpt.http.exchange import Port, length_of
 from aiockpt.http.filler import Filler
@@ -31,6 +30,7 @@ from aiockpt.http.protocol import (
     format_resource,
     parse_etag,
 )
+from aiockpt.http.ranges import format_range, parse_content_range
 from aiockpt.http.retrying import OnRetry, Patience, Retrier, persist
 from aiockpt.http.stretch import Stretch
 from aiockpt.http.translating import Exchange, naming

@@ -11,9 +11,9 @@ from http import HTTPStatus
 from typing import Protocol, TypeAlias, TypeVar
 
 from aiockpt.errors import RemoteProtocolError
-from aiockpt.format.layout import LENGTH_BYTES
+from aiockpt.format.header import LENGTH_BYTES, decode_header
 from aiockpt.format.limits import enforce
-from aiockpt.format.manifest import Manifest, decode_header
+from aiockpt.format.manifest import Manifest
 from aiockpt.http.exchange import ClientConfig, Port, length_of, room_for
 from aiockpt.http.filler import Filler
 from aiockpt.http.latest import check_step

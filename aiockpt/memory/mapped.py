@@ -10,8 +10,9 @@ from contextlib import suppress
 from typing import Final
 
 from aiockpt.errors import RemoteProtocolError
+from aiockpt.format.header import decode_header
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import Manifest, decode_header
+from aiockpt.format.manifest import Manifest
 
 __all__ = ["TRUSTED", "MappedSnapshot", "trusted_header"]
 

@@ -11,14 +11,9 @@ from typing import Protocol
 import torch
 
 from aiockpt.format.chunks import DEVICE_ALGORITHM, ChunkGrid
-from aiockpt.format.layout import LENGTH_BYTES
+from aiockpt.format.header import LENGTH_BYTES, decode_header, header_length
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import (
-    ForeignHeader,
-    Manifest,
-    decode_header,
-    header_length,
-)
+from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.memory.arena import Memory
 from aiockpt.memory.device import Accelerator, numbered, port_for
 from aiockpt.pg.device.board import Board, decode_placement

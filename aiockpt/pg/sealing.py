@@ -14,8 +14,7 @@ import torch
 from xxhash import xxh3_128
 
 from aiockpt.errors import IntegrityError
-from aiockpt.format.chunks import DIGEST_DIGITS, ChunkGrid
-from aiockpt.format.relabel import UNSEALED
+from aiockpt.format.chunks import DIGEST_DIGITS, UNSEALED, ChunkGrid
 from aiockpt.memory.arena import view_of_address
 
 __all__ = ["HostSealing", "OnChunk", "Sealing", "damage"]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar, TypeVarTu
 import anyio
 
 from aiockpt.errors import ClosedError, StagingError
-from aiockpt.format.called_off import CALLED_OFF
+from aiockpt.format.limits import CALLED_OFF
 from aiockpt.runtime.exit import leave_behind
 
 if TYPE_CHECKING:

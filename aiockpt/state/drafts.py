@@ -14,7 +14,7 @@ from typing import Final, TypeAlias, cast
 
 import torch
 
-from aiockpt.format.storages import Storage, Storages
+from aiockpt.format.entries import Storage, Storages
 from aiockpt.memory.backings import Backings, Part
 from aiockpt.memory.columns import column, numbers
 from aiockpt.state.groups import Group, group_members

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from aiockpt.errors import AiockptError, StagingError, StateDictError
-from aiockpt.format.layout import plan_segment
+from aiockpt.format.entries import Storages, plan_segment
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import TensorSpec
 from aiockpt.format.paths import Node
 from aiockpt.format.references import renumber
 from aiockpt.format.registry import register_leaf
-from aiockpt.format.storages import Storages
 from aiockpt.memory.backings import Backings
 from aiockpt.runtime.gc import collector_paused
 from aiockpt.state.drafts import Drafts, draft

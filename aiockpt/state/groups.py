@@ -29,9 +29,8 @@ from operator import attrgetter
 import torch
 
 from aiockpt.errors import UnsupportedLeafError
-from aiockpt.format.layout import dense_stride
-from aiockpt.format.manifest import COMPACTED, TensorSpec
-from aiockpt.format.storages import Storage
+from aiockpt.format.entries import Storage
+from aiockpt.format.manifest import COMPACTED, TensorSpec, dense_stride
 from aiockpt.memory.backings import Backing, Part
 from aiockpt.state.leaves import DTYPE_NAMES
 from aiockpt.state.members import Member, by_view, runs, share_elements

@@ -9,7 +9,6 @@ from typing import Final, TypeAlias
 
 import torch
 
-from aiockpt.format.layout import dense_stride
 from aiockpt.format.manifest import (
     COMPACTED,
     CONJ,
@@ -18,6 +17,7 @@ from aiockpt.format.manifest import (
     REQUIRES_GRAD,
     Manifest,
     TensorSpec,
+    dense_stride,
 )
 from aiockpt.state.drafts import Drafts
 from aiockpt.state.leaves import DTYPE_NAMES

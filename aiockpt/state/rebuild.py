@@ -25,7 +25,7 @@ from aiockpt.format.manifest import (
     TensorSpec,
 )
 from aiockpt.format.paths import Node
-from aiockpt.format.untree import decode_tree
+from aiockpt.format.tree import decode_tree
 from aiockpt.runtime.gc import collector_paused
 from aiockpt.state.leaves import DTYPES, registry
 from aiockpt.state.nodes import Decoders

@@ -17,7 +17,7 @@ from aiockpt.format.manifest import PARAMETER, REQUIRES_GRAD
 from aiockpt.format.paths import Node, Path, format_path
 from aiockpt.format.references import registered
 from aiockpt.format.registry import Registry
-from aiockpt.format.untree import decode_tree
+from aiockpt.format.tree import decode_tree
 from aiockpt.state.distributed import TAGS, is_plain
 from aiockpt.state.layout_parser import parse_layout
 from aiockpt.state.layouts import DTENSOR, SHARDED, DTensorLayout, ShardedLayout

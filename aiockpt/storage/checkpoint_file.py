@@ -14,14 +14,9 @@ from pathlib import Path
 
 from aiockpt.errors import IntegrityError, ProtocolError, StorageError
 from aiockpt.format.chunks import digest
-from aiockpt.format.layout import LENGTH_BYTES
+from aiockpt.format.header import LENGTH_BYTES, decode_header, header_length
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import (
-    ForeignHeader,
-    Manifest,
-    decode_header,
-    header_length,
-)
+from aiockpt.format.manifest import ForeignHeader, Manifest
 
 __all__ = [
     "after",

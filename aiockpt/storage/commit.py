@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from aiockpt.errors import StorageError
-from aiockpt.format.layout import ID_SLICE, LENGTH_BYTES, PREFIX
+from aiockpt.format.header import ID_SLICE, LENGTH_BYTES, PREFIX
 from aiockpt.storage.checkpoint_file import named, sync_directory
 from aiockpt.storage.directory import (
     MARKER,

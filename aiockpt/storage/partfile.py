@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from aiockpt.errors import StorageError
-from aiockpt.format.layout import LENGTH_BYTES, PREFIX
+from aiockpt.format.header import LENGTH_BYTES, PREFIX
 from aiockpt.format.manifest import Manifest
 from aiockpt.storage.checkpoint_file import digest_of, named, sync_directory
 from aiockpt.storage.files import rename_to_new

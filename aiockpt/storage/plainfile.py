@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 from aiockpt.errors import StateDictError
-from aiockpt.format.layout import LENGTH_BYTES
+from aiockpt.format.entries import encode_entries
+from aiockpt.format.header import LENGTH_BYTES
 from aiockpt.format.manifest import ForeignHeader, Manifest
-from aiockpt.format.pieces import encode_entries
 from aiockpt.format.references import tensor_paths
 from aiockpt.transfer.livestate import LiveState
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from aiockpt.format.chunks import ChunkGrid, digest
-from aiockpt.format.manifest import Manifest, build_manifest
+from aiockpt.format.header import build_manifest
+from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena
 from aiockpt.memory.copy import CopyPlan, InPlace
 from aiockpt.state.flatten import Description

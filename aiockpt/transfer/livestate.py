@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import Final, Self
 
 from aiockpt.errors import AiockptError, StagingError
-from aiockpt.format.chunks import ChunkGrid, Digester
+from aiockpt.format.chunks import UNSEALED, ChunkGrid, Digester
+from aiockpt.format.header import build_manifest
 from aiockpt.format.limits import FILE_LIMITS
-from aiockpt.format.manifest import Manifest, build_manifest
-from aiockpt.format.relabel import UNSEALED
+from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena, ArenaPool
 from aiockpt.memory.copy import CopyPlan
 from aiockpt.memory.device import Event, PortFor, port_for

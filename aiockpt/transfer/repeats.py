@@ -11,7 +11,7 @@ from dataclasses import replace
 from hashlib import sha256
 
 from aiockpt.events import TransferEvent
-from aiockpt.format.document import Manifest
+from aiockpt.format.manifest import Manifest
 
 __all__ = ["Repeats", "content_of"]
 

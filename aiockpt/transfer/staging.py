@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from aiockpt.errors import AiockptError, StagingError
-from aiockpt.format.chunks import ChunkGrid, check_chunk_bytes
+from aiockpt.format.chunks import UNSEALED, ChunkGrid, check_chunk_bytes
+from aiockpt.format.header import with_step
 from aiockpt.format.limits import Limits
-from aiockpt.format.relabel import UNSEALED, with_step
 from aiockpt.memory.arena import Arena, ArenaPool
 from aiockpt.memory.copy import CopyPlan, Fences, InPlace
 from aiockpt.memory.device import Event, PortFor, completed, port_for

@@ -27,7 +27,7 @@ from aiockpt.checkpointers.submission import BackgroundWriter
 from aiockpt.checkpointers.thread import CheckpointThread
 from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.errors import StagingError
-from aiockpt.format.relabel import UNSEALED
+from aiockpt.format.chunks import UNSEALED
 from aiockpt.testing import assert_same
 from checkpointing import PATIENCE, loaded
 from holding import Copies

@@ -17,7 +17,7 @@ from aiockpt.checkpointers.process import CheckpointProcess
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.stager import CheckpointStager, DefaultStager
 from aiockpt.errors import ClosedError, UnsupportedLeafError
-from aiockpt.format.relabel import UNSEALED
+from aiockpt.format.chunks import UNSEALED
 from aiockpt.testing import FakeAccelerator, assert_same
 from checkpointing import loaded
 from serving import settle

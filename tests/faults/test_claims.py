@@ -16,8 +16,8 @@ from typing import NoReturn
 import pytest
 
 import aiockpt
-from aiockpt.format.layout import Storage
-from aiockpt.format.manifest import build_manifest
+from aiockpt.format.entries import Storage
+from aiockpt.format.header import build_manifest
 from aiockpt.testing import assert_same, exhausted_fds
 from faultrecord import Record
 from faultrows import row

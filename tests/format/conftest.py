@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from aiockpt.format.chunks import ChunkGrid, digest
-from aiockpt.format.layout import ID_SLICE, PREFIX, Storage, snapshot_id_of
-from aiockpt.format.manifest import Manifest, TensorSpec, build_manifest
+from aiockpt.format.entries import Storage
+from aiockpt.format.header import ID_SLICE, PREFIX, build_manifest, snapshot_id_of
+from aiockpt.format.manifest import Manifest, TensorSpec
 
 CHUNK_BYTES = 64 * 1024
 Forge = Callable[..., bytes]

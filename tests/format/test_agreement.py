@@ -12,16 +12,10 @@ from hypothesis import strategies as st
 
 from aiockpt.format import dtypes
 from aiockpt.format.chunks import ChunkGrid, digest
-from aiockpt.format.document import Entry, TensorSpec
-from aiockpt.format.entries import Entries
-from aiockpt.format.layout import Storage, Storages, dense_stride, plan_segment
+from aiockpt.format.entries import Entries, Entry, Storage, Storages, plan_segment
+from aiockpt.format.header import build_manifest, decode_header, header_length
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import (
-    ForeignHeader,
-    build_manifest,
-    decode_header,
-    header_length,
-)
+from aiockpt.format.manifest import ForeignHeader, TensorSpec, dense_stride
 from aiockpt.format.validate import views_fault
 
 torch = pytest.importorskip("torch")

@@ -25,9 +25,9 @@ from aiockpt.errors import (
     ProtocolError,
     RemoteProtocolError,
 )
-from aiockpt.format.layout import ID_SLICE, PREFIX
+from aiockpt.format.header import ID_SLICE, PREFIX, decode_header
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import ForeignHeader, Manifest, decode_header
+from aiockpt.format.manifest import ForeignHeader, Manifest
 
 Forge = Callable[..., bytes]
 LIMITS = Limits()

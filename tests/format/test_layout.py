@@ -12,16 +12,10 @@ from hypothesis import strategies as st
 from aiockpt.errors import LocalProtocolError
 from aiockpt.format.chunks import ChunkGrid, digest
 from aiockpt.format.dtypes import DTYPES
-from aiockpt.format.layout import (
-    PREFIX,
-    Storage,
-    Storages,
-    dense_stride,
-    make_entries,
-    plan_segment,
-)
+from aiockpt.format.entries import Storage, Storages, make_entries, plan_segment
+from aiockpt.format.header import PREFIX, build_manifest, decode_header
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import Manifest, build_manifest, decode_header
+from aiockpt.format.manifest import Manifest, dense_stride
 
 CODES = {code: size for size, code in DTYPES.values() if code is not None}
 NAMES = st.text(max_size=6).filter(lambda name: name != "__metadata__")

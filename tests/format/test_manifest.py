@@ -17,17 +17,10 @@ from aiockpt.errors import (
     RemoteProtocolError,
 )
 from aiockpt.format.chunks import ChunkGrid
-from aiockpt.format.layout import Storage
+from aiockpt.format.entries import Storage
+from aiockpt.format.header import build_manifest, decode_header, header_length
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import (
-    COMPACTED,
-    ForeignHeader,
-    Manifest,
-    TensorSpec,
-    build_manifest,
-    decode_header,
-    header_length,
-)
+from aiockpt.format.manifest import COMPACTED, ForeignHeader, Manifest, TensorSpec
 
 GOLDEN = Path(__file__).parent / "golden" / "version1.hex"
 

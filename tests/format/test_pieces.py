@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from aiockpt.errors import RemoteProtocolError
-from aiockpt.format.entries import Entries, Entry
-from aiockpt.format.pieces import decode_entries, encode_entries
+from aiockpt.format.entries import Entries, Entry, decode_entries, encode_entries
 
 MANY = 9_000  # several pieces, both ways
 

@@ -20,7 +20,6 @@ from aiockpt.errors import (
     StepNotFoundError,
     TransportError,
 )
-from aiockpt.format.chunks import RangeNotSatisfiable
 from aiockpt.http.problems import (
     HostNotAllowed,
     PeerBusy,
@@ -29,6 +28,7 @@ from aiockpt.http.problems import (
     parse_retry_after,
     to_problem,
 )
+from aiockpt.http.ranges import RangeNotSatisfiable
 
 URL = "http://h:1/checkpoint/"
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.errors import LocalProtocolError, RemoteProtocolError
-from aiockpt.format.chunks import (
+from aiockpt.http.ranges import (
     RangeNotSatisfiable,
     format_content_range,
     format_range,

@@ -12,8 +12,9 @@ import pytest
 
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.format.limits import Limits
+from aiockpt.format.paths import Node
 from aiockpt.format.registry import REGISTRY, Registry, register_leaf
-from aiockpt.format.tree import Node, decode_tree, encode_tree
+from aiockpt.format.tree import decode_tree, encode_tree
 
 
 class Phase(enum.Enum):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from aiockpt.format.chunks import ChunkGrid, digest
-from aiockpt.format.layout import Storage
+from aiockpt.format.chunks import UNSEALED, ChunkGrid, digest
+from aiockpt.format.entries import Storage
+from aiockpt.format.header import build_manifest, decode_header, with_digests, with_step
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import Manifest, build_manifest, decode_header
-from aiockpt.format.relabel import UNSEALED, with_digests, with_step
+from aiockpt.format.manifest import Manifest
 
 DATA = bytes(range(256)) * 1000
 CHUNK = 64 << 10

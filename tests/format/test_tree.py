@@ -16,15 +16,9 @@ from hypothesis import strategies as st
 
 from aiockpt.errors import LimitExceededError, UnsupportedLeafError
 from aiockpt.format.limits import Limits
-from aiockpt.format.tree import (
-    BLOB_BYTES,
-    REGISTRY,
-    Node,
-    Path,
-    Registry,
-    decode_tree,
-    encode_tree,
-)
+from aiockpt.format.paths import Node, Path
+from aiockpt.format.registry import REGISTRY, Registry
+from aiockpt.format.tree import BLOB_BYTES, decode_tree, encode_tree
 
 LIMITS = Limits()
 

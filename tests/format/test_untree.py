@@ -22,7 +22,7 @@ from aiockpt.format.limits import Limits
 from aiockpt.format.paths import Node
 from aiockpt.format.references import tensor_leaves, tensor_paths
 from aiockpt.format.registry import REGISTRY, Registry
-from aiockpt.format.untree import decode_tree
+from aiockpt.format.tree import decode_tree
 
 LIMITS = Limits()
 TENSORS = ("t0", "t1")

@@ -17,9 +17,10 @@ from aiockpt.errors import (
     StagingError,
     TransferInterruptedError,
 )
-from aiockpt.format.layout import Storage
+from aiockpt.format.entries import Storage
+from aiockpt.format.header import build_manifest
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import Manifest, Outline, build_manifest
+from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.format.paths import Node
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.http.supply import Sharing

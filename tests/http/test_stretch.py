@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from aiockpt.errors import LocalProtocolError
 from aiockpt.format.chunks import ChunkGrid, digest
-from aiockpt.format.layout import Storage
-from aiockpt.format.manifest import Manifest, build_manifest
+from aiockpt.format.entries import Storage
+from aiockpt.format.header import build_manifest
+from aiockpt.format.manifest import Manifest
 from aiockpt.http.stretch import Part, Stretch, plan
 
 CHUNK = 64 << 10

@@ -16,8 +16,9 @@ import msgspec
 from aiohttp import web
 
 from aiockpt.format.chunks import digest
-from aiockpt.format.layout import Storage
-from aiockpt.format.manifest import Manifest, build_manifest
+from aiockpt.format.entries import Storage
+from aiockpt.format.header import build_manifest
+from aiockpt.format.manifest import Manifest
 from mutations import header_of, parts_of
 from rangepeer import RangePeer, serving
 

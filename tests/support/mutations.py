@@ -24,11 +24,11 @@ import msgspec
 import torch
 
 from aiockpt.errors import AiockptError
-from aiockpt.format import chunks
-from aiockpt.format.layout import ID_SLICE, PREFIX, snapshot_id_of
+from aiockpt.format.header import ID_SLICE, PREFIX, decode_header, snapshot_id_of
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import Manifest, decode_header
+from aiockpt.format.manifest import Manifest
 from aiockpt.http import protocol as http
+from aiockpt.http import ranges
 from aiockpt.http.address import parse_address
 from aiockpt.http.tokens import make_token, read_token
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
@@ -67,9 +67,9 @@ FIELDS = (
     make_token("secret", "rank-3", step=7, expires=1e9),
 )
 PARSERS: tuple[Callable[[str], object], ...] = (
-    lambda text: chunks.parse_range(text, 1000),
-    lambda text: chunks.parse_range(text, 0),
-    chunks.parse_content_range,
+    lambda text: ranges.parse_range(text, 1000),
+    lambda text: ranges.parse_range(text, 0),
+    ranges.parse_content_range,
     http.parse_prefer_wait,
     http.parse_etag,
     http.parse_digest,

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from aiockpt.format.header import decode_header, header_length
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import Manifest, decode_header, header_length
+from aiockpt.format.manifest import Manifest
 from aiockpt.memory.device import Port, PortFor
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.state.rebuild import Frame, assemble, tensors_over

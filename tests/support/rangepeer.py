@@ -15,9 +15,10 @@ from aiohttp import ClientSession, web
 
 from aiockpt.errors import AiockptError
 from aiockpt.format.chunks import digest
-from aiockpt.format.layout import Storage
+from aiockpt.format.entries import Storage
+from aiockpt.format.header import build_manifest
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import Manifest, build_manifest
+from aiockpt.format.manifest import Manifest
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.protocol import Source
 

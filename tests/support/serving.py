@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from aiockpt.format.chunks import ChunkGrid, digest
-from aiockpt.format.layout import Storage
-from aiockpt.format.manifest import build_manifest
+from aiockpt.format.entries import Storage
+from aiockpt.format.header import build_manifest
 from aiockpt.http.guard import ServerConfig
 from aiockpt.http.listen import open_sockets
 from aiockpt.http.server import CheckpointServer

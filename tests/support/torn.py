@@ -19,9 +19,10 @@ from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.errors import StorageError
 from aiockpt.format.chunks import digest
-from aiockpt.format.layout import Storage
+from aiockpt.format.entries import Storage
+from aiockpt.format.header import build_manifest
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import Manifest, build_manifest
+from aiockpt.format.manifest import Manifest
 from aiockpt.storage.checkpoint_file import read_header, verify_chunks
 from aiockpt.storage.directory import checkpoint_at, find_checkpoint, list_checkpoints
 from aiockpt.testing import SystemCallFault, system_call_faults

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from aiockpt.format.chunks import digest
-from aiockpt.format.layout import Storage
+from aiockpt.format.entries import Storage
+from aiockpt.format.header import build_manifest
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import Manifest, TensorSpec, build_manifest
+from aiockpt.format.manifest import Manifest, TensorSpec
 from aiockpt.format.paths import Node
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
 from pipeline import LIMITS

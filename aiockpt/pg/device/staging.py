@@ -15,8 +15,9 @@ import torch
 
 from aiockpt.errors import AiockptError, StagingError
 from aiockpt.format.chunks import DEVICE_ALGORITHM, ChunkGrid, check_chunk_bytes
+from aiockpt.format.header import build_manifest
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import Manifest, build_manifest
+from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena
 from aiockpt.memory.backings import Backings
 from aiockpt.memory.copy import CopyPlan, Fences
