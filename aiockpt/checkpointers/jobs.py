@@ -13,7 +13,7 @@ import msgspec
 
 from aiockpt.checkpointers.messages import Write
 from aiockpt.checkpointers.writer import CheckpointWriter, Written
-from aiockpt.format.chunks import UNSEALED, Digester, digest
+from aiockpt.format.chunks import ChunkHasher, digest
 from aiockpt.format.header import with_digests
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.registry import REGISTRY
@@ -108,17 +108,20 @@ class _Digested:
         self.header_bytes = manifest.header_bytes
         self.segment_bytes = manifest.segment_bytes
         self._snapshot, self._watch = snapshot, watch
-        self._digester = Digester(manifest.grid, unknown=UNSEALED)
+        self._hasher = ChunkHasher(manifest.grid)
+        self._digests: list[str] = []
 
     def __repr__(self) -> str:
         return f"<Digested {self._snapshot!r}>"
 
     def views(self, start: int, stop: int) -> list[memoryview]:
         self._watch.report(start)
-        return self._digester.views(start, stop, self._snapshot.views)
+        views = self._snapshot.views(start, stop)
+        self._digests += [each.digest for each in self._hasher.update(start, *views)]
+        return views
 
     def seal(self) -> Manifest:
-        manifest = with_digests(self._snapshot.manifest, self._digester.digests)
+        manifest = with_digests(self._snapshot.manifest, self._digests)
         self._watch.on_seal(manifest)
         return manifest
 

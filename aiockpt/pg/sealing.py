@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from xxhash import xxh3_128
 
 from aiockpt.errors import IntegrityError
-from aiockpt.format.chunks import DIGEST_DIGITS, UNSEALED, ChunkGrid
+from aiockpt.format.chunks import DIGEST_DIGITS, UNSEALED, ChunkGrid, ChunkHasher
 from aiockpt.memory.arena import view_of_address
 
 __all__ = ["HostSealing", "OnChunk", "Sealing", "damage"]
@@ -51,9 +50,8 @@ class HostSealing:
         self._torn = torn
         self._on_chunk = on_chunk
         self._lock = threading.Lock()
-        self._state = xxh3_128()
+        self._hasher = ChunkHasher(grid)
         self._digests: list[str] = []
-        self._reached = 0
 
     def __repr__(self) -> str:
         return f"<HostSealing chunks={len(self._digests)} of {len(self._grid)}>"
@@ -61,26 +59,18 @@ class HostSealing:
     def add(self, start: int, data: torch.Tensor) -> None:
         """Take the bytes from ``start`` on, which is where an earlier call ended."""
         with self._lock:
-            if start < self._reached:
+            if start < self._hasher.position:
                 return
-            assert start == self._reached
-            rest = view_of_address(data.data_ptr(), data.nbytes, data)
-            while rest:
-                first, stop = self._grid.range(len(self._digests))
-                piece = rest[: stop - self._reached]
-                self._state.update(piece)
-                self._reached += len(piece)
-                rest = rest[len(piece) :]
-                if self._reached == stop:
-                    self._end_chunk(stop - first)
-
-    def _end_chunk(self, nbytes: int) -> None:
-        self._digests.append(self._state.hexdigest())
-        self._state = xxh3_128()
-        if len(self._digests) == len(self._grid) and self._torn and self._torn():
-            self._digests = [UNSEALED] * len(self._grid)
-        if self._on_chunk is not None:
-            self._on_chunk(nbytes)
+            assert start == self._hasher.position
+            view = view_of_address(data.data_ptr(), data.nbytes, data)
+            hashed = self._hasher.update(start, view)
+            self._digests += [each.digest for each in hashed]
+            if len(self._digests) == len(self._grid) and self._torn and self._torn():
+                self._digests = [UNSEALED] * len(self._grid)
+            if self._on_chunk is not None:
+                for each in hashed:
+                    first, stop = self._grid.range(each.chunk)
+                    self._on_chunk(stop - first)
 
     async def digits(self) -> bytearray:
         """Return all digests, joined."""

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Protocol, TypeAlias, get_args
 
-from xxhash import xxh3_128
-
-from aiockpt.errors import IntegrityError, StorageError
-from aiockpt.format.chunks import ChunkGrid
+from aiockpt.errors import StorageError
+from aiockpt.format.chunks import ChunkGrid, ChunkHasher
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.storage.checkpoint_file import after, named
 
@@ -84,12 +82,11 @@ class Filed:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What one thread reads at once; with the digest that it must have."""
+    """What one thread reads at once: a whole chunk if it is to be verified."""
 
     start: int
     stop: int
-    chunk: int | None = None
-    expected: str = ""
+    verified: bool = False
 
 
 def read_ranges(
@@ -122,7 +119,7 @@ def _tasks(
                 for at in range(start, upper, _SPAN):
                     yield _Task(at, min(at + _SPAN, upper))
             elif chunk != last:
-                yield _Task(lower, upper, chunk, file.digests[chunk])
+                yield _Task(lower, upper, verified=True)
                 last = chunk
             start = upper
 
@@ -175,22 +172,17 @@ class _Reading:
             self._failures.append(error)
 
     def _read(self, task: _Task, spare: Spare) -> None:
-        state = xxh3_128() if task.expected else None
+        hasher = ChunkHasher(self._file.grid, self._file.digests)
         for start in range(task.start, task.stop, _BLOCK):
             stop = min(start + _BLOCK, task.stop)
             views = self._landing.lay(start, stop, spare.turn(stop - start))
             self._fill(views, self._file.base + start)
-            for view in views if state else ():
-                state.update(view)  # type: ignore[union-attr]
+            hashed = hasher.update(start, *views) if task.verified else ()
             spare.landed(start, stop)
             self._tell(stop - start)
-        if state is not None and (actual := state.hexdigest()) != task.expected:
-            raise IntegrityError(
-                chunk=task.chunk,
-                expected=task.expected,
-                actual=actual,
-                url=str(self._file.path),
-            )
+            for chunk in hashed:
+                if not chunk.matches:
+                    raise chunk.error(str(self._file.path))
 
     def _fill(self, views: Sequence[memoryview], at: int) -> None:
         for first in range(0, len(views), _MAX_VIEWS):

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from aiockpt.errors import AiockptError, StagingError
-from aiockpt.format.chunks import UNSEALED, ChunkGrid, Digester
+from aiockpt.format.chunks import UNSEALED, ChunkGrid, ChunkHasher
 from aiockpt.format.header import build_manifest
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.format.manifest import Manifest
@@ -62,7 +62,8 @@ class LiveState:
         self._description, self._step = found, step
         self.segment_bytes = found.segment_bytes
         self._grid = ChunkGrid(found.segment_bytes, chunk_bytes)
-        self._digester = Digester(self._grid, unknown=UNSEALED)
+        self._hasher = ChunkHasher(self._grid)
+        self._digests = [UNSEALED] * len(self._grid)
         self._digesting = Follower("aiockpt-digest")
         self.header_bytes = self.seal().header_bytes
         away = any(
@@ -110,9 +111,8 @@ class LiveState:
         if self._pool is not None:
             with self._copying():
                 self._stage(start, stop)
-        buffers = self._memory.buffers
-        self._digesting.call(self._digester.views, start, stop, buffers)
-        return buffers(start, stop)
+        self._digesting.call(self._digest, start, stop)
+        return self._memory.buffers(start, stop)
 
     def seal(self) -> Manifest:
         """Return the manifest; before all bytes were asked for, it has no digests."""
@@ -123,8 +123,12 @@ class LiveState:
             storages=self._description.storages,
             views=self._description.views,
             tree=self._description.tree,
-            digests=self._digester.digests,
+            digests=self._digests,
         )
+
+    def _digest(self, start: int, stop: int) -> None:
+        for each in self._hasher.update(start, *self._memory.buffers(start, stop)):
+            self._digests[each.chunk] = each.digest
 
     def _begin(self) -> None:
         for port in self._plan.ports.values():

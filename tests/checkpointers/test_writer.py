@@ -26,7 +26,7 @@ from aiockpt.errors import (
     UnsupportedLeafError,
 )
 from aiockpt.events import Progress, TransferEvent, add_hook
-from aiockpt.format.chunks import Digester
+from aiockpt.format.chunks import ChunkHasher, HashedChunk
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena, ArenaPool
@@ -362,15 +362,17 @@ class TestFailures:
     ) -> None:
         """It is computed in a thread behind the writing, which hears of it."""
         save(tmp_path / "s", {"a": 1})
-        digest, seen = Digester.views, []
+        update, seen = ChunkHasher.update, []
 
-        def failing(self: Digester, start: int, stop: int, views: Any) -> None:
+        def failing(
+            self: ChunkHasher, start: int, *views: memoryview
+        ) -> list[HashedChunk]:
             seen.append(start)
             if len(seen) == 2:
                 raise MemoryError("injected")
-            digest(self, start, stop, views)
+            return update(self, start, *views)
 
-        monkeypatch.setattr(Digester, "views", failing)
+        monkeypatch.setattr(ChunkHasher, "update", failing)
         with pytest.raises(MemoryError, match="injected"):
             save(tmp_path / "s", {"a": torch.zeros(3 * BLOCK // 4)})
         assert load(tmp_path / "s") == {"a": 1}
