@@ -47,7 +47,7 @@ def both_ways(state: object, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]
     found = []
     for row, part in ((1, 3), (1 << 60, 1)):
         with monkeypatch.context() as patch:
-            patch.setattr(tree, "_ROW", row)
+            patch.setattr(tree, "_MIN_ROW", row)
             patch.setattr(_numbering, "_SLICE", part)
             patch.setattr(_drafts, "_SLICE", part)
             try:

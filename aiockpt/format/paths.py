@@ -1,8 +1,9 @@
-"""Where a leaf is: paths as people read them, such as ``optimizer.state[0].step``."""
+"""Paths that lead to leaves, and how people read them: ``optimizer.state[0].step``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final, TypeAlias, Union
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "PYTREE",
     "Node",
     "Path",
+    "Step",
     "format_path",
     "format_received",
     "format_refusal",
@@ -18,7 +20,7 @@ __all__ = [
 
 NAMED_TUPLE: Final = "namedtuple:"
 PYTREE: Final = "pytree:"
-"""How the tags of values begin whose tensors are the state dict's own."""
+"""Prefixes of tags: the tensors in such a value are the state dict's own."""
 
 Node: TypeAlias = Union[bool, int, float, str, "list[Node]", None]
 """One JSON value of an encoded tree; anything but a scalar is ``[tag, ...]``."""
@@ -28,6 +30,16 @@ _PLAIN: Final = (str, bytes, bool, float, complex, type(None))
 
 Path: TypeAlias = tuple[object, ...]
 """The keys and indices that lead from the root of a state dict to a leaf."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of a path that is neither a plain key nor an index; equal by its text."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 def format_path(path: Iterable[object]) -> str:
@@ -52,7 +64,7 @@ def format_received(path: Iterable[object]) -> str:
 
 
 def format_refusal(error: Exception) -> str:
-    """Return what an error says of a peer's value, if that is plain, in short."""
+    """Return the short text of an error about a peer's value, if it is safe to show."""
     if all(map(_is_plain, error.args)):
         return repr(error)[:_LONGEST]
     return type(error).__name__

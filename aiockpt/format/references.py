@@ -7,14 +7,11 @@ work on a tree that `decode_tree` is going to refuse.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias, TypeGuard
 
-import msgspec
-
-from aiockpt.errors import RemoteProtocolError
 from aiockpt.format.limits import look
 from aiockpt.format.paths import NAMED_TUPLE, PYTREE, Node, Path, format_path
+from aiockpt.format.tree import children_of
 
 __all__ = [
     "Mention",
@@ -67,19 +64,6 @@ class Mention(NamedTuple):
 
 
 _Level: TypeAlias = tuple[Path, "tuple[Path, str] | None", Iterator[tuple[Path, Node]]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A step that is neither a scalar key nor an index; compared by its text."""
-
-    text: str
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-_ATTRIBUTES = _Step("attributes")  # no JSON, so no key looks like it
 
 
 def tensor_paths(node: Node) -> dict[int, str]:
@@ -139,7 +123,7 @@ def mentions(root: Node) -> Iterator[Mention]:
                 yield _row((*path, *steps), keys, values, leaf)
             case [_, *_]:
                 below = (*path, *steps)
-                levels.append((below, leaf or _leaf(below, node), _children(node)))
+                levels.append((below, leaf or _leaf(below, node), children_of(node)))
 
 
 def _is_tensor(node: Node) -> TypeGuard[list[Any]]:
@@ -182,7 +166,7 @@ def registered(root: Node) -> Iterator[tuple[Path, str, Node]]:
             case ["ext", str(tag), payload] if not tag.startswith(STRUCTURES):
                 yield path, str(tag), payload
             case [_, *_]:
-                below = [((*path, *steps), child) for steps, child in _children(node)]
+                below = [((*path, *steps), child) for steps, child in children_of(node)]
                 stack += reversed(below)
 
 
@@ -198,37 +182,4 @@ def renumber(node: Node, numbers: Sequence[int]) -> None:
             case ["tensors", _, [*old]] as reference:
                 reference[2] = [numbers[n] for n in old if isinstance(n, int)]
             case [_, *_] as other:
-                stack += (child for _, child in _children(other))
-
-
-def _children(node: list[Node]) -> Iterator[tuple[Path, Node]]:
-    """Yield the steps to each child of a container's node, and the child."""
-    match node:
-        case ["list" | "tuple" | "set" | "frozenset", [*items]] | [
-            "deque",
-            _,
-            [*items],
-        ]:
-            yield from (((index,), item) for index, item in enumerate(items))
-        case ["dict", [*keys], [*values]] | ["defaultdict", _, [*keys], [*values]]:
-            yield from _keyed(keys, values)
-        case ["odict", [*keys], [*values], *attributes]:
-            yield from _keyed(keys, values)
-            yield from (((_ATTRIBUTES,), each) for each in attributes)
-        case ["ext", _, payload]:
-            yield (), payload
-
-
-def _keyed(keys: list[Node], values: list[Node]) -> Iterator[tuple[Path, Node]]:
-    for key, value in zip(keys, values, strict=False):
-        step = _shown(key) if isinstance(key, list) else key
-        if isinstance(key, list):  # long bytes in a key are a blob as anywhere else
-            yield (_Step(f"key {step}"),), key
-        yield (step,), value
-
-
-def _shown(key: list[Node]) -> _Step:
-    try:
-        return _Step(msgspec.json.encode(key).decode())
-    except RecursionError:
-        raise RemoteProtocolError("a key in the tree is nested too deeply") from None
+                stack += (child for _, child in children_of(other))

@@ -1,48 +1,53 @@
-"""The structure of a state dict as tagged JSON.
+"""The structure of a state dict as tagged JSON: one grammar, to encode and to decode.
 
-None, bool, str, finite float and int below 2**53 are themselves; everything else is
-an array ``[tag, ...]``. Types are exact: a subclass is refused unless it is
-registered, since what it adds would be lost on the way. The normative table is in
-the wire format's reference; ``_ENCODERS`` here and ``_DECODERS`` in `untree` follow it.
+None, bool, str, finite floats and ints below 2**53 are themselves. Everything else is
+an array ``[tag, ...]``, a form of `_GRAMMAR`. Types are exact: a subclass is refused
+unless it is registered, since what it adds would be lost on the way. The normative
+table is in the wire format's reference.
+
+Decoding imports nothing and runs only registered decoders. It bounds depth, nodes and
+hash collisions, since the tree may come from a hostile peer.
 """
 
 from __future__ import annotations
 
+import math
+import re
+import struct
+import sys
+from binascii import a2b_base64, b2a_base64
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
 
 import msgspec
 
-from aiockpt.errors import LimitExceededError, UnsupportedLeafError
-from aiockpt.format.limits import Limits
+from aiockpt.errors import (
+    AiockptError,
+    LimitExceededError,
+    RemoteProtocolError,
+    UnsupportedLeafError,
+)
+from aiockpt.format.limits import CalledOffError, Limits, look
 from aiockpt.format.paths import (
     NAMED_TUPLE,
     Node,
     Path,
+    Step,
     format_path,
+    format_received,
+    format_refusal,
     is_unicode,
 )
-from aiockpt.format.references import renumber, tensor_leaves, tensor_paths
-from aiockpt.format.registry import REGISTRY, Registry, register_leaf
-from aiockpt.format.scalars import encode_bytes, encode_float, encode_int, encode_str
-from aiockpt.format.untree import FACTORIES, decode_tree
+from aiockpt.format.registry import BUILTIN_TYPES, Registry
 
 __all__ = [
     "BLOB_BYTES",
-    "REGISTRY",
     "LeafEncoder",
-    "Node",
-    "Path",
-    "Registry",
     "RowEncoder",
+    "children_of",
     "decode_tree",
     "encode_tree",
-    "format_path",
-    "register_leaf",
-    "renumber",
-    "tensor_leaves",
-    "tensor_paths",
 ]
 
 LeafEncoder: TypeAlias = Callable[[object, Path], Node]
@@ -56,12 +61,110 @@ RowEncoder: TypeAlias = Callable[
 BLOB_BYTES: Final = 4096
 """Longer bytes are offered to the leaf encoder, which may carry them as a blob."""
 
-# A shorter row is sooner read value by value.
-_ROW: Final = 16
+_MIN_ROW: Final = 16  # below this length, encoding value by value is faster
+_MIN_CHECKED: Final = 16  # so few keys cannot collide often
+_MAX_COLLISIONS: Final = 1000  # of all dicts and sets of one tree
+_EXACT_INT: Final = 2**53  # readers other than Python keep JSON numbers as doubles
 
-_FACTORY_NAMES: Final[dict[type, str]] = {
-    factory: name for name, factory in FACTORIES.items()
+_PLAIN: Final = frozenset({type(None), bool, int, float, str})
+_FACTORIES: Final[dict[str, type]] = {
+    each.__name__: each for each in (list, dict, int, float, set, str, bool, tuple)
 }
+_FACTORY_NAMES: Final = {factory: name for name, factory in _FACTORIES.items()}
+
+
+class _Argument(NamedTuple):
+    """One argument of a form: its JSON types, and which nodes it holds, if any."""
+
+    types: frozenset[type]
+    holds: str = ""
+
+
+_TEXT: Final = _Argument(frozenset({str}))
+_TEXT_OR_NULL: Final = _Argument(frozenset({str, type(None)}))
+_NUMBER: Final = _Argument(frozenset({int}))
+_NUMBER_OR_NULL: Final = _Argument(frozenset({int, type(None)}))
+_FLOAT: Final = _Argument(frozenset({float, list}))
+_ARRAY: Final = _Argument(frozenset({list}))
+_ITEMS: Final = _Argument(frozenset({list}), "items")
+_KEYS: Final = _Argument(frozenset({list}), "keys")
+_VALUES: Final = _Argument(frozenset({list}), "values")
+_ATTRIBUTES: Final = _Argument(frozenset({list}), "attributes")
+_NODE: Final = _Argument(_PLAIN | {list}, "node")
+
+_FORMS: Final[tuple[tuple[str, *tuple[_Argument, ...]], ...]] = (
+    ("int", _TEXT),
+    ("float", _TEXT),
+    ("complex", _FLOAT, _FLOAT),
+    ("str", _TEXT),
+    ("bytes", _TEXT),
+    ("list", _ITEMS),
+    ("tuple", _ITEMS),
+    ("set", _ITEMS),
+    ("frozenset", _ITEMS),
+    ("deque", _NUMBER_OR_NULL, _ITEMS),
+    ("dict", _KEYS, _VALUES),
+    ("odict", _KEYS, _VALUES),
+    ("odict", _KEYS, _VALUES, _ATTRIBUTES),
+    ("defaultdict", _TEXT_OR_NULL, _KEYS, _VALUES),
+    ("tensor", _NUMBER),
+    ("tensors", _ARRAY, _ARRAY),
+    ("blob", _NUMBER),
+    ("ext", _TEXT, _NODE),
+)
+_GRAMMAR: Final = {(tag, len(arguments)): arguments for tag, *arguments in _FORMS}
+_NO_JSON: Final = Step("attributes")  # a key's step is JSON, so none looks like it
+
+
+def _form_of(node: Any) -> Sequence[_Argument] | None:
+    """Return the arguments of the form that ``node`` has; None if it is malformed."""
+    if type(node) is not list or not node or type(node[0]) is not str:
+        return None
+    form = _GRAMMAR.get((node[0], len(node) - 1))
+    if form is not None:
+        for argument, given in zip(form, node[1:], strict=True):
+            if type(given) not in argument.types:
+                return None
+    return form
+
+
+def children_of(node: Any) -> Iterator[tuple[Path, Node]]:
+    """Yield the steps to each child of a container's node, and the child.
+
+    A node that is malformed, or no container, has no children. Long bytes may be a
+    blob in a key too, so keys that are arrays are children.
+    """
+    keys: list[Any] = []
+    if (form := _form_of(node)) is None:
+        return
+    for argument, given in zip(form, node[1:], strict=True):
+        match argument.holds:
+            case "items":
+                yield from (((index,), item) for index, item in enumerate(given))
+            case "keys":
+                keys = given
+            case "values":
+                for key, value in zip(keys, given, strict=False):
+                    if isinstance(key, list):
+                        step = _step_of(key)
+                        yield (Step(f"key {step}"),), key
+                        yield (step,), value
+                    else:
+                        yield (key,), value
+            case "attributes":
+                yield (_NO_JSON,), given
+            case "node":
+                yield (), given
+
+
+def _step_of(key: object) -> Step:
+    try:
+        return Step(msgspec.json.encode(key).decode())
+    except RecursionError:
+        raise RemoteProtocolError("a key in the tree is nested too deeply") from None
+
+
+# ------------------------------------------------------------------------- encode
 
 
 def encode_tree(
@@ -75,8 +178,8 @@ def encode_tree(
     """Return the node of ``value``.
 
     ``leaf`` is asked for each value of a type that is neither built in nor
-    registered, and for bytes longer than `BLOB_BYTES`; ``row`` before it, for all
-    values of a dict whose keys are text.
+    registered, and for bytes longer than `BLOB_BYTES`. Before that, ``row`` is asked
+    for all values of a long dict whose keys are strings.
 
     Raises:
         UnsupportedLeafError: nothing encodes a value; names its path.
@@ -107,23 +210,94 @@ class _Encoder:
         self.depth = 0
         self.nodes = 1
 
-    def encode(self, value: object, path: Path) -> Node:
-        encode = _ENCODERS.get(type(value))
-        return self.other(value, path) if encode is None else encode(self, value, path)
+    def encode(self, value: Any, path: Path) -> Node:
+        kind = type(value)
+        if kind not in BUILTIN_TYPES:
+            return self.other(value, path)
+        if (encode := _SCALARS.get(kind)) is not None:
+            return encode(value)
+        if kind is dict:
+            return self.mapping(value, path)
+        if kind is list or kind is tuple:
+            return [kind.__name__, self.children(enumerate(value), path)]
+        if kind is OrderedDict:
+            return self.ordered(value, path)
+        if kind is defaultdict:
+            return self.default(value, path)
+        if kind is set or kind is frozenset:
+            # Equal sets are encoded alike, in whatever order they happen to iterate.
+            nodes = self.children(enumerate(value), path)
+            return [kind.__name__, sorted(nodes, key=msgspec.json.encode)]
+        if kind is deque:
+            return ["deque", value.maxlen, self.children(enumerate(value), path)]
+        assert kind is bytes, "every builtin type has its encoding above"
+        blob = self.leaf(value, path) if len(value) > BLOB_BYTES else None
+        return ["bytes", _base64(value)] if blob is None else blob
 
     def other(self, value: object, path: Path) -> Node:
-        codec = self.registry.by_type(type(value))
-        if codec is not None:
+        """Encode a value of a registered type, or a leaf."""
+        if (codec := self.registry.by_type(type(value))) is not None:
             self.descend(path)
             node = self.encode(codec.encode(value), path)
             self.ascend(1)
-            tag = NAMED_TUPLE + codec.tag if codec.is_structure else codec.tag
-            return ["ext", tag, node]
-        node = self.leaf(value, path)
-        if node is None:
-            kind, remedy = _type_name(value), _remedy(value)
-            raise UnsupportedLeafError(format_path(path), kind, remedy)
+            return ["ext", NAMED_TUPLE * codec.is_structure + codec.tag, node]
+        if (node := self.leaf(value, path)) is None:
+            raise self.unsupported(value, path, _remedy(value))
         return node
+
+    def mapping(self, value: dict[object, object], path: Path) -> Node:
+        keys = self.keys(value, path)
+        numbers: list[Any] | None = self.numbers(keys, value, path)
+        if numbers is None:
+            values: list[Any] = self.children(value.items(), path)
+            if not (keys and _are_tensors(keys, values)):
+                return ["dict", keys, values]
+            numbers = [node[1] for node in values]
+        return ["tensors", keys, numbers]
+
+    def ordered(self, value: OrderedDict[object, object], path: Path) -> Node:
+        attributes: dict[object, object] = dict(vars(value).items())
+        if any(hasattr(OrderedDict, str(name)) for name in attributes):
+            remedy = "one of its attributes shadows a method; delete it"
+            raise self.unsupported(value, path, remedy)
+        node: list[Node] = ["odict", *self.items(value, path)]
+        return [*node, self.mapping(attributes, path)] if attributes else node
+
+    def default(self, value: defaultdict[object, object], path: Path) -> Node:
+        factory: Any = value.default_factory
+        name = _FACTORY_NAMES.get(factory)
+        if name is None and factory is not None:
+            names = ", ".join(_FACTORIES)
+            remedy = f"its default_factory is none of {names}; use a dict"
+            raise self.unsupported(value, path, remedy)
+        return ["defaultdict", name, *self.items(value, path)]
+
+    def items(
+        self, value: dict[object, object], path: Path
+    ) -> tuple[list[Node], list[Node]]:
+        """Return the nodes of a dict's keys and values."""
+        keys = self.keys(value, path)
+        if (numbers := self.numbers(keys, value, path)) is not None:
+            return keys, [["tensor", number] for number in numbers]
+        return keys, self.children(value.items(), path)
+
+    def keys(self, value: dict[Any, object], path: Path) -> list[Node]:
+        if set(map(type, value)) == {str} and is_unicode("".join(value)):
+            self.nodes += len(value)
+            return list(value)
+        return self.children(((key, key) for key in value), path)
+
+    def numbers(
+        self, keys: list[Any], value: dict[object, object], path: Path
+    ) -> list[int] | None:
+        """Return the numbers of a dict's values, if ``row`` takes them all at once."""
+        if self.row is None or len(keys) < _MIN_ROW or set(map(type, keys)) != {str}:
+            return None
+        numbers = self.row(keys, [*value.values()], path)
+        if numbers is not None:
+            self.descend(path)
+            self.ascend(len(numbers))
+        return numbers
 
     def children(
         self, items: Iterable[tuple[object, object]], path: Path
@@ -148,143 +322,314 @@ class _Encoder:
             limit = self.limits.max_nodes
             raise LimitExceededError("the tree", limit=limit, actual=self.nodes)
 
-
-def _type_name(value: object) -> str:
-    kind = type(value)
-    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-    return f"{module}{kind.__qualname__}"
-
-
-def _itself(_: _Encoder, value: Any, __: Path) -> Node:
-    return value  # type: ignore[no-any-return]
+    def unsupported(
+        self, value: object, path: Path, remedy: str
+    ) -> UnsupportedLeafError:
+        kind = type(value)
+        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+        name = f"{module}{kind.__qualname__}"
+        return UnsupportedLeafError(format_path(path), name, remedy)
 
 
-def _int(_: _Encoder, value: int, __: Path) -> Node:
-    return encode_int(value)
-
-
-def _float(_: _Encoder, value: float, __: Path) -> Node:
-    return encode_float(value)
-
-
-def _complex(_: _Encoder, value: complex, __: Path) -> Node:
-    return ["complex", encode_float(value.real), encode_float(value.imag)]
-
-
-def _str(_: _Encoder, value: str, __: Path) -> Node:
-    return encode_str(value)
-
-
-def _bytes(encoder: _Encoder, value: bytes, path: Path) -> Node:
-    blob = encoder.leaf(value, path) if len(value) > BLOB_BYTES else None
-    return encode_bytes(value) if blob is None else blob
-
-
-def _list(encoder: _Encoder, value: list[object], path: Path) -> Node:
-    return ["list", encoder.children(enumerate(value), path)]
-
-
-def _tuple(encoder: _Encoder, value: tuple[object, ...], path: Path) -> Node:
-    return ["tuple", encoder.children(enumerate(value), path)]
-
-
-def _deque(encoder: _Encoder, value: deque[object], path: Path) -> Node:
-    return ["deque", value.maxlen, encoder.children(enumerate(value), path)]
-
-
-def _set(encoder: _Encoder, value: set[object] | frozenset[object], path: Path) -> Node:
-    # Equal sets encode alike, in whatever order they happen to iterate.
-    nodes = encoder.children(enumerate(value), path)
-    return [type(value).__name__, sorted(nodes, key=msgspec.json.encode)]
-
-
-def _dict(encoder: _Encoder, value: dict[object, object], path: Path) -> Node:
-    keys = _keys(encoder, value, path)
-    if (numbers := _row(encoder, keys, value, path)) is not None:
-        return ["tensors", keys, numbers]
-    values = encoder.children(value.items(), path)
-    if keys and _are_tensors(keys, values):
-        return ["tensors", keys, [node[1] for node in values]]  # type: ignore[index]
-    return ["dict", keys, values]
-
-
-def _are_tensors(keys: list[Node], values: list[Node]) -> bool:
+def _are_tensors(keys: list[Any], values: list[Any]) -> bool:
     return all(type(n) is list and n[0] == "tensor" for n in values) and all(
         type(key) is str for key in keys
     )
 
 
-def _items(
-    encoder: _Encoder, value: dict[object, object], path: Path
-) -> tuple[list[Node], list[Node]]:
-    keys = _keys(encoder, value, path)
-    if (numbers := _row(encoder, keys, value, path)) is not None:
-        return keys, [["tensor", number] for number in numbers]
-    return keys, encoder.children(value.items(), path)
-
-
-def _keys(encoder: _Encoder, value: dict[object, object], path: Path) -> list[Node]:
-    if set(map(type, value)) == {str} and is_unicode("".join(value)):  # type: ignore[arg-type]
-        encoder.nodes += len(value)
-        return list(value)  # type: ignore[arg-type]
-    return encoder.children(((key, key) for key in value), path)
-
-
 def _remedy(value: object) -> str:
-    """Say what to pass in place of what is no state dict and has one."""
+    """Return what to pass instead of an object that has a state dict."""
     if not callable(getattr(type(value), "state_dict", None)):
         return ""
     is_module = hasattr(type(value), "forward")
     return "pass module.state_dict()" if is_module else "pass its state_dict()"
 
 
-def _row(
-    encoder: _Encoder, keys: list[Node], value: dict[object, object], path: Path
-) -> list[Node] | None:
-    """Return the numbers of a dict's values, if all are tensors that can be one row."""
-    if encoder.row is None or len(keys) < _ROW or set(map(type, keys)) != {str}:
-        return None
-    numbers = encoder.row(keys, [*value.values()], path)  # type: ignore[arg-type]
-    if numbers is not None:
-        encoder.descend(path)
-        encoder.ascend(len(numbers))
-    return numbers  # type: ignore[return-value]
+# ------------------------------------------------------------------------- decode
 
 
-def _odict(encoder: _Encoder, value: OrderedDict[object, object], path: Path) -> Node:
-    attributes: dict[object, object] = dict(vars(value).items())
-    if any(hasattr(OrderedDict, str(name)) for name in attributes):
-        remedy = "one of its attributes shadows a method; delete it"
-        raise UnsupportedLeafError(format_path(path), _type_name(value), remedy)
-    node: list[Node] = ["odict", *_items(encoder, value, path)]
-    return [*node, _dict(encoder, attributes, path)] if attributes else node
+def decode_tree(
+    node: Node,
+    *,
+    registry: Registry,
+    tensors: Sequence[object],
+    limits: Limits,
+    blob: Callable[[int], bytes] | None = None,
+) -> object:
+    """Return the value of an untrusted ``node``; the inverse of `encode_tree`.
+
+    ``tensors`` are what ``["tensor", i]`` stands for. ``blob`` returns the bytes that
+    tensor i carries (default: ``bytes(tensors[i])``); it is called at most once for
+    each index.
+
+    Raises:
+        RemoteProtocolError: malformed, or an unregistered type; names the path.
+        LimitExceededError: too deep, or too many nodes.
+    """
+    decoder = _Decoder(registry, tensors, limits, blob)
+    try:
+        return decoder.decode(node)
+    except RecursionError:
+        actual = decoder.depth + 1
+        raise LimitExceededError("nesting", limit=actual - 1, actual=actual) from None
 
 
-def _defaultdict(
-    encoder: _Encoder, value: defaultdict[object, object], path: Path
-) -> Node:
-    factory: Any = value.default_factory
-    name = _FACTORY_NAMES.get(factory)
-    if name is None and factory is not None:
-        remedy = f"its default_factory is none of {', '.join(FACTORIES)}; use a dict"
-        raise UnsupportedLeafError(format_path(path), _type_name(value), remedy)
-    return ["defaultdict", name, *_items(encoder, value, path)]
+class _Decoder:
+    __slots__ = (
+        "blobs",
+        "collisions",
+        "depth",
+        "limits",
+        "nodes",
+        "path",
+        "read_blob",
+        "registry",
+        "tensors",
+    )
+
+    def __init__(
+        self,
+        registry: Registry,
+        tensors: Sequence[Any],
+        limits: Limits,
+        blob: Callable[[int], bytes] | None,
+    ) -> None:
+        self.registry = registry
+        self.tensors = tensors
+        self.limits = limits
+        self.read_blob = blob or (lambda index: bytes(tensors[index]))
+        self.blobs: dict[int, bytes] = {}
+        self.path: list[object] = []
+        self.depth = 0
+        self.nodes = 1
+        self.collisions = 0
+
+    def decode(self, node: Any) -> Any:
+        if type(node) in _PLAIN:
+            return node
+        if _form_of(node) is None:
+            self.fail_form(node)
+        match node:
+            case ["tensor", index]:
+                return self.tensor(index)
+            case ["tensors", names, indices]:
+                return self.row(names, indices)
+            case ["dict", keys, values]:
+                return self.mapping(keys, values)
+            case ["list", nodes]:
+                return self.items(nodes)
+            case ["tuple", nodes]:
+                return tuple(self.items(nodes))
+            case ["odict", keys, values]:
+                return OrderedDict(self.mapping(keys, values))
+            case ["odict", keys, values, attributes]:
+                return self.attributed(keys, values, attributes)
+            case ["defaultdict", factory, keys, values]:
+                if factory is not None and factory not in _FACTORIES:
+                    self.fail(f"unknown default factory {factory[:40]!r}")
+                make = None if factory is None else _FACTORIES[factory]
+                return defaultdict(make, self.mapping(keys, values))
+            case ["set", nodes]:
+                return set(self.distinct(nodes))
+            case ["frozenset", nodes]:
+                return frozenset(self.distinct(nodes))
+            case ["deque", maxlen, nodes]:
+                if maxlen is not None and not len(nodes) <= maxlen <= sys.maxsize:
+                    self.fail(f"a deque of {len(nodes)} items with maxlen {maxlen}")
+                return deque(self.items(nodes), maxlen)
+            case ["blob", index]:
+                self.tensor(index)
+                # Once per index: a tree that repeats one must not multiply its memory.
+                if index not in self.blobs:
+                    self.blobs[index] = self.read_blob(index)
+                return self.blobs[index]
+            case ["complex", real, imag]:
+                parts = [self.decode(real), self.decode(imag)]
+                if set(map(type, parts)) != {float}:
+                    self.fail("a complex whose parts are not floats")
+                return complex(*parts)
+            case ["ext", tag, payload]:
+                return self.registered(tag, payload)
+            case [tag, text]:
+                try:
+                    return _PARSERS[tag](text)
+                except ValueError as error:
+                    self.fail(str(error))
+
+    def items(self, nodes: list[Node]) -> list[Any]:
+        return self.children(nodes, range(len(nodes)))
+
+    def distinct(self, nodes: list[Node]) -> dict[Any, Any]:
+        values = self.items(nodes)
+        return self.table(values, values)
+
+    def mapping(self, keys: list[Node], values: list[Node]) -> dict[Any, Any]:
+        if len(keys) != len(values):
+            self.fail(f"{len(keys)} keys with {len(values)} values")
+        names = self.items(keys)
+        return self.table(names, self.children(values, names))
+
+    def attributed(
+        self, keys: list[Node], values: list[Node], attributes: Node
+    ) -> OrderedDict[Any, Any]:
+        ordered = OrderedDict(self.mapping(keys, values))
+        (names,) = self.items([attributes])
+        # An attribute must not take the place of a method: the user would call it.
+        if type(names) is not dict or any(
+            type(name) is not str or hasattr(OrderedDict, name) for name in names
+        ):
+            self.fail("an OrderedDict with attributes that it cannot have")
+        vars(ordered).update(names)
+        return ordered
+
+    def table(self, keys: list[Any], values: list[Any]) -> dict[Any, Any]:
+        try:
+            if len(keys) > _MIN_CHECKED and set(map(type, keys)) != {str}:
+                # Keys of equal hashes make a table quadratic. Only str has a salt.
+                self.collisions += len(keys) - len(set(map(hash, keys)))
+                if self.collisions > _MAX_COLLISIONS:
+                    self.fail("too many keys have the same hash")
+            table = dict(zip(keys, values, strict=True))
+        except TypeError as error:
+            self.fail(str(error))
+        if len(table) != len(keys):
+            self.fail("duplicate keys")
+        return table
+
+    def tensor(self, index: int) -> Any:
+        if not 0 <= index < len(self.tensors):
+            self.fail(f"tensor {index} of {len(self.tensors)}")
+        return self.tensors[index]
+
+    def row(self, names: list[Any], indices: list[Any]) -> dict[Any, Any]:
+        if set(map(type, names)) != {str} or set(map(type, indices)) != {int}:
+            self.fail("tensors whose names or indices have the wrong type")
+        self.descend(len(indices))
+        self.depth -= 1
+        self.tensor(min(indices))
+        self.tensor(max(indices))
+        if len(names) != len(indices):
+            self.fail(f"{len(names)} names with {len(indices)} tensors")
+        return self.table(names, [*map(self.tensors.__getitem__, indices)])
+
+    def registered(self, tag: str, payload: Node) -> object:
+        codec = self.registry.by_tag(tag)
+        if codec is None:
+            self.fail(
+                f"a leaf of the unknown type {tag[:200]!r}; "
+                "call aiockpt.register_leaf for this type here too, or receive a named "
+                "tuple or a pytree node into a template that has one"
+            )
+        self.descend(1)
+        value = self.decode(payload)
+        self.depth -= 1
+        try:
+            return codec.decode(value)
+        except (AiockptError, CalledOffError):
+            raise
+        except Exception as error:
+            path = format_received(self.path)
+            why = f"the decoder of {tag!r} refused {path}: {format_refusal(error)}"
+            raise RemoteProtocolError(why) from error
+
+    def children(self, nodes: list[Node], keys: Iterable[object]) -> list[Any]:
+        self.descend(len(nodes))
+        path, decode, values = self.path, self.decode, []
+        path.append(None)
+        for key, node in zip(keys, nodes, strict=False):
+            path[-1] = key
+            values.append(node if type(node) in _PLAIN else decode(node))
+        path.pop()
+        self.depth -= 1
+        return values
+
+    def descend(self, nodes: int) -> None:
+        look()
+        self.depth += 1
+        self.nodes += nodes
+        limits = self.limits
+        for what, limit, actual in (
+            ("the nesting of the tree", limits.max_depth, self.depth),
+            ("the number of nodes in the tree", limits.max_nodes, self.nodes),
+        ):
+            if actual > limit:
+                raise LimitExceededError(what, limit=limit, actual=actual)
+
+    def fail(self, why: str) -> NoReturn:
+        path = format_received(self.path)
+        raise RemoteProtocolError(f"malformed tree at {path}: {why}")
+
+    def fail_form(self, node: Any) -> NoReturn:
+        if type(node) is not list or not node or type(node[0]) is not str:
+            self.fail("a value that is neither plain nor an array with a tag")
+        tag, count = node[0][:40], len(node) - 1
+        self.fail(f"the tag {tag!r} does not go with these {count} arguments")
 
 
-_ENCODERS: Final[dict[type, Callable[[_Encoder, Any, Path], Node]]] = {
-    type(None): _itself,
-    bool: _itself,
-    int: _int,
-    float: _float,
-    complex: _complex,
-    str: _str,
-    bytes: _bytes,
-    list: _list,
-    tuple: _tuple,
-    deque: _deque,
-    set: _set,
-    frozenset: _set,
-    dict: _dict,
-    OrderedDict: _odict,
-    defaultdict: _defaultdict,
+# ------------------------------------------------------------------------ scalars
+# Each pair is exact for every value. A parser gets text that may come from a peer, and
+# raises ValueError with a reason.
+
+
+def _encode_int(value: int) -> Node:
+    return value if -_EXACT_INT < value < _EXACT_INT else ["int", f"{value:x}"]
+
+
+def _parse_int(text: str) -> int:
+    # Hexadecimal, since decimal digits would take quadratic time.
+    if re.fullmatch(r"-?[0-9a-f]+", text) is None:
+        raise ValueError("not a hexadecimal number")
+    return int(text, 16)
+
+
+def _encode_float(value: float) -> Node:
+    if math.isfinite(value):
+        return value
+    if math.isinf(value):
+        return ["float", str(value)]
+    return ["float", f"nan:{struct.pack('>d', value).hex()}"]
+
+
+def _parse_float(text: str) -> float:
+    if text in ("inf", "-inf"):
+        return float(text)
+    match = re.fullmatch(r"nan:([0-9a-f]{16})", text)
+    value: float = struct.unpack(">d", bytes.fromhex(match[1]))[0] if match else 0.0
+    if not math.isnan(value):
+        raise ValueError("neither inf nor nan")
+    return value
+
+
+def _encode_str(value: str) -> Node:
+    if is_unicode(value):
+        return value
+    return ["str", _base64(value.encode("utf-8", "surrogatepass"))]
+
+
+def _parse_str(text: str) -> str:
+    return _parse_bytes(text).decode("utf-8", "surrogatepass")
+
+
+def _base64(data: bytes) -> str:
+    return b2a_base64(data, newline=False).decode()
+
+
+def _parse_bytes(text: str) -> bytes:
+    return a2b_base64(text, strict_mode=True)
+
+
+_SCALARS: Final[dict[type, Callable[[Any], Node]]] = {
+    type(None): lambda value: value,
+    bool: lambda value: value,
+    int: _encode_int,
+    float: _encode_float,
+    complex: lambda z: ["complex", _encode_float(z.real), _encode_float(z.imag)],
+    str: _encode_str,
+}
+
+_PARSERS: Final[dict[str, Callable[[str], Any]]] = {
+    "int": _parse_int,
+    "float": _parse_float,
+    "str": _parse_str,
+    "bytes": _parse_bytes,
 }
