@@ -1,8 +1,8 @@
-"""The entries of a header, column by column.
+"""The entries of a header and the storages that they describe, column by column.
 
-A checkpoint may have 100,000 tensors. As one object each, with its tuple of offsets,
-their entries would weigh 340 bytes apiece; as columns they weigh about 100, and what
-is checked, or computed, goes through a column inside a C function.
+A checkpoint may have 100,000 tensors. One object for each, with its tuple of offsets,
+would weigh 340 bytes; a row of columns weighs about 100. Checks and sums go through a
+column inside a C function.
 """
 
 from __future__ import annotations
@@ -39,10 +39,19 @@ __all__ = [
 INT64_MAX: Final = 2**63 - 1
 
 Bytes: TypeAlias = bytes | mmap
-"""A header: in a map of its own where it is large, which goes back to the system."""
+"""A header. A large one has a map of its own, whose memory returns to the system."""
 
 Count = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 Shape = Annotated[tuple[Count, ...], Meta(max_length=64)]
+
+# No call that encodes or decodes more than this holds the interpreter lock.
+_PIECE_BYTES: Final = 256 << 10
+_PIECE_ENTRIES: Final = 2_000
+
+# In canonical form these stand between two entries. In a string a quote is escaped, so
+# only a name that ends like an entry has the first one too.
+_BETWEEN: Final = b']},"'
+_AFTER_NAME: Final = b':{"'
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
@@ -57,7 +66,7 @@ class Entries:
     """Entries by number, in segment order; a column per field.
 
     Attributes:
-        names: Of the storages.
+        names: Their names.
         dtypes: Their safetensors codes.
         shapes: Their shapes; equal ones are mostly one object.
         starts: The first byte of each in the data segment.
@@ -124,9 +133,9 @@ class Entries:
 
 
 class Storage(msgspec.Struct, frozen=True, gc=False):
-    """A storage that wants a place in the segment.
+    """A storage that needs a place in the data segment.
 
-    ``align`` is the element size of the widest tensor in it; ``nbytes`` must be a
+    ``align`` is the element size of the widest tensor in it. ``nbytes`` must be a
     multiple of it, or whatever follows would not be aligned.
     """
 
@@ -173,7 +182,7 @@ class Storages:
         return map(self.__getitem__, range(len(self)))
 
     def taken(self, order: Sequence[int]) -> Storages:
-        """Return those of the given numbers, in that order."""
+        """Return the storages with these numbers, in this order."""
         if order == range(len(self)):
             return self
         return Storages(
@@ -193,10 +202,13 @@ def plan_segment(
     Returns:
         ``(order, offsets, segment_bytes)``: ``order[k]`` is the index of the storage
         that comes k-th, and ``offsets[k]`` is where *that one* starts.
+
+    Raises:
+        LocalProtocolError: the size of a storage is no multiple of its alignment.
     """
     sizes, aligns = storages.sizes, storages.aligns
     if any(map(mod, sizes, aligns)):
-        odd = storages[next(i for i, s in enumerate(sizes) if s % aligns[i])]
+        odd = next(each for each in storages if each.nbytes % each.align)
         raise LocalProtocolError(
             f"storage {odd.name!r}: {odd.nbytes} bytes are no multiple of "
             f"its alignment of {odd.align}"
@@ -225,14 +237,18 @@ def make_entries(storages: Storages) -> Entries:
     return entries
 
 
-_BETWEEN: Final = b']},"'
-"""Stands between two entries in canonical form; in a string its quote is escaped."""
+def encode_entries(entries: Entries) -> Iterator[bytes]:
+    """Yield the members of ``entries``, each behind a comma, in canonical form.
 
-
-_AFTER_NAME: Final = b':{"'
-
-
-_DECODER: Final = msgspec.json.Decoder(dict[str, Entry])
+    Raises:
+        UnicodeEncodeError: a name has a lone surrogate.
+    """
+    encode = msgspec.json.Encoder().encode
+    for first in range(0, len(entries), _PIECE_ENTRIES):
+        last = first + _PIECE_ENTRIES
+        some = entries.between(first, last)
+        members = dict(zip(entries.names[first:last], some, strict=True))
+        yield b",%b" % encode(members)[1:-1]
 
 
 def decode_entries(header: Bytes, start: int) -> Entries:
@@ -240,11 +256,19 @@ def decode_entries(header: Bytes, start: int) -> Entries:
 
     Raises:
         msgspec.MsgspecError: malformed, or no entries.
-        RemoteProtocolError: two have one name, or this is not how we write them.
+        RemoteProtocolError: two have one name, or this is not the canonical form.
     """
+    decode = msgspec.json.Decoder(dict[str, Entry]).decode
+    encode = msgspec.json.Encoder().encode
     comma = header[start : start + 1] == b","
-    start += comma
-    entries = _decode(_pieces(header, start))
+    entries = Entries()
+    for piece in _cut(header, start + comma):
+        look()
+        found = decode(piece)
+        # One checkpoint has one header: no duplicate keys, no second spelling.
+        if encode(found) != piece:
+            raise RemoteProtocolError("the header is not in canonical form")
+        entries.extend(found)
     if comma != bool(len(entries)):
         raise RemoteProtocolError("the header is not in canonical form")
     if len(set(entries.names)) != len(entries):
@@ -252,19 +276,8 @@ def decode_entries(header: Bytes, start: int) -> Entries:
     return entries
 
 
-def _decode(pieces: Iterator[bytes]) -> Entries:
-    entries = Entries()
-    for piece in pieces:
-        look()
-        found = _DECODER.decode(piece)
-        # One checkpoint has one header: no duplicate keys, no second spelling.
-        if _ENCODER.encode(found) != piece:
-            raise RemoteProtocolError("the header is not in canonical form")
-        entries.extend(found)
-    return entries
-
-
-def _pieces(header: Bytes, start: int) -> Iterator[bytes]:
+def _cut(header: Bytes, start: int) -> Iterator[bytes]:
+    """Cut the members from ``start`` on into objects of about `_PIECE_BYTES`."""
     stop = start + _PIECE_BYTES
     while (found := header.find(_BETWEEN, stop)) >= 0:
         stop = found + len(_BETWEEN)
@@ -275,21 +288,3 @@ def _pieces(header: Bytes, start: int) -> Iterator[bytes]:
         start = stop + 1
         stop = start + _PIECE_BYTES
     yield b"{%b" % header[start:].rstrip(b" ")
-
-
-def encode_entries(entries: Entries) -> Iterator[bytes]:
-    """Yield the members of ``entries``, each behind a comma, in canonical form.
-
-    Raises:
-        UnicodeEncodeError: a name has a lone surrogate.
-    """
-    for first in range(0, len(entries), _PIECE_ENTRIES):
-        last = first + _PIECE_ENTRIES
-        some = entries.between(first, last)
-        piece = _ENCODER.encode(dict(zip(entries.names[first:last], some, strict=True)))
-        yield b",%b" % piece[1:-1]
-
-
-_PIECE_BYTES: Final = 256 << 10
-_PIECE_ENTRIES: Final = 2_000
-_ENCODER: Final = msgspec.json.Encoder()

@@ -1,10 +1,13 @@
-"""The order and offsets of the data segment, and the bytes of a header.
+"""The bytes of a header: build a manifest with its header, or decode and check one.
 
 A file is 8 bytes (little endian: the header's length), the header (JSON, padded with
-spaces so that the segment starts at a multiple of 64), and the data segment. The
-header starts with a fixed prefix, and the 32 digits after it are the snapshot id: the
+spaces so that the data segment starts at a multiple of 64), and the data segment. The
+header starts with a fixed prefix. The 32 digits after it are the snapshot id: the
 digest of the whole padded header in which these digits are zeros. So a flipped bit
 anywhere in the header is noticed, and equal checkpoints have equal ids.
+
+Long JSON is encoded and decoded in pieces. One call for a header of 100,000 entries
+would hold the interpreter lock for a tenth of a second, and stop every event loop.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from mmap import mmap
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
@@ -21,7 +24,6 @@ from aiockpt.errors import IntegrityError, LocalProtocolError, RemoteProtocolErr
 from aiockpt.format.chunks import ALGORITHM, DIGEST_DIGITS, digest
 from aiockpt.format.entries import (
     Bytes,
-    Count,
     Entries,
     Entry,
     Storage,
@@ -57,58 +59,18 @@ __all__ = [
 ALIGNMENT: Final = 64
 LENGTH_BYTES: Final = 8
 PREFIX: Final = b'{"__metadata__":{"aiockpt.snapshot":"'
-ID_SLICE: Final = slice(len(PREFIX), len(PREFIX) + 32)
+ID_SLICE: Final = slice(len(PREFIX), len(PREFIX) + DIGEST_DIGITS)
 
-
-def encode_header(entries: Entries, manifest: ManifestDocument) -> bytes:
-    """Return the length, the JSON and the padding, with the snapshot id filled in.
-
-    Raises:
-        LocalProtocolError: a name that JSON or safetensors cannot hold.
-    """
-    if "__metadata__" in entries.names:
-        raise LocalProtocolError("'__metadata__' cannot name a tensor")
-    file = bytearray(LENGTH_BYTES)
-    file += encode_metadata(manifest, "0" * 32)
-    try:
-        for piece in encode_entries(entries):
-            file += piece
-    except UnicodeEncodeError as error:
-        raise LocalProtocolError(f"a name is no valid Unicode: {error}") from None
-    file += b"}"
-    file += b" " * (-len(file) % ALIGNMENT)
-    file[:LENGTH_BYTES] = (len(file) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
-    header = memoryview(file)[LENGTH_BYTES:]
-    header[ID_SLICE] = snapshot_id_of(header).encode()
-    return bytes(file)
-
-
-def metadata_lead(snapshot_id: str) -> bytes:
-    """Return what `encode_metadata` puts before the text of the manifest."""
-    return PREFIX + snapshot_id.encode() + b'","format":"pt","aiockpt":"'
-
-
-def encode_metadata(manifest: ManifestDocument, snapshot_id: str) -> bytes:
-    """Return the start of the JSON, up to the comma before the first entry."""
-    # The order of the keys is normative: a header starts with PREFIX.
-    members = {
-        "aiockpt.snapshot": snapshot_id,
-        "format": "pt",
-        "aiockpt": msgspec.json.encode(manifest).decode(),
-    }
-    return msgspec.json.encode({"__metadata__": members})[:-1]
-
-
-def snapshot_id_of(header: bytes | memoryview) -> str:
-    """Return the snapshot id that belongs to a header (without its 8 length bytes)."""
-    view = memoryview(header)
-    return digest((view[: ID_SLICE.start], b"0" * 32, view[ID_SLICE.stop :]))
-
+_AFTER_ID: Final = b'","format":"pt","aiockpt":"'
+_END_OF_METADATA: Final = b'}"}'
+_BEFORE_DIGESTS: Final = rb"\"digests\":\""
 
 # No header is a terabyte, but the first bytes of a text, read as a number, are more.
 _ABSURD: Final = 1 << 40
 _VALUES_PER_TENSOR: Final = 24
-_END_OF_METADATA: Final = b'}"}'
+_PIECE_BYTES: Final = 256 << 10
+_PIECE_ITEMS: Final = 2_000
+_SPLIT_LEVELS: Final = 16  # each level looks at all of the text again
 
 
 def build_manifest(
@@ -123,8 +85,8 @@ def build_manifest(
 ) -> Manifest:
     """Return the manifest of a staged checkpoint, its header encoded.
 
-    ``storages`` are in segment order (`layout.plan_segment`); ``digests`` are the
-    chunks' hex digests.
+    ``storages`` are in segment order (`plan_segment`); ``digests`` are the chunks'
+    hex digests.
 
     Raises:
         LocalProtocolError: a receiver would refuse it.
@@ -132,38 +94,51 @@ def build_manifest(
     if not isinstance(storages, Storages):
         storages = Storages.of(storages)
     entries = make_entries(storages)
-    document = ManifestDocument(
-        version=VERSION,
-        step=step,
-        chunk_bytes=chunk_bytes,
-        algorithm=algorithm,
-        digests="".join(digests),
-        entries=len(entries),
-        views=tuple(views),
-        tree=msgspec.Raw(msgspec.json.encode(tree)),
-    )
-    if fault := fault_of(document, entries, algorithm):
-        raise LocalProtocolError(f"cannot describe step {step}: {fault}")
-    return _manifest(document, entries, tree, encode_header(entries, document))
+    return _build(step, chunk_bytes, algorithm, entries, views, tree, digests)
 
 
-def _manifest(
-    document: ManifestDocument, entries: Entries, tree: Node, header: Bytes
-) -> Manifest:
-    digits = document.digests
-    starts = range(0, len(digits), DIGEST_DIGITS)
-    return Manifest(
-        step=document.step,
-        snapshot_id=bytes(memoryview(header)[LENGTH_BYTES:][ID_SLICE]).decode(),
-        chunk_bytes=document.chunk_bytes,
-        algorithm=document.algorithm,
-        digests=tuple(digits[start : start + DIGEST_DIGITS] for start in starts),
-        entries=entries,
-        views=document.views,
-        tree=tree,
-        header=header,
-        header_bytes=len(header),
+def with_step(manifest: Manifest, step: int) -> Manifest:
+    """Return the manifest of the same memory under another step."""
+    return _build(
+        step,
+        manifest.chunk_bytes,
+        manifest.algorithm,
+        manifest.entries,
+        manifest.views,
+        manifest.tree,
+        manifest.digests,
     )
+
+
+def with_digests(manifest: Manifest, digests: Sequence[str]) -> Manifest:
+    """Return the manifest with the chunks' digests filled in.
+
+    A snapshot that is staged in a hurry gets its digests later, perhaps in another
+    process. Until then its manifest has `UNSEALED` in their place, so the header is as
+    long as it will be, and differs only in the digests and the snapshot id.
+    """
+    header = bytearray(manifest.header)
+    # What stands before the digests, in canonical form, is numbers and an algorithm.
+    start = header.find(_BEFORE_DIGESTS)
+    assert start >= 0, "a manifest without its header"
+    start += len(_BEFORE_DIGESTS)
+    stop = start + DIGEST_DIGITS * len(manifest.digests)
+    header[start:stop] = "".join(digests).encode()
+    text = memoryview(header)[LENGTH_BYTES:]
+    snapshot_id = snapshot_id_of(text)
+    text[ID_SLICE] = snapshot_id.encode()
+    return replace(
+        manifest,
+        snapshot_id=snapshot_id,
+        digests=tuple(digests),
+        header=bytes(header),
+    )
+
+
+def snapshot_id_of(header: bytes | memoryview) -> str:
+    """Return the snapshot id that belongs to a header (without its 8 length bytes)."""
+    view = memoryview(header)
+    return digest((view[: ID_SLICE.start], b"0" * 32, view[ID_SLICE.stop :]))
 
 
 def header_length(first8: bytes | memoryview, *, limits: Limits) -> int:
@@ -187,20 +162,21 @@ def decode_header(
     algorithm: str = ALGORITHM,
     ours: bool = False,
 ) -> Manifest | ForeignHeader:
-    """Return what a complete header (its 8 length bytes included) says.
-
-    A map is not copied: nobody may write to it any more. ``algorithm`` is that of the
-    digests that the reader can compute.
-
-    With ``ours`` another tool's header is refused before it is decoded.
+    """Decode and validate a complete header (its 8 length bytes included).
 
     Everything but the tree is validated: a Manifest that this returns can be
     allocated, fetched and viewed without further checks. `decode_tree` validates
     the tree.
 
+    Args:
+        data: The header. A map is not copied, so nobody may write to it any more.
+        limits: What this side accepts.
+        algorithm: The digests that this side can compute.
+        ours: Refuse another tool's header before it is decoded.
+
     Raises:
         IntegrityError: the snapshot id is not the header's digest.
-        RemoteProtocolError: malformed, contradictory, or of another version.
+        RemoteProtocolError: malformed, inconsistent, or of another version.
         LimitExceededError: larger than ``limits`` allow.
     """
     raw: Bytes = data if isinstance(data, mmap) else bytes(data)
@@ -220,25 +196,74 @@ def decode_header(
     return _decode_foreign(raw, header, limits)
 
 
-@contextmanager
-def _reading(what: str) -> Iterator[None]:
+# ------------------------------------------------------------------------- encode
+
+
+def _build(
+    step: int,
+    chunk_bytes: int,
+    algorithm: str,
+    entries: Entries,
+    views: Sequence[TensorSpec],
+    tree: Node,
+    digests: Sequence[str],
+) -> Manifest:
+    encode = msgspec.json.encode
+    document = ManifestDocument(
+        version=VERSION,
+        step=step,
+        chunk_bytes=chunk_bytes,
+        algorithm=algorithm,
+        digests="".join(digests),
+        entries=len(entries),
+        views=msgspec.Raw(encode(views)) if views else msgspec.UNSET,
+        tree=msgspec.Raw(encode(tree)),
+    )
+    if fault := fault_of(document, views, entries, algorithm):
+        raise LocalProtocolError(f"cannot describe step {step}: {fault}")
+    if "__metadata__" in entries.names:
+        raise LocalProtocolError("'__metadata__' cannot name a tensor")
+    # The text of the manifest is a JSON string; the order of the keys is normative.
+    text = encode(encode(document).decode())
+    file = bytearray(LENGTH_BYTES)
+    file += PREFIX + b"0" * DIGEST_DIGITS + _AFTER_ID + text[1:] + b"}"
     try:
-        yield
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"malformed {what}: {error}") from error
+        for piece in encode_entries(entries):
+            file += piece
+    except UnicodeEncodeError as error:
+        raise LocalProtocolError(f"a name is no valid Unicode: {error}") from None
+    file += b"}"
+    file += b" " * (-len(file) % ALIGNMENT)
+    file[:LENGTH_BYTES] = (len(file) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
+    header = memoryview(file)[LENGTH_BYTES:]
+    header[ID_SLICE] = snapshot_id_of(header).encode()
+    return _manifest(document, views, entries, tree, bytes(file))
 
 
-class _Document(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A `ManifestDocument` whose views are undecoded."""
+def _manifest(
+    document: ManifestDocument,
+    views: Sequence[TensorSpec],
+    entries: Entries,
+    tree: Node,
+    header: Bytes,
+) -> Manifest:
+    digits = document.digests
+    starts = range(0, len(digits), DIGEST_DIGITS)
+    return Manifest(
+        step=document.step,
+        snapshot_id=bytes(memoryview(header)[LENGTH_BYTES:][ID_SLICE]).decode(),
+        chunk_bytes=document.chunk_bytes,
+        algorithm=document.algorithm,
+        digests=tuple(digits[start : start + DIGEST_DIGITS] for start in starts),
+        entries=entries,
+        views=tuple(views),
+        tree=tree,
+        header=header,
+        header_bytes=len(header),
+    )
 
-    version: int
-    step: Count
-    chunk_bytes: Count
-    algorithm: str
-    digests: str
-    entries: Count
-    views: msgspec.Raw = msgspec.Raw(b"[]")
-    tree: msgspec.Raw
+
+# ------------------------------------------------------------------------- decode
 
 
 class _Versioned(msgspec.Struct):
@@ -246,7 +271,9 @@ class _Versioned(msgspec.Struct):
 
 
 _VERSIONED: Final = msgspec.json.Decoder(_Versioned)
-_DOCUMENT: Final = msgspec.json.Decoder(_Document)
+_DOCUMENT: Final = msgspec.json.Decoder(ManifestDocument)
+_VIEWS: Final = msgspec.json.Decoder(list[TensorSpec])
+_ITEMS: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _ENTRY: Final = msgspec.json.Decoder(Entry)
 _MEMBERS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _STRINGS: Final = msgspec.json.Decoder(dict[str, str])
@@ -258,63 +285,94 @@ def _decode_own(
     claimed = bytes(header[ID_SLICE]).decode("ascii", "replace")
     if (actual := snapshot_id_of(header)) != claimed:
         raise IntegrityError(expected=claimed, actual=actual)
-    document, start = _decode_metadata(raw, claimed, limits)
+    # In a string a quote is escaped, so nothing before the end looks like the end.
+    start = LENGTH_BYTES + ID_SLICE.stop + len(_AFTER_ID)
+    stop = raw.find(_END_OF_METADATA, LENGTH_BYTES)
+    padded = len(raw) % ALIGNMENT == 0 and raw[-ALIGNMENT:] != b" " * ALIGNMENT
+    if not padded or stop < start or raw[start - len(_AFTER_ID) : start] != _AFTER_ID:
+        raise _not_canonical()
+    with _reading("header"):
+        text = _decode_text(raw, start, stop + 1)
+    with _reading("manifest"):
+        document, views = _decode_manifest(text, limits)
     with _reading("entries"):
-        entries = decode_entries(raw, start)
-    tensors = len(entries) + len(document.views)
+        entries = decode_entries(raw, stop + len(_END_OF_METADATA))
+    tensors = len(entries) + len(views)
     enforce("the number of tensors", tensors, limits.max_tensors)
-    if fault := fault_of(document, entries, algorithm):
-        raise RemoteProtocolError(f"the header contradicts itself: {fault}")
-    text = bytes(document.tree)
-    enforce_values("the number of nodes in the tree", text, limits.max_nodes)
+    if fault := fault_of(document, views, entries, algorithm):
+        raise RemoteProtocolError(f"the header is inconsistent: {fault}")
+    nodes = bytes(document.tree)
+    enforce_values("the number of nodes in the tree", nodes, limits.max_nodes)
     with _reading("tree"):
-        tree = decode_node(text)
-    manifest = _manifest(document, entries, tree, raw)
+        tree = _decode_node(nodes)
+    manifest = _manifest(document, views, entries, tree, raw)
     enforce("the data segment", manifest.segment_bytes, limits.max_bytes)
     return manifest
 
 
-def _decode_metadata(
-    raw: Bytes, snapshot_id: str, limits: Limits
-) -> tuple[ManifestDocument, int]:
-    """Return the document, and where the metadata ends."""
-    lead, start = metadata_lead(snapshot_id), LENGTH_BYTES
-    # In a string a quote is escaped, so nothing before the end looks like the end.
-    stop = raw.find(_END_OF_METADATA, start)
-    if raw[start : start + len(lead)] != lead or stop < start + len(lead):
-        raise RemoteProtocolError("the header is not in canonical form")
-    with _reading("header"):
-        text = decode_text(raw, start + len(lead), stop + 1)
-    document = _decode_document(text, limits)
-    padded = len(raw) % ALIGNMENT == 0 and raw[-ALIGNMENT:] != b" " * ALIGNMENT
-    if not padded or msgspec.json.encode(document) != text:
-        raise RemoteProtocolError("the header is not in canonical form")
-    return document, stop + len(_END_OF_METADATA)
+def _decode_text(raw: Bytes, start: int, stop: int) -> bytes:
+    """Return the text of the JSON string between the quotes at ``start - 1, stop``."""
+    found = bytearray()
+    while start < stop:
+        look()
+        # Behind a comma: no escape has one, and no character of several bytes.
+        end = raw.find(b",", start + _PIECE_BYTES, stop) + 1 or stop
+        piece = b'"%b"' % raw[start:end]
+        text = msgspec.json.decode(piece, type=str)
+        if msgspec.json.encode(text) != piece:
+            raise _not_canonical()
+        found += text.encode()
+        start = end
+    return bytes(found)
 
 
-def _decode_document(text: bytes, limits: Limits) -> ManifestDocument:
-    with _reading("manifest"):
-        # First alone: another version may have other members.
-        version = _VERSIONED.decode(text).version
-        if version == VERSION:
-            return _document(_DOCUMENT.decode(text), limits)
-    raise RemoteProtocolError(
-        f"the header has format version {version}; this side knows version {VERSION}"
-    )
+def _decode_manifest(
+    text: bytes, limits: Limits
+) -> tuple[ManifestDocument, list[TensorSpec]]:
+    # First the version alone: another one may have other members.
+    if (version := _VERSIONED.decode(text).version) != VERSION:
+        raise RemoteProtocolError(
+            f"the header has format version {version}; "
+            f"this side knows version {VERSION}"
+        )
+    document = _DOCUMENT.decode(text)
+    if msgspec.json.encode(document) != text:
+        raise _not_canonical()
+    views: list[TensorSpec] = []
+    if document.views is not msgspec.UNSET:
+        given = bytes(document.views)
+        items = _ITEMS.decode(given)
+        enforce("the number of tensors", len(items), limits.max_tensors)
+        if not items or _array(items) != given:
+            raise _not_canonical()
+        for first in range(0, len(items), _PIECE_ITEMS):
+            look()
+            piece = _array(items[first : first + _PIECE_ITEMS])
+            some = _VIEWS.decode(piece)
+            if msgspec.json.encode(some) != piece:
+                raise _not_canonical()
+            views += some
+    return document, views
 
 
-def _document(found: _Document, limits: Limits) -> ManifestDocument:
-    views = decode_items(bytes(found.views), TensorSpec, most=limits.max_tensors)
-    return ManifestDocument(
-        version=found.version,
-        step=found.step,
-        chunk_bytes=found.chunk_bytes,
-        algorithm=found.algorithm,
-        digests=found.digests,
-        entries=found.entries,
-        views=tuple(views),
-        tree=found.tree,
-    )
+def _decode_node(text: bytes | memoryview, *, level: int = 0) -> Node:
+    """Return the value of JSON, reading long arrays item by item."""
+    if len(text) < _PIECE_BYTES or level == _SPLIT_LEVELS or text[:1] != b"[":
+        return msgspec.json.decode(text)  # type: ignore[no-any-return]
+    items = _ITEMS.decode(text)
+    found: list[Node] = []
+    for first in range(0, len(items), _PIECE_ITEMS):
+        look()
+        some = items[first : first + _PIECE_ITEMS]
+        if sum(map(len, some)) < _PIECE_BYTES:
+            found += msgspec.json.decode(_array(some))
+        else:  # not copied: a hostile tree may have one long item on every level
+            found += (_decode_node(memoryview(each), level=level + 1) for each in some)
+    return found
+
+
+def _array(items: Sequence[msgspec.Raw]) -> bytes:
+    return b"[%b]" % b",".join(items)
 
 
 def _decode_foreign(raw: Bytes, header: memoryview, limits: Limits) -> ForeignHeader:
@@ -331,137 +389,19 @@ def _decode_foreign(raw: Bytes, header: memoryview, limits: Limits) -> ForeignHe
     in_order = sorted(unsorted.items(), key=lambda item: item[1].data_offsets)
     entries = Entries.of(dict(in_order))
     if fault := foreign_fault(entries):
-        raise RemoteProtocolError(f"the header contradicts itself: {fault}")
+        raise RemoteProtocolError(f"the header is inconsistent: {fault}")
     found = ForeignHeader(entries, metadata, raw)
     enforce("the data segment", found.segment_bytes, limits.max_bytes)
     return found
 
 
-_BEFORE_DIGESTS: Final = rb"\"digests\":\""
+def _not_canonical() -> RemoteProtocolError:
+    return RemoteProtocolError("the header is not in canonical form")
 
 
-def with_step(manifest: Manifest, step: int) -> Manifest:
-    """Return the manifest of the same memory under another step."""
-    return build_manifest(
-        step=step,
-        chunk_bytes=manifest.chunk_bytes,
-        storages=[
-            Storage(name, entry.dtype, entry.shape, _length(entry), align=1)
-            for name, entry in zip(manifest.names, manifest.entries, strict=True)
-        ],
-        views=manifest.views,
-        tree=manifest.tree,
-        digests=manifest.digests,
-    )
-
-
-def with_digests(manifest: Manifest, digests: Sequence[str]) -> Manifest:
-    """Return the manifest with the chunks' digests; its header is as long."""
-    header = bytearray(manifest.header)
-    header[digests_at(manifest)] = "".join(digests).encode()
-    text = memoryview(header)[LENGTH_BYTES:]
-    snapshot_id = snapshot_id_of(text)
-    text[ID_SLICE] = snapshot_id.encode()
-    return replace(
-        manifest,
-        snapshot_id=snapshot_id,
-        digests=tuple(digests),
-        header=bytes(header),
-    )
-
-
-def digests_at(manifest: Manifest) -> slice:
-    """Return where in the header the digests stand, one after the other."""
-    # What stands before them, in canonical form, is numbers and a known algorithm.
-    start = manifest.header.find(_BEFORE_DIGESTS)
-    assert start >= 0, "a manifest without its header"
-    start += len(_BEFORE_DIGESTS)
-    return slice(start, start + DIGEST_DIGITS * len(manifest.digests))
-
-
-def _length(entry: Entry) -> int:
-    start, stop = entry.data_offsets
-    return stop - start
-
-
-T = TypeVar("T")
-
-_PIECE_BYTES: Final = 256 << 10
-_PIECE_ENTRIES: Final = 2_000
-
-_ESCAPE_BYTES: Final = 6
-_LEVELS: Final = 16
-
-_RAWS: Final = msgspec.json.Decoder(list[msgspec.Raw])
-_ENCODER: Final = msgspec.json.Encoder()
-
-
-def decode_text(header: Bytes, start: int, stop: int) -> bytes:
-    """Return the text that a string of the header holds, its quotes left out.
-
-    Raises:
-        msgspec.MsgspecError: malformed.
-        RemoteProtocolError: this is not how we write it.
-    """
-    found = bytearray()
-    while start < stop:
-        look()
-        end = _end_of_piece(header, start, min(start + _PIECE_BYTES, stop))
-        piece = b'"%b"' % header[start : min(end, stop)]
-        text = msgspec.json.decode(piece, type=str)
-        if _ENCODER.encode(text) != piece:
-            raise RemoteProtocolError("the header is not in canonical form")
-        found += text.encode()
-        start = end
-    return bytes(found)
-
-
-def _end_of_piece(header: Bytes, start: int, stop: int) -> int:
-    """Return ``stop``, or the end of the escape or character that is cut there."""
-    while header[stop : stop + 1] and 0x80 <= header[stop] < 0xC0:
-        stop += 1
-    piece = header[start:stop]
-    at = piece.rfind(b"\\", -_ESCAPE_BYTES)
-    if at < 0 or (at + 1 - len(piece[: at + 1].rstrip(b"\\"))) % 2 == 0:
-        return stop
-    size = _ESCAPE_BYTES if header[start + at + 1 : start + at + 2] == b"u" else 2
-    return max(stop, start + at + size)
-
-
-def decode_items(text: bytes | memoryview, kind: type[T], *, most: int) -> list[T]:
-    """Return the items of a JSON array.
-
-    Raises:
-        msgspec.MsgspecError: malformed, or an item of another type.
-        LimitExceededError: more than ``most``.
-    """
-    items = _RAWS.decode(text)
-    enforce("the number of tensors", len(items), most)
-    decoder = msgspec.json.Decoder(list[kind])  # type: ignore[valid-type]
-    found: list[T] = []
-    for first in range(0, len(items), _PIECE_ENTRIES):
-        look()
-        some = items[first : first + _PIECE_ENTRIES]
-        found += decoder.decode(b"[%b]" % b",".join(some))
-    return found
-
-
-def decode_node(text: bytes | memoryview, *, depth: int = 0) -> Node:
-    """Return the value of JSON: of long arrays item by item.
-
-    Raises:
-        msgspec.MsgspecError: malformed.
-    """
-    # Each level looks at all of the text again, so there are few.
-    if len(text) < _PIECE_BYTES or depth == _LEVELS or text[:1] != b"[":
-        return msgspec.json.decode(text)  # type: ignore[no-any-return]
-    items = _RAWS.decode(text)
-    found: list[Node] = []
-    for first in range(0, len(items), _PIECE_ENTRIES):
-        look()
-        some = items[first : first + _PIECE_ENTRIES]
-        if sum(map(len, some)) < _PIECE_BYTES:
-            found += msgspec.json.decode(b"[%b]" % b",".join(some))
-        else:
-            found += (decode_node(memoryview(each), depth=depth + 1) for each in some)
-    return found
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"malformed {what}: {error}") from error

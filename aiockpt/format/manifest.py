@@ -1,4 +1,8 @@
-"""What stands in a header: its JSON field by field, and the manifest made of it."""
+"""The manifest, which describes a checkpoint, and its JSON field by field.
+
+A `Manifest` is validated: its tensors can be allocated, fetched and viewed without
+further checks. Only its tree is still untrusted.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +42,16 @@ PARAMETER: Final = 2
 CONJ: Final = 4
 NEG: Final = 8
 COMPACTED: Final = 16
-"""The sender's view was sparse in its storage, and was staged as a dense copy."""
+"""The sender's view was sparse in its storage and was staged as a dense copy."""
 
 
 class TensorSpec(
     msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fields=True
 ):
-    """A tensor inside a storage: torch's dtype name; stride and offset in elements."""
+    """A tensor inside a storage.
+
+    ``dtype`` is torch's name of it; ``stride`` and ``offset`` count elements.
+    """
 
     storage: Count
     dtype: str
@@ -61,7 +68,7 @@ class ManifestDocument(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """The manifest as it travels; ``digests`` are joined, ``tree`` is undecoded."""
+    """The manifest as it travels: ``digests`` are joined; views and tree are JSON."""
 
     version: int
     step: Count
@@ -69,7 +76,7 @@ class ManifestDocument(
     algorithm: str
     digests: str
     entries: Count
-    views: tuple[TensorSpec, ...] = ()
+    views: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     tree: msgspec.Raw
 
 
@@ -81,7 +88,7 @@ def dense_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A checkpoint by its chunks alone: what they belong to, where they lie."""
+    """What is needed to fetch the chunks of a checkpoint."""
 
     step: int
     snapshot_id: str
@@ -101,8 +108,8 @@ class Manifest:
 
     Tensor ``i < len(entries)`` is what entry i describes by itself: dense, of its
     dtype and shape, without flags. Tensor ``len(entries) + j`` is ``views[j]``.
-    ``header`` is what is served and stored: the 8 length bytes, JSON and padding, of
-    ``header_bytes`` bytes. The data segment follows it in a file.
+    ``header`` is what is served and stored: the 8 length bytes, JSON and padding,
+    together ``header_bytes`` bytes. In a file the data segment follows it.
     """
 
     step: int
@@ -133,7 +140,7 @@ class Manifest:
         return self.entries.nbytes
 
     def without_header(self) -> Manifest:
-        """Return it for those who only read it: the header weighs as much again."""
+        """Return a copy for readers; the header takes as much memory as the rest."""
         return replace(self, header=b"")
 
     @property
@@ -143,7 +150,7 @@ class Manifest:
 
     @property
     def outline(self) -> Outline:
-        """What is needed to fetch the chunks."""
+        """The part that is needed to fetch the chunks."""
         return Outline(
             self.step, self.snapshot_id, self.grid, self.digests, self.header_bytes
         )
@@ -164,10 +171,10 @@ class Manifest:
         return index if index < count else self.views[index - count].storage
 
     def tensor(self, index: int) -> TensorSpec:
-        """Return what tensor ``index`` is.
+        """Return the description of tensor ``index``.
 
         Raises:
-            RemoteProtocolError: there is none; indices come from the peer's tree.
+            RemoteProtocolError: there is none. Indices come from the peer's tree.
         """
         if not 0 <= index < self.tensor_count:
             raise RemoteProtocolError(f"no tensor {index} of {self.tensor_count}")

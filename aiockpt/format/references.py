@@ -1,13 +1,13 @@
 """Where a tree refers to tensors: to name them, to pair two trees, to renumber one.
 
-Nothing is decoded or looked up. A malformed node counts as empty, so the readers here
+Nothing is decoded or looked up. A malformed node counts as empty, so these functions
 work on a tree that `decode_tree` is going to refuse.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias
 
 from aiockpt.format.limits import look
 from aiockpt.format.paths import NAMED_TUPLE, PYTREE, Node, Path, format_path
@@ -24,21 +24,21 @@ __all__ = [
     "tensor_paths",
 ]
 
-
-STRUCTURES: Final = (NAMED_TUPLE, PYTREE)
+_Leaf: TypeAlias = tuple[Path, str] | None
 
 
 class Reference(NamedTuple):
     """One mention of a tensor's number.
 
-    ``leaf`` is the path and tag of the outermost registered leaf around it: the
-    tensor is a part of that leaf's payload then, and none of the state dict's own.
+    ``kind`` is ``"tensor"`` or ``"blob"``. ``leaf`` is the path and tag of the
+    outermost registered leaf around it: then the tensor is a part of that leaf's
+    payload, and none of the state dict's own.
     """
 
     path: Path
     kind: str
     number: int
-    leaf: tuple[Path, str] | None
+    leaf: _Leaf
 
 
 class Mention(NamedTuple):
@@ -52,7 +52,7 @@ class Mention(NamedTuple):
     names: Sequence[object] | None
     numbers: Sequence[int]
     kind: str
-    leaf: tuple[Path, str] | None
+    leaf: _Leaf
 
     def references(self) -> Iterator[Reference]:
         """Yield its references one by one."""
@@ -63,7 +63,51 @@ class Mention(NamedTuple):
             yield Reference((*self.path, name), self.kind, number, self.leaf)
 
 
-_Level: TypeAlias = tuple[Path, "tuple[Path, str] | None", Iterator[tuple[Path, Node]]]
+def mentions(root: Node) -> Iterator[Mention]:
+    """Yield every mention of tensors' numbers in the order of the tree, row by row."""
+    # A stack of iterators: no peer's tree makes this recursive, or hold more than
+    # one path per level.
+    levels: list[tuple[Path, _Leaf, Iterator[tuple[Path, Node]]]]
+    levels = [((), None, iter([((), root)]))]
+    while levels:
+        look()
+        path, leaf, children = levels[-1]
+        names: list[object] = []
+        numbers: list[int] = []
+        node: Any = None
+        for steps, node in children:
+            if type(node) is not list or not node:
+                continue
+            if steps and len(node) == 2 and node[0] == "tensor" and _is_int(node[1]):
+                names.append(steps[0])
+                numbers.append(node[1])
+            else:
+                break
+        else:
+            levels.pop()
+            node = None
+        if names:
+            yield Mention(path, names, numbers, "tensor", leaf)
+        match node:
+            case ["tensor" | "blob" as kind, int(number)]:
+                yield Mention((*path, *steps), None, (number,), kind, leaf)
+            case ["tensors", list(row), list(values)]:
+                kinds = {*map(type, row)}, {*map(type, values)}
+                if kinds != ({str}, {int}) or len(row) != len(values):
+                    pairs = zip(row, values, strict=False)
+                    sound = [(n, v) for n, v in pairs if type(n) is str and _is_int(v)]
+                    row, values = [n for n, _ in sound], [v for _, v in sound]
+                yield Mention((*path, *steps), row, values, "tensor", leaf)
+            case [_, *_]:
+                below = (*path, *steps)
+                inner = leaf or _registered_leaf(below, node)
+                levels.append((below, inner, children_of(node)))
+
+
+def references(root: Node) -> Iterator[Reference]:
+    """Yield every mention of a tensor's number, in the order of the tree."""
+    for mention in mentions(root):
+        yield from mention.references()
 
 
 def tensor_paths(node: Node) -> dict[int, str]:
@@ -86,100 +130,39 @@ def tensor_leaves(node: Node) -> Iterator[tuple[Path, int]]:
     )
 
 
-def references(root: Node) -> Iterator[Reference]:
-    """Yield every mention of a tensor's number, in the order of the tree.
-
-    Its ``kind`` is ``"tensor"`` or ``"blob"``.
-    """
-    for mention in mentions(root):
-        yield from mention.references()
-
-
-def mentions(root: Node) -> Iterator[Mention]:
-    """Yield every mention of tensors' numbers in the order of the tree, row by row."""
-    # A stack of iterators: no peer's tree makes this recursive, or hold more than
-    # one path per level.
-    levels: list[_Level] = [((), None, iter([((), root)]))]
-    while levels:
-        look()
-        path, leaf, children = levels[-1]
-        names: list[object] = []
-        numbers: list[int] = []
-        for steps, node in children:
-            if steps and _is_tensor(node):
-                names.append(steps[0])
-                numbers.append(node[1])
-            elif isinstance(node, list) and node:
-                break
-        else:
-            levels.pop()
-            node = None
-        if names:
-            yield Mention(path, names, numbers, "tensor", leaf)
-        match node:
-            case ["tensor" | "blob" as kind, int(number)]:
-                yield Mention((*path, *steps), None, (number,), str(kind), leaf)
-            case ["tensors", list(keys), list(values)]:
-                yield _row((*path, *steps), keys, values, leaf)
-            case [_, *_]:
-                below = (*path, *steps)
-                levels.append((below, leaf or _leaf(below, node), children_of(node)))
-
-
-def _is_tensor(node: Node) -> TypeGuard[list[Any]]:
-    return (
-        type(node) is list
-        and len(node) == 2
-        and node[0] == "tensor"
-        and isinstance(node[1], int)
-    )
-
-
-def _row(
-    path: Path, names: list[Any], numbers: list[Any], leaf: tuple[Path, str] | None
-) -> Mention:
-    """Return the mention of a node, without what is malformed in it."""
-    kinds = ({*map(type, names)}, {*map(type, numbers)})
-    if kinds != ({str}, {int}) or len(names) != len(numbers):
-        sound = [
-            (name, number)
-            for name, number in zip(names, numbers, strict=False)
-            if isinstance(name, str) and isinstance(number, int)
-        ]
-        names, numbers = [name for name, _ in sound], [number for _, number in sound]
-    return Mention(path, names, numbers, "tensor", leaf)
-
-
-def _leaf(path: Path, node: list[Node]) -> tuple[Path, str] | None:
-    match node:
-        case ["ext", str(tag), _] if not tag.startswith(STRUCTURES):
-            return path, tag
-    return None
-
-
 def registered(root: Node) -> Iterator[tuple[Path, str, Node]]:
     """Yield path, tag and payload of every registered leaf that is in no other one."""
-    stack: list[tuple[Path, Node]] = [((), root)]
+    stack: list[tuple[Path, Any]] = [((), root)]
     while stack:
         path, node = stack.pop()
-        match node:
-            case ["ext", str(tag), payload] if not tag.startswith(STRUCTURES):
-                yield path, str(tag), payload
-            case [_, *_]:
-                below = [((*path, *steps), child) for steps, child in children_of(node)]
-                stack += reversed(below)
+        if (leaf := _registered_leaf(path, node)) is not None:
+            yield *leaf, node[2]
+        else:
+            below = [((*path, *steps), child) for steps, child in children_of(node)]
+            stack += reversed(below)
 
 
 def renumber(node: Node, numbers: Sequence[int]) -> None:
     """Replace each tensor number ``n`` of our own tree by ``numbers[n]``, in place."""
     if numbers == range(len(numbers)):
         return
-    stack: list[Node] = [node]
+    stack: list[Any] = [node]
     while stack:
         match stack.pop():
             case ["tensor" | "blob", int(number)] as reference:
                 reference[1] = numbers[number]
-            case ["tensors", _, [*old]] as reference:
-                reference[2] = [numbers[n] for n in old if isinstance(n, int)]
+            case ["tensors", _, old] as reference:
+                reference[2] = [numbers[n] for n in old]
             case [_, *_] as other:
                 stack += (child for _, child in children_of(other))
+
+
+def _registered_leaf(path: Path, node: Any) -> _Leaf:
+    match node:
+        case ["ext", str(tag), _] if not tag.startswith((NAMED_TUPLE, PYTREE)):
+            return path, tag
+    return None
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int)

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from operator import eq, mod, mul, sub
+from operator import mod, mul, sub
 from typing import Final
 
 from aiockpt.format.chunks import (
@@ -23,46 +23,49 @@ from aiockpt.format.chunks import (
 )
 from aiockpt.format.dtypes import CODE_BITS, COMPLEX, DIFFERENTIABLE, DTYPES
 from aiockpt.format.entries import INT64_MAX, Entries
-from aiockpt.format.manifest import CONJ, REQUIRES_GRAD, ManifestDocument, TensorSpec
+from aiockpt.format.manifest import (
+    CONJ,
+    REQUIRES_GRAD,
+    ManifestDocument,
+    TensorSpec,
+)
 
 __all__ = ["fault_of", "foreign_fault", "views_fault"]
 
 _ALL_FLAGS: Final = 31
-_HEX: Final = re.compile(r"[0-9a-f]*")
 _WRITTEN_BYTES: Final = {
     code: size for size, code in DTYPES.values() if code is not None
 }
 
 
-def _at(entries: Entries, index: int, what: str) -> str:
-    return f"entry {entries.names[index][:100]!r}: {what}"
-
-
 def fault_of(
-    document: ManifestDocument, entries: Entries, algorithm: str
+    document: ManifestDocument,
+    views: Sequence[TensorSpec],
+    entries: Entries,
+    algorithm: str,
 ) -> str | None:
-    """Return the first contradiction within one of our headers."""
+    """Return the first inconsistency within one of our headers."""
     if not 0 <= document.step <= INT64_MAX:
         return f"step {document.step} is not between 0 and 2**63 - 1"
     if document.entries != len(entries):
         return f"{len(entries)} entries instead of {document.entries}"
     return (
-        tiling_fault(entries, _WRITTEN_BYTES, 1)
-        or entries_fault(entries)
-        or grid_fault(document, entries.nbytes, algorithm)
-        or views_fault(document.views, entries)
+        _tiling_fault(entries, _WRITTEN_BYTES, 1)
+        or _alignment_fault(entries)
+        or _grid_fault(document, entries.nbytes, algorithm)
+        or views_fault(views, entries)
     )
 
 
 def foreign_fault(entries: Entries) -> str | None:
-    """Return the first contradiction within another tool's header."""
-    return tiling_fault(entries, CODE_BITS, 8)
+    """Return the first inconsistency within another tool's header."""
+    return _tiling_fault(entries, CODE_BITS, 8)
 
 
-def tiling_fault(entries: Entries, sizes: Mapping[str, int], unit: int) -> str | None:
-    """Entries follow each other without gap or overlap, and are as long as they say.
+def _tiling_fault(entries: Entries, sizes: Mapping[str, int], unit: int) -> str | None:
+    """Entries follow each other without gap or overlap and fill their bytes exactly.
 
-    ``sizes`` are the elements' by code, of which ``unit`` make a byte.
+    ``sizes`` are those of the codes' elements, in ``unit``-ths of a byte.
     """
     starts, stops = entries.starts, entries.stops
     items = [sizes.get(code, 0) for code in entries.dtypes]
@@ -70,52 +73,34 @@ def tiling_fault(entries: Entries, sizes: Mapping[str, int], unit: int) -> str |
         bad = items.index(0)
         return _at(entries, bad, f"unknown dtype {entries.dtypes[bad][:40]!r}")
     follow = array("q", [0]) + stops[:-1]
-    if starts and (gap := _difference(starts, follow)) is not None:
+    if starts and (gap := _first_difference(starts, follow)) is not None:
         return _at(entries, gap, "starts where the entry before it does not end")
-    needed = list(map(mul, map(prod, entries.shapes), items))
-    lengths = list(map(sub, stops, starts))
+    needed = [*map(mul, map(prod, entries.shapes), items)]
+    lengths = [*map(sub, stops, starts)]
     if unit != 1:
         lengths = [unit * length for length in lengths]
-    if (odd := _difference(lengths, needed)) is not None:
+    if (odd := _first_difference(lengths, needed)) is not None:
         return _at(entries, odd, "its shape does not fill its bytes")
     return None
 
 
-def entries_fault(entries: Entries) -> str | None:
-    """Each entry is aligned, and its strides fit into an int64."""
+def _alignment_fault(entries: Entries) -> str | None:
+    """Each entry is aligned, and the strides of empty ones fit into an int64."""
     sizes = [_WRITTEN_BYTES[code] for code in entries.dtypes]
-    if any(map(mod, entries.starts, sizes)):
-        odd = list(map(mod, entries.starts, sizes))
-        return _at(entries, odd.index(max(odd)), "is not aligned")
-    # Only empty tensors may have strides that their bytes do not bound.
-    if any(map(eq, entries.starts, entries.stops)):
-        return _empty_fault(entries)
+    if any(rests := [*map(mod, entries.starts, sizes)]):
+        return _at(entries, rests.index(max(rests)), "is not aligned")
+    # The strides of all other tensors are bounded by their bytes.
+    if 0 in map(sub, entries.stops, entries.starts):
+        for index, shape in enumerate(entries.shapes):
+            if 0 in shape and _overflows(shape):
+                return _at(entries, index, "its strides overflow")
     return None
 
 
-def _empty_fault(entries: Entries) -> str | None:
-    for index, shape in enumerate(entries.shapes):
-        if 0 in shape and _overflows(shape):
-            return _at(entries, index, "its strides overflow")
-    return None
-
-
-def _difference(found: Sequence[int], expected: Sequence[int]) -> int | None:
-    if found == expected:
-        return None
-    pairs = zip(found, expected, strict=False)
-    return next(index for index, (one, other) in enumerate(pairs) if one != other)
-
-
-def _overflows(shape: tuple[int, ...]) -> bool:
-    # torch computes the strides of empty tensors too; 16 is the widest element.
-    return 16 * prod(size or 1 for size in shape) > INT64_MAX
-
-
-def grid_fault(
+def _grid_fault(
     document: ManifestDocument, segment_bytes: int, algorithm: str
 ) -> str | None:
-    """The chunk grid is sane, and has one digest for each chunk."""
+    """The chunks have a size that is allowed, and one digest each."""
     if document.algorithm != algorithm:
         return f"digest algorithm {document.algorithm[:40]!r}; known: {algorithm!r}"
     chunk_bytes = document.chunk_bytes
@@ -126,7 +111,7 @@ def grid_fault(
     digits = len(ChunkGrid(segment_bytes, chunk_bytes)) * DIGEST_DIGITS
     if len(document.digests) != digits:
         return f"{len(document.digests)} digits of digests instead of {digits}"
-    if _HEX.fullmatch(document.digests) is None:
+    if re.fullmatch("[0-9a-f]*", document.digests) is None:
         return "a digest that is not hexadecimal"
     return None
 
@@ -141,7 +126,7 @@ def views_fault(views: Sequence[TensorSpec], entries: Entries) -> str | None:
             return f"view {index}: storage {entry} of {len(starts)}"
         kind = (view.dtype, view.shape, view.stride, view.flags)
         if (extent := extents.get(kind)) is None:
-            extent = extents[kind] = _extent(view)
+            extent = extents[kind] = _extent_of(view)
         start, stop = starts[entry], stops[entry]
         if extent.fault is not None:
             return f"view {index}: {extent.fault}"
@@ -161,30 +146,38 @@ class _Extent:
     fault: str | None
 
 
-def _extent(view: TensorSpec) -> _Extent:
+def _extent_of(view: TensorSpec) -> _Extent:
     itemsize, _ = DTYPES.get(view.dtype, (0, None))
     numel = prod(view.shape)
     # The index of the last element is sum((size - 1) * stride).
     last = sum(map(mul, view.shape, view.stride)) - sum(view.stride)
-    nbytes = (last + 1) * itemsize if numel else 0
-    return _Extent(itemsize, nbytes, _view_fault(view, numel * itemsize))
+    fault = None
+    if not itemsize:
+        fault = f"unknown dtype {view.dtype[:40]!r}"
+    elif len(view.shape) != len(view.stride):
+        fault = "shape and stride differ in length"
+    elif numel * itemsize > INT64_MAX or (not numel and _overflows(view.shape)):
+        fault = "its size overflows"
+    elif view.flags > _ALL_FLAGS:
+        fault = f"unknown flags {view.flags}"
+    elif view.flags & CONJ and view.dtype not in COMPLEX:
+        fault = f"a conjugate {view.dtype}"
+    elif view.flags & REQUIRES_GRAD and view.dtype not in DIFFERENTIABLE:
+        fault = f"a {view.dtype} that requires grad"
+    return _Extent(itemsize, (last + 1) * itemsize if numel else 0, fault)
 
 
-def _view_fault(view: TensorSpec, nbytes: int) -> str | None:
-    if view.dtype not in DTYPES:
-        return f"unknown dtype {view.dtype[:40]!r}"
-    if len(view.shape) != len(view.stride):
-        return "shape and stride differ in length"
-    if nbytes > INT64_MAX or (not nbytes and _overflows(view.shape)):
-        return "its size overflows"
-    return _flags_fault(view.flags, view.dtype)
+def _overflows(shape: tuple[int, ...]) -> bool:
+    # torch computes the strides of empty tensors too; 16 is the widest element.
+    return 16 * prod(size or 1 for size in shape) > INT64_MAX
 
 
-def _flags_fault(flags: int, dtype: str) -> str | None:
-    if flags > _ALL_FLAGS:
-        return f"unknown flags {flags}"
-    if flags & CONJ and dtype not in COMPLEX:
-        return f"a conjugate {dtype}"
-    if flags & REQUIRES_GRAD and dtype not in DIFFERENTIABLE:
-        return f"a {dtype} that requires grad"
-    return None
+def _first_difference(found: Sequence[int], expected: Sequence[int]) -> int | None:
+    if found == expected:
+        return None
+    pairs = zip(found, expected, strict=False)
+    return next(index for index, (one, other) in enumerate(pairs) if one != other)
+
+
+def _at(entries: Entries, index: int, what: str) -> str:
+    return f"entry {entries.names[index][:100]!r}: {what}"
