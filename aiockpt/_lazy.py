@@ -1,4 +1,4 @@
-"""Public names of a package that load their module when they are first used."""
+"""Lazy public names: a package loads the module of a name on its first use."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def lazy(
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return the ``__getattr__`` and the ``__dir__`` of a package (PEP 562).
 
-    Call it where no type checker looks, which would accept any name from then on, and
-    tell those by imports under ``TYPE_CHECKING``.
+    Call it where no type checker looks, since a checker would then accept any name.
+    Imports under ``TYPE_CHECKING`` tell it the real names.
 
     Args:
-        package: Its ``__name__``; a name that was used once is kept there.
-        homes: The module where each lazy name lives.
+        package: The package's ``__name__``. A name stays there after its first use.
+        homes: The module of each lazy name.
     """
     names = vars(sys.modules[package])
 

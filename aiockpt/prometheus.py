@@ -1,8 +1,8 @@
 """Transports, checkpointers and events as metrics for Prometheus.
 
-Needs ``pip install 'aiockpt[prometheus]'``, which is noticed when an :class:`Exporter`
-is made. Every figure of a ``statistics()`` is a metric with the label ``name``, read
-when somebody asks; events are counted as they happen, of the whole process.
+Needs ``pip install 'aiockpt[prometheus]'``; without it, making an :class:`Exporter`
+fails. Every figure of a ``statistics()`` is a metric with the label ``name``, read when
+Prometheus asks. Events of the whole process are counted as they happen.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, float("inf"))
 
 
 class Observed(Protocol):
-    """What has figures: an ``HTTPTransport`` or a checkpointer."""
+    """An ``HTTPTransport`` or a checkpointer: what has statistics."""
 
     def statistics(self) -> object:
-        """Return them as a named tuple."""
+        """Return the figures as a named tuple."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Figure:
-    """One field of a record as a metric; ``total`` says that it only grows."""
+    """One field of a record as a metric; ``total`` marks a counter."""
 
     field: str
     name: str
@@ -79,20 +79,20 @@ _KINDS: Mapping[str, tuple[str, tuple[_Figure, ...]]] = {
     "TransportStatistics": ("aiockpt_transport_", _TRANSPORT),
     "CheckpointerStatistics": ("aiockpt_checkpointer_", _CHECKPOINTER),
 }
-"""By the name of the record, whose module need not be loaded for that."""
+"""By the name of the record's class, so its module need not be loaded."""
 
 
 class Exporter:
     """Registers the metrics; close it to take them back.
 
     Args:
-        sources: What to read, by the ``name`` that its metrics are labelled with.
-        registry: Where to register; a new one by default. The registry of the process
-            is ``prometheus_client.REGISTRY``.
+        sources: What to read, by the ``name`` that labels its metrics.
+        registry: Where to register; a new registry by default. That of the process is
+            ``prometheus_client.REGISTRY``.
 
     Raises:
         MissingExtraError: ``prometheus_client`` is not installed.
-        ValueError: the registry has these metrics already, of another exporter.
+        ValueError: the registry has the metrics of another exporter already.
         TypeError: a source has no statistics that are known here.
     """
 
@@ -116,7 +116,7 @@ class Exporter:
         return f"<Exporter {' '.join(names)}>"
 
     def add(self, name: str, source: Observed) -> None:
-        """Export ``source``, too, instead of another transport (or checkpointer).
+        """Export ``source`` too; it replaces one of its kind with the same name.
 
         Raises:
             TypeError: it has no statistics that are known here.
@@ -128,12 +128,12 @@ class Exporter:
         self._sources[kind][name] = source
 
     def discard(self, name: str) -> None:
-        """Export what has this name no longer, if anything has."""
+        """Stop exporting the sources with this name, if there are any."""
         for sources in self._sources.values():
             sources.pop(name, None)
 
     def close(self) -> None:
-        """Count no more, and leave the registry. Idempotent."""
+        """Stop counting and leave the registry. Idempotent."""
         remove, self._remove = self._remove, None
         if remove is not None:
             remove()
@@ -152,7 +152,7 @@ class Exporter:
 
 
 class _Events:
-    """Counts what happens; hooks run on any thread, and these count on any."""
+    """Counts events, on whatever thread they happen."""
 
     def __init__(self) -> None:
         from prometheus_client import Counter, Histogram
@@ -178,7 +178,7 @@ class _Events:
         )
 
     def count(self, event: TransferEvent) -> None:
-        """Be the hook."""
+        """Count one event; this is the hook."""
         level = logging.getLevelName(event.level).lower()
         self._number.labels(event.stop, level).inc()
         if event.nbytes:
@@ -202,8 +202,8 @@ def setup(
 ) -> Exporter:
     """Answer ``GET path`` of an aiohttp application with the metrics of ``sources``.
 
-    Whatever else is in ``registry`` is shown, too. The application's middlewares decide
-    who may ask. The exporter, which is returned, is closed with the application.
+    The page also shows whatever else is in ``registry``. The application's middlewares
+    decide who may read it. The returned exporter is closed with the application.
 
     Raises:
         MissingExtraError, ValueError, TypeError: see :class:`Exporter`.

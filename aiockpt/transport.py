@@ -1,4 +1,4 @@
-"""The interface that every transport shares, in torchft's words and awaited."""
+"""The interface of every transport: torchft's names and arguments, awaited."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def seconds(timeout: Timeout) -> float:
     """Return a timeout in seconds.
 
     Raises:
-        ValueError: it is negative or not a number.
+        ValueError: the timeout is negative or not a number.
     """
     value = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if not value >= 0:
@@ -37,11 +37,11 @@ def seconds(timeout: Timeout) -> float:
 
 
 def exact_step(step: object) -> int:
-    """Return a step, of whatever integer type, as an ``int``.
+    """Return a step of any integer type as an ``int``.
 
     Raises:
-        TypeError: it is no integer.
-        ValueError: it is negative, or has more than 63 bits.
+        TypeError: the step is no integer.
+        ValueError: the step is negative or has more than 63 bits.
     """
     try:
         number = int(index(step))  # type: ignore[arg-type]
@@ -56,10 +56,10 @@ def exact_step(step: object) -> int:
 class CheckpointTransport(ABC, Generic[T]):
     """Moves a live checkpoint of type ``T`` between processes.
 
-    The names, the argument names and their order are torchft's
-    ``CheckpointTransport``; what blocked there is awaited here. Every ``timeout`` is
-    one deadline for the whole call. Each is an async context manager, which shuts it
-    down; readers get no grace when an exception ends the block.
+    Methods, arguments and their order are those of torchft's ``CheckpointTransport``;
+    what blocks there is awaited here. Every ``timeout`` is one deadline for the whole
+    call. As an async context manager a transport shuts itself down; if an exception
+    ends the block, receivers get no grace.
     """
 
     async def __aenter__(self) -> Self:
@@ -70,10 +70,10 @@ class CheckpointTransport(ABC, Generic[T]):
 
     @abstractmethod
     def metadata(self) -> str:
-        """Return what a peer's :meth:`recv_checkpoint` needs to find this transport.
+        """Return the string that a peer's :meth:`recv_checkpoint` needs.
 
-        Cheap, never blocks, and valid until :meth:`shutdown`. It may contain a
-        token: whoever has it can read, so keep it out of logs.
+        It is valid until :meth:`shutdown`; the call never blocks. The string may
+        contain a token, which lets its owner read: keep it out of logs.
         """
 
     @abstractmethod
@@ -82,16 +82,17 @@ class CheckpointTransport(ABC, Generic[T]):
     ) -> None:
         """Make ``state_dict`` available to ``dst_ranks`` as checkpoint ``step``.
 
-        When it returns, the state dict may be mutated. A later call replaces what an
-        earlier one offered. If cancelled, what was offered before stays offered.
+        When it returns, the caller may change the state dict. A later call replaces
+        the checkpoint of an earlier one. If cancelled, the earlier checkpoint stays.
         """
 
     @abstractmethod
     async def disallow_checkpoint(self) -> None:
-        """Stop offering; once this returns no byte of the state dict is read.
+        """Stop offering; once this returns, no byte of the state dict is read.
 
-        Idempotent, and cheap when nothing is offered. Readers get a grace, then they
-        are evicted. If cancelled, nothing new is offered and a later call finishes.
+        Receivers get a grace, then they are evicted. Idempotent, and cheap when
+        nothing is offered. If cancelled, nothing new is offered, and a later call
+        finishes the work.
         """
 
     @abstractmethod
@@ -100,10 +101,10 @@ class CheckpointTransport(ABC, Generic[T]):
     ) -> T:
         """Return checkpoint ``step`` of the transport that ``metadata`` names.
 
-        May be called before the peer's :meth:`send_checkpoint`: it waits. If
-        cancelled, nothing is kept of what was received.
+        It waits if the peer has not called :meth:`send_checkpoint` yet. If cancelled,
+        nothing of what was received is kept.
         """
 
     @abstractmethod
     async def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
-        """Close everything. With ``wait=False`` readers get no grace. Idempotent."""
+        """Close everything. With ``wait=False`` receivers get no grace. Idempotent."""

@@ -1,9 +1,8 @@
 """Torch's dtypes by name, without torch, and the codes that safetensors has for them.
 
-A dtype without a code travels as ``U8`` bytes, and a view in the manifest says what
-it really is. Two dtypes have a code in newer safetensors releases that their own
-``load(bytes)`` cannot read (``F8_E8M0``, ``F4``); files with these codes are read,
-and never written.
+A dtype without a code travels as ``U8`` bytes, and a view in the manifest names the
+real dtype. Newer safetensors releases have two codes that their own ``load(bytes)``
+cannot read: ``F8_E8M0`` and ``F4``. Files with these codes are read but never written.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ DTYPES: Final[dict[str, tuple[int, str | None]]] = {
 }
 """Torch dtype name -> (bytes per element, safetensors code or None).
 
-Torch's quantized dtypes are left out: a tensor of one over received bytes has no
+Torch's quantized dtypes are left out. A quantized tensor over received bytes has no
 quantizer, and using it crashes the process.
 """
 
@@ -88,7 +87,7 @@ def itemsize(name: str) -> int:
 
 
 def code_of(name: str) -> str:
-    """Return the code that a torch dtype is entered as: its own, or ``"U8"``."""
+    """Return the code of a torch dtype's entry: its own, or ``"U8"``."""
     itemsize(name)
     return DTYPES[name][1] or "U8"
 

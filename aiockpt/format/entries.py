@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from aiockpt.errors import LocalProtocolError, RemoteProtocolError
-from aiockpt.format.limits import look
+from aiockpt.format.limits import raise_if_cancelled
 
 __all__ = [
     "INT64_MAX",
@@ -263,7 +263,7 @@ def decode_entries(header: Bytes, start: int) -> Entries:
     comma = header[start : start + 1] == b","
     entries = Entries()
     for piece in _cut(header, start + comma):
-        look()
+        raise_if_cancelled()
         found = decode(piece)
         # One checkpoint has one header: no duplicate keys, no second spelling.
         if encode(found) != piece:

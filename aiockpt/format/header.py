@@ -32,7 +32,7 @@ from aiockpt.format.entries import (
     encode_entries,
     make_entries,
 )
-from aiockpt.format.limits import Limits, enforce, enforce_values, look
+from aiockpt.format.limits import Limits, enforce, enforce_values, raise_if_cancelled
 from aiockpt.format.manifest import (
     VERSION,
     ForeignHeader,
@@ -314,7 +314,7 @@ def _decode_text(raw: Bytes, start: int, stop: int) -> bytes:
     """Return the text of the JSON string between the quotes at ``start - 1, stop``."""
     found = bytearray()
     while start < stop:
-        look()
+        raise_if_cancelled()
         # Behind a comma: no escape has one, and no character of several bytes.
         end = raw.find(b",", start + _PIECE_BYTES, stop) + 1 or stop
         piece = b'"%b"' % raw[start:end]
@@ -346,7 +346,7 @@ def _decode_manifest(
         if not items or _array(items) != given:
             raise _not_canonical()
         for first in range(0, len(items), _PIECE_ITEMS):
-            look()
+            raise_if_cancelled()
             piece = _array(items[first : first + _PIECE_ITEMS])
             some = _VIEWS.decode(piece)
             if msgspec.json.encode(some) != piece:
@@ -362,7 +362,7 @@ def _decode_node(text: bytes | memoryview, *, level: int = 0) -> Node:
     items = _ITEMS.decode(text)
     found: list[Node] = []
     for first in range(0, len(items), _PIECE_ITEMS):
-        look()
+        raise_if_cancelled()
         some = items[first : first + _PIECE_ITEMS]
         if sum(map(len, some)) < _PIECE_BYTES:
             found += msgspec.json.decode(_array(some))

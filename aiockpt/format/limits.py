@@ -1,4 +1,9 @@
-"""What a receiver is willing to accept, checked before anything is allocated."""
+"""What a receiver accepts, checked before anything is allocated.
+
+Decoding runs in threads, which cannot be interrupted. So long loops over what a peer
+sent also ask here whether their caller still waits, or a receive that has reached its
+deadline would end only when a peer's header is decoded.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +16,16 @@ from typing import Final
 from aiockpt.errors import LimitExceededError
 
 __all__ = [
-    "CALLED_OFF",
     "FILE_LIMITS",
-    "CalledOffError",
+    "IS_CANCELLED",
     "Limits",
+    "WorkCancelledError",
     "enforce",
     "enforce_values",
-    "look",
+    "raise_if_cancelled",
 ]
 
-MIB = 1 << 20
+MIB: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +44,10 @@ class Limits:
     max_bytes: int | None = None
 
 
-FILE_LIMITS = Limits(
+FILE_LIMITS: Final = Limits(
     max_header_bytes=256 * MIB, max_nodes=5_000_000, max_tensors=1_000_000
 )
-"""For what is saved and loaded by default: there nobody keeps others waiting."""
+"""The default of saves and loads, where no peer keeps others waiting."""
 
 
 def enforce(what: str, actual: int, limit: int | None) -> None:
@@ -54,35 +59,36 @@ def enforce(what: str, actual: int, limit: int | None) -> None:
 def enforce_values(what: str, text: bytes | memoryview | mmap, limit: int) -> None:
     """Refuse JSON that may hold more than ``limit`` values, without decoding it.
 
-    Counts what separates or opens values, also inside of strings: an upper bound.
+    It counts the characters that separate or open values, also inside of strings. So
+    the count is an upper bound.
     """
     if len(text) // 2 < limit:  # a value takes two bytes: itself and a separator
         return
     count = 1
-    for start in range(0, len(text), MIB):  # each call keeps the interpreter lock
+    for start in range(0, len(text), MIB):  # each call holds the interpreter lock
         piece = bytes(text[start : start + MIB])
         count += len(piece) - len(piece.translate(None, b",[{"))
     enforce(what, count, limit)
 
 
-CALLED_OFF: Final[ContextVar[Callable[[], bool] | None]] = ContextVar(
-    "CALLED_OFF", default=None
+IS_CANCELLED: Final[ContextVar[Callable[[], bool] | None]] = ContextVar(
+    "IS_CANCELLED", default=None
 )
-"""Says whether the caller of this thread's work was cancelled; None: nobody can be."""
+"""Tells whether the caller of this thread's work was cancelled; None: it cannot be."""
 
 
-class CalledOffError(Exception):
+class WorkCancelledError(Exception):
     """Ends work that nobody waits for; it becomes the cause of the cancellation."""
 
 
-def look() -> None:
-    """Raise if nobody waits any more for what this thread does.
+def raise_if_cancelled() -> None:
+    """Raise if the caller of this thread's work was cancelled.
 
-    Only for work that may end anywhere, such as decoding.
+    Only work that may end anywhere, such as decoding, may call this.
 
     Raises:
-        CalledOffError: the caller was cancelled.
+        WorkCancelledError: the caller was cancelled.
     """
-    called_off = CALLED_OFF.get()
-    if called_off is not None and called_off():
-        raise CalledOffError("the caller was cancelled")
+    is_cancelled = IS_CANCELLED.get()
+    if is_cancelled is not None and is_cancelled():
+        raise WorkCancelledError("the caller was cancelled")

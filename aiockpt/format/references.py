@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from aiockpt.format.limits import look
+from aiockpt.format.limits import raise_if_cancelled
 from aiockpt.format.paths import NAMED_TUPLE, PYTREE, Node, Path, format_path
 from aiockpt.format.tree import children_of
 
@@ -70,7 +70,7 @@ def mentions(root: Node) -> Iterator[Mention]:
     levels: list[tuple[Path, _Leaf, Iterator[tuple[Path, Node]]]]
     levels = [((), None, iter([((), root)]))]
     while levels:
-        look()
+        raise_if_cancelled()
         path, leaf, children = levels[-1]
         names: list[object] = []
         numbers: list[int] = []

@@ -1,7 +1,7 @@
-"""The leaf types that the tree learns about.
+"""Leaf types that users add to those that the tree carries by itself.
 
-Both ends fill a registry with the same tags. A tag is only ever compared: no name
-that a peer sends is imported, and nothing but a registered decoder is called.
+Both ends register the same tags. A tag is only compared: no name that a peer sends is
+imported, and only registered decoders are called.
 """
 
 from __future__ import annotations
@@ -38,19 +38,21 @@ BUILTIN_TYPES: Final[frozenset[type]] = frozenset(
         defaultdict,
     }
 )
-"""The types that the tree carries by itself; exact types, no subclasses."""
+"""The types that the tree carries by itself, without their subclasses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How one registered type becomes a value that the tree can carry, and back."""
+    """How one registered type becomes a value that the tree can carry, and back.
+
+    ``is_structure`` marks a named tuple that was registered without functions.
+    """
 
     tag: str
     leaf_type: type
     encode: Callable[[Any], object]
     decode: Callable[[Any], object]
     is_structure: bool = False
-    """Whether it is a named tuple without functions of its own."""
 
 
 class Registry:
@@ -74,9 +76,10 @@ class Registry:
     ) -> None:
         """Carry values whose exact type is ``leaf_type`` as what ``encode`` returns.
 
-        That may be any value that the tree carries, tensors included; ``decode`` is
-        the inverse, and is called with what a peer sent: it must check its argument.
-        Registering again replaces, also when the type's module was reloaded.
+        ``encode`` may return any value that the tree carries, tensors included.
+        ``decode`` is its inverse. It is called with what a peer sent, so it must check
+        its argument. Registering a type again replaces its functions, also after its
+        module was reloaded.
 
         Raises:
             ValueError: the type or the tag is taken by another one.
@@ -99,7 +102,7 @@ class Registry:
         return self._by_type.get(leaf_type)
 
     def by_tag(self, tag: str) -> Codec | None:
-        """Return the codec of a tag, which for a named tuple has its prefix."""
+        """Return the codec of a tag; that of a named tuple has a prefix."""
         name = tag.removeprefix(NAMED_TUPLE)
         codec = self._by_tag.get(name)
         return None if codec and name != tag and not codec.is_structure else codec
@@ -128,12 +131,18 @@ def register_leaf(
     """Let state dicts hold values of ``leaf_type``; call it on both ends.
 
     Enums (carried by name; flags by value), dataclasses (by their init fields) and
-    named tuples (by their fields) need no functions. ``tag`` is the type's full name
-    by default. Returns ``leaf_type``, so that it works as a decorator.
+    named tuples (by their fields) need no functions. Returns ``leaf_type``, so that it
+    works as a decorator.
+
+    Args:
+        leaf_type: The type; its subclasses are not included.
+        tag: What stands for the type; its full name by default.
+        encode: Returns a value that state dicts can hold.
+        decode: Makes the leaf from that value. A peer sends it, so check it.
 
     Raises:
-        ValueError: no functions were given for another kind of type, only one of the
-            two was given, or the type or the tag is taken by another one.
+        ValueError: another kind of type without both functions, or the type or the tag
+            is taken by another one.
     """
     is_structure = False
     if encode is None and decode is None:
@@ -173,7 +182,7 @@ def _is_named_tuple(leaf_type: type[Any]) -> bool:
 def _only_of(
     kind: type[object], decode: Callable[[Any], Any]
 ) -> Callable[[object], Any]:
-    # An enum's own refusal shows the value, which may be a tensor, or endless.
+    # An enum's own error shows the value, which may be a tensor, or very long.
     def checked(value: object) -> Any:
         if type(value) is not kind:
             raise TypeError(f"no {kind.__name__}")
@@ -183,7 +192,7 @@ def _only_of(
 
 
 def _counter(value: object) -> Counter[Any]:
-    # Of anything but a mapping it counts the items, and a range has 2**63 of them.
+    # A Counter counts the items of anything else, and a range has 2**63 of them.
     if type(value) is not dict:
         raise TypeError("no dict")
     return Counter(value)
@@ -196,7 +205,7 @@ def _bytearray(value: object) -> bytearray:
     return bytearray(value)
 
 
-# What the standard library puts into state dicts (a scheduler's milestones, for one).
+# What state dicts hold of the standard library, such as a scheduler's milestones.
 register_leaf(Counter, tag="Counter", encode=dict, decode=_counter)
 register_leaf(bytearray, tag="bytearray", encode=bytes, decode=_bytearray)
 register_leaf(

@@ -28,7 +28,7 @@ from aiockpt.errors import (
     RemoteProtocolError,
     UnsupportedLeafError,
 )
-from aiockpt.format.limits import CalledOffError, Limits, look
+from aiockpt.format.limits import Limits, WorkCancelledError, raise_if_cancelled
 from aiockpt.format.paths import (
     NAMED_TUPLE,
     Node,
@@ -525,7 +525,7 @@ class _Decoder:
         self.depth -= 1
         try:
             return codec.decode(value)
-        except (AiockptError, CalledOffError):
+        except (AiockptError, WorkCancelledError):
             raise
         except Exception as error:
             path = format_received(self.path)
@@ -544,7 +544,7 @@ class _Decoder:
         return values
 
     def descend(self, nodes: int) -> None:
-        look()
+        raise_if_cancelled()
         self.depth += 1
         self.nodes += nodes
         limits = self.limits

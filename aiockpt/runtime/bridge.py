@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar, TypeVarTu
 import anyio
 
 from aiockpt.errors import ClosedError, StagingError
-from aiockpt.format.limits import CALLED_OFF
+from aiockpt.format.limits import IS_CANCELLED
 from aiockpt.runtime.exit import leave_behind
 
 if TYPE_CHECKING:
@@ -79,10 +79,10 @@ class _Call(Generic[T]):
 
     @classmethod
     def of(cls, fn: Callable[[*Args], T], *args: *Args) -> _Call[T]:
-        """Return the call of a function that can `look` whether it is called off."""
+        """Return the call of a function that can ask whether it was cancelled."""
         context = contextvars.copy_context()
         call = cls(functools.partial(context.run, fn, *args))
-        context.run(CALLED_OFF.set, lambda: call.called_off)
+        context.run(IS_CANCELLED.set, lambda: call.called_off)
         return call
 
     def __call__(self) -> None:
