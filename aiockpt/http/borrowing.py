@@ -17,8 +17,8 @@ from contextlib import suppress
 from typing import Final
 
 import msgspec
-from xxhash import xxh3_128
 
+from aiockpt.format.chunks import ChunkHasher, HashedChunk
 from aiockpt.format.manifest import Outline
 from aiockpt.http.forks import close_in_forks
 from aiockpt.http.memory_protocol import MAX_MESSAGE, RETURNED, Ask, Lent, parse_offer
@@ -66,21 +66,24 @@ class LentMemory:
         self._arena = Borrowed(self._fd, self._nbytes)
         return self._arena
 
-    def take(self, views: Sequence[memoryview], start: int, state: xxh3_128) -> None:
-        """Read the bytes from ``start`` on into ``views``, and add to their digest.
+    def take(
+        self, views: Sequence[memoryview], start: int, hasher: ChunkHasher
+    ) -> list[HashedChunk]:
+        """Read bytes from ``start`` on into ``views``; return the chunks that ended.
 
         For threads.
 
         Raises:
             OSError: it cannot be read.
         """
+        hashed: list[HashedChunk] = []
         for batch in _batches(views):
             nbytes = sum(view.nbytes for view in batch)
             if os.preadv(self._fd, batch, start) != nbytes:
                 raise OSError(f"{nbytes} bytes at {start} were not read whole")
-            for view in batch:
-                state.update(view)
+            hashed += hasher.update(start, *batch)
             start += nbytes
+        return hashed
 
     def give_back(self) -> None:
         """Return it, if no page of it is mapped; else close it only. For threads."""

@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypedDict, TypeVar
 
-from xxhash import xxh3_128
-
+from aiockpt.format.chunks import ChunkHasher, HashedChunk
 from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.borrowing import LentMemory, NotLentError, borrow
@@ -191,7 +190,8 @@ class Supply:
         bad: list[int] = []
 
         def take(chunk: int, over: Over) -> str:
-            return self._digest(lent, target, *grid.range(chunk), over)
+            hasher = ChunkHasher(grid)
+            return self._digest(lent, target, *grid.range(chunk), hasher, over)
 
         def taken(chunk: int, digest: str) -> None:
             if digest != outline.digests[chunk]:
@@ -207,28 +207,33 @@ class Supply:
         return sorted(bad)
 
     def _digest(
-        self, lent: LentMemory, target: Target, start: int, stop: int, over: Over
+        self,
+        lent: LentMemory,
+        target: Target,
+        start: int,
+        stop: int,
+        hasher: ChunkHasher,
+        over: Over,
     ) -> str:
         """Return the digest of a chunk that is where it belongs now; for a thread."""
-        state = xxh3_128()
+        # The target may be this very memory.
+        take = lent.take if self.arena is None else _hash
         try:
             for at in range(start, stop, _SPAN):
                 if over():
                     break
-                self._add(lent, target, at, min(at + _SPAN, stop), state)
+                views = target.buffers(at, min(at + _SPAN, stop))
+                for chunk in take(views, at, hasher):
+                    return chunk.digest
         except OSError as error:
-            return str(error)  # no digest: HTTP brings the chunk
-        return state.hexdigest()
+            return str(error)
+        return ""  # no digest: HTTP brings the chunk
 
-    def _add(
-        self, lent: LentMemory, target: Target, start: int, stop: int, state: xxh3_128
-    ) -> None:
-        views = target.buffers(start, stop)
-        if self.arena is None:
-            lent.take(views, start, state)
-        else:  # the target is this very memory
-            for view in views:
-                state.update(view)
+
+def _hash(
+    views: Sequence[memoryview], start: int, hasher: ChunkHasher
+) -> list[HashedChunk]:
+    return hasher.update(start, *views)
 
 
 def _size(reach: tuple[int, int]) -> int:
