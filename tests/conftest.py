@@ -26,7 +26,7 @@ HAS_TORCHFT = HAS_TORCH and find_spec("torchft") is not None
 HAS_UVLOOP = find_spec("uvloop") is not None
 
 TORCH_FREE = (
-    "wire/",
+    "format/",
     "test_errors.py",
     "test_bans.py",
     "test_exports.py",

@@ -30,6 +30,8 @@ from aiockpt.http.problems import (
 )
 from aiockpt.http.ranges import RangeNotSatisfiable
 
+pytestmark = pytest.mark.torch_free
+
 URL = "http://h:1/checkpoint/"
 
 

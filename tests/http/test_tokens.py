@@ -20,6 +20,8 @@ from aiockpt.http.tokens import (
     read_token,
 )
 
+pytestmark = pytest.mark.torch_free
+
 SECRET = "a-secret-of-the-job"
 NAMES = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1)
 

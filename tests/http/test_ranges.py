@@ -16,6 +16,8 @@ from aiockpt.http.ranges import (
     parse_range,
 )
 
+pytestmark = pytest.mark.torch_free
+
 SIZE = 10_000
 HUGE = "9" * 19
 

@@ -29,6 +29,8 @@ from aiockpt.http.protocol import (
     parse_resource,
 )
 
+pytestmark = pytest.mark.torch_free
+
 ID = "0123456789abcdef" * 2
 OTHER = "f" * 32
 

@@ -14,6 +14,8 @@ from aiockpt.http.memory_protocol import (
     parse_offer,
 )
 
+pytestmark = pytest.mark.torch_free
+
 HERE, ELSEWHERE = b"h" * 32, b"e" * 32
 NAME, TICKET = "0123456789abcdef" * 2, "f" * 32
 
