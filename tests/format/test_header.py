@@ -1,0 +1,588 @@
+"""A header says what was built, byte for byte, and describes nothing unacceptable."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+from itertools import count
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiockpt.errors import (
+    LimitExceededError,
+    LocalProtocolError,
+    RemoteProtocolError,
+)
+from aiockpt.format import dtypes
+from aiockpt.format.chunks import UNSEALED, ChunkGrid, digest
+from aiockpt.format.entries import Storage, Storages, plan_segment
+from aiockpt.format.header import (
+    ID_SLICE,
+    PREFIX,
+    build_manifest,
+    decode_header,
+    header_length,
+    snapshot_id_of,
+    with_digests,
+    with_step,
+)
+from aiockpt.format.limits import (
+    IS_CANCELLED,
+    Limits,
+    WorkCancelledError,
+    enforce,
+    enforce_values,
+)
+from aiockpt.format.manifest import (
+    COMPACTED,
+    ForeignHeader,
+    Manifest,
+    TensorSpec,
+    dense_stride,
+)
+
+Forge = Callable[..., bytes]
+CHUNK = 1 << 16
+GOLDEN = Path(__file__).parent / "golden" / "version1.hex"
+LIMITS = Limits()
+CODES = {code: size for size, code in dtypes.DTYPES.values() if code is not None}
+NAMES = st.text(max_size=6).filter(lambda name: name != "__metadata__")
+VALID: dict[str, Any] = {
+    "step": 1,
+    "chunk_bytes": CHUNK,
+    "storages": [Storage("a", "F32", (4,), 16, 4)],
+    "views": [],
+    "tree": ["tensor", 0],
+    "digests": ["0" * 32],
+}
+VIEW = TensorSpec(0, "float32", (2, 2), (2, 1), 0, COMPACTED)
+
+
+def again(manifest: Manifest, **changes: Any) -> Manifest:
+    """Describe the same checkpoint once more, from what its manifest says."""
+    entries = zip(manifest.names, manifest.entries, strict=True)
+    storages = [
+        Storage(name, entry.dtype, entry.shape, stop - start, 1)
+        for name, entry in entries
+        for start, stop in [entry.data_offsets]
+    ]
+    facts: dict[str, Any] = {
+        "step": manifest.step,
+        "chunk_bytes": manifest.chunk_bytes,
+        "storages": storages,
+        "views": manifest.views,
+        "tree": manifest.tree,
+        "digests": manifest.digests,
+    }
+    return build_manifest(**facts | changes)
+
+
+def text_of(header: bytes) -> bytes:
+    """Return the JSON of a header, without its length and its padding."""
+    return bytes(header[8:]).rstrip(b" ")
+
+
+class TestManifest:
+    """What a decoded manifest says, and what it refuses to say."""
+
+    def test_sizes_add_up(self, manifest: Manifest) -> None:
+        """The data segment follows the header, at a multiple of 64."""
+        assert repr(manifest) == "<Manifest step=7 tensors=3 bytes=32>"
+        assert manifest.segment_bytes == 32
+        assert manifest.header_bytes == len(manifest.header)
+        assert manifest.header_bytes % 64 == 0
+        assert manifest.total_bytes == manifest.header_bytes + 32
+        assert manifest.grid == ChunkGrid(32, manifest.chunk_bytes)
+
+    def test_its_outline_is_what_fetching_takes(self, manifest: Manifest) -> None:
+        """It agrees with the manifest, and needs neither entries nor tree."""
+        outline, lean = manifest.outline, manifest.without_header()
+        assert (outline.grid, outline.digests) == (manifest.grid, manifest.digests)
+        assert outline.total_bytes == manifest.total_bytes == lean.total_bytes
+        assert (lean.header, lean.outline) == (b"", outline)
+
+    def test_tensors_are_entries_first_and_views_behind(
+        self, manifest: Manifest
+    ) -> None:
+        """An entry is its own description: dense, contiguous, plain."""
+        numbers = range(manifest.tensor_count)
+        assert [manifest.tensor(number) for number in numbers] == [
+            TensorSpec(0, "float32", (2, 3), (3, 1), 0, 0),
+            TensorSpec(1, "bfloat16", (4,), (1,), 0, 0),
+            TensorSpec(0, "float32", (3, 2), (1, 3), 0, 3),
+        ]
+        assert [manifest.storage_of(number) for number in numbers] == [0, 1, 0]
+
+    @pytest.mark.parametrize("index", [-1, 3, 2**62])
+    def test_a_tensor_that_is_none_is_refused(
+        self, manifest: Manifest, index: int
+    ) -> None:
+        """Indices come from the peer's tree."""
+        with pytest.raises(RemoteProtocolError, match="of 3"):
+            manifest.tensor(index)
+
+    @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+    def test_a_header_decodes_to_what_was_built(
+        self, manifest: Manifest, kind: Any
+    ) -> None:
+        """Whatever memory it lies in; the result does not depend on that memory."""
+        data = bytearray(manifest.header)
+        decoded = decode_header(kind(data), limits=LIMITS)
+        data[:] = bytes(len(data))
+        assert decoded == manifest
+
+    def test_equal_checkpoints_have_equal_ids(self, manifest: Manifest) -> None:
+        """A restarted server serves the same snapshot; another step is another one."""
+        assert again(manifest) == manifest
+        assert again(manifest, step=8).snapshot_id != manifest.snapshot_id
+
+    def test_another_step_changes_nothing_else(self, manifest: Manifest) -> None:
+        """The memory is the same."""
+        assert with_step(manifest, 9) == again(manifest, step=9)
+
+    def test_digests_may_come_later(self, manifest: Manifest) -> None:
+        """Whoever staged in a hurry has the same header in the end."""
+        late = again(manifest, digests=[UNSEALED])
+        assert decode_header(bytes(late.header), limits=LIMITS) == late
+        assert len(late.header) == len(manifest.header)
+        assert late.snapshot_id != manifest.snapshot_id
+        assert with_digests(late, manifest.digests) == manifest
+
+    def test_a_checkpoint_without_tensors_has_a_manifest(self) -> None:
+        """A state dict may hold nothing but a step."""
+        tree: Any = ["dict", [], []]
+        manifest = build_manifest(
+            step=0, chunk_bytes=64, storages=[], tree=tree, digests=[]
+        )
+        assert manifest.segment_bytes == len(manifest.grid) == 0
+        assert decode_header(manifest.header, limits=LIMITS) == manifest
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"chunk_bytes": 0},
+            {"chunk_bytes": -64},
+            {"chunk_bytes": 100},
+            {"digests": []},
+            {"digests": ["0" * 31]},
+            {"digests": ["0" * 32, "0" * 32]},
+            {"digests": ["G" * 32]},
+            {"storages": [Storage("a", "F32", (4,), 12, 4)]},
+            {"storages": [Storage("a", "C128", (1,), 16, 4)]},
+            {"storages": [Storage("a", "F4", (32,), 16, 1)]},
+            {"views": [msgspec.structs.replace(VIEW, offset=1)]},
+            {"views": [msgspec.structs.replace(VIEW, storage=1)]},
+            {"views": [msgspec.structs.replace(VIEW, dtype="float")]},
+            {"step": -1},
+            {"step": 2**63},
+        ],
+        ids=repr,
+    )
+    def test_what_a_receiver_would_refuse_is_not_built(
+        self, changes: dict[str, Any]
+    ) -> None:
+        """The sender learns of its bug, not each of its receivers."""
+        build_manifest(**VALID)
+        with pytest.raises(LocalProtocolError, match="cannot describe step"):
+            build_manifest(**VALID | changes)
+
+    @pytest.mark.parametrize(
+        ("names", "why"),
+        [
+            (["a", "a"], "same name"),
+            (["__metadata__"], "cannot name a tensor"),
+            (["\ud800"], "no valid Unicode"),
+        ],
+        ids=["twice", "reserved", "surrogate"],
+    )
+    def test_a_name_that_the_header_cannot_hold_is_refused(
+        self, names: list[str], why: str
+    ) -> None:
+        """It is our bug, not the receiver's puzzle."""
+        storages = [Storage(name, "U8", (1,), 1, 1) for name in names]
+        with pytest.raises(LocalProtocolError, match=why):
+            build_manifest(**VALID | {"storages": storages})
+
+
+def golden() -> bytes:
+    """Return the bytes of the golden hexdump."""
+    lines = re.findall(r"^[0-9a-f]{8}  ([0-9a-f ]+)", GOLDEN.read_text(), re.MULTILINE)
+    return bytes.fromhex("".join(lines))
+
+
+def test_version_1_is_read() -> None:
+    """A header that an earlier release wrote says the same today."""
+    manifest = decode_header(golden(), limits=LIMITS)
+    assert isinstance(manifest, Manifest)
+    assert manifest.step == 42
+    assert manifest.names == ["emb.weight", 'ünïcode "quoted"', "z"]
+    assert [entry.dtype for entry in manifest.entries] == ["F32", "BF16", "U8"]
+    assert manifest.segment_bytes == 62
+    assert manifest.digests == ("00112233445566778899aabbccddeeff",)
+    assert [view.flags for view in manifest.views] == [3, 4]
+
+
+def test_version_1_is_written_as_ever() -> None:
+    """Describing the same checkpoint again gives the same bytes."""
+    manifest = decode_header(golden(), limits=LIMITS)
+    assert isinstance(manifest, Manifest)
+    assert again(manifest) == manifest
+    assert again(manifest).header == golden()
+
+
+@st.composite
+def storages(draw: st.DrawFn) -> list[Storage]:
+    """Return storages as a state dict may have them, in any order."""
+    found = []
+    for name in draw(st.lists(NAMES, unique=True, max_size=8)):
+        code = draw(st.sampled_from(sorted(CODES)))
+        shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
+        nbytes = prod(shape) * CODES[code]
+        wider = [size for size in (16, 8, 4, 2, 1) if nbytes % size == 0]
+        align = draw(st.sampled_from([s for s in wider if s >= CODES[code]] or [1]))
+        found.append(Storage(name, code, shape, nbytes, align))
+    return found
+
+
+class TestLayout:
+    """The segment has no holes, and every tensor in it is aligned."""
+
+    @given(storages())
+    def test_storages_tile_the_segment_aligned(self, found: list[Storage]) -> None:
+        """The widest come first and equals keep their order; the header tells it."""
+        order, offsets, segment_bytes = plan_segment(Storages.of(found))
+        assert list(order) == sorted(
+            range(len(found)), key=lambda i: (-found[i].align, i)
+        )
+        end = 0
+        for index, offset in zip(order, offsets, strict=True):
+            assert offset == end
+            assert offset % found[index].align == 0
+            end = offset + found[index].nbytes
+        assert end == segment_bytes
+        manifest = build_manifest(
+            step=1,
+            chunk_bytes=CHUNK,
+            storages=Storages.of(found).taken(order),
+            tree=["list", [["tensor", index] for index in range(len(found))]],
+            digests=[digest([bytes(segment_bytes)])] * len(ChunkGrid(end, CHUNK)),
+        )
+        assert [*manifest.entries.starts] == [*offsets]
+        assert manifest.segment_bytes == segment_bytes
+        assert decode_header(manifest.header, limits=LIMITS) == manifest
+
+    def test_a_ragged_storage_is_refused(self) -> None:
+        """Whatever follows it would not be aligned."""
+        with pytest.raises(LocalProtocolError, match="alignment"):
+            plan_segment(Storages.of([Storage("a", "U8", (10,), 10, 8)]))
+
+    def test_the_keys_of_a_header_are_in_order(self, manifest: Manifest) -> None:
+        """The bytes of version 1 do not depend on how a dict was made."""
+        assert bytes(manifest.header).startswith(PREFIX, 8)
+        header = msgspec.json.decode(text_of(bytes(manifest.header)))
+        assert list(header) == ["__metadata__", "layer.weight", "layer.scale"]
+        assert list(header["__metadata__"]) == ["aiockpt.snapshot", "format", "aiockpt"]
+        assert list(header["layer.scale"]) == ["dtype", "shape", "data_offsets"]
+
+    @pytest.mark.parametrize(
+        ("shape", "stride"),
+        [
+            ((), ()),
+            ((5,), (1,)),
+            ((2, 3, 4), (12, 4, 1)),
+            ((2, 0, 3), (3, 3, 1)),
+            ((0,), (1,)),
+            ((1, 1), (1, 1)),
+        ],
+    )
+    def test_dense_strides(
+        self, shape: tuple[int, ...], stride: tuple[int, ...]
+    ) -> None:
+        """Row-major; a dimension without elements counts as one."""
+        assert dense_stride(shape) == stride
+
+
+MANY = 9_000  # entries, views or nodes: several pieces, both ways
+
+
+def large(**changes: Any) -> Manifest:
+    """Return a manifest of many entries that are four bytes each."""
+    names = [f"layer.{n}.weight" for n in range(MANY)]
+    facts: dict[str, Any] = {
+        "step": 1,
+        "chunk_bytes": CHUNK,
+        "storages": [Storage(name, "F32", (1,), 4, 4) for name in names],
+        "tree": ["tensors", names, [*range(MANY)]],
+        "digests": [UNSEALED],
+    }
+    return build_manifest(**facts | changes)
+
+
+class TestPieces:
+    """Long headers are handled in pieces, and come out as if handled whole."""
+
+    @pytest.mark.parametrize(
+        "name",
+        ["layer.{}.weight", "{}]}},", '{}]}},"', "{}\\]}},", '"{}"]}},"x', "é\n{}"],
+        ids=["plain", "entry's end", "with a quote", "backslash", "quotes", "escapes"],
+    )
+    def test_no_name_is_taken_for_the_border_of_entries(self, name: str) -> None:
+        """An encoder that takes all at once writes the same bytes."""
+        storages = [Storage(name.format(n), "F32", (1,), 4, 4) for n in range(MANY)]
+        manifest = large(storages=storages)
+        text = text_of(bytes(manifest.header))
+        assert msgspec.json.encode(msgspec.json.decode(text)) == text
+        assert decode_header(manifest.header, limits=LIMITS) == manifest
+
+    @pytest.mark.parametrize("shift", range(7))
+    @pytest.mark.parametrize("text", ['"', "\\", '\\",', "é,", "€", "\n,", "🦊"])
+    def test_no_character_is_cut(self, text: str, shift: int) -> None:
+        """The tree is a string in the header: its escapes are escaped once more."""
+        tree: Any = ["list", ["x" * shift, *[text * 9_000] * 12]]
+        manifest = build_manifest(**VALID | {"tree": tree})
+        assert decode_header(manifest.header, limits=LIMITS) == manifest
+
+    @pytest.mark.parametrize(
+        "tree",
+        [
+            ["list", ["x" * 100] * 5 * MANY],
+            ["list", [["list", [["list", ["y" * 1000] * 400]] * 3]]],
+            [
+                "dict",
+                [*range(2 * MANY)],
+                [["tuple", [n, None]] for n in range(2 * MANY)],
+            ],
+            ["str", "x" * 600_000],
+        ],
+        ids=["wide", "deep", "dict", "one string"],
+    )
+    def test_a_long_tree_is_read_whole(self, tree: Any) -> None:
+        """Item by item, on as many levels as it takes."""
+        manifest = build_manifest(**VALID | {"tree": tree})
+        decoded = decode_header(manifest.header, limits=LIMITS)
+        assert isinstance(decoded, Manifest)
+        assert decoded.tree == tree
+
+    def test_many_views_are_read_whole(self) -> None:
+        """Each is compared with how it is written, in any piece."""
+        views = [msgspec.structs.replace(VIEW, flags=n % 4) for n in range(MANY)]
+        manifest = build_manifest(**VALID | {"views": views})
+        assert decode_header(manifest.header, limits=LIMITS) == manifest
+
+    @pytest.mark.parametrize(
+        ("old", "new"),
+        [
+            (b"[16,20]", b"[16, 20]"),
+            (b"layer.8999", b"la\\u0079er.8999"),
+            (b'"layer.1.', b'"layer.0.'),
+            (b'"layer.8999.', b'"layer.0.'),
+            (b'"layer.8000.weight":{', b'"layer.8000.weight":{{'),
+            (b'"layer.100.weight"', b'"layer.100.weight'),
+        ],
+        ids=["space", "escape", "twice", "twice, later", "malformed", "unclosed"],
+    )
+    def test_damage_is_noticed_in_any_piece(
+        self, forge: Forge, old: bytes, new: bytes
+    ) -> None:
+        """One checkpoint has one header, and no name twice."""
+        entries = text_of(bytes(large().header))
+        entries = b"{" + entries[entries.index(b',"layer.0.') + 1 :]
+        facts = {"count": MANY, "digests": UNSEALED}
+        assert isinstance(
+            decode_header(forge(entries=entries, **facts), limits=LIMITS), Manifest
+        )
+        assert old in entries
+        damaged = forge(entries=entries.replace(old, new, 1), **facts)
+        with pytest.raises(RemoteProtocolError):
+            decode_header(damaged, limits=LIMITS)
+
+    @pytest.mark.parametrize("nth", [0, 1, 8_000])
+    def test_another_spelling_of_a_view_is_refused(
+        self, forge: Forge, nth: int
+    ) -> None:
+        """A space, in the first piece or a later one."""
+        views = [[0, "float32", [1], [1], 0, 0]] * MANY
+        parts = msgspec.json.encode(views).split(b"],[0,")
+        document = msgspec.json.decode(_document_of(forge(views=views)))
+        parts[nth] += b" "
+        text = msgspec.json.encode(
+            document | {"views": msgspec.Raw(b"],[0,".join(parts))}
+        )
+        with pytest.raises(RemoteProtocolError, match="canonical"):
+            decode_header(forge(manifest=text), limits=LIMITS)
+
+    def test_the_comma_after_the_metadata_belongs_to_an_entry(
+        self, forge: Forge
+    ) -> None:
+        """The pieces alone would not tell."""
+        text = text_of(forge())
+        without = bytearray(text.replace(b'"},"w":', b'"}"w":') + b" " * 64)
+        del without[len(without) - (8 + len(without)) % 64 :]
+        without[ID_SLICE] = snapshot_id_of(bytes(without)).encode()
+        missing = struct.pack("<Q", len(without)) + without
+        for header in (missing, forge(entries={}, digests="")):
+            with pytest.raises(RemoteProtocolError, match="canonical"):
+                decode_header(header, limits=LIMITS)
+
+
+def _document_of(header: bytes) -> bytes:
+    return msgspec.json.decode(text_of(header))["__metadata__"]["aiockpt"].encode()
+
+
+class TestLength:
+    """The first 8 bytes say how much to read, and are not believed blindly."""
+
+    def test_it_counts_its_own_bytes(self) -> None:
+        """The client learns from 8 bytes how many to read."""
+        assert header_length(struct.pack("<Q", 56), limits=LIMITS) == 64
+
+    @pytest.mark.parametrize(
+        "first8", [b"", b"\0" * 7, b"\0" * 9, b"\0" * 8, b"\1" + b"\0" * 7, b"<!DOCTYP"]
+    )
+    def test_an_error_page_is_no_large_checkpoint(self, first8: bytes) -> None:
+        """What is no header is told from one that is too long."""
+        with pytest.raises(RemoteProtocolError, match="no safetensors header"):
+            header_length(first8, limits=LIMITS)
+
+    def test_a_long_header_is_refused_by_its_first_bytes(self) -> None:
+        """Before a byte of it is read."""
+        limits = Limits(max_header_bytes=1000)
+        header_length(struct.pack("<Q", 1000), limits=limits)
+        with pytest.raises(LimitExceededError) as caught:
+            header_length(struct.pack("<Q", 1001), limits=limits)
+        assert (caught.value.limit, caught.value.actual) == (1000, 1001)
+
+
+class TestForeign:
+    """Headers of other tools."""
+
+    @staticmethod
+    def decode(document: object, padding: bytes = b"") -> ForeignHeader:
+        """Decode a header as another tool writes it."""
+        text = msgspec.json.encode(document) + padding
+        header = decode_header(struct.pack("<Q", len(text)) + text, limits=LIMITS)
+        assert isinstance(header, ForeignHeader)
+        return header
+
+    def test_it_may_be_in_any_order(self) -> None:
+        """Also unaligned, with white space, and with codes that we never write."""
+        header = self.decode(
+            {
+                "b": {"dtype": "F4", "shape": [3, 2], "data_offsets": [5, 8]},
+                "__metadata__": {"format": "pt", "by": "someone"},
+                "a": {"dtype": "U8", "shape": [5], "data_offsets": [0, 5]},
+            },
+            b" \n ",
+        )
+        assert header.names == ["a", "b"]
+        assert header.metadata == {"format": "pt", "by": "someone"}
+        assert header.segment_bytes == 8
+        assert header.header_bytes == len(header.header)
+        assert header.header_bytes % 64 != 0
+
+    def test_it_may_be_empty(self) -> None:
+        """Safetensors allows a file without tensors and without metadata."""
+        header = self.decode({})
+        assert (header.names, header.metadata, header.segment_bytes) == ([], {}, 0)
+
+    def test_it_may_be_unwanted(self, manifest: Manifest) -> None:
+        """Where only our own will do, it is refused before it is decoded."""
+        decode_header(manifest.header, limits=LIMITS, ours=True)
+        text = b'{"a":"nonsense"}'
+        with pytest.raises(RemoteProtocolError, match="no manifest of aiockpt"):
+            decode_header(struct.pack("<Q", 16) + text, limits=LIMITS, ours=True)
+
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.text(),
+    lambda values: st.lists(values) | st.dictionaries(st.text(), values),
+)
+
+
+def count_values(value: object) -> int:
+    """Return the number of JSON values (keys are part of their members)."""
+    if isinstance(value, dict):
+        return 1 + sum(map(count_values, value.values()))
+    return 1 + sum(map(count_values, value)) if isinstance(value, list) else 1
+
+
+class TestLimits:
+    """Limits are exact, and name what exceeded them."""
+
+    def test_the_defaults_fit_a_large_model(self) -> None:
+        """They bound a hostile peer and are out of the way of a real one."""
+        assert LIMITS.max_header_bytes == 64 << 20
+        assert LIMITS.max_tensors == 100_000
+        assert LIMITS.max_nodes == 500_000
+        assert LIMITS.max_bytes is None
+
+    def test_a_limit_may_be_reached(self) -> None:
+        """Only what is above it is refused."""
+        enforce("it", 5, 5)
+        enforce("it", 10**100, None)
+        with pytest.raises(
+            LimitExceededError, match="it is 6, more than the limit of 5"
+        ):
+            enforce("it", 6, 5)
+
+    @given(JSON)
+    def test_no_document_holds_more_values_than_are_counted(
+        self, value: object
+    ) -> None:
+        """The bound is never below the truth, so it can be trusted before decoding."""
+        text = msgspec.json.encode(value)
+        with pytest.raises(LimitExceededError) as caught:
+            enforce_values("it", text, -1)
+        assert caught.value.actual >= count_values(value)
+        enforce_values("it", text, caught.value.actual)
+        if count_values(value) > 1:
+            with pytest.raises(LimitExceededError):
+                enforce_values("it", text, count_values(value) - 1)
+
+    @pytest.mark.parametrize("allowed", [0, 1, 5])
+    def test_decoding_ends_soon_after_its_caller_is_cancelled(
+        self, allowed: int
+    ) -> None:
+        """In whichever piece it is: entries, text, tree."""
+        tree: Any = ["list", ["x" * 100] * 5 * MANY]
+        header = large(tree=tree).header
+        asked = count()
+        token = IS_CANCELLED.set(lambda: next(asked) >= allowed)
+        try:
+            with pytest.raises(WorkCancelledError):
+                decode_header(header, limits=LIMITS)
+        finally:
+            IS_CANCELLED.reset(token)
+        assert next(asked) == allowed + 1
+
+
+class TestDtypes:
+    """Dtypes by name; `test_agreement` holds the table to torch's own."""
+
+    def test_a_dtype_without_a_code_is_entered_as_bytes(self) -> None:
+        """Safetensors has no complex128."""
+        assert dtypes.code_of("complex128") == "U8"
+        assert dtypes.code_of("complex64") == "C64"
+
+    def test_each_code_names_a_dtype_of_its_size(self) -> None:
+        """Elements smaller than a byte come in pairs."""
+        for code, name in dtypes.CODES.items():
+            pair = 2 if code == "F4" else 1
+            assert dtypes.CODE_BITS[code] * pair == 8 * dtypes.itemsize(name)
+
+    @pytest.mark.parametrize(
+        "ask", [dtypes.itemsize, dtypes.code_of, dtypes.torch_name]
+    )
+    def test_an_unknown_dtype_is_the_peers_fault(
+        self, ask: Callable[[str], object]
+    ) -> None:
+        """A name is looked up in the table and nowhere else."""
+        with pytest.raises(RemoteProtocolError, match="unknown"):
+            ask("__class__" * 100)
