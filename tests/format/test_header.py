@@ -403,18 +403,17 @@ class TestPieces:
         with pytest.raises(RemoteProtocolError):
             decode_header(damaged, limits=LIMITS)
 
-    @pytest.mark.parametrize("nth", [0, 1, 8_000])
+    @pytest.mark.parametrize("space", [b" ],[0,", b"], [0,"])
+    @pytest.mark.parametrize("nth", [1, 8_000])
     def test_another_spelling_of_a_view_is_refused(
-        self, forge: Forge, nth: int
+        self, forge: Forge, nth: int, space: bytes
     ) -> None:
         """A space, in the first piece or a later one."""
         views = [[0, "float32", [1], [1], 0, 0]] * MANY
-        parts = msgspec.json.encode(views).split(b"],[0,")
+        parts = msgspec.json.encode(views).split(between := b"],[0,")
+        spaced = between.join(parts[:nth]) + space + between.join(parts[nth:])
         document = msgspec.json.decode(_document_of(forge(views=views)))
-        parts[nth] += b" "
-        text = msgspec.json.encode(
-            document | {"views": msgspec.Raw(b"],[0,".join(parts))}
-        )
+        text = msgspec.json.encode(document | {"views": msgspec.Raw(spaced)})
         with pytest.raises(RemoteProtocolError, match="canonical"):
             decode_header(forge(manifest=text), limits=LIMITS)
 
@@ -422,14 +421,37 @@ class TestPieces:
         self, forge: Forge
     ) -> None:
         """The pieces alone would not tell."""
-        text = text_of(forge())
-        without = bytearray(text.replace(b'"},"w":', b'"}"w":') + b" " * 64)
-        del without[len(without) - (8 + len(without)) % 64 :]
-        without[ID_SLICE] = snapshot_id_of(bytes(without)).encode()
-        missing = struct.pack("<Q", len(without)) + without
+        missing = sealed(text_of(forge()).replace(b'"},"w":', b'"}"w":'))
         for header in (missing, forge(entries={}, digests="")):
             with pytest.raises(RemoteProtocolError, match="canonical"):
                 decode_header(header, limits=LIMITS)
+
+    @pytest.mark.parametrize(
+        ("old", "new"),
+        [
+            (b'\\"step\\"', b"\\u0022step\\u0022"),
+            (b'","format":"pt","', b'","format":"np","'),
+            (b'","format":"pt","', b'", "format":"pt","'),
+            (b"]}}", b"]}}" + b" " * 64),
+        ],
+        ids=["escape", "format", "space", "padding"],
+    )
+    def test_the_metadata_has_one_spelling(
+        self, forge: Forge, old: bytes, new: bytes
+    ) -> None:
+        """Also where nothing else would notice the difference."""
+        text = text_of(forge())
+        assert text.count(old) == 1
+        assert isinstance(decode_header(sealed(text), limits=LIMITS), Manifest)
+        with pytest.raises(RemoteProtocolError, match="canonical"):
+            decode_header(sealed(text.replace(old, new)), limits=LIMITS)
+
+
+def sealed(text: bytes) -> bytes:
+    """Pad the JSON of a header, fill in its snapshot id, put its length before it."""
+    header = bytearray(text + b" " * (-(8 + len(text)) % 64))
+    header[ID_SLICE] = snapshot_id_of(bytes(header)).encode()
+    return struct.pack("<Q", len(header)) + header
 
 
 def _document_of(header: bytes) -> bytes:
@@ -546,21 +568,53 @@ class TestLimits:
             with pytest.raises(LimitExceededError):
                 enforce_values("it", text, count_values(value) - 1)
 
-    @pytest.mark.parametrize("allowed", [0, 1, 5])
-    def test_decoding_ends_soon_after_its_caller_is_cancelled(
-        self, allowed: int
-    ) -> None:
-        """In whichever piece it is: entries, text, tree."""
-        tree: Any = ["list", ["x" * 100] * 5 * MANY]
-        header = large(tree=tree).header
-        asked = count()
-        token = IS_CANCELLED.set(lambda: next(asked) >= allowed)
-        try:
-            with pytest.raises(WorkCancelledError):
-                decode_header(header, limits=LIMITS)
-        finally:
-            IS_CANCELLED.reset(token)
-        assert next(asked) == allowed + 1
+    def test_decoding_ends_soon_after_its_caller_is_cancelled(self) -> None:
+        """In whichever piece it is: text, views, entries, tree."""
+        views = [VIEW] * MANY
+        tree: Any = ["list", [["list", ["x" * 100] * 5 * MANY]]]
+        storages = [Storage(f"layer.{n}", "F32", (4,), 16, 4) for n in range(MANY)]
+        header = large(
+            storages=storages, views=views, tree=tree, digests=[UNSEALED] * 3
+        ).header
+        pieces = asked_while_decoding(header)
+        assert pieces > 20
+        for allowed in range(pieces):
+            assert asked_while_decoding(header, allowed) == allowed + 1
+
+    @pytest.mark.parametrize("long", ["tree", "views", "storages"])
+    def test_every_long_part_is_decoded_in_pieces(self, long: str) -> None:
+        """An event loop of this process gets its turn in between."""
+        changes: dict[str, Any] = {
+            "tree": ["list", [["list", [n / 7 for n in range(5 * MANY)]]]],
+            "views": [VIEW] * 5 * MANY,
+            "storages": [Storage(f"a{n}", "F32", (4,), 16, 4) for n in range(5 * MANY)],
+        }
+        facts = VALID | {long: changes[long]}
+        if long == "storages":
+            facts["digests"] = [UNSEALED] * len(ChunkGrid(16 * 5 * MANY, CHUNK))
+        before = asked_while_decoding(build_manifest(**VALID).header)
+        assert asked_while_decoding(build_manifest(**facts).header) > before + 8
+
+    def test_a_deep_tree_is_not_read_again_on_every_level(self) -> None:
+        """A header of 64 MiB would be read for minutes."""
+        tree: Any = "x" * 300_000
+        for _ in range(200):
+            tree = ["list", [tree]]
+        header = build_manifest(**VALID | {"tree": tree}).header
+        assert asked_while_decoding(header) < 50
+
+
+def asked_while_decoding(header: Any, allowed: int = 1 << 30) -> int:
+    """Return how often a decoder asks whether to go on; it may do so this often."""
+    asked = count(1)
+    token = IS_CANCELLED.set(lambda: next(asked) > allowed)
+    try:
+        decode_header(header, limits=LIMITS)
+    except WorkCancelledError:
+        assert allowed < 1 << 30
+    finally:
+        IS_CANCELLED.reset(token)
+    return next(asked) - 1
 
 
 class TestDtypes:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 import tracemalloc
+from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -18,7 +20,7 @@ from aiockpt.errors import (
     ProtocolError,
     RemoteProtocolError,
 )
-from aiockpt.format.limits import Limits
+from aiockpt.format.limits import IS_CANCELLED, Limits, WorkCancelledError
 from aiockpt.format.paths import Node
 from aiockpt.format.references import tensor_leaves, tensor_paths
 from aiockpt.format.registry import REGISTRY, Registry
@@ -144,6 +146,7 @@ def decode(node: Any, limits: Limits = LIMITS, registry: Registry = REGISTRY) ->
         ["tensors", [], []],
         ["tensors", ["a"], [2]],
         ["tensors", ["a"], [-1]],
+        ["tensors", ["a", "b"], [0, -1]],
         ["tensors", ["a"], [True]],
         ["tensors", ["a"], ["0"]],
         ["tensors", [1], [0]],
@@ -336,13 +339,41 @@ def test_a_failing_decoder_is_the_peers_fault() -> None:
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_a_decoder_may_blame_as_it_likes() -> None:
+@pytest.mark.parametrize("kind", [AiockptError, WorkCancelledError])
+def test_a_decoder_may_blame_as_it_likes(kind: type[Exception]) -> None:
     """An error of the package passes through."""
     registry = Registry()
 
     def fail(value: object) -> Exception:
-        raise AiockptError("mine")
+        raise kind("mine")
 
     registry.register("odd", Exception, str, fail)
-    with pytest.raises(AiockptError, match=r"^mine$"):
+    with pytest.raises(kind, match=r"^mine$"):
         decode(["ext", "odd", 1], registry=registry)
+
+
+@pytest.mark.parametrize("work", [decode, tensor_paths])
+def test_work_on_a_tree_ends_soon_after_its_caller_is_cancelled(
+    work: Callable[[Node], object],
+) -> None:
+    """A thread cannot be interrupted, so it asks in every container."""
+    asked = count()
+    token = IS_CANCELLED.set(lambda: next(asked) >= 3)
+    try:
+        with pytest.raises(WorkCancelledError):
+            work(["list", [["list", [["list", [0]]]]] * 100])
+    finally:
+        IS_CANCELLED.reset(token)
+    assert next(asked) == 4
+
+
+def test_registered_leaves_count_for_the_limits() -> None:
+    """A leaf whose payload is another one is nested too."""
+    registry = Registry()
+    registry.register("box", Exception, lambda error: error, lambda value: value)
+    node = nested(70, ["ext", "box", None])
+    decode(node, Limits(max_depth=70), registry)
+    with pytest.raises(LimitExceededError, match="nesting"):
+        decode(node, Limits(max_depth=69), registry)
+    with pytest.raises(LimitExceededError, match="nodes"):
+        decode(node, Limits(max_depth=70, max_nodes=70), registry)

@@ -64,6 +64,15 @@ def test_tensors_in_a_row_are_mentioned_at_once() -> None:
     ]
 
 
+def test_a_tensor_within_a_leaf_names_the_outermost_one() -> None:
+    """It is part of that leaf's payload, and none of the state dict's own."""
+    inner: Node = ["ext", "inner", ["list", [["tensor", 0]]]]
+    pytree: Node = ["ext", "pytree:x", ["list", [["tensor", 1]]]]
+    (within, own) = mentions(["dict", ["a", "b"], [["ext", "x", inner], pytree]])
+    assert (within.path, within.leaf) == (("a",), (("a",), "x"))
+    assert (own.path, own.leaf) == (("b",), None)
+
+
 def test_registered_leaves_have_a_path() -> None:
     """The outermost ones, in the order of the tree, keys included."""
     inner: Node = ["ext", "inner", None]

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import sys
 from collections import Counter
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import pytest
@@ -223,3 +224,21 @@ def test_an_error_that_shows_a_value_is_not_shown() -> None:
                 tensors=[Silent()],
                 limits=Limits(),
             )
+
+
+@pytest.mark.parametrize("is_structure", [True, False])
+def test_only_a_named_tuple_has_the_tag_of_one(is_structure: bool) -> None:
+    """The prefix says that a template's own type may take its place."""
+    registry = Registry()
+    registry.register(
+        "point",
+        Point,
+        lambda point: point._asdict(),
+        lambda fields: Point(**fields),
+        is_structure=is_structure,
+    )
+    node: Node = ["ext", "namedtuple:point", ["dict", ["x"], [1]]]
+    with suppress(RemoteProtocolError) if not is_structure else nullcontext():
+        found = decode_tree(node, registry=registry, tensors=[], limits=Limits())
+        assert is_structure, "a type of another kind"
+        assert found == Point(1)
