@@ -17,7 +17,6 @@ __all__ = [
     "COMPLEX",
     "DIFFERENTIABLE",
     "DTYPES",
-    "code_of",
     "itemsize",
     "torch_name",
 ]
@@ -84,12 +83,6 @@ def itemsize(name: str) -> int:
         return DTYPES[name][0]
     except KeyError:
         raise RemoteProtocolError(f"unknown dtype {name[:40]!r}") from None
-
-
-def code_of(name: str) -> str:
-    """Return the code of a torch dtype's entry: its own, or ``"U8"``."""
-    itemsize(name)
-    return DTYPES[name][1] or "U8"
 
 
 def torch_name(code: str) -> str:

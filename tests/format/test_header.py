@@ -620,20 +620,13 @@ def asked_while_decoding(header: Any, allowed: int = 1 << 30) -> int:
 class TestDtypes:
     """Dtypes by name; `test_agreement` holds the table to torch's own."""
 
-    def test_a_dtype_without_a_code_is_entered_as_bytes(self) -> None:
-        """Safetensors has no complex128."""
-        assert dtypes.code_of("complex128") == "U8"
-        assert dtypes.code_of("complex64") == "C64"
-
     def test_each_code_names_a_dtype_of_its_size(self) -> None:
         """Elements smaller than a byte come in pairs."""
         for code, name in dtypes.CODES.items():
             pair = 2 if code == "F4" else 1
             assert dtypes.CODE_BITS[code] * pair == 8 * dtypes.itemsize(name)
 
-    @pytest.mark.parametrize(
-        "ask", [dtypes.itemsize, dtypes.code_of, dtypes.torch_name]
-    )
+    @pytest.mark.parametrize("ask", [dtypes.itemsize, dtypes.torch_name])
     def test_an_unknown_dtype_is_the_peers_fault(
         self, ask: Callable[[str], object]
     ) -> None:
