@@ -80,7 +80,9 @@ __all__ = [
 
 
 def _revive(cls: type[AiockptError], facts: dict[str, Any]) -> AiockptError:
-    error = cls.__new__(cls)
+    # Where RuntimeError precedes OSError in the bases, cls.__new__ is the wrong one.
+    new = OSError.__new__ if issubclass(cls, OSError) else cls.__new__
+    error = new(cls)
     error.__dict__.update(facts)
     return error
 
