@@ -455,6 +455,7 @@ class _Decoder:
                     return _PARSERS[tag](text)
                 except ValueError as error:
                     self.fail(str(error))
+        raise AssertionError(f"the form {node[0]!r} has no decoder")
 
     def items(self, nodes: list[Node]) -> list[Any]:
         return self.children(nodes, range(len(nodes)))
