@@ -153,13 +153,14 @@ class TestEvents:
     def test_events_are_counted_until_it_is_closed(self, exporter) -> None:
         """By stop: how many and of which level, how many bytes, how long."""
         emit(TransferEvent(stop="serve", nbytes=100, seconds=0.02))
-        emit(TransferEvent(stop="serve", nbytes=50, seconds=5.0, level=30))
+        emit(TransferEvent(stop="serve", nbytes=50, reused=7, seconds=5.0, level=30))
         emit(TransferEvent(stop="retract"))
         text = prometheus_client.generate_latest(exporter.registry).decode()
         assert 'aiockpt_events_total{level="debug",stop="serve"} 1.0' in text
         assert 'aiockpt_events_total{level="warning",stop="serve"} 1.0' in text
         assert 'aiockpt_events_total{level="debug",stop="retract"} 1.0' in text
         assert 'aiockpt_event_bytes_total{stop="serve"} 150.0' in text
+        assert 'aiockpt_event_reused_bytes_total{stop="serve"} 7.0' in text
         assert 'aiockpt_event_seconds_count{stop="serve"} 2.0' in text
         assert 'aiockpt_event_seconds_bucket{le="0.03",stop="serve"} 1.0' in text
         assert 'stop="retract"' not in text.partition("aiockpt_event_bytes")[2]
