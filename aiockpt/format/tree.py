@@ -113,7 +113,7 @@ _FORMS: Final[tuple[tuple[str, *tuple[_Argument, ...]], ...]] = (
     ("ext", _TEXT, _NODE),
 )
 _GRAMMAR: Final = {(tag, len(arguments)): arguments for tag, *arguments in _FORMS}
-_NO_JSON: Final = Step("attributes")  # a key's step is JSON, so none looks like it
+_ATTRIBUTES_STEP: Final = Step("attributes")  # no key looks like it: it is no JSON
 
 
 def _form_of(node: Any) -> Sequence[_Argument] | None:
@@ -134,9 +134,9 @@ def children_of(node: Any) -> Iterator[tuple[Path, Node]]:
     A node that is malformed, or no container, has no children. Long bytes may be a
     blob in a key too, so keys that are arrays are children.
     """
-    keys: list[Any] = []
     if (form := _form_of(node)) is None:
         return
+    keys: list[Any] = []
     for argument, given in zip(form, node[1:], strict=True):
         match argument.holds:
             case "items":
@@ -152,7 +152,7 @@ def children_of(node: Any) -> Iterator[tuple[Path, Node]]:
                     else:
                         yield (key,), value
             case "attributes":
-                yield (_NO_JSON,), given
+                yield (_ATTRIBUTES_STEP,), given
             case "node":
                 yield (), given
 
@@ -240,7 +240,8 @@ class _Encoder:
             self.descend(path)
             node = self.encode(codec.encode(value), path)
             self.ascend(1)
-            return ["ext", NAMED_TUPLE * codec.is_structure + codec.tag, node]
+            tag = NAMED_TUPLE + codec.tag if codec.is_structure else codec.tag
+            return ["ext", tag, node]
         if (node := self.leaf(value, path)) is None:
             raise self.unsupported(value, path, _remedy(value))
         return node
