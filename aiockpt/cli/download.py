@@ -14,8 +14,8 @@ from aiockpt.cli.remote import Peer, peer_of
 from aiockpt.cli.text import format_bytes
 from aiockpt.events import Progress
 from aiockpt.format.manifest import Manifest
-from aiockpt.http.origin import Origin, keeping
 from aiockpt.http.protocol import Lease
+from aiockpt.http.sources import Sources, keeping
 from aiockpt.runtime.deadline import Deadline
 from aiockpt.storage.partfile import PartFile, check_target
 
@@ -77,8 +77,8 @@ class _Download:
         return self._summary(manifest, origin)
 
     async def _fill(
-        self, part: PartFile, manifest: Manifest, origin: Origin, reconnect: float
-    ) -> Origin:
+        self, part: PartFile, manifest: Manifest, origin: Sources, reconnect: float
+    ) -> Sources:
         async with aclosing(self.peer.client(reconnect=reconnect)) as client:
             origin = origin.through(client)
             planning = self._plan(part, manifest)
@@ -123,7 +123,7 @@ class _Download:
         )
         self.bar(self.state)
 
-    def _summary(self, manifest: Manifest, origin: Origin) -> str:
+    def _summary(self, manifest: Manifest, origin: Sources) -> str:
         elapsed = time.monotonic() - self.started
         kept = manifest.segment_bytes - self.fetched
         resumed = f" ({format_bytes(kept)} were there already)" if kept else ""

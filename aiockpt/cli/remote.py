@@ -25,8 +25,8 @@ from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
-from aiockpt.http.origin import Origin, distinct, origin_of
 from aiockpt.http.protocol import Lease, Source
+from aiockpt.http.sources import Sources, distinct
 from aiockpt.http.steps import PATIENCE, chase
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.deadline import Deadline
@@ -45,7 +45,7 @@ class Found(NamedTuple):
     """A checkpoint, and who has it."""
 
     manifest: Manifest
-    origin: Origin
+    origin: Sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Peer:
                 raise error
 
         async with aclosing(self.client(reconnect=wait)) as client:
-            origin = origin_of(client, self.sources)
+            origin = Sources.of(client, self.sources)
             deadline.what = f"step {step} from {origin.name}"
             try:
                 manifest = await origin.fetch_manifest(
@@ -117,7 +117,7 @@ class Peer:
             deadline.last_error = str(error)
 
         async with aclosing(self.client(reconnect=wait)) as client:
-            origin = origin_of(client, self.sources)
+            origin = Sources.of(client, self.sources)
             deadline.what = f"a checkpoint from {origin.name}"
             while True:
                 left = max(last - _now(), 0.0)

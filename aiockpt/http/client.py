@@ -15,9 +15,9 @@ from aiohttp import ClientSession, hdrs
 from aiockpt.errors import AiockptError, StepNotFoundError
 from aiockpt.events import TransferEvent, emit
 from aiockpt.format.manifest import Manifest, Outline
+from aiockpt.http.download import Download, Peer
 from aiockpt.http.exchange import ClientConfig, Port
 from aiockpt.http.fetching import ChunkFetch, OnProgress, OnVerified, Prepare, Target
-from aiockpt.http.hedging import Hedging
 from aiockpt.http.latest import LatestInfo, ask_incarnation, ask_latest
 from aiockpt.http.manifests import NOTHING, ManifestRequest, Run, Wishes
 from aiockpt.http.protocol import (
@@ -29,7 +29,6 @@ from aiockpt.http.protocol import (
     format_resource,
 )
 from aiockpt.http.retrying import OnRetry, Patience, Retrier, backoff, persist
-from aiockpt.http.stretch import plan
 from aiockpt.http.translating import Exchange
 from aiockpt.runtime.host_limits import of_caller
 
@@ -210,10 +209,9 @@ class CheckpointClient:
             prepare=prepare,
             on_verified=on_verified,
         )
-        workers = self._config.max_concurrency
-        runs = plan(outline, chunks, workers=workers)
+        most = self._config.max_concurrency
         with closing(fetch):
-            await Hedging(fetch).run(runs, workers=workers)
+            await Download([(Peer(source), fetch)], chunks, each=most, most=most).run()
 
     @property
     def max_concurrency(self) -> int:

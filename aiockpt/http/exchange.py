@@ -166,16 +166,11 @@ class Port:
         answer: ClientResponse,
         watch: Watch,
         filler: Filler,
-        *,
-        fast: bool,
     ) -> None:
-        """Receive all that is left of the answer into ``filler``; count what came.
-
-        ``fast`` lets it go straight there, where that is possible.
-        """
+        """Receive all that is left of the answer into ``filler``; count what came."""
         watch.filler = filler
         try:
-            direct = fast and self._config.fast_path
+            direct = self._config.fast_path
             await receive(answer, filler, self._pumps if direct else None)
         finally:
             exchange.received += filler.filled

@@ -8,17 +8,17 @@ because every request says ``If-Match``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Protocol
 
-from aiohttp import ClientResponse, hdrs
+from aiohttp import hdrs
 
 from aiockpt.errors import CheckpointChangedError, RemoteProtocolError
 from aiockpt.format.manifest import Outline
+from aiockpt.http.chunk_run import ChunkRun
 from aiockpt.http.exchange import Port, length_of
 from aiockpt.http.filler import Filler
 from aiockpt.http.protocol import (
@@ -32,14 +32,11 @@ from aiockpt.http.protocol import (
 )
 from aiockpt.http.ranges import format_range, parse_content_range
 from aiockpt.http.retrying import OnRetry, Patience, Retrier, persist
-from aiockpt.http.stretch import Stretch
 from aiockpt.http.translating import Exchange, naming
-from aiockpt.http.watching import Watch
 from aiockpt.runtime.host_limits import failing_here
 from aiockpt.runtime.tasks import News, together
 
 __all__ = [
-    "Body",
     "ChunkFetch",
     "OnProgress",
     "OnVerified",
@@ -132,28 +129,53 @@ class ChunkFetch:
                 await prepare(at, end)
             at = end
 
-    async def fetch(self, stretch: Stretch, retrier: Retrier) -> None:
-        """Fetch what is left of a stretch, however often that takes."""
-        attempt = _Attempt(self, stretch)
+    async def fetch(self, run: ChunkRun, retrier: Retrier) -> None:
+        """Fetch what is left of a run, with as many requests as that takes.
+
+        If cancelled, the connection is closed, and the run knows what has come.
+        """
+        attempt = partial(self._attempt, run)
         await persist(attempt, retrier, self.on_retry, pause=self.port.pause)
 
-    @asynccontextmanager
-    async def ask(self, stretch: Stretch) -> AsyncIterator[Body]:
-        """Ask for as much of a stretch as one request can bring.
+    async def _attempt(self, run: ChunkRun) -> None:
+        while run.chunk is not None:
+            await self._request(run)
+        if (settled := run.settle()) is not None:
+            lost, error = settled
+            error.url = self.source.base_url
+            self.on_progress(-lost, 0)
+            raise error
 
-        If cancelled, or if the block does not receive the body, the connection is
-        closed.
-        """
-        start, stop = stretch.position, stretch.stop
+    async def _request(self, run: ChunkRun) -> None:
+        """Receive what one request can bring straight into the target."""
+        start, stop = run.begin_request()
         exchange = self._exchange(start, stop)
-        stretch.place(exchange)
+        run.place(exchange)
         head = self.outline.header_bytes
         wanted = (head + start, head + stop, self.outline.total_bytes)
         async with self.port.open(exchange, self.count) as (answer, watch):
             check_part(answer.headers, wanted, exchange)
-            if length_of(answer, exchange.url) != stop - start:
-                raise RemoteProtocolError(f"{exchange.url} contradicts itself")
-            yield Body(self, stretch, exchange, answer, watch, start, stop)
+            if (length := length_of(answer, exchange.url)) != stop - start:
+                raise RemoteProtocolError(
+                    f"{exchange.url} sent Content-Length {length} for a range of "
+                    f"{stop - start} bytes"
+                )
+            filler = Filler(self.target.buffers, start, stop, run)
+            news = News()
+
+            async def receive() -> None:
+                await self.port.receive(exchange, answer, watch, filler)
+                news.tell()
+
+            try:
+                if self.prepare is None:
+                    await receive()
+                else:
+                    ready = partial(self.keep_ready, self.prepare, filler, start, news)
+                    await together([receive, ready])
+            finally:
+                run.note()
+                run.place(exchange)
 
     def count(self, new: int) -> None:
         """Note bytes that have arrived."""
@@ -192,72 +214,3 @@ class ChunkFetch:
             patience.stall_timeout / 2,
             self.source.patience,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Body:
-    """An answer of which ``[start, stop)`` of the data segment is still to come."""
-
-    fetch: ChunkFetch
-    stretch: Stretch
-    exchange: Exchange
-    answer: ClientResponse
-    watch: Watch
-    start: int
-    stop: int
-
-    @property
-    def fits(self) -> bool:
-        """Whether it still is what the stretch lacks, or its beginning came since."""
-        stretch = self.stretch
-        return self.stop == stretch.stop and self.start <= stretch.position
-
-    async def receive(self, ahead: bytes = b"") -> None:
-        """Receive what the stretch lacks, of which ``ahead`` has been read already.
-
-        Where that is something, the rest comes the portable way: the other mover
-        wants to be the first.
-        """
-        stretch, fetch = self.stretch, self.fetch
-        start = stretch.position
-        filler = Filler(fetch.target.buffers, start, self.stop, stretch)
-        filler.write(ahead)
-        news = News()
-
-        async def receive() -> None:
-            await fetch.port.receive(
-                self.exchange, self.answer, self.watch, filler, fast=not ahead
-            )
-            news.tell()
-
-        try:
-            if fetch.prepare is None:
-                await receive()
-            else:
-                ready = partial(fetch.keep_ready, fetch.prepare, filler, start, news)
-                await together([receive, ready])
-        finally:
-            stretch.note()
-            stretch.place(self.exchange)
-
-
-class _Attempt:
-    """Fetches what is left of a stretch; called again after a failure."""
-
-    def __init__(self, fetch: ChunkFetch, stretch: Stretch) -> None:
-        self._fetch = fetch
-        self._stretch = stretch
-
-    async def __call__(self) -> None:
-        while self._stretch.chunk is not None:
-            await self._receive()
-        settled = self._stretch.settle()
-        if settled is not None:
-            lost, error = settled
-            error.url = self._fetch.source.base_url
-            self._fetch.on_progress(-lost, 0)
-            raise error
-
-    async def _receive(self) -> None:
-        async with self._fetch.ask(self._stretch) as body:
-            await body.receive()

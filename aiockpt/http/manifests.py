@@ -142,7 +142,7 @@ class ManifestRequest:
             memory = room_for(exchange.expected)
             view = memoryview(memory)
             filler = Filler(lambda a, b: [view[a:b]], 0, exchange.expected)
-            await port.receive(exchange, answer, watch, filler, fast=True)
+            await port.receive(exchange, answer, watch, filler)
         return memory
 
     def _believe(self, header: Memory, exchange: Exchange) -> Manifest:

@@ -16,7 +16,7 @@ from aiockpt.errors import (
 )
 from aiockpt.events import Meter, Progress, TransferEvent, emit
 from aiockpt.format.manifest import Manifest, Outline
-from aiockpt.http.origin import Origin
+from aiockpt.http.sources import Sources
 from aiockpt.http.supply import Sharing, Supply
 from aiockpt.memory.arena import Memory, return_freed
 from aiockpt.runtime.bridge import Bridge
@@ -58,7 +58,7 @@ class Receive:
 
     def __init__(
         self,
-        origin: Origin,
+        origin: Sources,
         bridge: Bridge,
         options: ReceiveOptions,
         deadline: Deadline,

@@ -18,10 +18,10 @@ from aiockpt.errors import AiockptError, LocalProtocolError, TransportError
 from aiockpt.events import Progress
 from aiockpt.format.limits import Limits
 from aiockpt.http.client import CheckpointClient
-from aiockpt.http.origin import origin_of, sources_of
 from aiockpt.http.protocol import Lease, Source, parse_metadata
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.http.selecting import PartReceive
+from aiockpt.http.sources import Sources, sources_of
 from aiockpt.http.steps import PATIENCE, SUPERSEDED, Steps, chase, newest
 from aiockpt.http.supply import Sharing
 from aiockpt.memory.device import port_for
@@ -323,7 +323,7 @@ class Receiver(CheckpointTransport[T]):
         leased = [replace(source, lease=lease) for source in sources]
         if step is None:
             leased = [replace(source, patience=PATIENCE) for source in leased]
-        origin = origin_of(self._client, leased)
+        origin = Sources.of(self._client, leased)
         what = f"a checkpoint from {origin.name}"
         deadline = Deadline(limit, stop="fetch_manifest", what=what)
         kind = Receive if options.select is None else PartReceive

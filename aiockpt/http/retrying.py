@@ -63,6 +63,7 @@ class Patience:
     silent_since: float | None = None
     has_spoken: bool = False
     connected: bool = False  # by an earlier request, whose connection may be reused
+    alone: bool = True  # no other peer could be asked instead
 
     def heard(self, now: float) -> None:
         """Note that the peer gave a sign of life."""
@@ -110,7 +111,8 @@ class Retrier:
         match error:
             case IntegrityError() | RemoteProtocolError():
                 self.bad_answers += 1
-                return None if self.bad_answers >= MAX_BAD_ANSWERS else backoff(0)
+                most = MAX_BAD_ANSWERS if self.patience.alone else 1
+                return None if self.bad_answers >= most else backoff(0)
             case PeerBusy():
                 return self._after_busy(error, now)
             case PeerFailedError():

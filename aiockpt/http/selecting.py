@@ -16,8 +16,8 @@ from typing import NoReturn
 from aiockpt.errors import MissingKeysError, TemplateMismatchError
 from aiockpt.format.chunks import chunks_over
 from aiockpt.format.manifest import Manifest, Outline
-from aiockpt.http.origin import Origin
 from aiockpt.http.receive import Receive, ReceiveOptions
+from aiockpt.http.sources import Sources
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.deadline import Deadline
@@ -166,7 +166,7 @@ class PartReceive(Receive):
 
     def __init__(
         self,
-        origin: Origin,
+        origin: Sources,
         bridge: Bridge,
         options: ReceiveOptions,
         deadline: Deadline,

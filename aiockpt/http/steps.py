@@ -16,9 +16,9 @@ from aiockpt.errors import (
 from aiockpt.events import TransferEvent, emit
 from aiockpt.http.client import CheckpointClient
 from aiockpt.http.latest import LatestInfo
-from aiockpt.http.origin import Origin
 from aiockpt.http.protocol import Source
 from aiockpt.http.retrying import Pause, backoff
+from aiockpt.http.sources import Sources
 from aiockpt.runtime.lifetime import Lifetime
 
 __all__ = ["PATIENCE", "SUPERSEDED", "Steps", "chase", "newest"]
@@ -38,7 +38,7 @@ a lower step, or serves another one soon.
 _WAIT = 30.0  # seconds for which a sender is asked to wait for its first step
 
 
-async def newest(origin: Origin, *, pause: Pause) -> int:
+async def newest(origin: Sources, *, pause: Pause) -> int:
     """Return the step that is served now; wait until there is one."""
     polls = 0
     while True:

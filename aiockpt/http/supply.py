@@ -15,8 +15,8 @@ from aiockpt.http.fetching import OnProgress, OnVerified, Prepare, Target
 from aiockpt.http.hosts import identity
 from aiockpt.http.manifests import Lending, Wishes
 from aiockpt.http.memory_protocol import format_probe
-from aiockpt.http.origin import Origin, keeping
 from aiockpt.http.retrying import OnRetry
+from aiockpt.http.sources import Sources, keeping
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.sweep import Over, sweep
@@ -49,7 +49,7 @@ class Sharing:
 
 
 class _Manner(TypedDict):
-    """How chunks are fetched, as `Origin` takes it."""
+    """How chunks are fetched, as `Sources` takes it."""
 
     on_progress: OnProgress
     on_retry: OnRetry
@@ -68,7 +68,7 @@ class Supply:
 
     def __init__(
         self,
-        origin: Origin,
+        origin: Sources,
         bridge: Bridge,
         sharing: Sharing,
         on_retry: OnRetry,

@@ -9,9 +9,8 @@ from typing import Any
 
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.http.client import CheckpointClient
-from aiockpt.http.member import Members
 from aiockpt.http.protocol import Source
-from aiockpt.http.several import SeveralSources
+from aiockpt.http.sources import Sources
 from aiockpt.testing.faults import Fault, FaultProxy, Pipe
 from rangepeer import Memory as Target
 from serving import TOKEN, Memory, Site, serving
@@ -31,6 +30,19 @@ class Lies(Fault):
         """Leave what may be a head, or a manifest, alone."""
         if at + len(data) > CHUNK // 2 and len(data) > CHUNK // 16:
             data = data[:-1] + bytes([data[-1] ^ 1])
+        await pipe.send(data)
+
+
+class Late(Fault):
+    """Nothing comes for some seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
+        """Hold back the first bytes."""
+        if at == 0:
+            await asyncio.sleep(self.seconds)
         await pipe.send(data)
 
 
@@ -69,7 +81,7 @@ class Fetch:
     """
 
     def __init__(self, client: CheckpointClient, sources: Sequence[Source]) -> None:
-        self.origin = SeveralSources(client, Members(sources))
+        self.origin = Sources.of(client, sources)
         self.urls = [each.base_url for each in sources]
         self.target = Target(0)
         self.under_way = asyncio.Event()

@@ -1,0 +1,208 @@
+"""A run of chunks on its way into memory: what came, what is verified, what is left.
+
+One request for several chunks costs a fraction of one request for each. A digest that
+grows while its bytes arrive finds them in the processor's cache. The chunk stays the
+unit of verification, of blame, and of what is fetched again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import islice
+
+from aiockpt.errors import IntegrityError
+from aiockpt.format.chunks import ChunkHasher, HashedChunk
+from aiockpt.format.manifest import Outline
+from aiockpt.http.translating import Exchange
+
+__all__ = ["ChunkRun"]
+
+
+class ChunkRun:
+    """Chunks that one connection fetches, in order; they outlive its requests.
+
+    A thread may call `take` and `placed` while the event loop calls everything else.
+    What the loop sees changes only with `note`.
+
+    Args:
+        outline: The chunk grid and the digests.
+        chunks: The numbers of the chunks, each once.
+
+    Attributes:
+        position: The next byte of the data segment that is wanted.
+        unverified: Bytes of the chunks that are not verified.
+        steals: How often another connection took this run since bytes came for it.
+    """
+
+    def __init__(self, outline: Outline, chunks: Iterable[int]) -> None:
+        self._outline = outline
+        self._todo = deque(chunks)
+        self._bad: list[HashedChunk] = []
+        self._hashed: list[HashedChunk] = []
+        self._placed = deque[HashedChunk]()
+        self.position = self.steals = 0
+        self.unverified = sum(map(self._size, self._todo))
+        self._owner: object = None
+        self._on_verified: Callable[[int], None] = _ignore
+        self._begin()
+
+    def __repr__(self) -> str:
+        return f"<ChunkRun position={self.position} chunks={len(self._todo)}>"
+
+    @property
+    def chunk(self) -> int | None:
+        """The chunk that is being received; None when every chunk has come."""
+        return self._todo[0] if self._todo else None
+
+    def __len__(self) -> int:
+        """Return how many chunks have not come."""
+        return len(self._todo)
+
+    @property
+    def received(self) -> int:
+        """Bytes of unverified chunks that have come."""
+        come = sum(self._size(bad.chunk) for bad in self._bad)
+        if self._todo:
+            come += self.position - self._start(self._todo[0])
+        return come
+
+    @property
+    def remaining(self) -> int:
+        """Bytes that are still to come."""
+        return self.unverified - self.received
+
+    @property
+    def stop(self) -> int:
+        """The byte behind the last one that a single request can ask for."""
+        stop = self.position
+        for chunk in self._todo:
+            start, end = self._outline.grid.range(chunk)
+            if start > stop:
+                break
+            stop = end
+        return stop
+
+    def split(self, nbytes: int) -> ChunkRun | None:
+        """Cut the run after at most ``nbytes``, or after its first chunk.
+
+        It ends before the first gap, too. Nobody may be receiving it.
+
+        Returns:
+            What was cut off; None if the run stays whole.
+        """
+        todo = self._todo
+        keep = 1
+        for before, chunk in zip(todo, islice(todo, 1, None), strict=False):
+            end = self._outline.grid.range(chunk)[1]
+            if chunk != before + 1 or end - self._start(todo[0]) > nbytes:
+                break
+            keep += 1
+        if keep >= len(todo):
+            return None
+        rest = ChunkRun(self._outline, islice(todo, keep, None))
+        self._todo = deque(islice(todo, keep))
+        self.unverified -= rest.unverified
+        return rest
+
+    def assign(self, owner: object, on_verified: Callable[[int], None]) -> int:
+        """Have a peer fetch it; another one than before begins with whole chunks.
+
+        So a wrong chunk is the fault of one peer.
+
+        Args:
+            owner: The peer.
+            on_verified: Gets the number of each chunk whose bytes are right and in
+                place.
+
+        Returns:
+            How many bytes came in vain.
+        """
+        lost = 0 if owner is self._owner else self._restart()
+        self._owner, self._on_verified = owner, on_verified
+        return lost
+
+    def begin_request(self) -> tuple[int, int]:
+        """Return the bytes that the next request asks for; `take` gets them."""
+        self._next = self.position
+        return self.position, self.stop
+
+    def place(self, exchange: Exchange) -> None:
+        """Say in an exchange which chunk it has reached, and how much of it came."""
+        if self._todo:
+            start, stop = self._outline.grid.range(self._todo[0])
+            exchange.chunk = self._todo[0]
+            exchange.received = self.position - start
+            exchange.expected = stop - start
+
+    def take(self, data: memoryview) -> bool:
+        """Digest bytes that arrived directly behind those of the last call.
+
+        Returns:
+            Whether a chunk ended in them.
+        """
+        hashed = self._hasher.update(self._next, data)
+        self._next += len(data)
+        self._hashed += hashed
+        return bool(hashed)
+
+    def placed(self) -> None:
+        """Learn that all that was taken is in its place in memory."""
+        self._placed += self._hashed
+        self._hashed = []
+
+    def note(self) -> None:
+        """Verify, on the event loop, the chunks that ended and are in their place."""
+        while self._placed:
+            hashed = self._placed.popleft()
+            self._todo.popleft()
+            if hashed.matches:
+                self.unverified -= self._size(hashed.chunk)
+                self._on_verified(hashed.chunk)
+            else:
+                self._bad.append(hashed)
+        self._locate()
+
+    def settle(self) -> tuple[int, IntegrityError] | None:
+        """Want the bad chunks again; return how many bytes they have, and why.
+
+        Returns:
+            None if there are none. The error blames the first one.
+        """
+        if not self._bad:
+            return None
+        error = self._bad[0].error()
+        return self._restart(), error
+
+    def _restart(self) -> int:
+        lost = self.received
+        self._todo = deque(sorted([*self._todo, *(bad.chunk for bad in self._bad)]))
+        self._bad = []
+        self._begin()
+        return lost
+
+    def _begin(self) -> None:
+        self._hasher = ChunkHasher(self._outline.grid, self._outline.digests)
+        self._next = 0
+        self._locate()
+
+    def _locate(self) -> None:
+        before, self.position = self.position, 0
+        if self._todo:
+            # A thread may be ahead of the loop, in a later chunk.
+            start, stop = self._outline.grid.range(self._todo[0])
+            at = self._hasher.position
+            self.position = at if start <= at <= stop else start
+        if self.position != before:
+            self.steals = 0
+
+    def _start(self, chunk: int) -> int:
+        return self._outline.grid.range(chunk)[0]
+
+    def _size(self, chunk: int) -> int:
+        start, stop = self._outline.grid.range(chunk)
+        return stop - start
+
+
+def _ignore(_: int) -> None:
+    pass

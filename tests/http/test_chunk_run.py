@@ -1,0 +1,190 @@
+"""Runs of chunks: how they are cut, and how bytes are verified as they pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiockpt.format.chunks import ChunkGrid, digest
+from aiockpt.format.entries import Storage
+from aiockpt.format.header import build_manifest
+from aiockpt.format.manifest import Manifest
+from aiockpt.http.chunk_run import ChunkRun
+
+CHUNK = 64 << 10
+
+
+def manifest_of(segment: bytes, *, chunk_bytes: int = CHUNK) -> Manifest:
+    """Return the manifest of a checkpoint that is one run of bytes."""
+    grid = ChunkGrid(len(segment), chunk_bytes)
+    ranges = [grid.range(chunk) for chunk in range(len(grid))]
+    storage = Storage("bytes", "U8", (len(segment),), len(segment), align=1)
+    return build_manifest(
+        step=1,
+        chunk_bytes=chunk_bytes,
+        storages=[storage],
+        tree=["tensor", 0],
+        digests=[digest([segment[start:stop]]) for start, stop in ranges],
+    )
+
+
+SEGMENT = bytes(range(256)) * 1100  # four chunks and a bit
+MANIFEST = manifest_of(SEGMENT)
+OUTLINE = MANIFEST.outline
+
+
+def run_of(verified: list[int], chunks: Iterable[int] = range(5)) -> ChunkRun:
+    """Return a run of chunks that notes which are verified."""
+    run = ChunkRun(OUTLINE, chunks)
+    run.assign("peer", verified.append)
+    return run
+
+
+def receive(run: ChunkRun, data: bytes | bytearray) -> None:
+    """Have the bytes of one request arrive, and the loop take note of them."""
+    run.begin_request()
+    run.take(memoryview(data))
+    run.placed()
+    run.note()
+
+
+@pytest.mark.parametrize(
+    ("chunks", "nbytes", "cut"),
+    [
+        ([0, 1, 2], 0, [1, 2]),
+        ([0, 1, 2], CHUNK, [1, 2]),
+        ([0, 1, 2], 2 * CHUNK - 1, [1, 2]),
+        ([0, 1, 2], 2 * CHUNK, [2]),
+        ([0, 1, 2], 3 * CHUNK, None),
+        ([0, 1, 3, 4], 9 * CHUNK, [3, 4]),
+        ([4, 0, 2], 9 * CHUNK, [2, 4]),
+        ([4], 0, None),
+    ],
+)
+def test_a_run_is_cut_behind_a_chunk(
+    chunks: list[int], nbytes: int, cut: list[int] | None
+) -> None:
+    """It keeps one at least, and only consecutive ones."""
+    run = run_of([], chunks)
+    before = run.unverified
+    rest = run.split(nbytes)
+    if cut is None:
+        assert rest is None
+    else:
+        assert rest is not None
+        assert (rest.chunk, len(rest), len(run)) == (
+            cut[0],
+            len(cut),
+            len(chunks) - len(cut),
+        )
+        assert run.unverified + rest.unverified == before
+
+
+@pytest.mark.parametrize("chunk", [-1, 5])
+def test_a_chunk_outside_the_grid_is_no_chunk(chunk: int) -> None:
+    """It is named."""
+    with pytest.raises(IndexError, match=f"chunk {chunk}"):
+        ChunkRun(OUTLINE, [chunk])
+
+
+@given(cuts=st.lists(st.integers(0, len(SEGMENT)), max_size=9))
+def test_bytes_in_any_pieces_verify_every_chunk(cuts: list[int]) -> None:
+    """A piece may end within a chunk, or span several."""
+    verified: list[int] = []
+    run = run_of(verified)
+    assert (run.position, run.stop) == (0, len(SEGMENT))
+    bounds = [0, *sorted(cuts), len(SEGMENT)]
+    for start, stop in pairwise(bounds):
+        receive(run, SEGMENT[start:stop])
+    assert run.chunk is None
+    assert run.settle() is None
+    assert verified == [0, 1, 2, 3, 4]
+
+
+def test_it_says_where_a_chunk_ends() -> None:
+    """Then all of it is wanted in its place."""
+    run = run_of([])
+    ends = [0, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 1, 4 * CHUNK - 1]
+    pieces = [memoryview(SEGMENT)[start:stop] for start, stop in pairwise(ends)]
+    assert [*map(run.take, pieces)] == [False, True, False, True, False]
+
+
+def test_it_stands_still_until_it_takes_note() -> None:
+    """A thread may be receiving while the loop looks."""
+    verified: list[int] = []
+    run = run_of(verified)
+    before = (run.chunk, run.position, run.stop, run.remaining)
+    run.take(memoryview(SEGMENT)[: 2 * CHUNK + 10])
+    now = (run.chunk, run.position, run.stop, run.remaining)
+    assert now == before
+    run.note()
+    assert (run.chunk, run.position) == (0, 0)
+    assert not verified
+    run.placed()
+    run.note()
+    assert (run.chunk, run.position) == (2, 2 * CHUNK + 10)
+    assert verified == [0, 1]
+
+
+def test_bad_chunks_alone_are_wanted_again() -> None:
+    """The good ones between them stay verified, and the first one is blamed."""
+    verified: list[int] = []
+    run = run_of(verified)
+    damaged = bytearray(SEGMENT)
+    damaged[CHUNK] ^= 1
+    damaged[-1] ^= 1
+    receive(run, damaged)
+    settled = run.settle()
+    assert settled is not None
+    lost, error = settled
+    assert lost == CHUNK + len(SEGMENT) - 4 * CHUNK
+    assert (error.chunk, error.expected) == (1, MANIFEST.digests[1])
+    assert verified == [0, 2, 3]
+    assert (run.position, run.stop) == (CHUNK, 2 * CHUNK)
+    receive(run, SEGMENT[CHUNK : 2 * CHUNK])
+    assert (run.position, run.stop) == (4 * CHUNK, len(SEGMENT))
+    receive(run, SEGMENT[4 * CHUNK :])
+    assert run.settle() is None
+    assert verified == [0, 2, 3, 1, 4]
+
+
+def test_another_peer_begins_with_whole_chunks() -> None:
+    """So it is to blame for all of a chunk, or for nothing of it."""
+    run = run_of([])
+    damaged = bytearray(SEGMENT)
+    damaged[CHUNK] ^= 1
+    receive(run, damaged[: 2 * CHUNK + 10])
+    assert run.received == CHUNK + 10
+    assert run.remaining == len(SEGMENT) - 2 * CHUNK - 10
+    again: list[int] = []
+    assert run.assign("peer", again.append) == 0
+    assert run.position == 2 * CHUNK + 10
+    assert run.assign("another", again.append) == CHUNK + 10
+    assert (run.position, run.received) == (CHUNK, 0)
+    receive(run, SEGMENT[CHUNK:])
+    assert again == [1, 2, 3, 4]
+    assert (run.unverified, run.remaining) == (0, 0)
+
+
+def test_a_request_after_a_broken_one_goes_on_within_the_chunk() -> None:
+    """The digest does, too."""
+    verified: list[int] = []
+    run = run_of(verified)
+    receive(run, SEGMENT[: CHUNK + 10])
+    assert run.begin_request() == (CHUNK + 10, len(SEGMENT))
+    receive(run, SEGMENT[CHUNK + 10 :])
+    assert verified == [0, 1, 2, 3, 4]
+
+
+def test_steals_are_forgotten_when_bytes_come() -> None:
+    """Only those in vain count."""
+    run = run_of([])
+    run.steals = 2
+    run.note()
+    assert run.steals == 2
+    receive(run, SEGMENT[:10])
+    assert run.steals == 0
