@@ -274,7 +274,7 @@ class Download:
         self._connections: list[Connection] = []
         self._join = join
         self._news = News()
-        self._scope = anyio.CancelScope()
+        self._joining: set[Peer] = set()
         self._scopes = {peer: anyio.CancelScope() for peer in self._peers}
         self._looked = 0.0
         self._set_alone()
@@ -294,8 +294,7 @@ class Download:
         if not self._chunks:
             return
         try:
-            with self._scope:
-                await together([partial(self._ask, peer) for peer in self._peers])
+            await together([partial(self._ask, peer) for peer in self._peers])
         finally:
             for run in self._queue:  # it failed: the beginnings of chunks do not count
                 self._forget(run.assign(None, _ignore))
@@ -313,12 +312,15 @@ class Download:
         with self._scopes[peer]:
             try:
                 if self._join is not None and not peer.joined:
+                    self._joining.add(peer)
                     await self._join(peer)
             except (ClosedError, StagingError):
                 raise  # not the peer's fault
             except AiockptError as error:
                 self._drop(peer, error)
                 return
+            finally:
+                self._joining.discard(peer)
             fetch = self._peers[peer]
             new = [Connection(peer, fetch) for _ in range(self._most)]
             self._connections += new
@@ -397,7 +399,7 @@ class Download:
             mine.ended.set()
             self._news.tell()
             if self._is_done:
-                self._scope.cancel()  # peers that still join
+                self._stop_joining()
         if run.unverified:
             connection.rest(_now())
         else:
@@ -420,6 +422,15 @@ class Download:
         assert victim.scope is not None
         victim.scope.cancel()
         await victim.ended.wait()
+
+    def _stop_joining(self) -> None:
+        """Let go of the peers whose answer is awaited still.
+
+        Nobody else is cancelled: the traceback of a cancel is in a cycle with its
+        task, and keeps the memory of the download until the collector runs.
+        """
+        for peer in self._joining:
+            self._scopes[peer].cancel()
 
     def _verified(self, peer: Peer, chunk: int) -> None:
         start, stop = self._grid.range(chunk)
