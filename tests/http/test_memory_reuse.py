@@ -15,6 +15,7 @@ from transports import Transport, transport, weights
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
 NBYTES = 4 << 20  # a thread sends a body of this size
+LATE = 128 << 10  # bytes that are read late: kernels buffer much more, but not alike
 STEPS = 6
 VERIFIES = {"Aiockpt-Verifies": "chunks"}  # earlier versions sent pages to who said so
 
@@ -47,7 +48,7 @@ async def first_of(peer: Peer, sender: Transport) -> bytes:
     await peer.head()
     read = b""
     while sender.statistics().readers:
-        assert len(read) < NBYTES // 2, "the sender still has some"
+        assert len(read) < NBYTES - LATE, "the sender still has some"
         read += await peer.read(64 << 10)
         await asyncio.sleep(0.02)
     return read
