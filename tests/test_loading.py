@@ -116,7 +116,7 @@ async def test_the_first_chunk_is_copied_before_the_last_one_comes(
     device: FakeAccelerator, make: Any, fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tensor in several chunks part by part, also small ones that come in a run."""
-    monkeypatch.setattr("aiockpt.http.receiving._KNOWN_SYSTEM", fast)
+    monkeypatch.setattr("aiockpt.http.body_reader._KNOWN_SYSTEM", fast)
     device.held = False
     async with held(make, direct=True) as receiving:
         await settle(lambda: device.copied >= SEGMENT // 2)

@@ -17,7 +17,7 @@ from aiockpt.events import TransferEvent, add_hook
 from aiockpt.http.protocol import Source
 from aiockpt.testing import Answer, assert_same, exhausted_fds
 from faultpeers import TOKEN, noise, sender
-from rangepeer import Memory, receiver, soon
+from rangepeer import Memory, fetch_chunks, fetch_manifest, receiver, soon
 from transports import MIB, pair, proxied, receive, through, transport, weights
 
 pytestmark = pytest.mark.asyncio
@@ -171,12 +171,17 @@ async def test_an_error_of_who_counts_bytes_is_the_callers(
     async with transport(token="a-token") as sender, receiver() as client:
         await sender.send_checkpoint([], 1, weights(mib=4))
         source = Source(sender.address(), "a-token")
-        manifest = await client.fetch_manifest(source, 1, deadline=soon(30))
+        manifest = await fetch_manifest(client, source, 1, deadline=soon(30))
         outline = manifest.outline
         memory = Memory(outline.grid.segment_bytes)
         with pytest.raises(kind) as caught:
             async with asyncio.timeout(20):
-                await client.fetch_chunks(
-                    source, outline, memory, range(len(outline.grid)), on_progress=fail
+                await fetch_chunks(
+                    client,
+                    source,
+                    outline,
+                    memory,
+                    range(len(outline.grid)),
+                    on_progress=fail,
                 )
         assert caught.value is error

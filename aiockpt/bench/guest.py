@@ -13,7 +13,6 @@ import aiohttp
 
 from aiockpt.bench.timed import Cost, timed
 from aiockpt.events import Progress
-from aiockpt.http.address import parse_address
 from aiockpt.http.credentials import find_credentials
 from aiockpt.http.protocol import (
     Resource,
@@ -21,6 +20,7 @@ from aiockpt.http.protocol import (
     Source,
     format_metadata,
     format_resource,
+    parse_address,
 )
 from aiockpt.http.transport import HTTPTransport
 from aiockpt.runtime.bridge import Bridge

@@ -8,18 +8,23 @@ import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final
 
 from aiockpt.checkpointers.sources import Reading
-from aiockpt.errors import AiockptError, StepNotFoundError
 from aiockpt.format.chunks import chunks_over
 from aiockpt.format.manifest import Manifest
-from aiockpt.http.address import parse_address
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
-from aiockpt.http.protocol import Lease, Source
-from aiockpt.http.steps import PATIENCE, chase
+from aiockpt.http.download import Download
+from aiockpt.http.download import Peer as DownloadPeer
+from aiockpt.http.manifests import (
+    PATIENCE,
+    chase,
+    end_lease,
+    fetch_latest,
+    fetch_manifest,
+)
+from aiockpt.http.protocol import Lease, Source, parse_address
 from aiockpt.runtime.blocking import run_blocking
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.storage.rangefile import Landing, OnBytes, Verify
@@ -118,22 +123,24 @@ class _Peer:
                 aclosing(self._client(bridge)) as client,
                 _Meter(on_bytes).raising(),
             ):
-                ask = partial(
-                    client.fetch_manifest, self.source, deadline=0.0, on_retry=_give_up
-                )
-                if self.step is not None:
-                    return await ask(self.step)
+
+                async def ask(step: int) -> Manifest:
+                    source = replace(self.source, patience=0.0)  # waits for no step
+                    reply = await fetch_manifest(client, source, step, deadline=0.0)
+                    return reply.manifest
 
                 async def newest() -> int:
-                    return (await client.fetch_latest(self.source)).step
+                    return (await fetch_latest(client, self.source)).step
 
+                if self.step is not None:
+                    return await ask(self.step)
                 return (await chase(newest, ask, pause=client.pause))[1]
 
     async def end(self, step: int) -> None:
         """Tell the peer that all has come."""
         with closing(Bridge(threads=1, name="aiockpt-peer")) as bridge:
             async with aclosing(self._client(bridge)) as client:
-                await client.end_lease(self.source, step)
+                await end_lease(client, self.source, step)
 
     async def fetch(
         self,
@@ -147,13 +154,14 @@ class _Peer:
             async with aclosing(self._client(bridge)) as client:
                 meter = _Meter(on_bytes)
                 async with meter.raising():
-                    await client.fetch_chunks(
-                        self.source,
+                    download = Download(
+                        client,
+                        [DownloadPeer(self.source, joined=True)],
                         manifest.outline,
                         target,
-                        chunks,
                         on_progress=meter.add,
                     )
+                    await download.run(chunks)
 
     def _client(self, bridge: Bridge) -> CheckpointClient:
         return CheckpointClient(self.config, None, run=bridge.run)
@@ -205,9 +213,3 @@ class _Meter:
         while True:
             await asyncio.sleep(_BEAT)
             self.add(0, 0)
-
-
-def _give_up(error: AiockptError) -> None:
-    # The client itself would wait until the step is published.
-    if isinstance(error, StepNotFoundError):
-        raise error

@@ -8,7 +8,7 @@ import re
 from typing import Any, TypeAlias
 
 from aiockpt.errors import LocalProtocolError
-from aiockpt.http.address import Address, parse_address
+from aiockpt.http.protocol import Address, parse_address
 from aiockpt.runtime.secrets import Token
 
 __all__ = [

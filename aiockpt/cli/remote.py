@@ -25,9 +25,10 @@ from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
+from aiockpt.http.manifests import PATIENCE, LatestInfo, chase
 from aiockpt.http.protocol import Lease, Source
+from aiockpt.http.retry import poll
 from aiockpt.http.sources import Sources, distinct
-from aiockpt.http.steps import PATIENCE, chase
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.deadline import Deadline
 
@@ -38,7 +39,6 @@ V = TypeVar("V")
 _THREADS = 2
 _CONNECTIONS = 4
 _STALL_TIMEOUT = 10.0
-_POLL = 0.5
 
 
 class Found(NamedTuple):
@@ -100,7 +100,7 @@ class Peer:
             origin = Sources.of(client, self.sources)
             deadline.what = f"step {step} from {origin.name}"
             try:
-                manifest = await origin.fetch_manifest(
+                reply = await origin.fetch_manifest(
                     step, deadline=min(last, deadline.when), on_retry=give_up
                 )
             except LimitExceededError as error:
@@ -108,7 +108,7 @@ class Peer:
                     raise
                 limit, actual = error.limit, error.actual
                 raise _TooLargeError(error.what, limit=limit, actual=actual) from error
-        return Found(manifest, origin)
+        return Found(reply.manifest, origin)
 
     async def _newest(self, deadline: Deadline, *, wait: float) -> int:
         last = _now() + wait
@@ -119,15 +119,18 @@ class Peer:
         async with aclosing(self.client(reconnect=wait)) as client:
             origin = Sources.of(client, self.sources)
             deadline.what = f"a checkpoint from {origin.name}"
-            while True:
+
+            async def ask() -> LatestInfo | None:
                 left = max(last - _now(), 0.0)
                 try:
-                    return (await origin.fetch_latest(wait=left, on_retry=note)).step
+                    return await origin.fetch_latest(wait=left, on_retry=note)
                 except StepNotFoundError as error:
                     note(error)
                     if _late(last):
                         raise
-                await asyncio.sleep(min(_POLL, left))
+                return None
+
+            return (await poll(ask, pause=asyncio.sleep)).step
 
 
 class _TooLargeError(LimitExceededError):

@@ -1,8 +1,8 @@
 """A run of chunks on its way into memory: what came, what is verified, what is left.
 
-One request for several chunks costs a fraction of one request for each. A digest that
-grows while its bytes arrive finds them in the processor's cache. The chunk stays the
-unit of verification, of blame, and of what is fetched again.
+One request for several chunks costs a fraction of one request for each. Chunks are
+digested as they arrive, while their bytes are in the processor's cache. The chunk stays
+the unit of verification, of blame and of retry.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import islice
 from aiockpt.errors import IntegrityError
 from aiockpt.format.chunks import ChunkHasher, HashedChunk
 from aiockpt.format.manifest import Outline
-from aiockpt.http.translating import Exchange
+from aiockpt.http.client import Place
 
 __all__ = ["ChunkRun"]
 
@@ -106,9 +106,10 @@ class ChunkRun:
         return rest
 
     def assign(self, owner: object, on_verified: Callable[[int], None]) -> int:
-        """Have a peer fetch it; another one than before begins with whole chunks.
+        """Assign the run to a peer, which goes on from its own last byte.
 
-        So a wrong chunk is the fault of one peer.
+        Another peer than before begins with whole chunks, so that one peer is to blame
+        for a wrong chunk.
 
         Args:
             owner: The peer.
@@ -116,7 +117,7 @@ class ChunkRun:
                 place.
 
         Returns:
-            How many bytes came in vain.
+            How many bytes are thrown away.
         """
         lost = 0 if owner is self._owner else self._restart()
         self._owner, self._on_verified = owner, on_verified
@@ -127,13 +128,12 @@ class ChunkRun:
         self._next = self.position
         return self.position, self.stop
 
-    def place(self, exchange: Exchange) -> None:
-        """Say in an exchange which chunk it has reached, and how much of it came."""
-        if self._todo:
-            start, stop = self._outline.grid.range(self._todo[0])
-            exchange.chunk = self._todo[0]
-            exchange.received = self.position - start
-            exchange.expected = stop - start
+    def place(self) -> Place:
+        """Return which chunk the run has reached, and how much of it came."""
+        if not self._todo:
+            return Place(None, 0, 0)
+        start, stop = self._outline.grid.range(self._todo[0])
+        return Place(self._todo[0], self.position - start, stop - start)
 
     def take(self, data: memoryview) -> bool:
         """Digest bytes that arrived directly behind those of the last call.

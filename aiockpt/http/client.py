@@ -1,47 +1,227 @@
-"""The client: a peer's manifest, and the chunks that it describes."""
+"""The client: sends one request to a peer and yields the reply.
+
+This is the only module of the client that knows aiohttp's errors: two tables translate
+them, one for before the answer and one for its body. A token goes to the origin that
+it was given for and nowhere else: no redirect is followed, and the token is a header of
+single requests only.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
-from collections.abc import Sequence
-from contextlib import closing, suppress
-from dataclasses import replace
-from functools import partial
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from http import HTTPStatus
+from types import TracebackType
+from typing import NamedTuple, Protocol, TypeVar
 
-from aiohttp import ClientSession, hdrs
+import aiohttp
+from aiohttp import ClientResponse, ClientSession, hdrs
+from aiohttp.http_exceptions import HttpProcessingError
+from yarl import URL
 
-from aiockpt.errors import AiockptError, StepNotFoundError
-from aiockpt.events import TransferEvent, emit
-from aiockpt.format.manifest import Manifest, Outline
-from aiockpt.http.download import Download, Peer
-from aiockpt.http.exchange import ClientConfig, Port
-from aiockpt.http.fetching import ChunkFetch, OnProgress, OnVerified, Prepare, Target
-from aiockpt.http.latest import LatestInfo, ask_incarnation, ask_latest
-from aiockpt.http.manifests import NOTHING, ManifestRequest, Run, Wishes
-from aiockpt.http.protocol import (
-    LEASE_HEADER,
-    Resource,
-    ResourceKind,
-    Source,
-    format_prefer_wait,
-    format_resource,
+from aiockpt.errors import (
+    AiockptError,
+    ClosedError,
+    IntegrityError,
+    LocalProtocolError,
+    PeerUnreachableError,
+    RemoteProtocolError,
+    TransferInterruptedError,
+    TransferStalledError,
+    TransportError,
 )
-from aiockpt.http.retrying import OnRetry, Patience, Retrier, backoff, persist
-from aiockpt.http.translating import Exchange
-from aiockpt.runtime.host_limits import of_caller
+from aiockpt.events import TransferEvent, emit
+from aiockpt.format.limits import Limits
+from aiockpt.http.body_reader import BodyWriter, read_body
+from aiockpt.http.connecting import Connector
+from aiockpt.http.options import require, require_type
+from aiockpt.http.problems import from_problem
+from aiockpt.http.protocol import LEASE_HEADER, Source
+from aiockpt.http.pumps import Pumps
+from aiockpt.http.reach import CheckedResolver, Reach
+from aiockpt.http.retry import HostLimitError, OnRetry, Patience, Retries
+from aiockpt.http.security import Security
+from aiockpt.runtime.host_limits import is_callers, is_hosts, refused_by_host
+from aiockpt.runtime.secrets import severed
 
-__all__ = ["CheckpointClient", "ClientConfig", "LatestInfo", "Run", "Target"]
+__all__ = ["CheckpointClient", "ClientConfig", "Place", "Reply", "Request", "Run"]
 
-# An answer that took this long has waited: asking again at once is no busy loop.
-_WAITED = 0.5
-_FAREWELL = 1.0  # seconds in which a peer takes note that a receive has ended
-_POLL = 30.0  # seconds for which a peer is asked to wait for news
+T = TypeVar("T")
+
+# aiohttp's parser must not hold a part of the body while the protocols change.
+_READ_BUFFER = 1 << 20
+_MAX_PROBLEM = 64 << 10
+_SHORTEST = 1e-3  # seconds
+_MAX_TICK = 0.25  # seconds between two looks at whether bytes have come
+_TICKS = 8  # per stall timeout, where that is short
+_ANY_HOST = Security()
+_TOKEN = re.compile(r"[\x21-\x7e]+")
+_NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")  # as OpenSSL puts it
+
+
+class Run(Protocol):
+    """Calls a function in a thread, and ends when the thread has; see `Bridge.run`."""
+
+    def __call__(self, fn: Callable[[], T], /) -> Awaitable[T]:
+        """Return what the function returns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientConfig:
+    """How a client behaves, in every transfer.
+
+    Attributes:
+        max_concurrency: How many requests, and so connections, one transfer makes to a
+            peer at a time.
+        stall_timeout: Seconds without a byte after which a connection is given up.
+        connect_timeout: Seconds in which a connection must be established.
+        reconnect_timeout: Seconds for which a silent peer is tried again. With 0, only
+            connections that broke while bytes were coming are replaced.
+        token: What is sent to a source that brings no token.
+        limits: What is accepted.
+        ssl_context: For ``https``; None takes the system's authorities.
+        fast_path: Receive straight into the destination where that is possible.
+        security: Which hosts to connect to, and which manifests to accept. A session
+            of the caller looks names up itself, unchecked.
+    """
+
+    max_concurrency: int
+    stall_timeout: float
+    connect_timeout: float
+    reconnect_timeout: float
+    token: str | None = field(repr=False)
+    limits: Limits
+    ssl_context: ssl.SSLContext | None
+    fast_path: bool = True
+    security: Security = _ANY_HOST
+
+    def __post_init__(self) -> None:
+        require_type(Limits, limits=self.limits)
+        require(at_least=1, max_concurrency=self.max_concurrency)
+        require(at_least=_SHORTEST, stall_timeout=self.stall_timeout)
+        require(at_least=_SHORTEST, connect_timeout=self.connect_timeout)
+        require(reconnect_timeout=self.reconnect_timeout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked of a peer.
+
+    Attributes:
+        source: The peer, its token and the lease of the receive.
+        path: Below the source's URL.
+        status: Of a good answer; with ``may_be_empty``, 204 is good, too.
+        step: The step that is asked for, for errors.
+        snapshot_id: The snapshot that is asked for, for errors.
+        chunk: The first chunk that is asked for, for errors.
+        wait: Seconds for which the peer was asked to wait before it answers.
+    """
+
+    source: Source
+    path: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+    status: int = HTTPStatus.OK
+    method: str = "GET"
+    step: int | None = None
+    snapshot_id: str | None = None
+    chunk: int | None = None
+    wait: float = 0.0
+    may_be_empty: bool = False
+
+    @property
+    def url(self) -> str:
+        """The address, without any token."""
+        return self.source.base_url + self.path
+
+
+class Place(NamedTuple):
+    """How much has come of a chunk, or of a whole body, for an error."""
+
+    chunk: int | None
+    received: int
+    expected: int
+
+
+class Reply:
+    """An answer with the right status, whose body has not been read.
+
+    Attributes:
+        request: What was asked.
+        status: The HTTP status.
+        headers: The headers.
+        place: What the error says had come, if the body breaks off.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        response: ClientResponse,
+        timer: _StallTimer,
+        threads: Pumps | None,
+    ) -> None:
+        self.request = request
+        self.status = response.status
+        self.headers: Mapping[str, str] = response.headers
+        self.place = Place(request.chunk, 0, 0)
+        self._response, self._timer, self._threads = response, timer, threads
+
+    def __repr__(self) -> str:
+        return f"<Reply {self.status}>"
+
+    def length(self) -> int:
+        """Return the length of the body.
+
+        Raises:
+            RemoteProtocolError: it is not given, or the body is encoded.
+        """
+        url = self.request.url
+        encoding = self.headers.get(hdrs.CONTENT_ENCODING, "identity")
+        if encoding.lower() != "identity":
+            raise RemoteProtocolError(f"{url} sent Content-Encoding {encoding[:40]!r}")
+        length = self.headers.get(hdrs.CONTENT_LENGTH, "")
+        if re.fullmatch(r"[0-9]{1,19}", length) is None:
+            raise RemoteProtocolError(f"{url} does not say how long its answer is")
+        return int(length)
+
+    async def read_into(self, writer: BodyWriter) -> None:
+        """Read the rest of the body into memory; the client is told what comes.
+
+        If cancelled, the connection is closed, and nothing writes to the memory.
+        """
+        self._timer.writer = writer
+        try:
+            await read_body(self._response, writer, self._threads)
+        finally:
+            received = self.place.received + writer.filled
+            self.place = self.place._replace(received=received)
+
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Name the peer in what a parser says about the bytes of this reply."""
+        url = self.request.url
+        try:
+            yield
+        except IntegrityError as error:
+            error.url = url
+            raise
+        except RemoteProtocolError as error:
+            raise RemoteProtocolError(f"{url}: {error}") from error
+
+
+class _Response(ClientResponse):
+    """A response whose repr shows no headers: a peer may mirror the request's."""
+
+    def __repr__(self) -> str:
+        return f"<Response {self.status}>"
 
 
 class CheckpointClient:
-    """Fetches manifests and chunks from peers.
+    """Sends requests to peers, over a session that is made when it is first needed.
 
     Errors are the package's own. Deadlines belong to the caller: cancel a call to end
     it, and neither a task, nor a descriptor, nor a half-read connection is left.
@@ -51,267 +231,406 @@ class CheckpointClient:
         run: Where a manifest is decoded.
 
     Attributes:
+        config: How it behaves.
+        run: Calls a function in a thread.
         name: What it is called in the leases of its receives.
     """
 
     def __init__(
         self, config: ClientConfig, session: ClientSession | None, *, run: Run
     ) -> None:
-        self._config = config
-        self._port = Port(config, session)
-        self._run = run
+        self.config = config
+        self.run = run
         self.name = secrets.token_hex(8)
+        self._session = session
+        self._owns_session = session is None
+        self._reach = Reach(config.security)
+        self._resolver: CheckedResolver | None = None
+        self._threads = Pumps("aiockpt-receive")
+        self._closed = False
+        self._end = asyncio.Event()
 
-    async def fetch_manifest(
-        self,
-        source: Source,
-        step: int,
-        *,
-        deadline: float,
-        on_retry: OnRetry | None = None,
-        wishes: Wishes = NOTHING,
-    ) -> Manifest:
-        """Return the manifest of ``step``, waiting until the peer publishes it.
-
-        It waits for ``source.patience``, or until it is cancelled; ``deadline`` (loop
-        time) only tells the peer how long that may be. If cancelled, nothing is left
-        behind.
-
-        Raises:
-            StepNotFoundError: a newer step has taken its place, or it did not come.
-            PeerUnreachableError, TransferStalledError, TransferInterruptedError: the
-                peer was silent for the reconnect timeout.
-            AuthenticationError, RemoteProtocolError, LimitExceededError,
-                IntegrityError, ForgedManifestError: what the peer answered.
-        """
-        tell = self._teller(source, step, on_retry)
-        until = _now() + source.patience
-        request = ManifestRequest(self._port, self._config, self._run, wishes)
-        polls = 0
-        while True:
-            asked, retrier = _now(), self._retrier()
-            last = min(deadline, until)
-            attempt = partial(request.send, source, step, last, retrier)
-            try:
-                return await persist(attempt, retrier, tell, pause=self._port.pause)
-            except StepNotFoundError as error:
-                past = error.serving is not None and error.serving > step
-                if past or _now() >= until:
-                    raise
-                tell(error)
-            polls += 1
-            waited = _now() - asked > _WAITED
-            await self._port.pause(0 if waited else backoff(polls))
-
-    async def fetch_latest(
-        self, source: Source, *, wait: float = 0.0, on_retry: OnRetry | None = None
-    ) -> LatestInfo:
-        """Return what the peer serves at this moment, or within ``wait`` seconds.
-
-        Raises:
-            StepNotFoundError: nothing is published.
-        """
-        retrier = self._retrier()
-        tell = self._teller(source, None, on_retry)
-        attempt = partial(ask_latest, self._port, source, wait=wait)
-        found = await persist(attempt, retrier, tell, pause=self._port.pause)
-        assert found is not None, "only a request for a newer step may come back empty"
-        return found
-
-    async def fetch_incarnation(
-        self, source: Source, *, reconnect_timeout: float
-    ) -> str | None:
-        """Return the id of the peer's current start; None from a peer that has none.
-
-        Raises:
-            TransportError: the peer was silent for ``reconnect_timeout``, which may be
-                infinite.
-            AuthenticationError, RemoteProtocolError: what the peer answered.
-        """
-        retrier = self._retrier(reconnect_timeout)
-        attempt = partial(ask_incarnation, self._port, source)
-        tell = self._teller(source, None, None)
-        try:
-            return await persist(attempt, retrier, tell, pause=self._port.pause)
-        except StepNotFoundError:  # the answer of an older peer that serves nothing
-            return None
-
-    async def wait_newer(
-        self,
-        source: Source,
-        after: int | None,
-        *,
-        known: str | None = None,
-        reconnect_timeout: float | None = None,
-    ) -> LatestInfo:
-        """Return what the peer serves once that is newer than step ``after``.
-
-        Whatever is served by a sender whose incarnation is not ``known`` is newer: it
-        has started again. This waits until it is cancelled, which leaves nothing
-        behind. A peer that is silent, or busy, is asked again, ever more slowly.
-
-        Raises:
-            PeerUnreachableError, TransferStalledError, TransferInterruptedError: the
-                peer was silent for ``reconnect_timeout``, which may be infinite.
-            AuthenticationError, RemoteProtocolError: what the peer answered.
-        """
-        tell = self._teller(source, None, None)
-        polls = 0
-        while True:
-            asked, retrier = _now(), self._retrier(reconnect_timeout)
-            ask = partial(ask_latest, self._port, source, after, known=known)
-            attempt = partial(ask, wait=_POLL)
-            try:
-                found = await persist(attempt, retrier, tell, pause=self._port.pause)
-            except StepNotFoundError:
-                found = None
-            if found is not None:
-                return found
-            polls = 0 if _now() - asked > _WAITED else polls + 1
-            await self._port.pause(backoff(polls) if polls else 0)
-
-    async def fetch_chunks(
-        self,
-        source: Source,
-        outline: Outline,
-        target: Target,
-        chunks: Sequence[int],
-        *,
-        on_progress: OnProgress,
-        on_retry: OnRetry | None = None,
-        prepare: Prepare | None = None,
-        on_verified: OnVerified | None = None,
-    ) -> None:
-        """Fetch chunks into ``target`` and verify each one.
-
-        Chunks are verified as their bytes arrive. ``on_progress`` gets newly arrived
-        bytes (negative when a bad chunk is thrown away) and newly verified chunks; it
-        must be quick and not raise. ``on_verified`` gets the number of each verified
-        chunk, whose bytes are in ``target`` when the loop goes on, and stay as they
-        are; it only takes note. ``prepare(start, stop)`` gets that memory of the data
-        segment ready, a little ahead of its bytes. If cancelled, nothing is written to
-        ``target`` any more, and any part of it may have been.
-
-        Raises:
-            IntegrityError: a chunk came three times with a wrong digest.
-            CheckpointChangedError: the peer replaced the snapshot.
-            StepNotFoundError: the peer retracted it.
-            PeerUnreachableError, TransferStalledError, TransferInterruptedError: the
-                peer was silent for the reconnect timeout.
-            AuthenticationError, RemoteProtocolError: what the peer answered.
-        """
-        fetch = self.fetching(
-            source,
-            outline,
-            target,
-            on_progress=on_progress,
-            on_retry=on_retry,
-            prepare=prepare,
-            on_verified=on_verified,
-        )
-        most = self._config.max_concurrency
-        with closing(fetch):
-            await Download([(Peer(source), fetch)], chunks, each=most, most=most).run()
-
-    @property
-    def max_concurrency(self) -> int:
-        """How many requests of a transfer are made to one peer at a time."""
-        return self._config.max_concurrency
-
-    def fetching(
-        self,
-        source: Source,
-        outline: Outline,
-        target: Target,
-        *,
-        on_progress: OnProgress,
-        on_retry: OnRetry | None,
-        prepare: Prepare | None,
-        on_verified: OnVerified | None,
-    ) -> ChunkFetch:
-        """Return what the requests to one peer have in common; see `fetch_chunks`."""
-        return ChunkFetch(
-            port=self._port,
-            source=source,
-            outline=outline,
-            target=target,
-            prepare=prepare,
-            on_verified=on_verified,
-            on_progress=of_caller(on_progress),
-            on_retry=self._teller(source, outline.step, on_retry),
-            patience=replace(self._retrier().patience, connected=True),
-            lanes=self._config.max_concurrency,
-        )
-
-    async def end_lease(self, source: Source, step: int) -> None:
-        """Tell the peer that the receive of ``source.lease`` has ended.
-
-        A peer that does not hear it finds out by itself: the lease ends when nothing is
-        asked for during the peer's stall timeout.
-        """
-        assert source.lease is not None
-        left = source.lease.until - _now()  # all bytes are here: that it must not cost
-        patience = min(_FAREWELL, max(left, 0.0) / 4)
-        exchange = Exchange(
-            source=source,
-            method="HEAD",
-            path=format_resource(Resource(ResourceKind.METADATA, step)),
-            headers={LEASE_HEADER: source.lease.end},
-            status=HTTPStatus.NO_CONTENT,
-        )
-        with suppress(TimeoutError):
-            async with asyncio.timeout(patience):
-                await self._say(exchange)
-
-    async def keep_lease(self, source: Source, step: int) -> None:
-        """Renew ``source.lease`` until cancelled, while nothing else is asked for."""
-        exchange = Exchange(
-            source=source,
-            path=format_resource(Resource(ResourceKind.METADATA, step)),
-            headers={hdrs.IF_NONE_MATCH: "*", "Prefer": format_prefer_wait(0)},
-            status=HTTPStatus.NOT_MODIFIED,
-        )
-        while True:
-            await self._port.pause(self._config.stall_timeout / 4)
-            await self._say(exchange)
-
-    async def _say(self, exchange: Exchange) -> None:
-        with suppress(AiockptError):
-            async with self._port.open(exchange, _ignore):
-                pass
-
-    async def pause(self, delay: float) -> None:
-        """Sleep; see `Port.pause`."""
-        await self._port.pause(delay)
+    def __repr__(self) -> str:
+        return f"<CheckpointClient {'closed' if self._closed else 'open'}>"
 
     async def aclose(self) -> None:
         """Close the client's own session. Calls still under way fail; idempotent."""
-        await self._port.aclose()
+        self._closed = True
+        self._end.set()
+        self._threads.close()
+        session, self._session = self._session, None
+        if self._owns_session and session is not None:
+            await session.close()
+        if self._resolver is not None:  # a connector does not close what it was given
+            await self._resolver.close()
 
-    def __repr__(self) -> str:
-        return f"<CheckpointClient {self._port.state}>"
+    async def pause(self, delay: float) -> None:
+        """Sleep between two attempts.
 
-    def _retrier(self, reconnect_timeout: float | None = None) -> Retrier:
-        config = self._config
+        Raises:
+            ClosedError: the client was closed meanwhile.
+        """
+        try:
+            async with asyncio.timeout(delay):
+                await self._end.wait()
+        except TimeoutError:
+            return
+        raise ClosedError("the client")
+
+    def patience(self, reconnect_timeout: float | None = None) -> Patience:
+        """Return the patience with a peer that is asked from now on."""
         if reconnect_timeout is None:
-            reconnect_timeout = config.reconnect_timeout
-        return Retrier(Patience(reconnect_timeout, config.stall_timeout, _now()))
+            reconnect_timeout = self.config.reconnect_timeout
+        now = asyncio.get_running_loop().time()
+        return Patience(reconnect_timeout, self.config.stall_timeout, now)
 
-    def _teller(
-        self, source: Source, step: int | None, on_retry: OnRetry | None
-    ) -> OnRetry:
+    def retries(
+        self,
+        source: Source,
+        step: int | None,
+        patience: Patience,
+        on_retry: OnRetry | None = None,
+    ) -> Retries:
+        """Return the attempts at a request; each retry is an event, too."""
+
         def tell(error: AiockptError) -> None:
             peer = source.base_url
             emit(TransferEvent(stop="retry", step=step, peer=peer, detail=str(error)))
             if on_retry is not None:
                 on_retry(error)
 
-        return tell
+        return Retries(patience, tell, self.pause)
+
+    @asynccontextmanager
+    async def request(
+        self, request: Request, on_bytes: Callable[[int], None] = lambda _: None
+    ) -> AsyncIterator[Reply]:
+        """Send a request; yield the reply, whose body the block reads.
+
+        If cancelled, the connection is closed.
+
+        Args:
+            on_bytes: Gets the number of new bytes of the body, on the loop, a few
+                times per second. What it raises ends the block.
+
+        Raises:
+            AiockptError: what a problem document, or another answer, says.
+            TransferStalledError: no answer, or no body, for the stall timeout.
+        """
+        timer = _StallTimer(request, self.config.stall_timeout, on_bytes)
+        async with timer, await self._send(request) as response:
+            threads = self._threads if self.config.fast_path else None
+            reply = Reply(request, response, timer, threads)
+            with _translating(reply):
+                await self._check_status(request, response)
+                yield reply
+
+    async def _send(self, request: Request) -> ClientResponse:
+        try:
+            config, url = self.config, URL(request.url, encoded=True)
+            self._reach.check_host(url.host or "")
+            return await self._get_session().request(
+                request.method,
+                url,
+                headers=self._headers(request),
+                allow_redirects=False,
+                auto_decompress=False,
+                raise_for_status=False,
+                read_bufsize=_READ_BUFFER,
+                ssl=True if config.ssl_context is None else config.ssl_context,
+                timeout=aiohttp.ClientTimeout(
+                    # The stall timer bounds both; a connector's own error says more.
+                    total=None,
+                    sock_connect=min(config.connect_timeout, config.stall_timeout),
+                    sock_read=None,
+                ),
+            )
+        except BaseException as error:  # noqa: BLE001 - it is raised below
+            failure = _before_answer(request, error)
+        try:
+            # Not in the handler above: whatever aiohttp raised, a cancel too, has
+            # passed frames with the request's headers, and may hold them itself.
+            raise failure
+        finally:
+            del failure  # or it would keep itself alive through this frame
+
+    async def _check_status(self, request: Request, response: ClientResponse) -> None:
+        status = response.status
+        if status == request.status:
+            return
+        if request.may_be_empty and status == HTTPStatus.NO_CONTENT:
+            return
+        if 200 <= status < 300:
+            raise RemoteProtocolError(
+                f"{request.url} answered HTTP {status} and not {request.status}; "
+                "is that an aiockpt server?"
+            )
+        body = await _read_problem(response)
+        if token := self._token_for(request):  # error pages like to show the request
+            body = body.replace(token.encode(), b"(the token)")
+        raise from_problem(
+            status,
+            response.headers,
+            body,
+            url=request.url,
+            step=request.step,
+            snapshot_id=request.snapshot_id,
+        )
+
+    def _get_session(self) -> ClientSession:
+        if self._closed:
+            raise ClosedError("the client")
+        if self._session is None:
+            # No limit of connections: each transfer bounds its requests, and one that
+            # waits in the pool would look like a peer that says nothing.
+            self._resolver = CheckedResolver(self._reach)
+            self._session = ClientSession(
+                connector=Connector(limit=0, resolver=self._resolver),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                response_class=_Response,
+                trust_env=False,
+            )
+        if self._session.closed:
+            raise ClosedError("the ClientSession that the caller gave")
+        return self._session
+
+    def _headers(self, request: Request) -> dict[str, str]:
+        headers = {hdrs.ACCEPT_ENCODING: "identity", **request.headers}
+        if (lease := request.source.lease) is not None:
+            now = asyncio.get_running_loop().time()
+            headers.setdefault(LEASE_HEADER, lease.header(now))
+        token = self._token_for(request)
+        if token is not None:
+            if _TOKEN.fullmatch(token) is None:
+                raise LocalProtocolError("the token is empty or not printable ASCII")
+            headers[hdrs.AUTHORIZATION] = f"Bearer {token}"
+        return headers
+
+    def _token_for(self, request: Request) -> str | None:
+        return request.source.token or self.config.token
 
 
-def _ignore(_: int) -> None:
-    pass
+async def _read_problem(response: ClientResponse) -> bytes:
+    """Read the beginning of an error's body; a broken one counts as empty."""
+    body = b""
+    try:
+        while len(body) < _MAX_PROBLEM and (data := await response.content.readany()):
+            body += data
+    except (aiohttp.ClientError, OSError):
+        return b""
+    return body
 
 
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+class _StallTimer:
+    """Ends the block that it guards after the stall timeout without a byte.
+
+    Time is counted in ticks, and a tick that comes late counts as two at most: while
+    the loop was busy elsewhere, the peer may have sent bytes that nobody saw.
+
+    Args:
+        request: What the error names; its ``wait`` is added for the first byte.
+        on_bytes: See `CheckpointClient.request`.
+
+    Attributes:
+        writer: Counts the bytes, once there is a body to read.
+    """
+
+    def __init__(
+        self, request: Request, stall_timeout: float, on_bytes: Callable[[int], None]
+    ) -> None:
+        self.writer: BodyWriter | None = None
+        self._seen = 0
+        self._url, self._chunk = request.url, request.chunk
+        self._on_bytes = on_bytes
+        self._timeout = stall_timeout
+        self._period = min(stall_timeout / _TICKS, _MAX_TICK)
+        self._idle = -request.wait
+        self._scope = asyncio.timeout(None)
+        self._loop = asyncio.get_running_loop()
+        self._last = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+        self._failure: Exception | None = None
+
+    async def __aenter__(self) -> None:
+        await self._scope.__aenter__()
+        self._timer = self._loop.call_later(self._period, self._tick)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._report()
+        failure, self._failure = self._failure, None
+        try:
+            await self._scope.__aexit__(kind, error, trace)
+        except TimeoutError:
+            if failure is not None:
+                raise failure from None
+            raise TransferStalledError(
+                self._url, idle=self._idle, chunk=self._chunk
+            ) from None
+        if failure is not None and not isinstance(error, asyncio.CancelledError):
+            raise failure
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(self._period, self._tick)
+        now = self._loop.time()
+        passed, self._last = now - self._last, now
+        if self._report():
+            self._idle = 0.0
+            if self._failure is not None:
+                self._expire(now)
+            return
+        self._idle += min(passed, 2 * self._period)
+        if self._idle >= self._timeout:
+            self._expire(now)
+
+    def _expire(self, now: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._scope.reschedule(now)
+
+    def _report(self) -> bool:
+        """Report the bytes that came since the last call; say whether any did."""
+        if self.writer is None or self.writer.filled == self._seen:
+            return False
+        new, self._seen = self.writer.filled - self._seen, self.writer.filled
+        try:
+            self._on_bytes(new)
+        except Exception as error:  # noqa: BLE001 - raised at the end of the block
+            self._failure = error
+        return True
+
+
+def _unreachable(request: Request, error: Exception) -> AiockptError:
+    return PeerUnreachableError(request.source.base_url, _reason(error))
+
+
+def _not_trusted(request: Request, error: Exception) -> AiockptError:
+    return RemoteProtocolError(
+        f"{request.source.base_url} shows a certificate that is not trusted here "
+        f"({_reason(error)}); pass an ssl_context that trusts it"
+    )
+
+
+def _no_tls(request: Request, error: Exception) -> AiockptError:
+    reason = getattr(getattr(error, "os_error", None), "reason", "")
+    if reason not in _NO_TLS:
+        return _unreachable(request, error)
+    why = "the port speaks no TLS there; if that is meant, the URL begins with http://"
+    return PeerUnreachableError(request.source.base_url, why)
+
+
+def _no_answer(request: Request, _: Exception) -> AiockptError:
+    why = "it closed the connection instead of answering"
+    if request.source.base_url.startswith("http:"):
+        why += "; if it speaks TLS, the URL must begin with https://"
+    return PeerUnreachableError(request.source.base_url, why)
+
+
+def _not_http(request: Request, _: Exception) -> AiockptError:
+    return RemoteProtocolError(
+        f"{request.url} does not answer in HTTP; is that an aiockpt server?"
+    )
+
+
+def _misused(request: Request, error: Exception) -> AiockptError:
+    return LocalProtocolError(f"cannot ask {request.url}: {_reason(error)}")
+
+
+def _other(request: Request, error: Exception) -> AiockptError:
+    return TransportError(f"{request.url}: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return str(error.strerror)
+    return str(error) or type(error).__name__
+
+
+_BEFORE_ANSWER: tuple[
+    tuple[type[Exception], Callable[[Request, Exception], AiockptError]], ...
+] = (
+    (aiohttp.ClientConnectorCertificateError, _not_trusted),
+    (aiohttp.ClientConnectorSSLError, _no_tls),
+    (aiohttp.ClientConnectorError, _unreachable),
+    (aiohttp.ServerTimeoutError, _unreachable),
+    (aiohttp.ClientConnectionError, _no_answer),
+    (aiohttp.ClientResponseError, _not_http),
+    (aiohttp.InvalidURL, _misused),
+    (aiohttp.ClientError, _other),
+    (HttpProcessingError, _not_http),
+    (OSError, _unreachable),
+    (ValueError, _misused),
+)
+
+
+def _before_answer(request: Request, error: BaseException) -> BaseException:
+    """Return what to raise for an error of aiohttp, or for a cancel, before the answer.
+
+    It has no traceback, and no cause but the system's error: others refer to the
+    headers of the request, and so to the token.
+    """
+    if isinstance(error, Exception) and not isinstance(error, AiockptError):
+        cause = _system_error(error)
+        if cause is not None and is_hosts(cause):
+            failure: AiockptError = _host_limit(request, cause)
+        else:
+            rows = (build for kind, build in _BEFORE_ANSWER if isinstance(error, kind))
+            build = next(rows, None)
+            if build is None:
+                return severed(error)
+            failure = build(request, error)
+        failure.__cause__ = cause and severed(cause)
+        return failure
+    return severed(error)
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """Return the error of the system that an error of aiohttp was made of."""
+    while error is not None:
+        if isinstance(error, OSError) and not isinstance(error, aiohttp.ClientError):
+            return error
+        error = getattr(error, "os_error", None) or error.__cause__
+    return None
+
+
+def _host_limit(request: Request, error: BaseException) -> HostLimitError:
+    return HostLimitError(str(refused_by_host(f"a request to {request.url}", error)))
+
+
+@contextmanager
+def _translating(reply: Reply) -> Iterator[None]:
+    """Raise the package's error for one of aiohttp, while a body is read."""
+    request = reply.request
+    try:
+        yield
+    except AiockptError:
+        raise  # some of ours are an OSError or a ValueError too
+    except Exception as error:
+        if is_callers(error):
+            raise
+        if is_hosts(error):
+            raise _host_limit(request, error) from error
+        match error:
+            case aiohttp.ClientPayloadError() | aiohttp.ClientConnectionError():
+                raise _interrupted(reply) from error
+            case aiohttp.ClientError():
+                raise _other(request, error) from error
+            case HttpProcessingError():
+                raise _not_http(request, error) from error
+            case OSError():
+                raise _interrupted(reply) from error
+        raise
+
+
+def _interrupted(reply: Reply) -> TransferInterruptedError:
+    chunk, received, expected = reply.place
+    url = reply.request.url
+    return TransferInterruptedError(
+        url, received=received, expected=expected, chunk=chunk
+    )

@@ -1,11 +1,14 @@
 """Downloads chunks from one peer, or from several that hold the same checkpoint.
 
 Every connection of every peer takes the next run of chunks from one queue. When the
-queue is empty, a free connection steals the run of a much slower one: that one is
+queue is empty, a free connection steals the run of a much slower one: the slow one is
 stopped, and its run goes back into the queue. The same peer goes on from the last
-byte that came. Another peer begins with the first byte of the chunk, so that a wrong
-chunk is the fault of one peer. A peer that is wrong or gone is dropped; the download
+byte that came. Another peer begins with the first byte of the chunk, so that one peer
+is to blame for a wrong chunk. A peer that is wrong or gone is dropped; the download
 succeeds as long as one is left.
+
+The path of a run: `Download.run` -> `_work` (decide with `choose`) -> `_fetch` (retry)
+-> `_request` (one range, straight into the target).
 """
 
 from __future__ import annotations
@@ -16,26 +19,57 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from http import HTTPStatus
 from math import inf
 from statistics import median
+from typing import Protocol
 
 import anyio
+from aiohttp import hdrs
 
 from aiockpt.errors import (
     AiockptError,
+    CheckpointChangedError,
     ClosedError,
     LocalProtocolError,
+    RemoteProtocolError,
     StagingError,
     TransportError,
 )
 from aiockpt.events import TransferEvent, emit
+from aiockpt.format.manifest import Outline
+from aiockpt.http.body_reader import BodyWriter
 from aiockpt.http.chunk_run import ChunkRun
-from aiockpt.http.fetching import ChunkFetch
-from aiockpt.http.protocol import Source
-from aiockpt.http.retrying import Retrier
+from aiockpt.http.client import CheckpointClient, Reply, Request
+from aiockpt.http.manifests import fetch_manifest
+from aiockpt.http.protocol import (
+    Resource,
+    ResourceKind,
+    Source,
+    format_etag,
+    format_prefer_wait,
+    format_range,
+    format_resource,
+    parse_content_range,
+    parse_etag,
+)
+from aiockpt.http.retry import OnRetry, Patience, Retries
+from aiockpt.runtime.host_limits import failing_here, of_caller
 from aiockpt.runtime.tasks import News, together
 
-__all__ = ["Assignment", "Connection", "Download", "Peer", "choose", "verdict"]
+__all__ = [
+    "Assignment",
+    "Connection",
+    "Download",
+    "OnProgress",
+    "OnVerified",
+    "OtherSnapshotError",
+    "Peer",
+    "Prepare",
+    "Target",
+    "choose",
+    "verdict",
+]
 
 _MAX_RUN = 1 << 30  # tens of megabytes might come in the time of one request
 _TURN = 0.25  # seconds that a run takes where several peers share the work
@@ -49,8 +83,38 @@ _UNKNOWN = 0.5  # seconds for a run, for a peer that never brought one
 _VAIN = 3  # steals of one run, from the same peer, between which no byte came
 _REST = 0.1  # seconds that a connection rests after a steal; they double each time
 _LONGEST_REST = 2.0
+_ALL_PEERS = 4  # connections of all peers together, in times those of a single one
+_AHEAD = 64 << 20  # bytes of memory that all requests together prepare ahead
+_STEP = 8 << 20  # bytes that are prepared at a time, by whole strides of the arena
+_LOOK = 0.02  # seconds between two looks at how much has come
 
-Join = Callable[["Peer"], Awaitable[None]]
+OnProgress = Callable[[int, int], None]
+OnVerified = Callable[[int], None]
+Prepare = Callable[[int, int], Awaitable[None]]
+
+
+class Target(Protocol):
+    """Memory that chunks are received into."""
+
+    def buffers(self, start: int, stop: int) -> list[memoryview]:
+        """Return writable views of bytes for ``[start, stop)`` of the data segment."""
+
+
+class _Closed:
+    """The target of a download that has ended."""
+
+    def buffers(self, start: int, stop: int) -> list[memoryview]:
+        raise AssertionError(f"bytes {start} to {stop} come after the download")
+
+
+class OtherSnapshotError(CheckpointChangedError):
+    """A peer serves the step, but not the snapshot that the other peers serve."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.url} serves another snapshot of this step, {self.actual}; the "
+            f"others serve {self.expected}"
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -75,6 +139,16 @@ class Peer:
         """Say whether it holds the first chunk of a run."""
         return self.chunks is None or run.chunk is None or run.chunk in self.chunks
 
+    def require(self, expected: Outline, actual: Outline) -> None:
+        """Raise `OtherSnapshotError` if its snapshot is another one; else it joins."""
+        if actual.snapshot_id != expected.snapshot_id:
+            raise OtherSnapshotError(
+                expected=expected.snapshot_id,
+                actual=actual.snapshot_id,
+                url=self.source.base_url,
+            )
+        self.joined = True
+
     def drop(self, error: AiockptError, step: int) -> None:
         """Ask it no more. Only the first error counts."""
         if self.error is not None:
@@ -95,7 +169,7 @@ class Peer:
 def verdict(peers: Sequence[Peer]) -> AiockptError:
     """Return the error that says why no peer is left; the others are its notes.
 
-    What one peer answered tells more than that another one said nothing.
+    What a peer answered tells more than that another peer did not answer.
     """
     failed = [(peer, peer.error) for peer in peers if peer.error is not None]
     answers = [error for _, error in failed if not isinstance(error, TransportError)]
@@ -111,13 +185,14 @@ class Connection:
     """One of the connections to a peer.
 
     Attributes:
+        patience: With the peer; its connections share it.
         rate: Bytes per second of its last run; 0.0 before that.
         steals: How often a run was taken from it since its last whole one.
         resting_until: In loop time; it takes no run before.
     """
 
     peer: Peer
-    fetch: ChunkFetch
+    patience: Patience
     rate: float = 0.0
     steals: int = 0
     resting_until: float = 0.0
@@ -139,7 +214,7 @@ class Assignment:
     """A run that a connection is fetching.
 
     Attributes:
-        retrier: Its attempts.
+        retries: Its attempts.
         scope: Ends it when it is stolen.
         stolen: Whether that has happened.
         ended: Set when nothing is received for it any more.
@@ -147,8 +222,7 @@ class Assignment:
 
     connection: Connection
     run: ChunkRun
-    retrier: Retrier
-    started: float
+    retries: Retries
     scope: anyio.CancelScope | None = None
     stolen: bool = False
     size: int = field(init=False)
@@ -164,7 +238,8 @@ class Assignment:
     def watch(self, now: float, *, again: bool) -> None:
         """Look how much has come; ``again`` if the last look still counts.
 
-        What was before does not count: then it shared the line with others.
+        Only the pace since the first look counts: before it, the connection shared the
+        line with others.
         """
         left = self.run.remaining
         if not again or self._watched < 0:
@@ -174,7 +249,7 @@ class Assignment:
             self._last, self._moved = left, now
 
     def seconds_left(self, now: float) -> float:
-        """Return how long it will take, at the pace since it is watched.
+        """Return the estimated seconds left, at the pace since the first look.
 
         A connection that is silent will probably be silent for as long again.
         """
@@ -183,7 +258,7 @@ class Assignment:
         return max(pace, now - self._moved)
 
     def is_early(self, now: float, seconds: float) -> bool:
-        """Say whether it is too early to judge what takes another so many seconds."""
+        """Say whether a run that needs ``seconds`` was watched too shortly to judge."""
         return now - self._watched <= min(seconds, _GLANCE)
 
 
@@ -228,9 +303,9 @@ def _steal_at(
     if run.chunk is None or victim.stolen or not free.peer.has(run):
         return 0.0, inf
     if victim.connection.peer is free.peer:
-        vain = run.steals >= _VAIN or victim.retrier.due > now
+        vain = run.steals >= _VAIN or victim.retries.due > now
         own = inf if vain or not rate else run.remaining / rate
-    elif victim.connection.fetch.patience.silent_since is not None:
+    elif victim.connection.patience.silent_since is not None:
         return inf, 0.0
     else:
         own = run.unverified / rate if rate else _UNKNOWN
@@ -240,64 +315,88 @@ def _steal_at(
 
 
 class Download:
-    """One download of chunks.
+    """One download of chunks into ``target``; each chunk is verified as it arrives.
 
     Args:
-        peers: Those that are left, with what the requests to each have in common.
-        chunks: The numbers of the chunks.
-        each: How many connections each peer gets.
-        most: How many the only peer gets, also when the others were dropped.
-        join: Awaited before a peer is asked; it raises unless that peer holds the
-            checkpoint. None if all of them are known to.
+        client: Asks the peers.
+        peers: Those that are left. One that has not joined is asked for its manifest
+            first.
+        outline: Of the checkpoint.
+        target: Where the bytes go.
+        deadline: In loop time; a peer that has not joined may take until then.
+        on_progress: Gets newly arrived bytes (negative when bytes are thrown away) and
+            newly verified chunks; it must be quick and not raise.
+        on_retry: Called with each error that is followed by another attempt.
+        prepare: ``prepare(start, stop)`` gets that memory of the data segment ready, a
+            little ahead of its bytes.
+        on_verified: Gets the number of each verified chunk, whose bytes are in
+            ``target`` when the loop goes on, and stay as they are. It only takes note.
     """
 
     def __init__(
         self,
-        peers: Sequence[tuple[Peer, ChunkFetch]],
-        chunks: Sequence[int],
+        client: CheckpointClient,
+        peers: Sequence[Peer],
+        outline: Outline,
+        target: Target,
         *,
-        each: int,
-        most: int,
-        join: Join | None = None,
+        on_progress: OnProgress,
+        deadline: float = inf,
+        on_retry: OnRetry | None = None,
+        prepare: Prepare | None = None,
+        on_verified: OnVerified | None = None,
     ) -> None:
-        self._peers = dict(peers)
-        outline = peers[0][1].outline
-        self._step, self._grid = outline.step, outline.grid
-        try:
-            whole = ChunkRun(outline, dict.fromkeys(chunks))
-        except IndexError as error:
-            raise LocalProtocolError(f"no such chunk: {error}") from None
-        self._chunks = len(whole)
-        self._queue = deque([whole] if self._chunks else [])
+        self._client, self._peers, self._outline = client, peers, outline
+        self._target, self._prepare = target, prepare
+        self._on_progress, self._on_verified = of_caller(on_progress), on_verified
+        self._deadline, self._on_retry = deadline, on_retry
+        self._most = client.config.max_concurrency
+        self._chunks = 0
+        self._queue = deque[ChunkRun]()
         self._assignments: list[Assignment] = []
-        self._each, self._most = each, most
         self._connections: list[Connection] = []
-        self._join = join
+        self._patience = {peer: client.patience() for peer in peers}
+        self._joining: dict[Peer, anyio.CancelScope] = {}
         self._news = News()
-        self._joining: set[Peer] = set()
-        self._scopes = {peer: anyio.CancelScope() for peer in self._peers}
         self._looked = 0.0
+        for patience in self._patience.values():
+            patience.connected = True
         self._set_alone()
 
     def __repr__(self) -> str:
         state = f"queue={len(self._queue)} assignments={len(self._assignments)}"
         return f"<Download peers={len(self._peers)} {state}>"
 
-    async def run(self) -> None:
-        """Download everything.
+    async def run(self, chunks: Sequence[int]) -> None:
+        """Download chunks, given by their numbers; once only.
 
-        If cancelled, nothing is written any more, and no connection is left.
+        If cancelled, nothing is written to the target any more, any part of it may
+        have been, and no connection is left.
 
         Raises:
-            AiockptError: no peer is left; see `verdict`.
+            IntegrityError: a chunk came three times with a wrong digest.
+            CheckpointChangedError: the peer replaced the snapshot.
+            StepNotFoundError: the peer retracted it.
+            PeerUnreachableError, TransferStalledError, TransferInterruptedError: the
+                peer was silent for the reconnect timeout.
+            AuthenticationError, RemoteProtocolError: what the peer answered.
         """
+        try:
+            whole = ChunkRun(self._outline, dict.fromkeys(chunks))
+        except IndexError as error:
+            raise LocalProtocolError(f"no such chunk: {error}") from None
+        self._chunks = len(whole)
         if not self._chunks:
             return
+        self._queue.append(whole)
         try:
             await together([partial(self._ask, peer) for peer in self._peers])
         finally:
             for run in self._queue:  # it failed: the beginnings of chunks do not count
                 self._forget(run.assign(None, _ignore))
+            # Tracebacks of requests that were cancelled keep this object, which must
+            # not keep the memory.
+            self._target, self._prepare, self._on_verified = _Closed(), None, None
         assert self._is_done, "a chunk was left out"
 
     @property
@@ -307,31 +406,51 @@ class Download:
     def _left(self) -> list[Peer]:
         return [peer for peer in self._peers if peer.error is None]
 
+    def _connections_of_each(self) -> int:
+        """Return how many connections each peer that is left may use now."""
+        most = self._most
+        if len(self._left()) == 1:
+            return most
+        return max(1, min(most, _ALL_PEERS * most // len(self._peers)))
+
     async def _ask(self, peer: Peer) -> None:
         """Ask one peer until everything has come, or the peer is dropped."""
-        with self._scopes[peer]:
+        if not peer.joined and not await self._join(peer):
+            return
+        new = [Connection(peer, self._patience[peer]) for _ in range(self._most)]
+        self._connections += new
+        await together([partial(self._work, each, n) for n, each in enumerate(new)])
+
+    async def _join(self, peer: Peer) -> bool:
+        """Say whether a peer holds the checkpoint, before everything has come."""
+        client, outline, step = self._client, self._outline, self._outline.step
+        # Only peers that have not answered are cancelled when everything has come. The
+        # traceback of a cancel is in a cycle with its task: if it passed a request, the
+        # memory of the download would stay until the collector runs.
+        with anyio.CancelScope() as scope:
+            self._joining[peer] = scope
             try:
-                if self._join is not None and not peer.joined:
-                    self._joining.add(peer)
-                    await self._join(peer)
+                found = await fetch_manifest(
+                    client,
+                    peer.source,
+                    step,
+                    deadline=self._deadline,
+                    on_retry=self._on_retry,
+                )
+                peer.require(outline, found.manifest.outline)
             except (ClosedError, StagingError):
                 raise  # not the peer's fault
             except AiockptError as error:
                 self._drop(peer, error)
-                return
             finally:
-                self._joining.discard(peer)
-            fetch = self._peers[peer]
-            new = [Connection(peer, fetch) for _ in range(self._most)]
-            self._connections += new
-            work = [partial(self._work, each, n) for n, each in enumerate(new)]
-            await together(work)
+                del self._joining[peer]
+        return peer.joined
 
     async def _work(self, connection: Connection, number: int) -> None:
-        peer = connection.peer
-        while not self._is_done and peer.error is None:
-            if number >= self._each and len(self._left()) > 1:
-                await self._news.wait(None)  # for the other peers to be dropped
+        """Fetch and steal runs over one connection."""
+        while not self._is_done and connection.peer.error is None:
+            if number >= self._connections_of_each():
+                await self._news.wait(None)  # until another peer is dropped
                 continue
             match self._choose(connection):
                 case ChunkRun() as run:
@@ -374,20 +493,33 @@ class Download:
         get runs that take all of them about as long, and shorter ones towards the end.
         """
         if len(self._peers) == 1:
-            return -(-self._chunks // (2 * self._most)) * self._grid.chunk_bytes
+            chunks = -(-self._chunks // (2 * self._most))
+            return chunks * self._outline.grid.chunk_bytes
         left = sum(run.unverified for run in self._queue)
-        peers = len(self._left())
-        connections = peers * self._each if peers > 1 else self._most
+        connections = len(self._left()) * self._connections_of_each()
         return min(left // (2 * connections), int(connection.rate * _TURN))
 
     async def _fetch(self, connection: Connection, run: ChunkRun) -> None:
-        peer, started = connection.peer, _now()
-        retrier, scope = Retrier(connection.fetch.patience), anyio.CancelScope()
-        mine = Assignment(connection, run, retrier, started, scope)
+        """Fetch what is left of a run; what does not come goes back into the queue."""
+        peer, patience, started = connection.peer, connection.patience, _now()
+        step = self._outline.step
+        retries = self._client.retries(peer.source, step, patience, self._on_retry)
+        mine = Assignment(connection, run, retries, anyio.CancelScope())
         self._assignments.append(mine)
+
+        async def attempt() -> None:
+            while run.chunk is not None:
+                await self._request(run, peer.source, patience)
+            if (settled := run.settle()) is not None:
+                lost, error = settled
+                error.url = peer.source.base_url
+                self._forget(lost)
+                raise error
+
         try:
-            with scope:
-                await connection.fetch.fetch(run, mine.retrier)
+            assert mine.scope is not None
+            with mine.scope:
+                await retries.run(attempt)
         except (ClosedError, StagingError):
             raise  # not the peer's fault
         except AiockptError as error:
@@ -399,11 +531,77 @@ class Download:
             mine.ended.set()
             self._news.tell()
             if self._is_done:
-                self._stop_joining()
+                for scope in self._joining.values():
+                    scope.cancel()
         if run.unverified:
             connection.rest(_now())
         else:
             connection.learn(mine.size, _now() - started)
+
+    async def _request(self, run: ChunkRun, source: Source, patience: Patience) -> None:
+        """Receive what one request can bring straight into the target."""
+        start, stop = run.begin_request()
+        outline = self._outline
+        head = outline.header_bytes
+        # A peer that has just come back may not have published again yet.
+        wait = min(patience.reconnect_timeout, patience.stall_timeout / 2)
+        request = Request(
+            source=source,
+            path=format_resource(Resource(ResourceKind.FULL, outline.step)),
+            headers={
+                hdrs.RANGE: format_range(head + start, head + stop),
+                hdrs.IF_MATCH: format_etag(outline.snapshot_id),
+                "Prefer": format_prefer_wait(min(wait, source.patience)),
+            },
+            status=HTTPStatus.PARTIAL_CONTENT,
+            step=outline.step,
+            snapshot_id=outline.snapshot_id,
+            chunk=run.chunk,
+        )
+
+        def count(new: int) -> None:
+            patience.heard(_now())
+            self._on_progress(new, 0)
+
+        async with self._client.request(request, count) as reply:
+            reply.place = run.place()
+            _check_range(reply, head + start, head + stop, outline.total_bytes)
+            writer = BodyWriter(self._target.buffers, start, stop, run)
+            try:
+                if self._prepare is None:
+                    await reply.read_into(writer)
+                else:
+                    await self._read_prepared(reply, writer, start, self._prepare)
+            finally:
+                run.note()
+                reply.place = run.place()
+
+    async def _read_prepared(
+        self, reply: Reply, writer: BodyWriter, start: int, prepare: Prepare
+    ) -> None:
+        """Read a body while memory from ``start`` on is prepared a little ahead of it.
+
+        No further: a peer that claims gigabytes and sends nothing takes no memory.
+        """
+        news = News()
+        ahead = max(_AHEAD // self._most, _STEP)
+
+        async def read() -> None:
+            await reply.read_into(writer)
+            news.tell()
+
+        async def keep_ready() -> None:
+            at, stop = start, start + writer.size
+            while at < stop and writer.remaining:
+                if at - start - writer.filled >= ahead:
+                    await news.wait(_LOOK)
+                    continue
+                end = min(at - at % _STEP + _STEP, stop)
+                with failing_here("preparing memory"):  # not the fault of the peer
+                    await prepare(at, end)
+                at = end
+
+        await together([read, keep_ready])
 
     async def _steal(self, thief: Connection, victim: Assignment) -> None:
         """Stop a much slower connection, which puts its run back into the queue."""
@@ -412,7 +610,7 @@ class Download:
         emit(
             TransferEvent(
                 stop="retry",
-                step=self._step,
+                step=self._outline.step,
                 peer=loser.source.base_url,
                 detail=f"too slow with chunk {run.chunk}; another {who}",
             )
@@ -423,23 +621,17 @@ class Download:
         victim.scope.cancel()
         await victim.ended.wait()
 
-    def _stop_joining(self) -> None:
-        """Let go of the peers whose answer is awaited still.
-
-        Nobody else is cancelled: the traceback of a cancel is in a cycle with its
-        task, and keeps the memory of the download until the collector runs.
-        """
-        for peer in self._joining:
-            self._scopes[peer].cancel()
-
     def _verified(self, peer: Peer, chunk: int) -> None:
-        start, stop = self._grid.range(chunk)
+        start, stop = self._outline.grid.range(chunk)
         peer.given += stop - start
-        self._peers[peer].verified(chunk)
+        self._on_progress(0, 1)
+        if self._on_verified is not None:
+            self._on_verified(chunk)
 
     def _forget(self, nbytes: int) -> None:
+        """Take back from the progress what has to come once more."""
         if nbytes:
-            next(iter(self._peers.values())).on_progress(-nbytes, 0)
+            self._on_progress(-nbytes, 0)
 
     def _drop(self, peer: Peer, error: AiockptError) -> None:
         """Ask a peer no more.
@@ -450,18 +642,42 @@ class Download:
         if len(self._peers) == 1:
             peer.error = error  # so that its other connections stop
             raise error
-        peer.drop(error, self._step)
+        peer.drop(error, self._outline.step)
         if not self._left():
-            raise verdict(list(self._peers))
+            raise verdict(self._peers)
         self._set_alone()
-        self._scopes[peer].cancel()
+        for each in self._assignments:
+            if each.connection.peer is peer and each.scope is not None:
+                each.scope.cancel()
         self._news.tell()
 
     def _set_alone(self) -> None:
-        """Have a peer that is one of several tell only one lie."""
+        """Trust a peer that is one of several only until its first wrong chunk."""
         left = self._left()
         for peer in left:
-            self._peers[peer].patience.alone = len(left) == 1
+            self._patience[peer].alone = len(left) == 1
+
+
+def _check_range(reply: Reply, start: int, stop: int, size: int) -> None:
+    """Raise unless a 206 holds exactly the wanted ``[start, stop)`` of ``size``."""
+    request, headers = reply.request, reply.headers
+    tag = parse_etag(headers.get(hdrs.ETAG))
+    if tag is not None and tag != request.snapshot_id:
+        raise CheckpointChangedError(
+            expected=request.snapshot_id or "", actual=tag, url=request.url
+        )
+    with reply.blamed():
+        given = parse_content_range(headers.get(hdrs.CONTENT_RANGE))
+    if given != (start, stop, size):
+        raise RemoteProtocolError(
+            f"{request.url} sent bytes {given[0]} to {given[1]} of {given[2]} "
+            f"where {start} to {stop} of {size} were asked for"
+        )
+    if (length := reply.length()) != stop - start:
+        raise RemoteProtocolError(
+            f"{request.url} sent Content-Length {length} for a range of "
+            f"{stop - start} bytes"
+        )
 
 
 def _ignore(_: int) -> None:

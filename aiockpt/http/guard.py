@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from aiockpt.errors import AiockptError, AuthenticationError, LocalProtocolError
-from aiockpt.http.protocol import HostNotAllowed, Problem
+from aiockpt.http.problems import HostNotAllowed, Problem
 from aiockpt.http.tokens import Grant, read_token
 
 __all__ = ["RefusedError", "ServerConfig", "admit"]

@@ -33,8 +33,8 @@ from aiockpt.http.bodies import FileBody
 from aiockpt.http.guard import RefusedError, ServerConfig, admit
 from aiockpt.http.landing import landing_reply
 from aiockpt.http.lending import Lender
-from aiockpt.http.macs import ManifestMacs
 from aiockpt.http.memory_protocol import OFFER_HEADER, PROBE_HEADER
+from aiockpt.http.problems import PeerBusy, to_problem
 from aiockpt.http.published import Published
 from aiockpt.http.pumps import Pumps
 from aiockpt.http.replies import (
@@ -47,6 +47,7 @@ from aiockpt.http.replies import (
 from aiockpt.http.rounds import Rounds
 from aiockpt.http.sending import Outcome, Sending
 from aiockpt.http.shelf import Shelf
+from aiockpt.http.tokens import ManifestMacs
 
 __all__ = ["CheckpointService", "ServerStatistics"]
 
@@ -255,7 +256,7 @@ class CheckpointService:
     @contextmanager
     def _admission(self) -> Iterator[None]:
         if self._readers >= self.config.max_readers:
-            raise http.PeerBusy(retry_after=_RETRY_AFTER)
+            raise PeerBusy(retry_after=_RETRY_AFTER)
         self._readers += 1
         try:
             yield
@@ -345,9 +346,7 @@ def _resource_of(request: web.Request, step: str) -> http.Resource:
 
 
 def _response_to(error: AiockptError) -> web.Response:
-    problem = (
-        error.problem if isinstance(error, RefusedError) else http.to_problem(error)
-    )
+    problem = error.problem if isinstance(error, RefusedError) else to_problem(error)
     if problem.status == HTTPStatus.INTERNAL_SERVER_ERROR:
         problem.headers["Retry-After"] = f"{_RETRY_AFTER:.0f}"
         logger.error("a request failed", exc_info=error)

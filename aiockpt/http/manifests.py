@@ -1,156 +1,509 @@
-"""Asks a peer for a manifest, and believes it only once everything was checked."""
+"""Asks a peer for a manifest, for what it serves now, or for something newer.
+
+A manifest is believed only once everything was checked. All waiting for something that
+a peer does not serve yet is one loop, `poll`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import mmap
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
-from aiockpt.errors import RemoteProtocolError
+from aiohttp import hdrs
+
+from aiockpt.errors import (
+    AiockptError,
+    CheckpointChangedError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    StepNotFoundError,
+)
+from aiockpt.events import TransferEvent, emit
+from aiockpt.format.entries import INT64_MAX
 from aiockpt.format.header import LENGTH_BYTES, decode_header
 from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest
-from aiockpt.http.exchange import ClientConfig, Port, length_of, room_for
-from aiockpt.http.filler import Filler
-from aiockpt.http.latest import check_step
+from aiockpt.http.body_reader import BodyWriter
+from aiockpt.http.client import CheckpointClient, Place, Reply, Request
 from aiockpt.http.memory_protocol import OFFER_HEADER, PROBE_HEADER
 from aiockpt.http.protocol import (
+    INCARNATION_HEADER,
+    LEASE_HEADER,
+    STEP_HEADER,
     Resource,
     ResourceKind,
     Source,
+    check_incarnation,
+    format_latest,
     format_prefer_wait,
     format_resource,
+    parse_etag,
 )
-from aiockpt.http.retrying import Retrier
+from aiockpt.http.retry import OnRetry, Patience, Pause, backoff, poll
 from aiockpt.http.tokens import MAC_HEADER, check_manifest_mac
-from aiockpt.http.translating import Exchange, naming
 from aiockpt.runtime.gc import collector_paused
+from aiockpt.runtime.lifetime import Lifetime
 
 __all__ = [
-    "NOTHING",
-    "Lending",
-    "ManifestRequest",
-    "Memory",
-    "Run",
-    "Wishes",
+    "PATIENCE",
+    "SUPERSEDED",
+    "LatestInfo",
+    "ManifestReply",
+    "Steps",
+    "chase",
+    "end_lease",
+    "fetch_latest",
+    "fetch_manifest",
+    "keep_lease",
+    "wait_newer",
 ]
 
-T = TypeVar("T")
+V = TypeVar("V")
 
-_RETURN = 0.5  # seconds that the answer to a request may take once it is decided
-Memory: TypeAlias = bytearray | mmap.mmap
+SUPERSEDED = (StepNotFoundError, CheckpointChangedError)
+"""What a receive raises whose step the sender has replaced."""
+
+PATIENCE = 0.5
+"""Seconds for which a receive of what is served now waits for that step.
+
+The step was served a moment ago. A sender that has it no more has started again,
+perhaps from a lower step, or serves another one soon.
+"""
+
+_REPLY = 0.5  # seconds that the reply to a request may take once it is decided
+_FAREWELL = 1.0  # seconds in which a peer takes note that a receive has ended
+_POLL = 30.0  # seconds for which a peer is asked to wait for news
+_SMALL = 1 << 20
 
 
-class Run(Protocol):
-    """Calls a function in a thread and ends when the thread has, as `Bridge.run`."""
+class ManifestReply(NamedTuple):
+    """A manifest, and the memory of this host that came with it.
 
-    def __call__(self, fn: Callable[[], T], /) -> Awaitable[T]:
-        """Return what the function returns."""
+    Attributes:
+        offer: Where the sender lends the memory of the checkpoint; None if nowhere.
+    """
 
-
-@dataclass(slots=True)
-class Lending:
-    """Asks, together with a manifest, for the memory itself: see `wire.lending`."""
-
-    probe: str
-    offer: str | None = None
+    manifest: Manifest
+    offer: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """What is asked for beside a manifest.
+class LatestInfo:
+    """What a peer serves now.
 
-    Attributes:
-        lending: Has the peer's offer afterwards, if it made one.
+    ``incarnation`` is the id of the sender's current start; None from a peer that has
+    none. It says nothing about the content, so it does not count in a comparison.
     """
 
-    lending: Lending | None = None
-
-    def headers(self) -> dict[str, str]:
-        """Return what the request has to say."""
-        return {} if self.lending is None else {PROBE_HEADER: self.lending.probe}
+    step: int
+    snapshot_id: str
+    incarnation: str | None = field(default=None, compare=False)
 
 
-NOTHING = Wishes()
+async def fetch_manifest(
+    client: CheckpointClient,
+    source: Source,
+    step: int,
+    *,
+    deadline: float,
+    on_retry: OnRetry | None = None,
+    probe: str | None = None,
+) -> ManifestReply:
+    """Return the manifest of ``step``, waiting until the peer publishes it.
 
-
-class ManifestRequest:
-    """One request for a manifest, which may be sent again and again.
+    It waits for ``source.patience``, or until it is cancelled. If cancelled, nothing is
+    left behind.
 
     Args:
-        port: What it is sent by.
-        config: The stall timeout, the limits, and the key of manifests.
-        run: Where the manifest is decoded.
-        wishes: What else is wanted.
+        deadline: In loop time; the peer is told how long the receiver can wait.
+        on_retry: Called with each error that is followed by another attempt.
+        probe: Asks the sender to lend its memory, if it is on this host.
+
+    Raises:
+        StepNotFoundError: a newer step has taken its place, or it did not come.
+        PeerUnreachableError, TransferStalledError, TransferInterruptedError: the
+            peer was silent for the reconnect timeout.
+        AuthenticationError, RemoteProtocolError, LimitExceededError,
+            IntegrityError, ForgedManifestError: what the peer answered.
+    """
+    until = _now() + source.patience
+    last = min(deadline, until)
+
+    async def ask() -> ManifestReply | None:
+        patience = client.patience()
+        retries = client.retries(source, step, patience, on_retry)
+        attempt = partial(_ask_manifest, client, source, step, last, patience, probe)
+        try:
+            return await retries.run(attempt)
+        except StepNotFoundError as error:
+            is_past = error.serving is not None and error.serving > step
+            if is_past or _now() >= until:
+                raise
+            retries.on_retry(error)
+            return None
+
+    return await poll(ask, pause=client.pause)
+
+
+async def _ask_manifest(
+    client: CheckpointClient,
+    source: Source,
+    step: int,
+    deadline: float,
+    patience: Patience,
+    probe: str | None,
+) -> ManifestReply:
+    # Longer waits are asked for in pieces: a connection that is dead meanwhile goes
+    # unnoticed for the wait and the stall timeout.
+    left = max(deadline - _now(), 0.0)
+    # The reply should be here before the deadline: it says what is served instead.
+    wait = min(left - min(left / 4, _REPLY), client.config.stall_timeout)
+    request = Request(
+        source=source,
+        path=format_resource(Resource(ResourceKind.METADATA, step)),
+        headers={"Prefer": format_prefer_wait(wait)}
+        | ({} if probe is None else {PROBE_HEADER: probe}),
+        step=step,
+        wait=wait,
+    )
+    limits = client.config.limits
+
+    def heard(_: int) -> None:
+        patience.heard(_now())
+
+    async with client.request(request, heard) as reply:
+        if (given := _step_of(reply)) != step:
+            raise RemoteProtocolError(f"{request.url} sends step {given}")
+        size = reply.length()
+        reply.place = Place(None, 0, size)
+        enforce("the size of the header", size, limits.max_header_bytes + LENGTH_BYTES)
+        header = room_for(size)
+        view = memoryview(header)
+        await reply.read_into(BodyWriter(lambda a, b: [view[a:b]], 0, size))
+
+    def decode() -> Manifest:
+        """Check who has written the header before anything is made of it."""
+        if (key := client.config.security.key) is not None:
+            mac = reply.headers.get(MAC_HEADER)
+            check_manifest_mac(key, memoryview(header), mac, url=request.url)
+        with collector_paused():
+            found = decode_header(header, limits=limits, ours=True)
+        assert isinstance(found, Manifest)  # ours
+        return found
+
+    with reply.blamed():
+        manifest = await client.run(decode)
+    if manifest.step != step:
+        raise RemoteProtocolError(f"{request.url} describes step {manifest.step}")
+    return ManifestReply(manifest, reply.headers.get(OFFER_HEADER))
+
+
+def room_for(size: int) -> bytearray | mmap.mmap:
+    """Return memory that costs nothing before it is filled: a peer only says a size."""
+    return bytearray(size) if size <= _SMALL else mmap.mmap(-1, size)
+
+
+async def fetch_latest(
+    client: CheckpointClient,
+    source: Source,
+    *,
+    wait: float = 0.0,
+    on_retry: OnRetry | None = None,
+) -> LatestInfo:
+    """Return what the peer serves at this moment, or within ``wait`` seconds.
+
+    Raises:
+        StepNotFoundError: nothing is published.
+    """
+    retries = client.retries(source, None, client.patience(), on_retry)
+    found = await retries.run(partial(_ask_latest, client, source, wait=wait))
+    assert found is not None, "only a request for a newer step may come back empty"
+    return found
+
+
+async def fetch_incarnation(
+    client: CheckpointClient, source: Source, *, reconnect_timeout: float
+) -> str | None:
+    """Return the id of the peer's current start; None from a peer that has none.
+
+    Raises:
+        TransportError: the peer was silent for ``reconnect_timeout``, which may be
+            infinite.
+        AuthenticationError, RemoteProtocolError: what the peer answered.
+    """
+    request = Request(
+        source=source,
+        path=format_latest(INT64_MAX),  # nothing is newer, so nothing is waited for
+        headers={"Prefer": format_prefer_wait(0)},
+        may_be_empty=True,
+    )
+
+    async def ask() -> str | None:
+        async with client.request(request) as reply:
+            return check_incarnation(reply.headers.get(INCARNATION_HEADER))
+
+    retries = client.retries(source, None, client.patience(reconnect_timeout))
+    try:
+        return await retries.run(ask)
+    except StepNotFoundError:  # the answer of an older peer that serves nothing
+        return None
+
+
+async def wait_newer(
+    client: CheckpointClient,
+    source: Source,
+    after: int | None,
+    *,
+    known: str | None = None,
+    reconnect_timeout: float | None = None,
+) -> LatestInfo:
+    """Return what the peer serves once that is newer than step ``after``.
+
+    Whatever is served by a sender whose incarnation is not ``known`` is newer: the
+    sender has started again. This waits until it is cancelled, which leaves nothing
+    behind. A peer that is silent, or busy, is asked again, ever more slowly.
+
+    Raises:
+        PeerUnreachableError, TransferStalledError, TransferInterruptedError: the
+            peer was silent for ``reconnect_timeout``, which may be infinite.
+        AuthenticationError, RemoteProtocolError: what the peer answered.
+    """
+
+    async def ask() -> LatestInfo | None:
+        retries = client.retries(source, None, client.patience(reconnect_timeout))
+        with suppress(StepNotFoundError):
+            return await retries.run(
+                partial(_ask_latest, client, source, after, known=known, wait=_POLL)
+            )
+        return None
+
+    return await poll(ask, pause=client.pause)
+
+
+async def _ask_latest(
+    client: CheckpointClient,
+    source: Source,
+    after: int | None = None,
+    *,
+    known: str | None = None,
+    wait: float = 0.0,
+) -> LatestInfo | None:
+    """Return what a peer serves, if that is newer than ``after``; else None."""
+    headers = {"Prefer": format_prefer_wait(wait)} if wait else {}
+    if known is not None:
+        headers[INCARNATION_HEADER] = known
+    request = Request(
+        source=source,
+        path=format_latest(after),
+        headers=headers,
+        wait=wait,
+        may_be_empty=after is not None,
+    )
+    async with client.request(request) as reply:
+        if reply.status == HTTPStatus.NO_CONTENT:
+            return None
+        step = _step_of(reply)
+        snapshot_id = parse_etag(reply.headers.get(hdrs.ETAG))
+        incarnation = check_incarnation(reply.headers.get(INCARNATION_HEADER))
+    if snapshot_id is None:
+        raise RemoteProtocolError(f"{request.url} does not name its snapshot")
+    restarted = None not in (known, incarnation) and known != incarnation
+    # A server that does not know ``after`` answers with what it has.
+    if after is not None and step <= after and not restarted:
+        return None
+    return LatestInfo(step, snapshot_id, incarnation)
+
+
+def _step_of(reply: Reply) -> int:
+    text = reply.headers.get(STEP_HEADER, "")
+    known = re.fullmatch(r"0|[1-9][0-9]{0,18}", text)
+    if known is None or int(text) > INT64_MAX:
+        url = reply.request.url
+        raise RemoteProtocolError(
+            f"{url} names no step in its answer; is that an aiockpt server?"
+        )
+    return int(text)
+
+
+async def end_lease(client: CheckpointClient, source: Source, step: int) -> None:
+    """Tell the peer that the receive of ``source.lease`` has ended.
+
+    A peer that does not hear it finds out by itself: the lease ends when nothing is
+    asked for during the peer's stall timeout.
+    """
+    assert source.lease is not None
+    left = source.lease.until - _now()  # all bytes are here, so this must not cost much
+    request = Request(
+        source=source,
+        method="HEAD",
+        path=format_resource(Resource(ResourceKind.METADATA, step)),
+        headers={LEASE_HEADER: source.lease.end},
+        status=HTTPStatus.NO_CONTENT,
+    )
+    with suppress(TimeoutError):
+        async with asyncio.timeout(min(_FAREWELL, max(left, 0.0) / 4)):
+            await _tell(client, request)
+
+
+async def keep_lease(client: CheckpointClient, source: Source, step: int) -> None:
+    """Renew ``source.lease`` until cancelled, while nothing else is asked for."""
+    request = Request(
+        source=source,
+        path=format_resource(Resource(ResourceKind.METADATA, step)),
+        headers={hdrs.IF_NONE_MATCH: "*", "Prefer": format_prefer_wait(0)},
+        status=HTTPStatus.NOT_MODIFIED,
+    )
+    while True:
+        await client.pause(client.config.stall_timeout / 4)
+        await _tell(client, request)
+
+
+async def _tell(client: CheckpointClient, request: Request) -> None:
+    with suppress(AiockptError):
+        async with client.request(request):
+            pass
+
+
+async def chase(
+    find: Callable[[], Awaitable[int]],
+    receive: Callable[[int], Awaitable[V]],
+    *,
+    pause: Pause,
+    survives: tuple[type[AiockptError], ...] = SUPERSEDED,
+) -> tuple[int, V]:
+    """Receive the step that ``find`` returns; return it and what ``receive`` returned.
+
+    When ``receive`` raises one of ``survives``, such as that the step was replaced,
+    ``find`` is asked again, ever more slowly. If cancelled, so is what is under way.
+    """
+    failures = 0
+    while True:
+        step = await find()
+        try:
+            return step, await receive(step)
+        except survives as error:
+            replaced = isinstance(error, SUPERSEDED)
+            level = logging.INFO if replaced else logging.WARNING
+            emit(TransferEvent(stop="retry", step=step, detail=str(error), level=level))
+        await pause(backoff(failures))
+        failures += 1
+
+
+class Steps:
+    """Gives the newest step of a peer, whenever there is one after the last given.
+
+    Between two steps nothing is held or under way, so it may be dropped at any time.
+
+    Args:
+        client: Asks the peer.
+        source: Which peer.
+        lifetime: Ends the waiting.
+        after: The last step that is known.
+        reconnect_timeout: Seconds for which a silent peer is asked again.
     """
 
     def __init__(
-        self, port: Port, config: ClientConfig, run: Run, wishes: Wishes
+        self,
+        client: CheckpointClient,
+        source: Source,
+        lifetime: Lifetime,
+        *,
+        after: int | None,
+        reconnect_timeout: float = math.inf,
     ) -> None:
-        self._port, self._config, self._run = port, config, run
-        self._wishes = wishes
+        self._client = client
+        self._source = source
+        self._lifetime = lifetime
+        self._after = self._before = after
+        self._incarnation: str | None = None
+        self._acquainted = False
+        self._asks = False
+        self._reconnect_timeout = reconnect_timeout
 
     def __repr__(self) -> str:
-        return f"<ManifestRequest {self._port.state}>"
+        return f"<Steps of {self._source.base_url} after={self._after}>"
 
-    async def send(
-        self, source: Source, step: int, deadline: float, retrier: Retrier
-    ) -> Manifest:
-        """Return the manifest of ``step``; see `CheckpointClient.fetch_manifest`."""
-        # Longer waits are asked for in pieces: a connection that is dead meanwhile
-        # goes unnoticed for the wait and the stall timeout.
-        left = max(deadline - asyncio.get_running_loop().time(), 0.0)
-        # The answer is to be here before the deadline: it says what is served instead.
-        wait = min(left - min(left / 4, _RETURN), self._config.stall_timeout)
-        wishes = self._wishes
-        exchange = Exchange(
-            source=source,
-            path=format_resource(Resource(ResourceKind.METADATA, step)),
-            headers={"Prefer": format_prefer_wait(wait), **wishes.headers()},
-            status=HTTPStatus.OK,
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> int:
+        """Wait for the next step. If cancelled, or if it fails, none is lost.
+
+        Raises:
+            LocalProtocolError: another task waits already.
+        """
+        client, source, timeout = self._client, self._source, self._reconnect_timeout
+        with self._lifetime.call(), self._alone():
+            if self._after is not None and not self._acquainted:
+                # Only a follower who knows who served the last step notices a restart.
+                self._incarnation = await fetch_incarnation(
+                    client, source, reconnect_timeout=timeout
+                )
+            self._acquainted = True
+            before = self._after
+
+            async def ask() -> LatestInfo | None:
+                nonlocal before
+                before = self._after
+                found = await wait_newer(
+                    client,
+                    source,
+                    self._after,
+                    known=self._incarnation,
+                    reconnect_timeout=timeout,
+                )
+                if None not in (self._incarnation, found.incarnation) and (
+                    self._incarnation != found.incarnation
+                ):
+                    _tell_of_restart(source, self._after, found.step)
+                    before = None
+                self._incarnation = found.incarnation
+                # One address may be that of several senders, who answer in turn.
+                return None if found.step == self._after else found
+
+            found = await poll(ask, pause=client.pause)
+        self._after, self._before = found.step, before
+        return found.step
+
+    def again(self) -> None:
+        """Have the last step given again if it still is the newest: it was not used."""
+        self._after = self._before
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        # Two would be given the same step, or an older one after a newer.
+        if self._asks:
+            raise LocalProtocolError(
+                "two tasks iterate over the same steps: call steps() for each"
+            )
+        self._asks = True
+        try:
+            yield
+        finally:
+            self._asks = False
+
+
+def _tell_of_restart(source: Source, last: int | None, step: int) -> None:
+    was = "before its first step" if last is None else f"after step {last}"
+    emit(
+        TransferEvent(
+            stop="restart",
             step=step,
-            allowance=wait,
+            peer=source.base_url,
+            detail=f"the sender has started again {was}, and goes on from step {step}",
+            level=logging.WARNING,
         )
-        header = await self._download(exchange, retrier)
-        if wishes.lending is not None:
-            wishes.lending.offer = exchange.offer
-        return await self._decode(header, exchange, step)
+    )
 
-    async def _decode(self, header: Memory, exchange: Exchange, step: int) -> Manifest:
-        with naming(exchange):
-            manifest = await self._run(partial(self._believe, header, exchange))
-        if manifest.step != step:
-            raise RemoteProtocolError(f"{exchange.url} describes step {manifest.step}")
-        return manifest
 
-    async def _download(self, exchange: Exchange, retrier: Retrier) -> Memory:
-        def heard(_: int) -> None:
-            retrier.patience.heard(asyncio.get_running_loop().time())
-
-        port = self._port
-        limit = self._config.limits.max_header_bytes + LENGTH_BYTES
-        async with port.open(exchange, heard) as (answer, watch):
-            check_step(answer, exchange)
-            exchange.mac = answer.headers.get(MAC_HEADER)
-            exchange.offer = answer.headers.get(OFFER_HEADER)
-            exchange.expected = length_of(answer, exchange.url)
-            enforce("the size of the header", exchange.expected, limit)
-            memory = room_for(exchange.expected)
-            view = memoryview(memory)
-            filler = Filler(lambda a, b: [view[a:b]], 0, exchange.expected)
-            await port.receive(exchange, answer, watch, filler)
-        return memory
-
-    def _believe(self, header: Memory, exchange: Exchange) -> Manifest:
-        """Check who has written a header before anything is made of it; decode it."""
-        key = self._config.security.key
-        if key is not None:
-            check_manifest_mac(key, memoryview(header), exchange.mac, url=exchange.url)
-        with collector_paused():
-            found = decode_header(header, limits=self._config.limits, ours=True)
-        assert isinstance(found, Manifest)  # ours
-        return found
+def _now() -> float:
+    return asyncio.get_running_loop().time()

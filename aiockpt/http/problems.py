@@ -24,7 +24,7 @@ from aiockpt.errors import (
     StepNotFoundError,
     TransportError,
 )
-from aiockpt.http.ranges import RangeNotSatisfiable, format_unsatisfied_range
+from aiockpt.http.protocol import RangeNotSatisfiable, format_unsatisfied_range
 
 __all__ = [
     "PROBLEM_TYPE",

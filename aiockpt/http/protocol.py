@@ -1,7 +1,9 @@
-"""What the two ends say over HTTP: routes, header names, conditions, the metadata.
+"""What the two ends say over HTTP: routes, headers, conditions, ranges, the metadata.
 
-Parsers of what a peer sent raise `RemoteProtocolError`; parsers of what the caller
-passed raise `LocalProtocolError`.
+Everything here is pure. Parsers of what a peer sent raise `RemoteProtocolError`;
+parsers of what the caller passed raise `LocalProtocolError`. Inside the package a range
+is half-open, ``[start, stop)``. The inclusive form of RFC 9110 section 14 exists only
+in the parsers and formatters below.
 """
 
 from __future__ import annotations
@@ -16,14 +18,6 @@ from urllib.parse import SplitResult, urlsplit
 
 from aiockpt.errors import LocalProtocolError, RemoteProtocolError
 from aiockpt.format.chunks import ALGORITHM, DIGEST_DIGITS
-from aiockpt.http.problems import (
-    HostNotAllowed,
-    PeerBusy,
-    Problem,
-    from_problem,
-    parse_retry_after,
-    to_problem,
-)
 from aiockpt.runtime.secrets import Token, discreet
 
 __all__ = [
@@ -34,33 +28,35 @@ __all__ = [
     "LEASE_HEADER",
     "MAX_METADATA",
     "STEP_HEADER",
-    "HostNotAllowed",
+    "Address",
     "Lease",
-    "PeerBusy",
-    "Problem",
+    "RangeNotSatisfiable",
     "Resource",
     "ResourceKind",
     "Source",
     "check_incarnation",
+    "format_content_range",
     "format_digest",
     "format_etag",
     "format_latest",
     "format_metadata",
     "format_prefer_wait",
+    "format_range",
     "format_resource",
-    "from_problem",
+    "format_unsatisfied_range",
     "if_match",
     "if_none_match",
     "if_range",
+    "parse_address",
     "parse_after",
+    "parse_content_range",
     "parse_digest",
     "parse_etag",
     "parse_lease",
     "parse_metadata",
     "parse_prefer_wait",
+    "parse_range",
     "parse_resource",
-    "parse_retry_after",
-    "to_problem",
     "url_fault",
 ]
 
@@ -88,6 +84,12 @@ _ETAGS = re.compile(rf"[ \t,]*(?:{_ETAG.pattern}[ \t]*(?:,[ \t,]*|$))*")
 _LEASE = re.compile(r"([0-9a-f]{32})[ \t]*;[ \t]*ttl=([0-9]{1,9}(?:\.[0-9]{1,3})?)")
 _INCARNATION = re.compile(r"[0-9a-f]{1,64}")
 _LONGEST_LEASE = 86_400.0  # seconds; a receive without a deadline asks again
+# 19 digits hold every int64; longer ones only cost time.
+_RANGE = re.compile(r"([0-9]{0,19})-([0-9]{0,19})")
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")
+_URL_OF_STEP = re.compile(r"(.*/)(0|[1-9][0-9]{0,18})(?:/(?:full|metadata))?/")
+_URL_OF_LATEST = re.compile(r"(.*/)latest(?:/(?:full|metadata))?/")
+_BARE_URL = re.compile(r"[a-z]+://[^/]+")
 _DIGEST = re.compile(rf"{ALGORITHM}=([0-9a-f]{{{DIGEST_DIGITS}}})")
 
 
@@ -294,6 +296,37 @@ def format_metadata(base_url: str, token: str | None) -> str:
     return source.base_url if token is None else f"{source.base_url}#{token}"
 
 
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A peer, and the step that the URL names, if any."""
+
+    source: Source
+    step: int | None
+
+
+@discreet
+def parse_address(text: str) -> Address:
+    """Parse what names a checkpoint: metadata, ``.../100`` or ``.../100/full``.
+
+    Metadata always ends with a slash before its token, so a prefix that ends in
+    a number is not taken for a step.
+
+    Raises:
+        LocalProtocolError: it is no such URL.
+    """
+    location, mark, token = text.partition("#")
+    if _BARE_URL.fullmatch(location):
+        location += "/checkpoint/"  # just host and port: the prefix by default
+    source = parse_metadata(f"{location}{mark}{token}")
+    if location.endswith("/"):
+        return Address(source, None)
+    if found := _URL_OF_STEP.fullmatch(source.base_url):
+        return Address(Source(found[1], source.token), int(found[2]))
+    if found := _URL_OF_LATEST.fullmatch(source.base_url):
+        return Address(Source(found[1], source.token), None)
+    return Address(source, None)
+
+
 def parse_prefer_wait(value: str | None) -> float | None:
     """Return the seconds of ``Prefer: wait=N`` (RFC 7240 section 4.3), or None."""
     for preference in (value or "").split(","):
@@ -362,3 +395,85 @@ def if_range(header: str | None, snapshot_id: str) -> bool:
 
 def _entity_tags(header: str) -> list[tuple[str, str]]:
     return _ETAG.findall(header) if _ETAGS.fullmatch(header) else []
+
+
+class RangeNotSatisfiable(LocalProtocolError):  # noqa: N818 (HTTP's own name for 416)
+    """A well-formed ``Range`` asks for nothing that exists (HTTP 416)."""
+
+    def __init__(self, value: str, size: int) -> None:
+        super().__init__(f"range {value!r} lies outside the {size} bytes that exist")
+        self.value = value
+        self.size = size
+
+
+def parse_range(value: str | None, size: int) -> tuple[int, int] | None:
+    """Return the bytes that a ``Range`` header asks for, clamped to ``size``.
+
+    None means *ignore it and send everything* (RFC 9110 section 14.2): absent,
+    malformed, another unit, or several ranges.
+
+    Raises:
+        RangeNotSatisfiable: the range is well formed and holds no byte.
+    """
+    match = _RANGE.fullmatch(_only_spec(value))
+    if value is None or match is None or match[0] == "-":
+        return None
+    first, last = match.groups()
+    if not first:
+        return _suffix(value, int(last), size)
+    start, stop = int(first), int(last) + 1 if last else size
+    if last and stop <= start:
+        return None
+    if start >= size:
+        raise RangeNotSatisfiable(value, size)
+    return start, min(stop, size)
+
+
+def _only_spec(value: str | None) -> str:
+    unit, _, specs = (value or "").partition("=")
+    # RFC 9110 5.6.1: a list may hold blanks and empty elements.
+    given = [spec for each in specs.split(",") if (spec := each.strip(" \t"))]
+    return given[0] if unit.lower() == "bytes" and len(given) == 1 else ""
+
+
+def _suffix(value: str, length: int, size: int) -> tuple[int, int] | None:
+    if length == 0:
+        raise RangeNotSatisfiable(value, size)
+    # The last n bytes of nothing are satisfiable, and have no Content-Range.
+    return (max(size - length, 0), size) if size else None
+
+
+def format_range(start: int, stop: int) -> str:
+    """Return the ``Range`` value of a non-empty ``[start, stop)``."""
+    _require_bytes(start, stop)
+    return f"bytes={start}-{stop - 1}"
+
+
+def format_content_range(start: int, stop: int, size: int) -> str:
+    """Return the ``Content-Range`` value of a 206."""
+    _require_bytes(start, stop)
+    return f"bytes {start}-{stop - 1}/{size}"
+
+
+def format_unsatisfied_range(size: int) -> str:
+    """Return the ``Content-Range`` value of a 416."""
+    return f"bytes */{size}"
+
+
+def _require_bytes(start: int, stop: int) -> None:
+    if not 0 <= start < stop:
+        raise LocalProtocolError(f"[{start}, {stop}) is no range of bytes")
+
+
+def parse_content_range(value: str | None) -> tuple[int, int, int]:
+    """Return ``(start, stop, size)`` of a 206's ``Content-Range``.
+
+    Raises:
+        RemoteProtocolError: absent, malformed, contradictory, or of unknown size.
+    """
+    match = _CONTENT_RANGE.fullmatch(value or "")
+    if match is not None:
+        start, last, size = map(int, match.groups())
+        if start <= last < size:
+            return start, last + 1, size
+    raise RemoteProtocolError(f"bad Content-Range {(value or '')[:100]!r}")

@@ -11,18 +11,17 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import replace
-from functools import partial
 from typing import cast
 
 from aiockpt.errors import AiockptError, LocalProtocolError, TransportError
 from aiockpt.events import Progress
 from aiockpt.format.limits import Limits
 from aiockpt.http.client import CheckpointClient
+from aiockpt.http.manifests import PATIENCE, SUPERSEDED, Steps, chase
 from aiockpt.http.protocol import Lease, Source, parse_metadata
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.http.selecting import PartReceive
 from aiockpt.http.sources import Sources, sources_of
-from aiockpt.http.steps import PATIENCE, SUPERSEDED, Steps, chase, newest
 from aiockpt.http.supply import Sharing
 from aiockpt.memory.device import port_for
 from aiockpt.memory.warm import WarmArena
@@ -342,8 +341,8 @@ class Receiver(CheckpointTransport[T]):
                 async with deadline:
                     if step is not None:
                         return cast("T", await receive(step))
-                    find = partial(newest, origin, pause=pause)
-                    return cast("T", (await chase(find, receive, pause=pause))[1])
+                    found = await chase(origin.newest, receive, pause=pause)
+                    return cast("T", found[1])
             except AiockptError as error:
                 if attempt is not None:
                     attempt.annotate(error)

@@ -15,7 +15,6 @@ from typing import Any
 from aiockpt.errors import CheckpointChangedError
 from aiockpt.format.manifest import Manifest
 from aiockpt.http import protocol as http
-from aiockpt.http import ranges
 from aiockpt.http.guard import RefusedError
 
 __all__ = [
@@ -74,7 +73,7 @@ def plan_reply(
         answer["Content-Length"] = str(stop - start)
         return Reply(HTTPStatus.OK, answer, start, stop)
     first, last = wanted
-    answer["Content-Range"] = ranges.format_content_range(first, last, stop - start)
+    answer["Content-Range"] = http.format_content_range(first, last, stop - start)
     answer["Content-Length"] = str(last - first)
     return Reply(HTTPStatus.PARTIAL_CONTENT, answer, start + first, start + last)
 
@@ -111,7 +110,7 @@ def _wanted(
 ) -> tuple[int, int] | None:
     if method != "GET" or not http.if_range(headers.get("If-Range"), tag):
         return None
-    return ranges.parse_range(headers.get("Range"), size)
+    return http.parse_range(headers.get("Range"), size)
 
 
 def _extent(resource: http.Resource, manifest: Manifest) -> tuple[int, int]:

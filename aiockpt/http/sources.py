@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -19,18 +19,33 @@ import anyio
 
 from aiockpt.errors import (
     AiockptError,
-    CheckpointChangedError,
     ClosedError,
     StagingError,
+    StepNotFoundError,
 )
 from aiockpt.events import TransferEvent, emit
-from aiockpt.format.manifest import Manifest, Outline
-from aiockpt.http.client import CheckpointClient, LatestInfo, Target
-from aiockpt.http.download import Download, Peer, verdict
-from aiockpt.http.fetching import OnProgress, OnVerified, Prepare
-from aiockpt.http.manifests import NOTHING, Wishes
+from aiockpt.format.manifest import Outline
+from aiockpt.http.client import CheckpointClient
+from aiockpt.http.download import (
+    Download,
+    OnProgress,
+    OnVerified,
+    OtherSnapshotError,
+    Peer,
+    Prepare,
+    Target,
+    verdict,
+)
+from aiockpt.http.manifests import (
+    LatestInfo,
+    ManifestReply,
+    end_lease,
+    fetch_latest,
+    fetch_manifest,
+    keep_lease,
+)
 from aiockpt.http.protocol import Source, parse_metadata
-from aiockpt.http.retrying import OnRetry
+from aiockpt.http.retry import OnRetry, poll
 from aiockpt.runtime.secrets import discreet
 from aiockpt.runtime.tasks import News, together
 
@@ -38,7 +53,7 @@ __all__ = ["Sources", "distinct", "keeping", "sources_of"]
 
 V = TypeVar("V")
 
-_CONNECTIONS = 4  # times the client's concurrency, of all sources together
+_WAIT = 30.0  # seconds for which a sender is asked to wait for its first step
 _OTHERS = 0.5  # seconds in which a source may name a newer step than the first one
 
 
@@ -96,13 +111,23 @@ class Sources:
         """
 
         async def ask(peer: Peer) -> LatestInfo:
-            return await self.client.fetch_latest(
-                peer.source, wait=wait, on_retry=on_retry
+            return await fetch_latest(
+                self.client, peer.source, wait=wait, on_retry=on_retry
             )
 
         peers = [Peer(peer.source) for peer in self.peers]
         answers = await _answers(peers, ask, others=_OTHERS)
         return max(answers.values(), key=lambda info: info.step)
+
+    async def newest(self) -> int:
+        """Return the step that is served now; wait until there is one."""
+
+        async def ask() -> LatestInfo | None:
+            with suppress(StepNotFoundError):
+                return await self.fetch_latest(wait=_WAIT)
+            return None
+
+        return (await poll(ask, pause=self.client.pause)).step
 
     async def fetch_manifest(
         self,
@@ -110,9 +135,9 @@ class Sources:
         *,
         deadline: float,
         on_retry: OnRetry | None = None,
-        wishes: Wishes = NOTHING,
-    ) -> Manifest:
-        """Return the manifest of ``step`` that comes first, once one has it.
+        probe: str | None = None,
+    ) -> ManifestReply:
+        """Return the manifest of ``step`` that comes first, once a source has it.
 
         The other sources may join in later. Of several, none lends its memory.
 
@@ -123,19 +148,26 @@ class Sources:
         for peer in self.peers:
             peer.error, peer.joined, peer.given = None, False, 0
         if len(self.peers) > 1:
-            wishes = NOTHING
+            probe = None
 
-        async def ask(peer: Peer) -> Manifest:
-            return await self._ask_manifest(peer, step, on_retry, wishes)
+        async def ask(peer: Peer) -> ManifestReply:
+            return await fetch_manifest(
+                self.client,
+                peer.source,
+                step,
+                deadline=deadline,
+                on_retry=on_retry,
+                probe=probe,
+            )
 
         answers = await _answers(self.peers, ask, step=step)
-        first, manifest = next(iter(answers.items()))
-        first.joined = True
+        first = next(iter(answers.values()))
         for peer, other in answers.items():
-            peer.joined = other.snapshot_id == manifest.snapshot_id
-            if not peer.joined:
-                peer.drop(_differing(peer, manifest.outline, other), step)
-        return manifest
+            try:
+                peer.require(first.manifest.outline, other.manifest.outline)
+            except OtherSnapshotError as error:
+                peer.drop(error, step)
+        return first
 
     async def fetch_chunks(
         self,
@@ -148,82 +180,49 @@ class Sources:
         prepare: Prepare | None = None,
         on_verified: OnVerified | None = None,
     ) -> None:
-        """Fetch chunks into ``target`` and verify each one.
-
-        As `CheckpointClient.fetch_chunks`, from all sources that are left.
-        """
-        client, began = self.client, _now()
-        left = self._left()
-        with ExitStack() as stack:
-            fetches = [
-                client.fetching(
-                    peer.source,
-                    outline,
-                    target,
-                    on_progress=on_progress,
-                    on_retry=on_retry,
-                    prepare=prepare,
-                    on_verified=on_verified,
-                )
-                for peer in left
-            ]
-            for peer, fetch in zip(left, fetches, strict=True):
-                peer.given = 0
-                stack.callback(fetch.close)
-            most = client.max_concurrency
-            download = Download(
-                [*zip(left, fetches, strict=True)],
-                chunks,
-                each=max(1, min(most, _CONNECTIONS * most // len(self.peers))),
-                most=most,
-                join=partial(self._join, outline, on_retry),
-            )
-            await download.run()
+        """Fetch chunks from all sources that are left; see `Download`."""
+        began, peers = _now(), self._left()
+        for peer in peers:
+            peer.given = 0
+        download = Download(
+            self.client,
+            peers,
+            outline,
+            target,
+            on_progress=on_progress,
+            deadline=self._deadline,
+            on_retry=on_retry,
+            prepare=prepare,
+            on_verified=on_verified,
+        )
+        await download.run(chunks)
         if len(self.peers) > 1:
             self._report(outline.step, _now() - began)
 
     async def end_lease(self, step: int) -> None:
         """Say to all that have the checkpoint that the receive has ended."""
-        await self._say(self.client.end_lease, step)
+        await self._say(end_lease, step)
 
     async def keep_lease(self, step: int) -> None:
         """Say until cancelled that the receive goes on, although it asks nothing."""
-        await self._say(self.client.keep_lease, step)
+        await self._say(keep_lease, step)
 
     async def _say(
-        self, say: Callable[[Source, int], Coroutine[Any, Any, None]], step: int
+        self,
+        say: Callable[[CheckpointClient, Source, int], Coroutine[Any, Any, None]],
+        step: int,
     ) -> None:
         leased = [
             peer.source
             for peer in self.peers
             if peer.source.lease is not None and (peer.joined or len(self.peers) == 1)
         ]
-        await together([partial(say, source, step) for source in leased])
-
-    async def _ask_manifest(
-        self, peer: Peer, step: int, on_retry: OnRetry | None, wishes: Wishes
-    ) -> Manifest:
-        return await self.client.fetch_manifest(
-            peer.source,
-            step,
-            deadline=self._deadline,
-            on_retry=on_retry,
-            wishes=wishes,
-        )
-
-    async def _join(
-        self, outline: Outline, on_retry: OnRetry | None, peer: Peer
-    ) -> None:
-        """Return when a peer is known to hold the checkpoint; else raise."""
-        if len(self.peers) > 1:  # the only one gave the manifest, or `If-Match` tells
-            found = await self._ask_manifest(peer, outline.step, on_retry, NOTHING)
-            if found.snapshot_id != outline.snapshot_id:
-                raise _differing(peer, outline, found)
-        peer.joined = True
+        await together([partial(say, self.client, source, step) for source in leased])
 
     def _left(self) -> list[Peer]:
-        left = [peer for peer in self.peers if peer.error is None]
-        return left or self.peers  # nobody gives up the only one
+        if len(self.peers) == 1:  # nobody gives up the only one
+            self.peers[0].error = None
+        return [peer for peer in self.peers if peer.error is None]
 
     def _report(self, step: int, seconds: float) -> None:
         for peer in self.peers:
@@ -286,24 +285,6 @@ async def _answers(
     if not answers:
         raise verdict(peers)
     return answers
-
-
-def _differing(peer: Peer, expected: Outline, actual: Manifest) -> AiockptError:
-    return _OtherCheckpointError(
-        expected=expected.snapshot_id,
-        actual=actual.snapshot_id,
-        url=peer.source.base_url,
-    )
-
-
-class _OtherCheckpointError(CheckpointChangedError):
-    """A peer serves the step, and not what the others do under this name."""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.url} serves another snapshot of this step, {self.actual}; the "
-            f"others serve {self.expected}"
-        )
 
 
 async def keeping(sources: Sources, step: int, work: Awaitable[V]) -> V:

@@ -11,11 +11,10 @@ from aiockpt.format.chunks import ChunkHasher, HashedChunk
 from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.borrowing import LentMemory, NotLentError, borrow
-from aiockpt.http.fetching import OnProgress, OnVerified, Prepare, Target
+from aiockpt.http.download import OnProgress, OnVerified, Prepare, Target
 from aiockpt.http.hosts import identity
-from aiockpt.http.manifests import Lending, Wishes
 from aiockpt.http.memory_protocol import format_probe
-from aiockpt.http.retrying import OnRetry
+from aiockpt.http.retry import OnRetry
 from aiockpt.http.sources import Sources, keeping
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
@@ -77,7 +76,7 @@ class Supply:
         self.arena: Arena | None = None
         self._origin, self._bridge = origin, bridge
         self._sharing, self._on_retry = sharing, on_retry
-        self._lending: Lending | None = None
+        self._offer: str | None = None
         self._lent: LentMemory | None = None
 
     def __repr__(self) -> str:
@@ -86,14 +85,14 @@ class Supply:
     async def ask(self, step: int, deadline: float) -> Manifest:
         """Return the manifest; learn whether there is memory to be had."""
         here = await self._bridge.run(identity) if self._sharing.wanted else None
-        if here is not None:
-            self._lending = Lending(format_probe(here, os.urandom(16)))
-        return await self._origin.fetch_manifest(
+        reply = await self._origin.fetch_manifest(
             step,
             deadline=deadline,
             on_retry=self._on_retry,
-            wishes=Wishes(self._lending),
+            probe=None if here is None else format_probe(here, os.urandom(16)),
         )
+        self._offer = None if here is None else reply.offer
+        return reply.manifest
 
     async def open(self, outline: Outline, *, most: int | None) -> None:
         """Borrow the memory if it was offered.
@@ -101,7 +100,7 @@ class Supply:
         Raises:
             LimitExceededError: it is more than ``most``.
         """
-        offer = self._lending and self._lending.offer
+        offer = self._offer
         if not offer or not outline.grid.segment_bytes:
             if self._sharing.keep:
                 self.remark = "not shared: the sender offers no memory"
@@ -131,7 +130,7 @@ class Supply:
         """Bring chunks into ``target``, and verify them.
 
         Raises:
-            AiockptError: see `CheckpointClient.fetch_chunks`.
+            AiockptError: see `Download`.
         """
         left: Sequence[int] = chunks
         more: _Manner = {

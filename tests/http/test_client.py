@@ -22,9 +22,8 @@ from aiockpt.errors import (
 )
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import Manifest
-from aiockpt.http.client import CheckpointClient, LatestInfo
-from aiockpt.http.protocol import PeerBusy, to_problem
+from aiockpt.http.manifests import LatestInfo, fetch_latest
+from aiockpt.http.problems import PeerBusy, to_problem
 from rangepeer import (
     STEP,
     TOKEN,
@@ -33,6 +32,8 @@ from rangepeer import (
     RangePeer,
     describe,
     fetch,
+    fetch_chunks,
+    fetch_manifest,
     noise,
     receiver,
     run_here,
@@ -94,13 +95,6 @@ def bomb(answer: web.Response) -> None:
     answer.headers["Content-Encoding"] = "gzip"
 
 
-async def fetch_manifest(
-    client: CheckpointClient, peer: RangePeer, step: int = STEP
-) -> Manifest:
-    """Fetch a manifest with time enough."""
-    return await client.fetch_manifest(peer.source(), step, deadline=soon())
-
-
 class TestFetchManifest:
     """What is asked of a peer first, and how long."""
 
@@ -113,8 +107,8 @@ class TestFetchManifest:
             return await run_here(fn)
 
         async with serving(SEGMENT, chunk_bytes=CHUNK) as peer, receiver() as client:
-            client._run = run
-            assert await fetch_manifest(client, peer) == peer.manifest
+            client.run = run
+            assert await fetch_manifest(client, peer.source()) == peer.manifest
         assert ran
 
     async def test_waits_until_the_step_is_published(self) -> None:
@@ -123,8 +117,8 @@ class TestFetchManifest:
         told: list[AiockptError] = []
         meddle = refusing(*errors)
         async with serving(SEGMENT, meddle=meddle) as peer, receiver() as client:
-            manifest = await client.fetch_manifest(
-                peer.source(), STEP, deadline=soon(), on_retry=told.append
+            manifest = await fetch_manifest(
+                client, peer.source(), STEP, deadline=soon(), on_retry=told.append
             )
             assert manifest == peer.manifest
         served = [e.serving for e in told if isinstance(e, StepNotFoundError)]
@@ -137,7 +131,9 @@ class TestFetchManifest:
         """
         async with serving(SEGMENT) as peer, receiver() as client:
             for seconds in (2.5, -1, 3600):
-                await client.fetch_manifest(peer.source(), STEP, deadline=soon(seconds))
+                await fetch_manifest(
+                    client, peer.source(), STEP, deadline=soon(seconds)
+                )
         waits = [float(h["Prefer"].removeprefix("wait=")) for _, h in peer.requests]
         assert waits == [pytest.approx(2.0, abs=0.2), 0, 5]
 
@@ -149,14 +145,14 @@ class TestFetchManifest:
             receiver() as client,
         ):
             with pytest.raises(StepNotFoundError) as caught:
-                await fetch_manifest(client, peer)
+                await fetch_manifest(client, peer.source())
         assert (caught.value.step, caught.value.serving) == (STEP, STEP + 1)
 
     async def test_another_step_than_asked_for_is_refused(self) -> None:
         """A server that mixes up its steps is not believed."""
         async with serving(SEGMENT, step=8) as peer, receiver() as client:
             with pytest.raises(RemoteProtocolError, match="sends step 8"):
-                await fetch_manifest(client, peer)
+                await fetch_manifest(client, peer.source())
 
     async def test_header_above_the_limit_is_refused_before_it_is_read(self) -> None:
         """A peer that announces too much is not even listened to."""
@@ -177,7 +173,7 @@ class TestFetchManifest:
             receiver(limits=limits) as client,
         ):
             with pytest.raises(LimitExceededError) as caught:
-                await fetch_manifest(client, peer)
+                await fetch_manifest(client, peer.source())
             silence.set()
         assert caught.value.actual == 2**62
 
@@ -198,10 +194,10 @@ class TestFetchManifest:
 
         async with serving(SEGMENT, meddle=damage) as peer, receiver() as client:
             left = times[0]
-            assert await fetch_manifest(client, peer) == peer.manifest
+            assert await fetch_manifest(client, peer.source()) == peer.manifest
             left = times[1]
             with pytest.raises(IntegrityError) as caught:
-                await fetch_manifest(client, peer)
+                await fetch_manifest(client, peer.source())
         assert caught.value.chunk is None
         assert caught.value.url.startswith(peer.base_url)
 
@@ -214,7 +210,7 @@ class TestFetchManifest:
 
         async with serving(SEGMENT, meddle=page) as peer, receiver() as client:
             with pytest.raises(RemoteProtocolError, match="is that an aiockpt server"):
-                await fetch_manifest(client, peer)
+                await fetch_manifest(client, peer.source())
 
     async def test_plain_safetensors_file_has_no_manifest(self) -> None:
         """A foreign header is valid and still not enough."""
@@ -226,7 +222,7 @@ class TestFetchManifest:
 
         async with serving(SEGMENT, meddle=foreign) as peer, receiver() as client:
             with pytest.raises(RemoteProtocolError, match="no manifest"):
-                await fetch_manifest(client, peer)
+                await fetch_manifest(client, peer.source())
 
 
 class TestFetchLatest:
@@ -240,7 +236,7 @@ class TestFetchLatest:
             return web.Response(body=b"{}", headers=headers)
 
         async with serving(SEGMENT, meddle=latest) as peer, receiver() as client:
-            assert await client.fetch_latest(peer.source()) == LatestInfo(9, "a" * 32)
+            assert await fetch_latest(client, peer.source()) == LatestInfo(9, "a" * 32)
             assert peer.requests[0][0] == "/checkpoint/latest"
 
     async def test_nothing_published_is_an_error(self) -> None:
@@ -248,7 +244,7 @@ class TestFetchLatest:
         nothing = refusing(StepNotFoundError(None))
         async with serving(SEGMENT, meddle=nothing) as peer, receiver() as client:
             with pytest.raises(StepNotFoundError):
-                await client.fetch_latest(peer.source())
+                await fetch_latest(client, peer.source())
 
 
 @pytest.mark.parametrize("fast_path", [True, False], ids=["direct", "portable"])
@@ -292,7 +288,8 @@ class TestFetchChunks:
             receiver(fast_path=fast_path) as client,
         ):
             memory = Memory(len(SEGMENT))
-            await client.fetch_chunks(
+            await fetch_chunks(
+                client,
                 peer.source(),
                 peer.manifest.outline,
                 memory,
@@ -476,7 +473,8 @@ class TestErrors:
         """No request is made for it."""
         async with serving(SEGMENT) as peer, receiver() as client:
             with pytest.raises(LocalProtocolError, match=f"chunk {chunk}"):
-                await client.fetch_chunks(
+                await fetch_chunks(
+                    client,
                     peer.source(),
                     peer.manifest.outline,
                     Memory(len(SEGMENT)),
@@ -531,7 +529,7 @@ class TestCredentials:
         """Neither the client's nor that of its configuration."""
         async with receiver(token=TOKEN) as client:
             assert repr(client) == "<CheckpointClient open>"
-            assert TOKEN not in repr(client._config)
+            assert TOKEN not in repr(client.config)
 
 
 class TestSession:

@@ -18,6 +18,7 @@ from aiockpt.errors import (
     TransferStalledError,
 )
 from aiockpt.http.client import CheckpointClient
+from aiockpt.http.manifests import fetch_latest
 from aiockpt.testing.faults import (
     Answer,
     CutAfter,
@@ -29,7 +30,16 @@ from aiockpt.testing.faults import (
     Refuse,
     StallAfter,
 )
-from rangepeer import Memory, RangePeer, fetch, noise, receiver, serving, soon
+from rangepeer import (
+    Memory,
+    RangePeer,
+    fetch,
+    fetch_manifest,
+    noise,
+    receiver,
+    serving,
+    soon,
+)
 
 pytestmark = [
     pytest.mark.asyncio,
@@ -318,11 +328,11 @@ async def test_impostor_is_told_from_a_sender(fast_path, fault, error) -> None:
         with pytest.raises(error) as caught:
             await fetch(client, peer, port=proxy.port)
         with pytest.raises(error):
-            await client.fetch_manifest(
-                peer.source(port=proxy.port), 7, deadline=soon()
+            await fetch_manifest(
+                client, peer.source(port=proxy.port), 7, deadline=soon()
             )
         with pytest.raises(error):
-            await client.fetch_latest(peer.source(port=proxy.port))
+            await fetch_latest(client, peer.source(port=proxy.port))
     assert str(proxy.port) in str(caught.value)
 
 

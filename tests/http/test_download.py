@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -11,9 +11,8 @@ from aiockpt.format.chunks import ChunkGrid
 from aiockpt.format.manifest import Outline
 from aiockpt.http.chunk_run import ChunkRun
 from aiockpt.http.download import Assignment, Connection, Peer, choose, verdict
-from aiockpt.http.fetching import ChunkFetch
 from aiockpt.http.protocol import Source
-from aiockpt.http.retrying import Patience, Retrier
+from aiockpt.http.retry import Patience, Retries
 
 pytestmark = pytest.mark.torch_free
 
@@ -22,27 +21,20 @@ RATE = 10.0 * MIB
 OUTLINE = Outline(1, "id", ChunkGrid(100 * MIB, MIB), ("",) * 100, 0)
 
 
-class Fetch:
-    """As much of a `ChunkFetch` as a decision looks at."""
-
-    def __init__(self) -> None:
-        self.patience = Patience(10.0, 10.0, 0.0)
-
-
 def peer_at(port: int, **options: Any) -> Peer:
     """Return a peer."""
     return Peer(Source(f"http://127.0.0.1:{port}/checkpoint/"), **options)
 
 
 def connection_to(peer: Peer) -> Connection:
-    """Return a connection of its own fetch."""
-    return Connection(peer, cast("ChunkFetch", Fetch()))
+    """Return a connection, with patience of its own."""
+    return Connection(peer, Patience(10.0, 10.0, 0.0))
 
 
 def assignment(connection: Connection, mib: int = 10) -> Assignment:
     """Return a run that a connection has begun at 0, when somebody looked."""
     run = ChunkRun(OUTLINE, range(mib))
-    found = Assignment(connection, run, Retrier(connection.fetch.patience), 0.0)
+    found = Assignment(connection, run, Retries(connection.patience, print))
     found.watch(0.0, again=False)
     return found
 
@@ -153,8 +145,8 @@ class TestSteal:
     def test_from_a_peer_that_is_silent(self, peer: Peer) -> None:
         """Another one takes its run at once; the same one waits for its next try."""
         victim = assignment(connection_to(ONE))
-        victim.connection.fetch.patience.silent_since = 0.0
-        victim.retrier.due = 200.0
+        victim.connection.patience.silent_since = 0.0
+        victim.retries.due = 200.0
         assert self.steal(peer, victim, 0.01) is (peer is OTHER)
         assert self.steal(peer, victim, 100.0) is (peer is OTHER)
 

@@ -28,7 +28,7 @@ from aiockpt.http.problems import (
     parse_retry_after,
     to_problem,
 )
-from aiockpt.http.ranges import RangeNotSatisfiable
+from aiockpt.http.protocol import RangeNotSatisfiable
 
 pytestmark = pytest.mark.torch_free
 

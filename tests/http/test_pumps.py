@@ -20,12 +20,11 @@ import pytest
 from aiohttp import ClientPayloadError, ClientSession, web
 
 from aiockpt.errors import ClosedError
+from aiockpt.http import body_reader, sockets
 from aiockpt.http import pumps as pumps_module
-from aiockpt.http import receiving, sockets
-from aiockpt.http.filler import Filler
+from aiockpt.http.body_reader import BodyWriter, read_body
 from aiockpt.http.listen import open_sockets
 from aiockpt.http.pumps import Pumps, Turn
-from aiockpt.http.receiving import receive
 from aiockpt.http.sending import Outcome, Sending
 from rangepeer import noise
 from serving import Peer, settle
@@ -99,11 +98,13 @@ async def serving() -> AsyncIterator[Service]:
             await runner.cleanup()
 
 
-async def get(session: ClientSession, port: int, fill: Filler, pumps: Pumps) -> None:
+async def get(
+    session: ClientSession, port: int, fill: BodyWriter, pumps: Pumps
+) -> None:
     """Receive what is answered."""
     url = f"http://127.0.0.1:{port}/"
     async with session.get(url, read_bufsize=MIB) as answer:
-        await receive(answer, fill, pumps)
+        await read_body(answer, fill, pumps)
 
 
 class TestPumps:
@@ -205,7 +206,7 @@ class TestReceiving:
         def buffers(start: int, stop: int) -> list[memoryview]:
             return [memoryview(memory)[start:stop]]
 
-        fill = Filler(buffers, 0, len(BODY), Witness())
+        fill = BodyWriter(buffers, 0, len(BODY), Witness())
         with closing(Pumps("test-receive")) as pumps:
             async with serving() as service, ClientSession() as session:
                 await get(session, service.port, fill, pumps)
@@ -229,8 +230,8 @@ class TestReceiving:
 
             pumps.turn = noted  # type: ignore[method-assign]
 
-            def filling(memory: bytearray) -> Filler:
-                return Filler(lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY))
+            def filling(memory: bytearray) -> BodyWriter:
+                return BodyWriter(lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY))
 
             fills = [filling(memory) for memory in memories]
             async with serving() as service, ClientSession() as session:
@@ -263,7 +264,7 @@ class TestReceiving:
             return [memoryview(memory)[: stop - start]]
 
         gone = asyncio.Event()
-        fill = Filler(again, 0, body)
+        fill = BodyWriter(again, 0, body)
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         with closing(Pumps("test-receive")) as pumps:
             async with server, ClientSession() as session:
@@ -276,7 +277,7 @@ class TestReceiving:
                 await gone.wait()
             assert pumps.free
 
-    async def test_an_onlooker_that_fails_ends_the_receive(self) -> None:
+    async def test_an_observer_that_fails_ends_the_receive(self) -> None:
         """With its own error, whether a thread or the loop receives."""
 
         class Failing:
@@ -294,7 +295,9 @@ class TestReceiving:
                     raise ZeroDivisionError
 
         memory = bytearray(len(BODY))
-        fill = Filler(lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY), Failing())
+        fill = BodyWriter(
+            lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY), Failing()
+        )
         with closing(Pumps("test-receive")) as pumps:
             async with serving() as service, ClientSession() as session:
                 with pytest.raises(ZeroDivisionError):
@@ -305,7 +308,9 @@ class TestReceiving:
         sizes = [100_000, 64 << 10, 70_000, 10, 10, 200_000]
         memories = [bytearray(size) for size in sizes]
         total, source = sum(sizes), noise(sum(sizes))
-        fill = Filler(lambda *_: [memoryview(memory) for memory in memories], 0, total)
+        fill = BodyWriter(
+            lambda *_: [memoryview(memory) for memory in memories], 0, total
+        )
         assert [*map(len, fill.next_buffers())] == sizes[:3]
         at = 0
         while fill.remaining:
@@ -323,9 +328,9 @@ class TestReceiving:
         self, monkeypatch
     ) -> None:
         """Receiving needs none beside that of the connection."""
-        monkeypatch.setattr(receiving, "duplicate", lambda _: None)
+        monkeypatch.setattr(body_reader, "duplicate", lambda _: None)
         memory = bytearray(len(BODY))
-        fill = Filler(lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY))
+        fill = BodyWriter(lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY))
         with closing(Pumps("test-receive")) as pumps:
             async with serving() as service, ClientSession() as session:
                 await get(session, service.port, fill, pumps)
@@ -350,7 +355,7 @@ class TestReceiving:
             closed.set()
 
         memory = bytearray(len(BODY))
-        fill = Filler(lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY))
+        fill = BodyWriter(lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY))
         closed = asyncio.Event()
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         with closing(Pumps("test-receive")) as pumps:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.errors import LocalProtocolError, RemoteProtocolError
-from aiockpt.http.ranges import (
+from aiockpt.http.protocol import (
     RangeNotSatisfiable,
     format_content_range,
     format_range,

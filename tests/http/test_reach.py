@@ -13,7 +13,7 @@ from aiockpt.http import reach
 from aiockpt.http.protocol import parse_metadata
 from aiockpt.http.reach import CheckedResolver, Reach
 from aiockpt.http.security import Security
-from rangepeer import STEP, fetch, receiver, serving, soon
+from rangepeer import STEP, fetch, fetch_manifest, receiver, serving, soon
 
 pytestmark = pytest.mark.torch_free
 
@@ -39,7 +39,7 @@ async def test_no_metadata_leads_to_a_metadata_service(host: str) -> None:
         with pytest.raises(
             LocalProtocolError, match="does not connect there"
         ) as caught:
-            await client.fetch_manifest(source, STEP, deadline=soon(1))
+            await fetch_manifest(client, source, STEP, deadline=soon(1))
     assert "token" not in str(caught.value)
 
 
@@ -50,7 +50,7 @@ async def test_no_old_spelling_of_an_address_leads_there(host: str) -> None:
     source = parse_metadata(f"http://{host}:80/checkpoint/#token")
     async with receiver(stall_timeout=0.5) as client:
         with pytest.raises((LocalProtocolError, PeerUnreachableError)):
-            await client.fetch_manifest(source, STEP, deadline=soon(1))
+            await fetch_manifest(client, source, STEP, deadline=soon(1))
 
 
 class Book(AbstractResolver):
@@ -99,7 +99,7 @@ async def test_a_name_does_not_lead_there_either(
     source = parse_metadata("http://trainer.example:80/checkpoint/#token")
     async with receiver() as client:
         with pytest.raises(LocalProtocolError, match=r"trainer\.example"):
-            await client.fetch_manifest(source, STEP, deadline=soon())
+            await fetch_manifest(client, source, STEP, deadline=soon())
 
 
 @pytest.mark.asyncio
@@ -108,7 +108,7 @@ async def test_a_name_that_changes_is_looked_up_once(book: Book) -> None:
     book.answers = [["127.0.0.1", "169.254.169.254"], ["169.254.169.254"]]
     async with serving(b"x" * 1000) as peer, receiver() as client:
         url = peer.base_url.replace("127.0.0.1", "trainer.example")
-        found = await client.fetch_manifest(parse_metadata(url), STEP, deadline=soon())
+        found = await fetch_manifest(client, parse_metadata(url), STEP, deadline=soon())
     assert found == peer.manifest
     assert book.closed
 

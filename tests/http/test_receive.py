@@ -22,6 +22,7 @@ from aiockpt.format.header import build_manifest
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.format.paths import Node
+from aiockpt.http.manifests import ManifestReply
 from aiockpt.http.receive import Receive, ReceiveOptions
 from aiockpt.http.supply import Sharing
 from aiockpt.memory.device import port_for
@@ -59,9 +60,9 @@ class Peer:
         self._manifest = manifest
         self._fail = fail
 
-    async def fetch_manifest(self, *_: object, **__: object) -> Manifest:
+    async def fetch_manifest(self, *_: object, **__: object) -> ManifestReply:
         """Send the manifest."""
-        return self._manifest
+        return ManifestReply(self._manifest, None)
 
     async def end_lease(self, step: int) -> None:
         """Keep nothing for it."""

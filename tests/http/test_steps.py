@@ -19,7 +19,7 @@ from aiockpt import (
     StepNotFoundError,
     TransferStalledError,
 )
-from aiockpt.http import client
+from aiockpt.http import manifests
 from aiockpt.testing import Answer, CutAfter, FaultProxy, Refuse, StallAfter
 from serving import settle
 from transports import (
@@ -190,7 +190,7 @@ async def test_two_iterators_know_nothing_of_each_other():
 )
 async def test_a_broken_connection_is_made_again(fault, monkeypatch):
     """A few of them in a row are no news."""
-    monkeypatch.setattr(client, "_POLL", 0.2)
+    monkeypatch.setattr(manifests, "_POLL", 0.2)
     async with (
         pair(stall_timeout=0.5) as (sender, receiver),
         proxied(sender, faults=[fault] * 3) as proxy,
@@ -266,7 +266,7 @@ async def test_a_silent_peer_can_be_given_up():
 
 async def test_a_peer_that_hangs_is_given_up(monkeypatch):
     """It may be silent for as long as it was asked to wait, and the stall timeout."""
-    monkeypatch.setattr(client, "_POLL", 0.1)
+    monkeypatch.setattr(manifests, "_POLL", 0.1)
     async with (
         pair(stall_timeout=0.2) as (sender, receiver),
         proxied(sender, otherwise=StallAfter(0)) as proxy,

@@ -238,14 +238,16 @@ async def fetch(options: dict[str, Any]) -> None:
             os.kill(os.getpid(), number)
 
     async with rangepeer.receiver(**options) as client:
-        manifest = await client.fetch_manifest(source, 1, deadline=rangepeer.soon(30))
+        manifest = await rangepeer.fetch_manifest(
+            client, source, 1, deadline=rangepeer.soon(30)
+        )
         outline = manifest.outline
         print("ready", flush=True)
         sys.stdin.readline()
         since = time.monotonic()
         memory = rangepeer.Memory(outline.grid.segment_bytes)
-        await client.fetch_chunks(
-            source, outline, memory, range(len(outline.grid)), on_progress=count
+        await rangepeer.fetch_chunks(
+            client, source, outline, memory, range(len(outline.grid)), on_progress=count
         )
         print(json.dumps([since, time.monotonic()]), flush=True)
 

@@ -27,9 +27,9 @@ from aiockpt.errors import AiockptError
 from aiockpt.format.header import ID_SLICE, PREFIX, decode_header, snapshot_id_of
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
+from aiockpt.http import problems
 from aiockpt.http import protocol as http
-from aiockpt.http import ranges
-from aiockpt.http.address import parse_address
+from aiockpt.http.protocol import parse_address
 from aiockpt.http.tokens import make_token, read_token
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
 from aiockpt.testing.leaves import LEAVES
@@ -67,13 +67,13 @@ FIELDS = (
     make_token("secret", "rank-3", step=7, expires=1e9),
 )
 PARSERS: tuple[Callable[[str], object], ...] = (
-    lambda text: ranges.parse_range(text, 1000),
-    lambda text: ranges.parse_range(text, 0),
-    ranges.parse_content_range,
+    lambda text: http.parse_range(text, 1000),
+    lambda text: http.parse_range(text, 0),
+    http.parse_content_range,
     http.parse_prefer_wait,
     http.parse_etag,
     http.parse_digest,
-    http.parse_retry_after,
+    problems.parse_retry_after,
     http.parse_metadata,
     parse_address,
     lambda text: http.parse_resource(text, text),
@@ -81,7 +81,9 @@ PARSERS: tuple[Callable[[str], object], ...] = (
     lambda text: http.if_match(text, "abc"),
     lambda text: http.if_none_match(text, "abc"),
     lambda text: http.if_range(text, "abc"),
-    lambda text: http.from_problem(404, {}, text.encode("utf-8", "replace"), url="u"),
+    lambda text: problems.from_problem(
+        404, {}, text.encode("utf-8", "replace"), url="u"
+    ),
 )
 
 

@@ -18,9 +18,12 @@ from aiockpt.format.chunks import digest
 from aiockpt.format.entries import Storage
 from aiockpt.format.header import build_manifest
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import Manifest
+from aiockpt.format.manifest import Manifest, Outline
+from aiockpt.http import manifests
 from aiockpt.http.client import CheckpointClient, ClientConfig
+from aiockpt.http.download import Download, Peer, Target
 from aiockpt.http.protocol import Source
+from aiockpt.http.retry import OnRetry
 
 T = TypeVar("T")
 Meddle = Callable[["RangePeer", web.Request], Awaitable[web.StreamResponse | None]]
@@ -193,7 +196,8 @@ async def fetch(
 ) -> Memory:
     """Fetch all chunks of a peer, through ``port`` if given."""
     memory = memory or Memory(len(peer.segment))
-    await client.fetch_chunks(
+    await fetch_chunks(
+        client,
         peer.source(token, port=port),
         peer.manifest.outline,
         memory,
@@ -202,6 +206,35 @@ async def fetch(
         on_retry=memory.errors.append,
     )
     return memory
+
+
+async def fetch_chunks(
+    client: CheckpointClient,
+    source: Source,
+    outline: Outline,
+    target: Target,
+    chunks: Sequence[int],
+    **options: Any,
+) -> None:
+    """Fetch chunks from one peer; see `Download` for the options."""
+    peer = Peer(source, joined=True)
+    await Download(client, [peer], outline, target, **options).run(chunks)
+
+
+async def fetch_manifest(
+    client: CheckpointClient,
+    source: Source,
+    step: int = STEP,
+    *,
+    deadline: float | None = None,
+    on_retry: OnRetry | None = None,
+) -> Manifest:
+    """Return the manifest of a step, with time enough unless a deadline is given."""
+    deadline = soon() if deadline is None else deadline
+    reply = await manifests.fetch_manifest(
+        client, source, step, deadline=deadline, on_retry=on_retry
+    )
+    return reply.manifest
 
 
 def soon(seconds: float = 10.0) -> float:

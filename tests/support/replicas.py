@@ -91,9 +91,10 @@ class Fetch:
         """Return the data segment."""
         remove = add_hook(self.events.append)
         try:
-            manifest = await self.origin.fetch_manifest(
+            reply = await self.origin.fetch_manifest(
                 step, deadline=asyncio.get_running_loop().time() + FAR
             )
+            manifest = reply.manifest
             self.target = Target(manifest.segment_bytes)
             await self.origin.fetch_chunks(
                 manifest.outline,

@@ -14,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.errors import LocalProtocolError
-from aiockpt.http import filler, receiving
-from aiockpt.http.filler import Buffers, Filler
+from aiockpt.http import body_reader
+from aiockpt.http.body_reader import BodyWriter, Buffers, read_body
 from aiockpt.http.pumps import Pumps
-from aiockpt.http.receiving import receive
 from rangepeer import noise
 
 pytestmark = [pytest.mark.torch_free]
@@ -29,17 +28,17 @@ def pumps(request, monkeypatch) -> Iterator[Pumps | None]:
     if request.param == "portable":
         yield None
         return
-    monkeypatch.setattr(receiving, "WORTH", 1)
+    monkeypatch.setattr(body_reader, "WORTH", 1)
     with closing(Pumps("test-receive")) as pumps:
         if request.param == "loop":
             pumps.close()
         yield pumps
 
 
-def memory_of(sizes: list[int]) -> tuple[bytearray, Filler]:
+def memory_of(sizes: list[int]) -> tuple[bytearray, BodyWriter]:
     """Return memory that consists of buffers of these sizes, and what fills it."""
     memory = bytearray(sum(sizes))
-    return memory, Filler(cutting(memory, sizes), 0, len(memory))
+    return memory, BodyWriter(cutting(memory, sizes), 0, len(memory))
 
 
 def cutting(memory: bytearray | mmap.mmap, sizes: list[int]) -> Buffers:
@@ -54,12 +53,13 @@ def cutting(memory: bytearray | mmap.mmap, sizes: list[int]) -> Buffers:
 
 
 SIZES = st.lists(
-    st.integers(0, 50) | st.sampled_from([0, 70_000, filler.SMALL - 1, filler.SMALL]),
+    st.integers(0, 50)
+    | st.sampled_from([0, 70_000, body_reader.SMALL - 1, body_reader.SMALL]),
     max_size=30,
 )
 
 
-class TestFiller:
+class TestBodyWriter:
     """A run of bytes lands in its buffers however both are cut."""
 
     @given(SIZES, st.lists(st.integers(1, 100_000), min_size=1), st.data())
@@ -77,7 +77,7 @@ class TestFiller:
             else:
                 room = fill.next_buffer()
                 count = min(step, len(room))
-                assert 0 < len(room) <= filler.MAX_PIECE
+                assert 0 < len(room) <= body_reader.MAX_PIECE
                 room[:count] = source[at : at + count]
                 fill.advance(count)
             at, turn = at + count, turn + 1
@@ -108,19 +108,19 @@ class TestFiller:
             asked.append((start, stop))
             return give(start, stop)
 
-        source, fill = noise(10 << 20), Filler(buffers, 5, 10 << 20)
+        source, fill = noise(10 << 20), BodyWriter(buffers, 5, 10 << 20)
         while fill.remaining:
             at, room = fill.filled + 5, fill.next_buffer()
             room[:] = source[at : at + len(room)]
             fill.advance(len(room))
         assert memory == bytes(5) + source[5:]
-        assert max(stop - start for start, stop in asked) == filler.WINDOW
+        assert max(stop - start for start, stop in asked) == body_reader.WINDOW
         assert [start for start, _ in asked[1:]] == [stop for _, stop in asked[:-1]]
 
     def test_destination_of_another_size_is_the_callers_mistake(self) -> None:
         """Better no byte at all than one in the wrong place."""
         with pytest.raises(LocalProtocolError, match="another size"):
-            Filler(lambda start, stop: [memoryview(bytearray(9))], 0, 10)
+            BodyWriter(lambda start, stop: [memoryview(bytearray(9))], 0, 10)
 
     @pytest.mark.parametrize("how", ["received", "written"])
     def test_bytes_that_are_wanted_are_in_their_place(self, how: str) -> None:
@@ -138,7 +138,7 @@ class TestFiller:
             def note(self) -> None:
                 pass
 
-        fill = Filler(cutting(memory, [100] * 500), 0, 50_000, Late())
+        fill = BodyWriter(cutting(memory, [100] * 500), 0, 50_000, Late())
         for start, stop in pairwise([0, 10_000, 20_050, 50_000]):
             if how == "written":
                 fill.write(source[start:stop])
@@ -160,7 +160,7 @@ class TestFiller:
     def test_small_buffers_are_received_together(self) -> None:
         """One system call serves many of them; their number is bounded."""
         _, fill = memory_of([100] * 5000)
-        assert len(fill.next_buffer()) == 100 * filler.MAX_SCATTER
+        assert len(fill.next_buffer()) == 100 * body_reader.MAX_SCATTER
 
 
 @asynccontextmanager
@@ -226,7 +226,7 @@ class TestReceive:
                     if answer.connection and answer.connection.transport:
                         sock = answer.connection.transport.get_extra_info("sockname")
                         clients.add(sock)
-                    await receive(answer, fill, pumps)
+                    await read_body(answer, fill, pumps)
                 assert memory == BODY
                 assert answer.connection is None
         assert len(clients) <= 1
@@ -239,7 +239,7 @@ class TestReceive:
             memory, fill = memory_of([1000])
             async with asked(session, url) as answer:
                 await answer.content.wait_eof()
-                await receive(answer, fill, pumps)
+                await read_body(answer, fill, pumps)
             assert memory == body
 
     @pytest.mark.parametrize("size", [0, 1, 150_000, 299_999])
@@ -253,7 +253,7 @@ class TestReceive:
             async with asked(session, url) as answer:
                 connection = answer.connection
                 with pytest.raises(Exception, match=r"early|not completed|reset"):
-                    await receive(answer, fill, pumps)
+                    await read_body(answer, fill, pumps)
                 assert answer.closed
                 assert connection is not None
                 assert connection.closed
@@ -274,7 +274,7 @@ class TestReceive:
             for _ in range(2):
                 memory, fill = memory_of([len(BODY)])
                 async with asked(session, url) as answer:
-                    await receive(answer, fill, pumps)
+                    await read_body(answer, fill, pumps)
                 assert memory == BODY
 
     async def test_nothing_holds_on_to_the_memory(self, pumps) -> None:
@@ -288,8 +288,8 @@ class TestReceive:
                 memory = mmap.mmap(-1, len(BODY))
                 async with asked(session, address) as answer:
                     try:
-                        fill = Filler(cutting(memory, [len(BODY)]), 0, len(BODY))
-                        await receive(answer, fill, pumps)
+                        fill = BodyWriter(cutting(memory, [len(BODY)]), 0, len(BODY))
+                        await read_body(answer, fill, pumps)
                     except (OSError, Exception):  # noqa: BLE001 - told apart elsewhere
                         assert address is broken
                 memory.close()
@@ -302,10 +302,10 @@ class TestReceive:
             pytest.skip("that is the other mover")
         async with answering(HEAD, BODY) as url, ClientSession() as session:
             for known, most in ((True, 100_000), (False, len(BODY))):
-                monkeypatch.setattr(receiving, "_KNOWN_AIOHTTP", known)
+                monkeypatch.setattr(body_reader, "_KNOWN_AIOHTTP", known)
                 memory, fill = memory_of([len(BODY)])
                 async with asked(session, url) as answer:
-                    await receive(answer, fill, pumps)
+                    await read_body(answer, fill, pumps)
                 assert memory == BODY
                 assert answer.content.total_bytes <= most
 
@@ -315,7 +315,7 @@ class TestReceive:
             _, fill = memory_of([len(BODY)])
             async with asked(session, url) as answer:
                 connection = answer.connection
-                task = asyncio.create_task(receive(answer, fill, pumps))
+                task = asyncio.create_task(read_body(answer, fill, pumps))
                 while fill.filled < 1000:  # noqa: ASYNC110 - no event tells
                     await asyncio.sleep(0.001)
                 task.cancel()

@@ -19,8 +19,14 @@ from aiockpt.errors import (
     StepNotFoundError,
     TransferStalledError,
 )
-from aiockpt.http.protocol import PeerBusy
-from aiockpt.http.retrying import MAX_BAD_ANSWERS, Patience, Retrier, backoff, persist
+from aiockpt.http.problems import PeerBusy
+from aiockpt.http.retry import (
+    MAX_BAD_ANSWERS,
+    OnRetry,
+    Patience,
+    Retries,
+    backoff,
+)
 
 pytestmark = [pytest.mark.torch_free]
 
@@ -28,28 +34,30 @@ GONE = PeerUnreachableError("http://there/")
 STALLED = TransferStalledError("http://there/", idle=3)
 
 
-def retrier(*, reconnect: float = 10.0, stall: float = 3.0) -> Retrier:
+def retries(
+    *, reconnect: float = 10.0, stall: float = 3.0, on_retry: OnRetry = print
+) -> Retries:
     """Return the attempts at a peer that was last heard at 100."""
-    return Retrier(Patience(reconnect, stall, 100.0))
+    return Retries(Patience(reconnect, stall, 100.0), on_retry)
 
 
-class TestRetrier:
+class TestDelay:
     """One request, and the peer's sign of life on any connection."""
 
     def test_silent_peer_is_tried_until_the_reconnect_timeout(self) -> None:
         """Counted from the first attempt that brought nothing."""
-        attempts = retrier(reconnect=10)
+        attempts = retries(reconnect=10)
         assert attempts.delay_after(GONE, started=110, now=110) is not None
         assert attempts.delay_after(GONE, started=119, now=119.9) is not None
         assert attempts.delay_after(GONE, started=119, now=120) is None
 
     def test_without_a_reconnect_timeout_the_first_silence_is_final(self) -> None:
         """Refused at once, reported at once."""
-        assert retrier(reconnect=0).delay_after(GONE, started=110, now=110) is None
+        assert retries(reconnect=0).delay_after(GONE, started=110, now=110) is None
 
     def test_connection_that_brought_a_byte_is_replaced_at_once(self) -> None:
         """Even where silence is not tolerated, and soon."""
-        attempts = retrier(reconnect=0)
+        attempts = retries(reconnect=0)
         attempts.patience.heard(111)
         delay = attempts.delay_after(GONE, started=110, now=112)
         assert delay is not None
@@ -57,7 +65,7 @@ class TestRetrier:
 
     def test_a_coarse_clock_hides_no_sign_of_life(self) -> None:
         """A byte may come as the attempt begins: uvloop's has milliseconds."""
-        attempts = retrier(reconnect=0)
+        attempts = retries(reconnect=0)
         assert attempts.delay_after(GONE, started=100, now=100) is None
         attempts.patience.heard(110)
         assert attempts.delay_after(GONE, started=110, now=110) is not None
@@ -65,7 +73,7 @@ class TestRetrier:
 
     def test_any_byte_ends_the_silence(self) -> None:
         """The reconnect timeout starts anew."""
-        attempts = retrier(reconnect=10)
+        attempts = retries(reconnect=10)
         attempts.delay_after(GONE, started=110, now=110)
         attempts.patience.heard(119)
         assert attempts.delay_after(GONE, started=119, now=125) is not None
@@ -74,7 +82,7 @@ class TestRetrier:
 
     def test_stalled_connection_lives_by_the_bytes_of_the_others(self) -> None:
         """Its own last byte is a stall timeout old, and does not count."""
-        attempts = retrier(reconnect=0, stall=3)
+        attempts = retries(reconnect=0, stall=3)
         attempts.patience.heard(112)
         assert attempts.delay_after(STALLED, started=110, now=115) is None
         attempts.patience.heard(113)
@@ -87,7 +95,7 @@ class TestRetrier:
     )
     def test_bad_answer_is_asked_for_three_times(self, error) -> None:
         """The peer is alive; the bytes may have been hurt on their way."""
-        attempts = retrier(reconnect=0)
+        attempts = retries(reconnect=0)
         again = [attempts.delay_after(error, started=1, now=2) for _ in range(3)]
         assert [delay is None for delay in again] == [False, False, True]
         assert len(again) == MAX_BAD_ANSWERS
@@ -95,7 +103,7 @@ class TestRetrier:
     def test_busy_peer_says_when_to_come_back(self) -> None:
         """It lives; its advice is followed up to half a minute."""
         for advice, least in ((None, 0), (7.0, 7), (1e9, 30)):
-            attempts = retrier(reconnect=0)
+            attempts = retries(reconnect=0)
             busy = PeerBusy("there", retry_after=advice)
             delay = attempts.delay_after(busy, started=110, now=110)
             assert delay is not None
@@ -115,7 +123,7 @@ class TestRetrier:
     )
     def test_verdict_is_final(self, error) -> None:
         """To ask again would bring the same answer."""
-        assert retrier().delay_after(error, started=1, now=2) is None
+        assert retries().delay_after(error, started=1, now=2) is None
 
 
 def test_delays_grow_and_are_bounded() -> None:
@@ -126,7 +134,7 @@ def test_delays_grow_and_are_bounded() -> None:
 
 
 @pytest.mark.asyncio
-async def test_persisting_tells_of_each_error_but_the_last() -> None:
+async def test_a_retry_tells_of_each_error_but_the_last() -> None:
     """The last one is raised."""
     told: list[AiockptError] = []
     left = [RemoteProtocolError("1"), RemoteProtocolError("2"), GONE]
@@ -135,17 +143,17 @@ async def test_persisting_tells_of_each_error_but_the_last() -> None:
         raise left[len(told)]
 
     with pytest.raises(PeerUnreachableError):
-        await persist(attempt, retrier(reconnect=0), told.append, pause=asyncio.sleep)
+        await retries(reconnect=0, on_retry=told.append).run(attempt)
     assert told == left[:2]
 
 
 @pytest.mark.asyncio
-async def test_persisting_returns_what_the_attempt_does() -> None:
+async def test_it_returns_what_the_attempt_does() -> None:
     """Without a pause if the first one succeeds."""
 
     async def attempt() -> int:
         return 7
 
     now = asyncio.get_running_loop().time()
-    assert await persist(attempt, retrier(), lambda _: None, pause=asyncio.sleep) == 7
+    assert await retries().run(attempt) == 7
     assert asyncio.get_running_loop().time() - now < 0.05

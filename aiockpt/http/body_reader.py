@@ -1,0 +1,448 @@
+"""Reads the body of a response into memory, in one of two ways.
+
+*Direct*: the connection gets another protocol for the length of the body, which
+receives straight into the destination. Once bytes have come the loop stops reading, and
+a thread receives on a duplicate of the descriptor as long as bytes keep coming.
+Afterwards aiohttp gets its protocol back and is told that the body has ended, so the
+connection returns to its pool. *Portable*: aiohttp's stream, copied. It takes over
+wherever the direct way could not be sure: with TLS, with an aiohttp that lacks what is
+needed, and for a body that has arrived already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol, TypeAlias
+
+import aiohttp
+from aiohttp import ClientResponse, StreamReader
+
+from aiockpt.errors import LocalProtocolError
+from aiockpt.http.plain import duplicate
+from aiockpt.http.pumps import WORTH, Pumps, Turn
+
+__all__ = ["BodyWriter", "Buffers", "Observer", "read_body"]
+
+Buffers: TypeAlias = Callable[[int, int], Sequence[memoryview]]
+
+# One receive, and so one callback, moves at most this much: the loop stays live.
+MAX_PIECE = 1 << 20
+# Memory is asked for in steps: views of thousands of small tensors take their time.
+WINDOW = 4 << 20
+# Below this a system call costs more than copying the bytes once more.
+SMALL = 64 << 10
+# A copy into many small buffers costs per buffer: this many take well under 1 ms.
+MAX_SCATTER = 1024
+# Seconds between two wakings of the loop, which cost as much as receiving a mebibyte.
+_REPORT = 0.02
+
+# Both names are undocumented: another major version may mean something else by them.
+_KNOWN_AIOHTTP = aiohttp.__version__.startswith("3.") and all(
+    hasattr(StreamReader, name) for name in ("feed_eof", "read_nowait", "is_eof")
+)
+# Windows' loop receives in the background, into memory that may be gone by then.
+_KNOWN_SYSTEM = sys.platform != "win32"
+_NEEDED = ("set_protocol", "get_protocol", "pause_reading", "resume_reading", "abort")
+
+
+class Observer(Protocol):
+    """Sees bytes as they come, in order, while they are in the processor's cache."""
+
+    def take(self, data: memoryview) -> bool:
+        """See bytes; say whether they should be put in their place now."""
+
+    def placed(self) -> None:
+        """Learn that all that was taken is in its place."""
+
+    def note(self) -> None:
+        """Make known, on the loop, what was placed."""
+
+
+class BodyWriter:
+    """Writes the bytes of a body into memory, in order, as they arrive.
+
+    Either the bytes are received straight into `next_buffers` and announced by
+    `advance`, which a thread may do; or they are handed to `write`, on the loop.
+    Small buffers are received through a scratch of at most 1 MiB, so `close` must be
+    called before anybody reads them.
+
+    Args:
+        buffers: Returns the memory of ``[start, stop)`` as contiguous views of format
+            ``B``, in order.
+        start: The first byte to write.
+        stop: The byte after the last one.
+        observer: Sees the bytes as they come.
+
+    Attributes:
+        size: How many bytes there are to write.
+        filled: How many have come.
+    """
+
+    __slots__ = (
+        "_ask",
+        "_asked",
+        "_buffers",
+        "_index",
+        "_observer",
+        "_offset",
+        "_scratch",
+        "_staged",
+        "_stop",
+        "filled",
+        "size",
+    )
+
+    def __init__(
+        self,
+        buffers: Buffers,
+        start: int,
+        stop: int,
+        observer: Observer | None = None,
+    ) -> None:
+        self.size = stop - start
+        self.filled = 0
+        self._ask = buffers
+        self._observer = observer
+        self._asked, self._stop = start, stop
+        self._buffers: Sequence[memoryview] = ()
+        self._index = self._offset = 0
+        self._scratch: memoryview | None = None
+        self._staged = 0
+        self._settle()
+
+    @property
+    def remaining(self) -> int:
+        """How many bytes are still to come."""
+        return self.size - self.filled
+
+    def next_buffer(self) -> memoryview:
+        """Return where the next bytes go: 1 byte to 1 MiB, while some remain."""
+        return self._next_scratch() or self._next_whole()[:MAX_PIECE]
+
+    def next_buffers(self) -> list[memoryview]:
+        """Return where the next bytes go: 1 byte to 4 MiB, for a thread."""
+        scratch = self._next_scratch()
+        if scratch:
+            return [scratch]
+        buffers = [self._next_whole()]
+        for buffer in self._buffers[self._index + 1 :]:
+            if len(buffer) < SMALL:
+                break
+            buffers.append(buffer)
+        return buffers
+
+    def advance(self, count: int) -> bool:
+        """Note that ``count`` bytes are in what was returned.
+
+        Returns:
+            Whether the observer has something to `report`.
+        """
+        self.filled += count
+        wanted = self._staged_more(count) if self._scratch else self._came(count)
+        if wanted and self._observer is not None:
+            self._observer.placed()
+        return wanted
+
+    def report(self) -> None:
+        """Have the observer make known what was placed, on the loop."""
+        if self._observer is not None:
+            self._observer.note()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Copy ``data``, which is no longer than what remains."""
+        self._flush()
+        view = memoryview(data)
+        self._scatter(view)
+        self.filled += len(data)
+        if self._observer is not None:
+            if self._observer.take(view):
+                self._observer.placed()
+            self._observer.note()
+
+    def close(self) -> None:
+        """Bring all bytes to their place and let go of the memory; idempotent.
+
+        The traceback of an error may keep this writer. It must not keep the memory,
+        too, which its owner may want to unmap.
+        """
+        self._flush()
+        self._buffers, self._ask, self._observer = (), _no_buffers, None
+
+    def _flush(self) -> None:
+        if self._scratch is not None:
+            scratch, self._scratch = self._scratch[: self._staged], None
+            self._staged = 0
+            self._scatter(scratch)
+
+    def _next_scratch(self) -> memoryview | None:
+        if self._scratch is None:
+            nbytes = self._small_ahead()
+            if not nbytes:
+                return None
+            self._scratch = memoryview(bytearray(nbytes))
+        return self._scratch[self._staged :]
+
+    def _next_whole(self) -> memoryview:
+        return self._buffers[self._index][self._offset :]
+
+    def _staged_more(self, count: int) -> bool:
+        assert self._scratch is not None
+        start, self._staged = self._staged, self._staged + count
+        wanted = self._observe(self._scratch[start : self._staged])
+        if wanted or self._staged == len(self._scratch):
+            self._flush()
+        return wanted
+
+    def _came(self, count: int) -> bool:
+        wanted = False
+        while count:
+            piece = self._next_whole()[:count]
+            self._offset += len(piece)
+            count -= len(piece)
+            wanted |= self._observe(piece)
+            self._settle()
+        return wanted
+
+    def _observe(self, data: memoryview) -> bool:
+        return self._observer is not None and self._observer.take(data)
+
+    def _small_ahead(self) -> int:
+        """Return the bytes of the small buffers ahead; 0 if there is at most one."""
+        total, offset, stop = 0, self._offset, self._index
+        for buffer in self._buffers[self._index : self._index + MAX_SCATTER]:
+            if len(buffer) - offset >= SMALL or total >= MAX_PIECE:
+                break
+            total += len(buffer) - offset
+            offset, stop = 0, stop + 1
+        return min(total, MAX_PIECE) if stop > self._index + 1 else 0
+
+    def _scatter(self, data: memoryview) -> None:
+        at = 0
+        while at < len(data):
+            at += self._scatter_in_window(data[at:])
+            self._settle()
+
+    def _scatter_in_window(self, data: memoryview) -> int:
+        """Copy what fits into the buffers at hand; return how much that is."""
+        buffers, index, offset = self._buffers, self._index, self._offset
+        at, stop, last = 0, len(data), len(self._buffers)
+        while at < stop and index < last:
+            size = len(buffers[index])
+            count = min(size - offset, stop - at)
+            buffers[index][offset : offset + count] = data[at : at + count]
+            at += count
+            offset += count
+            if offset == size:
+                index, offset = index + 1, 0
+        self._index, self._offset = index, offset
+        return at
+
+    def _settle(self) -> None:
+        """Go to the next byte to write, in the next window if this one is full."""
+        while True:
+            buffers = self._buffers
+            while self._index < len(buffers):
+                if self._offset < len(buffers[self._index]):
+                    return
+                self._index, self._offset = self._index + 1, 0
+            if self._asked == self._stop:
+                return
+            stop = min(self._asked + WINDOW, self._stop)
+            self._buffers = self._ask(self._asked, stop)
+            self._index = self._offset = 0
+            if sum(map(len, self._buffers)) != stop - self._asked:
+                raise LocalProtocolError("the destination gave memory of another size")
+            self._asked = stop
+
+
+def _no_buffers(start: int, stop: int) -> Sequence[memoryview]:
+    return ()
+
+
+async def read_body(
+    response: ClientResponse, writer: BodyWriter, threads: Pumps | None
+) -> None:
+    """Read a body, which must be exactly as long as what remains of ``writer``.
+
+    The writer is closed, and nothing refers to its buffers, once this has returned or
+    raised. If cancelled, or if the body breaks off, the connection is closed; what had
+    arrived is in its place and counted. Without ``threads`` the portable way is taken.
+
+    Raises:
+        ConnectionError: the connection ended before the body did.
+        aiohttp.ClientError: as aiohttp found it.
+    """
+    content = response.content
+    connection = _plain_connection(response) if threads is not None else None
+    try:
+        if connection is not None:
+            # Reading may make the parser give out more, and the transport resume.
+            # Nothing arrives in between, because nothing here awaits.
+            while data := content.read_nowait():
+                writer.write(data)
+            if content.is_eof() or connection.transport.is_closing():
+                connection = None  # what is left to come is an error
+        if connection is None or threads is None:
+            while writer.remaining:
+                data = await content.readany()
+                if not data:
+                    raise ConnectionResetError("the body ended early")
+                writer.write(data)
+        else:
+            await _DirectReader(writer, connection, threads).run()
+            content.feed_eof()  # aiohttp takes the connection back
+    except BaseException:
+        response.close()  # never to the pool: nobody knows what is still to come
+        raise
+    finally:
+        writer.close()
+
+
+class _Connection(NamedTuple):
+    """A connection's transport and the protocol that aiohttp gave it."""
+
+    transport: asyncio.Transport
+    protocol: asyncio.Protocol
+
+
+def _plain_connection(response: ClientResponse) -> _Connection | None:
+    """Return a response's connection; None if it is over, encrypted or unknown."""
+    connection = response.connection
+    if not (_KNOWN_AIOHTTP and _KNOWN_SYSTEM) or connection is None:
+        return None
+    transport, protocol = connection.transport, connection.protocol
+    if transport is None or protocol is None or transport.is_closing():
+        return None
+    if not all(hasattr(transport, name) for name in _NEEDED):
+        return None
+    if transport.get_extra_info("sslcontext") is not None:
+        return None
+    if transport.get_protocol() is not protocol:
+        return None
+    return _Connection(transport, protocol)
+
+
+class _DirectReader(asyncio.BufferedProtocol):
+    """Takes the place of aiohttp's protocol while a body arrives."""
+
+    def __init__(
+        self, writer: BodyWriter, connection: _Connection, threads: Pumps
+    ) -> None:
+        self._writer = writer
+        self._connection = connection
+        self._threads = threads
+        self._loop = asyncio.get_running_loop()
+        self._sock: socket.socket | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._lost: Exception | None = None
+        self._failed: Exception | None = None
+
+    async def run(self) -> None:
+        """Receive until the writer is full, then give the protocol back.
+
+        A thread takes a turn whenever bytes have come.
+        """
+        writer, transport = self._writer, self._connection.transport
+        if writer.remaining >= WORTH:
+            self._sock = duplicate(transport)
+        self._install(self)
+        try:
+            await self._read_on_loop()
+            while writer.remaining:
+                # Other requests may have taken the last free thread meanwhile.
+                if self._sock is not None and self._threads.free:
+                    work = partial(_receive, self._sock, writer, self._report_soon)
+                    await self._threads.turn(work)
+                    self._report()
+                    self._check()
+                if writer.remaining:
+                    transport.resume_reading()  # for more, or why there is none
+                    await self._read_on_loop()
+        except BaseException:
+            transport.abort()  # from here on no byte is received
+            raise
+        finally:
+            self._install(self._connection.protocol)
+            if self._sock is not None:
+                self._sock.close()
+
+    async def _read_on_loop(self) -> None:
+        """Receive until all has come, or a thread could go on; then reading pauses."""
+        self._waiter = self._loop.create_future()
+        if self._lost is not None:
+            self._wake()
+        await self._waiter
+        self._check()
+
+    def _report_soon(self) -> None:
+        self._loop.call_soon_threadsafe(self._report)
+
+    def _report(self) -> None:
+        try:
+            self._writer.report()
+        except Exception as error:  # noqa: BLE001 - belongs to the caller, not the loop
+            self._failed = error
+
+    def _check(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+        if self._lost is not None and self._writer.remaining:
+            raise self._lost
+
+    def _install(self, protocol: asyncio.BaseProtocol) -> None:
+        # uvloop chooses between the kinds of protocol when reading starts.
+        transport = self._connection.transport
+        transport.pause_reading()
+        transport.set_protocol(protocol)
+        transport.resume_reading()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._writer.next_buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._writer.advance(nbytes)
+        self._report()
+        if self._failed or not self._writer.remaining or self._is_worth_a_turn():
+            self._connection.transport.pause_reading()
+            self._wake()
+
+    def _is_worth_a_turn(self) -> bool:
+        worth = self._sock is not None and self._writer.remaining >= WORTH
+        return worth and self._threads.free
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connection.protocol.connection_lost(exc)
+        self._lost = exc or ConnectionResetError("the body ended early")
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _receive(
+    sock: socket.socket, writer: BodyWriter, report: Callable[[], None], turn: Turn
+) -> None:
+    """Receive for a turn; for a thread."""
+    unreported, due = False, 0.0
+    while writer.remaining and not turn.over:
+        try:
+            count, *_ = sock.recvmsg_into(writer.next_buffers())
+        except BlockingIOError:
+            if turn.wait(sock, select.POLLIN):
+                continue
+            return
+        except OSError:
+            return  # the connection's transport finds out, too
+        if not count:
+            return
+        unreported |= writer.advance(count)
+        if unreported and (now := time.monotonic()) >= due:
+            report()
+            unreported, due = False, now + _REPORT
