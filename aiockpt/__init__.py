@@ -45,12 +45,17 @@ from aiockpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from aiockpt.checkpointers.background import AsyncCheckpointer
-    from aiockpt.checkpointers.barriers import Barrier, register_barrier
-    from aiockpt.checkpointers.base import Checkpointer
-    from aiockpt.checkpointers.builder import (
-        make_async_checkpointer,
-        make_sync_checkpointer,
+    from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer, SaveHandle
+    from aiockpt.checkpointers.background import BackgroundCheckpointer
+    from aiockpt.checkpointers.barriers import (
+        Barrier,
+        DistBarrier,
+        TCPStoreBarrier,
+        register_barrier,
+    )
+    from aiockpt.checkpointers.base import (
+        Checkpointer,
+        CheckpointerStatistics,
     )
     from aiockpt.checkpointers.config import (
         BarrierConfig,
@@ -60,9 +65,11 @@ if TYPE_CHECKING:
         CheckpointWriterConfig,
         RankInfo,
     )
-    from aiockpt.checkpointers.group_barrier import DistBarrier
-    from aiockpt.checkpointers.handle import CheckpointerStatistics, SaveHandle
-    from aiockpt.checkpointers.hooks import WriterHook
+    from aiockpt.checkpointers.factories import (
+        make_async_checkpointer,
+        make_background_checkpointer,
+        make_sync_checkpointer,
+    )
     from aiockpt.checkpointers.process import CheckpointProcess
     from aiockpt.checkpointers.reader import CheckpointReader
     from aiockpt.checkpointers.recovery import Recovered, recover
@@ -71,9 +78,8 @@ if TYPE_CHECKING:
         DefaultStager,
         StagedState,
     )
-    from aiockpt.checkpointers.store_barrier import TCPStoreBarrier
     from aiockpt.checkpointers.sync import SyncCheckpointer
-    from aiockpt.checkpointers.writer import CheckpointWriter
+    from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
     from aiockpt.events import Progress, TransferEvent
     from aiockpt.format.limits import Limits
     from aiockpt.http.security import Security
@@ -90,6 +96,7 @@ __all__ = [
     "AiockptError",
     "AsyncCheckpointer",
     "AuthenticationError",
+    "BackgroundCheckpointer",
     "Barrier",
     "BarrierConfig",
     "Checkpoint",
@@ -153,6 +160,7 @@ __all__ = [
     "latest",
     "list_checkpoints",
     "make_async_checkpointer",
+    "make_background_checkpointer",
     "make_sync_checkpointer",
     "make_token",
     "recover",
@@ -163,7 +171,8 @@ __all__ = [
 # Where each lazy name lives; the imports under TYPE_CHECKING tell type checkers the
 # same, and tests/test_exports.py holds the two together.
 _HOMES = {
-    "AsyncCheckpointer": "aiockpt.checkpointers.background",
+    "AsyncCheckpointer": "aiockpt.checkpointers.async_checkpointer",
+    "BackgroundCheckpointer": "aiockpt.checkpointers.background",
     "Barrier": "aiockpt.checkpointers.barriers",
     "BarrierConfig": "aiockpt.checkpointers.config",
     "Checkpoint": "aiockpt.storage.directory",
@@ -177,26 +186,27 @@ _HOMES = {
     "CheckpointWriterConfig": "aiockpt.checkpointers.config",
     "Checkpointer": "aiockpt.checkpointers.base",
     "CheckpointerConfig": "aiockpt.checkpointers.config",
-    "CheckpointerStatistics": "aiockpt.checkpointers.handle",
+    "CheckpointerStatistics": "aiockpt.checkpointers.base",
     "DefaultStager": "aiockpt.checkpointers.stager",
-    "DistBarrier": "aiockpt.checkpointers.group_barrier",
+    "DistBarrier": "aiockpt.checkpointers.barriers",
     "HTTPTransport": "aiockpt.http.transport",
     "Limits": "aiockpt.format.limits",
     "PGTransport": "aiockpt.pg.transport",
     "Progress": "aiockpt.events",
     "RankInfo": "aiockpt.checkpointers.config",
     "Recovered": "aiockpt.checkpointers.recovery",
-    "SaveHandle": "aiockpt.checkpointers.handle",
+    "SaveHandle": "aiockpt.checkpointers.async_checkpointer",
     "Security": "aiockpt.http.security",
     "StagedState": "aiockpt.checkpointers.stager",
     "SyncCheckpointer": "aiockpt.checkpointers.sync",
-    "TCPStoreBarrier": "aiockpt.checkpointers.store_barrier",
+    "TCPStoreBarrier": "aiockpt.checkpointers.barriers",
     "TransferEvent": "aiockpt.events",
-    "WriterHook": "aiockpt.checkpointers.hooks",
+    "WriterHook": "aiockpt.checkpointers.writer",
     "latest": "aiockpt.storage.directory",
     "list_checkpoints": "aiockpt.storage.directory",
-    "make_async_checkpointer": "aiockpt.checkpointers.builder",
-    "make_sync_checkpointer": "aiockpt.checkpointers.builder",
+    "make_async_checkpointer": "aiockpt.checkpointers.factories",
+    "make_background_checkpointer": "aiockpt.checkpointers.factories",
+    "make_sync_checkpointer": "aiockpt.checkpointers.factories",
     "make_token": "aiockpt.http.tokens",
     "recover": "aiockpt.checkpointers.recovery",
     "register_barrier": "aiockpt.checkpointers.barriers",

@@ -19,15 +19,15 @@ from aiockpt.bench.memory import TOUCHED, fresh, touch, warm_host
 from aiockpt.bench.raw import memcpy
 from aiockpt.bench.shapes import bytes_of, cut, numbered, shape_of
 from aiockpt.bench.torch_savers import RIVALS, RivalSave, write_whole
-from aiockpt.checkpointers.builder import (
-    make_async_checkpointer,
-    make_sync_checkpointer,
-)
 from aiockpt.checkpointers.config import (
     CheckpointerConfig,
     CheckpointProcessConfig,
     CheckpointWriterConfig,
     RankInfo,
+)
+from aiockpt.checkpointers.factories import (
+    make_async_checkpointer,
+    make_sync_checkpointer,
 )
 from aiockpt.checkpointers.process import CheckpointProcess
 from aiockpt.runtime.bridge import Bridge

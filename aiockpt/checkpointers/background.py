@@ -1,101 +1,72 @@
-"""AsyncCheckpointer: training waits for the copy, and for nothing else."""
+"""BackgroundCheckpointer: saves in the background, for programs without an event loop.
+
+There is no second implementation: an `AsyncCheckpointer` does the work, on an event
+loop in a thread of its own. A call blocks until its coroutine has ended there.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import math
 import os
-import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Final, Self
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
 
-from aiockpt.checkpointers.base import Checkpointer, step_for
-from aiockpt.checkpointers.config import BusyPolicy
-from aiockpt.checkpointers.handle import (
-    Account,
-    CheckpointerStatistics,
-    SaveHandle,
-    meter,
-)
-from aiockpt.checkpointers.loading import load
-from aiockpt.checkpointers.reader import CheckpointReader
-from aiockpt.checkpointers.stager import CheckpointStager, StagedState
-from aiockpt.checkpointers.submission import BackgroundWriter, Submission
-from aiockpt.errors import ClosedError, LocalProtocolError, SaveInProgressError
+from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer, SaveHandle
+from aiockpt.checkpointers.base import Checkpointer, CheckpointerStatistics
 from aiockpt.events import Progress
-from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.deadline import Deadline
-from aiockpt.runtime.lifetime import Lifetime
+from aiockpt.memory.device import settle
+from aiockpt.runtime.portal import Portal
+from aiockpt.state.flatten import Unready
 from aiockpt.transport import Timeout, seconds
 
-__all__ = ["AsyncCheckpointer"]
+__all__ = ["BackgroundCheckpointer"]
 
-_SLOTS: Final = 2  # one is being written, one waits
-_WITH_ITS_HEIR: Final = 3  # the one that waits stays until another was handed over
+T = TypeVar("T")
+
 _CLOSING: Final = 5.0
 
 
-class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpointer"]):
-    """Saves in the background, and belongs to the loop that uses it first.
+class BackgroundCheckpointer(
+    Checkpointer, AbstractContextManager["BackgroundCheckpointer"]
+):
+    """Saves in the background without an event loop; any thread may use it.
 
-    ``save`` returns when the state dict may be mutated. Writing, digests, fsync and
-    commit happen in another process (or thread), one save after another. A second
-    save is staged while the first is written; the policy decides about a third.
-
-    A save that fails is logged at once. Its handle raises the error, and :meth:`close`
-    returns those that nobody has asked for; training goes on.
+    ``save`` blocks for the copy only. Writing, the commit with the other ranks,
+    failures and policies are those of :class:`.AsyncCheckpointer`. A program that ends
+    without :meth:`close` loses nothing: what was handed over is written.
 
     Args:
-        checkpoint_stager: Copies the state dict.
-        checkpoint_process: Writes what was copied.
-        reader: Loads.
-        busy_policy: What a save does while two others are not written yet: ``wait``,
-            ``skip`` itself, ``replace`` the one that waits as soon as it was handed
-            over itself, or ``fail``.
-        raise_on_failure: Raise a failure from ``save``, the next ``save`` or
-            ``close`` instead.
-        keep_last: The process keeps the last staged snapshot when this one dies: its
-            memory must not be staged into before a newer one was handed over.
+        checkpointer: What saves and loads. Nothing else may use it.
     """
 
-    def __init__(
-        self,
-        checkpoint_stager: CheckpointStager,
-        checkpoint_process: BackgroundWriter,
-        reader: CheckpointReader,
-        *,
-        busy_policy: BusyPolicy = "wait",
-        raise_on_failure: bool = False,
-        keep_last: bool = False,
-    ) -> None:
-        self._stager = checkpoint_stager
-        self._writer = checkpoint_process
-        self._reader = reader
-        self._policy = busy_policy
-        self._raises = raise_on_failure
-        self._keeps = keep_last
-        self._last: StagedState | None = None
-        self._lifetime = Lifetime("the checkpointer")
-        self._bridge = Bridge(threads=2, name="aiockpt-load")
-        self._account = Account()
-        self._turn = asyncio.Lock()
-        self._under_way: dict[Submission, SaveHandle] = {}
+    def __init__(self, checkpointer: AsyncCheckpointer) -> None:
+        self._checkpointer = checkpointer
+        # A background writer outlasts this thread by itself.
+        self._portal = Portal("the checkpointer", at_exit=_nothing)
+        self._closed = False
 
     def __repr__(self) -> str:
-        now = self.statistics()
-        return f"<AsyncCheckpointer written={now.written} under_way={now.under_way}>"
+        return f"<BackgroundCheckpointer over {self._checkpointer!r}>"
 
-    async def __aenter__(self) -> Self:
+    def __enter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if error is None:
-            await self.close()
+            self.close()
         else:
-            await self._end(crashed=True)
+            self._end(partial(self._checkpointer.__aexit__, kind, error, trace))
 
-    async def save(
+    def save(
         self,
         state_dict: Any,
         path: str | os.PathLike[str],
@@ -106,48 +77,35 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
     ) -> SaveHandle:
         """Stage ``state_dict``, hand it over, and return: it may be mutated then.
 
-        Args:
-            state_dict: What to save.
-            path: The checkpoint's directory. A number at its end is the step, unless
-                ``step`` is among ``kwargs``.
-            timeout: Deadline of this call, in seconds or as a ``timedelta``; waiting
-                for earlier saves is the largest part of it.
-            progress: Called with :class:`.Progress` while it is written.
-            kwargs: Go to hooks, and to a stager or a writer of one's own.
+        The arguments are those of :meth:`.AsyncCheckpointer.save`. ``progress`` is
+        called in the checkpointer's own thread. Call :meth:`.SaveHandle.result` to
+        wait until the checkpoint is committed.
 
         Raises:
             SaveInProgressError: the policy is ``fail``, and two others are under way.
-            TypeError, ValueError: ``path`` is no path, or ``step`` no step.
+            TypeError, ValueError: ``path`` is not a path, or ``step`` not a step.
             ClosedError: after :meth:`close`.
-            TransferTimeoutError: with ``raise_on_failure``; as all other failures do,
-                it fails the handle otherwise.
+            TransferTimeoutError: with ``raise_on_failure``. Without, this and all
+                other failures fail the handle.
 
-        If cancelled, nothing is saved; other ranks are told, and fail theirs.
+        If interrupted (Ctrl-C), nothing is saved; other ranks are told.
         """
-        if self._raises:
-            self._raise_unobserved()
-        handle = SaveHandle(os.fspath(path), step_for(path, kwargs))
-        if "step" in kwargs:
-            kwargs["step"] = handle.step
-        began = time.monotonic()
         try:
-            async with self._in_time(timeout), self._its_turn(handle) as goes:
-                if goes:
-                    await self._save(handle, began, state_dict, progress, kwargs)
-        except (SaveInProgressError, ClosedError, LocalProtocolError):
-            raise
-        except asyncio.CancelledError:
-            await self._forsake(handle, "it was cancelled")
-            raise
-        except Exception as error:
-            await self._forsake(handle, str(error))
-            self._account.failed(handle, error)  # and training goes on
-            if self._raises:
-                handle.observed = True
-                raise
-        return handle
+            settle()  # the copies wait for a stream of the other thread only
+        except Exception as error:  # noqa: BLE001 - the staging raises it
+            state_dict = Unready(error)
+        save = partial(
+            self._checkpointer.save,
+            state_dict,
+            path,
+            timeout=timeout,
+            progress=progress,
+            **kwargs,
+        )
+        limit = math.inf if timeout is None else seconds(timeout)
+        return self._call(save, limit, "save")
 
-    async def load(
+    def load(
         self,
         path: str | os.PathLike[str],
         state_dict: Any = None,
@@ -158,150 +116,68 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
     ) -> Any:
         """Return the state dict at ``path``; see :meth:`.CheckpointReader.read`.
 
-        If cancelled, ``state_dict`` may be filled in part, and is left alone from
-        then on.
+        If interrupted, ``state_dict`` may be filled in part.
         """
-        with self._lifetime.call():
-            return await load(
-                self._bridge,
-                self._reader,
-                path,
-                state_dict,
-                map_location=default_map_location,
-                strict=strict,
-                **kwargs,
-            )
+        load = partial(
+            self._checkpointer.load,
+            path,
+            state_dict,
+            default_map_location=default_map_location,
+            strict=strict,
+            **kwargs,
+        )
+        return self._call(load, math.inf, "load")
 
     def statistics(self) -> CheckpointerStatistics:
         """Return how many saves there were, and what they took."""
-        restarts = getattr(self._writer, "restarts", 0)
-        under_way = len(self._under_way)
-        return self._account.statistics(under_way=under_way, restarts=restarts)
+        return self._checkpointer.statistics()
 
-    async def close(self) -> tuple[BaseException, ...]:
-        """Write what was handed over, and close everything.
+    def close(self) -> tuple[BaseException, ...]:
+        """Write what was handed over, and close everything. Idempotent.
 
         Returns the failures that nobody has seen. It takes
-        ``subprocess_shutdown_timeout_secs`` at most; then the process is killed, and
-        what it had not written has failed. If cancelled, the closing goes on.
+        ``subprocess_shutdown_timeout_secs`` at most; see
+        :meth:`.AsyncCheckpointer.close`. If interrupted, the closing goes on, and a
+        later call waits for it.
         """
-        await self._end(crashed=False)
-        if self._raises:
-            self._raise_unobserved()
-        return tuple(self._account.unobserved())
+        return self._end(self._checkpointer.close) or ()
 
-    async def aclose(self) -> tuple[BaseException, ...]:
-        """Close it; another name for :meth:`close`."""
-        return await self.close()
-
-    # ----------------------------------------------------------------- saving
-
-    def _in_time(self, timeout: Timeout | None) -> AbstractAsyncContextManager[object]:
-        if timeout is None:
-            return nullcontext()
-        return Deadline(seconds(timeout), stop="save")
-
-    @asynccontextmanager
-    async def _its_turn(self, handle: SaveHandle) -> AsyncIterator[bool]:
-        """Wait for what is before it; say whether it may go on."""
-        with self._lifetime.call():
-            async with self._turn:
-                yield await self._find_room(handle)
-
-    async def _find_room(self, handle: SaveHandle) -> bool:
-        slots = _WITH_ITS_HEIR if self._policy == "replace" else _SLOTS
-        while len(self._under_way) >= slots:
-            self._lifetime.check()
-            if self._policy == "skip":
-                self._account.skipped(handle)
-                return False
-            if self._policy == "fail":
-                raise SaveInProgressError(handle.path, under_way=len(self._under_way))
-            ends = [submission.ended for submission in self._under_way]
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.sleep(0)  # those that ended leave
-        return True
-
-    async def _save(
-        self,
-        handle: SaveHandle,
-        began: float,
-        state_dict: Any,
-        progress: Callable[[Progress], None] | None,
-        kwargs: dict[str, Any],
-    ) -> None:
-        known = {"step": handle.step, **kwargs}
-        staged = await self._stager.stage(state_dict, **known)
-        nbytes = staged.nbytes if isinstance(staged, StagedState) else 0
-        told = meter(progress, nbytes)
+    def _end(self, end: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
+        """Await ``end()`` and end the thread; do nothing the second time."""
+        if self._closed:
+            return None
         try:
-            submission = await self._writer.submit(staged, handle.path, kwargs, told)
-        except BaseException:
-            _release(staged)
+            found = self._call(end, math.inf, "close")
+        except Exception:  # a failed save, with `raise_on_failure`
+            self._end_thread()
             raise
-        handle.handed_over = True
-        self._keep(staged)
-        self._account.staged(handle, submission.nbytes, began)
-        if self._policy == "replace" and len(self._under_way) >= _SLOTS:
-            # The last one: the one before it is being written, or about to be.
-            self._writer.drop(next(reversed(self._under_way)))
-        self._follow(handle, submission)
+        self._end_thread()
+        return found
 
-    async def _forsake(self, handle: SaveHandle, reason: str) -> None:
-        """Tell the ranks that wait for it, unless a writer has it, which tells them."""
-        if not handle.handed_over:
-            await self._writer.forsake(handle.path, handle.step, reason)
+    def _end_thread(self) -> None:
+        self._closed = True
+        self._portal.close(_nothing, wait=_CLOSING)
 
-    def _keep(self, staged: Any) -> None:
-        """Let go of the snapshot before, which is not the last one any more."""
-        if not self._keeps:
-            _release(staged)
-            return
-        _release(self._last)
-        self._last = staged if isinstance(staged, StagedState) else None
+    def _call(
+        self, fn: Callable[[], Coroutine[Any, Any, T]], timeout: float, stop: str
+    ) -> T:
+        ended = threading.Event()
 
-    def _follow(self, handle: SaveHandle, submission: Submission) -> None:
-        since = time.monotonic()
-        self._under_way[submission] = handle
+        async def run() -> T:
+            try:
+                return await fn()
+            finally:
+                ended.set()
 
-        def end(ended: asyncio.Future[bool]) -> None:
-            del self._under_way[submission]
-            if (error := ended.exception()) is not None:
-                self._account.failed(handle, error)
-            elif ended.result():
-                self._account.written(handle, submission, since)
-            else:
-                self._account.replaced(handle)
-
-        submission.ended.add_done_callback(end)
-
-    def _raise_unobserved(self) -> None:
-        if unseen := self._account.unobserved():
-            first, *others = unseen
-            for other in others:
-                first.add_note(f"also failed: {other}")
-            raise first
-
-    # ---------------------------------------------------------------- the end
-
-    async def _end(self, *, crashed: bool) -> None:
-        leave = crashed and self._keeps
-        await self._lifetime.end(
-            partial(self._lifetime.calls_ended, timeout=_CLOSING),
-            self._writer.abandon if leave else self._writer.close,
-            self._settle,
-            self._stager.close,
-            partial(self._bridge.aclose, timeout=_CLOSING),
-        )
-
-    async def _settle(self) -> None:
-        """Let the handles know, and let go of the last snapshot."""
-        await asyncio.sleep(0)
-        _release(self._last)
-        self._last = None
+        try:
+            return self._portal.call(run, timeout=timeout, stop=stop)
+        except Exception:
+            raise
+        except BaseException:
+            # An interrupt has cancelled it: its threads let go of the caller's memory.
+            ended.wait(_CLOSING)
+            raise
 
 
-def _release(staged: Any) -> None:
-    """Let go of what a stager has returned, if that is ours to do."""
-    if isinstance(staged, StagedState):
-        staged.release()
+async def _nothing() -> None:
+    return

@@ -17,10 +17,6 @@ from aiockpt.checkpointers.config import (
     CheckpointStagerConfig,
     RankInfo,
 )
-from aiockpt.checkpointers.defaults import (
-    default_subprocess_init_fn,
-    default_writer_init_fn,
-)
 from aiockpt.checkpointers.failures import plain
 from aiockpt.checkpointers.handover import Handover, known_as
 from aiockpt.checkpointers.messages import Forsake, Setup, Write
@@ -28,6 +24,10 @@ from aiockpt.checkpointers.process_launch import Recipe
 from aiockpt.checkpointers.rendezvous import runtime_dir
 from aiockpt.checkpointers.submission import BackgroundWriter, Submission
 from aiockpt.checkpointers.supervisor import Supervisor
+from aiockpt.checkpointers.writer import (
+    default_subprocess_init_fn,
+    default_writer_init_fn,
+)
 from aiockpt.errors import ClosedError, WorkerError
 from aiockpt.events import TransferEvent, emit
 from aiockpt.runtime.bridge import Bridge

@@ -5,19 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from aiockpt.checkpointers.base import Checkpointer, step_for
-from aiockpt.checkpointers.handle import CheckpointerStatistics, meter, with_warning
+from aiockpt.checkpointers.base import (
+    Account,
+    Checkpointer,
+    CheckpointerStatistics,
+    meter,
+    step_for,
+)
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.writer import CheckpointWriter, Written
 from aiockpt.errors import ClosedError
 from aiockpt.events import Progress, TransferEvent, emit
 from aiockpt.storage.directory import StrPath
-from aiockpt.transfer.repeats import Repeats
 
 __all__ = ["SyncCheckpointer"]
 
@@ -25,8 +28,8 @@ __all__ = ["SyncCheckpointer"]
 class SyncCheckpointer(Checkpointer):
     """Saves straight from the tensors' memory and loads straight into it.
 
-    No loop is needed; one that runs in the calling thread stands still meanwhile. Use
-    it as a context manager, or call :meth:`close`.
+    No event loop is needed. A loop that runs in the calling thread stands still
+    meanwhile. Use it as a context manager, or call :meth:`close`.
 
     Args:
         writer: Writes this rank's share.
@@ -37,8 +40,7 @@ class SyncCheckpointer(Checkpointer):
         self._writer = writer
         self._reader = reader
         self._closed = False
-        self._account = _Account()
-        self._repeats = Repeats("save")
+        self._account = Account()
 
     def __enter__(self) -> Self:
         return self
@@ -63,11 +65,11 @@ class SyncCheckpointer(Checkpointer):
         progress: Callable[[Progress], None] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write the state dict; returns when all ranks have committed it.
+        """Write the state dict; return when all ranks have committed it.
 
         Nobody may mutate it meanwhile. See :meth:`.CheckpointWriter.write`.
-        ``progress`` is called with :class:`.Progress` as it is written, unless by a
-        writer with a ``write`` of its own.
+        ``progress`` is called with :class:`.Progress` during the write, except by a
+        writer that overrides ``write``.
 
         Raises:
             UnsupportedLeafError: a leaf cannot be saved.
@@ -75,16 +77,27 @@ class SyncCheckpointer(Checkpointer):
             ClosedError: after :meth:`close`.
         """
         self._check()
-        step, watch = step_for(path, kwargs), _Watch(progress)
+        step, report = step_for(path, kwargs), _Report(progress)
         began, written = time.monotonic(), Written()
-        with self._account.counted(watch):
+        self._account.saves += 1
+        try:
             if type(self._writer).write is CheckpointWriter.write:
-                written = self._writer.write_watched(path, state_dict, watch, **kwargs)
+                written = self._writer.write_watched(path, state_dict, report, **kwargs)
             else:
                 self._writer.write(path, state_dict, **kwargs)
-        event = _event("write", path, step, watch.nbytes, began)
-        event = with_warning(event, written.warning)
-        emit(self._repeats.told(event, written.content, os.fspath(path)))
+        except BaseException:
+            self._account.failed += 1
+            raise
+        self._account.stall_seconds = time.monotonic() - began
+        self._account.note_written(
+            os.fspath(path),
+            step,
+            report.nbytes,
+            self._account.stall_seconds,
+            warning=written.warning,
+            content=written.content,
+            detail=_without_token(path),
+        )
 
     def load(
         self,
@@ -112,15 +125,22 @@ class SyncCheckpointer(Checkpointer):
             strict=strict,
             **kwargs,
         )
-        emit(_event("load", path, None, 0, began))
+        seconds = time.monotonic() - began
+        detail = _without_token(path)
+        emit(
+            TransferEvent(
+                stop="load", seconds=seconds, detail=detail, level=logging.INFO
+            )
+        )
         return loaded
 
     def statistics(self) -> CheckpointerStatistics:
-        """Return how many saves there were, and what they took."""
-        return self._account.statistics()
+        """Return how many saves there were, and how long the last one took."""
+        now = self._account
+        return now.statistics(under_way=now.saves - now.written - now.failed)
 
     def close(self) -> None:
-        """Let go of the barrier and of memory. Idempotent."""
+        """Release the barrier and memory. Idempotent."""
         if not self._closed:
             self._closed = True
             self._writer.close()
@@ -130,16 +150,13 @@ class SyncCheckpointer(Checkpointer):
             raise ClosedError("the checkpointer")
 
 
-class _Watch:
-    """Knows how many bytes one save has, and tells a caller how far it is."""
+class _Report:
+    """Learns how many bytes one save has, and reports its progress to the caller."""
 
     def __init__(self, progress: Callable[[Progress], None] | None) -> None:
         self.nbytes = 0
         self._progress = progress
         self._tell: Callable[[int], None] | None = None
-
-    def __repr__(self) -> str:
-        return f"<Watch bytes={self.nbytes}>"
 
     def __call__(self, done: int, total: int) -> None:
         if self._tell is None:
@@ -149,55 +166,5 @@ class _Watch:
             self._tell(done)
 
 
-class _Account:
-    """Counts saves."""
-
-    def __init__(self) -> None:
-        self._saves = self._written = self._failed = self._bytes = 0
-        self._seconds = 0.0
-
-    def __repr__(self) -> str:
-        return f"<Account {self.statistics()}>"
-
-    @contextmanager
-    def counted(self, watch: _Watch) -> Iterator[None]:
-        """Count what happens in the block as one save."""
-        began = time.monotonic()
-        self._saves += 1
-        try:
-            yield
-        except BaseException:
-            self._failed += 1
-            raise
-        self._written += 1
-        self._bytes += watch.nbytes
-        self._seconds = time.monotonic() - began
-
-    def statistics(self) -> CheckpointerStatistics:
-        """Return the numbers: the caller is kept for as long as a write takes."""
-        return CheckpointerStatistics(
-            saves=self._saves,
-            written=self._written,
-            failed=self._failed,
-            skipped=0,
-            replaced=0,
-            under_way=self._saves - self._written - self._failed,
-            bytes_written=self._bytes,
-            stall_seconds=self._seconds,
-            write_seconds=self._seconds,
-            restarts=0,
-        )
-
-
-def _event(
-    stop: str, path: StrPath, step: int | None, nbytes: int, began: float
-) -> TransferEvent:
-    """Return the event of a call that has ended well."""
-    return TransferEvent(
-        stop=stop,
-        step=step,
-        nbytes=nbytes,
-        seconds=time.monotonic() - began,
-        detail=os.fspath(path).partition("#")[0],
-        level=logging.INFO,
-    )
+def _without_token(path: StrPath) -> str:
+    return os.fspath(path).partition("#")[0]

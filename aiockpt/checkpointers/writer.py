@@ -1,18 +1,32 @@
-"""One rank's writer: its file, durable; then the commit with the other ranks."""
+"""One rank's writer: its file, durable; then the commit with the other ranks.
+
+Nothing here needs torch, except to write a live state dict: the checkpoint process
+writes from a snapshot and starts without torch.
+"""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from aiockpt.checkpointers.barriers import Barrier, Meeting, Phase
+from aiockpt.checkpointers.barriers import (
+    Barrier,
+    Meeting,
+    Phase,
+    create_barrier_from_config,
+)
 from aiockpt.checkpointers.base import step_for
-from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
-from aiockpt.checkpointers.hooks import WriterHook, finish
+from aiockpt.checkpointers.config import (
+    BarrierConfig,
+    CheckpointWriterConfig,
+    RankInfo,
+)
 from aiockpt.errors import (
     PeerFailedError,
     StorageError,
@@ -22,6 +36,7 @@ from aiockpt.errors import (
 from aiockpt.events import TransferEvent, emit
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena, ArenaPool
+from aiockpt.runtime.blocking import run_blocking
 from aiockpt.storage.commit import Draft
 from aiockpt.storage.directory import MARKER, StrPath, part_of, settle
 from aiockpt.storage.files import remove_tree
@@ -29,23 +44,47 @@ from aiockpt.storage.retention import retire, sweep
 from aiockpt.storage.snapshotfile import Sealed, Source, Viewed, write_source
 from aiockpt.transfer.repeats import content_of
 
-__all__ = ["CheckpointWriter", "Report", "Written"]
+__all__ = [
+    "CheckpointWriter",
+    "Report",
+    "WriterHook",
+    "Written",
+    "configured_writer",
+    "default_subprocess_init_fn",
+    "default_writer_init_fn",
+]
 
 logger = logging.getLogger("aiockpt")
 
 _PHASES: Final = ("written", "committed")
 
 Report: TypeAlias = Callable[[int, int], None]
-"""Hears how many bytes of how many the writer has taken."""
+"""Is called with how many bytes, of how many, the writer has taken."""
+
+
+class WriterHook(ABC):
+    """Called by every rank's writer, around the commit of a checkpoint.
+
+    Both methods may be coroutine functions; the writer waits for their end. They get
+    the path that was saved to, and the keywords that were given to ``save``.
+    """
+
+    @abstractmethod
+    def pre_commit(self, path: str, **kwargs: Any) -> Awaitable[None] | None:
+        """Act when this rank's file is on the disk; if it raises, the save fails."""
+
+    @abstractmethod
+    def post_commit(self, path: str, **kwargs: Any) -> Awaitable[None] | None:
+        """Act when the checkpoint is committed."""
 
 
 class Written(NamedTuple):
-    """What is to be said of a checkpoint that was committed.
+    """What there is to say about a checkpoint that was committed.
 
     Attributes:
-        warning: Why not every rank has confirmed the commit; or nothing.
-        content: Equal for two checkpoints that hold the same bytes in their tensors;
-            nothing if there are no tensors, or the writer does not know.
+        warning: Why not every rank has confirmed the commit; or empty.
+        content: Equal for two checkpoints whose tensors hold the same bytes; empty if
+            there are no tensors, or the writer does not know.
     """
 
     warning: str = ""
@@ -198,7 +237,7 @@ class CheckpointWriter:
             with save.reporting("written", draft):
                 content = self._fill(draft, source)
                 if self._hook is not None:
-                    finish(self._hook.pre_commit(os.fspath(path), **kwargs))
+                    _finish(self._hook.pre_commit(os.fspath(path), **kwargs))
             save.meet(draft, rank)
             unused: list[Path] = []
             with save.reporting("committed", draft):
@@ -221,7 +260,7 @@ class CheckpointWriter:
         """Do what may also be left undone: the checkpoint is there."""
         try:
             if self._hook is not None:
-                finish(self._hook.post_commit(os.fspath(path), **kwargs))
+                _finish(self._hook.post_commit(os.fspath(path), **kwargs))
         finally:
             for each in unused:
                 remove_tree(each)
@@ -359,9 +398,42 @@ class _Save:
         )
 
 
+def _finish(outcome: Awaitable[None] | None) -> None:
+    """Run what a hook has returned to its end, if that is a coroutine."""
+    if inspect.isawaitable(outcome):
+        run_blocking(_awaited(outcome))
+
+
+async def _awaited(outcome: Awaitable[None]) -> None:
+    await outcome
+
+
 def _unresolved(path: StrPath) -> Path:
     """Return an absolute path, links not followed; a path as it is if that fails."""
     try:
         return Path(os.path.abspath(path))
     except OSError:  # there is no working directory any more
         return Path(path)
+
+
+# --------------------------------------- what the checkpoint process calls by default
+
+
+def default_subprocess_init_fn(*_: object) -> None:
+    """Do nothing in the new process."""
+
+
+def default_writer_init_fn(rank_info: RankInfo) -> CheckpointWriter:
+    """Make a writer with the default options."""
+    return configured_writer(rank_info)
+
+
+def configured_writer(
+    rank_info: RankInfo,
+    writer_config: CheckpointWriterConfig = CheckpointWriterConfig(),  # noqa: B008 - frozen
+    barrier_config: BarrierConfig = BarrierConfig(),  # noqa: B008 - frozen
+    commit_hook: WriterHook | None = None,
+) -> CheckpointWriter:
+    """Make a writer and its barrier, in the process that will write."""
+    barrier = create_barrier_from_config(barrier_config, rank_info)
+    return CheckpointWriter(writer_config, rank_info, barrier, commit_hook)

@@ -1,6 +1,7 @@
-"""Tools to test a transport, and to break one on purpose.
+"""Tools to test a transport or a checkpointer, and to break one on purpose.
 
-`TransportConformance` needs pytest, the rest does not; nothing loads before its use.
+`TransportConformance` and `CheckpointerConformance` need pytest, the rest does not;
+nothing loads before its use.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from aiockpt._lazy import lazy
 
 if TYPE_CHECKING:
+    from aiockpt.testing.checkpointers import CheckpointerConformance
     from aiockpt.testing.clocks import WallClock, monotonic_ahead, wall_clock_jumped
     from aiockpt.testing.conformance import TransportConformance
     from aiockpt.testing.devices import FakeAccelerator
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Answer",
     "BlackHole",
+    "CheckpointerConformance",
     "CutAfter",
     "Delay",
     "Drip",
@@ -88,6 +91,7 @@ _HOMES = {
     "LaggingLoop": "aiockpt.testing.lag",
     "PeerProcess": "aiockpt.testing.processes",
     "SystemCallFault": "aiockpt.testing.system_calls",
+    "CheckpointerConformance": "aiockpt.testing.checkpointers",
     "TransportConformance": "aiockpt.testing.conformance",
     "WallClock": "aiockpt.testing.clocks",
     "assert_same": "aiockpt.testing.equality",

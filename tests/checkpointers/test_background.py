@@ -15,14 +15,14 @@ import torch
 
 import aiockpt
 from aiockpt import events as observe
-from aiockpt.checkpointers.background import AsyncCheckpointer
-from aiockpt.checkpointers.builder import make_async_checkpointer
+from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer
 from aiockpt.checkpointers.config import (
     CheckpointerConfig,
     CheckpointProcessConfig,
     RankInfo,
 )
-from aiockpt.checkpointers.defaults import configured_writer
+from aiockpt.checkpointers.factories import make_async_checkpointer
+from aiockpt.checkpointers.writer import configured_writer
 from aiockpt.errors import (
     ClosedError,
     MissingKeysError,

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from aiockpt.checkpointers.config import CheckpointProcessConfig, RankInfo
-from aiockpt.checkpointers.defaults import configured_writer
 from aiockpt.checkpointers.messages import Write
 from aiockpt.checkpointers.process import CheckpointProcess
 from aiockpt.checkpointers.stager import DefaultStager
+from aiockpt.checkpointers.writer import configured_writer
 from aiockpt.errors import (
     ClosedError,
     LocalProtocolError,

@@ -196,7 +196,7 @@ class TestLate:
 
 def store_barrier(rank: int, port: int, **options: Any) -> Barrier:
     """Make one side of a barrier, where rank 0 hosts the store."""
-    from aiockpt.checkpointers.store_barrier import TCPStoreBarrier
+    from aiockpt.checkpointers.barriers import TCPStoreBarrier
 
     return TCPStoreBarrier(
         *(rank, 2),
@@ -245,7 +245,7 @@ class TestParting:
     def test_not_for_those_who_were_given_up(self) -> None:
         """They did not come in all the time that was agreed."""
         port = free_port()
-        host = store_barrier(0, port, timeout_parting_secs=1000)
+        host = store_barrier(0, port, timeout_exit_secs=1000)
         with pytest.raises(TimeoutError, match="timed out"):
             host.meet(meeting(1))
         host.close()
@@ -254,7 +254,7 @@ class TestParting:
     def test_for_those_who_will_read(self, meets: str) -> None:
         """They are told why, although the host has nothing more to do."""
         port = free_port()
-        host = store_barrier(0, port, timeout_parting_secs=1000)
+        host = store_barrier(0, port, timeout_exit_secs=1000)
         other = store_barrier(1, port)
         if meets == "late":
             with pytest.raises(TimeoutError):
@@ -271,7 +271,7 @@ class TestParting:
 
     def test_for_as_long_as_it_was_told(self) -> None:
         """Whoever is to read may have died."""
-        host = store_barrier(0, free_port(), timeout_parting_secs=0.1)
+        host = store_barrier(0, free_port(), timeout_exit_secs=0.1)
         host.meet(meeting(1), failure="its disk is full")
         host.close()
 
@@ -312,9 +312,11 @@ class TestRegistry:
         """Several need one, and are told how."""
         assert create_barrier_from_config(BarrierConfig(), ALONE) is None
         assert default_rank_info() == ALONE
-        for apart in (False, True):
+        for in_process in (False, True):
             with pytest.raises(ValueError, match="2 ranks need somewhere to meet"):
-                barrier_config_for(BarrierConfig(), RankInfo(0, 2), apart=apart)
+                barrier_config_for(
+                    BarrierConfig(), RankInfo(0, 2), in_process=in_process
+                )
 
     def test_what_each_needs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A process group, or the port of a store."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from aiockpt.checkpointers.background import AsyncCheckpointer
+from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer
 from aiockpt.checkpointers.barriers import Barrier, Meeting
 from aiockpt.checkpointers.config import (
     CheckpointProcessConfig,
@@ -19,13 +19,12 @@ from aiockpt.checkpointers.config import (
     CheckpointWriterConfig,
     RankInfo,
 )
-from aiockpt.checkpointers.defaults import configured_writer
 from aiockpt.checkpointers.process import CheckpointProcess
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.stager import DefaultStager
 from aiockpt.checkpointers.submission import BackgroundWriter
 from aiockpt.checkpointers.thread import CheckpointThread
-from aiockpt.checkpointers.writer import CheckpointWriter
+from aiockpt.checkpointers.writer import CheckpointWriter, configured_writer
 from aiockpt.errors import StagingError
 from aiockpt.format.chunks import UNSEALED
 from aiockpt.testing import assert_same

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt.checkpointers.background import AsyncCheckpointer
+from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer
 from aiockpt.checkpointers.config import CheckpointStagerConfig, RankInfo
 from aiockpt.checkpointers.process import CheckpointProcess
 from aiockpt.checkpointers.reader import CheckpointReader

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt.checkpointers.background import AsyncCheckpointer
-from aiockpt.checkpointers.builder import make_async_checkpointer
+from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer
 from aiockpt.checkpointers.config import CheckpointerConfig, CheckpointProcessConfig
+from aiockpt.checkpointers.factories import make_async_checkpointer
 from aiockpt.errors import WorkerError
 from aiockpt.testing import assert_same
 from checkpointing import Gate, GatedWriter, Troubled, loaded, wait_until

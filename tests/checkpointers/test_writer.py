@@ -15,10 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from safetensors.torch import load_file
 
 from aiockpt.checkpointers.config import RankInfo
-from aiockpt.checkpointers.hooks import WriterHook
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.sync import SyncCheckpointer
-from aiockpt.checkpointers.writer import CheckpointWriter
+from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
 from aiockpt.errors import (
     ClosedError,
     StagingError,

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import aiockpt
-from aiockpt.checkpointers.hooks import WriterHook
+from aiockpt.checkpointers.writer import WriterHook
 from aiockpt.events import TransferEvent, add_hook
 from checkpointing import die_between_meetings
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
-from aiockpt.checkpointers.hooks import WriterHook
-from aiockpt.checkpointers.writer import CheckpointWriter
+from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
 from aiockpt.format.limits import Limits
 
 PATIENCE = 60.0
@@ -176,7 +175,7 @@ def _stay(started: threading.Event) -> None:
 
 def die_between_meetings(mark: str) -> None:
     """Have this process killed in step 2, before its second meeting; once."""
-    from aiockpt.checkpointers.store_barrier import TCPStoreBarrier
+    from aiockpt.checkpointers.barriers import TCPStoreBarrier
 
     meet = TCPStoreBarrier.meet
 

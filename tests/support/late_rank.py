@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from aiockpt.checkpointers.barriers import Meeting
-from aiockpt.checkpointers.group_barrier import DistBarrier
+from aiockpt.checkpointers.barriers import DistBarrier, Meeting
 from aiockpt.errors import ProcessGroupError
 from forked import rank_of
 

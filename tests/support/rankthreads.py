@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from aiockpt import CheckpointWriterConfig, RankInfo
-from aiockpt.checkpointers.barriers import Barrier, Meeting
-from aiockpt.checkpointers.store_barrier import TCPStoreBarrier
+from aiockpt.checkpointers.barriers import Barrier, Meeting, TCPStoreBarrier
 from aiockpt.checkpointers.writer import CheckpointWriter
 
 SHORT, LONG = 1.0, 20.0

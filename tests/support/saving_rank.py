@@ -33,8 +33,7 @@ from aiockpt.checkpointers.config import (
     CheckpointWriterConfig,
     RankInfo,
 )
-from aiockpt.checkpointers.hooks import WriterHook
-from aiockpt.checkpointers.writer import CheckpointWriter
+from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
 from aiockpt.events import TransferEvent, add_hook
 
 TIMEOUTS = {1: 60.0, 2: 2.0}
@@ -104,7 +103,7 @@ def barrier_of(kind: str, rank: int, port: int) -> Barrier:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         dist.init_process_group("gloo", rank=rank, world_size=2)
         apart = kind == "default_store"
-        config = barrier_config_for(BarrierConfig(), info, apart=apart)
+        config = barrier_config_for(BarrierConfig(), info, in_process=apart)
     barrier = create_barrier_from_config(config, info)
     assert barrier is not None
     return barrier

@@ -1,4 +1,4 @@
-"""The two factories: a checkpointer with everything it needs, from one config."""
+"""The factories: a checkpointer with everything it needs, made from one config."""
 
 from __future__ import annotations
 
@@ -7,22 +7,27 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from aiockpt.checkpointers.background import AsyncCheckpointer
+from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer
+from aiockpt.checkpointers.background import BackgroundCheckpointer
 from aiockpt.checkpointers.barriers import barrier_config_for, default_rank_info
 from aiockpt.checkpointers.config import CheckpointerConfig, RankInfo
-from aiockpt.checkpointers.defaults import (
-    configured_writer,
-    default_subprocess_init_fn,
-)
-from aiockpt.checkpointers.hooks import WriterHook
 from aiockpt.checkpointers.process import CheckpointProcess
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.stager import DefaultStager
 from aiockpt.checkpointers.submission import BackgroundWriter
 from aiockpt.checkpointers.sync import SyncCheckpointer
 from aiockpt.checkpointers.thread import CheckpointThread
+from aiockpt.checkpointers.writer import (
+    WriterHook,
+    configured_writer,
+    default_subprocess_init_fn,
+)
 
-__all__ = ["make_async_checkpointer", "make_sync_checkpointer"]
+__all__ = [
+    "make_async_checkpointer",
+    "make_background_checkpointer",
+    "make_sync_checkpointer",
+]
 
 
 def make_sync_checkpointer(
@@ -34,15 +39,15 @@ def make_sync_checkpointer(
 
     Args:
         config: How to write, and how ranks commit together.
-        rank_info: Who this process is; found from ``torch.distributed`` by default,
-            else it is alone.
+        rank_info: This process's rank; by default that of ``torch.distributed``, or 0
+            of 1.
         commit_hook: Called around each commit.
 
     Raises:
-        ValueError: several ranks, and nothing that they could meet at.
+        ValueError: there are several ranks, and nowhere to meet.
     """
     rank_info = rank_info or default_rank_info()
-    barrier = barrier_config_for(config.barrier_config, rank_info, apart=False)
+    barrier = barrier_config_for(config.barrier_config, rank_info, in_process=False)
     writer = configured_writer(rank_info, config.writer_config, barrier, commit_hook)
     allow_pickle = config.writer_config.allow_pickle
     return SyncCheckpointer(
@@ -62,24 +67,24 @@ def make_async_checkpointer(
 ) -> AsyncCheckpointer:
     """Return a checkpointer that saves in the background.
 
-    Its process starts now; no loop needs to run yet. It works with an accelerator and
-    without.
+    Its process starts now; no event loop needs to run yet. It works with and without
+    an accelerator.
 
     Args:
-        config: Everything that can be chosen.
-        rank_info: Who this process is; found from ``torch.distributed`` by default,
-            else it is alone.
+        config: All options.
+        rank_info: This process's rank; by default that of ``torch.distributed``, or 0
+            of 1.
         subprocess_init_fn: Called first in the process, with ``subprocess_init_args``;
             not with ``use_process=False``.
-        checkpoint_writer_init_fn: Makes the writer, from ``rank_info`` and
-            ``checkpoint_writer_init_args``, where it writes; the config's
-            ``writer_config`` and ``barrier_config`` are then its own affair.
-        commit_hook: Called around each commit by the default writer, where it writes.
+        checkpoint_writer_init_fn: Makes the writer in that process, from ``rank_info``
+            and ``checkpoint_writer_init_args``. The config's ``writer_config`` and
+            ``barrier_config`` are then not used.
+        commit_hook: Called around each commit by the default writer, in its process.
 
     Raises:
-        ValueError: several ranks, and nothing that they could meet at; or with a
-            policy that each of them would follow on its own.
-        LocalProtocolError: what the process needs cannot be pickled.
+        ValueError: there are several ranks, and nowhere to meet; or a busy policy
+            that each of them would follow on its own.
+        LocalProtocolError: a function or an argument cannot be pickled.
     """
     rank_info = rank_info or default_rank_info()
     _check_policy(config, rank_info)
@@ -100,7 +105,7 @@ def make_async_checkpointer(
             staging_config=staging,
         )
     else:
-        # Nobody else maps it, and private memory has huge pages.
+        # No other process maps it, and private memory can have huge pages.
         staging = replace(staging, use_shared_memory=False)
         make = partial(make_writer, **{"rank_info": rank_info, **arguments})
         timeout = process.subprocess_shutdown_timeout_secs
@@ -117,11 +122,37 @@ def make_async_checkpointer(
     )
 
 
+def make_background_checkpointer(
+    config: CheckpointerConfig = CheckpointerConfig(),  # noqa: B008 - frozen
+    rank_info: RankInfo | None = None,
+    subprocess_init_fn: Callable[..., object] = default_subprocess_init_fn,
+    subprocess_init_args: tuple[Any, ...] = (),
+    checkpoint_writer_init_fn: Callable[..., Any] | None = None,
+    checkpoint_writer_init_args: Mapping[str, Any] | None = None,
+    *,
+    commit_hook: WriterHook | None = None,
+) -> BackgroundCheckpointer:
+    """Return a checkpointer that saves in the background, without an event loop.
+
+    The arguments and errors are those of :func:`make_async_checkpointer`.
+    """
+    checkpointer = make_async_checkpointer(
+        config,
+        rank_info,
+        subprocess_init_fn,
+        subprocess_init_args,
+        checkpoint_writer_init_fn,
+        checkpoint_writer_init_args,
+        commit_hook=commit_hook,
+    )
+    return BackgroundCheckpointer(checkpointer)
+
+
 def _writer_args(
     config: CheckpointerConfig, rank_info: RankInfo, hook: WriterHook | None
 ) -> dict[str, Any]:
     barrier = barrier_config_for(
-        config.barrier_config, rank_info, apart=config.use_process
+        config.barrier_config, rank_info, in_process=config.use_process
     )
     return {
         "writer_config": config.writer_config,

@@ -1,0 +1,272 @@
+"""The suite that every checkpointer passes: subclass, make yours, run pytest.
+
+::
+
+    @pytest.mark.asyncio
+    class TestMyCheckpointer(CheckpointerConformance[MyCheckpointer]):
+        @asynccontextmanager
+        async def checkpointer(self):
+            async with MyCheckpointer() as made:
+                yield made
+
+The suite calls ``save``, ``load``, ``statistics`` and ``close``; each of them may block
+or be a coroutine function. ``save`` may return a handle. The suite then waits for it:
+with ``await handle.written()`` if ``save`` is a coroutine function, else with
+``handle.result()``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any, ClassVar, Final, Generic, TypeVar
+
+import pytest
+import torch
+
+from aiockpt.checkpointers.base import Checkpointer
+from aiockpt.errors import (
+    CheckpointNotFoundError,
+    ClosedError,
+    MissingKeysError,
+    StorageError,
+    UnsupportedLeafError,
+)
+from aiockpt.events import Progress, TransferEvent, add_hook
+from aiockpt.storage.directory import checkpoint_at, latest, list_checkpoints
+from aiockpt.testing.equality import assert_same
+from aiockpt.testing.suite.base import sample
+
+__all__ = ["CheckpointerConformance"]
+
+C = TypeVar("C", bound=Checkpointer)
+
+_STEP: Final = 7
+
+
+class CheckpointerConformance(ABC, Generic[C]):
+    """Tests of a checkpointer: what is saved is there, whole, and nothing else is."""
+
+    timeout: ClassVar[float] = 60.0
+    """Seconds that a save which should succeed may take."""
+
+    @abstractmethod
+    def checkpointer(self) -> AbstractAsyncContextManager[C]:
+        """Give a checkpointer of one rank with default options; close it."""
+
+    # ------------------------------------------------------------------- helpers
+
+    async def save(self, checkpointer: C, state: object, path: Path, **kw: Any) -> bool:
+        """Save, and wait until it is committed; return False if it was not begun."""
+        handle = await self.begin(checkpointer, state, path, **kw)
+        return await self.settle(checkpointer, handle)
+
+    async def begin(self, checkpointer: C, state: object, path: Path, **kw: Any) -> Any:
+        """Save; return as soon as the state may be mutated, with a handle or None."""
+        return await _outcome(checkpointer.save(state, path, **kw))
+
+    async def settle(self, checkpointer: C, handle: Any) -> bool:
+        """Wait for the end of a save; return what its handle does."""
+        if handle is None:  # it has blocked until the end
+            return True
+        if inspect.iscoroutinefunction(checkpointer.save):
+            return bool(await handle.written())
+        return bool(handle.result(timeout=self.timeout))
+
+    async def load(self, checkpointer: C, path: Path, *args: Any, **kw: Any) -> Any:
+        """Load."""
+        return await _outcome(checkpointer.load(path, *args, **kw))
+
+    # ------------------------------------------------------------------ round trip
+
+    async def test_what_is_saved_is_loaded(self, tmp_path: Path) -> None:
+        """Every bit, every tie and every container comes back."""
+        async with self.checkpointer() as made:
+            assert await self.save(made, sample(), tmp_path / f"step-{_STEP}")
+            assert_same(await self.load(made, tmp_path / f"step-{_STEP}"), sample())
+
+    async def test_an_empty_state_dict(self, tmp_path: Path) -> None:
+        """A checkpoint need not hold a tensor."""
+        async with self.checkpointer() as made:
+            await self.save(made, {"epoch": 3, "names": ["a"]}, tmp_path / "c")
+            found = await self.load(made, tmp_path / "c")
+        assert_same(found, {"epoch": 3, "names": ["a"]})
+
+    async def test_it_is_committed_when_the_save_says_so(self, tmp_path: Path) -> None:
+        """Others see the checkpoint, with the step at the end of its name."""
+        async with self.checkpointer() as made:
+            await self.save(made, sample(), tmp_path / f"step-{_STEP}")
+            found = latest(tmp_path)
+            assert found is not None
+            assert (found.name, found.step) == (f"step-{_STEP}", _STEP)
+
+    async def test_the_step_may_be_given(self, tmp_path: Path) -> None:
+        """It does not have to be part of the name."""
+        async with self.checkpointer() as made:
+            await self.save(made, sample(), tmp_path / "best", step=_STEP)
+        assert checkpoint_at(tmp_path / "best").step == _STEP
+
+    async def test_the_state_may_be_mutated_after_the_save(
+        self, tmp_path: Path
+    ) -> None:
+        """The checkpoint holds what the tensors held when ``save`` was called."""
+        live = sample()
+        async with self.checkpointer() as made:
+            handle = await self.begin(made, live, tmp_path / "c")
+            live["weight"].zero_()
+            live["nested"].append("later")
+            await self.settle(made, handle)
+            assert_same(await self.load(made, tmp_path / "c"), sample())
+
+    async def test_saves_are_written_in_order(self, tmp_path: Path) -> None:
+        """Each one is whole, and the last one is the latest."""
+        async with self.checkpointer() as made:
+            handles = [
+                await self.begin(made, sample(step), tmp_path / f"step-{step}")
+                for step in range(3)
+            ]
+            for handle in handles:
+                await self.settle(made, handle)
+            assert [each.step for each in list_checkpoints(tmp_path)] == [0, 1, 2]
+            for step in range(3):
+                found = await self.load(made, tmp_path / f"step-{step}")
+                assert_same(found, sample(step))
+
+    async def test_a_save_replaces_what_was_there(self, tmp_path: Path) -> None:
+        """At one path there is one checkpoint, and nothing beside it."""
+        async with self.checkpointer() as made:
+            await self.save(made, sample(1), tmp_path / "c")
+            await self.save(made, sample(2), tmp_path / "c")
+            assert_same(await self.load(made, tmp_path / "c"), sample(2))
+        assert _names_in(tmp_path) == ["c"]
+
+    async def test_closing_waits_for_what_was_saved(self, tmp_path: Path) -> None:
+        """A program may save and leave."""
+        async with self.checkpointer() as made:
+            await self.begin(made, sample(), tmp_path / "c")
+            await _outcome(made.close())
+            assert checkpoint_at(tmp_path / "c").step == 0
+
+    # -------------------------------------------------------------------- loading
+
+    async def test_a_template_is_filled_in_place(self, tmp_path: Path) -> None:
+        """Its tensors keep their memory, and it is what is returned."""
+        template = sample(1)
+        weight = template["weight"]
+        async with self.checkpointer() as made:
+            await self.save(made, sample(), tmp_path / "c")
+            found = await self.load(made, tmp_path / "c", template)
+        assert found is template
+        assert found["weight"] is weight
+        assert torch.equal(weight, sample()["weight"])
+
+    async def test_missing_keys(self, tmp_path: Path) -> None:
+        """They keep their values, unless the load is strict."""
+        template = {**sample(1), "head": torch.ones(2)}
+        async with self.checkpointer() as made:
+            await self.save(made, sample(), tmp_path / "c")
+            with pytest.raises(MissingKeysError, match="head"):
+                await self.load(made, tmp_path / "c", template, strict=True)
+            found = await self.load(made, tmp_path / "c", template)
+        assert torch.equal(found["head"], torch.ones(2))
+        assert torch.equal(found["weight"], sample()["weight"])
+
+    async def test_a_checkpoint_that_is_not_there(self, tmp_path: Path) -> None:
+        """The error names the path."""
+        async with self.checkpointer() as made:
+            with pytest.raises(CheckpointNotFoundError, match="nowhere"):
+                await self.load(made, tmp_path / "nowhere")
+
+    # -------------------------------------------------------------------- failures
+
+    async def test_a_save_that_cannot_be_written(self, tmp_path: Path) -> None:
+        """The save or its handle raises; what is there stays; the next save works."""
+        (tmp_path / "taken").write_text("precious")
+        async with self.checkpointer() as made:
+            with pytest.raises(StorageError, match="taken"):
+                await self.save(made, sample(), tmp_path / "taken")
+            assert (tmp_path / "taken").read_text() == "precious"
+            await self.save(made, sample(), tmp_path / "c")
+            assert_same(await self.load(made, tmp_path / "c"), sample())
+
+    async def test_a_leaf_that_cannot_be_saved(self, tmp_path: Path) -> None:
+        """The error names it, and nothing is written."""
+        async with self.checkpointer() as made:
+            with pytest.raises(UnsupportedLeafError, match="hook"):
+                await self.save(made, {"hook": print}, tmp_path / "c")
+            assert not _names_in(tmp_path)
+            await self.save(made, sample(), tmp_path / "c")
+
+    @pytest.mark.parametrize("step", [-1, 1.5, "7"], ids=repr)
+    async def test_a_step_that_is_none(self, tmp_path: Path, step: Any) -> None:
+        """The call itself raises."""
+        async with self.checkpointer() as made:
+            with pytest.raises((TypeError, ValueError)):
+                await _outcome(made.save(sample(), tmp_path / "c", step=step))
+        assert not _names_in(tmp_path)
+
+    # ------------------------------------------------------------------ observation
+
+    async def test_progress_comes_to_its_end(self, tmp_path: Path) -> None:
+        """It never goes back, and ends with all bytes."""
+        seen: list[Progress] = []
+        async with self.checkpointer() as made:
+            await self.save(made, sample(), tmp_path / "c", progress=seen.append)
+            await _outcome(made.close())
+        done = [each.bytes_done for each in seen]
+        assert done == sorted(done)
+        assert done[-1] == seen[-1].bytes_total > 300_000
+
+    async def test_an_event_tells_of_a_save(self, tmp_path: Path) -> None:
+        """It has the step and the bytes; another one tells of equal tensors."""
+        seen: list[TransferEvent] = []
+        remove = add_hook(seen.append)
+        try:
+            async with self.checkpointer() as made:
+                await self.save(made, sample(), tmp_path / "step-1")
+                await self.save(made, sample(), tmp_path / "step-2")
+        finally:
+            remove()
+        written = [each for each in seen if each.stop == "write"]
+        assert [(each.step, each.unchanged) for each in written] == [
+            (1, False),
+            (2, True),
+        ]
+        assert all(each.nbytes > 300_000 for each in written)
+
+    async def test_statistics_count_saves(self, tmp_path: Path) -> None:
+        """Those that are written, and those that failed."""
+        (tmp_path / "taken").write_text("precious")
+        async with self.checkpointer() as made:
+            await self.save(made, sample(), tmp_path / "c")
+            with pytest.raises(StorageError):
+                await self.save(made, sample(), tmp_path / "taken")
+            now = made.statistics()  # type: ignore[attr-defined]
+        assert (now.saves, now.written, now.failed) == (2, 1, 1)
+        assert (now.under_way, now.skipped, now.replaced) == (0, 0, 0)
+        assert now.bytes_written > 300_000
+        assert now.stall_seconds > 0
+
+    # ----------------------------------------------------------------------- the end
+
+    async def test_a_closed_one_refuses(self, tmp_path: Path) -> None:
+        """Closing twice is fine; saving and loading afterwards is not."""
+        async with self.checkpointer() as made:
+            await self.save(made, sample(), tmp_path / "c")
+            await _outcome(made.close())
+            await _outcome(made.close())
+            with pytest.raises(ClosedError):
+                await self.save(made, sample(), tmp_path / "d")
+            with pytest.raises(ClosedError):
+                await self.load(made, tmp_path / "c")
+        assert _names_in(tmp_path) == ["c"]
+
+
+async def _outcome(returned: Any) -> Any:
+    return await returned if inspect.isawaitable(returned) else returned
+
+
+def _names_in(directory: Path) -> list[str]:
+    return [each.name for each in directory.iterdir()]
