@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from aiockpt.http.published import Servable
+from aiockpt.http.store import Servable
 
 __all__ = ["Body", "FileBody"]
 

@@ -30,7 +30,7 @@ from aiockpt.http.listen import (
 )
 from aiockpt.http.options import require
 from aiockpt.http.server import CheckpointServer
-from aiockpt.http.shelf import Shelf
+from aiockpt.http.store import Store
 from aiockpt.runtime.bridge import Bridge
 
 __all__ = ["PREFIX", "Address", "Endpoint", "EndpointConfig"]
@@ -199,7 +199,7 @@ def _in_loop() -> bool:
 
 
 class Endpoint:
-    """Serves what is on its ``shelf`` from :meth:`start` on, in this very loop.
+    """Serves what is on its ``store`` from :meth:`start` on, in this very loop.
 
     Mounted in an application it does not, and only knows the public URL. If it
     ``lends``, processes of this host may map what it serves.
@@ -207,11 +207,11 @@ class Endpoint:
 
     def __init__(self, config: EndpointConfig, bridge: Bridge, *, lends: bool) -> None:
         self._bridge = bridge
-        self.shelf = Shelf(keep_superseded=config.keep_superseded)
+        self.store = Store(keep_superseded=config.keep_superseded)
         self._address = Address(config)
         self._lender: Lender | None = None
         if lends:
-            self._lender = Lender(self.shelf, bridge, most=config.max_readers)
+            self._lender = Lender(self.store, bridge, most=config.max_readers)
         self._server: CheckpointServer | None = None
         self._services: list[CheckpointService] = []
         self._turn = anyio.Lock()
@@ -241,7 +241,7 @@ class Endpoint:
             await address.look_up(self._bridge)
             address.check()
             config = address.config.for_server(PREFIX)
-            server = CheckpointServer(self.shelf, config, self._lender)
+            server = CheckpointServer(self.store, config, self._lender)
             # Duplicates: a server that fails to start closes what it was given.
             mine = [each.dup() for each in address.listen()]
             close_in_forks(mine)
@@ -263,12 +263,12 @@ class Endpoint:
             )
         self._address.leave()
         config = self._address.config.for_server(prefix)
-        service = CheckpointService(self.shelf, config, self._lender)
+        service = CheckpointService(self.store, config, self._lender)
         self._services.append(service)
         return service
 
     def statistics(self) -> ServerStatistics:
-        """Return the counters of all that serves or has served the shelf, summed."""
+        """Return the counters of all that serves or has served the store, summed."""
         nothing = (0,) * len(ServerStatistics._fields)
         each = [nothing, *(service.statistics() for service in self._services)]
         return ServerStatistics(*map(sum, zip(*each, strict=True)))
@@ -281,7 +281,7 @@ class Endpoint:
     async def stop(self) -> None:
         """Serve nothing, close the sockets and every connection; idempotent."""
         self._address.close()
-        await self.shelf.close()
+        await self.store.close()
         if self._lender is not None:
             await self._lender.aclose()
         async with self._turn:  # a start that is under way ends first

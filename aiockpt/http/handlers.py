@@ -1,4 +1,4 @@
-"""Answers requests from a shelf, inside any aiohttp application.
+"""Answers requests from a store, inside any aiohttp application.
 
 Nothing here relies on the application around it: not on its middlewares, nor on the
 options of its runner. So a handler finds out by itself that its client has left, has
@@ -28,14 +28,12 @@ from aiockpt.events import TransferEvent, emit
 from aiockpt.http import protocol as http
 from aiockpt.http import sockets
 from aiockpt.http.audit import VISIT, Auditor, Visit
-from aiockpt.http.awaiting import Awaiting, transport_of
 from aiockpt.http.bodies import FileBody
 from aiockpt.http.guard import RefusedError, ServerConfig, admit
 from aiockpt.http.landing import landing_reply
 from aiockpt.http.lending import Lender
 from aiockpt.http.memory_protocol import OFFER_HEADER, PROBE_HEADER
 from aiockpt.http.problems import PeerBusy, to_problem
-from aiockpt.http.published import Published
 from aiockpt.http.pumps import Pumps
 from aiockpt.http.replies import (
     COMMON_HEADERS,
@@ -46,7 +44,7 @@ from aiockpt.http.replies import (
 )
 from aiockpt.http.rounds import Rounds
 from aiockpt.http.sending import Outcome, Sending
-from aiockpt.http.shelf import Shelf
+from aiockpt.http.store import Publication, Store
 from aiockpt.http.tokens import ManifestMacs
 
 __all__ = ["CheckpointService", "ServerStatistics"]
@@ -84,19 +82,19 @@ class ServerStatistics(NamedTuple):
 
 
 class CheckpointService:
-    """The handlers over one shelf; any number of applications may route to them."""
+    """The handlers over one store; any number of applications may route to them."""
 
     def __init__(
-        self, shelf: Shelf, config: ServerConfig, lender: Lender | None = None
+        self, store: Store, config: ServerConfig, lender: Lender | None = None
     ) -> None:
-        self.shelf = shelf
+        self.store = store
         self.config = config
         self._lender = lender
         self._pumps = Pumps("aiockpt-serve")
         self._rounds = Rounds()
         self._sendings: set[Sending] = set()
         self._readers = 0
-        self._awaiting = Awaiting(shelf, config)
+        self._waiting = 0
         self._identity = {http.INCARNATION_HEADER: config.incarnation}
         self._closed = False
         self._counts: Counter[str] = Counter()
@@ -104,17 +102,17 @@ class CheckpointService:
         self._auditor = Auditor()
 
     def __repr__(self) -> str:
-        step = self.shelf.statistics().step
+        step = self.store.statistics().step
         return f"<CheckpointService step={step} readers={self._readers}>"
 
     def statistics(self) -> ServerStatistics:
         """Return the counters as one immutable record."""
         counts = {name: self._counts[name] for name in ServerStatistics._fields[2:]}
-        return ServerStatistics(self._readers, self._awaiting.count, **counts)
+        return ServerStatistics(self._readers, self._waiting, **counts)
 
     def close(self) -> None:
         """Abort the bodies that are being sent, refuse every request. Idempotent."""
-        self._closed = self._awaiting.closed = True
+        self._closed = True
         for sending in tuple(self._sendings):
             sending.evict()
         self._pumps.close()
@@ -177,7 +175,7 @@ class CheckpointService:
                 f"{request.method} is not answered here",
                 {"Allow": "GET, HEAD"},
             )
-        transport = transport_of(request)
+        transport = _transport_of(request)
         patience, own = self.config.stall_timeout, self.config.own_sockets
         sockets.tune(transport, dead_after=2 * patience, began_classic=own)
 
@@ -187,9 +185,9 @@ class CheckpointService:
         restarted = known is not None and known != self.config.incarnation
         try:
             if after is None or restarted:  # whatever is served is news
-                published = await self._awaiting.any(request)
+                published = await self._resolve(request)
             else:
-                published = await self._awaiting.newer(request, after)
+                published = await self._resolve(request, after=after)
         except StepNotFoundError as nothing:
             if after is None:
                 raise
@@ -203,7 +201,7 @@ class CheckpointService:
         if not path.endswith("/"):  # the page has relative links
             location = {**COMMON_HEADERS, "Location": f"{path.rpartition('/')[2]}/"}
             return _Answer(status=HTTPStatus.PERMANENT_REDIRECT, headers=location)
-        now = self.shelf.latest
+        now = self.store.latest
         manifest = now.servable.manifest if now is not None else None
         headers, body = landing_reply(manifest, request.headers.get("Accept", ""))
         return _Answer(body=body, headers={**headers, **self._identity})
@@ -211,10 +209,10 @@ class CheckpointService:
     async def _resource(self, request: web.Request) -> web.StreamResponse:
         lease, ends = _lease_of(request)
         if lease is not None and ends:
-            self.shelf.end_lease(lease)
+            self.store.end_lease(lease)
             return _Stream(status=HTTPStatus.NO_CONTENT, headers=self._identity)
         if request.match_info["step"] == http.LATEST:
-            published = await self._awaiting.any(request)
+            published = await self._resolve(request)
             resource = _resource_of(request, str(published.step))
         else:
             resource = _resource_of(request, request.match_info["step"])
@@ -222,7 +220,7 @@ class CheckpointService:
         manifest = published.servable.manifest
         reply = plan_reply(resource, manifest, request.headers, request.method)
         if lease is not None and request.method == "GET":
-            self.shelf.lease(published, lease, patience=self.config.stall_timeout)
+            self.store.lease(published, lease, patience=self.config.stall_timeout)
         reply.headers.update(self._identity)
         if resource.kind is http.ResourceKind.METADATA:
             reply.headers.update(await self._macs.headers_of(manifest))
@@ -234,15 +232,46 @@ class CheckpointService:
 
     async def _find(
         self, request: web.Request, step: int, lease: http.Lease | None
-    ) -> Published:
+    ) -> Publication:
         """Return the snapshot that a receive has leased, or the one that is served."""
-        found = None if lease is None else self.shelf.leased(lease, step)
-        return found or await self._awaiting.step(request, step, lease)
+        found = None if lease is None else self.store.leased(lease, step)
+        return found or await self._resolve(request, step=step, lease=lease)
+
+    async def _resolve(
+        self,
+        request: web.Request,
+        *,
+        step: int | None = None,
+        after: int | None = None,
+        lease: http.Lease | None = None,
+    ) -> Publication:
+        """Return the publication that a request names, waiting as long as it may.
+
+        That is the one of ``step``, or the first one after the step ``after``, or,
+        without either, whatever is served.
+        """
+        is_named = step is not None or after is not None
+        default = self.config.default_wait if is_named else 0.0
+        asked = http.parse_prefer_wait(request.headers.get("Prefer"))
+        wait = min(default if asked is None else asked, self.config.max_wait)
+
+        def check() -> None:
+            _transport_of(request)  # an application around us need not notice
+            if self._closed:
+                raise ClosedError("the server")
+
+        self._waiting += 1
+        try:
+            if after is not None:
+                return await self.store.wait_past(after, wait=wait, check=check)
+            return await self.store.wait_for(step, wait=wait, lease=lease, check=check)
+        finally:
+            self._waiting -= 1
 
     async def _offer(
         self,
         request: web.Request,
-        published: Published,
+        published: Publication,
         lease: http.Lease | None,
     ) -> Mapping[str, str]:
         """Offer the memory itself to who asks from this host."""
@@ -266,17 +295,17 @@ class CheckpointService:
     async def _send(
         self,
         request: web.Request,
-        published: Published,
+        published: Publication,
         reply: Reply,
         lease: http.Lease | None,
     ) -> web.StreamResponse:
         body = FileBody(published.servable, reply.start, reply.stop)
         sending = Sending(
-            transport_of(request),
+            _transport_of(request),
             stall_timeout=self.config.stall_timeout,
             pumps=self._pumps,
         )
-        async with self.shelf.reading(published, evict=sending.evict, lease=lease):
+        async with self.store.reading(published, evict=sending.evict, lease=lease):
             if body.nbytes <= SMALL_BYTES:
                 data = b"".join(body.views(0, body.nbytes))
                 self._counts["bytes_sent"] += len(data)
@@ -366,3 +395,15 @@ def _lease_of(request: web.Request) -> tuple[http.Lease | None, bool]:
     except RemoteProtocolError as error:
         raise RefusedError(HTTPStatus.BAD_REQUEST, str(error)) from None
     return lease, lease is not None and lease.until <= now
+
+
+def _transport_of(request: web.Request) -> asyncio.Transport:
+    """Return a request's connection.
+
+    Raises:
+        ConnectionResetError: its client has left.
+    """
+    transport = request.transport
+    if transport is None or transport.is_closing():
+        raise ConnectionResetError("the client has left")
+    return transport

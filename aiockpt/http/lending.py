@@ -35,8 +35,7 @@ from aiockpt.http.memory_protocol import (
     is_probe_of,
 )
 from aiockpt.http.protocol import Lease
-from aiockpt.http.published import Published
-from aiockpt.http.shelf import Shelf
+from aiockpt.http.store import Publication, Store
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.packets import arrival, is_ours, owner_of, receive
 
@@ -62,17 +61,17 @@ class _Ticket:
 
 
 class Lender:
-    """Lends what is on a shelf; its socket is there from the first offer on.
+    """Lends what is on a store; its socket is there from the first offer on.
 
     Args:
-        shelf: What may be lent.
+        store: What may be lent.
         bridge: Where the kernel is asked for what takes a while.
         most: How many guests it has at a time; to more it says nothing.
     """
 
-    def __init__(self, shelf: Shelf, bridge: Bridge, *, most: int) -> None:
+    def __init__(self, store: Store, bridge: Bridge, *, most: int) -> None:
         self.count = 0
-        self._shelf = shelf
+        self._store = store
         self._bridge = bridge
         self._turn = asyncio.Lock()
         self._most = most
@@ -88,7 +87,7 @@ class Lender:
 
     async def offer(
         self,
-        published: Published,
+        published: Publication,
         probe: str | None,
         receiver: str,
         lease: Lease | None,
@@ -178,23 +177,28 @@ class Lender:
             async with asyncio.timeout(_PATIENCE):
                 ask = msgspec.json.decode(await _heard(guest), type=Ask)
             ticket = self._tickets.pop(ask.ticket, None)
-            published = self._on_shelf(ticket)
+            published = self._find(ticket)
             if ticket is not None and published is not None:
                 await self._lend(guest, published, ticket, keep=ask.keep)
 
-    def _on_shelf(self, ticket: _Ticket | None) -> Published | None:
+    def _find(self, ticket: _Ticket | None) -> Publication | None:
         if ticket is None or ticket.until < time.monotonic():
             return None
-        found = self._shelf.latest
+        found = self._store.latest
         if found is None or found.snapshot_id != ticket.snapshot_id:
             lease = ticket.lease
-            found = None if lease is None else self._shelf.leased(lease, ticket.step)
+            found = None if lease is None else self._store.leased(lease, ticket.step)
         if found is None or found.snapshot_id != ticket.snapshot_id:
             return None
         return found
 
     async def _lend(
-        self, guest: socket.socket, published: Published, ticket: _Ticket, *, keep: bool
+        self,
+        guest: socket.socket,
+        published: Publication,
+        ticket: _Ticket,
+        *,
+        keep: bool,
     ) -> None:
         servable, arena = published.servable, published.servable.arena
         assert arena is not None, "what was offered has an arena"
@@ -203,14 +207,14 @@ class Lender:
         try:
             async with self._turn:
                 fd = await self._bridge.run(arena.lend)
-            if self._on_shelf(ticket) is not published:
+            if self._find(ticket) is not published:
                 return  # retracted meanwhile: nothing of it goes out any more
             nbytes = servable.manifest.segment_bytes
             message = msgspec.json.encode(Lent(ticket.snapshot_id, nbytes))
             socket.send_fds(guest, [message], [fd])
             given = True
             if ticket.lease is not None:  # whoever has the memory asks for no range
-                self._shelf.end_lease(ticket.lease)
+                self._store.end_lease(ticket.lease)
             self._tell(guest, published, ticket, kept=keep)
             returned = not keep and await _heard(guest) == RETURNED
         finally:
@@ -219,7 +223,12 @@ class Lender:
             servable.release()
 
     def _tell(
-        self, guest: socket.socket, published: Published, ticket: _Ticket, *, kept: bool
+        self,
+        guest: socket.socket,
+        published: Publication,
+        ticket: _Ticket,
+        *,
+        kept: bool,
     ) -> None:
         self.count += 1
         pid, _ = owner_of(guest)

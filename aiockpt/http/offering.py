@@ -1,4 +1,4 @@
-"""What a transport offers: state dicts staged into snapshots, and put on the shelf."""
+"""What a transport offers: state dicts staged into snapshots, and put on the store."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import anyio
 
 from aiockpt.errors import AiockptError, ClosedError, StepNotFoundError
 from aiockpt.events import TransferEvent, emit
-from aiockpt.http.failing import Failure
 from aiockpt.http.options import require
-from aiockpt.http.shelf import ShelfStatistics
+from aiockpt.http.store import Failure, StoreStatistics
 from aiockpt.runtime.deadline import Deadline
 from aiockpt.transfer.repeats import Repeats, content_of
 from aiockpt.transfer.staging import Snapshot, Stager
@@ -21,20 +20,20 @@ __all__ = ["Offering", "Offers"]
 
 
 class Offers(Protocol):
-    """A shelf, in this process or in another one, as its trainer sees it."""
+    """A store, in this process or in another one, as its trainer sees it."""
 
     @property
     def retractions(self) -> int:
         """How often it was told to serve nothing."""
 
-    def statistics(self) -> ShelfStatistics:
+    def statistics(self) -> StoreStatistics:
         """Return what it holds now."""
 
     async def publish(self, snapshot: Snapshot, *, grace: float) -> None:
-        """Serve ``snapshot`` from now on; see `Shelf.publish`."""
+        """Serve ``snapshot`` from now on; see `Store.publish`."""
 
     async def retract(self, *, grace: float) -> None:
-        """Serve nothing; see `Shelf.retract`."""
+        """Serve nothing; see `Store.retract`."""
 
     def fail(self, failure: Failure | None) -> None:
         """Tell those who wait for a step that it does not come; None forgets it."""
@@ -44,11 +43,11 @@ class Serves(Protocol):
     """An endpoint, as far as an offer needs it."""
 
     @property
-    def shelf(self) -> Offers:
+    def store(self) -> Offers:
         """Where it is published."""
 
     async def start(self) -> None:
-        """Serve what is on the shelf."""
+        """Serve what is on the store."""
 
 
 class Offering:
@@ -69,7 +68,7 @@ class Offering:
         require(grace=grace)
         self._stager = stager
         self._start = endpoint.start
-        self._shelf = endpoint.shelf
+        self._store = endpoint.store
         self._grace = grace
         self._turn = anyio.Lock()
         self._offered: Snapshot | None = None
@@ -93,8 +92,8 @@ class Offering:
             ClosedError: after, or because of, :meth:`close`.
         """
         started, step = time.monotonic(), exact_step(step)
-        before = self._shelf.retractions
-        self._shelf.fail(None)
+        before = self._store.retractions
+        self._store.fail(None)
         try:
             async with deadline:
                 await self._start()
@@ -104,9 +103,9 @@ class Offering:
                     deadline.stop = "publish"
                     await self._publish(snapshot, before)
         except BaseException as error:
-            if not self._closed and self._shelf.retractions == before:
+            if not self._closed and self._store.retractions == before:
                 failure = Failure.of(error, step=step, receivers=receivers)
-                self._shelf.fail(failure)
+                self._store.fail(failure)
             raise
         nbytes, elapsed = snapshot.manifest.segment_bytes, time.monotonic() - started
         event = TransferEvent(stop="publish", step=step, nbytes=nbytes, seconds=elapsed)
@@ -119,14 +118,14 @@ class Offering:
             StepNotFoundError: nothing is offered, or it was withdrawn meanwhile.
             ClosedError: after, or because of, :meth:`close`.
         """
-        before, step = self._shelf.retractions, exact_step(step)
+        before, step = self._store.retractions, exact_step(step)
         async with self._turn:
             self._check(step, before)
             offered = self._offered
             if offered is None:
                 raise StepNotFoundError(step)
             await self._start()
-            if self._shelf.statistics().step is None:  # what served it has gone
+            if self._store.statistics().step is None:  # what served it has gone
                 raise StepNotFoundError(step)
             self._check(step, before)
             if offered.manifest.step == step:
@@ -144,7 +143,7 @@ class Offering:
         Whatever is being staged meanwhile is not waited for, nor offered later.
         """
         offered, self._offered = self._offered, None
-        await self._shelf.retract(grace=self._grace if grace is None else grace)
+        await self._store.retract(grace=self._grace if grace is None else grace)
         self._stager.trim()
         if offered is not None:
             emit(TransferEvent(stop="retract", step=offered.manifest.step))
@@ -156,11 +155,11 @@ class Offering:
         await self.withdraw(grace=grace)
 
     async def _publish(self, snapshot: Snapshot, before: int) -> None:
-        # The shelf takes a reference of its own; ours ends here, whatever happens.
+        # The store takes a reference of its own; ours ends here, whatever happens.
         step = snapshot.manifest.step
         try:
             self._check(step, before)
-            await self._shelf.publish(snapshot, grace=self._grace)
+            await self._store.publish(snapshot, grace=self._grace)
             self._offered = snapshot
         except StepNotFoundError:
             raise self._overtaken(step) from None
@@ -168,7 +167,7 @@ class Offering:
             snapshot.release()
 
     def _check(self, step: int, before: int) -> None:
-        if self._closed or self._shelf.retractions != before:
+        if self._closed or self._store.retractions != before:
             raise self._overtaken(step)
 
     def _overtaken(self, step: int) -> AiockptError:

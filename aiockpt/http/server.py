@@ -20,8 +20,8 @@ from aiockpt.http.guard import ServerConfig
 from aiockpt.http.handlers import CheckpointService, ServerStatistics
 from aiockpt.http.lending import Lender
 from aiockpt.http.replies import COMMON_HEADERS
-from aiockpt.http.shelf import Shelf
 from aiockpt.http.sockets import descriptor_of
+from aiockpt.http.store import Store
 
 __all__ = ["CheckpointServer", "ServerConfig"]
 
@@ -31,22 +31,22 @@ _SHUTDOWN = 1.0  # aiohttp may wait twice as long; handlers end at once when tol
 
 
 class CheckpointServer:
-    """Serves a shelf on sockets that listen already.
+    """Serves a store on sockets that listen already.
 
-    The shelf belongs to the caller, the sockets to the server once it has started.
+    The store belongs to the caller, the sockets to the server once it has started.
     """
 
     def __init__(
-        self, shelf: Shelf, config: ServerConfig, lender: Lender | None = None
+        self, store: Store, config: ServerConfig, lender: Lender | None = None
     ) -> None:
         config = replace(config, own_sockets=True)
-        self.service = CheckpointService(shelf, config, lender)
+        self.service = CheckpointService(store, config, lender)
         self._runner: web.AppRunner | None = None
         self._stopped = False
         cut_off_in_forks(self)
 
     def __repr__(self) -> str:
-        step = self.service.shelf.statistics().step
+        step = self.service.store.statistics().step
         readers = self.statistics().readers
         return f"<CheckpointServer step={step} readers={readers}>"
 

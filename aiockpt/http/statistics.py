@@ -15,7 +15,7 @@ class Serves(Protocol):
     """An endpoint, as far as it counts."""
 
     @property
-    def shelf(self) -> Offers:
+    def store(self) -> Offers:
         """What it serves from."""
 
     def statistics(self) -> ServerStatistics:
@@ -62,19 +62,19 @@ class TransportStatistics(NamedTuple):
 
 def survey(endpoint: Serves, bridge: Bridge) -> TransportStatistics:
     """Return what a transport's parts count."""
-    shelf, served = endpoint.shelf.statistics(), endpoint.statistics()
+    store, served = endpoint.store.statistics(), endpoint.statistics()
     return TransportStatistics(
-        step=shelf.step,
-        readers=shelf.readers,
-        oldest_reader=shelf.oldest_reader,
-        superseded=shelf.superseded,
+        step=store.step,
+        readers=store.readers,
+        oldest_reader=store.oldest_reader,
+        superseded=store.superseded,
         waiting=served.waiting,
         requests=served.requests,
         refused=served.refused,
         bytes_sent=served.bytes_sent,
         gone=served.gone,
         stalled=served.stalled,
-        evicted=shelf.evicted,
+        evicted=store.evicted,
         lent=endpoint.lent,
         threads=bridge.statistics(),
     )

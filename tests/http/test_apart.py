@@ -47,7 +47,7 @@ def apart(**options: Any) -> Transport:
 
 def process_of(sender: Transport) -> Any:
     """Return what keeps the process that serves."""
-    return sender._endpoint.shelf.process  # type: ignore[union-attr]
+    return sender._endpoint.store.process  # type: ignore[union-attr]
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -119,17 +119,17 @@ class TestServing:
     async def test_memory_is_reused_once_nobody_reads_it(self) -> None:
         """And given back after a retraction."""
         async with apart() as sender, transport() as receiver:
-            shelf: Any = sender._endpoint.shelf
+            store: Any = sender._endpoint.store
             seen = set()
             for step in range(1, 7):
                 await sender.send_checkpoint([1], step, STATE)
                 assert_same(await receive(sender, receiver, step), STATE)
-                [*_, current] = shelf._given.values()
+                [*_, current] = store._given.values()
                 seen.add(current.arena.address)
-                await until(lambda: len(shelf._given) == 1)
+                await until(lambda: len(store._given) == 1)
             assert len(seen) <= 3
             await sender.disallow_checkpoint()
-            assert not shelf._given
+            assert not store._given
 
     async def test_a_slow_reader_keeps_the_old_one(self) -> None:
         """A superseded snapshot is not overwritten under its reader."""
@@ -194,14 +194,14 @@ class TestServing:
     async def test_a_cancel_at_any_await_leaves_one_offer(self) -> None:
         """The old one; and the memory of the new one comes back."""
         async with apart() as sender, transport() as receiver:
-            shelf: Any = sender._endpoint.shelf
+            store: Any = sender._endpoint.store
             await sender.send_checkpoint([1], 1, STATE)
             new = {"weight": torch.ones(1000)}
             async for cut in interruptions(lambda: sender.send_checkpoint([1], 2, new)):
                 assert cut.cancelled is cut.reached, cut
                 if cut.cancelled:
                     assert_same(await receive(sender, receiver), STATE)
-                await until(lambda: len(shelf._given) == 1)
+                await until(lambda: len(store._given) == 1)
             assert_same(await receive(sender, receiver, 2), new)
             await sender.allow_checkpoint(3)
             assert_same(await receive(sender, receiver, 3), new)
@@ -298,7 +298,7 @@ async def main():
         host="127.0.0.1", server="process", keep_last=float(sys.argv[1])
     )
     await transport.send_checkpoint([1], 1, {"weight": torch.arange(300_000.0)})
-    process = transport._endpoint.shelf.process
+    process = transport._endpoint.store.process
     print(transport.metadata(), process.pid, flush=True)
     await asyncio.Event().wait()
 asyncio.run(main())

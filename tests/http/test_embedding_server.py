@@ -15,7 +15,7 @@ from aiohttp import web
 
 from aiockpt.http.embed import routes
 from aiockpt.http.handlers import CheckpointService
-from aiockpt.http.shelf import Shelf
+from aiockpt.http.store import Store
 from serving import CONFIG, Memory, Peer, settle
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
@@ -39,15 +39,15 @@ async def hosting(app: web.Application, **options: Any) -> AsyncIterator[int]:
 
 
 @pytest.fixture
-def shelf() -> Shelf:
+def store() -> Store:
     """Return what both sides of a test share."""
-    return Shelf()
+    return Store()
 
 
 @pytest.fixture
-def service(shelf) -> CheckpointService:
-    """Return the handlers over the shelf."""
-    return CheckpointService(shelf, CONFIG)
+def service(store) -> CheckpointService:
+    """Return the handlers over the store."""
+    return CheckpointService(store, CONFIG)
 
 
 def attach(app: web.Application, service: CheckpointService, prefix: str) -> None:
@@ -75,13 +75,13 @@ async def meddle(request, handler):
     return response
 
 
-async def test_a_host_application_keeps_its_own_routes(shelf, service):
+async def test_a_host_application_keeps_its_own_routes(store, service):
     """One prefix is ours, the rest is the host's."""
     app = web.Application()
     app.router.add_get("/", hello)
     attach(app, service, "/models/checkpoint")
     memory = Memory(BIG)
-    await shelf.publish(memory, grace=0)
+    await store.publish(memory, grace=0)
     async with hosting(app) as port, Peer(port) as peer:
         assert (await peer.ask("/")).body == b"hello"
         answer = await peer.ask("/models/checkpoint/7/full")
@@ -90,27 +90,27 @@ async def test_a_host_application_keeps_its_own_routes(shelf, service):
         assert (await peer.ask("/healthz")).status == 404
 
 
-async def test_a_sub_application_serves_below_its_mount(shelf, service):
+async def test_a_sub_application_serves_below_its_mount(store, service):
     """``add_subapp`` needs nothing from its parent."""
     app, inner = web.Application(), web.Application()
     attach(inner, service, "")
     app.add_subapp("/ckpt", inner)
     memory = Memory(BIG)
-    await shelf.publish(memory, grace=0)
+    await store.publish(memory, grace=0)
     async with hosting(app) as port, Peer(port) as peer:
         assert (await peer.ask("/ckpt/7/full")).body == memory.file
         assert (await peer.ask("/ckpt/latest")).status == 200
 
 
 async def test_two_transports_live_in_one_application():
-    """Each has its shelf, its prefix and its token."""
+    """Each has its store, its prefix and its token."""
     app = web.Application()
     memories = [Memory(BIG, step=1), Memory(BIG, step=2)]
     for name, memory in zip(("a", "b"), memories, strict=True):
-        shelf = Shelf()
-        await shelf.publish(memory, grace=0)
+        store = Store()
+        await store.publish(memory, grace=0)
         config = replace(CONFIG, token=name)
-        attach(app, CheckpointService(shelf, config), f"/{name}")
+        attach(app, CheckpointService(store, config), f"/{name}")
     async with hosting(app) as port:
         async with Peer(port, token="a") as peer:
             assert (await peer.ask("/a/1/full")).body == memories[0].file
@@ -120,19 +120,19 @@ async def test_two_transports_live_in_one_application():
 
 
 @pytest.mark.parametrize("encoding", ["identity", "gzip, deflate"])
-async def test_middlewares_of_the_host_do_no_harm(shelf, service, encoding):
+async def test_middlewares_of_the_host_do_no_harm(store, service, encoding):
     """Big bodies go out as they are, whatever the host does to responses."""
     app = web.Application(middlewares=[meddle], client_max_size=1)
     attach(app, service, "/checkpoint")
     memory = Memory(BIG)
-    await shelf.publish(memory, grace=0)
+    await store.publish(memory, grace=0)
     async with hosting(app) as port, Peer(port) as peer:
         for _ in range(2):
             answer = await peer.ask("/checkpoint/7/full", Accept_Encoding=encoding)
             assert answer.body == memory.file
 
 
-async def test_hooks_of_the_host_do_no_harm(shelf, service):
+async def test_hooks_of_the_host_do_no_harm(store, service):
     """A hook may touch a response when its headers are made already."""
 
     async def meddle_late(_: web.Request, response: web.StreamResponse) -> None:
@@ -143,17 +143,17 @@ async def test_hooks_of_the_host_do_no_harm(shelf, service):
     app.on_response_prepare.append(meddle_late)
     attach(app, service, "/checkpoint")
     memory = Memory(BIG)
-    await shelf.publish(memory, grace=0)
+    await store.publish(memory, grace=0)
     async with hosting(app) as port, Peer(port) as peer:
         answer = await peer.ask("/checkpoint/7/full")
         assert answer.body == memory.file
 
 
-async def test_guards_do_not_depend_on_the_host(shelf, service):
+async def test_guards_do_not_depend_on_the_host(store, service):
     """An application without any middleware is as safe as our own server."""
     app = web.Application()
     attach(app, service, "/checkpoint")
-    await shelf.publish(Memory(BIG), grace=0)
+    await store.publish(Memory(BIG), grace=0)
     async with hosting(app) as port, Peer(port, token=None) as peer:
         assert (await peer.ask("/checkpoint/7/full")).status == 401
         assert (await peer.ask("/checkpoint/7/full", method="POST")).status == 401
@@ -171,12 +171,12 @@ async def test_a_waiting_client_that_leaves_is_noticed(service):
         assert service.statistics().gone == 1
 
 
-async def test_a_client_that_leaves_in_the_middle_is_noticed(shelf, service):
+async def test_a_client_that_leaves_in_the_middle_is_noticed(store, service):
     """The reader's hold on the memory ends with its connection."""
     app = web.Application()
     attach(app, service, "/checkpoint")
     memory = Memory(64 << 20)
-    await shelf.publish(memory, grace=0)
+    await store.publish(memory, grace=0)
     async with hosting(app, handler_cancellation=False) as port:
         async with Peer(port, receive_buffer=4096) as peer:
             await peer.request("/checkpoint/7/full")
@@ -186,11 +186,11 @@ async def test_a_client_that_leaves_in_the_middle_is_noticed(shelf, service):
         assert service.statistics().gone == 1
 
 
-async def test_the_host_shuts_down_without_waiting_for_our_clients(shelf, service):
+async def test_the_host_shuts_down_without_waiting_for_our_clients(store, service):
     """A client that waits or hangs does not keep the host's process alive."""
     app = web.Application()
     attach(app, service, "/checkpoint")
-    await shelf.publish(Memory(64 << 20), grace=0)
+    await store.publish(Memory(64 << 20), grace=0)
     async with AsyncExitStack() as stay:  # longer than the host, whose exit has a limit
         async with hosting(app, shutdown_timeout=60) as port:
             peer = Peer(port, receive_buffer=4096)
@@ -206,8 +206,8 @@ async def test_the_host_shuts_down_without_waiting_for_our_clients(shelf, servic
 
 async def test_a_service_that_is_closed_does_not_say_when_to_come_back():
     """It will not be there: whoever is told to wait would only learn that later."""
-    shelf = Shelf()
-    service = CheckpointService(shelf, CONFIG)
+    store = Store()
+    service = CheckpointService(store, CONFIG)
     app = web.Application()
     attach(app, service, "/checkpoint")
     async with hosting(app) as port, Peer(port) as peer:

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from aiockpt.http.embed import routes
 from aiockpt.http.handlers import CheckpointService
-from aiockpt.http.shelf import Shelf
+from aiockpt.http.store import Store
 from serving import CONFIG, Memory, Peer, Site, serving, settle
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
@@ -52,8 +52,8 @@ async def test_a_newer_step_is_told_at_once():
 async def test_the_wait_ends_with_the_next_publication():
     """Also if it is not the step after; one of an older step is no news."""
     async with serving(Memory(1000, step=7)) as site, waiting(site, "after=7") as peer:
-        await site.shelf.publish(Memory(1000, step=6), grace=0)
-        await site.shelf.publish(Memory(1000, step=9), grace=0)
+        await site.store.publish(Memory(1000, step=6), grace=0)
+        await site.store.publish(Memory(1000, step=9), grace=0)
         answer = await peer.answer()
     assert (answer.status, json.loads(answer.body)["step"]) == (200, 9)
 
@@ -61,8 +61,8 @@ async def test_the_wait_ends_with_the_next_publication():
 async def test_of_two_publications_the_newest_is_told():
     """What nobody can fetch any more is no news."""
     async with serving() as site, waiting(site, "after=1") as peer:
-        await site.shelf.publish(Memory(1000, step=2), grace=0)
-        await site.shelf.publish(Memory(1000, step=3), grace=0)
+        await site.store.publish(Memory(1000, step=2), grace=0)
+        await site.store.publish(Memory(1000, step=3), grace=0)
         assert json.loads((await peer.answer()).body)["step"] == 3
 
 
@@ -125,7 +125,7 @@ async def test_the_server_bounds_the_wait(fields, changes):
 async def test_a_retraction_ends_the_wait():
     """What the waiting client knows of is gone; it is told that nothing is served."""
     async with serving(Memory(1000, step=7)) as site, waiting(site, "after=7") as peer:
-        await site.shelf.retract(grace=0)
+        await site.store.retract(grace=0)
         answer = await peer.answer()
         assert answer.status == 204
         assert "Aiockpt-Step" not in answer.headers
@@ -134,8 +134,8 @@ async def test_a_retraction_ends_the_wait():
 async def test_news_that_is_retracted_at_once_is_not_told():
     """Whoever is told of a step could fetch it at that moment."""
     async with serving() as site, waiting(site, "after=7") as peer:
-        await site.shelf.publish(Memory(1000, step=8), grace=0)
-        await site.shelf.retract(grace=0)
+        await site.store.publish(Memory(1000, step=8), grace=0)
+        await site.store.retract(grace=0)
         assert (await peer.answer()).status == 204
 
 
@@ -143,9 +143,9 @@ async def test_a_retraction_of_nothing_disturbs_nobody():
     """A trainer may call it on every step, long before it first publishes."""
     async with serving() as site, waiting(site, "after=0") as peer:
         for _ in range(3):
-            await site.shelf.retract(grace=0)
+            await site.store.retract(grace=0)
             await asyncio.sleep(0.02)
-        await site.shelf.publish(Memory(1000, step=1), grace=0)
+        await site.store.publish(Memory(1000, step=1), grace=0)
         assert json.loads((await peer.answer()).body)["step"] == 1
 
 
@@ -154,7 +154,7 @@ async def test_closing_ends_the_wait():
     async with serving(Memory(1000, step=7)) as site:
         async with waiting(site, "after=7") as peer:
             async with asyncio.timeout(5):
-                await site.shelf.close()
+                await site.store.close()
                 answer = await peer.answer()
         assert answer.status == 503
         assert json.loads(answer.body)["type"] == "tag:aiockpt,2025:closing"
@@ -185,15 +185,15 @@ async def test_a_waiting_request_costs_its_handler_only():
         assert len(others) <= 2 * count  # one for its connection, one for its handler
         assert all("RequestHandler" in repr(task.get_coro()) for task in others)
         assert threading.active_count() == threads
-        await site.shelf.publish(Memory(1000, step=8), grace=0)
+        await site.store.publish(Memory(1000, step=8), grace=0)
         answers = [await peer.answer() for peer in peers]
     assert [answer.status for answer in answers] == [200] * count
 
 
 async def test_a_client_that_leaves_is_forgotten_by_an_application_too():
     """Nobody cancels a handler there, so it looks for itself."""
-    shelf = Shelf()
-    service = CheckpointService(shelf, replace(CONFIG, prefix="/checkpoint"))
+    store = Store()
+    service = CheckpointService(store, replace(CONFIG, prefix="/checkpoint"))
     app = web.Application()
     app.add_routes(routes(service, "/checkpoint"))
     runner = web.AppRunner(app, handler_cancellation=False)
@@ -207,4 +207,4 @@ async def test_a_client_that_leaves_is_forgotten_by_an_application_too():
         await settle(lambda: service.statistics().waiting == 0)
     finally:
         await runner.cleanup()
-        await shelf.close()
+        await store.close()

@@ -170,7 +170,7 @@ async def test_latest_names_the_checkpoint_being_served():
     memory = Memory(1000, step=12)
     async with serving() as site, site.peer() as peer:
         nothing = await peer.ask("/checkpoint/latest")
-        await site.shelf.publish(memory, grace=0)
+        await site.store.publish(memory, grace=0)
         answer = await peer.ask("/checkpoint/latest")
     assert nothing.status == 404
     assert json.loads(nothing.body)["serving"] is None
@@ -287,7 +287,7 @@ async def test_an_early_request_waits_for_its_step():
     async with serving() as site, site.peer() as peer:
         await peer.request("/checkpoint/9/full", Prefer="wait=30")
         await settle(lambda: site.server.statistics().waiting == 1)
-        await site.shelf.publish(memory, grace=0)
+        await site.store.publish(memory, grace=0)
         answer = await peer.answer()
         assert answer.body == memory.file
         assert site.server.statistics().waiting == 0
@@ -431,7 +431,7 @@ async def test_republishing_changes_the_entity_tag():
     old, new = Memory(BIG, step=7, fill=1), Memory(BIG, step=7, fill=2)
     async with serving(old) as site, site.peer() as peer:
         first = await peer.ask("/checkpoint/7/0", If_Match=old.etag)
-        await site.shelf.publish(new, grace=0)
+        await site.store.publish(new, grace=0)
         second = await peer.ask("/checkpoint/7/1", If_Match=old.etag)
         third = await peer.ask("/checkpoint/7/1")
     assert set(first.body) == {1}
@@ -449,7 +449,7 @@ async def test_a_slow_reader_of_a_superseded_snapshot_gets_the_old_bytes():
             await peer.request("/checkpoint/7/full")
             head = await peer.head()
             async with asyncio.timeout(5):
-                await site.shelf.publish(Memory(1000, step=8), grace=0)
+                await site.store.publish(Memory(1000, step=8), grace=0)
             body = await peer.read_some(int(head.headers["Content-Length"]))
         assert body == old.file
         await settle(lambda: old.references == 0)
@@ -462,7 +462,7 @@ async def test_retract_evicts_a_reader_that_hangs():
         await peer.request("/checkpoint/7/full")
         await settle(lambda: site.server.statistics().readers == 1)
         async with asyncio.timeout(10):
-            await site.shelf.retract(grace=0.05)
+            await site.store.retract(grace=0.05)
         assert memory.references == 0
         memory.overwrite(2)
         rest = await peer.read_all()
@@ -480,7 +480,7 @@ async def test_a_stalled_reader_is_aborted():
             await settle(lambda: site.server.statistics().stalled == 1)
             rest = await peer.read_all()
         assert len(rest) < len(memory.file)
-        assert memory.references == 1  # the shelf's own
+        assert memory.references == 1  # the store's own
 
 
 @pytest.mark.timeout(120)
@@ -522,7 +522,7 @@ async def test_stop_ends_waiting_sending_and_idle_connections():
         async with asyncio.timeout(5):
             await site.server.stop()
         assert (counts().waiting, counts().readers) == (0, 0)
-        assert memory.references == 1  # the shelf's own
+        assert memory.references == 1  # the store's own
         for peer in (slow, waiting, idle, mute):
             await peer.read_all()
         await site.server.stop()

@@ -194,7 +194,7 @@ class TestOneFails:
             fetch = Fetch(client, [source(slow), source(other)])
             running = asyncio.create_task(fetch.run())
             await fetch.under_way.wait()
-            await sites[0].shelf.publish(checkpoint(step=8), grace=0)
+            await sites[0].store.publish(checkpoint(step=8), grace=0)
             await running
         fetch.check(held)
         assert [*fetch.dropped()] == [0]
@@ -258,7 +258,7 @@ async def test_a_source_that_is_late_joins_in() -> None:
         fetch = Fetch(client, [source(slow), source(sites[1])])
         running = asyncio.create_task(fetch.run())
         await fetch.under_way.wait()
-        await sites[1].shelf.publish(held, grace=0)
+        await sites[1].store.publish(held, grace=0)
         await running
     fetch.check(held)
     assert all(fetch.given)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from aiockpt import AiockptError, StepNotFoundError, TransferTimeoutError
-from aiockpt.http.apart.remote import RemoteShelf
+from aiockpt.http.apart.remote import RemoteStore
 from aiockpt.testing import assert_same
 from cells import proves
 from outcomes import Cell
@@ -108,16 +108,16 @@ async def test_a_start_that_fails(cell: Cell) -> None:
 @contextmanager
 def stopped(sender: Transport) -> Iterator[None]:
     """Have the process that serves, if there is one, hear of something too late."""
-    shelf = sender._endpoint.shelf
-    if not isinstance(shelf, RemoteShelf):
+    store = sender._endpoint.store
+    if not isinstance(store, RemoteStore):
         yield
         return
-    assert shelf.process.pid is not None
-    os.kill(shelf.process.pid, signal.SIGSTOP)
+    assert store.process.pid is not None
+    os.kill(store.process.pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        os.kill(shelf.process.pid, signal.SIGCONT)
+        os.kill(store.process.pid, signal.SIGCONT)
 
 
 @proves(HERE + "test_a_send_that_does_not_succeed")
@@ -168,9 +168,9 @@ async def _cancelled_send(
         await cancelled(call)
         return
     task = asyncio.create_task(call)
-    shelf = sender._endpoint.shelf
-    if isinstance(shelf, RemoteShelf):
-        await settle(lambda: shelf._waiting)  # the process has it
+    store = sender._endpoint.store
+    if isinstance(store, RemoteStore):
+        await settle(lambda: store._waiting)  # the process has it
     else:
         await asyncio.sleep(0)  # it stages
     task.cancel()

@@ -10,7 +10,7 @@ __all__ = ["HTTP"]
 
 _SUITE: Final = "test_conformance.py::TestHTTPTransport::"
 _LIFETIME: Final = "test_lifetime.py::"
-_SHELF: Final = "http/test_shelf.py::"
+_STORE: Final = "http/test_store.py::"
 _SERVER: Final = "http/test_server.py::"
 _STEPS: Final = "http/test_steps.py::"
 _FOLLOW: Final = "test_follow.py::"
@@ -78,7 +78,7 @@ HTTP: Final[Cells] = {
             "new / served",
             _SUITE + "test_a_receive_that_comes_first_waits",
             _SUITE + "test_a_new_step_takes_the_place_of_the_old",
-            _SHELF + "test_a_reader_of_a_superseded_snapshot_keeps_its_bytes",
+            _STORE + "test_a_reader_of_a_superseded_snapshot_keeps_its_bytes",
         ),
         ("old / told", _OFFERS + "test_a_send_that_does_not_succeed"),
         ("old / told", _OFFERS + "test_a_send_that_does_not_succeed"),
@@ -90,8 +90,8 @@ HTTP: Final[Cells] = {
         "HTTPTransport.send_checkpoint, zero_copy=True",
         (
             "new / evicted",
-            _SHELF + "test_live_memory_is_drained_before_publish_returns",
-            _SHELF + "test_a_reader_of_live_memory_is_evicted_after_the_grace",
+            _STORE + "test_live_memory_is_drained_before_publish_returns",
+            _STORE + "test_a_reader_of_live_memory_is_evicted_after_the_grace",
         ),
         ("old / told", _OFFERS + "test_a_send_that_does_not_succeed"),
         (
@@ -102,7 +102,7 @@ HTTP: Final[Cells] = {
         (
             "old / told",
             _OFFERS + "test_a_send_that_does_not_succeed",
-            _SHELF + "test_a_cancelled_publish_leaves_live_memory_on_offer",
+            _STORE + "test_a_cancelled_publish_leaves_live_memory_on_offer",
         ),
         _SENDER_DIES,
         ("new", _OFFERS + "test_a_reader_dies"),

@@ -28,7 +28,7 @@ from aiockpt import AiockptError, Progress
 from aiockpt.http.listen import open_sockets
 from aiockpt.http.protocol import Source
 from aiockpt.http.server import CheckpointServer
-from aiockpt.http.shelf import Shelf
+from aiockpt.http.store import Store
 from aiockpt.testing import Fault, FaultProxy, exhausted_fds
 from aiockpt.testing.faults import Pipe
 
@@ -180,8 +180,8 @@ def share(seed: int) -> float:
 class Serving:
     """A sender's commands."""
 
-    def __init__(self, server: CheckpointServer, shelf: Shelf) -> None:
-        self._server, self._shelf = server, shelf
+    def __init__(self, server: CheckpointServer, store: Store) -> None:
+        self._server, self._store = server, store
         self._hogs = ExitStack()
 
     def obey(self, line: str) -> object:
@@ -199,7 +199,7 @@ class Serving:
 
     def readers(self) -> int:
         """Tell how many bodies are being sent."""
-        return self._shelf.statistics().readers
+        return self._store.statistics().readers
 
 
 async def serve(options: dict[str, Any]) -> None:
@@ -211,18 +211,18 @@ async def serve(options: dict[str, Any]) -> None:
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
-    shelf = Shelf()
-    server = CheckpointServer(shelf, replace(serving.CONFIG, **options))
+    store = Store()
+    server = CheckpointServer(store, replace(serving.CONFIG, **options))
     sockets = open_sockets(host, port)
     port = sockets[0].getsockname()[1]
     await server.start(sockets, ssl_context=None)
-    await shelf.publish(content, grace=0)
+    await store.publish(content, grace=0)
     print(f"http://{host}:{port}/checkpoint/", flush=True)
-    commands = Serving(server, shelf)
+    commands = Serving(server, store)
     while line := (await reader.readline()).decode():
         print(json.dumps(commands.obey(line)), flush=True)
     await server.stop()
-    await shelf.close()
+    await store.close()
 
 
 async def fetch(options: dict[str, Any]) -> None:

@@ -76,8 +76,8 @@ def lends(call: str) -> bool | None:
 
 def there(sender: Transport) -> str:
     """Say what is left at a sender that nobody reads from any more."""
-    shelf: Any = sender._endpoint.shelf
-    spent = getattr(shelf.latest.servable.arena, "spent", False)
+    store: Any = sender._endpoint.store
+    spent = getattr(store.latest.servable.arena, "spent", False)
     lent = sender.statistics().lent > 0
     assert spent or not lent
     return "lent" if lent else "idle"

@@ -17,7 +17,7 @@ from aiockpt.format.header import build_manifest
 from aiockpt.http.guard import ServerConfig
 from aiockpt.http.listen import open_sockets
 from aiockpt.http.server import CheckpointServer
-from aiockpt.http.shelf import Shelf
+from aiockpt.http.store import Store
 
 TOKEN = "a-token"
 
@@ -90,7 +90,7 @@ class Site:
     """A running server."""
 
     server: CheckpointServer
-    shelf: Shelf
+    store: Store
     port: int
 
     @property
@@ -121,8 +121,8 @@ async def serving(
 
     With a small ``send_buffer`` the kernel takes little, as if the network were slow.
     """
-    shelf = Shelf()
-    server = CheckpointServer(shelf, replace(CONFIG, **changes))
+    store = Store()
+    server = CheckpointServer(store, replace(CONFIG, **changes))
     sockets = open_sockets("127.0.0.1", 0)
     port = sockets[0].getsockname()[1]
     if send_buffer:  # those who are accepted inherit it
@@ -130,11 +130,11 @@ async def serving(
     await server.start(sockets, ssl_context=ssl_context)
     try:
         if memory is not None:
-            await shelf.publish(memory, grace=0)
-        yield Site(server, shelf, port)
+            await store.publish(memory, grace=0)
+        yield Site(server, store, port)
     finally:
         await server.stop()
-        await shelf.close()
+        await store.close()
 
 
 @dataclass

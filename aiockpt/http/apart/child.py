@@ -33,7 +33,7 @@ from aiockpt.http.apart.messages import (
 from aiockpt.http.apart.servable import Servable
 from aiockpt.http.lending import Lender
 from aiockpt.http.server import CheckpointServer
-from aiockpt.http.shelf import Shelf
+from aiockpt.http.store import Store
 from aiockpt.memory.mapped import trusted_header
 from aiockpt.runtime.background import leave_terminal
 from aiockpt.runtime.bridge import Bridge
@@ -75,7 +75,7 @@ class Serving:
         self._sock = sock
         self._ended = asyncio.Event()
         self._forwarding = Forwarding(self._forward)
-        self._shelf = Shelf()
+        self._store = Store()
         self._bridge = Bridge(threads=1, name="aiockpt-serve")
         self._server: CheckpointServer | None = None
         self._lender: Lender | None = None
@@ -131,7 +131,7 @@ class Serving:
             await self._bridge.aclose(timeout=_TICK)
 
     async def _stop_serving(self) -> None:
-        await self._shelf.close()
+        await self._store.close()
         if self._lender is not None:
             await self._lender.aclose()
         if self._server is not None:
@@ -154,7 +154,7 @@ class Serving:
             self._start(self._retract(message))
         else:
             assert isinstance(message, Fail)
-            self._shelf.fail(message.failure)
+            self._store.fail(message.failure)
 
     def _start(self, coroutine: asyncio._CoroutineLike[T]) -> asyncio.Task[T]:
         task = self._loop.create_task(coroutine)
@@ -180,10 +180,10 @@ class Serving:
             self._trainer_gone()
         if setup.lends:
             most = setup.config.max_readers
-            self._lender = Lender(self._shelf, self._bridge, most=most)
+            self._lender = Lender(self._store, self._bridge, most=most)
         await self._be_nice(setup.nice)
-        self._shelf.keep_superseded = setup.config.keep_superseded
-        self._server = CheckpointServer(self._shelf, setup.config, self._lender)
+        self._store.keep_superseded = setup.config.keep_superseded
+        self._server = CheckpointServer(self._store, setup.config, self._lender)
         await self._server.start(sockets)
         self.say(Ready())
 
@@ -210,12 +210,12 @@ class Serving:
         return servable
 
     def _publish(self, preparing: asyncio.Task[Servable]) -> None:
-        before = self._shelf.retractions
+        before = self._store.retractions
 
         def publish(prepared: asyncio.Task[Servable]) -> None:
-            wanted = not self._ended.is_set() and self._shelf.retractions == before
+            wanted = not self._ended.is_set() and self._store.retractions == before
             if wanted and prepared.exception() is None:
-                self._shelf.replace(prepared.result())
+                self._store.replace(prepared.result())
             _let_go(prepared)
 
         if preparing.done():
@@ -224,7 +224,7 @@ class Serving:
             preparing.add_done_callback(publish)
 
     async def _retract(self, message: Retract) -> None:
-        await self._shelf.retract(grace=message.grace)
+        await self._store.retract(grace=message.grace)
         self.say(Done(message.number))
 
     def _trainer_gone(self) -> None:
@@ -235,7 +235,7 @@ class Serving:
         self._alone = True
         if self._trainer >= 0:
             self._loop.remove_reader(self._trainer)
-        if self._setup is None or not self._setup.keep_last or not self._shelf.latest:
+        if self._setup is None or not self._setup.keep_last or not self._store.latest:
             self._ended.set()
         else:
             _let_go_of_stderr()
@@ -260,7 +260,7 @@ class Serving:
             await asyncio.sleep(_TICK)
             if self._server is not None and not self._channel.full:
                 lent = self._lender.count if self._lender else 0
-                now = Counted(self._shelf.statistics(), self._server.statistics(), lent)
+                now = Counted(self._store.statistics(), self._server.statistics(), lent)
                 if now != self._counted:
                     self._counted = now
                     self.say(now)

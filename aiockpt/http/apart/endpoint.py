@@ -11,7 +11,7 @@ import anyio
 
 from aiockpt.errors import LocalProtocolError
 from aiockpt.http.apart.messages import Setup
-from aiockpt.http.apart.remote import RemoteShelf
+from aiockpt.http.apart.remote import RemoteStore
 from aiockpt.http.endpoint import PREFIX, Address, Endpoint, EndpointConfig
 from aiockpt.http.handlers import CheckpointService, ServerStatistics
 from aiockpt.http.options import require, require_type
@@ -42,7 +42,7 @@ class ApartOptions:
 
 
 class ApartEndpoint:
-    """Serves what is on its ``shelf`` from :meth:`start` on, in another process.
+    """Serves what is on its ``store`` from :meth:`start` on, in another process.
 
     Args:
         config: As for an endpoint in this process, but without TLS.
@@ -64,14 +64,14 @@ class ApartEndpoint:
                 "an ssl_context cannot be handed to the process that serves: take "
                 'server="loop", or have a proxy speak TLS'
             )
-        self.shelf = RemoteShelf(bridge, self._setup, lends=options.lends)
+        self.store = RemoteStore(bridge, self._setup, lends=options.lends)
         self._bridge = bridge
         self._address = Address(config)
         self._options = options
         self._turn = anyio.Lock()
 
     def __repr__(self) -> str:
-        return f"<ApartEndpoint {self.shelf}>"
+        return f"<ApartEndpoint {self.store}>"
 
     def url(self) -> str:
         """Return the base URL; see :meth:`Address.url`."""
@@ -89,11 +89,11 @@ class ApartEndpoint:
         """
         async with self._turn:
             self._address.check()
-            if self.shelf.process.may_begin_again:
+            if self.store.process.may_begin_again:
                 self._address.reopen()
             await self._address.look_up(self._bridge)
             self._address.check()
-            await self.shelf.start(self._address.listen())
+            await self.store.start(self._address.listen())
 
     def mount(self, prefix: str) -> CheckpointService:
         """Refuse: the handlers of an application run in its own process.
@@ -108,18 +108,18 @@ class ApartEndpoint:
 
     def statistics(self) -> ServerStatistics:
         """Return the counters of the process, a moment old."""
-        return self.shelf.served()
+        return self.store.served()
 
     @property
     def lent(self) -> int:
         """How often a checkpoint was lent to a process of this host, a moment ago."""
-        return self.shelf.lent
+        return self.store.lent
 
     async def stop(self) -> None:
         """End the process, close the sockets; idempotent."""
         self._address.refuse()
         try:
-            await self.shelf.close()  # a server that hangs keeps its copies of them
+            await self.store.close()  # a server that hangs keeps its copies of them
         finally:
             self._address.close()
 

@@ -8,10 +8,9 @@ import msgspec
 
 from aiockpt.events import TransferEvent
 from aiockpt.http.audit import Access
-from aiockpt.http.failing import Failure
 from aiockpt.http.guard import ServerConfig
 from aiockpt.http.handlers import ServerStatistics
-from aiockpt.http.shelf import ShelfStatistics
+from aiockpt.http.store import Failure, StoreStatistics
 
 __all__ = [
     "Counted",
@@ -107,7 +106,7 @@ class Spent(msgspec.Struct, tag=True, frozen=True):
 class Counted(msgspec.Struct, tag=True, frozen=True):
     """The counters, when they have changed, ten times a second at most."""
 
-    shelf: ShelfStatistics
+    store: StoreStatistics
     server: ServerStatistics
     lent: int
 

@@ -1,4 +1,4 @@
-"""The shelf of a process that serves, as the trainer sees it.
+"""The store of a process that serves, as the trainer sees it.
 
 What is published stays the trainer's memory: it is reused once the process says that
 nobody reads it any more. A process that dies is replaced at once. Peers that connect
@@ -37,14 +37,13 @@ from aiockpt.http.apart.messages import (
     Spent,
 )
 from aiockpt.http.apart.process import PATIENCE, ServerProcess
-from aiockpt.http.failing import Failure
 from aiockpt.http.handlers import ServerStatistics
-from aiockpt.http.shelf import ShelfStatistics
+from aiockpt.http.store import Failure, StoreStatistics
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.channel import pack
 
-__all__ = ["RemoteShelf"]
+__all__ = ["RemoteStore"]
 
 _LONGEST_GRACE: Final = 1e9
 _MOMENT: Final = 0.15
@@ -54,11 +53,11 @@ _HUNG: Final = 60.0
 """Seconds after which a process that runs, and does not answer, is taken for hung."""
 
 _NOTHING: Final = Counted(
-    ShelfStatistics(None, 0, 0, 0.0, 0), ServerStatistics(0, 0, 0, 0, 0, 0, 0, 0), 0
+    StoreStatistics(None, 0, 0, 0.0, 0), ServerStatistics(0, 0, 0, 0, 0, 0, 0, 0), 0
 )
 
 
-class RemoteShelf:
+class RemoteStore:
     """Publishes to, and retracts from, a process that serves.
 
     Args:
@@ -95,7 +94,7 @@ class RemoteShelf:
         self._lent_before = 0
 
     def __repr__(self) -> str:
-        return f"<RemoteShelf {self._process} given={len(self._given)}>"
+        return f"<RemoteStore {self._process} given={len(self._given)}>"
 
     @property
     def process(self) -> ServerProcess:
@@ -107,11 +106,11 @@ class RemoteShelf:
         """How often it was told to serve nothing."""
         return self._retractions
 
-    def statistics(self) -> ShelfStatistics:
-        """Return what the process said last about its shelf."""
+    def statistics(self) -> StoreStatistics:
+        """Return what the process said last about its store."""
         current = self._given.get(self._current)
         step = current.manifest.step if current else None
-        return self._counted.shelf._replace(step=step)
+        return self._counted.store._replace(step=step)
 
     def served(self) -> ServerStatistics:
         """Return what the processes have counted, the last one a moment ago."""

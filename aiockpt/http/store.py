@@ -1,0 +1,585 @@
+"""The store: the published checkpoint, and the superseded ones that are still read.
+
+The store publishes at most one checkpoint. A receive takes a lease on the snapshot
+that it begins with, and each of its requests reads one. A superseded snapshot stays
+readable until its last reader and its last lease have ended. The store keeps at most
+``keep_superseded`` such snapshots. If there would be more, it keeps those that have
+been read longest, and evicts the readers of the others.
+
+Each publication has its own reader-writer lock. The store never leaves memory that
+belongs to the trainer (``live``) with a reader: before it replaces or retracts such
+memory, it waits for the readers, and evicts them after the grace. A retraction is
+final: a publication that began before it does not undo it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, Protocol, Self
+
+from aiockpt.errors import (
+    CheckpointChangedError,
+    ClosedError,
+    PeerFailedError,
+    StepNotFoundError,
+)
+from aiockpt.format.manifest import Manifest
+from aiockpt.http.protocol import Lease
+from aiockpt.memory.arena import Lendable
+from aiockpt.runtime.rwlock import RWLock
+
+__all__ = [
+    "Failure",
+    "Publication",
+    "Servable",
+    "Store",
+    "StoreStatistics",
+]
+
+_MOST_LEASES: Final = 4096  # of one publication; a further receive gets no lease
+_CHECK_EVERY: Final = 0.25  # seconds between two looks at whether a wait makes sense
+_MAX_REASON: Final = 300  # characters of a failure's text
+_FAILURE_LASTS: Final = 10.0  # seconds; a replica takes longer to come back
+
+
+class Servable(Protocol):
+    """A checkpoint in memory, as the server sees it."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest, with its digests."""
+
+    @property
+    def live(self) -> bool:
+        """Whether the memory belongs to the trainer, which will change it."""
+
+    @property
+    def arena(self) -> Lendable | None:
+        """The memory that holds the data segment from its first byte on, if any."""
+
+    def views(self, start: int, stop: int) -> list[memoryview]:
+        """Return the bytes ``[start, stop)`` of the data segment, in order."""
+
+    def acquire(self) -> None:
+        """Keep the memory unchanged until :meth:`release`; calls are counted."""
+
+    def release(self) -> None:
+        """Undo one :meth:`acquire`."""
+
+
+class StoreStatistics(NamedTuple):
+    """What a store holds now; ``superseded`` counts the snapshots still being read."""
+
+    step: int | None
+    readers: int
+    superseded: int
+    oldest_reader: float
+    evicted: int
+
+
+@dataclass(slots=True)
+class Failure:
+    """Why a send of ``step`` failed, for the receivers that wait for it.
+
+    A failure outlives a retraction, since a receiver may come late. But a receiver of
+    the next attempt at the same step may come early. So the store tells only as many
+    receives as there were receivers (``left``; None: any number), and only for ten
+    seconds, since one of the receivers may have died. All others wait. So does a
+    later receive of a receiver that was told: it belongs to the next attempt. A
+    receive that was told may repeat its request, since the answer may have been lost.
+
+    Attributes:
+        told: For each receiver that was told, the lease of that receive.
+    """
+
+    step: int
+    reason: str
+    left: int | None
+    until: float = math.inf
+    told: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, error: BaseException, *, step: int, receivers: int) -> Self:
+        """Return the failure of a send that ended with ``error``."""
+        why = f"{type(error).__name__}: {error}"
+        if isinstance(error, asyncio.CancelledError):
+            why = "the send was cut short by a cancel or a deadline"
+        until = _now() + _FAILURE_LASTS
+        return cls(step, why[:_MAX_REASON], receivers or None, until)
+
+    def concerns(self, step: int | None, lease: Lease | None) -> bool:
+        """Return whether to tell a receive that waits for ``step``."""
+        if step != self.step or _now() >= self.until:
+            return False
+        if lease is not None and lease.receiver in self.told:
+            return self.told[lease.receiver] == lease.id
+        return self.left != 0
+
+    def tell(self, lease: Lease | None) -> PeerFailedError:
+        """Return the error for one receive. One without a lease counts each time."""
+        if self.left is not None and (lease is None or lease.receiver not in self.told):
+            self.left -= 1
+            if lease is not None:
+                self.told[lease.receiver] = lease.id
+        return PeerFailedError(None, self.reason)
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """One request that is reading a publication's memory; ``evict`` ends it soon."""
+
+    since: float
+    evict: Callable[[], None]
+
+
+@dataclass(slots=True, eq=False)
+class _HeldLease:
+    """A lease on a publication; all times are loop times.
+
+    Attributes:
+        since: When the receive took the lease.
+        until: The latest time at which the receive ends.
+        patience: Seconds without a request after which the receive has stalled.
+        seen: When its last request began or ended.
+        requests: How many of its requests are being answered now.
+    """
+
+    since: float
+    until: float
+    patience: float
+    seen: float
+    requests: int = 0
+
+    @property
+    def expires(self) -> float:
+        """When the lease ends if the receive sends no further request."""
+        if self.requests:
+            return self.until
+        return min(self.until, self.seen + self.patience)
+
+
+class Publication:
+    """One checkpoint, from its publication until its last reader has gone.
+
+    Attributes:
+        lock: Every request holds it for reading; the store drains readers by writing.
+        reads: The requests that are reading the memory now.
+    """
+
+    __slots__ = ("_kept", "_leases", "lock", "reads", "servable")
+
+    def __init__(self, servable: Servable) -> None:
+        servable.acquire()
+        self._kept = True
+        self._leases: dict[str, _HeldLease] = {}
+        self.servable = servable
+        self.lock = RWLock()
+        self.reads: set[_Read] = set()
+
+    def __repr__(self) -> str:
+        readers = self.lock.statistics().readers
+        return f"<Publication step={self.step} readers={readers}>"
+
+    @property
+    def step(self) -> int:
+        """The step of the checkpoint."""
+        return self.servable.manifest.step
+
+    @property
+    def snapshot_id(self) -> str:
+        """The identity of the checkpoint's content."""
+        return self.servable.manifest.snapshot_id
+
+    @property
+    def kept(self) -> bool:
+        """Whether the store still holds a reference, so that readers may come."""
+        return self._kept
+
+    def let_go(self) -> None:
+        """Give up the store's reference and end all leases. Idempotent.
+
+        Requests that are being answered keep references of their own.
+        """
+        self._leases.clear()
+        if self._kept:
+            self._kept = False
+            self.servable.release()
+
+    def take_lease(self, lease: Lease, *, patience: float) -> None:
+        """Take or renew a lease, unless the publication has the most of them."""
+        held, now = self._leases.get(lease.id), _now()
+        if held is not None:
+            held.until, held.seen = lease.until, now
+            return
+        if len(self._leases) >= _MOST_LEASES:
+            self._forget_expired(now)
+        if len(self._leases) < _MOST_LEASES:
+            self._leases[lease.id] = _HeldLease(now, lease.until, patience, now)
+
+    def end_lease(self, lease: Lease) -> None:
+        """End a lease; requests that are being answered go on."""
+        self._leases.pop(lease.id, None)
+
+    def has_lease(self, lease: Lease) -> bool:
+        """Return whether this lease still holds."""
+        held = self._leases.get(lease.id)
+        return held is not None and held.expires > _now()
+
+    @contextmanager
+    def reading(self, lease: Lease | None, evict: Callable[[], None]) -> Iterator[None]:
+        """Keep the memory unchanged during the block; the lease does not stall in it.
+
+        ``evict`` must end the block soon.
+        """
+        held = None if lease is None else self._leases.get(lease.id)
+        read = _Read(_now(), evict)
+        self.reads.add(read)
+        if held is not None:
+            held.requests += 1
+        self.servable.acquire()
+        try:
+            yield
+        finally:
+            self.servable.release()
+            self.reads.discard(read)
+            if held is not None:
+                held.requests -= 1
+                held.seen = _now()
+
+    def read_since(self) -> float | None:
+        """Return since when it has been read; None if it is not read any more."""
+        self._forget_expired(_now())
+        since = [held.since for held in self._leases.values()]
+        since += [read.since for read in self.reads]
+        return min(since, default=None)
+
+    def next_expiry(self) -> float:
+        """Return when the next lease ends by itself; infinity without a lease."""
+        return min((held.expires for held in self._leases.values()), default=math.inf)
+
+    def _forget_expired(self, now: float) -> None:
+        expired = [key for key, held in self._leases.items() if held.expires <= now]
+        for key in expired:
+            del self._leases[key]
+
+
+class Store:
+    """Holds the checkpoint that is being served. Bound to the loop that uses it.
+
+    Attributes:
+        keep_superseded: How many superseded snapshots stay while they are read.
+        retractions: How often :meth:`retract` was called.
+        withdrawals: How often a retraction took something away.
+    """
+
+    def __init__(self, *, keep_superseded: int = 1) -> None:
+        self.keep_superseded = keep_superseded
+        self.retractions = 0
+        self.withdrawals = 0
+        self._current: Publication | None = None
+        self._superseded: set[Publication] = set()
+        self._failure: Failure | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+        self._news = asyncio.Event()
+        self._evicted = 0
+        self._closed = False
+
+    def __repr__(self) -> str:
+        now = self.statistics()
+        return f"<Store step={now.step} readers={now.readers}>"
+
+    @property
+    def latest(self) -> Publication | None:
+        """The checkpoint that is being served."""
+        return self._current
+
+    def statistics(self) -> StoreStatistics:
+        """Return what the store holds now, as one immutable record."""
+        locks = [each.lock.statistics() for each in self._held()]
+        return StoreStatistics(
+            step=self._current.step if self._current else None,
+            readers=sum(lock.readers for lock in locks),
+            superseded=len(self._superseded),
+            oldest_reader=max((lock.oldest_reader for lock in locks), default=0.0),
+            evicted=self._evicted,
+        )
+
+    # ------------------------------------------------------------- publishing
+
+    async def publish(self, snapshot: Servable, *, grace: float) -> None:
+        """Serve ``snapshot`` from now on, instead of what was served before.
+
+        If the old memory is a snapshot, this returns at once; its readers finish, as
+        far as ``keep_superseded`` allows. If it is live, this drains it first: its
+        readers get ``grace`` seconds and are then evicted, and new readers wait. If
+        cancelled, the store still serves the old checkpoint.
+
+        Raises:
+            ClosedError: after :meth:`close`.
+            StepNotFoundError: :meth:`retract` was called meanwhile, and is final.
+        """
+        if self._closed:
+            raise ClosedError("the store")
+        before = self.retractions
+        await self._drain([each for each in self._held() if each.servable.live], grace)
+        if self.retractions != before:
+            raise StepNotFoundError(snapshot.manifest.step)
+        self.replace(snapshot)  # nothing is awaited between the last drain and this
+
+    def replace(self, snapshot: Servable) -> None:
+        """Serve ``snapshot`` at once; live memory must have no readers any more."""
+        old, self._current = self._current, Publication(snapshot)
+        self._failure = None
+        self._announce()
+        if old is not None:
+            self._superseded.add(old)
+            self._tidy()
+
+    def fail(self, failure: Failure | None) -> None:
+        """Tell the receives that wait for the step of ``failure`` that it failed.
+
+        None forgets the last failure, as a publication does. The served checkpoint
+        stays.
+        """
+        self._failure = failure
+        self._announce()
+
+    async def retract(self, *, grace: float) -> None:
+        """Serve nothing; once this returns, no byte of the old memory is read.
+
+        All leases end. Requests that are being answered get ``grace`` seconds and are
+        then evicted. Idempotent, and cheap when nothing is served. If cancelled,
+        nothing is served, and readers may go on until a later retract returns.
+        """
+        self.retractions += 1
+        if self._failure is not None and self._failure.left is None:
+            self._failure = None
+        old, self._current = self._current, None
+        if old is not None:
+            self.withdrawals += 1
+            self._announce()
+            self._superseded.add(old)
+        for each in self._superseded:
+            if not each.servable.live:
+                each.let_go()
+        self._tidy()
+        await self._drain(list(self._superseded), grace)
+
+    async def close(self) -> None:
+        """Serve nothing for good: evict readers at once, end every wait."""
+        self._closed = True
+        self._announce()
+        await self.retract(grace=0.0)
+
+    # ---------------------------------------------------------------- finding
+
+    async def wait_for(
+        self,
+        step: int | None,
+        *,
+        wait: float,
+        lease: Lease | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> Publication:
+        """Return the publication of ``step`` (None: any), waiting up to ``wait`` s.
+
+        Args:
+            step: A step older than the served one is refused at once.
+            wait: Seconds.
+            lease: Names the receive that waits, if known.
+            check: Called now and then; what it raises ends the wait.
+
+        Raises:
+            StepNotFoundError: it did not come; ``serving`` says what is served.
+            PeerFailedError: it will not come.
+            ClosedError: the store is closed.
+        """
+
+        def look() -> Publication | None:
+            now = self._current
+            if now is not None and step in (None, now.step):
+                return now
+            if self._failure is not None and self._failure.concerns(step, lease):
+                raise self._failure.tell(lease)
+            if now is not None and step is not None and now.step > step:
+                raise self._missing(step)
+            return None
+
+        found = await self._wait(look, wait, check, every=_CHECK_EVERY)
+        if found is None:
+            raise self._missing(step)
+        return found
+
+    async def wait_past(
+        self, step: int, *, wait: float, check: Callable[[], None] = lambda: None
+    ) -> Publication:
+        """Return what is served as soon as it is newer than ``step``.
+
+        A failed send does not end the wait, since the next send may succeed.
+
+        Raises:
+            StepNotFoundError: nothing newer came, or the served checkpoint was
+                retracted meanwhile; ``serving`` says what is served.
+            ClosedError: the store is closed.
+        """
+        before = self.withdrawals
+
+        def look() -> Publication | None:
+            now = self._current
+            if now is not None and now.step > step:
+                return now
+            if self.withdrawals != before:
+                raise self._missing(None)
+            return None
+
+        # Followers wait nearly always, and there may be thousands of them.
+        found = await self._wait(look, wait, check, every=2 * _CHECK_EVERY)
+        if found is None:
+            raise self._missing(None)
+        return found
+
+    async def _wait(
+        self,
+        look: Callable[[], Publication | None],
+        wait: float,
+        check: Callable[[], None],
+        *,
+        every: float,
+    ) -> Publication | None:
+        """Wait until ``look`` finds something; None after ``wait`` seconds.
+
+        It looks when something has changed; it checks ``every`` so many seconds.
+        """
+        deadline = _now() + wait
+        while True:
+            if self._closed:
+                raise ClosedError("the store")
+            found, left = look(), deadline - _now()
+            if found is not None or left <= 0:
+                return found
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left, every)):
+                    await self._news.wait()
+            check()
+
+    def _missing(self, step: int | None) -> StepNotFoundError:
+        now = self._current
+        return StepNotFoundError(step, serving=now.step if now else None)
+
+    def _announce(self) -> None:
+        # Each waiter sleeps on the event of its time, so that none misses a
+        # publication that another one follows at once.
+        self._news.set()
+        self._news = asyncio.Event()
+
+    # ---------------------------------------------------- leases and reading
+
+    def leased(self, lease: Lease, step: int) -> Publication | None:
+        """Return the superseded publication of ``step`` on which the lease holds."""
+        for each in self._superseded:
+            if each.step == step and each.has_lease(lease):
+                return each
+        return None
+
+    def lease(self, publication: Publication, lease: Lease, *, patience: float) -> None:
+        """Take or renew a receive's lease; a receive has one lease at a time.
+
+        The lease ends at ``lease.until``, or after ``patience`` seconds without a
+        request, or with :meth:`end_lease` or :meth:`retract`.
+        """
+        for each in self._held():
+            if each is not publication:
+                each.end_lease(lease)
+        if publication.kept:
+            publication.take_lease(lease, patience=patience)
+        self._tidy()
+
+    def end_lease(self, lease: Lease) -> None:
+        """Release what is kept for a receive that has ended."""
+        for each in self._held():
+            each.end_lease(lease)
+        self._tidy()
+
+    @asynccontextmanager
+    async def reading(
+        self,
+        publication: Publication,
+        *,
+        evict: Callable[[], None],
+        lease: Lease | None = None,
+    ) -> AsyncIterator[Publication]:
+        """Keep a publication's memory unchanged; ``evict`` must end the block soon.
+
+        ``lease`` belongs to the receive that reads; it does not stall meanwhile.
+
+        Raises:
+            CheckpointChangedError: the publication was replaced or retracted.
+        """
+        evicted = False
+
+        def evict_and_count() -> None:
+            nonlocal evicted
+            self._evicted += not evicted
+            evicted = True
+            evict()
+
+        held = await publication.lock.acquire_read(evict=evict_and_count)
+        try:
+            if not publication.kept:
+                now = self._current.snapshot_id if self._current else None
+                raise CheckpointChangedError(
+                    expected=publication.snapshot_id, actual=now
+                )
+            with publication.reading(lease, evict_and_count):
+                yield publication
+        finally:
+            held.release()
+            self._tidy()
+
+    def _held(self) -> list[Publication]:
+        # The current one last: it is served until all others have been drained.
+        now = [self._current] if self._current else []
+        return [*self._superseded, *now]
+
+    def _tidy(self) -> None:
+        """Let go of superseded snapshots that nobody reads, or that are too many."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        read = dict[Publication, float]()
+        for each in tuple(self._superseded):
+            since = each.read_since()
+            if since is None and (not each.kept or not each.servable.live):
+                each.let_go()
+                self._superseded.discard(each)
+            elif since is not None and each.kept and not each.servable.live:
+                read[each] = since
+        for each in sorted(read, key=read.__getitem__)[self.keep_superseded :]:
+            del read[each]
+            each.let_go()
+            for one in tuple(each.reads):
+                one.evict()
+            if not each.reads:
+                self._superseded.discard(each)
+        expiry = min((each.next_expiry() for each in read), default=math.inf)
+        if expiry < math.inf:
+            loop = asyncio.get_running_loop()
+            self._expiry = loop.call_at(expiry, self._tidy)
+
+    async def _drain(self, publications: list[Publication], grace: float) -> None:
+        deadline = _now() + grace
+        for each in publications:
+            left = max(deadline - _now(), 0.0)
+            held = await each.lock.acquire_write(grace=left)
+            # The lock is ours: nobody reads, and no later reader will be admitted.
+            each.let_go()
+            held.release()
+            self._superseded.discard(each)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
