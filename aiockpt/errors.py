@@ -381,8 +381,9 @@ class TemplateMismatchError(StateDictError):
         self.actual = actual
 
     def __str__(self) -> str:
+        where = f"template {self.path}" if self.path else "template"
         return (
-            f"template {self.path}: the checkpoint has {self.expected}, "
+            f"{where}: the checkpoint has {self.expected}, "
             f"the template has {self.actual}"
         )
 

@@ -129,6 +129,10 @@ SAMPLES: list[tuple[AiockptError, str]] = [
         errors.TemplateMismatchError("a", expected="one", actual="two"),
         "template a: the checkpoint has one, the template has two",
     ),
+    (
+        errors.TemplateMismatchError("", expected="one", actual="two"),
+        "template: the checkpoint has one, the template has two",
+    ),
     (errors.MissingKeysError("p", ["a", "b"]), "p is missing keys: a, b"),
     (
         errors.MissingKeysError("p", [*"abcdefghijkl"]),

@@ -25,6 +25,7 @@ from aiockpt.errors import (
     UnsupportedLeafError,
 )
 from commandline import ENVIRONMENT, PATIENCE, aiockpt_command, run_aiockpt, serving
+from saved import load, save
 from transports import pair, transport, weights
 
 pytestmark = pytest.mark.timeout(180)
@@ -88,6 +89,19 @@ class TestArguments:
             with pytest.raises(UnsupportedLeafError) as caught:
                 await receiver.recv_checkpoint(0, metadata, 1, into=state)
             assert str(caught.value).endswith(": pass module.state_dict()")
+
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_a_module_to_load_into(self, tmp_path: Path, nested: bool) -> None:
+        """A load says the same of it as a receive, from each kind of file."""
+        model = torch.nn.Linear(2, 2)
+        state = {"model": model.state_dict()} if nested else model.state_dict()
+        torch.save(state, tmp_path / "model.pt")
+        into: Any = {"model": model} if nested else model
+        for path in (save(tmp_path / "step-1", state), tmp_path / "model.pt"):
+            with pytest.raises(UnsupportedLeafError) as caught:
+                load(path, into)
+            assert str(caught.value).endswith(": pass module.state_dict()")
+            assert caught.value.path == ("model" if nested else "")
 
     @pytest.mark.asyncio
     async def test_an_optimizer(self) -> None:

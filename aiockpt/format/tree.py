@@ -48,6 +48,8 @@ __all__ = [
     "children_of",
     "decode_tree",
     "encode_tree",
+    "remedy_for",
+    "unsupported",
 ]
 
 LeafEncoder: TypeAlias = Callable[[object, Path], Node]
@@ -243,7 +245,7 @@ class _Encoder:
             tag = NAMED_TUPLE + codec.tag if codec.is_structure else codec.tag
             return ["ext", tag, node]
         if (node := self.leaf(value, path)) is None:
-            raise self.unsupported(value, path, _remedy(value))
+            raise unsupported(value, format_path(path), remedy_for(value))
         return node
 
     def mapping(self, value: dict[object, object], path: Path) -> Node:
@@ -260,7 +262,7 @@ class _Encoder:
         attributes: dict[object, object] = dict(vars(value).items())
         if any(hasattr(OrderedDict, str(name)) for name in attributes):
             remedy = "one of its attributes shadows a method; delete it"
-            raise self.unsupported(value, path, remedy)
+            raise unsupported(value, format_path(path), remedy)
         node: list[Node] = ["odict", *self.items(value, path)]
         return [*node, self.mapping(attributes, path)] if attributes else node
 
@@ -270,7 +272,7 @@ class _Encoder:
         if name is None and factory is not None:
             names = ", ".join(_FACTORIES)
             remedy = f"its default_factory is none of {names}; use a dict"
-            raise self.unsupported(value, path, remedy)
+            raise unsupported(value, format_path(path), remedy)
         return ["defaultdict", name, *self.items(value, path)]
 
     def items(
@@ -323,14 +325,6 @@ class _Encoder:
             limit = self.limits.max_nodes
             raise LimitExceededError("the tree", limit=limit, actual=self.nodes)
 
-    def unsupported(
-        self, value: object, path: Path, remedy: str
-    ) -> UnsupportedLeafError:
-        kind = type(value)
-        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-        name = f"{module}{kind.__qualname__}"
-        return UnsupportedLeafError(format_path(path), name, remedy)
-
 
 def _are_tensors(keys: list[Any], values: list[Any]) -> bool:
     return all(type(n) is list and n[0] == "tensor" for n in values) and all(
@@ -338,8 +332,15 @@ def _are_tensors(keys: list[Any], values: list[Any]) -> bool:
     )
 
 
-def _remedy(value: object) -> str:
-    """Return what to pass instead of an object that has a state dict."""
+def unsupported(value: object, path: str, remedy: str) -> UnsupportedLeafError:
+    """Return the error that a value at ``path`` is none of a state dict's."""
+    kind = type(value)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return UnsupportedLeafError(path, f"{module}{kind.__qualname__}", remedy)
+
+
+def remedy_for(value: object) -> str:
+    """Return what to pass instead of an object that has a state dict; else nothing."""
     if not callable(getattr(type(value), "state_dict", None)):
         return ""
     is_module = hasattr(type(value), "forward")

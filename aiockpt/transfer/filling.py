@@ -13,7 +13,12 @@ from typing import Any, Final
 
 import torch
 
-from aiockpt.errors import TemplateMismatchError, UnsupportedLeafError
+from aiockpt.errors import (
+    StateDictError,
+    TemplateMismatchError,
+    UnsupportedLeafError,
+)
+from aiockpt.format.tree import remedy_for, unsupported
 from aiockpt.state.containers import DICTS, Containers, children
 from aiockpt.state.distributed import take_apart
 from aiockpt.state.nodes import opened
@@ -215,7 +220,9 @@ def _check_tensor(target: torch.Tensor, value: object, path: str) -> None:
         raise _mismatch(path, value, target)
 
 
-def _mismatch(path: str, value: object, target: object) -> TemplateMismatchError:
+def _mismatch(path: str, value: object, target: object) -> StateDictError:
+    if remedy := remedy_for(target):
+        return unsupported(target, path, remedy)
     expected, actual = _words(value), _words(target)
     return TemplateMismatchError(path, expected=expected, actual=actual)
 
