@@ -241,6 +241,19 @@ class TestServe:
         needs = f"(another host needs a copy of {cert}, and AIOCKPT_TOKEN)"
         assert needs in running.announcement
 
+    def test_another_host_needs_the_variable_that_is_used(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The printed commands read a token's file where the environment names one."""
+        (model.parent / "token").write_text("not-to-be-seen")
+        monkeypatch.setitem(
+            ENVIRONMENT, "AIOCKPT_TOKEN_PATH", str(model.parent / "token")
+        )
+        with serving(model, "--advertise", "t.example") as running:
+            pass
+        assert "(another host needs AIOCKPT_TOKEN_PATH)" in running.announcement
+        assert '$(cat "$AIOCKPT_TOKEN_PATH")' in running.curl
+
 
 class TestFetch:
     """An end before the end can be gone on from."""
@@ -336,6 +349,15 @@ class TestExitCodes:
             ("inspect", tmp_path / "f", "--step", 0),
         ):
             said(2, *arguments)
+
+    @pytest.mark.parametrize("command", ["verify", "ls", "serve", "convert"])
+    def test_a_url_where_a_file_is_asked_for(self, command: str) -> None:
+        """It is not taken for a missing file, and its token is not repeated."""
+        more = ["copy.pt"] if command == "convert" else []
+        line = said(2, command, "http://host:1/checkpoint/#not-to-be-seen", *more)
+        assert "it is a URL" in line
+        assert "aiockpt fetch" in line
+        assert "not-to-be-seen" not in line
 
 
 def test_a_progress_line_that_cannot_be_written(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from aiockpt.cli.options import Commands, add_overwrite_option, step
+from aiockpt.cli.options import Commands, add_overwrite_option, local_path, step
 from aiockpt.cli.text import printable
 
 __all__ = ["configure", "run"]
@@ -28,7 +28,7 @@ def configure(commands: Commands) -> None:
         "checkpoint directory. What was written is read back and compared, so a "
         "conversion is exact, or refused.",
     )
-    parser.add_argument("source", metavar="FROM", type=Path)
+    parser.add_argument("source", metavar="FROM", type=local_path)
     parser.add_argument("target", metavar="TO", type=_target)
     add_overwrite_option(parser)
     parser.add_argument(

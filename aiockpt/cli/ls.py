@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from aiockpt.cli.options import Commands
+from aiockpt.cli.options import Commands, local_path
 from aiockpt.cli.text import counted, format_bytes, format_table, printable
 from aiockpt.errors import StorageError
 from aiockpt.storage.checkpoint_file import named
@@ -35,7 +35,7 @@ def configure(commands: Commands) -> None:
         description="List the whole checkpoints in a directory by step. What looks "
         "like one and is not whole, because a save did not finish, is named on stderr.",
     )
-    parser.add_argument("directory", metavar="DIR", type=Path)
+    parser.add_argument("directory", metavar="DIR", type=local_path)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from aiockpt.errors import LocalProtocolError
@@ -18,6 +19,7 @@ __all__ = [
     "add_client_options",
     "add_overwrite_option",
     "address",
+    "local_path",
     "port",
     "seconds",
     "size",
@@ -32,6 +34,7 @@ class UsageError(LocalProtocolError):
     """The arguments contradict each other, or do not fit what they name."""
 
 
+_URL = re.compile(r"https?://", re.IGNORECASE)
 _SIZE = re.compile(
     r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?(?:(?:([KMGT])(I?))?B)?", re.IGNORECASE
 )
@@ -44,6 +47,19 @@ def address(text: str) -> Address:
         return parse_address(text)
     except LocalProtocolError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def local_path(text: str) -> Path:
+    """Parse the path of a file or a directory; a URL, which may hold a token, is none.
+
+    The complaint does not repeat it.
+    """
+    if _URL.match(text):
+        raise argparse.ArgumentTypeError(
+            "it is a URL, and this command reads files; get the file first: "
+            "aiockpt fetch URL -o FILE"
+        )
+    return Path(text)
 
 
 def seconds(text: str) -> float:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from aiockpt.cli.options import Commands, UsageError, port, step
+from aiockpt.cli.options import Commands, UsageError, local_path, port, step
 from aiockpt.cli.serving import Chosen, choose
 from aiockpt.cli.text import format_bytes, printable
 from aiockpt.errors import LocalProtocolError, StorageError
@@ -39,7 +39,7 @@ def configure(commands: Commands) -> None:
         ".pt with tensors and plain values), or a directory of another tool's "
         "safetensors files. Prints the commands that fetch it; whoever has them may.",
     )
-    parser.add_argument("path", metavar="PATH", type=Path)
+    parser.add_argument("path", metavar="PATH", type=local_path)
     parser.add_argument(
         "--step", type=step, metavar="N", help="the step to serve it as (its own, or 0)"
     )
@@ -182,7 +182,7 @@ def _announcement(
     only = " from this host only" if _is_loopback(source.base_url) else ""
     needed = [] if arguments.tls_cert is None else [f"a copy of {cert}"]
     if not arguments.insecure and not (source.token or arguments.token):
-        needed.append("AIOCKPT_TOKEN")
+        needed.append(_token_variable())
     needs = f" (another host needs {', and '.join(needed)})"
     if only or not needed:
         needs = ""
@@ -201,9 +201,15 @@ def _is_loopback(url: str) -> bool:
     return False
 
 
+def _token_variable() -> str:
+    """Return the variable that the token comes from, if it is of the environment."""
+    known = os.environ.get("AIOCKPT_TOKEN")
+    return "AIOCKPT_TOKEN" if known else "AIOCKPT_TOKEN_PATH"
+
+
 def _shown(token: str | None) -> str:
     """Return a token between double quotes of a shell: where it comes from, if None."""
     if token is None:
-        known = os.environ.get("AIOCKPT_TOKEN")
-        return "$AIOCKPT_TOKEN" if known else '$(cat "$AIOCKPT_TOKEN_PATH")'
+        variable = f"${_token_variable()}"
+        return f'$(cat "{variable}")' if variable.endswith("PATH") else variable
     return "".join(f"\\{char}" if char in '$`"\\' else char for char in token)

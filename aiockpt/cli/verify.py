@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from aiockpt.cli.options import Commands
+from aiockpt.cli.options import Commands, local_path
 from aiockpt.cli.rankfiles import checkpoint_or_file
 from aiockpt.cli.text import counted, format_bytes, printable
 from aiockpt.errors import IntegrityError
@@ -28,7 +28,7 @@ def configure(commands: Commands) -> None:
         "or of all files of a checkpoint directory. Fails if something is damaged, and "
         "if the file has no digests, as those of other tools have none.",
     )
-    parser.add_argument("file", metavar="PATH", type=Path)
+    parser.add_argument("file", metavar="PATH", type=local_path)
     parser.set_defaults(run=run)
 
 
