@@ -53,6 +53,15 @@ class TestTimeouts:
         assert caught.value.stop == "fetch_manifest"
 
     @pytest.mark.asyncio
+    @pytest.mark.parametrize(("step", "named"), [(8, "step 8"), (None, "a checkpoint")])
+    async def test_a_receive_without_time(self, step: int | None, named: str) -> None:
+        """It names what was asked for, though nobody has been asked."""
+        async with pair() as (sender, receiver):
+            with pytest.raises(TransferTimeoutError) as caught:
+                await receiver.recv_checkpoint(0, sender.metadata(), step, timeout=0)
+        assert f"while waiting for {named} from http" in str(caught.value)
+
+    @pytest.mark.asyncio
     async def test_staging(self) -> None:
         """A send that has no time names its step, too."""
         async with transport() as sender:

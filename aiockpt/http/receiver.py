@@ -323,7 +323,8 @@ class Receiver(CheckpointTransport[T]):
         if step is None:
             leased = [replace(source, patience=PATIENCE) for source in leased]
         origin = Sources.of(self._client, leased)
-        what = f"a checkpoint from {origin.name}"
+        asked = "a checkpoint" if step is None else f"step {step}"
+        what = f"{asked} from {origin.name}"
         deadline = Deadline(limit, stop="fetch_manifest", what=what)
         kind = Receive if options.select is None else PartReceive
         pause = self._client.pause
