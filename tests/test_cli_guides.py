@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shlex
 import signal
 import socket
 import subprocess
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import torch
 import trustme
 from safetensors.torch import load_file, save_file
 
+from aiockpt.testing import FaultUnavailableError, Link
 from aiockpt.testing.faults import FaultProxy
 from commandline import (
     ENVIRONMENT,
@@ -253,6 +256,32 @@ class TestServe:
             pass
         assert "(another host needs AIOCKPT_TOKEN_PATH)" in running.announcement
         assert '$(cat "$AIOCKPT_TOKEN_PATH")' in running.curl
+
+
+@pytest.mark.asyncio
+@pytest.mark.one_loop
+async def test_the_printed_command_works_on_another_host(
+    model: Path, tmp_path: Path
+) -> None:
+    """That host has a network of its own, and a link to the one that serves."""
+    async with AsyncExitStack() as stack:
+        try:
+            link = await stack.enter_async_context(Link())
+        except FaultUnavailableError as error:
+            pytest.skip(str(error))
+        # A later --host counts; nothing but loopback and the link is bound here.
+        with link.far.entered(), serving(model, "--host", "0.0.0.0") as running:
+            assert f"//{link.far_address}:" in running.fetch
+            with link.near.entered():
+                fetch = await asyncio.create_subprocess_exec(
+                    *aiockpt_command(*shlex.split(running.fetch)[1:]),
+                    cwd=tmp_path,
+                    env=ENVIRONMENT,
+                )
+            async with asyncio.timeout(PATIENCE):
+                assert await fetch.wait() == 0
+    made = load_file(tmp_path / shlex.split(running.fetch)[-1])
+    assert torch.equal(made["w"], torch.ones(3))
 
 
 class TestFetch:
