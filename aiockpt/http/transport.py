@@ -11,7 +11,6 @@ from typing import Self
 import aiohttp
 
 from aiockpt.format.limits import Limits
-from aiockpt.http.apart.endpoint import ApartOptions, Server, endpoint_for
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.credentials import find_credentials
 from aiockpt.http.endpoint import EndpointConfig
@@ -20,6 +19,7 @@ from aiockpt.http.offering import Offering
 from aiockpt.http.protocol import format_metadata
 from aiockpt.http.receiver import Receiver
 from aiockpt.http.security import Security
+from aiockpt.http.server_process import ProcessOptions, Server, endpoint_for
 from aiockpt.http.statistics import TransportStatistics, survey
 from aiockpt.memory.arena import CAN_LEND
 from aiockpt.memory.warm import WarmArena
@@ -150,9 +150,9 @@ class HTTPTransport(Receiver[T]):
             keep_superseded=keep_superseded,
             manifest_key=security.key,
         )
-        apart = ApartOptions(keep_last, server_nice, lends)
+        process = ProcessOptions(keep_last, server_nice, lends)
         self._endpoint = endpoint_for(
-            server, config, self._bridge, apart, zero_copy=zero_copy
+            server, config, self._bridge, process, zero_copy=zero_copy
         )
         stager = Stager(
             self._bridge,

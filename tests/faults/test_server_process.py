@@ -36,7 +36,10 @@ def servers() -> list[int]:
     for task in Path("/proc/self/task").iterdir():
         for pid in map(int, (task / "children").read_text().split()):
             with suppress(OSError):
-                if b"aiockpt.http.apart" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if (
+                    b"aiockpt.http._server_main"
+                    in Path(f"/proc/{pid}/cmdline").read_bytes()
+                ):
                     found.append(pid)
     return found
 

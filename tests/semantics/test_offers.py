@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from aiockpt import AiockptError, StepNotFoundError, TransferTimeoutError
-from aiockpt.http.apart.remote import RemoteStore
+from aiockpt.http.server_process import ServerProcess
 from aiockpt.testing import assert_same
 from cells import proves
 from outcomes import Cell
@@ -109,15 +109,15 @@ async def test_a_start_that_fails(cell: Cell) -> None:
 def stopped(sender: Transport) -> Iterator[None]:
     """Have the process that serves, if there is one, hear of something too late."""
     store = sender._endpoint.store
-    if not isinstance(store, RemoteStore):
+    if not isinstance(store, ServerProcess):
         yield
         return
-    assert store.process.pid is not None
-    os.kill(store.process.pid, signal.SIGSTOP)
+    assert store.pid is not None
+    os.kill(store.pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        os.kill(store.process.pid, signal.SIGCONT)
+        os.kill(store.pid, signal.SIGCONT)
 
 
 @proves(HERE + "test_a_send_that_does_not_succeed")
@@ -169,8 +169,8 @@ async def _cancelled_send(
         return
     task = asyncio.create_task(call)
     store = sender._endpoint.store
-    if isinstance(store, RemoteStore):
-        await settle(lambda: store._waiting)  # the process has it
+    if isinstance(store, ServerProcess):
+        await settle(lambda: store._unanswered)  # the process has it
     else:
         await asyncio.sleep(0)  # it stages
     task.cancel()

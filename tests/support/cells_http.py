@@ -14,7 +14,7 @@ _STORE: Final = "http/test_store.py::"
 _SERVER: Final = "http/test_server.py::"
 _STEPS: Final = "http/test_steps.py::"
 _FOLLOW: Final = "test_follow.py::"
-_APART: Final = "http/test_apart.py::"
+_PROCESS: Final = "http/test_server_process.py::"
 _HOST: Final = "test_same_host.py::"
 _SOURCES: Final = "test_sources_transport.py::"
 _OFFERS: Final = "semantics/test_offers.py::"
@@ -111,26 +111,26 @@ HTTP: Final[Cells] = {
         'HTTPTransport.send_checkpoint, server="process"',
         (
             "new / served",
-            _APART + "TestConformance::test_a_receive_that_comes_first_waits",
-            _APART + "TestConformance::test_a_new_step_takes_the_place_of_the_old",
-            _APART + "TestServing::test_a_slow_reader_keeps_the_old_one",
+            _PROCESS + "TestConformance::test_a_receive_that_comes_first_waits",
+            _PROCESS + "TestConformance::test_a_new_step_takes_the_place_of_the_old",
+            _PROCESS + "TestServing::test_a_slow_reader_keeps_the_old_one",
         ),
-        (*_FAILED_SEND, _APART + "TestServing::test_a_failed_send_is_told"),
+        (*_FAILED_SEND, _PROCESS + "TestServing::test_a_failed_send_is_told"),
         _FAILED_SEND,
         (
             *_FAILED_SEND,
-            _APART + "TestServing::test_a_cancel_at_any_await_leaves_one_offer",
+            _PROCESS + "TestServing::test_a_cancel_at_any_await_leaves_one_offer",
         ),
         (
             "serves on",
             _DEATHS + "test_a_sender_dies",
-            _APART + "TestTheTrainersDeath::test_it_does_not_stay_for_ever",
-            _APART + "TestTheTrainersDeath::test_it_ends_too",
+            _PROCESS + "TestTheTrainersDeath::test_it_does_not_stay_for_ever",
+            _PROCESS + "TestTheTrainersDeath::test_it_ends_too",
         ),
         (
             "new",
-            _APART + "TestConformance::test_a_receiver_that_leaves_disturbs_nobody",
-            _APART + "TestItsDeath::test_a_send_at_that_moment_is_not_lost",
+            _PROCESS + "TestConformance::test_a_receiver_that_leaves_disturbs_nobody",
+            _PROCESS + "TestItsDeath::test_a_send_at_that_moment_is_not_lost",
         ),
     ),
     **row(

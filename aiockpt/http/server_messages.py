@@ -1,4 +1,7 @@
-"""What the trainer and the process that serves say to each other: plain data."""
+"""The messages between a trainer and its server process: plain data, sent as JSON.
+
+Large data travels beside a message, as a descriptor of memory that both can map.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from aiockpt.http.handlers import ServerStatistics
 from aiockpt.http.store import Failure, StoreStatistics
 
 __all__ = [
-    "Counted",
+    "Counters",
     "Done",
+    "Event",
     "Fail",
     "Forget",
     "FromServer",
-    "Happened",
-    "Logged",
+    "LogLine",
     "Prepare",
     "Publish",
     "Ready",
@@ -34,12 +37,16 @@ __all__ = [
 
 
 class Setup(msgspec.Struct, tag=True, frozen=True):
-    """The first one, with the listening sockets.
+    """The first message; the listening sockets travel with it.
 
-    ``trainer`` is the process to outlive, by ``keep_last`` seconds after the last
-    reader. ``nice`` is added to the niceness. ``lends`` says whether
-    processes of this host get the memory itself.
-    ``levels`` are those of the trainer's loggers.
+    Attributes:
+        trainer: The id of the trainer's process.
+        keep_last: Seconds that the server outlives a dead trainer after its last
+            request.
+        nice: Added to the server's niceness.
+        lends: Whether the server lends its memory to other processes of this host.
+        levels: The levels of the trainer's loggers.
+        config: What the handlers need to know.
     """
 
     trainer: int
@@ -51,19 +58,19 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
 
 
 class Prepare(msgspec.Struct, tag=True, frozen=True):
-    """Be ready to serve a snapshot: its parcel has the header, then comes its arena."""
+    """Prepare to serve a snapshot; its header and its arena travel with the message."""
 
     number: int
 
 
 class Publish(msgspec.Struct, tag=True, frozen=True):
-    """Serve a snapshot that was prepared, at once, instead of the last one."""
+    """Serve a prepared snapshot at once, instead of the last one."""
 
     number: int
 
 
 class Forget(msgspec.Struct, tag=True, frozen=True):
-    """Let go of a snapshot that was to be prepared."""
+    """Release a snapshot that was to be prepared."""
 
     number: int
 
@@ -76,13 +83,13 @@ class Retract(msgspec.Struct, tag=True, frozen=True):
 
 
 class Fail(msgspec.Struct, tag=True, frozen=True):
-    """Tell those who wait for a step that it does not come; None forgets it."""
+    """Tell the receives that wait for a step that its send failed; None forgets it."""
 
     failure: Failure | None
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The sockets are being served."""
+    """The server accepts connections."""
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
@@ -92,33 +99,33 @@ class Done(msgspec.Struct, tag=True, frozen=True):
 
 
 class Released(msgspec.Struct, tag=True, frozen=True):
-    """Nobody reads the memory of a snapshot any more, nor will."""
+    """The server neither reads the memory of a snapshot any more, nor will."""
 
     number: int
 
 
 class Spent(msgspec.Struct, tag=True, frozen=True):
-    """Somebody has the memory of a snapshot for good: nothing may be staged there."""
+    """Another process keeps the memory of a snapshot: never stage into it again."""
 
     number: int
 
 
-class Counted(msgspec.Struct, tag=True, frozen=True):
-    """The counters, when they have changed, ten times a second at most."""
+class Counters(msgspec.Struct, tag=True, frozen=True):
+    """The server's counters, sent when they change, at most ten times a second."""
 
-    store: StoreStatistics
-    server: ServerStatistics
-    lent: int
+    store: StoreStatistics = StoreStatistics(None, 0, 0, 0.0, 0)
+    server: ServerStatistics = ServerStatistics(0, 0, 0, 0, 0, 0, 0, 0)
+    lent: int = 0
 
 
-class Happened(msgspec.Struct, tag=True, frozen=True):
+class Event(msgspec.Struct, tag=True, frozen=True):
     """An event for the trainer's hooks and its log."""
 
     event: TransferEvent
 
 
-class Logged(msgspec.Struct, tag=True, frozen=True):
-    """A record for the trainer's log; ``access`` is that of an audit's."""
+class LogLine(msgspec.Struct, tag=True, frozen=True):
+    """A record for the trainer's log; ``access`` is the argument of an audit record."""
 
     name: str
     level: int
@@ -127,7 +134,7 @@ class Logged(msgspec.Struct, tag=True, frozen=True):
 
 
 ToServer: TypeAlias = Setup | Prepare | Publish | Forget | Retract | Fail
-FromServer: TypeAlias = Ready | Done | Released | Spent | Counted | Happened | Logged
+FromServer: TypeAlias = Ready | Done | Released | Spent | Counters | Event | LogLine
 
 decode_to_server = msgspec.json.Decoder(ToServer).decode
 decode_from_server = msgspec.json.Decoder(FromServer).decode

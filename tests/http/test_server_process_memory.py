@@ -54,7 +54,7 @@ def came_by(events: list[TransferEvent]) -> str:
 
 def process_of(sender: Transport) -> Any:
     """Return what keeps the process that serves."""
-    return sender._endpoint.store.process  # type: ignore[union-attr]
+    return sender._endpoint.store
 
 
 def staged_into(sender: Transport) -> Any:

@@ -47,7 +47,7 @@ def apart(**options: Any) -> Transport:
 
 def process_of(sender: Transport) -> Any:
     """Return what keeps the process that serves."""
-    return sender._endpoint.store.process  # type: ignore[union-attr]
+    return sender._endpoint.store
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -273,9 +273,11 @@ class TestItsDeath:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Of the call that needs it."""
-        monkeypatch.setattr("aiockpt.http.apart.launch._CODE", "raise SystemExit(3)")
+        monkeypatch.setattr("aiockpt.http.server_process._CODE", "raise SystemExit(3)")
         sender = apart()
-        with pytest.raises(aiockpt.WorkerError, match="no process can be started"):
+        with pytest.raises(
+            aiockpt.WorkerError, match="no server process can be started"
+        ):
             await sender.start()
         with pytest.raises(aiockpt.WorkerError, match="exit code 3"):
             await sender.send_checkpoint([1], 1, STATE)
@@ -298,7 +300,7 @@ async def main():
         host="127.0.0.1", server="process", keep_last=float(sys.argv[1])
     )
     await transport.send_checkpoint([1], 1, {"weight": torch.arange(300_000.0)})
-    process = transport._endpoint.store.process
+    process = transport._endpoint.store
     print(transport.metadata(), process.pid, flush=True)
     await asyncio.Event().wait()
 asyncio.run(main())

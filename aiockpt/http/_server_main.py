@@ -1,0 +1,398 @@
+"""The server process: a loop that only serves, and obeys its trainer.
+
+Nothing here imports torch. The process ends with the trainer, or some time after it
+if it is to keep the last checkpoint for receivers that come later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from typing import Any, Final, TypeAlias, TypeVar
+
+from aiockpt.events import TransferEvent, add_hook
+from aiockpt.format.manifest import Manifest
+from aiockpt.http.audit import Access
+from aiockpt.http.handlers import SMALL_BYTES
+from aiockpt.http.lending import Lender
+from aiockpt.http.server import CheckpointServer
+from aiockpt.http.server_messages import (
+    Counters,
+    Done,
+    Event,
+    Fail,
+    Forget,
+    FromServer,
+    LogLine,
+    Prepare,
+    Publish,
+    Ready,
+    Released,
+    Retract,
+    Setup,
+    Spent,
+    decode_to_server,
+)
+from aiockpt.http.store import Store
+from aiockpt.memory.arena import sealed
+from aiockpt.memory.mapped import MappedSnapshot, trusted_header
+from aiockpt.runtime.background import leave_terminal
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.channel import Channel, unpack
+
+__all__ = ["ServerMain", "main"]
+
+logger = logging.getLogger("aiockpt")
+
+T = TypeVar("T")
+Tell: TypeAlias = Callable[[FromServer], None]
+
+_TICK: Final = 0.1  # seconds between two looks at the counters
+
+
+class _RetractedError(Exception):
+    """The trainer retracted a snapshot before this process had prepared it."""
+
+
+def main(fd: int) -> None:
+    """Serve what the trainer at the other end of a socket publishes, until its end."""
+    leave_terminal()
+    asyncio.run(_run(ServerMain(socket.socket(fileno=fd))))
+
+
+async def _run(server: ServerMain) -> None:
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.end)
+    await server.run()
+
+
+class ServerMain:
+    """The life of a server process: set up, serve, end.
+
+    Args:
+        sock: This process's end of the channel to the trainer.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._ended = asyncio.Event()
+        self._store = Store()
+        self._bridge = Bridge(threads=1, name="aiockpt-serve")
+        self._server: CheckpointServer | None = None
+        self._lender: Lender | None = None
+        self._setup: Setup | None = None
+        self._told: Counters | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._prepared: dict[int, asyncio.Task[TrainersSnapshot]] = {}
+        self._trainer = -1  # a descriptor of the trainer's process
+        self._is_orphan = False
+
+    def __repr__(self) -> str:
+        return f"<ServerMain {self._server}>"
+
+    async def run(self) -> None:
+        """Serve until the trainer ends this process, or has gone."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._channel = Channel(self._sock, self._hear, self._trainer_gone)
+        counting = self._loop.create_task(self._tell_counters())
+        try:
+            await self._ended.wait()
+        finally:
+            counting.cancel()
+            await self._stop()
+
+    def end(self) -> None:
+        """End :meth:`run`."""
+        self._ended.set()
+
+    async def _stop(self) -> None:
+        try:
+            await self._store.close()
+            if self._lender is not None:
+                await self._lender.aclose()
+            if self._server is not None:
+                await self._server.stop()
+        finally:
+            for preparing in self._prepared.values():
+                preparing.add_done_callback(_release)
+            self._channel.close()
+            if self._trainer >= 0:
+                self._loop.remove_reader(self._trainer)
+                os.close(self._trainer)
+            await self._bridge.aclose(timeout=_TICK)
+
+    # ------------------------------------------------------- to the trainer
+
+    def _tell(self, message: FromServer) -> None:
+        if not self._is_orphan:
+            self._channel.send(message)
+
+    def _tell_from_any_thread(self, message: FromServer) -> None:
+        if threading.get_ident() == self._thread:
+            self._tell(message)
+        else:
+            with suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._tell, message)
+
+    async def _tell_counters(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK)
+            if self._server is None or self._channel.full:
+                continue
+            lent = self._lender.count if self._lender else 0
+            now = Counters(self._store.statistics(), self._server.statistics(), lent)
+            if now != self._told:
+                self._told = now
+                self._tell(now)
+
+    # ----------------------------------------------------- from the trainer
+
+    def _hear(self, data: bytes, fds: list[int]) -> None:
+        message = decode_to_server(data)
+        if isinstance(message, Setup):
+            sockets = [socket.socket(fileno=fd) for fd in fds]
+            self._spawn(self._set_up(message, sockets))
+        elif isinstance(message, Prepare):
+            preparing = self._spawn(self._prepare(message.number, *fds))
+            self._prepared[message.number] = preparing
+        elif isinstance(message, Publish):
+            self._publish(self._prepared.pop(message.number))
+        elif isinstance(message, Forget):
+            self._prepared.pop(message.number).add_done_callback(_release)
+        elif isinstance(message, Retract):
+            self._spawn(self._retract(message))
+        else:
+            assert isinstance(message, Fail)
+            self._store.fail(message.failure)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, _RetractedError):
+            logger.error("the server process ends", exc_info=error)
+            self._ended.set()
+
+    async def _set_up(self, setup: Setup, sockets: list[socket.socket]) -> None:
+        self._setup = setup
+        _forward_logs(setup.levels, self._tell_from_any_thread)
+        # A process that the trainer has forked keeps the channel open after its death.
+        with suppress(OSError, AttributeError):
+            self._trainer = os.pidfd_open(setup.trainer)
+            self._loop.add_reader(self._trainer, self._trainer_gone)
+        if os.getppid() != setup.trainer:
+            self._trainer_gone()
+        if setup.lends:
+            most = setup.config.max_readers
+            self._lender = Lender(self._store, self._bridge, most=most)
+        # A thread inherits the niceness of the thread that starts it. The trainer
+        # waits for the bridge's thread, so that starts first and stays as it is.
+        await self._bridge.run(threading.get_ident)
+        os.nice(setup.nice)
+        self._store.keep_superseded = setup.config.keep_superseded
+        self._server = CheckpointServer(self._store, setup.config, self._lender)
+        await self._server.start(sockets)
+        self._tell(Ready())
+
+    async def _prepare(self, number: int, header: int, arena: int) -> TrainersSnapshot:
+        try:
+            manifest = await self._bridge.run(trusted_header, unpack(header))
+            lends = self._lender is not None
+            return TrainersSnapshot(manifest, arena, number, self._tell, lends=lends)
+        except ValueError:  # the memory has shrunk: the trainer has taken it back
+            self._tell(Released(number))
+            raise _RetractedError from None
+        finally:
+            os.close(arena)
+            self._tell(Done(number))
+
+    def _publish(self, preparing: asyncio.Task[TrainersSnapshot]) -> None:
+        before = self._store.retractions
+
+        def publish(prepared: asyncio.Task[TrainersSnapshot]) -> None:
+            wanted = not self._ended.is_set() and self._store.retractions == before
+            if wanted and prepared.exception() is None:
+                self._store.replace(prepared.result())
+            _release(prepared)
+
+        if preparing.done():
+            publish(preparing)  # at once: a receiver may have heard of it already
+        else:
+            preparing.add_done_callback(publish)
+
+    async def _retract(self, message: Retract) -> None:
+        await self._store.retract(grace=message.grace)
+        self._tell(Done(message.number))
+
+    def _trainer_gone(self) -> None:
+        """End, or keep the last checkpoint for receivers that come later."""
+        if self._is_orphan:
+            return
+        self._channel.read()  # its last messages
+        self._is_orphan = True
+        if self._trainer >= 0:
+            self._loop.remove_reader(self._trainer)
+        if self._setup is None or not self._setup.keep_last or not self._store.latest:
+            self._ended.set()
+        else:
+            _close_stderr()
+            self._spawn(self._outlive(self._setup.keep_last))
+
+    async def _outlive(self, keep_last: float) -> None:
+        """Serve until nobody has read anything for ``keep_last`` seconds."""
+        until = self._loop.time() + keep_last
+        seen = 0
+        while self._loop.time() < until:
+            await asyncio.sleep(min(_TICK, keep_last))
+            assert self._server is not None, "it has a checkpoint to serve"
+            now = self._server.statistics()
+            if now.readers or now.requests != seen:
+                seen, until = now.requests, self._loop.time() + keep_last
+        self._ended.set()
+
+
+def _release(preparing: asyncio.Task[TrainersSnapshot]) -> None:
+    if not preparing.cancelled() and preparing.exception() is None:
+        preparing.result().release()
+
+
+def _close_stderr() -> None:
+    """Close the trainer's pipe: its reader must not take us for the trainer."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+
+
+def _forward_logs(levels: Mapping[str, int], tell: Tell) -> None:
+    """Send the records of these loggers, and all events, to the trainer.
+
+    ``tell`` is called from any thread. An event's own record is left out, since the
+    trainer logs the event.
+    """
+    formatted = logging.Formatter().format
+
+    def forward(record: logging.LogRecord) -> bool:
+        args = record.args if isinstance(record.args, tuple) else ()
+        first = args[0] if args else None
+        if not isinstance(first, TransferEvent):
+            access = first if isinstance(first, Access) else None
+            tell(LogLine(record.name, record.levelno, formatted(record), access))
+        return False  # not logged here
+
+    for name, level in levels.items():
+        logging.getLogger(name).addFilter(forward)
+        logging.getLogger(name).setLevel(level)
+    add_hook(lambda event: tell(Event(event)))
+
+
+class TrainersSnapshot:
+    """A snapshot in the trainer's memory, until its last reader has gone.
+
+    Args:
+        manifest: The manifest of the snapshot.
+        arena: A descriptor of its memory; it stays the caller's.
+        number: The trainer's number for it.
+        tell: Sends a message to the trainer.
+        lends: Whether other processes of this host may map the memory.
+    """
+
+    live = False
+
+    def __init__(
+        self, manifest: Manifest, arena: int, number: int, tell: Tell, *, lends: bool
+    ) -> None:
+        self.manifest = manifest
+        self._mapped = MappedSnapshot(manifest, arena)
+        self._fd = os.dup(arena)
+        self.arena = TrainersArena(arena, number, tell) if lends else None
+        self._references = 1
+        self._number = number
+        self._tell = tell
+
+    def __repr__(self) -> str:
+        return f"<TrainersSnapshot {self._number} references={self._references}>"
+
+    def views(self, start: int, stop: int) -> list[memoryview]:
+        """Return the bytes ``[start, stop)`` of the data segment.
+
+        The trainer may take the memory back at any time (see `Arena.revoke`). Then a
+        system call that reads it fails. A handler that read it by itself would be
+        killed; it does that for small bodies only, so these are a copy.
+
+        Raises:
+            ConnectionResetError: the trainer has taken the memory back.
+        """
+        nbytes = stop - start
+        if not 0 < nbytes <= SMALL_BYTES:
+            return self._mapped.views(start, stop)
+        data = os.pread(self._fd, nbytes, start)
+        if len(data) < nbytes:
+            raise ConnectionResetError("the trainer has taken the memory back")
+        return [memoryview(data)]
+
+    def acquire(self) -> None:
+        """Keep the memory unchanged until :meth:`release`; calls are counted."""
+        self._references += 1
+
+    def release(self) -> None:
+        """Undo one :meth:`acquire`; after the last one the trainer may reuse it."""
+        self._references -= 1
+        if not self._references:
+            if self.arena is not None:
+                self.arena.close()
+            self._mapped.close()
+            os.close(self._fd)
+            self._tell(Released(self._number))
+
+
+class TrainersArena:
+    """The memory of a snapshot, to lend; the trainer is told when it is spent."""
+
+    def __init__(self, fd: int, number: int, tell: Tell) -> None:
+        self.fd = os.dup(fd)
+        self._number = number
+        self._tell = tell
+        self._spent = False
+        self._lent = -1
+
+    def __repr__(self) -> str:
+        return f"<TrainersArena {self._number} spent={self.spent}>"
+
+    @property
+    def spent(self) -> bool:
+        """Whether another process keeps the memory."""
+        return self._spent
+
+    @spent.setter
+    def spent(self, spent: bool) -> None:
+        if spent and not self._spent:
+            self._tell(Spent(self._number))
+        self._spent = spent
+
+    def lend(self) -> int:
+        """Return a read-only descriptor, which stays ours; runs in a thread.
+
+        Raises:
+            OSError: the kernel cannot seal the memory.
+        """
+        if self._lent < 0:
+            self._lent = sealed(self.fd)
+        return self._lent
+
+    def close(self) -> None:
+        """Close the descriptors; other processes have descriptors of their own."""
+        for fd in (self.fd, self._lent):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self._lent = -1

@@ -1,0 +1,698 @@
+"""The server process, seen from the trainer: start it, replace it, publish through it.
+
+A published snapshot stays the trainer's memory, which the server process maps. The
+trainer stages into it again once the server says that nobody reads it any more.
+
+A publication has two halves, so that a cancel never leaves it half done. First the
+server gets everything that it needs, and answers that the snapshot is prepared. Then
+the trainer tells it to publish, and waits for nothing.
+
+A server process that dies is replaced at once, and its successor publishes what it
+had published. Receivers that connect meanwhile wait, since the trainer holds the
+listening sockets too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import itertools
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from socket import SHUT_RDWR, socket
+from typing import Final, Literal, TypeAlias
+
+import anyio
+
+from aiockpt.errors import (
+    AiockptError,
+    ClosedError,
+    LocalProtocolError,
+    StepNotFoundError,
+    WorkerError,
+)
+from aiockpt.events import emit
+from aiockpt.http.endpoint import PREFIX, Address, Endpoint, EndpointConfig
+from aiockpt.http.forks import close_in_forks
+from aiockpt.http.handlers import CheckpointService, ServerStatistics
+from aiockpt.http.options import require, require_type
+from aiockpt.http.server_messages import (
+    Counters,
+    Done,
+    Event,
+    Fail,
+    Forget,
+    LogLine,
+    Prepare,
+    Publish,
+    Ready,
+    Released,
+    Retract,
+    Setup,
+    Spent,
+    decode_from_server,
+)
+from aiockpt.http.store import Failure, StoreStatistics
+from aiockpt.memory.snapshot import Snapshot
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.channel import Channel, pack, pair
+
+__all__ = ["ProcessEndpoint", "ProcessOptions", "Server", "endpoint_for"]
+
+logger = logging.getLogger("aiockpt")
+
+Server: TypeAlias = Literal["loop", "process"]
+"""Where a transport serves: on its loop, or in a process of its own."""
+
+_CODE: Final = (
+    "import sys; sys.path[:] = sys.argv[2:]; "
+    "from aiockpt.http._server_main import main; main(int(sys.argv[1]))"
+)
+_LOGGERS: Final = ("aiockpt", "aiockpt.runtime.bridge", "aiockpt.audit", "aiockpt.http")
+_MAX_NICE: Final = 19
+_MAX_GRACE: Final = 1e9  # seconds; JSON has no infinity
+
+_STARTING: Final = 60.0  # seconds until a new process must serve, on a busy machine
+_TRIES: Final = 3  # processes in a row that may die before they serve
+_PATIENCE: Final = 5.0  # seconds between two looks at whether a process is stopped
+_HUNG: Final = 60.0  # seconds until a process that runs and does not answer is killed
+_MARGIN: Final = 0.15  # seconds beyond the grace in which a retraction is answered
+_POLL: Final = 0.01  # seconds between two looks for an exit code
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessOptions:
+    """Options of the server process.
+
+    Attributes:
+        keep_last: Seconds for which it outlives the trainer.
+        nice: Added to its niceness.
+        lends: Whether other processes of this host may map its memory.
+    """
+
+    keep_last: float
+    nice: int
+    lends: bool
+
+
+def endpoint_for(
+    server: Server,
+    config: EndpointConfig,
+    bridge: Bridge,
+    options: ProcessOptions,
+    *,
+    zero_copy: bool,
+) -> Endpoint | ProcessEndpoint:
+    """Return the endpoint of a transport: on this loop, or in a process of its own.
+
+    Raises:
+        ValueError: ``server`` is unknown, or an option is out of range.
+        TypeError: the niceness is no integer.
+        LocalProtocolError: two options contradict each other.
+    """
+    require(keep_last=options.keep_last)
+    require_type(int, server_nice=options.nice)
+    if not 0 <= options.nice <= _MAX_NICE:
+        raise ValueError(
+            f"server_nice must be between 0 and {_MAX_NICE}, got {options.nice}"
+        )
+    if server not in ("loop", "process"):
+        raise ValueError(f"server must be 'loop' or 'process', got {server!r}")
+    if server == "loop":
+        if options.keep_last:
+            raise LocalProtocolError('keep_last= needs server="process"')
+        return Endpoint(config, bridge, lends=options.lends)
+    if zero_copy:
+        raise LocalProtocolError(
+            'server="process" serves from memory of its own: leave out zero_copy=True'
+        )
+    if config.ssl_context is not None:
+        raise LocalProtocolError(
+            "an ssl_context cannot be handed to the server process: pass "
+            'server="loop", or let a proxy speak TLS'
+        )
+    return ProcessEndpoint(config, bridge, options)
+
+
+class ProcessEndpoint:
+    """The address of a transport whose ``store`` is served by another process.
+
+    Args:
+        config: As for an endpoint in this process, but without TLS.
+        bridge: Runs what blocks.
+        options: Options of the server process.
+    """
+
+    def __init__(
+        self, config: EndpointConfig, bridge: Bridge, options: ProcessOptions
+    ) -> None:
+        self.store = ServerProcess(bridge, config, options)
+        self._bridge = bridge
+        self._address = Address(config)
+        self._turn = anyio.Lock()
+
+    def __repr__(self) -> str:
+        return f"<ProcessEndpoint {self.store}>"
+
+    def url(self) -> str:
+        """Return the base URL; see :meth:`Address.url`."""
+        return self._address.url()
+
+    async def start(self) -> None:
+        """Start the server process, and wait until it serves; idempotent.
+
+        If cancelled, the process starts nevertheless.
+
+        Raises:
+            ClosedError: after :meth:`stop`.
+            OSError: the address cannot be bound.
+            WorkerError: the process cannot be started; another call tries again.
+        """
+        async with self._turn:
+            self._address.check()
+            if self.store.broken:
+                self._address.reopen()  # nobody accepts on the old sockets any more
+            await self._address.look_up(self._bridge)
+            self._address.check()
+            await self.store.start(self._address.listen())
+
+    def mount(self, prefix: str) -> CheckpointService:
+        """Refuse: the handlers of an application run in its own process.
+
+        Raises:
+            LocalProtocolError: always.
+        """
+        raise LocalProtocolError(
+            f"handlers for {prefix!r} run in the application's process: pass "
+            'server="loop" to the transport'
+        )
+
+    def statistics(self) -> ServerStatistics:
+        """Return the counters of all server processes, at most 0.1 s old."""
+        return self.store.counters.server
+
+    @property
+    def lent(self) -> int:
+        """How often memory was lent to a process of this host, at most 0.1 s ago."""
+        return self.store.counters.lent
+
+    async def stop(self) -> None:
+        """End the process, close the sockets; idempotent."""
+        self._address.refuse()
+        try:
+            await self.store.close()  # a hung process keeps copies of the sockets
+        finally:
+            self._address.close()
+
+
+class _State(enum.Enum):
+    """What a call may expect of the server process."""
+
+    NEW = "new"  # nobody has called start()
+    STARTING = "starting"  # one is being launched, or replaced
+    SERVING = "serving"
+    BROKEN = "broken"  # several died before they served; start() tries again
+    CLOSED = "closed"
+
+
+class ServerProcess:
+    """One server process after another, and what they have been told to serve.
+
+    It is what a `Store` is for a transport that serves on its own loop. One task
+    supervises: it launches a process, waits for its end, and launches the next one.
+
+    Args:
+        bridge: Runs what blocks.
+        config: What a server is told about serving.
+        options: Options of the process.
+
+    Attributes:
+        restarts: How many processes have died without being closed.
+        retractions: How often it was told to serve nothing.
+    """
+
+    def __init__(
+        self, bridge: Bridge, config: EndpointConfig, options: ProcessOptions
+    ) -> None:
+        self.restarts = 0
+        self.retractions = 0
+        self._bridge = bridge
+        self._config = config
+        self._options = options
+        self._state = _State.NEW
+        self._settled = asyncio.Event()  # it is serving, broken or closed
+        self._child: _Child | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._error: WorkerError | None = None
+        self._numbers = itertools.count(1)
+        self._given: dict[int, Snapshot] = {}  # the server may read these
+        self._current = 0  # the number of what is published; 0: nothing
+        self._failure: Failure | None = None
+        self._unanswered: dict[int, asyncio.Event] = {}
+        self._last = Counters()  # of the process that runs
+        self._before = Counters()  # the sum of those that have ended
+
+    def __repr__(self) -> str:
+        return (
+            f"<ServerProcess {self._state.value} pid={self.pid} "
+            f"restarts={self.restarts} given={len(self._given)}>"
+        )
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process that serves, until it is certainly gone."""
+        return self._child.pid if self._child else None
+
+    @property
+    def broken(self) -> bool:
+        """Whether no process could be started; :meth:`start` tries again."""
+        return self._state is _State.BROKEN
+
+    @property
+    def _closed(self) -> bool:
+        return self._state is _State.CLOSED
+
+    @property
+    def counters(self) -> Counters:
+        """The counters of all processes so far; those of the last may be 0.1 s old."""
+        pairs = zip(self._before.server, self._last.server, strict=True)
+        return Counters(
+            self._last.store,
+            ServerStatistics(*map(sum, pairs)),
+            self._before.lent + self._last.lent,
+        )
+
+    def statistics(self) -> StoreStatistics:
+        """Return what the process said last about its store."""
+        current = self._given.get(self._current)
+        step = current.manifest.step if current else None
+        return self._last.store._replace(step=step)
+
+    # --------------------------------------------------- start, replace, close
+
+    async def start(self, sockets: Sequence[socket]) -> None:
+        """Start a process, and wait until it serves ``sockets``; idempotent.
+
+        If cancelled, the process starts nevertheless.
+
+        Raises:
+            ClosedError: after :meth:`close`.
+            WorkerError: it cannot be started; another call tries again.
+        """
+        if self._state in (_State.NEW, _State.BROKEN):
+            self._become(_State.STARTING)
+            loop = asyncio.get_running_loop()
+            self._supervisor = loop.create_task(self._supervise(sockets))
+        await self._serves()
+
+    async def close(self) -> None:
+        """Serve nothing for good; end the process. Idempotent.
+
+        If cancelled, the process ends nevertheless.
+        """
+        self._become(_State.CLOSED)
+        self.retractions += 1
+        self._current = 0
+        if self._child is not None:
+            self._child.kill()  # it has nothing that could get lost
+        if self._supervisor is not None:
+            await asyncio.wait({self._supervisor})
+        self._take_back(*self._given)
+
+    def _become(self, state: _State) -> None:
+        if self._state is not _State.CLOSED:
+            self._state = state
+        if self._state is _State.STARTING:
+            self._settled.clear()
+        else:
+            self._settled.set()
+
+    async def _serves(self) -> None:
+        """Wait until a process serves; raise if none will."""
+        if self._state is _State.NEW:
+            raise LocalProtocolError("the server process was not started")
+        await self._settled.wait()
+        self._check()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ClosedError("the transport")
+        if self._state is _State.BROKEN:
+            assert self._error is not None, "broken with a reason"
+            raise self._error
+
+    async def _supervise(self, sockets: Sequence[socket]) -> None:
+        """Launch processes until the store is closed, or too many die at once."""
+        tries, how, cause = 0, "", None
+        while not self._closed and tries < _TRIES:
+            self._become(_State.STARTING)
+            child, served = _Child(self._hear), False
+            try:
+                await child.launch(self._bridge)
+                served = await self._live(child, sockets)
+                cause = None
+            except (OSError, AiockptError) as error:
+                how, cause = str(error), error
+            finally:
+                ended = await child.reaped()
+                how = ended if cause is None else how
+                self._child = None
+                self._clean_up()
+            tries = 0 if served else tries + 1
+            if not self._closed:
+                logger.warning("the server process has ended: %s", how)
+                self.restarts += 1
+        if not self._closed:
+            self._error = WorkerError(f"no server process can be started: {how}")
+            self._error.__cause__ = cause
+            logger.error("%s", self._error)
+            self._current = 0
+            self._take_back(*self._given)
+            self._become(_State.BROKEN)
+        for each in sockets:  # or a receiver that connects would wait for nothing
+            with suppress(OSError):
+                each.shutdown(SHUT_RDWR)
+
+    async def _live(self, child: _Child, sockets: Sequence[socket]) -> bool:
+        """Tell a new process everything, and wait for its end; say if it served."""
+        if self._closed:
+            child.kill()
+            return False
+        loop = asyncio.get_running_loop()
+        late = loop.call_later(_STARTING, self._kill_if_starting, child)
+        try:
+            # Nothing is awaited from here until the process has been told all.
+            self._child = child
+            self._tell(self._setup(), [each.fileno() for each in sockets])
+            if self._failure is not None:
+                self._tell(Fail(self._failure))
+            if self._current:
+                snapshot = self._given[self._current]
+                self._tell_prepare(self._current, snapshot, _pack(snapshot))
+                self._tell(Publish(self._current))
+            await child.gone()
+        finally:
+            late.cancel()
+            served = self._state is _State.SERVING
+            self._become(_State.STARTING)
+        return served
+
+    def _kill_if_starting(self, child: _Child) -> None:
+        if self._state is _State.STARTING:
+            child.kill()
+
+    def _setup(self) -> Setup:
+        return Setup(
+            trainer=os.getpid(),
+            keep_last=self._options.keep_last,
+            nice=self._options.nice,
+            lends=self._options.lends,
+            levels={n: logging.getLogger(n).getEffectiveLevel() for n in _LOGGERS},
+            config=self._config.for_server(PREFIX),
+        )
+
+    def _clean_up(self) -> None:
+        """Take back what a dead process had; nobody waits for its answers any more."""
+        now = self.counters
+        self._before = Counters(
+            server=now.server._replace(readers=0, waiting=0), lent=now.lent
+        )
+        self._last = Counters()
+        if self._options.lends:  # it may have died before it said what it had lent
+            for number in self._given:
+                self._spend(number)
+        self._take_back(*self._given.keys() - {self._current})
+        for answer in self._unanswered.values():
+            answer.set()
+
+    # ------------------------------------------------------ publish and retract
+
+    async def publish(self, snapshot: Snapshot, *, grace: float) -> None:
+        """Serve ``snapshot`` from now on, instead of what was served before.
+
+        If cancelled, the server still serves the old checkpoint.
+
+        Raises:
+            ClosedError: after :meth:`close`.
+            StepNotFoundError: :meth:`retract` was called meanwhile, and is final.
+            WorkerError: no process can be started.
+        """
+        before, step = self.retractions, snapshot.manifest.step
+        await self._serves()
+        parcels: list[int] = []
+        try:
+            # A cancelled call returns nothing, so the thread leaves its result here.
+            await self._bridge.run(lambda: parcels.append(_pack(snapshot)))
+            if self.retractions != before:  # it may even be closed by now
+                raise StepNotFoundError(step)
+        except BaseException:
+            for parcel in parcels:
+                os.close(parcel)
+            raise
+        number = next(self._numbers)
+        self._give(number, snapshot, *parcels)
+        try:
+            await self._prepared(number)
+            if self.retractions != before:
+                raise StepNotFoundError(step)
+            self._check()
+        except BaseException:
+            self._tell(Forget(number))
+            if self._supervisor is None or self._supervisor.done():
+                self._take_back(number)  # no process gives it back
+            raise
+        # Nothing is awaited from here on: what a dying process does not hear, the
+        # next one is told.
+        self._current, self._failure = number, None
+        if number not in self._given:  # it has died, and the next one may run by now
+            self._give(number, snapshot, _pack(snapshot))
+        self._tell(Publish(number))
+
+    def fail(self, failure: Failure | None) -> None:
+        """Tell the receives that wait for a step that its send failed; None forgets."""
+        self._failure = failure
+        self._tell(Fail(failure))
+
+    async def retract(self, *, grace: float) -> None:
+        """Serve nothing; once this returns, no byte of the old memory is read.
+
+        If the process does not answer within the grace and 0.15 s, it may only be
+        slow on a busy machine. It goes on, but loses the memory.
+        """
+        self.retractions += 1
+        self._current = 0
+        if self.pid is None:  # no process gives anything back
+            self._take_back(*self._given)
+        elif self._given:
+            doomed, number = tuple(self._given), next(self._numbers)
+            self._tell(Retract(number, min(grace, _MAX_GRACE)))
+            if not await self._answered(number, grace + _MARGIN):
+                await self._revoke(doomed)
+
+    def _give(self, number: int, snapshot: Snapshot, parcel: int) -> None:
+        snapshot.acquire()
+        self._given[number] = snapshot
+        self._tell_prepare(number, snapshot, parcel)
+
+    def _take_back(self, *numbers: int) -> None:
+        for number in numbers:
+            snapshot = self._given.pop(number, None)
+            if snapshot is not None:
+                snapshot.release()
+
+    def _spend(self, number: int) -> None:
+        snapshot = self._given.get(number)
+        if snapshot is not None and snapshot.arena is not None:
+            snapshot.arena.spent = True
+
+    async def _prepared(self, number: int) -> None:
+        """Wait until the process can publish, or is gone; kill one that hangs."""
+        loop = asyncio.get_running_loop()
+        hung = loop.time() + _HUNG
+        while not await self._answered(number, _PATIENCE):
+            if loop.time() >= hung or await self._is_stopped():
+                self._kill()
+
+    async def _answered(self, number: int, patience: float) -> bool:
+        """Return whether the process answers a message in time, or is gone."""
+        if self.pid is None:
+            return True
+        answer = self._unanswered[number] = asyncio.Event()
+        try:
+            async with asyncio.timeout(patience):
+                await answer.wait()
+        except TimeoutError:
+            return False
+        finally:
+            del self._unanswered[number]
+        return True
+
+    async def _revoke(self, numbers: Iterable[int]) -> None:
+        """Take memory away from the process, whatever it does.
+
+        A slow process is not killed for that: its memory shrinks to nothing, so that
+        the kernel refuses to read it. Only two kinds are killed: a process that is
+        stopped, and one whose memory was lent, which is sealed and cannot shrink.
+        """
+        revoked = {n: self._given[n] for n in numbers if n in self._given}
+        for snapshot in revoked.values():  # or its memory might be staged into again
+            snapshot.acquire()
+        try:
+            for arena in {snapshot.arena for snapshot in revoked.values()}:
+                assert arena is not None, "the snapshot is in one piece"
+                await self._bridge.run(arena.revoke)
+            if await self._is_stopped():
+                self._kill()
+            self._take_back(*revoked)
+        except (OSError, ClosedError):  # it was lent; or the transport is closing
+            self._kill()
+        finally:
+            for snapshot in revoked.values():
+                snapshot.release()
+
+    async def _is_stopped(self) -> bool:
+        """Return whether a signal has stopped the process, which never answers then."""
+        return await self._bridge.run(_is_stopped, self.pid)
+
+    def _kill(self) -> None:
+        if self._child is not None:
+            logger.warning("the server process does not answer, and is killed")
+            self._child.kill()
+
+    # ---------------------------------------------------------------- messages
+
+    def _tell(self, message: object, fds: Sequence[int] = ()) -> None:
+        if self._child is not None:
+            self._child.channel.send(message, fds)
+
+    def _tell_prepare(self, number: int, snapshot: Snapshot, parcel: int) -> None:
+        assert snapshot.arena is not None, "the snapshot is in one piece"
+        self._tell(Prepare(number), [parcel, snapshot.arena.fd])
+        os.close(parcel)
+
+    def _hear(self, data: bytes, _: list[int]) -> None:
+        message = decode_from_server(data)
+        if isinstance(message, Ready):
+            self._become(_State.SERVING)
+        elif isinstance(message, Done):
+            if message.number in self._unanswered:
+                self._unanswered[message.number].set()
+        elif isinstance(message, Released):
+            if message.number != self._current:  # else it ends; the next one gets it
+                self._take_back(message.number)
+        elif isinstance(message, Spent):
+            self._spend(message.number)
+        elif isinstance(message, Counters):
+            self._last = message
+        elif isinstance(message, Event):
+            emit(message.event)
+        else:
+            assert isinstance(message, LogLine)
+            log = logging.getLogger(message.name)
+            if log.isEnabledFor(message.level):
+                log.log(message.level, "%s", message.access or message.text)
+
+
+def _pack(snapshot: Snapshot) -> int:
+    """Return a descriptor of memory that holds the snapshot's header."""
+    return pack(snapshot.manifest.header)
+
+
+def _is_stopped(pid: int | None) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    return stat.rpartition(b")")[2].split()[0] in (b"T", b"t")
+
+
+class _Child:
+    """One process, from its launch until it was reaped.
+
+    Args:
+        on_message: Called with each message and its descriptors.
+    """
+
+    def __init__(self, on_message: Callable[[bytes, list[int]], None]) -> None:
+        self._silent = asyncio.Event()
+        ours, self._theirs = pair()
+        close_in_forks([ours])
+        self.channel = Channel(ours, on_message, self._silent.set)
+        self._popen: subprocess.Popen[bytes] | None = None
+
+    def __repr__(self) -> str:
+        return f"<_Child pid={self.pid}>"
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, once it was launched."""
+        return self._popen.pid if self._popen else None
+
+    async def launch(self, bridge: Bridge) -> None:
+        """Start the process.
+
+        Raises:
+            OSError: the system refused.
+        """
+        try:
+            await bridge.run(self._launch)
+        finally:
+            self._theirs.close()  # or we would not notice the end of the process
+
+    def _launch(self) -> None:
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
+        theirs = self._theirs.fileno()
+        self._popen = subprocess.Popen(  # noqa: S603 - this very interpreter
+            [sys.executable, *flags, "-c", _CODE, str(theirs), *map(str, sys.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(theirs,),
+            # Signals to the trainer's group, such as Ctrl-C, must not reach it. But
+            # in a session of its own its niceness would not count (autogroups).
+            process_group=0,
+        )
+
+    async def gone(self) -> None:
+        """Wait until the process sends no further message."""
+        await self._silent.wait()
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does."""
+        if self._popen is not None:
+            self._popen.kill()
+
+    async def reaped(self) -> str:
+        """Wait for the end of the process, kill it if need be; say how it ended."""
+        self.channel.close()
+        self._theirs.close()
+        if self._popen is None:
+            return "it was not started"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_PATIENCE):
+                return await self._exit_of(self._popen)
+        self.kill()
+        return await self._exit_of(self._popen)
+
+    async def _exit_of(self, popen: subprocess.Popen[bytes]) -> str:
+        with suppress(OSError, AttributeError):  # an old kernel: only the loop below
+            await _wait_for_exit(popen.pid)
+        while popen.poll() is None:  # noqa: ASYNC110 - nothing else tells
+            await asyncio.sleep(_POLL)
+        return f"exit code {popen.returncode}"
+
+
+async def _wait_for_exit(pid: int) -> None:
+    loop, exited = asyncio.get_running_loop(), asyncio.Event()
+    fd = os.pidfd_open(pid)
+    loop.add_reader(fd, exited.set)
+    try:
+        await exited.wait()
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
