@@ -79,7 +79,8 @@ __all__ = [
 ]
 
 
-def _revive(cls: type[AiockptError], facts: dict[str, Any]) -> AiockptError:
+def revive(cls: type[AiockptError], facts: dict[str, Any]) -> AiockptError:
+    """Return an error of a class with these attributes, from another process."""
     # Where RuntimeError precedes OSError in the bases, cls.__new__ is the wrong one.
     new = OSError.__new__ if issubclass(cls, OSError) else cls.__new__
     error = new(cls)
@@ -99,7 +100,7 @@ class AiockptError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickling keeps every attribute, whatever arguments __init__ requires.
-        return (_revive, (type(self), self.__dict__.copy()))
+        return (revive, (type(self), self.__dict__.copy()))
 
 
 _DOING = {

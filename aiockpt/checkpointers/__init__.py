@@ -1,32 +1,32 @@
-"""Checkpointers: save without stalling, load what is whole.
+"""Checkpointers: save without stalling training, load what is whole.
 
-========== ==================================================================
-config     every option, as frozen dataclasses
-hooks      `WriterHook`, called in the writer around the commit
-barriers   where ranks wait for each other: TCP store, process group
-writer     `CheckpointWriter`: one rank's file, durable, then the commit
-reader     `CheckpointReader`: whole, in place, or only some keys
-sync       `SyncCheckpointer`: saves and loads without an event loop
-base       `Checkpointer`, what all of them promise
-stager     `CheckpointStager`, `DefaultStager`: the copy that training waits for
-messages   what trainer and checkpoint process say to each other
-failures   exceptions as data, between the two
-channel    the socket between the two
-submission what was handed over to be written
-handover   whatever was staged becomes memory that the process can map
-process    `CheckpointProcess`: the trainer's end of the checkpoint process
-supervisor keeps one such process running; `watched` is one of them
-thread     `CheckpointThread`: the same promises kept by a thread
-defaults   the init functions, if nobody says otherwise
-worker     what runs in the process
-control    the process's end of the socket, beside the writer
-jobs       one write, in whatever thread or process it happens
-keeper     keeps the last staged snapshot for a restarted trainer
-rendezvous where the two meet
-recovery   `recover`, what a restarted trainer calls
-handle     one save as its caller sees it, and the account of all
-loading    a load that can be cancelled
-background `AsyncCheckpointer`: stages, and leaves the writing to the process
-builder    `make_sync_checkpointer`, `make_async_checkpointer`
-========== ==================================================================
+This room turns state dicts into checkpoint directories and back. It may use every
+lower room; only the command line, the bench and the tests use it. `factories` puts a
+checkpointer together from one config. A save begins at `SyncCheckpointer.save` or
+`AsyncCheckpointer.save`. Both end in `CheckpointWriter`, which writes one rank's file
+and commits it with the other ranks. A load begins at `CheckpointReader.read`.
+
+================== ==========================================================
+base               the interface of all checkpointers, their statistics
+config             every option, as frozen dataclasses
+factories          a checkpointer with everything it needs, from one config
+sync               saves and loads in the foreground
+async_checkpointer stages, and leaves the writing to a background writer
+background         the same, for programs without an event loop
+stager             the copy that training waits for
+submission         what is handed over, and the interface of who writes it
+process            the trainer's end of the checkpoint process
+launch             starts that process, and ends it
+messages           what the two say to each other
+worker             what runs in that process
+thread             writes in a thread instead
+recovery           the last snapshot, from a dead trainer to a restarted one
+writer             one rank's file, durable; then the commit
+barriers           where ranks wait for each other
+reader             loads: whole, in place, or only some keys
+loading            a load that can be cancelled
+sources, peer      what a path may name: a directory, a file, a peer
+================== ==========================================================
 """
+
+from __future__ import annotations

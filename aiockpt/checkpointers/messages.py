@@ -1,37 +1,59 @@
-"""What the trainer and the checkpoint process say to each other: plain data.
+"""What the trainer and its checkpoint process say to each other, as plain data.
 
-See `Channel` for how they travel. Paths are bytes: not all are text that JSON can hold.
+The trainer sends `Setup` first, then a `Write` for each save. The process answers with
+`Progressed` while it works and with one `Ended` for the setup and for each write.
+`runtime.channel` says how messages travel. Paths are bytes, since not every path is
+text that JSON can hold.
+
+Exceptions and keyword arguments become data here, too.
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import traceback
+from collections.abc import Mapping
+from typing import Any, Final, TypeAlias, cast
 
 import msgspec
 
-from aiockpt.checkpointers.failures import Failure
+from aiockpt import errors
+from aiockpt.errors import AiockptError, WorkerError
+from aiockpt.format.registry import REGISTRY
+from aiockpt.format.tree import decode_tree, encode_tree
+from aiockpt.memory.mapped import TRUSTED
 
 __all__ = [
-    "Alive",
-    "Begun",
+    "LONGEST_TEXT",
     "Close",
     "Drop",
-    "Dropped",
     "Ended",
+    "Failure",
     "Forsake",
     "FromWorker",
     "Progressed",
-    "Ready",
     "Setup",
     "ToWorker",
     "Write",
     "decode_from_worker",
+    "decode_keywords",
     "decode_to_worker",
+    "encode_keywords",
+    "error_of",
+    "failure_of",
+    "plain",
 ]
+
+LONGEST_TEXT: Final = 4096
+"""How long a reason or a warning may be: a message must fit one packet."""
+
+_LONGEST_PART: Final = 8 << 10  # of a failure
+
+
+# ------------------------------------------------------------------- to the process
 
 
 class Setup(msgspec.Struct, tag=True, frozen=True):
-    """The first one. Its parcel holds the init functions.
+    """The first message. Its parcel holds the init functions.
 
     ``trainer`` is the process to outlive. The other fields are the config's.
     """
@@ -46,7 +68,7 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
 
 
 class Write(msgspec.Struct, tag=True, frozen=True):
-    """Write a snapshot: its parcel, then its arena.
+    """Write a snapshot. Its parcel comes with it, then its arena.
 
     The parcel holds ``header_bytes`` of a header without digests, then the keywords.
     """
@@ -70,42 +92,33 @@ class Forsake(msgspec.Struct, tag=True, frozen=True):
 
 
 class Drop(msgspec.Struct, tag=True, frozen=True):
-    """Forget a write that has not begun."""
+    """Forget a write, unless it has begun. It ends either way."""
 
     number: int
 
 
 class Close(msgspec.Struct, tag=True, frozen=True):
-    """Finish what was handed over, then end; ``keep``: as if the trainer had died."""
+    """Finish what was handed over, then exit; ``keep``: as if the trainer had died."""
 
     keep: bool = False
 
 
-class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The init functions have returned."""
-
-
-class Begun(msgspec.Struct, tag=True, frozen=True):
-    """A write is under way, and cannot be dropped any more."""
-
-    number: int
+# ----------------------------------------------------------------- from the process
 
 
 class Progressed(msgspec.Struct, tag=True, frozen=True):
-    """So many bytes of the segment have been taken by the writer."""
+    """The process is alive, and its writer has taken so many bytes of a write.
 
-    number: int
-    nbytes: int
+    The first one of a write says that it has begun, and cannot be dropped any more.
+    ``number`` is 0 for a sign of life only.
+    """
 
-
-class Dropped(msgspec.Struct, tag=True, frozen=True):
-    """A write was forgotten before it began."""
-
-    number: int
+    number: int = 0
+    nbytes: int = 0
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):
-    """A write has ended (0: the setup), well or with a failure.
+    """The setup (0) or a write has ended: well, with a failure, or dropped.
 
     ``warning`` and ``content`` are those of `writer.Written`.
     """
@@ -113,16 +126,99 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
     number: int
     seconds: float = 0.0
     failure: Failure | None = None
+    dropped: bool = False
     warning: str = ""
     content: str = ""
 
 
-class Alive(msgspec.Struct, tag=True, frozen=True):
-    """Nothing new, and nothing hangs."""
+# ----------------------------------------------------------------------- exceptions
+
+Fact: TypeAlias = str | int | float | bool | None
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An exception of another process.
+
+    Attributes:
+        kind: The name of its class.
+        text: Its message.
+        traceback: Where it was raised, as Python prints it.
+        facts: The attributes of an error of this package.
+    """
+
+    kind: str
+    text: str
+    traceback: str
+    facts: dict[str, Fact] = {}
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Return an exception as data that fits a message."""
+    lines = "".join(traceback.format_exception(error))
+    facts: dict[str, Fact] = {}
+    if isinstance(error, AiockptError):
+        facts = {
+            name: _short(value)
+            for name, value in vars(error).items()
+            if not name.startswith("_")
+        }
+    text = plain(str(error) or repr(error))[:_LONGEST_PART]
+    return Failure(type(error).__name__, text, plain(lines)[-_LONGEST_PART:], facts)
+
+
+def error_of(failure: Failure, doing: str) -> AiockptError:
+    """Return the exception to raise here: of its own class, if that is the package's.
+
+    Any other class becomes a ``WorkerError``. Python prints the remote traceback with
+    either, and a ``WorkerError`` has it as an attribute.
+    """
+    cls = getattr(errors, failure.kind, None)
+    if isinstance(cls, type) and issubclass(cls, AiockptError) and failure.facts:
+        error = errors.revive(cls, dict(failure.facts))
+        if isinstance(error, WorkerError):
+            error.remote_traceback = failure.traceback
+    else:
+        text = f"{doing} raised {failure.kind}: {failure.text}"
+        error = WorkerError(text, remote_traceback=failure.traceback)
+    error.add_note(f"in the checkpoint process:\n{failure.traceback.rstrip()}")
+    return error
+
+
+def plain(text: str) -> str:
+    """Return text that can be sent: a path may hold bytes that are not text."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _short(value: object) -> Fact:
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    return plain(str(value))[:_LONGEST_PART]
+
+
+# ------------------------------------------------------------------------- keywords
+
+
+def encode_keywords(keywords: Mapping[str, object]) -> bytes:
+    """Return keyword arguments as data.
+
+    Raises:
+        UnsupportedLeafError: a keyword is not data; ``path`` says which.
+    """
+    tree = encode_tree(
+        dict(keywords), registry=REGISTRY, leaf=lambda _, __: None, limits=TRUSTED
+    )
+    return msgspec.json.encode(tree)
+
+
+def decode_keywords(text: bytes) -> dict[str, Any]:
+    """Return what `encode_keywords` encoded."""
+    node = msgspec.json.decode(text)
+    found = decode_tree(node, registry=REGISTRY, tensors=(), limits=TRUSTED)
+    return cast("dict[str, Any]", found)
 
 
 ToWorker: TypeAlias = Setup | Write | Forsake | Drop | Close
-FromWorker: TypeAlias = Ready | Begun | Progressed | Dropped | Ended | Alive
+FromWorker: TypeAlias = Progressed | Ended
 
 decode_to_worker = msgspec.json.Decoder(ToWorker).decode
 decode_from_worker = msgspec.json.Decoder(FromWorker).decode

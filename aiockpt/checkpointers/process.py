@@ -1,4 +1,10 @@
-"""CheckpointProcess: writes in a process of its own, which may die without harm."""
+"""CheckpointProcess: writes in a process of its own, which may die without harm.
+
+One process runs at a time: it is starting, ready, or gone. `_Running` is what the event
+loop knows of it, and `CheckpointProcess` supervises it. If the process dies or hangs,
+the write that it had begun fails, and no other: the next process is started at once,
+and gets the writes that wait. Every wait has a deadline.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +12,9 @@ import asyncio
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -17,49 +24,83 @@ from aiockpt.checkpointers.config import (
     CheckpointStagerConfig,
     RankInfo,
 )
-from aiockpt.checkpointers.failures import plain
-from aiockpt.checkpointers.handover import Handover, known_as
-from aiockpt.checkpointers.messages import Forsake, Setup, Write
-from aiockpt.checkpointers.process_launch import Recipe
-from aiockpt.checkpointers.rendezvous import runtime_dir
-from aiockpt.checkpointers.submission import BackgroundWriter, Submission
-from aiockpt.checkpointers.supervisor import Supervisor
+from aiockpt.checkpointers.launch import Child, Recipe
+from aiockpt.checkpointers.messages import (
+    LONGEST_TEXT,
+    Close,
+    Drop,
+    Ended,
+    Forsake,
+    Progressed,
+    Setup,
+    Write,
+    decode_from_worker,
+    error_of,
+    plain,
+)
+from aiockpt.checkpointers.recovery import socket_directory
+from aiockpt.checkpointers.submission import (
+    BackgroundWriter,
+    Handover,
+    Submission,
+    known_as,
+)
 from aiockpt.checkpointers.writer import (
+    Written,
     default_subprocess_init_fn,
     default_writer_init_fn,
 )
-from aiockpt.errors import ClosedError, WorkerError
+from aiockpt.errors import AiockptError, ClosedError, WorkerError, WorkerTimeoutError
 from aiockpt.events import TransferEvent, emit
 from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.channel import Channel
 from aiockpt.runtime.lifetime import Lifetime
 
 __all__ = ["CheckpointProcess"]
 
+logger = logging.getLogger("aiockpt")
+
 _CLOSING: Final = 5.0
-_LONGEST: Final = 4096
+
+_TRIES: Final = 3
+"""How many processes may die with a write that they have not begun."""
+
+_DYING: Final = 5.0
+"""How long to wait for a killed process, which may be inside a system call."""
+
+
+@dataclass(slots=True)
+class _Write:
+    """A submission with its message, which may have to be sent again."""
+
+    submission: Submission
+    message: Write
+    parcel: int
+    deadline: float = float("inf")
+    tries: int = 0
 
 
 class CheckpointProcess(BackgroundWriter):
-    """Writes checkpoints in a child process; it belongs to the loop that uses it first.
+    """Writes checkpoints in a child process. It belongs to the loop that uses it first.
 
-    The process starts when this object is made, in the background. A write that fails
-    does not end it; one that ends it (or hangs) fails alone: another process is
-    started, and takes over what waits. When this process dies, the child finishes what
-    it was given.
+    The process starts in the background when this object is made. A write that fails
+    does not end it. If the process dies or hangs, only the write that it had begun
+    fails: another process is started, and takes over the writes that wait. If the
+    trainer dies, the process finishes what it was given.
 
     Args:
-        rank_info: Whose files it writes; given to ``checkpoint_writer_init_fn`` unless
-            the arguments have a ``rank_info``.
+        rank_info: The rank whose files it writes; given to
+            ``checkpoint_writer_init_fn`` unless the arguments have a ``rank_info``.
         config: Timeouts and priorities.
         subprocess_init_fn: Called first in the child, with ``subprocess_init_args``.
         checkpoint_writer_init_fn: Makes the child's writer, from
             ``checkpoint_writer_init_args``. Functions and arguments are pickled as
-            ``multiprocessing``'s spawn does; a main module that defines one of them is
-            imported there and needs its ``if __name__ == "__main__":``.
+            ``multiprocessing``'s spawn does. A main module that defines one of them is
+            imported in the child, and needs its ``if __name__ == "__main__":``.
         staging_config: How a state dict that is not staged yet is staged.
 
     Raises:
-        LocalProtocolError: one of them cannot be pickled.
+        LocalProtocolError: a function or an argument cannot be pickled.
     """
 
     def __init__(
@@ -73,33 +114,37 @@ class CheckpointProcess(BackgroundWriter):
         *,
         staging_config: CheckpointStagerConfig = CheckpointStagerConfig(),  # noqa: B008 - frozen
     ) -> None:
-        recipe = Recipe(
+        self._recipe = Recipe(
             subprocess_init_fn,
             subprocess_init_args,
             checkpoint_writer_init_fn,
             {"rank_info": rank_info, **(checkpoint_writer_init_args or {})},
             partial(_setup, rank_info, config),
         )
+        self.restarts = 0
         self._ranks = rank_info.global_world_size
         self._config = config
         self._lifetime = Lifetime("the checkpoint process")
         self._bridge = Bridge(threads=2, name="aiockpt-process")
         self._handover = Handover(self._bridge, staging_config, shared=True)
-        self._supervisor = Supervisor(recipe, self._bridge, config)
         self._count = 0
+        self._writes: dict[int, _Write] = {}  # what has not ended, by number
+        self._running: _Running | None = None
+        self._supervision: asyncio.Task[None] | None = None
+        self._closing = False
+        self._close_by = float("inf")
+        # A process takes a while to start, so it starts before there is a loop.
+        self._child: Child | None = Child(self._recipe)
+        self._bridge.post(_launch_quietly, self._child)
 
     def __repr__(self) -> str:
-        return f"<CheckpointProcess pid={self.pid}>"
+        return f"<CheckpointProcess pid={self.pid} writes={len(self._writes)}>"
 
     @property
     def pid(self) -> int | None:
-        """The child's process id, while there is one."""
-        return self._supervisor.pid
-
-    @property
-    def restarts(self) -> int:
-        """How often the child was replaced."""
-        return self._supervisor.restarts
+        """The child's process id, while there is a child."""
+        child = self._running.child if self._running else self._child
+        return child.pid if child else None
 
     async def ready(self) -> None:
         """Wait until the child's init functions have returned.
@@ -108,24 +153,27 @@ class CheckpointProcess(BackgroundWriter):
             WorkerError: they failed; a ``WorkerTimeoutError`` if they took too long.
         """
         with self._lifetime.call():
-            await self._supervisor.ready()
+            running = await self._reach()
+            await running.settled.wait()
+            if running.failure is not None:
+                raise running.failure
 
     async def write(
         self, state_dict: Any, path: str | os.PathLike[str], **kwargs: Any
     ) -> None:
         """Write a state dict, staged or not; return when it is committed.
 
-        ``state_dict`` may be a future of one: a `concurrent.futures.Future` or anything
-        that can be awaited. If that fails, its exception is raised and nothing is
-        written.
+        ``state_dict`` may be a future of one: a `concurrent.futures.Future`, or
+        anything that can be awaited. If that fails, this raises its exception, and
+        nothing is written.
 
-        Other ranks that save it too are told if nothing is handed over. If cancelled
-        before that, nothing is written, and a future goes on by itself; later, it is
-        written all the same.
+        If nothing is handed over, other ranks that save it too are told. If cancelled
+        before the handover, nothing is written, and a future goes on by itself. If
+        cancelled later, it is written all the same.
         """
         text, step = os.fspath(path), step_for(path, kwargs)
         try:
-            self._lifetime.check()  # before a future is waited for in vain
+            self._lifetime.check()  # before it waits for a future in vain
             staged = await _resolved(state_dict)
             submission = await self.submit(staged, text, kwargs)
         except BaseException as error:
@@ -143,38 +191,47 @@ class CheckpointProcess(BackgroundWriter):
         keywords: Mapping[str, Any],
         progress: Callable[[int], None] | None = None,
     ) -> Submission:
-        """Hand over a snapshot, or a state dict; see :class:`.BackgroundWriter`."""
+        """Hand over a snapshot or a state dict; see :class:`.BackgroundWriter`."""
         with self._lifetime.call():
             snapshot = await self._handover.snapshot(staged, path, keywords)
             try:
                 text, parcel = await self._handover.parcel(snapshot, path, keywords)
                 try:
-                    await self._supervisor.running()
+                    running = await self._reach()
                 except BaseException:
                     os.close(parcel)
                     raise
-                # From here to the return nothing is awaited, so nothing can cut in.
+                # Nothing is awaited from here on, so a cancel cannot cut in.
                 self._count += 1
                 submission = Submission(self._count, path, snapshot, progress)
-                self._supervisor.send(submission, _message(submission, text), parcel)
+                message = Write(
+                    number=self._count,
+                    path=os.fsencode(text),
+                    header_bytes=len(snapshot.manifest.header),
+                    segment_bytes=snapshot.manifest.segment_bytes,
+                )
+                write = _Write(submission, message, parcel)
+                self._writes[self._count] = write
+                running.post(write)
             finally:
                 snapshot.release()
         return submission
 
     def drop(self, submission: Submission) -> None:
-        """Call off a submission, unless it has begun."""
-        if not submission.begun:
-            self._supervisor.drop(submission)
+        """Call off a submission, unless it has begun. It ends either way."""
+        if not submission.begun and self._running is not None:
+            self._running.channel.send(Drop(submission.number))
 
     async def forsake(self, path: str, step: int, reason: str) -> None:
         """Tell the other ranks, if there are any, that this one saves nothing."""
-        if self._ranks > 1:
-            message = Forsake(
-                os.fsencode(known_as(path)), step, plain(reason)[:_LONGEST]
-            )
-            # If it cannot be told, or not any more, it reaches nobody.
-            with suppress(WorkerError, ClosedError), self._lifetime.call():
-                await self._supervisor.forsake(message)
+        if self._ranks == 1:
+            return
+        message = Forsake(
+            os.fsencode(known_as(path)), step, plain(reason)[:LONGEST_TEXT]
+        )
+        # Without a process, the other ranks cannot be told.
+        with suppress(WorkerError, ClosedError), self._lifetime.call():
+            (await self._reach()).channel.send(message)
 
     async def close(self) -> None:
         """Let the child finish what it was given, and end it.
@@ -182,8 +239,7 @@ class CheckpointProcess(BackgroundWriter):
         It is killed after ``subprocess_shutdown_timeout_secs``. If cancelled, the
         closing goes on by itself.
         """
-        limit = self._config.subprocess_shutdown_timeout_secs
-        await self._end(partial(self._supervisor.close, timeout=limit))
+        await self._end(self._finish)
 
     async def aclose(self) -> None:
         """Close it; another name for :meth:`close`."""
@@ -191,7 +247,9 @@ class CheckpointProcess(BackgroundWriter):
 
     async def abandon(self) -> None:
         """Leave the child to itself, as if this process had died just now."""
-        await self._end(self._supervisor.abandon)
+        await self._end(self._leave)
+
+    # ---------------------------------------------------------------- the end
 
     async def _end(self, last: Callable[[], Any]) -> None:
         self._lifetime.bind()
@@ -202,33 +260,263 @@ class CheckpointProcess(BackgroundWriter):
             partial(self._bridge.aclose, timeout=_CLOSING),
         )
 
+    async def _finish(self) -> None:
+        self._closing = True
+        if self._child is not None:  # it was launched, and never used
+            await self._reach()
+        if self._running is not None:
+            limit = self._config.subprocess_shutdown_timeout_secs
+            self._close_by = asyncio.get_running_loop().time() + limit
+            self._running.channel.send(Close())
+            self._running.changed.set()
+        if self._supervision is not None:
+            await asyncio.wait({self._supervision})
 
-async def _resolved(state_dict: Any) -> Any:
-    """Wait for a future; it is the caller's, so a cancel here does not cancel it."""
-    if hasattr(state_dict, "add_done_callback"):  # of asyncio, or of an executor
-        future = asyncio.wrap_future(state_dict)
-        future.add_done_callback(_look_at)
-        await asyncio.wait({future})
-        return future.result()
-    if inspect.isawaitable(state_dict):
-        return await state_dict
-    return state_dict
+    async def _leave(self) -> None:
+        self._closing = True
+        running = await self._reach()
+        running.channel.send(Close(keep=True))
+        if self._supervision is not None:
+            self._supervision.cancel()
+            await asyncio.wait({self._supervision})
+        running.leave()
+        detail = "it was left to the checkpoint process, which this process has left"
+        self._fail([*self._writes.values()], WorkerError(detail))
+
+    # -------------------------------------------------------------- supervision
+
+    async def _reach(self) -> _Running:
+        """Return the process that runs; start one if there is none.
+
+        Raises:
+            WorkerError: it cannot be started.
+        """
+        while self._running is None:
+            child = self._child = self._child or Child(self._recipe)
+            try:
+                await self._bridge.run(child.launch)
+            except (OSError, AiockptError) as error:
+                child.close()
+                if self._child is child:
+                    self._child = None
+                if isinstance(error, AiockptError):
+                    raise
+                detail = f"the checkpoint process cannot be started: {error}"
+                raise WorkerError(detail) from error
+            if self._child is child:  # and no other call has taken it meanwhile
+                self._child = None
+                self._running = _Running(child, self._writes, self._config)
+                if self._supervision is None or self._supervision.done():
+                    loop = asyncio.get_running_loop()
+                    self._supervision = loop.create_task(self._supervise())
+        return self._running
+
+    async def _supervise(self) -> None:
+        """Replace each process that ends, until one is to end or cannot be started."""
+        while (running := self._running) is not None:
+            overdue = await self._until_gone(running)
+            exitcode = await self._bridge.run(running.child.reap)
+            running.leave()
+            error = running.failure or _why_gone(overdue, exitcode)
+            if isinstance(error, WorkerError):
+                error.exitcode = exitcode
+            running.failure = error
+            running.settled.set()
+            self._running = None
+            if self._closing:
+                self._fail([*self._writes.values()], error)
+            elif not running.ready:
+                logger.error("%s", error)
+                self._fail([*self._writes.values()], error)
+            else:
+                logger.warning("%s; another one is started", error)
+                self.restarts += 1
+                await self._replace(error)
+
+    async def _until_gone(self, running: _Running) -> str:
+        """Wait for the end of a process; kill it, and say why, if it is overdue."""
+        while not running.gone.is_set():
+            running.changed.clear()
+            overdue, when = running.overdue(self._close_by)
+            if overdue:
+                running.child.kill()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_DYING):
+                        await running.gone.wait()
+                return overdue
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(when):
+                    await running.changed.wait()
+        return ""
+
+    async def _replace(self, error: AiockptError) -> None:
+        """Start the next process, and hand it the writes that had not begun.
+
+        It also tells the ranks that wait for the write that is lost.
+        """
+        lost = [write for write in self._writes.values() if write.submission.begun]
+        self._fail(lost, error)
+        waiting = [*self._writes.values()]
+        try:
+            running = await self._reach()
+        except AiockptError as failure:
+            logger.error("%s", failure)
+            self._fail([*self._writes.values()], failure)
+            return
+        reason = plain(str(error))[:LONGEST_TEXT]
+        for write in lost:
+            message = write.message
+            step = write.submission.step
+            running.channel.send(Forsake(message.path, step, reason, begun=True))
+        for write in waiting:
+            if write.tries < _TRIES:
+                running.post(write)
+            else:
+                detail = "each checkpoint process dies before it begins this write"
+                self._fail([write], WorkerError(detail))
+
+    def _fail(self, writes: Iterable[_Write], error: AiockptError) -> None:
+        for write in writes:
+            del self._writes[write.submission.number]
+            os.close(write.parcel)
+            write.submission.finish(error)
 
 
-def _look_at(future: asyncio.Future[Any]) -> None:
-    # A write that was cancelled does not; asyncio would complain of it.
-    if not future.cancelled():
-        future.exception()
+class _Running:
+    """A process as the event loop knows it: starting, then ready, then gone.
+
+    Attributes:
+        child: The process.
+        channel: The socket to it.
+        ready: Whether its init functions have returned.
+        settled: Set when it is ready, or gone without.
+        gone: Set when it has ended, or is not listened to any more.
+        changed: Set when something has happened that may move a deadline.
+        failure: Why it is gone, or is about to be.
+    """
+
+    def __init__(
+        self, child: Child, writes: dict[int, _Write], config: CheckpointProcessConfig
+    ) -> None:
+        self.child = child
+        self.ready = False
+        self.settled = asyncio.Event()
+        self.gone = asyncio.Event()
+        self.changed = asyncio.Event()
+        self.failure: AiockptError | None = None
+        self._writes = writes
+        self._posted: set[int] = set()
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self._heard = self._loop.time()
+        self._ready_by = self._heard + config.subprocess_init_timeout_secs
+        self.channel = Channel(child.socket, self._hear, self._end)
+        if child.pidfd >= 0:
+            self._loop.add_reader(child.pidfd, self._end)
+
+    def __repr__(self) -> str:
+        state = "gone" if self.gone.is_set() else "ready" if self.ready else "starting"
+        return f"<Running {self.child!r} {state}>"
+
+    def post(self, write: _Write) -> None:
+        """Send a write to the process."""
+        arena = write.submission.snapshot.arena
+        assert arena is not None
+        if not self._posted:
+            self._heard = self._loop.time()  # it need not have said anything before
+        write.tries += 1
+        self._posted.add(write.submission.number)
+        self.channel.send(write.message, [write.parcel, arena.fd])
+        self.changed.set()
+
+    def overdue(self, close_by: float) -> tuple[str, float]:
+        """Return what did not happen in time, and when to look again."""
+        self.channel.read()  # perhaps this loop stood still, and not the process
+        config, waits = self._config, []
+        if not self.ready:
+            waits.append((self._ready_by, "did not start", "subprocess_init"))
+        elif self._posted:
+            silent = self._heard + config.hang_timeout_secs
+            waits.append((silent, "hung", "hang"))
+        for number in self._posted:
+            late = self._writes[number].deadline
+            waits.append((late, "did not finish a write", "write"))
+        waits.append((close_by, "did not end", "subprocess_shutdown"))
+        when, what, option = min(waits)
+        if self._loop.time() < when:
+            return "", when
+        limit = getattr(config, f"{option}_timeout_secs")
+        return f"{what} within {limit:g} s ({option}_timeout_secs)", when
+
+    def leave(self) -> None:
+        """Release the process."""
+        self.channel.read()
+        self._end()
+        self.channel.close()
+        self.child.close()
+
+    def _end(self) -> None:
+        if not self.gone.is_set():
+            self.gone.set()
+            if self.child.pidfd >= 0:
+                self._loop.remove_reader(self.child.pidfd)
+            self.channel.read()  # what it said last
+            self.changed.set()
+
+    def _hear(self, data: bytes, fds: list[int]) -> None:
+        for fd in fds:
+            os.close(fd)
+        self._heard = self._loop.time()
+        message = decode_from_worker(data)
+        if message.number:
+            self._hear_of(message)
+        elif isinstance(message, Ended):
+            self._hear_of_setup(message)
+        self.changed.set()
+
+    def _hear_of_setup(self, message: Ended) -> None:
+        if message.failure is None:
+            self.ready = True
+            self.settled.set()
+        else:
+            self.failure = error_of(message.failure, "the subprocess's init function")
+
+    def _hear_of(self, message: Progressed | Ended) -> None:
+        write = self._writes.get(message.number)
+        if write is None:
+            return
+        submission = write.submission
+        if isinstance(message, Progressed):
+            if submission.begun:
+                submission.advance(message.nbytes)
+            else:
+                write.deadline = self._heard + self._config.write_timeout_secs
+                submission.begin()
+            return
+        self._posted.discard(message.number)
+        del self._writes[message.number]
+        os.close(write.parcel)
+        submission.seconds = message.seconds
+        submission.outcome = Written(message.warning, message.content)
+        error = None
+        if message.failure is not None:
+            error = error_of(message.failure, f"writing {submission.path}")
+        submission.finish(error, written=not message.dropped)
 
 
-def _message(submission: Submission, path: str) -> Write:
-    manifest = submission.snapshot.manifest
-    return Write(
-        number=submission.number,
-        path=os.fsencode(path),
-        header_bytes=len(manifest.header),
-        segment_bytes=manifest.segment_bytes,
-    )
+def _why_gone(overdue: str, exitcode: int | None) -> WorkerError:
+    if overdue:
+        return WorkerTimeoutError(f"the checkpoint process {overdue} and was killed")
+    how = "unexpectedly" if exitcode is None else f"with exit code {exitcode}"
+    if exitcode is not None and exitcode < 0:
+        how = f"by signal {-exitcode}"
+    return WorkerError(f"the checkpoint process ended {how}")
+
+
+def _launch_quietly(child: Child) -> None:
+    """Start it. The first call that needs it is told why that did not work."""
+    with suppress(OSError, AiockptError):
+        child.launch()
 
 
 def _setup(rank_info: RankInfo, config: CheckpointProcessConfig) -> Setup:
@@ -238,6 +526,24 @@ def _setup(rank_info: RankInfo, config: CheckpointProcessConfig) -> Setup:
         io_idle=config.io_idle,
         write_timeout=config.write_timeout_secs,
         keep_last=config.keep_last_seconds,
-        runtime_dir=runtime_dir(config.runtime_dir),
+        runtime_dir=socket_directory(config.runtime_dir),
         rank=rank_info.global_rank,
     )
+
+
+async def _resolved(state_dict: Any) -> Any:
+    """Wait for a future. It is the caller's, so a cancel here does not cancel it."""
+    if hasattr(state_dict, "add_done_callback"):  # of asyncio, or of an executor
+        future = asyncio.wrap_future(state_dict)
+        future.add_done_callback(_retrieve)
+        await asyncio.wait({future})
+        return future.result()
+    if inspect.isawaitable(state_dict):
+        return await state_dict
+    return state_dict
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    # A cancelled write never asks for it, and asyncio would warn.
+    if not future.cancelled():
+        future.exception()

@@ -1,41 +1,70 @@
-"""`recover`: the last snapshot of a trainer that has died, without reading a disk."""
+"""`recover`: the last snapshot of a trainer that has died, without reading a disk.
+
+The memory is the arena that the trainer has staged into. It lives as long as a process
+has its descriptor, and the checkpoint process has it. `LastSnapshot` keeps it there
+after the trainer's death, and hands the descriptor to one process, which then has the
+memory alone.
+
+The two meet at a Unix socket, in a directory that belongs to this user alone. Its name
+comes from the directory of the checkpoints and the rank, which the restarted trainer
+knows.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import logging
 import mmap
 import os
 import socket
-from contextlib import suppress
+import stat
+import tempfile
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from aiockpt.checkpointers.barriers import default_rank_info
 from aiockpt.checkpointers.config import RankInfo
-from aiockpt.checkpointers.rendezvous import (
-    DONE,
-    Kept,
-    address,
-    private_directory,
-    socket_name,
+from aiockpt.checkpointers.writer import seal
+from aiockpt.errors import (
+    CheckpointNotFoundError,
+    IntegrityError,
+    StorageError,
+    WorkerError,
 )
-from aiockpt.checkpointers.rendezvous import runtime_dir as runtime_of
-from aiockpt.errors import CheckpointNotFoundError, IntegrityError, WorkerError
 from aiockpt.format.chunks import digest
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.format.manifest import Manifest
-from aiockpt.memory.mapped import trusted_header
+from aiockpt.memory.mapped import MappedSnapshot, trusted_header
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.channel import receive, unpack
+from aiockpt.runtime.channel import encode, pack, receive, unpack
 from aiockpt.runtime.packets import is_ours
-from aiockpt.state.rebuild import Frame, assemble, tensors_over
+from aiockpt.storage.checkpoint_file import named
 from aiockpt.transport import Timeout, seconds
 
-__all__ = ["Recovered", "recover"]
+__all__ = ["LastSnapshot", "Recovered", "recover", "socket_directory"]
+
+logger = logging.getLogger("aiockpt")
 
 _CLOSING: Final = 5.0
+_LOOK: Final = 1.0
+
+_DONE: Final = b"done"
+"""What a restarted trainer says once the snapshot is its own."""
+
+
+class _Offer(msgspec.Struct, frozen=True):
+    """What is handed over with a parcel of the sealed header, and the arena."""
+
+    path: bytes
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +72,17 @@ class Recovered:
     """What a trainer that has died staged last.
 
     Attributes:
-        state_dict: It, in memory that is this process's alone.
+        state_dict: The state dict, in memory that is this process's alone.
         step: Its step.
-        path: Where it was saved to; whether it is whole there, ``latest`` knows.
+        path: Where it was saved to; ``latest`` knows whether it is whole there.
     """
 
     state_dict: Any
     step: int
     path: str
+
+
+# ------------------------------------------------------------- the restarted trainer
 
 
 async def recover(
@@ -64,56 +96,56 @@ async def recover(
     """Take over the last snapshot that was to be saved below ``directory``.
 
     The checkpoint process of a trainer that has died keeps it for
-    ``keep_last_seconds``. It ends when the snapshot was taken over, which happens
-    once. Every digest is verified; not a byte is copied, or read from a disk.
+    ``keep_last_seconds``. A snapshot can be taken over once; then the process exits.
+    Every digest is verified. Not a byte is copied, or read from a disk.
 
     Args:
         directory: The parent of the checkpoint's directory.
-        rank_info: Which rank's; found from ``torch.distributed`` by default.
+        rank_info: The rank to recover; by default that of ``torch.distributed``, or 0.
         runtime_dir: As in the config of the trainer that has died.
         timeout: How long the process may take to answer.
         allow_pickle: Also rebuild leaves that were staged as pickles.
 
     Raises:
-        CheckpointNotFoundError: nobody keeps one.
+        CheckpointNotFoundError: no process keeps one.
         IntegrityError: it is damaged; it stays where it is.
-        WorkerError: who keeps it does not answer, or is of another user.
+        WorkerError: the process does not answer, or belongs to another user.
 
     If cancelled, it stays where it is, for a later call.
     """
     rank = (rank_info or default_rank_info()).global_rank
     bridge = Bridge(threads=1, name="aiockpt-recover")
-    keeper = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    keeper.settimeout(seconds(timeout))
-    place = os.fspath(directory), rank, runtime_of(runtime_dir)
-    take = partial(_take, keeper, *place, allow_pickle=allow_pickle)
+    holder = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    holder.settimeout(seconds(timeout))
+    place = os.fspath(directory), rank, socket_directory(runtime_dir)
+    take = partial(_take, holder, *place, allow_pickle=allow_pickle)
     try:
         try:
             taken = await bridge.run(take)
         finally:
             await bridge.aclose(timeout=_CLOSING)
-        keeper.settimeout(0)
-        with suppress(ConnectionError):  # who has died keeps nothing either
-            # Behind the last await: now the caller gets it for certain.
-            keeper.send(DONE)
+        holder.settimeout(0)
+        with suppress(ConnectionError):  # a dead process keeps nothing either
+            # After the last await: the caller gets the snapshot for certain.
+            holder.send(_DONE)
     finally:
-        keeper.close()
+        holder.close()
     return taken
 
 
 def _take(
-    keeper: socket.socket,
+    holder: socket.socket,
     directory: str,
     rank: int,
     runtime: str,
     *,
     allow_pickle: bool,
 ) -> Recovered:
-    _connect(keeper, directory, rank, runtime)
+    _connect(holder, directory, rank, runtime)
     try:
-        data, fds = receive(keeper)
+        data, fds = receive(holder)
     except TimeoutError:
-        limit = keeper.gettimeout()
+        limit = holder.gettimeout()
         raise WorkerError(
             f"the process that keeps the snapshot said nothing for {limit:g} s"
         ) from None
@@ -127,19 +159,19 @@ def _take(
         state = _rebuilt(manifest, arena, directory, allow_pickle=allow_pickle)
     finally:
         os.close(arena)
-    kept = msgspec.json.decode(data, type=Kept)
-    return Recovered(state, kept.step, os.fsdecode(kept.path))
+    offer = msgspec.json.decode(data, type=_Offer)
+    return Recovered(state, offer.step, os.fsdecode(offer.path))
 
 
-def _connect(keeper: socket.socket, directory: str, rank: int, runtime: str) -> None:
+def _connect(holder: socket.socket, directory: str, rank: int, runtime: str) -> None:
     if not os.path.isdir(runtime):
         raise _nothing(directory, rank)
     try:
-        with private_directory(runtime) as fd:
-            keeper.connect(address(fd, socket_name(directory, rank)))
+        with _private_directory(runtime) as fd:
+            holder.connect(_address(fd, _socket_name(directory, rank)))
     except (FileNotFoundError, ConnectionRefusedError):
         raise _nothing(directory, rank) from None
-    if not is_ours(keeper):
+    if not is_ours(holder):
         raise WorkerError("the process that keeps the snapshot is another user's")
 
 
@@ -151,8 +183,11 @@ def _nothing(directory: str, rank: int) -> CheckpointNotFoundError:
 def _rebuilt(
     manifest: Manifest, arena: int, directory: str, *, allow_pickle: bool
 ) -> object:
+    # The checkpoint process imports this module, and does without torch.
+    from aiockpt.state.rebuild import Frame, assemble, tensors_over
+
     size = max(manifest.segment_bytes, 1)
-    # What is written to is copied then, page by page: nobody else's memory changes.
+    # A page that is written to is copied then: no other process's memory changes.
     held = mmap.mmap(arena, size, access=mmap.ACCESS_COPY)
     whole = memoryview(held)
     for chunk, expected in enumerate(manifest.digests):
@@ -167,3 +202,236 @@ def _rebuilt(
     return assemble(
         Frame.of(manifest), tensors, limits=limits, allow_pickle=allow_pickle
     )
+
+
+# -------------------------------------------------------------- the checkpoint process
+
+
+@dataclass(slots=True)
+class _Held:
+    number: int
+    path: str
+    header: bytes
+    arena: int
+    manifest: Manifest | None = None  # with digests
+
+
+class LastSnapshot:
+    """Holds on to the last snapshot. Once it is offered, one process may take it over.
+
+    It belongs to the checkpoint process's event loop.
+
+    Args:
+        runtime_dir: The directory of the socket.
+        rank: The trainer's.
+        seconds: How long to wait for a process that takes it over.
+    """
+
+    def __init__(self, runtime_dir: str, rank: int, seconds: float) -> None:
+        self._runtime_dir = runtime_dir
+        self._rank = rank
+        self._seconds = seconds
+        # The last one, and the one before: the last may be dropped before it is begun.
+        self._held: deque[_Held] = deque()
+        self._listener: socket.socket | None = None
+        self._name = ""
+        self._inode = 0
+        self._guests: set[socket.socket] = set()
+        self._done = asyncio.Event()
+        self._until = 0.0
+        self._sealing: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<LastSnapshot {self._name or 'idle'} held={len(self._held)}>"
+
+    def hold(self, number: int, path: str, header: bytes, arena: int) -> None:
+        """Hold a newer snapshot; ``arena`` stays the caller's."""
+        self._held.append(_Held(number, path, header, os.dup(arena)))
+        if len(self._held) > 2:
+            os.close(self._held.popleft().arena)
+
+    def drop(self, number: int) -> None:
+        """Forget a snapshot that is not written: the one before is the last again."""
+        if self._held and self._held[-1].number == number:
+            os.close(self._held.pop().arena)
+
+    def seal(self, number: int, manifest: Manifest) -> None:
+        """Remember the digests of a snapshot, and hand it to whoever waits for them."""
+        for held in self._held:
+            if held.number == number:
+                held.manifest = manifest
+        for guest in tuple(self._guests):
+            self._hand_over(guest)
+
+    def offer(self) -> None:
+        """Let a restarted trainer take it over."""
+        if not self._held:
+            self._done.set()
+            return
+        loop = asyncio.get_running_loop()
+        self._until = loop.time() + self._seconds
+        last = self._held[-1]
+        try:
+            self._listen(os.path.dirname(last.path))
+        except OSError as error:
+            logger.error("the last snapshot is not kept: %s", error)
+            self._done.set()
+            return
+        if last.manifest is None:  # the writer may be busy for long
+            self._sealing = loop.create_task(self._seal_it(last))
+
+    async def ended(self) -> None:
+        """Wait until the snapshot has a new owner, or the time is up."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(self._until):
+                while not self._done.is_set() and self._is_there():
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_LOOK):
+                            await self._done.wait()
+
+    def close(self) -> None:
+        """Forget everything, and leave nothing behind. Idempotent."""
+        loop = asyncio.get_running_loop()
+        for guest in tuple(self._guests):
+            self._leave(guest)
+        if self._sealing is not None:
+            self._sealing.cancel()
+        if self._listener is not None:
+            loop.remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+            self._remove()
+        while self._held:
+            os.close(self._held.pop().arena)
+
+    async def _seal_it(self, held: _Held) -> None:
+        bridge = Bridge(threads=1, name="aiockpt-seal")
+        try:
+            self.seal(held.number, await bridge.run(_sealed, held))
+        finally:
+            await bridge.aclose(timeout=_LOOK)
+
+    def _listen(self, directory: str) -> None:
+        name = _socket_name(directory, self._rank)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            listener.settimeout(0)
+            with _private_directory(self._runtime_dir) as fd:
+                own = f"{name}.{os.getpid()}"
+                listener.bind(_address(fd, own))
+                listener.listen()
+                # In one step: there is always a predecessor's socket, or this one.
+                os.replace(own, name, src_dir_fd=fd, dst_dir_fd=fd)
+                self._inode = os.stat(name, dir_fd=fd).st_ino
+        except BaseException:
+            listener.close()
+            raise
+        self._name = name
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener, self._accept)
+
+    def _is_there(self) -> bool:
+        """Tell whether the socket is still this one's, and not a later process's."""
+        with suppress(OSError):
+            path = os.path.join(self._runtime_dir, self._name)
+            return os.lstat(path).st_ino == self._inode
+        return False
+
+    def _remove(self) -> None:
+        if self._is_there():
+            with suppress(OSError):
+                os.unlink(os.path.join(self._runtime_dir, self._name))
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            guest, _ = self._listener.accept()
+        except OSError:
+            return
+        guest.settimeout(0)
+        if not is_ours(guest):
+            guest.close()
+            return
+        self._guests.add(guest)
+        asyncio.get_running_loop().add_reader(guest, self._hear, guest)
+        self._hand_over(guest)
+
+    def _hand_over(self, guest: socket.socket) -> None:
+        held = self._held[-1]
+        if held.manifest is None:
+            return  # it is still being sealed
+        parcel = pack(held.manifest.header)
+        try:
+            message = encode(_Offer(os.fsencode(held.path), held.manifest.step))
+            socket.send_fds(guest, [message], [parcel, held.arena])
+        except OSError:
+            self._leave(guest)
+        finally:
+            os.close(parcel)
+
+    def _hear(self, guest: socket.socket) -> None:
+        try:
+            said = guest.recv(64)
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        if said == _DONE:
+            self._done.set()
+        self._leave(guest)
+
+    def _leave(self, guest: socket.socket) -> None:
+        self._guests.discard(guest)
+        asyncio.get_running_loop().remove_reader(guest)
+        guest.close()
+
+
+def _sealed(held: _Held) -> Manifest:
+    snapshot = MappedSnapshot(trusted_header(held.header), held.arena)
+    try:
+        return seal(snapshot)
+    finally:
+        snapshot.close()
+
+
+# -------------------------------------------------------------------- where they meet
+
+
+def socket_directory(configured: str | None) -> str:
+    """Return the directory of the sockets: this user's, gone after a reboot."""
+    if configured is not None:
+        return os.path.abspath(configured)
+    if own := os.environ.get("XDG_RUNTIME_DIR"):
+        return os.path.join(own, "aiockpt")
+    return os.path.join(tempfile.gettempdir(), f"aiockpt-{os.geteuid()}")
+
+
+@contextmanager
+def _private_directory(path: str) -> Iterator[int]:
+    """Make and open the directory, which nobody else may enter; give its descriptor.
+
+    Raises:
+        StorageError: it belongs to another user, or others may enter it.
+    """
+    with named(Path(path)):
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(path, flags)
+    try:
+        owner = os.fstat(fd)
+        if owner.st_uid != os.geteuid() or stat.S_IMODE(owner.st_mode) & 0o077:
+            detail = "it must belong to this user, who alone may enter it (mode 0700)"
+            raise StorageError(path, detail)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _socket_name(directory: str, rank: int) -> str:
+    where = f"{os.path.realpath(directory)}\0{rank}".encode(errors="surrogateescape")
+    return f"{hashlib.sha256(where).hexdigest()[:32]}.sock"
+
+
+def _address(directory_fd: int, name: str) -> str:
+    """Return an address within an open directory: a path may be too long for one."""
+    return f"/proc/self/fd/{directory_fd}/{name}"

@@ -1,4 +1,4 @@
-"""CheckpointThread: writes in a thread of this process, where none may be started."""
+"""CheckpointThread: writes in a thread, where no other process may be started."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from functools import partial
 from typing import Any, Final
 
 from aiockpt.checkpointers.config import CheckpointStagerConfig
-from aiockpt.checkpointers.failures import failure_of
-from aiockpt.checkpointers.handover import Handover, known_as, text_of
-from aiockpt.checkpointers.jobs import (
-    Watch,
+from aiockpt.checkpointers.messages import (
     decode_keywords,
     encode_keywords,
-    forsake,
-    perform,
+    failure_of,
 )
-from aiockpt.checkpointers.submission import BackgroundWriter, Submission
-from aiockpt.checkpointers.writer import Written
+from aiockpt.checkpointers.submission import (
+    BackgroundWriter,
+    Handover,
+    Submission,
+    absolute_path,
+    known_as,
+)
+from aiockpt.checkpointers.writer import Written, tell_ranks, write_staged
 from aiockpt.errors import AiockptError, WorkerError
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
@@ -37,11 +39,11 @@ _CLOSING: Final = 5.0
 
 
 class CheckpointThread(BackgroundWriter):
-    """Writes checkpoints in one thread; nothing survives this process.
+    """Writes checkpoints in one thread. Nothing survives this process.
 
-    It costs training some of the interpreter lock, and a write that hangs cannot be
-    ended: it is left behind after ``shutdown_timeout_secs``. A loop that ends without
-    :meth:`close` waits for what was handed over.
+    The thread competes with training for the interpreter lock. A write that hangs
+    cannot be ended: it is left behind after ``shutdown_timeout_secs``. A loop that
+    ends without :meth:`close` waits for what was handed over.
 
     Args:
         make_writer: Makes the writer, in the thread.
@@ -78,35 +80,36 @@ class CheckpointThread(BackgroundWriter):
         keywords: Mapping[str, Any],
         progress: Callable[[int], None] | None = None,
     ) -> Submission:
-        """Hand over a snapshot, or a state dict; see :class:`.BackgroundWriter`."""
+        """Hand over a snapshot or a state dict; see :class:`.BackgroundWriter`."""
         with self._lifetime.call():
             snapshot = await self._handover.snapshot(staged, path, keywords)
             try:
                 with failing_here("copying the keywords"):
                     given = await self._staging.run(_travelled, keywords)
                 self._count += 1
-                where = text_of(path)  # now: the thread may come to it much later
+                where = absolute_path(path)  # now: the thread may come to it much later
                 submission = Submission(self._count, where, snapshot, progress)
             except BaseException:
                 snapshot.release()
                 raise
-            # The thread releases it: a write that nobody waits for any more reads on.
+            # The thread releases the snapshot: a write that nobody waits for any more
+            # still reads it.
             loop = asyncio.get_running_loop()
             self._waiting[submission] = loop.create_task(self._outlast(submission))
             self._bridge.post(self._write, loop, submission, given)
         return submission
 
     def drop(self, submission: Submission) -> None:
-        """Call off a submission, unless it has begun."""
+        """Call off a submission, unless it has begun. It ends either way."""
         if self._call_off(submission):
             submission.finish(written=False)
 
     async def forsake(self, path: str, step: int, reason: str) -> None:
         """Tell the other ranks, if there are any, that this one saves nothing."""
-        self._bridge.post(self._forsake, known_as(path), step, reason)
+        self._bridge.post(self._tell_ranks, known_as(path), step, reason)
 
     async def close(self) -> None:
-        """Finish what was handed over within its time, then end."""
+        """Finish what was handed over within the time limit, then end."""
         await self._lifetime.end(
             partial(self._lifetime.calls_ended, timeout=_CLOSING), self._finish
         )
@@ -114,7 +117,7 @@ class CheckpointThread(BackgroundWriter):
     # ------------------------------------------------------------ on the loop
 
     async def _outlast(self, submission: Submission) -> None:
-        """Keep the loop until the thread has ended, also one that is about to close."""
+        """Keep the loop running until the write has ended, even if it is closing."""
         while not submission.ended.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait({submission.ended})
@@ -150,7 +153,7 @@ class CheckpointThread(BackgroundWriter):
             if submission.begun or submission.ended.done():
                 return False
             self._called_off.add(submission)
-        submission.snapshot.release()  # the thread will not look at it
+        submission.snapshot.release()  # the thread will not read it
         return True
 
     # ---------------------------------------------------------- in the thread
@@ -169,10 +172,10 @@ class CheckpointThread(BackgroundWriter):
             _tell(loop, submission.begin)
             submission.outcome = self._perform(loop, submission, keywords)
         except BaseException as error:  # noqa: BLE001 - one failed write ends nothing else
-            failure = _told(error, submission.path)
+            failure = _as_process_would(error, submission.path)
         seconds = time.monotonic() - began
         if not _tell(loop, self._end, submission, seconds, failure):
-            # The loop was closed, and nobody else is left who could say so.
+            # The loop was closed, so nobody else can report it.
             submission.snapshot.release()
             if failure is not None:
                 said = f"{type(failure).__name__}: {failure}"  # which holds no frames
@@ -191,20 +194,18 @@ class CheckpointThread(BackgroundWriter):
         keywords: Mapping[str, Any],
     ) -> Written:
         snapshot = submission.snapshot
-        return perform(
+        return write_staged(
             self._made(),
             submission.path,
             snapshot,
             keywords,
             memory=partial(_memory, snapshot),
-            watch=Watch(
-                report=lambda done: _tell(loop, submission.advance, done),
-                on_seal=lambda _: None,
-            ),
+            report=lambda done: _tell(loop, submission.advance, done),
+            on_seal=lambda _: None,
         )
 
-    def _forsake(self, path: str, step: int, reason: str) -> None:
-        forsake(self._made(), path, step, reason)
+    def _tell_ranks(self, path: str, step: int, reason: str) -> None:
+        tell_ranks(self._made(), path, step, reason)
 
     def _made(self) -> Any:
         if self._writer is None:
@@ -213,12 +214,12 @@ class CheckpointThread(BackgroundWriter):
 
 
 def _travelled(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keywords as they would arrive in a process; refuse what would not."""
+    """Return keywords as they would arrive in another process, or refuse them."""
     return decode_keywords(encode_keywords(keywords))
 
 
-def _told(error: BaseException, path: str) -> AiockptError:
-    """Return what a checkpoint process would have told of it."""
+def _as_process_would(error: BaseException, path: str) -> AiockptError:
+    """Return the error that a checkpoint process would have reported."""
     if isinstance(error, AiockptError):
         return error
     facts = failure_of(error)
@@ -236,7 +237,7 @@ def _memory(snapshot: Snapshot) -> memoryview:
 def _tell(
     loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object
 ) -> bool:
-    """Have the loop make a call; say whether there is a loop yet."""
+    """Have the loop make a call; return False if it is closed."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(call, *args)
         return True

@@ -1,10 +1,13 @@
 """What runs in the checkpoint process: the init functions, then write after write.
 
-Nothing here needs torch unless a writer has a ``write`` of its own.
+The main thread runs the writer. A second thread runs an event loop, `_Control`. That
+thread hears the trainer, sends signs of life, and notices when the trainer is gone,
+whatever the writer does. Nothing here needs torch, unless a writer overrides ``write``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import logging
 import mmap
@@ -15,99 +18,130 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.reduction import ForkingPickler  # noqa: TID251 - as above
-from typing import Any, Final
+from typing import Any, Final, Self, TypeAlias
 
 import msgspec
 
-from aiockpt.checkpointers.control import Control
-from aiockpt.checkpointers.failures import failure_of, plain
-from aiockpt.checkpointers.inbox import Inbox, Preparation
-from aiockpt.checkpointers.jobs import (
-    Job,
-    Watch,
-    decode_keywords,
-    forsake,
-    perform,
-)
 from aiockpt.checkpointers.messages import (
-    Begun,
+    LONGEST_TEXT,
+    Close,
+    Drop,
     Ended,
     Forsake,
+    FromWorker,
     Progressed,
-    Ready,
     Setup,
+    Write,
+    decode_keywords,
+    decode_to_worker,
+    failure_of,
+    plain,
 )
-from aiockpt.checkpointers.writer import Written
+from aiockpt.checkpointers.recovery import LastSnapshot
+from aiockpt.checkpointers.writer import Written, tell_ranks, write_staged
+from aiockpt.format.manifest import Manifest
 from aiockpt.memory.mapped import MappedSnapshot, trusted_header
 from aiockpt.runtime.background import leave_terminal
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.channel import unpack
+from aiockpt.runtime.channel import Channel, unpack
 
 __all__ = ["main"]
 
 logger = logging.getLogger("aiockpt")
 
-# ioprio_set(2) has no name in the C library.
+_BEAT: Final = 1.0
+"""Seconds between two signs of life while something is being written."""
+
+_REPORT_EVERY: Final = 0.1
+
+# ioprio_set(2) has no wrapper in the C library.
 _IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_WHO_PROCESS: Final = 1
 _IOPRIO_IDLE: Final = 3 << 13
 
-_REPORT_EVERY: Final = 0.1
-_LONGEST: Final = 4096
-
 
 def main(fd: int) -> None:
     """Serve the trainer at the other end of a socket until it is gone, or says so."""
-    signals = _divert_signals()
-    inbox = Inbox()
-    control = Control(socket.socket(fileno=fd), inbox, signals)
+    control = _Control(socket.socket(fileno=fd), _divert_signals())
     bridge = Bridge(threads=1, name="aiockpt-control")
     bridge.post(control.run)
     try:
-        _work(inbox, control)
+        _work(control)
     finally:
         control.finish()
         bridge.close()
 
 
-def _divert_signals() -> int:
-    """Leave the terminal to the trainer, and make SIGTERM a request.
-
-    Returns what that is read from.
-    """
-    leave_terminal()
-    reader, writer = socket.socketpair()
-    writer.settimeout(0)
-    reader.settimeout(0)
-    signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    return reader.detach()
+# -------------------------------------------------------------- what there is to do
 
 
-def _work(inbox: Inbox, control: Control) -> None:
-    preparation = inbox.take()
-    if not isinstance(preparation, Preparation):
+@dataclass(frozen=True, slots=True)
+class _Preparation:
+    """What comes before the first write: the init functions, in a parcel."""
+
+    setup: Setup
+    parcel: int
+
+
+@dataclass(slots=True)
+class _Job:
+    """A write that was handed over. It owns the arena's descriptor."""
+
+    number: int
+    path: str
+    header: bytes
+    keywords: bytes
+    arena: int
+
+    @classmethod
+    def of(cls, request: Write, fds: list[int]) -> Self:
+        """Take the parcel and the arena that came with the message."""
+        parcel, arena = fds
+        content = unpack(parcel)
+        cut = request.header_bytes
+        path = os.fsdecode(request.path)
+        return cls(request.number, path, content[:cut], content[cut:], arena)
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        if self.arena >= 0:
+            os.close(self.arena)
+            self.arena = -1
+
+
+_Task: TypeAlias = _Preparation | _Job | Forsake
+
+
+# ------------------------------------------------------------------ the main thread
+
+
+def _work(control: _Control) -> None:
+    preparation = control.take()
+    if not isinstance(preparation, _Preparation):
         return
     try:
         writer = _prepare(preparation)
-    except BaseException as error:  # noqa: BLE001 - it is the trainer's to know
-        control.report(Ended(0, failure=failure_of(error)))
+    except BaseException as error:  # noqa: BLE001 - the trainer raises it
+        control.send(Ended(0, failure=failure_of(error)))
         return
-    control.declare(Ready())
-    while (work := inbox.take()) is not None:
-        if isinstance(work, Job):
-            _write(writer, work, control)
-        elif isinstance(work, Forsake):
-            path = os.fsdecode(work.path)
-            forsake(writer, path, work.step, work.reason, begun=work.begun)
+    control.send_now(Ended(0))
+    while (task := control.take()) is not None:
+        if isinstance(task, _Job):
+            _write(writer, task, control)
+        elif isinstance(task, Forsake):
+            path = os.fsdecode(task.path)
+            tell_ranks(writer, path, task.step, task.reason, begun=task.begun)
     if callable(close := getattr(writer, "close", None)):
         close()
 
 
-def _prepare(preparation: Preparation) -> Any:
+def _prepare(preparation: _Preparation) -> Any:
+    """Call the init functions; return the writer."""
     spared = _threads() - {threading.get_native_id()}
     content = unpack(preparation.parcel)
     size = int.from_bytes(content[:8], "little")
@@ -124,11 +158,98 @@ def _imported(facts: dict[str, Any], pickled: bytes) -> Any:
     own: Any = multiprocessing.process.current_process()
     own._inheriting = True  # noqa: SLF001 - so that a process made now is refused
     try:
-        # Also imports the trainer's main module, if the functions are in it.
+        # This imports the trainer's main module, too, if the functions are in it.
         multiprocessing.spawn.prepare(facts)
         return ForkingPickler.loads(pickled)
     finally:
         del own._inheriting  # noqa: SLF001 - as above
+
+
+def _write(writer: Any, job: _Job, control: _Control) -> None:
+    control.send_now(Progressed(job.number))
+    began = time.monotonic()
+    failure, written = None, Written()
+    try:
+        written = _perform(writer, job, control)
+    except BaseException as error:  # noqa: BLE001 - a failed write ends nothing else
+        failure = failure_of(error)
+    finally:
+        job.close()
+    control.send(
+        Ended(
+            job.number,
+            seconds=time.monotonic() - began,
+            failure=failure,
+            warning=plain(written.warning)[:LONGEST_TEXT],
+            content=written.content,
+        )
+    )
+    if not control.trainer_is_gone:
+        return
+    if failure is not None:
+        path = plain(job.path)
+        logger.error("%s is not saved: %s: %s", path, failure.kind, failure.text)
+    elif written.warning:
+        logger.warning("%s", written.warning)
+
+
+def _perform(writer: Any, job: _Job, control: _Control) -> Written:
+    snapshot = MappedSnapshot(trusted_header(job.header), job.arena)
+    try:
+        try:
+            keywords = decode_keywords(job.keywords)
+        except Exception as error:
+            tell_ranks(writer, job.path, snapshot.manifest.step, str(error))
+            raise
+        return write_staged(
+            writer,
+            job.path,
+            snapshot,
+            keywords,
+            memory=partial(_private, snapshot, job.arena),
+            report=_Meter(job.number, control),
+            on_seal=partial(control.note_sealed, job.number),
+        )
+    finally:
+        snapshot.close()
+
+
+def _private(snapshot: MappedSnapshot, arena: int) -> mmap.mmap:
+    """Map the segment so that a writer may change what it is given."""
+    size = max(snapshot.manifest.segment_bytes, 1)
+    return mmap.mmap(arena, size, access=mmap.ACCESS_COPY)
+
+
+class _Meter:
+    """Tells the trainer how far a write is, at most ten times a second."""
+
+    def __init__(self, number: int, control: _Control) -> None:
+        self._number = number
+        self._control = control
+        self._next = 0.0
+
+    def __call__(self, nbytes: int) -> None:
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _REPORT_EVERY
+            self._control.send(Progressed(self._number, nbytes))
+
+
+# ------------------------------------------------------------------- signals, priority
+
+
+def _divert_signals() -> int:
+    """Leave the terminal to the trainer, and make SIGTERM a request.
+
+    Returns the descriptor from which the request is read.
+    """
+    leave_terminal()
+    reader, writer = socket.socketpair()
+    writer.settimeout(0)
+    reader.settimeout(0)
+    signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    return reader.detach()
 
 
 def _threads() -> set[int]:
@@ -150,70 +271,192 @@ def _lower_priority(setup: Setup, threads: set[int]) -> None:
                 libc.syscall(number, _IOPRIO_WHO_PROCESS, thread, _IOPRIO_IDLE)
 
 
-def _write(writer: Any, job: Job, control: Control) -> None:
-    number = job.request.number
-    control.declare(Begun(number))
-    began = time.monotonic()
-    failure, written = None, Written()
-    try:
-        written = _perform(writer, job, control)
-    except BaseException as error:  # noqa: BLE001 - one failed write ends nothing else
-        failure = failure_of(error)
-    finally:
-        job.close()
-    warning = plain(written.warning)[:_LONGEST]
-    seconds = time.monotonic() - began
-    control.report(Ended(number, seconds, failure, warning, written.content))
-    if not control.unheard:
-        return
-    if failure is not None:
-        path = plain(os.fsdecode(job.request.path))
-        logger.error("%s is not saved: %s: %s", path, failure.kind, failure.text)
-    elif warning:
-        logger.warning("%s", warning)
+# --------------------------------------------------------------- the control thread
 
 
-def _perform(writer: Any, job: Job, control: Control) -> Written:
-    path = os.fsdecode(job.request.path)
-    snapshot = MappedSnapshot(trusted_header(job.header), job.arena)
-    try:
-        keywords = decode_keywords(job.keywords)
-    except Exception as error:
-        forsake(writer, path, snapshot.manifest.step, str(error))
-        snapshot.close()
-        raise
-    try:
-        return perform(
-            writer,
-            path,
-            snapshot,
-            keywords,
-            memory=lambda: _private(snapshot, job.arena),
-            watch=Watch(
-                report=_Meter(job.request.number, control),
-                on_seal=partial(control.sealed, job.request.number),
-            ),
-        )
-    finally:
-        snapshot.close()
+class _Control:
+    """Hears the trainer until it closes the process, or is gone.
 
+    Args:
+        sock: The process's end of the socket.
+        signals: Readable when the process was told to exit.
+    """
 
-def _private(snapshot: MappedSnapshot, arena: int) -> mmap.mmap:
-    """Map the segment so that a writer may change what it is given."""
-    size = max(snapshot.manifest.segment_bytes, 1)
-    return mmap.mmap(arena, size, access=mmap.ACCESS_COPY)
+    def __init__(self, sock: socket.socket, signals: int) -> None:
+        self._sock = sock
+        self._signals = signals
+        self._tasks_changed = threading.Condition()
+        self._tasks: deque[_Task] = deque()
+        self._at_work = False
+        self._started = threading.Event()
+        self._ending = False
+        self._trainer_died = False
+        self._patience = _BEAT
+        self._limit: asyncio.TimerHandle | None = None
+        self._last: LastSnapshot | None = None
+        self._trainer = -1
 
+    def __repr__(self) -> str:
+        return f"<Control waiting={len(self._tasks)} ending={self._ending}>"
 
-class _Meter:
-    """Tells the trainer how far a write is, but not all the time."""
+    @property
+    def trainer_is_gone(self) -> bool:
+        """Whether nobody is left to whom a failure could be told."""
+        return self._trainer_died
 
-    def __init__(self, number: int, control: Control) -> None:
-        self._number = number
-        self._control = control
-        self._next = 0.0
+    def run(self) -> None:
+        """Serve until :meth:`finish`. This is the control thread."""
+        try:
+            asyncio.run(self._serve())
+        except BaseException:
+            logger.exception("the checkpoint process lost its trainer, and exits")
+            os._exit(1)
 
-    def __call__(self, nbytes: int) -> None:
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + _REPORT_EVERY
-            self._control.report(Progressed(self._number, nbytes))
+    # ---------------------------------------------------- for the main thread
+
+    def take(self) -> _Task | None:
+        """Wait for the next task; None if there will be no more."""
+        with self._tasks_changed:
+            self._at_work = False
+            self._tasks_changed.wait_for(lambda: self._tasks or self._ending)
+            self._at_work = bool(self._tasks)
+            return self._tasks.popleft() if self._tasks else None
+
+    def send(self, message: FromWorker) -> None:
+        """Tell the trainer soon."""
+        self._started.wait()
+        self._loop.call_soon_threadsafe(self._channel.send, message)
+
+    def send_now(self, message: FromWorker) -> None:
+        """Tell the trainer before this returns: the process may die of what follows."""
+        self.send(message)
+        sent = threading.Event()
+        self._loop.call_soon_threadsafe(sent.set)
+        sent.wait()
+
+    def note_sealed(self, number: int, manifest: Manifest) -> None:
+        """Remember the digests of a snapshot, which a restarted trainer may ask for."""
+        if self._last is not None:
+            self._loop.call_soon_threadsafe(self._last.seal, number, manifest)
+
+    def finish(self) -> None:
+        """Say that the main thread has done everything."""
+        self._started.wait()
+        self._loop.call_soon_threadsafe(self._finished.set)
+
+    # ------------------------------------------------------------ on the loop
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._finished = asyncio.Event()
+        self._channel = Channel(self._sock, self._hear, self._trainer_gone)
+        self._loop.add_reader(self._signals, self._told_to_exit)
+        self._started.set()
+        beat = self._loop.create_task(self._beat())
+        try:
+            await self._finished.wait()
+            if self._limit is not None:
+                self._limit.cancel()
+            if self._trainer_died and self._last is not None:
+                await self._last.ended()
+        finally:
+            beat.cancel()
+            await self._drain()
+            self._channel.close()
+            if self._last is not None:
+                self._last.close()
+            if self._trainer >= 0:
+                self._loop.remove_reader(self._trainer)
+                os.close(self._trainer)
+
+    async def _drain(self) -> None:
+        """Wait a second at most until the last messages are sent."""
+        for _ in range(100):
+            if not self._channel.full:
+                return
+            await asyncio.sleep(0.01)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(_BEAT)
+            if (self._at_work or self._tasks) and not self._channel.full:
+                self._channel.send(Progressed())
+
+    def _hear(self, data: bytes, fds: list[int]) -> None:
+        message = decode_to_worker(data)
+        if isinstance(message, Setup):
+            self._set_up(message, *fds)
+        elif isinstance(message, Write):
+            job = _Job.of(message, fds)
+            if self._last is not None:
+                self._last.hold(job.number, job.path, job.header, job.arena)
+            self._put(job)
+        elif isinstance(message, Forsake):
+            self._put(message)
+        elif isinstance(message, Drop):
+            self._drop(message.number)
+        elif isinstance(message, Close):
+            if message.keep:
+                self._trainer_gone()
+            else:
+                self._end()
+
+    def _set_up(self, setup: Setup, parcel: int) -> None:
+        self._patience = setup.write_timeout
+        if setup.keep_last:
+            self._last = LastSnapshot(setup.runtime_dir, setup.rank, setup.keep_last)
+        # The socket alone does not tell: a process that the trainer has forked holds
+        # it open after the trainer's death.
+        with suppress(OSError):
+            self._trainer = os.pidfd_open(setup.trainer)
+            self._loop.add_reader(self._trainer, self._trainer_gone)
+        if os.getppid() != setup.trainer:
+            self._trainer_gone()
+        self._put(_Preparation(setup, parcel))
+
+    def _put(self, task: _Task) -> None:
+        with self._tasks_changed:
+            self._tasks.append(task)
+            self._tasks_changed.notify()
+
+    def _drop(self, number: int) -> None:
+        """Forget a write that the main thread has not taken."""
+        with self._tasks_changed:
+            found = [
+                task
+                for task in self._tasks
+                if isinstance(task, _Job) and task.number == number
+            ]
+            for job in found:
+                self._tasks.remove(job)
+        for job in found:
+            if self._last is not None:
+                self._last.drop(number)
+            job.close()
+            self._channel.send(Ended(number, dropped=True))
+
+    def _told_to_exit(self) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._signals, 512)
+        self._trainer_died = False  # whoever sends a signal wants the process to end
+        self._end()
+
+    def _trainer_gone(self) -> None:
+        """Finish what was handed over, and keep the last snapshot if told to."""
+        if self._trainer >= 0:  # else the loop would call this again and again
+            self._loop.remove_reader(self._trainer)
+        self._channel.read()  # what it said last
+        if self._ending:
+            return
+        self._trainer_died = True
+        self._end()
+        if self._last is not None:
+            self._last.offer()
+
+    def _end(self) -> None:
+        if not self._ending:
+            with self._tasks_changed:
+                self._ending = True
+                self._tasks_changed.notify()
+            # Nobody is left to kill a writer that hangs.
+            self._limit = self._loop.call_later(self._patience, os._exit, 1)

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from aiockpt.checkpointers.barriers import (
     Barrier,
@@ -34,8 +34,11 @@ from aiockpt.errors import (
     TransportError,
 )
 from aiockpt.events import TransferEvent, emit
+from aiockpt.format.chunks import ChunkHasher, digest
+from aiockpt.format.header import with_digests
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena, ArenaPool
+from aiockpt.memory.mapped import TRUSTED
 from aiockpt.runtime.blocking import run_blocking
 from aiockpt.storage.commit import Draft
 from aiockpt.storage.directory import MARKER, StrPath, part_of, settle
@@ -43,6 +46,9 @@ from aiockpt.storage.files import remove_tree
 from aiockpt.storage.retention import retire, sweep
 from aiockpt.storage.snapshotfile import Sealed, Source, Viewed, write_source
 from aiockpt.transfer.repeats import content_of
+
+if TYPE_CHECKING:
+    from mmap import mmap
 
 __all__ = [
     "CheckpointWriter",
@@ -52,6 +58,9 @@ __all__ = [
     "configured_writer",
     "default_subprocess_init_fn",
     "default_writer_init_fn",
+    "seal",
+    "tell_ranks",
+    "write_staged",
 ]
 
 logger = logging.getLogger("aiockpt")
@@ -94,12 +103,12 @@ class Written(NamedTuple):
 class CheckpointWriter:
     """Writes one rank's share of a checkpoint, and commits it with the other ranks.
 
-    At the path there is wholly the old checkpoint or wholly the new one, at any time
-    and whatever dies. A subclass may do it differently: it overrides :meth:`write`.
+    At the path there is either the whole old checkpoint or the whole new one, at any
+    time and whatever dies. A subclass may write otherwise: it overrides :meth:`write`.
 
     Args:
         config: How to write.
-        rank_info: Whose file it writes.
+        rank_info: The rank whose file it writes.
         barrier: Where it waits for the other ranks; several ranks need one.
         commit_hook: Called around the commit.
     """
@@ -131,16 +140,16 @@ class CheckpointWriter:
     def write(self, path: StrPath, state_dict: Any, **kwargs: Any) -> None:
         """Write ``state_dict`` to the directory ``path``; blocks until it is committed.
 
-        The bytes go from where they are straight to the file. ``kwargs`` are for the
-        hooks; ``step``, if given, is the checkpoint's step, else the number at the end
-        of the path is.
+        The bytes go from the tensors straight to the file. ``kwargs`` are for the
+        hooks. The checkpoint's step is ``step`` if given, else the number at the end
+        of the path.
 
         Raises:
             UnsupportedLeafError: a leaf cannot be saved; its path is in ``path``.
-            TypeError, ValueError: ``step`` is none.
-            StorageError: not written, or not committed; at ``path`` there is what was
-                there before. Or rank 0 cannot be asked any more, and this rank does
-                not know whether it was committed; the message says so.
+            TypeError, ValueError: ``step`` is not a step.
+            StorageError: not written, or not committed; at ``path`` is what was there
+                before. Or this rank cannot find out whether rank 0 has committed it;
+                the message says so.
         """
         written = self.write_watched(path, state_dict, None, **kwargs)
         if written.warning:
@@ -157,7 +166,7 @@ class CheckpointWriter:
     def write_watched(
         self, path: StrPath, state_dict: Any, report: Report | None, /, **kwargs: Any
     ) -> Written:
-        """Write as :meth:`write` does; ``report`` hears how many bytes of how many."""
+        """Write as :meth:`write` does, and report how many bytes are taken."""
         from aiockpt.transfer.livestate import LiveState
 
         save = self._begin(path, step_for(path, kwargs))
@@ -179,7 +188,7 @@ class CheckpointWriter:
     def write_snapshot(
         self, path: StrPath, snapshot: Viewed, /, **kwargs: Any
     ) -> Written | None:
-        """Write what was staged and sealed already; else as :meth:`write`.
+        """Write a snapshot that has its digests already; else as :meth:`write`.
 
         Raises:
             StorageError: see :meth:`write`.
@@ -190,10 +199,10 @@ class CheckpointWriter:
     def write_source(
         self, path: StrPath, source: Source, step: int, /, **kwargs: Any
     ) -> Written | None:
-        """Write what was staged, and seal it: its digests are computed meanwhile.
+        """Write a source that computes its digests while it is read.
 
-        A checkpointer calls this, unless a subclass has a :meth:`write` or a
-        :meth:`write_snapshot` of its own.
+        A checkpointer calls this, unless a subclass overrides :meth:`write` or
+        :meth:`write_snapshot`.
 
         Raises:
             StorageError: see :meth:`write`.
@@ -205,7 +214,7 @@ class CheckpointWriter:
     ) -> None:
         """Tell the ranks that wait for this one that it has nothing to write.
 
-        ``begun``: another process had begun to write it, and has died.
+        ``begun``: another process of this rank had begun to write it, and has died.
         """
         save = _Save(path, step, self._barrier, self._config)
         if not begun:
@@ -213,7 +222,7 @@ class CheckpointWriter:
         save.tell("written", reason)
 
     def close(self) -> None:
-        """Let go of what the barrier holds, and of memory."""
+        """Release memory, and what the barrier holds."""
         self._pool.close()
         if self._barrier is not None:
             self._barrier.close()
@@ -257,7 +266,7 @@ class CheckpointWriter:
     def _follow_up(
         self, path: StrPath, target: Path, unused: list[Path], kwargs: Mapping[str, Any]
     ) -> None:
-        """Do what may also be left undone: the checkpoint is there."""
+        """Do what is not necessary any more: the checkpoint is there."""
         try:
             if self._hook is not None:
                 _finish(self._hook.post_commit(os.fspath(path), **kwargs))
@@ -283,7 +292,7 @@ class CheckpointWriter:
 
 
 class _Reporting:
-    """A source that tells how far its reader is."""
+    """A source that reports how far its reader is."""
 
     def __init__(self, source: Source, report: Report) -> None:
         self.header_bytes = source.header_bytes
@@ -317,9 +326,9 @@ class _Save:
         self._timeout = config.write_barrier_timeout_secs
 
     def expect(self) -> None:
-        """Let the barrier forget the meetings of an earlier save of the same name."""
+        """Have the barrier tell this save from an earlier one of the same name."""
         if self._barrier is not None:
-            with suppress(TransportError):  # then nobody comes to the meeting either
+            with suppress(TransportError):  # then the meeting fails, too
                 for phase in _PHASES:
                     self._barrier.expect(self._meeting(phase))
 
@@ -344,14 +353,14 @@ class _Save:
         """Wait until every rank has written its file.
 
         Raises:
-            StorageError: they did not come, or failed.
+            StorageError: a rank did not come, or failed.
         """
         if self._barrier is None:
             return
         try:
             self._barrier.meet(self._meeting("written"))
         except TransportError as error:
-            # Rank 0 commits, and others learn from these errors that it will not.
+            # Rank 0 commits. These errors tell the others that it will not.
             if not rank or isinstance(error, PeerFailedError | TransferTimeoutError):
                 raise self._not_committed(draft, error) from error
             raise self._not_known(error) from error
@@ -367,7 +376,7 @@ class _Save:
         try:
             self._barrier.meet(self._meeting("committed"))
         except Exception as error:
-            # Whatever the barrier says: what is there is there.
+            # Whatever the barrier says, a committed checkpoint is committed.
             if not rank or draft.is_committed():
                 why = str(error).partition("\n")[0] or type(error).__name__
                 name = self.target.name
@@ -409,11 +418,127 @@ async def _awaited(outcome: Awaitable[None]) -> None:
 
 
 def _unresolved(path: StrPath) -> Path:
-    """Return an absolute path, links not followed; a path as it is if that fails."""
+    """Return an absolute path without following links, or the path as it is."""
     try:
         return Path(os.path.abspath(path))
-    except OSError:  # there is no working directory any more
+    except OSError:  # the working directory is gone
         return Path(path)
+
+
+# --------------------------------------------- how a background writer uses a writer
+
+
+def write_staged(
+    writer: Any,
+    path: str,
+    snapshot: Viewed,
+    keywords: Mapping[str, Any],
+    *,
+    memory: Callable[[], mmap | memoryview],
+    report: Callable[[int], object],
+    on_seal: Callable[[Manifest], object],
+) -> Written:
+    """Have a writer, perhaps the user's own, write what was staged.
+
+    A writer that overrides ``write_snapshot`` gets the snapshot with its digests. A
+    writer with a ``write`` of its own gets a state dict over ``memory()``, which it
+    may change until it returns.
+
+    Args:
+        writer: What writes.
+        path: The checkpoint's directory.
+        snapshot: The staged state dict; its manifest has no digests yet.
+        keywords: Those of ``save``.
+        memory: Returns the whole data segment.
+        report: Is called with the number of bytes that the writer has taken.
+        on_seal: Is called with the manifest once it has the digests.
+    """
+    overridden = {
+        name
+        for name in ("write", "write_snapshot")
+        if getattr(type(writer), name, None) is not getattr(CheckpointWriter, name)
+    }
+    if not overridden:
+        source = _Digesting(snapshot, report, on_seal)
+        told = writer.write_source(path, source, snapshot.manifest.step, **keywords)
+        return told if isinstance(told, Written) else Written()
+    manifest = seal(snapshot)
+    on_seal(manifest)
+    by_content = Written(content=content_of(manifest))
+    if "write" not in overridden:
+        sealed = _SealedSnapshot(snapshot, manifest, report)
+        told = writer.write_snapshot(path, sealed, **keywords)
+        return told if isinstance(told, Written) else by_content
+    from aiockpt.state.rebuild import Frame, assemble, tensors_over
+
+    tensors = tensors_over(manifest, memory())
+    state = assemble(Frame.of(manifest), tensors, limits=TRUSTED)
+    writer.write(path=path, state_dict=state, **keywords)
+    return by_content
+
+
+def tell_ranks(
+    writer: Any, path: str, step: int, reason: str, *, begun: bool = False
+) -> None:
+    """Have a writer tell the other ranks, if it can, that this rank saves nothing."""
+    if callable(abandon := getattr(writer, "abandon", None)):
+        # A writer of the user's own need not know the argument.
+        own = isinstance(writer, CheckpointWriter)
+        keywords = {"begun": True} if begun and own else {}
+        try:
+            abandon(path, step, reason, **keywords)
+        except Exception:
+            logger.warning("the other ranks were not told", exc_info=True)
+
+
+def seal(snapshot: Viewed) -> Manifest:
+    """Return the snapshot's manifest with the digest of every chunk."""
+    grid = snapshot.manifest.grid
+    chunks = range(len(grid))
+    digests = [digest(snapshot.views(*grid.range(chunk))) for chunk in chunks]
+    return with_digests(snapshot.manifest, digests)
+
+
+class _SealedSnapshot:
+    """A snapshot with its digests, which reports how far its reader is."""
+
+    def __init__(
+        self, snapshot: Viewed, manifest: Manifest, report: Callable[[int], object]
+    ) -> None:
+        self.manifest = manifest
+        self._snapshot, self._report = snapshot, report
+
+    def views(self, start: int, stop: int) -> Sequence[memoryview]:
+        self._report(start)
+        return self._snapshot.views(start, stop)
+
+
+class _Digesting:
+    """A snapshot as a `storage` source: each block is digested as it is read."""
+
+    def __init__(
+        self,
+        snapshot: Viewed,
+        report: Callable[[int], object],
+        on_seal: Callable[[Manifest], object],
+    ) -> None:
+        manifest = snapshot.manifest
+        self.header_bytes = manifest.header_bytes
+        self.segment_bytes = manifest.segment_bytes
+        self._snapshot, self._report, self._on_seal = snapshot, report, on_seal
+        self._hasher = ChunkHasher(manifest.grid)
+        self._digests: list[str] = []
+
+    def views(self, start: int, stop: int) -> Sequence[memoryview]:
+        self._report(start)
+        views = self._snapshot.views(start, stop)
+        self._digests += [each.digest for each in self._hasher.update(start, *views)]
+        return views
+
+    def seal(self) -> Manifest:
+        manifest = with_digests(self._snapshot.manifest, self._digests)
+        self._on_seal(manifest)
+        return manifest
 
 
 # --------------------------------------- what the checkpoint process calls by default

@@ -1,8 +1,8 @@
 """Starts the checkpoint process, and ends it. Everything here blocks: for threads.
 
-``multiprocessing`` can do this too, but it runs the trainer's main module again in
+``multiprocessing`` can do this too. But it runs the trainer's main module again in
 every process that it spawns, guarded or not, and waits for each of them at the exit.
-Here the main module is only imported where an init function is defined in it.
+Here, the main module is imported only if an init function is defined in it.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ _PATIENCE: Final = 5.0
 
 @dataclass(slots=True)
 class _Spawning:
-    """Stands in for multiprocessing's own launcher while arguments are pickled."""
+    """Takes the place of multiprocessing's launcher while arguments are pickled."""
 
     fds: list[int] = field(default_factory=list)
 
     def duplicate_for_child(self, fd: int) -> int:
-        """Have a descriptor inherited under the same number."""
+        """Let the child inherit a descriptor under the same number."""
         self.fds.append(fd)
         return fd
 
 
 class Recipe:
-    """What a checkpoint process is made of; it is pickled for each one.
+    """What a checkpoint process is made of. It is pickled for each process.
 
     Raises:
-        LocalProtocolError: a function or an argument cannot be pickled, or this is
-            the checkpoint process itself, which imports an unguarded main module.
+        LocalProtocolError: a function or an argument cannot be pickled. Or this is a
+            checkpoint process that has imported an unguarded main module.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Recipe:
         return f"<Recipe {self._content[2]!r}>"
 
     def parcel(self) -> tuple[int, list[int]]:
-        """Return the parcel for a new process, and the descriptors that it inherits."""
+        """Return the parcel for a new process, and the descriptors it inherits."""
         spawning = _Spawning()
         pickled = self._pickled(spawning)
         facts = msgspec.json.encode(_preparation(imports_main=b"__main__" in pickled))
@@ -112,7 +112,7 @@ def _preparation(*, imports_main: bool) -> dict[str, Any]:
 class Child:
     """One checkpoint process, from its start to its end.
 
-    ``socket`` is the trainer's end; what is sent there before the process runs waits.
+    ``socket`` is the trainer's end. What is sent before the process runs waits there.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -154,21 +154,21 @@ class Child:
             [program, *flags, "-c", _CODE, str(there), *map(str, sys.path)],
             stdin=subprocess.DEVNULL,
             pass_fds=(there, *inherited),
-            # A Ctrl-C, or whatever ends the trainer's group, is not for it. But in a
-            # session of its own its niceness would not count (autogroups).
+            # Ctrl-C, and what ends the trainer's process group, must not end it. In a
+            # session of its own, its niceness would not count (autogroups).
             process_group=0,
         )
-        self._theirs.close()  # or its end would not be noticed
-        with suppress(OSError, AttributeError):  # an old kernel: the socket tells too
+        self._theirs.close()  # else nobody would notice when the process ends
+        with suppress(OSError, AttributeError):  # an old kernel; the socket tells, too
             self.pidfd = os.pidfd_open(self._popen.pid)
 
     def kill(self) -> None:
-        """End it at once, whatever it does."""
+        """Kill it at once."""
         if self._popen is not None:
             self._popen.kill()
 
     def reap(self) -> int | None:
-        """Return the exit code of one that has ended, or is about to."""
+        """Return the exit code of a process that has ended, or is about to."""
         if self._popen is None:
             return None
         with suppress(subprocess.TimeoutExpired):
@@ -176,7 +176,7 @@ class Child:
         return None
 
     def close(self) -> None:
-        """Let go of it; one that still runs is left to itself. Idempotent."""
+        """Release it; a process that still runs is left to itself. Idempotent."""
         with self._lock:
             self._theirs.close()
             self.socket.close()
@@ -184,4 +184,4 @@ class Child:
                 os.close(self.pidfd)
                 self.pidfd = -1
             if self._popen is not None and self._popen.poll() is None:
-                self._popen.returncode = 0  # subprocess would complain of it later
+                self._popen.returncode = 0  # else subprocess warns about it later
