@@ -25,12 +25,14 @@ from aiockpt.http.manifests import (
     fetch_manifest,
 )
 from aiockpt.http.protocol import Lease, Source, parse_address
+from aiockpt.memory.arena import Memory
 from aiockpt.runtime.blocking import run_blocking
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.storage.rangefile import Landing, OnBytes, Verify
-from aiockpt.transfer.content import Content
+from aiockpt.transfer.landing import Landing
+from aiockpt.transfer.segment import Segment
+from aiockpt.transfer.source import OnBytes, Verify
 
-__all__ = ["open_peer"]
+__all__ = ["PeerSource", "open_peer"]
 
 _THREADS: Final = 2
 _CONNECTIONS: Final = 4
@@ -39,7 +41,7 @@ _BEAT: Final = 0.1
 
 
 @contextmanager
-def open_peer(text: str, reading: Reading) -> Iterator[Content]:
+def open_peer(text: str, reading: Reading) -> Iterator[PeerSource]:
     """Give what a peer serves: the step of the URL, or else what it serves now.
 
     Raises:
@@ -53,15 +55,8 @@ def open_peer(text: str, reading: Reading) -> Iterator[Content]:
     source = replace(address.source, lease=lease, patience=patience)
     peer = _Peer(source, address.step, _config(reading))
     manifest = run_blocking(peer.find(reading.on_bytes))
-    fetch = _PeerFetch(peer, manifest)
-    fetch.content = Content(
-        manifest, fetch, limits=reading.limits, allow_pickle=reading.allow_pickle
-    )
-    try:
-        yield fetch.content
-        run_blocking(peer.end(manifest.step))
-    finally:
-        del fetch.content  # which has it, too: a cycle would keep the memory
+    yield PeerSource(peer, manifest, reading)
+    run_blocking(peer.end(manifest.step))
 
 
 def _config(reading: Reading) -> ClientConfig:
@@ -77,35 +72,28 @@ def _config(reading: Reading) -> ClientConfig:
     )
 
 
-class _PeerFetch:
-    """A `content.Fetch` of what a peer serves; the client verifies every chunk."""
+class PeerSource:
+    """What a peer serves, as a `Source`; the client verifies every chunk."""
 
-    content: Content
-
-    def __init__(self, peer: _Peer, manifest: Manifest) -> None:
+    def __init__(self, peer: _Peer, manifest: Manifest, reading: Reading) -> None:
         self._peer = peer
         self._manifest = manifest
+        self.segment = Segment(
+            manifest, limits=reading.limits, allow_pickle=reading.allow_pickle
+        )
 
-    def __call__(
+    def __repr__(self) -> str:
+        return f"<PeerSource {self._manifest}>"
+
+    def read(
         self, landing: Landing, *, verify: Verify, on_bytes: OnBytes | None
     ) -> None:
         """Fetch the chunks that ``landing`` wants bytes of."""
         del verify
-        chunks = chunks_over(self._manifest.grid, landing.ranges())
-        target = _Target(landing, self.content.memory)
-        run_blocking(self._peer.fetch(self._manifest, target, chunks, on_bytes))
-        landing.pass_on(self.content.memory)
-
-
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """A landing as the client sees it: what it does not want goes to the content."""
-
-    landing: Landing
-    memory: memoryview
-
-    def buffers(self, start: int, stop: int) -> list[memoryview]:
-        return [*self.landing.lay(start, stop, self.memory[start:stop])]
+        chunks = chunks_over(self._manifest.grid, landing.ranges)
+        fetch = self._peer.fetch(self._manifest, landing.memory, chunks, on_bytes)
+        run_blocking(fetch)
+        landing.load(landing.ranges, host=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +133,7 @@ class _Peer:
     async def fetch(
         self,
         manifest: Manifest,
-        target: _Target,
+        target: Memory,
         chunks: Sequence[int],
         on_bytes: OnBytes | None,
     ) -> None:

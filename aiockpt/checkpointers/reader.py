@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from aiockpt.checkpointers.config import RankInfo
-from aiockpt.checkpointers.sources import Loaded, Reading, is_url, open_sources
+from aiockpt.checkpointers.sources import Found, Reading, is_url, open_sources
 from aiockpt.errors import AiockptError, MissingKeysError, StateDictError
 from aiockpt.format.limits import FILE_LIMITS, Limits
 from aiockpt.memory.device import PortFor, port_for
 from aiockpt.state.selection import Select, Selection
 from aiockpt.storage.directory import StrPath
-from aiockpt.storage.rangefile import OnBytes, Verify, check_verify
-from aiockpt.transfer.content import Content, check_memory
-from aiockpt.transfer.filling import Filling
-from aiockpt.transfer.landing import PlacedLanding
-from aiockpt.transfer.wants import Wants
+from aiockpt.transfer.landing import Landing, Ranges, VerifyOnly
+from aiockpt.transfer.partial import PartialLoad, state_over
+from aiockpt.transfer.segment import check_memory
+from aiockpt.transfer.source import OnBytes, Source, Verify, check_verify
 
 __all__ = ["CheckpointReader", "MapLocation"]
 
@@ -123,75 +122,91 @@ class CheckpointReader:
             mmap=mmap,
             on_bytes=on_bytes,
         )
-        with open_sources(path, reading) as loaded:
-            shown = os.fspath(path).partition("#")[0]  # a URL's token stays ours
-            task = _Load(shown if is_url(path) else os.fspath(path), loaded, reading)
+        with open_sources(path, reading) as found:
             device = device_of(map_location)
-            if not loaded.contents and not mmap and device is None:
+            if not found.sources and not mmap and device is None:
                 device = torch.device("cpu")  # what is mapped is copied
             if state_dict is None and select is None and device is None:
-                return task.whole(), []
-            wants = Wants(loaded.contents, device=device, ports=self._ports)
-            selection = Selection(select)
-            return task.part(state_dict, Filling(selection, wants), wants, strict)
+                return _whole(found, reading), []
+            shown = os.fspath(path)
+            task = _Load(
+                # A URL's token stays ours.
+                shown.partition("#")[0] if is_url(path) else shown,
+                found,
+                reading,
+                PartialLoad(
+                    found.segments,
+                    found.values,
+                    selection=Selection(select),
+                    template=state_dict,
+                    device=device,
+                    ports=self._ports,
+                ),
+            )
+            return task.run(has_template=state_dict is not None, strict=strict)
+
+
+def _whole(found: Found, how: Reading) -> object:
+    """Read everything into memory of its own."""
+    for source in found.sources:
+        segment = source.segment
+        size = segment.manifest.segment_bytes
+        ranges = [(0, size)] if size else []
+        if segment.is_there:
+            _verify(source, ranges, how)
+        elif ranges:
+            check_memory(ranges, how.limits)
+            landing = Landing(segment, ranges)
+            source.read(landing, verify=how.verify, on_bytes=how.on_bytes)
+    return state_over(found.segments, found.values)
+
+
+def _verify(source: Source, ranges: Ranges, how: Reading) -> None:
+    """Compare the digests of what is mapped already."""
+    segment = source.segment
+    if how.verify != "none" and segment.manifest.digests:
+        landing = VerifyOnly(segment, ranges)
+        source.read(landing, verify=how.verify, on_bytes=how.on_bytes)
 
 
 class _Load:
-    """One call of `CheckpointReader.read`, when it is known what is there."""
+    """One call of `CheckpointReader.read` that does not take everything."""
 
-    def __init__(self, path: str, loaded: Loaded, reading: Reading) -> None:
-        self._path = path
-        self._loaded = loaded
-        self._reading = reading
+    def __init__(
+        self, path: str, found: Found, reading: Reading, part: PartialLoad
+    ) -> None:
+        self._path, self._found, self._how = path, found, reading
+        self._part = part
 
-    def whole(self) -> object:
-        """Read everything into memory of its own."""
-        for content in self._loaded.contents:
-            content.read_whole(
-                verify=self._reading.verify, on_bytes=self._reading.on_bytes
-            )
-        return self._loaded.state()
-
-    def part(
-        self,
-        template: object | None,
-        filling: Filling,
-        wants: Wants,
-        strict: bool,  # noqa: FBT001 - of one caller
-    ) -> tuple[object, list[str]]:
+    def run(self, *, has_template: bool, strict: bool) -> tuple[object, list[str]]:
         """Read what is wanted, to where it is wanted."""
-        how = self._reading
-        for content in self._loaded.contents:
-            content.read_values(verify=how.verify, on_bytes=how.on_bytes)
-        result = filling.plan(template, self._loaded.state(template))
-        missing = filling.unmet()
+        how = self._how
+        for source in self._found.sources:
+            values = Landing(source.segment, source.segment.value_ranges())
+            if values.ranges and not source.segment.is_there:
+                source.read(values, verify=how.verify, on_bytes=how.on_bytes)
+        self._part.plan()
+        missing = self._part.unmet()
         self._report(missing, strict=strict)
         try:
-            self._read([*wants.places()], wants)
+            self._read()
         except AiockptError as error:
-            if template is not None:
-                done = "was modified" if wants.touched else "was not modified"
+            if has_template:
+                done = "was modified" if self._part.touched else "was not modified"
                 error.add_note(f"the template {done}")
             raise
-        wants.finish()
-        filling.finish()
-        return result, missing
+        return self._part.finish(), missing
 
-    def _read(self, places: Sequence[tuple[Content, Any]], wants: Wants) -> None:
-        how = self._reading
-        landings = [(content, PlacedLanding(each)) for content, each in places]
-        nbytes = sum(
-            stop - start for _, land in landings for start, stop in land.ranges()
-        )
-        check_memory(nbytes, how.limits)
-        wants.begin()
-        for content, landing in landings:
-            if content.mapped:
-                content.verify_ranges(
-                    landing.ranges(), verify=how.verify, on_bytes=how.on_bytes
-                )
-            elif landing.ranges():
-                content.fetch(landing, verify=how.verify, on_bytes=how.on_bytes)
+    def _read(self) -> None:
+        how, landings = self._how, self._part.place()
+        check_memory((each for one in landings for each in one.ranges), how.limits)
+        self._part.begin()
+        for source, landing in zip(self._found.sources, landings, strict=True):
+            if source.segment.is_there:
+                _verify(source, landing.ranges, how)
+                landing.load(landing.ranges, host=True)
+            elif landing.ranges:
+                source.read(landing, verify=how.verify, on_bytes=how.on_bytes)
 
     def _report(self, missing: list[str], *, strict: bool) -> None:
         if missing and strict:

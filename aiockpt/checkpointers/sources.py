@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final
 
 import msgspec
 
@@ -19,8 +19,6 @@ from aiockpt.errors import (
     WorldSizeMismatchError,
 )
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import Manifest
-from aiockpt.state.nodes import decoders_for
 from aiockpt.storage.checkpoint_file import named, opened
 from aiockpt.storage.directory import (
     MARKER,
@@ -31,11 +29,12 @@ from aiockpt.storage.directory import (
     rank_file,
     settle,
 )
-from aiockpt.storage.rangefile import OnBytes, Verify
+from aiockpt.storage.read import FileSource, manifest_of_file
 from aiockpt.storage.statefile import is_torch_file, load_torch
-from aiockpt.transfer.content import Content, content_of_file, manifest_of_file
+from aiockpt.transfer.segment import Segment
+from aiockpt.transfer.source import OnBytes, Source, Verify
 
-__all__ = ["Loaded", "Reading", "is_url", "open_sources"]
+__all__ = ["Found", "Reading", "is_url", "open_sources"]
 
 _PEER = re.compile(r"https?://", re.IGNORECASE)
 _SEED = re.compile(r"checkpoint_[0-9]+\.pt")
@@ -57,27 +56,17 @@ class Reading:
     on_bytes: OnBytes | None
 
 
-class Loaded:
-    """The contents that a load reads from; of torch's own files, the values are."""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a load reads from; of torch's own files, the ``values``."""
 
-    def __init__(self, contents: Sequence[Content], values: object | None = None):
-        self.contents = contents
-        self._values = values
+    sources: Sequence[Source]
+    values: object | None = None
 
-    def state(self, template: object = None) -> Any:
-        """Return the state dict, over memory that may not be filled yet.
-
-        Named tuples and pytree nodes are of the template's types.
-        """
-        if not self.contents:
-            return self._values
-        nodes = decoders_for(template)
-        first, *others = (content.assemble(nodes) for content in self.contents)
-        for other in others:  # shards of another tool's: flat dicts of tensors
-            assert isinstance(first, dict)
-            assert isinstance(other, dict)
-            first.update(other)
-        return first
+    @property
+    def segments(self) -> list[Segment]:
+        """The data segment of each source."""
+        return [source.segment for source in self.sources]
 
 
 def is_url(path: StrPath) -> bool:
@@ -86,7 +75,7 @@ def is_url(path: StrPath) -> bool:
 
 
 @contextmanager
-def open_sources(path: StrPath, reading: Reading) -> Iterator[Loaded]:
+def open_sources(path: StrPath, reading: Reading) -> Iterator[Found]:
     """Find what is at a path, and read the headers.
 
     Raises:
@@ -96,8 +85,8 @@ def open_sources(path: StrPath, reading: Reading) -> Iterator[Loaded]:
     if is_url(path):
         from aiockpt.checkpointers.peer import open_peer
 
-        with open_peer(os.fspath(path), reading) as content:
-            yield Loaded([content])
+        with open_peer(os.fspath(path), reading) as source:
+            yield Found([source])
         return
     place = settle(path)
     with ExitStack() as files:
@@ -107,41 +96,30 @@ def open_sources(path: StrPath, reading: Reading) -> Iterator[Loaded]:
         yield loaded
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """A safetensors file: opened once, since another may take its name meanwhile."""
-
-    path: Path
-    fd: int
-    manifest: Manifest
-
-    @classmethod
-    def at(cls, path: Path, reading: Reading, files: ExitStack) -> Self:
-        return cls.of(path, files.enter_context(opened(path)), reading)
-
-    @classmethod
-    def of(cls, path: Path, fd: int, reading: Reading) -> Self:
-        return cls(path, fd, manifest_of_file(path, fd, limits=reading.limits))
-
-    def content(self, reading: Reading) -> Content:
-        return content_of_file(
-            self.path,
-            self.fd,
-            self.manifest,
-            limits=reading.limits,
-            allow_pickle=reading.allow_pickle,
-            mapped=reading.mmap,
-        )
+def _open(path: Path, reading: Reading, files: ExitStack) -> FileSource:
+    """Open a safetensors file once: another file may take its name meanwhile."""
+    return _source(path, files.enter_context(opened(path)), reading)
 
 
-def _of_file(path: Path, reading: Reading, files: ExitStack) -> Loaded:
+def _source(path: Path, fd: int, reading: Reading) -> FileSource:
+    return FileSource(
+        path,
+        fd,
+        manifest_of_file(path, fd, limits=reading.limits),
+        limits=reading.limits,
+        allow_pickle=reading.allow_pickle,
+        mapped=reading.mmap,
+    )
+
+
+def _of_file(path: Path, reading: Reading, files: ExitStack) -> Found:
     fd = files.enter_context(opened(path))
     if is_torch_file(path, fd):
-        return Loaded([], load_torch(path, fd))
-    return Loaded([_Opened.of(path, fd, reading).content(reading)])
+        return Found([], load_torch(path, fd))
+    return Found([_source(path, fd, reading)])
 
 
-def _of_directory(place: Path, reading: Reading, files: ExitStack) -> Loaded:
+def _of_directory(place: Path, reading: Reading, files: ExitStack) -> Found:
     """Read the rank's file, which is ours, the seed's; or another tool's shards."""
     if (place / MARKER).exists() or not place.exists() or old_of(place).exists():
         return _of_checkpoint(place, reading, files)
@@ -152,12 +130,12 @@ def _of_directory(place: Path, reading: Reading, files: ExitStack) -> Loaded:
     names = _shards(place)
     if not names or (place / rank_file(reading.rank)).exists():
         return _of_checkpoint(place, reading, files)  # it says what is wrong
-    shards = [_Opened.at(each, reading, files) for each in names]
-    if len(shards) > 1 and any(shard.manifest.digests for shard in shards):
+    shards = [_open(each, reading, files) for each in names]
+    if len(shards) > 1 and any(each.segment.manifest.digests for each in shards):
         raise CheckpointNotFoundError(
             str(place), "it holds several files, and no marker that says which belong"
         )
-    return Loaded([shard.content(reading) for shard in shards])
+    return Found(shards)
 
 
 def _check_seed(place: Path, reading: Reading) -> None:
@@ -168,18 +146,18 @@ def _check_seed(place: Path, reading: Reading) -> None:
         raise WorldSizeMismatchError(str(place), saved=saved, loading=loading)
 
 
-def _of_checkpoint(place: Path, reading: Reading, files: ExitStack) -> Loaded:
+def _of_checkpoint(place: Path, reading: Reading, files: ExitStack) -> Found:
     for _ in range(_TRIES):
         before = identity(place)
         try:
-            return Loaded([_rank_file(place, reading, files).content(reading)])
+            return Found([_rank_file(place, reading, files)])
         except (StorageError, IntegrityError):
             if identity(place) == before:  # else it was being replaced meanwhile
                 raise
     raise StorageError(str(place), "it is replaced faster than it can be read")
 
 
-def _rank_file(place: Path, reading: Reading, files: ExitStack) -> _Opened:
+def _rank_file(place: Path, reading: Reading, files: ExitStack) -> FileSource:
     """Open the file that the marker names.
 
     Raises:
@@ -191,11 +169,12 @@ def _rank_file(place: Path, reading: Reading, files: ExitStack) -> _Opened:
         assert loading is not None
         saved = checkpoint.world_size
         raise WorldSizeMismatchError(str(place), saved=saved, loading=loading)
-    found = _Opened.at(checkpoint.file_of(reading.rank), reading, files)
-    expected = checkpoint.files[found.path.name].snapshot
-    actual = found.manifest.snapshot_id
+    path = checkpoint.file_of(reading.rank)
+    found = _open(path, reading, files)
+    expected = checkpoint.files[path.name].snapshot
+    actual = found.segment.manifest.snapshot_id
     if actual != expected:
-        raise IntegrityError(expected=expected, actual=actual, url=str(found.path))
+        raise IntegrityError(expected=expected, actual=actual, url=str(path))
     return found
 
 

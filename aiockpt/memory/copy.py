@@ -141,12 +141,23 @@ class CopyPlan:
             for device, port in self.ports.items()
         ]
 
-    def load_device(self, start: int, stop: int, after: Fences) -> list[Event]:
-        """Enqueue the copies of ``[start, stop)`` from the arena to the devices."""
+    def load_device(
+        self,
+        start: int,
+        stop: int,
+        after: Fences,
+        *,
+        window: torch.Tensor | None = None,
+    ) -> list[Event]:
+        """Enqueue the copies of ``[start, stop)`` to the devices.
+
+        The bytes come from ``window``, which holds just these and must outlive the
+        copies; None: from the arena.
+        """
         events = []
         for device, port in self.ports.items():
-            pairs = ((b, a) for a, b in self._device_pairs(device, start, stop))
-            events.append(port.copy(pairs, after=after[device]))
+            found = self._device_pairs(device, start, stop, window)
+            events.append(port.copy(((b, a) for a, b in found), after=after[device]))
         return events
 
     def drain(self) -> None:
@@ -230,6 +241,40 @@ class CopyPlan:
                 found += self._arena.buffers(own, last)
         return found
 
+    def split(
+        self,
+        window: memoryview,
+        base: int,
+        start: int,
+        spare: memoryview,
+        kept: Sequence[int],
+    ) -> list[memoryview]:
+        """Return memory for the bytes from ``start`` on, as many as ``spare`` has.
+
+        An entry's bytes go to the state's own host memory, of which ``window`` starts
+        at the address ``base``; or to the arena, if the entry is ``kept``. Everything
+        else, such as what a device gets, goes to ``spare``.
+        """
+        stop = start + spare.nbytes
+        found: list[memoryview] = []
+        at = start
+        rows = self._between(start, stop)
+        for entry, row in zip(range(*self._entries(start, stop)), rows, strict=True):
+            address, first, held, last = row
+            own = last if kept[entry] else held if address else first
+            if first >= own:
+                continue
+            if at < first:
+                found.append(spare[at - start : first - start])
+            if kept[entry]:
+                found += self._arena.buffers(first, own)
+            else:
+                found.append(window[address - base : address - base + own - first])
+            at = own
+        if at < stop:
+            found.append(spare[at - start :])
+        return found
+
     def versions(self) -> array[int]:
         """Return how often torch has written to each tensor that is used in place."""
         live = [*compress(self._backings.tensors, self._addresses)]
@@ -269,7 +314,11 @@ class CopyPlan:
         return first, bisect_left(self._starts, stop, first)
 
     def _device_pairs(
-        self, device: torch.device, start: int, stop: int
+        self,
+        device: torch.device,
+        start: int,
+        stop: int,
+        window: torch.Tensor | None = None,
     ) -> Iterator[Pair]:
         entries = range(*self._entries(start, stop))
         rows = self._between(start, stop)
@@ -280,7 +329,10 @@ class CopyPlan:
             offset = backing.address - backing.tensor.untyped_storage().data_ptr()
             offset += first - self._starts[entry]
             raw = raw_bytes(backing.tensor, offset, held - first)
-            yield self._host(first, held - first), raw
+            if window is None:
+                yield self._host(first, held - first), raw
+            else:
+                yield window[first - start : held - start], raw
 
     def _host(self, start: int, nbytes: int) -> torch.Tensor:
         if self._whole is None:

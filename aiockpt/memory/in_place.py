@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Protocol
 
 from aiockpt.memory.arena import view_of_address
@@ -15,6 +16,15 @@ class _Plan(Protocol):
 
     def views(
         self, window: memoryview, base: int, start: int, stop: int
+    ) -> list[memoryview]: ...
+
+    def split(
+        self,
+        window: memoryview,
+        base: int,
+        start: int,
+        spare: memoryview,
+        kept: Sequence[int],
     ) -> list[memoryview]: ...
 
     def versions(self) -> array[int]: ...
@@ -47,3 +57,13 @@ class InPlace:
     def buffers(self, start: int, stop: int) -> list[memoryview]:
         """Return the writable views that hold ``[start, stop)``, in order."""
         return self._plan.views(self._window, self._base, start, stop)
+
+    def split(
+        self, start: int, spare: memoryview, kept: Sequence[int]
+    ) -> list[memoryview]:
+        """Return memory for the bytes from ``start`` on, as many as ``spare`` has.
+
+        What is not the state's own goes to the arena, if its entry is ``kept``, or
+        else to ``spare``.
+        """
+        return self._plan.split(self._window, self._base, start, spare, kept)

@@ -23,7 +23,6 @@ from aiockpt.memory.device import Event, PortFor
 from aiockpt.state.flatten import Survey
 from aiockpt.state.likeness import alike
 from aiockpt.transfer.destination import InTemplate
-from aiockpt.transfer.landing import address_of
 
 __all__ = ["Held", "HeldInTemplate"]
 
@@ -182,6 +181,11 @@ def _merged(mine: Backings, others: Backings) -> tuple[Backings, list[int]]:
     return Backings(tensors, addresses, sizes, parts), values
 
 
+def _address_of(view: memoryview) -> int:
+    """Return the address of a view's first byte."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
 def _copy(targets: Iterable[memoryview], sources: Iterable[memoryview]) -> None:
     """Copy bytes from views to views that hold as many, in other pieces."""
     given = iter(sources)
@@ -192,7 +196,7 @@ def _copy(targets: Iterable[memoryview], sources: Iterable[memoryview]) -> None:
             while not source.nbytes:
                 source = next(given)
             count = min(rest.nbytes, source.nbytes)
-            to, origin = address_of(rest), address_of(source)
+            to, origin = _address_of(rest), _address_of(source)
             if to != origin:
                 # Of a foreign function: the interpreter lock is free meanwhile.
                 ctypes.memmove(to, origin, count)

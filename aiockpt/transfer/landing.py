@@ -1,196 +1,179 @@
-"""Where the bytes of a checkpoint go: an arena, tensors' own memory, or a device.
+"""Where the bytes of one data segment go while a source brings them.
 
-A `Landing` is made of *places*, ranges of the data segment with their memory. What
-lies between the places goes to spare memory of the reading thread, and is forgotten.
+A thread that reads block by block asks a `Landing` for the memory of each block, and
+says when the bytes are there. What a device gets passes through spare memory of the
+thread, in turns. Bytes that nobody wants go there, too, and are forgotten.
 """
 
 from __future__ import annotations
 
-import ctypes
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 
-from aiockpt.memory.arena import Arena, view_of_address
-from aiockpt.memory.device import Event, Port
+from aiockpt.memory.arena import Arena, Memory
+from aiockpt.memory.copy import CopyPlan
+from aiockpt.memory.device import Event, Port, PortFor
+from aiockpt.state.load_plan import LoadPlan
+from aiockpt.transfer.segment import Segment
 
-__all__ = ["DeviceMemory", "Place", "PlacedLanding", "host_memory"]
+__all__ = ["Landing", "PlannedLanding", "Ranges", "Spare", "VerifyOnly"]
 
 _TURNS: Final = 2
 
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """A copy under way; it must be kept until its end."""
-
-    end: Event
-    source: torch.Tensor
+Ranges = Sequence[tuple[int, int]]
+"""Half-open ranges of a data segment: ascending and apart."""
 
 
-class DeviceMemory:
-    """A dense tensor on a device, as bytes that are copied to it."""
+class Landing:
+    """Ranges that are wanted, and the memory that their bytes belong to.
 
-    def __init__(self, tensor: torch.Tensor, port: Port, after: Event) -> None:
-        self.port = port
-        self.after = after
-        self._raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        offset = tensor.storage_offset() * tensor.itemsize
-        storage = tensor.untyped_storage()
-        self._raw.set_(storage, offset, (tensor.numel() * tensor.itemsize,), (1,))
+    Args:
+        segment: Where they are from.
+        ranges: What is wanted.
 
-    def put(self, start: int, view: memoryview) -> Sent:
-        """Enqueue the copy of ``view`` to the bytes that begin at ``start``."""
-        source = torch.frombuffer(view, dtype=torch.uint8)
-        pairs = [(self._raw[start : start + view.nbytes], source)]
-        return Sent(self.port.copy(pairs, after=self.after), source)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A range of the data segment, and the memory that its bytes belong to."""
-
-    start: int
-    stop: int
-    memory: memoryview | DeviceMemory
-
-
-def address_of(view: memoryview) -> int:
-    """Return where the bytes of a view are, of which there must be one."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
-
-
-def host_memory(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a dense tensor in host memory; they keep it alive."""
-    nbytes = tensor.numel() * tensor.itemsize
-    return view_of_address(tensor.data_ptr(), nbytes, tensor)
-
-
-class _Turning:
-    """Two buffers in turn: one may still be copied to a device from."""
-
-    def __init__(self, landing: PlacedLanding, nbytes: int) -> None:
-        self._landing = landing
-        self._arenas = [Arena(nbytes) for _ in range(_TURNS)]
-        for arena in self._arenas:
-            for port in landing.ports:
-                arena.pin(port.pin)
-        self._sent: list[list[Sent]] = [[] for _ in range(_TURNS)]
-        self._now = 0
-
-    def turn(self, nbytes: int) -> memoryview:
-        """Return the other buffer, when nothing is copied from it any more."""
-        self._now = (self._now + 1) % _TURNS
-        self._wait(self._now)
-        return self._arenas[self._now].buffer[:nbytes]
-
-    def landed(self, start: int, stop: int) -> None:
-        """Send on what is for devices."""
-        if self._landing.ports:
-            view = self._arenas[self._now].buffer
-            self._sent[self._now] += self._landing.send(start, stop, view)
-
-    def close(self) -> None:
-        """Wait for the copies to devices; unmap."""
-        for turn, arena in enumerate(self._arenas):
-            self._wait(turn)
-            arena.close()
-
-    def _wait(self, turn: int) -> None:
-        for each in self._sent[turn]:
-            each.end.synchronize()
-        self._sent[turn].clear()
-
-
-class PlacedLanding:
-    """A `rangefile.Landing` of places, which must be apart; in any order.
-
-    ``ports`` are those of the devices that it sends to.
+    Attributes:
+        memory: A place for each byte of the segment: a template's own host memory where
+            the plan says so, and else the arena.
     """
 
-    def __init__(self, places: Iterable[Place]) -> None:
-        self._places = sorted(places, key=lambda place: place.start)
-        self._starts = [place.start for place in self._places]
-        memories = [place.memory for place in self._places]
-        ports = (each.port for each in memories if isinstance(each, DeviceMemory))
-        self.ports = [*{id(port): port for port in ports}.values()]
+    def __init__(self, segment: Segment, ranges: Ranges) -> None:
+        self.ranges = ranges
+        self.memory: Memory = segment.arena
 
     def __repr__(self) -> str:
-        return f"<PlacedLanding places={len(self._places)}>"
+        return f"<{type(self).__name__} ranges={len(self.ranges)}>"
 
-    def ranges(self) -> Sequence[tuple[int, int]]:
-        """Return the ranges that are wanted, neighbours joined."""
-        found: list[tuple[int, int]] = []
-        for place in self._places:
-            if found and found[-1][1] == place.start:
-                found[-1] = found[-1][0], place.stop
-            elif place.start < place.stop:
-                found.append((place.start, place.stop))
-        return found
+    def spare(self, nbytes: int) -> Spare:
+        """Return spare memory for one thread, for blocks of at most ``nbytes``."""
+        return Spare(nbytes, ())
 
-    def spare(self, nbytes: int) -> _Turning:
-        """Return spare memory, page-locked for the devices."""
-        return _Turning(self, nbytes)
+    def send(self, start: int, stop: int, window: torch.Tensor) -> list[Event]:
+        """Enqueue the copies to devices; ``window`` has the bytes of the range."""
+        del start, stop, window
+        return []
 
-    def lay(self, start: int, stop: int, spare: memoryview) -> list[memoryview]:
-        """Return the memory of ``[start, stop)``."""
+    def load(self, ranges: Ranges, *, host: bool) -> None:
+        """Bring home what has arrived in `memory` and belongs elsewhere."""
+
+    def views(self, start: int, stop: int, spare: Spare) -> Sequence[memoryview]:
+        """Return memory for ``[start, stop)``."""
         found: list[memoryview] = []
-        at = start
-        for place in self._between(start, stop):
-            if isinstance(place.memory, DeviceMemory):
-                continue  # by way of the spare memory
-            first, last = max(place.start, start), min(place.stop, stop)
+        at, block = start, None
+        for first, last in self.ranges:
+            if last <= at:
+                continue
+            if first >= stop:
+                break
             if at < first:
-                found.append(spare[at - start : first - start])
-            found.append(place.memory[first - place.start : last - place.start])
-            at = last
+                block = block or spare.turn(stop - start)
+                found.append(block[at - start : first - start])
+            first, at = max(first, at), min(last, stop)
+            found += self.memory.buffers(first, at)
         if at < stop:
-            found.append(spare[at - start : stop - start])
+            block = block or spare.turn(stop - start)
+            found.append(block[at - start :])
         return found
 
-    def send(self, start: int, stop: int, view: memoryview) -> list[Sent]:
-        """Enqueue the copies to devices; ``view`` has the bytes from ``start`` on."""
-        sent = []
-        for place in self._between(start, stop):
-            if isinstance(place.memory, DeviceMemory):
-                first, last = max(place.start, start), min(place.stop, stop)
-                piece = view[first - start : last - start]
-                sent.append(place.memory.put(first - place.start, piece))
-        return sent
 
-    def pass_on(self, memory: memoryview) -> None:
-        """Send to devices what lies in the data segment's own memory."""
-        for place in self._places:
-            if isinstance(place.memory, DeviceMemory):
-                sent = place.memory.put(0, memory[place.start : place.stop])
-                sent.end.synchronize()
+class VerifyOnly(Landing):
+    """Ranges that are read to compare their digests, and forgotten."""
+
+    def views(self, start: int, stop: int, spare: Spare) -> Sequence[memoryview]:
+        """Return spare memory."""
+        return [spare.turn(stop - start)]
+
+
+class PlannedLanding(Landing):
+    """What a `LoadPlan` wants of a segment, and where it says.
+
+    Args:
+        segment: Where the bytes are from.
+        plan: Where they go.
+        ports: Finds the port of a device.
+    """
+
+    def __init__(self, segment: Segment, plan: LoadPlan, ports: PortFor) -> None:
+        entries = segment.manifest.entries
+        sizes = [b - a for a, b in zip(entries.starts, entries.stops, strict=True)]
+        super().__init__(segment, plan.ranges)
+        self._copies = CopyPlan(
+            plan.backings,
+            entries.starts,
+            sizes,
+            arena=segment.arena,
+            port_for=ports,
+        )
+        self._kept = plan.kept
+        self.memory = self._home = self._copies.in_place()
+        self._fences = self._copies.fences()
+
+    def spare(self, nbytes: int) -> Spare:
+        """Return spare memory, page-locked for the devices."""
+        return Spare(nbytes, [*self._copies.ports.values()])
+
+    def views(self, start: int, stop: int, spare: Spare) -> Sequence[memoryview]:
+        """Return memory for ``[start, stop)``."""
+        return self._home.split(start, spare.turn(stop - start), self._kept)
+
+    def send(self, start: int, stop: int, window: torch.Tensor) -> list[Event]:
+        """Enqueue the copies to devices; ``window`` has the bytes of the range."""
+        return self._copies.load_device(start, stop, self._fences, window=window)
 
     def fence(self) -> None:
         """Let copies to devices wait for what this thread has enqueued until now."""
-        fences = {id(port): port.fence() for port in self.ports}
-        for place in self._places:
-            if isinstance(place.memory, DeviceMemory):
-                place.memory.after = fences[id(place.memory.port)]
+        self._fences = self._copies.fences()
 
-    def bring(self, memory: memoryview, start: int, stop: int) -> None:
-        """Copy ``[start, stop)`` from the data segment's own memory to host places."""
-        for place in self._between(start, stop):
-            there = place.memory
-            if isinstance(there, DeviceMemory) or there.obj is memory.obj:
-                continue
-            first, last = max(place.start, start), min(place.stop, stop)
-            target = there[first - place.start : last - place.start]
-            # Of a foreign function, so that the interpreter lock is free meanwhile.
-            source = memory[first:last]
-            ctypes.memmove(address_of(target), address_of(source), last - first)
+    def load(self, ranges: Ranges, *, host: bool) -> None:
+        """Bring home what has arrived in the arena; wait for the devices.
 
-    def _between(self, start: int, stop: int) -> Iterable[Place]:
-        first = max(bisect_right(self._starts, start) - 1, 0)
-        for index in range(first, len(self._places)):
-            place = self._places[index]
-            if place.start >= stop:
-                return
-            if place.stop > start:
-                yield place
+        Without ``host`` only devices get theirs: host memory has it already.
+        """
+        events: list[Event] = []
+        for start, stop in ranges:
+            if host:
+                self._copies.load_host(start, stop)
+            events += self._copies.load_device(start, stop, self._fences)
+        for event in events:
+            event.synchronize()
+
+
+class Spare:
+    """A reading thread's own memory; what devices copy from is two buffers in turn."""
+
+    def __init__(self, nbytes: int, ports: Sequence[Port]) -> None:
+        self._arenas = [Arena(nbytes) for _ in range(_TURNS if ports else 1)]
+        for arena in self._arenas:
+            for port in ports:
+                arena.pin(port.pin)
+        # A copy to a device needs a tensor that lives until its end.
+        self._tensors = [
+            torch.frombuffer(arena.buffer, dtype=torch.uint8) for arena in self._arenas
+        ]
+        self._sent: list[list[Event]] = [[] for _ in self._arenas]
+        self._now = 0
+
+    def turn(self, nbytes: int) -> memoryview:
+        """Return the next buffer, when nothing is copied from it any more."""
+        self._now = (self._now + 1) % len(self._arenas)
+        self._wait(self._now)
+        return self._arenas[self._now].buffer[:nbytes]
+
+    def landed(self, landing: Landing, start: int, stop: int) -> None:
+        """Send on to devices what is in the last `turn`."""
+        window = self._tensors[self._now][: stop - start]
+        self._sent[self._now] += landing.send(start, stop, window)
+
+    def close(self) -> None:
+        """Wait for the copies to devices; unmap."""
+        for turn in range(len(self._arenas)):
+            self._wait(turn)
+        self._tensors.clear()
+        for arena in self._arenas:
+            arena.close()
+
+    def _wait(self, turn: int) -> None:
+        for event in self._sent[turn]:
+            event.synchronize()
+        self._sent[turn].clear()

@@ -26,6 +26,7 @@ from aiockpt.format.chunks import ChunkGrid, chunks_over
 from aiockpt.state.pruning import pruned
 from aiockpt.state.selection import Selection
 from aiockpt.testing import Drip, FakeAccelerator, FlipBit, assert_same
+from aiockpt.transfer.partial import PartialLoad
 from transports import (
     Transport,
     in_the_middle,
@@ -151,15 +152,16 @@ PATHS = [
 
 def as_a_load(state: dict[str, Any], select: Any, template: Any = None) -> Any:
     """Return what the checkpointers' rules make of a state that is here already."""
-    from aiockpt.transfer.filling import Filling
-    from aiockpt.transfer.wants import Wants
-
-    wants = Wants([], device=None, ports=lambda device: None)
-    filling = Filling(Selection(select), wants)
-    result = filling.plan(template, state)
-    wants.finish()
-    filling.finish()
-    return result
+    load = PartialLoad(
+        [],
+        state,
+        selection=Selection(select),
+        template=template,
+        device=None,
+        ports=lambda device: None,
+    )
+    load.plan()
+    return load.finish()
 
 
 @pytest.mark.asyncio

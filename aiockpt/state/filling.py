@@ -23,7 +23,7 @@ from aiockpt.state.containers import DICTS, Containers, children
 from aiockpt.state.distributed import take_apart
 from aiockpt.state.nodes import opened
 from aiockpt.state.selection import Selection, below, item
-from aiockpt.transfer.wants import Wants
+from aiockpt.state.load_plan import LoadPlanner
 
 __all__ = ["Filling"]
 
@@ -38,7 +38,7 @@ class Filling(Containers):
         wants: Takes down what is to be read.
     """
 
-    def __init__(self, selection: Selection, wants: Wants) -> None:
+    def __init__(self, selection: Selection, wants: LoadPlanner) -> None:
         super().__init__()
         self.missing: list[str] = []
         self._selection = selection

@@ -1,0 +1,250 @@
+"""A checkpoint file as a source: its ranges, read into memory and verified.
+
+Threads read block by block and digest each block while it is in the cache. Everything
+here blocks.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from aiockpt.errors import StorageError
+from aiockpt.format.chunks import ChunkHasher
+from aiockpt.format.dtypes import CODE_BITS, CODES
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import ForeignHeader, Manifest
+from aiockpt.format.paths import Node
+from aiockpt.memory.arena import Arena
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.storage.checkpoint_file import after, header_of, named
+from aiockpt.transfer.landing import Landing, Ranges, Spare
+from aiockpt.transfer.segment import Segment
+from aiockpt.transfer.source import OnBytes, Verify
+
+__all__ = ["FileMapping", "FileSource", "manifest_of_file"]
+
+_BLOCK: Final = 2 << 20  # what is digested while it is in the cache
+_SPAN: Final = 32 << 20  # of what a thread takes at once where no digest says
+_MAX_VIEWS: Final = 1024
+_THREADS: Final = 2
+
+
+class FileMapping(Arena):
+    """The data segment of a file as memory; what is written to it stays here.
+
+    Pages are read when they are used. The file must not be truncated meanwhile.
+
+    Raises:
+        StorageError: the file cannot be mapped.
+    """
+
+    def __init__(self, path: Path, fd: int, manifest: Manifest) -> None:
+        with named(path):
+            mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+        self._adopt(manifest.segment_bytes, -1, mapping)
+        self._base = manifest.header_bytes
+        self.address += self._base
+
+    @property
+    def buffer(self) -> memoryview:
+        """The data segment."""
+        return memoryview(self._map)[self._base :]
+
+    def buffers(self, start: int, stop: int) -> list[memoryview]:
+        """Return the bytes of ``[start, stop)`` as one view."""
+        return [self.buffer[start:stop]] if stop > start else []
+
+    def populate(self, start: int, stop: int, *, every: bool = False) -> None:
+        """Do nothing: a page that is made writable is a copy."""
+
+
+class FileSource:
+    """An open file as a `Source`; it is read only while it is open.
+
+    Args:
+        path: The name of the file, for errors.
+        fd: Its descriptor.
+        manifest: What it holds, as of `manifest_of_file`.
+        limits: Bound the tree.
+        allow_pickle: Accept leaves that only pickle carries.
+        mapped: Let tensors lie over a mapping of the file, which outlives the
+            descriptor; else they lie over a new arena.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        fd: int,
+        manifest: Manifest,
+        *,
+        limits: Limits,
+        allow_pickle: bool,
+        mapped: bool,
+    ) -> None:
+        self._path, self._fd, self._manifest = path, fd, manifest
+        self.segment = Segment(
+            manifest,
+            limits=limits,
+            allow_pickle=allow_pickle,
+            arena=FileMapping(path, fd, manifest) if mapped else None,
+            is_there=mapped,
+        )
+
+    def __repr__(self) -> str:
+        return f"<FileSource {self._path}>"
+
+    def read(
+        self, landing: Landing, *, verify: Verify, on_bytes: OnBytes | None = None
+    ) -> None:
+        """Read what ``landing`` wants. ``on_bytes`` may raise, which ends the reading.
+
+        A file of another tool has no digests, so nothing of it is verified.
+
+        Raises:
+            StorageError: the file cannot be read, or ends too early.
+            IntegrityError: a chunk has another digest; its bytes may have been
+                written.
+        """
+        spans = [*_spans(self._manifest, landing.ranges, verify)]
+        with named(self._path):
+            _Reading(self._path, self._fd, self._manifest, landing, on_bytes).run(spans)
+
+
+def manifest_of_file(path: Path, fd: int, *, limits: Limits) -> Manifest:
+    """Return what an open safetensors file holds; another tool's has no digests.
+
+    Raises:
+        StorageError: it cannot be read, or holds a dtype that torch lacks.
+        IntegrityError: the header of our file is damaged.
+    """
+    header = header_of(path, fd, limits=limits)
+    return header if isinstance(header, Manifest) else _adopted(path, header)
+
+
+def _adopted(path: Path, header: ForeignHeader) -> Manifest:
+    for name, code in zip(header.names, header.entries.dtypes, strict=True):
+        if CODE_BITS[code] % 8 or code not in CODES:
+            detail = f"tensor {name} has dtype {code}, which is not supported"
+            raise StorageError(str(path), detail)
+    names: list[Node] = [*header.names]
+    numbers: list[Node] = [*range(len(names))]
+    return Manifest(
+        step=0,
+        snapshot_id="",
+        chunk_bytes=max(header.segment_bytes, 1),
+        algorithm="",
+        digests=(),
+        entries=header.entries,
+        views=(),
+        tree=["tensors", names, numbers] if names else ["dict", [], []],
+        header=header.header,
+        header_bytes=header.header_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """What one thread reads at once: a whole chunk if it is to be verified."""
+
+    start: int
+    stop: int
+    verified: bool = False
+
+
+def _spans(manifest: Manifest, ranges: Ranges, verify: Verify) -> Iterator[_Span]:
+    """Plan: whole chunks where they are verified, else no more than what is wanted."""
+    verified = verify == "full" and bool(manifest.digests)
+    last = -1
+    for first, final in ranges:
+        start = first
+        while start < final:
+            chunk = manifest.grid.index_of(start)
+            lower, upper = manifest.grid.range(chunk)
+            if not verified:
+                upper = min(upper, final)
+                for at in range(start, upper, _SPAN):
+                    yield _Span(at, min(at + _SPAN, upper))
+            elif chunk != last:
+                yield _Span(lower, upper, verified=True)
+                last = chunk
+            start = upper
+
+
+class _Reading:
+    """One call of `FileSource.read`."""
+
+    def __init__(
+        self,
+        path: Path,
+        fd: int,
+        manifest: Manifest,
+        landing: Landing,
+        on_bytes: OnBytes | None,
+    ) -> None:
+        self._path, self._fd, self._manifest = path, fd, manifest
+        self._landing = landing
+        self._on_bytes = on_bytes
+        self._telling = threading.Lock()
+        self._failures: list[BaseException] = []
+
+    def run(self, spans: Sequence[_Span]) -> None:
+        remaining = iter(spans)
+        helpers = min(_THREADS, len(spans)) - 1
+        with ExitStack() as stack:
+            if helpers > 0:
+                bridge = Bridge(threads=helpers, name="aiockpt-read")
+                stack.callback(bridge.close)
+                for _ in range(helpers):
+                    bridge.post(self._work, remaining)
+            self._work(remaining)
+        for failure in self._failures:
+            raise failure
+
+    def _work(self, remaining: Iterator[_Span]) -> None:
+        try:
+            spare = self._landing.spare(_BLOCK)
+            try:
+                for span in remaining:
+                    if self._failures:
+                        return
+                    self._read(span, spare)
+            finally:
+                spare.close()
+        except BaseException as error:  # noqa: BLE001 - the first one is raised by `run`
+            self._failures.append(error)
+
+    def _read(self, span: _Span, spare: Spare) -> None:
+        hasher = ChunkHasher(self._manifest.grid, self._manifest.digests)
+        base = self._manifest.header_bytes
+        for start in range(span.start, span.stop, _BLOCK):
+            stop = min(start + _BLOCK, span.stop)
+            views = self._landing.views(start, stop, spare)
+            self._fill(views, base + start)
+            hashed = hasher.update(start, *views) if span.verified else ()
+            spare.landed(self._landing, start, stop)
+            self._tell(stop - start)
+            for chunk in hashed:
+                if not chunk.matches:
+                    raise chunk.error(str(self._path))
+
+    def _fill(self, views: Sequence[memoryview], at: int) -> None:
+        for first in range(0, len(views), _MAX_VIEWS):
+            left = [*views[first : first + _MAX_VIEWS]]
+            while left:
+                got = os.preadv(self._fd, left, at)
+                if not got:
+                    raise StorageError(str(self._path), f"it ends at byte {at}")
+                at += got
+                left = after(left, got)
+
+    def _tell(self, nbytes: int) -> None:
+        if self._on_bytes is not None:
+            with self._telling:
+                self._on_bytes(nbytes)
