@@ -21,9 +21,9 @@ from aiockpt.errors import (
 from aiockpt.format.tree import remedy_for, unsupported
 from aiockpt.state.containers import DICTS, Containers, children
 from aiockpt.state.distributed import take_apart
+from aiockpt.state.load_plan import PLAIN, LoadPlanner
 from aiockpt.state.nodes import opened
 from aiockpt.state.selection import Selection, below, item
-from aiockpt.state.load_plan import LoadPlanner
 
 __all__ = ["Filling"]
 
@@ -95,7 +95,7 @@ class Filling(Containers):
         return _mapped(value, self._wanted)
 
     def _wanted(self, tensor: torch.Tensor) -> torch.Tensor:
-        parts = take_apart(tensor, ())
+        parts = _parts(tensor)
         if parts is None:
             return self._wants.take(tensor)
         for part in parts.tensors:
@@ -171,7 +171,7 @@ class Filling(Containers):
     ) -> torch.Tensor:
         if not isinstance(target, torch.Tensor):
             raise _mismatch(path, value, target)
-        mine, theirs = take_apart(target, ()), take_apart(value, ())
+        mine, theirs = _parts(target), _parts(value)
         # Torch does not tell the dtype of a distributed tensor without local parts.
         if all(parts is None or parts.tensors for parts in (mine, theirs)):
             _check_tensor(target, value, path)
@@ -192,8 +192,13 @@ class Filling(Containers):
         return target
 
 
+def _parts(tensor: torch.Tensor) -> Any:
+    """Return what a distributed tensor is made of; None for other tensors."""
+    return None if type(tensor) in PLAIN else take_apart(tensor, ())
+
+
 def _is_meta(target: torch.Tensor) -> bool:
-    parts = take_apart(target, ())
+    parts = _parts(target)
     if parts is None:
         return target.is_meta
     return bool(parts.tensors) and all(part.is_meta for part in parts.tensors)

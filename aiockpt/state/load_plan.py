@@ -21,9 +21,10 @@ from aiockpt.memory.parts import once
 from aiockpt.state.autograd import mark_changed
 from aiockpt.state.distributed import has_version
 
-__all__ = ["LoadPlan", "LoadPlanner"]
+__all__ = ["PLAIN", "LoadPlan", "LoadPlanner"]
 
-_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors that have nothing in them but their elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +68,11 @@ class _Want:
     target: torch.Tensor | None
 
     @property
-    def home(self) -> tuple[str, int]:
-        """The place of the target, to sort by."""
-        assert self.target is not None
-        return str(self.target.device), self.target.data_ptr()
-
-    @property
     def identity(self) -> tuple[object, ...]:
         """What two wants of the same tensor, such as tied ones, have in common."""
-        return self.start, self.stop, self.target is not None and self.home
+        target = self.target
+        home = None if target is None else (target.device, target.data_ptr())
+        return self.start, self.stop, home
 
 
 class LoadPlanner:
@@ -186,10 +183,10 @@ class LoadPlanner:
         straight: dict[int, _Want] = {}
         for entry, wants in entries.items():
             first = wants[0]
-            if first.target is not None and first.start == starts[entry]:
-                identity = first.identity
-                if all(other.identity == identity for other in wants[1:]):
-                    straight[entry] = first
+            whole = first.target is not None and first.start == starts[entry]
+            alone = len(wants) == 1 or len({want.identity for want in wants}) == 1
+            if whole and alone:
+                straight[entry] = first
         for entry in [*_sharing(straight)]:
             del straight[entry]
         kept = bytearray(len(starts))
@@ -230,25 +227,30 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _sharing(straight: dict[int, _Want]) -> Iterator[int]:
     """Yield the entries whose targets overlap others in memory."""
-    cluster: list[int] = []
-    reach = ("", 0)
-    homes = sorted((want.home, entry) for entry, want in straight.items())
-    for (device, address), entry in homes:
-        if (device, address) >= reach:
-            if len(cluster) > 1:
-                yield from cluster
-            cluster = []
-        cluster.append(entry)
-        want = straight[entry]
-        reach = max(reach, (device, address + want.stop - want.start))
-    if len(cluster) > 1:
-        yield from cluster
+    homes: dict[torch.device, list[tuple[int, int, int]]] = {}
+    for entry, want in straight.items():
+        assert want.target is not None
+        address = want.target.data_ptr()
+        reach = address, address + want.stop - want.start, entry
+        homes.setdefault(want.target.device, []).append(reach)
+    for reaches in homes.values():
+        cluster: list[int] = []
+        end = 0
+        for address, stop, entry in sorted(reaches):
+            if address >= end:
+                if len(cluster) > 1:
+                    yield from cluster
+                cluster = []
+            cluster.append(entry)
+            end = max(end, stop)
+        if len(cluster) > 1:
+            yield from cluster
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Say whether a tensor's elements lie in memory as they are."""
     return (
-        type(tensor) in _PLAIN
+        type(tensor) in PLAIN
         and tensor.layout is torch.strided
         and not tensor.is_nested
     )

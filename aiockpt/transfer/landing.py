@@ -69,8 +69,8 @@ class Landing:
             if at < first:
                 block = block or spare.turn(stop - start)
                 found.append(block[at - start : first - start])
-            first, at = max(first, at), min(last, stop)
-            found += self.memory.buffers(first, at)
+            found += self.memory.buffers(max(first, at), min(last, stop))
+            at = min(last, stop)
         if at < stop:
             block = block or spare.turn(stop - start)
             found.append(block[at - start :])

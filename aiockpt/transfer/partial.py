@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from aiockpt.memory.device import PortFor
+from aiockpt.runtime.gc import collector_paused
 from aiockpt.state.filling import Filling
 from aiockpt.state.load_plan import LoadPlanner
 from aiockpt.state.nodes import decoders_for
@@ -80,8 +81,9 @@ class PartialLoad:
                 dtype.
             UnsupportedLeafError: a tensor of the template is not dense.
         """
-        found = state_over(self._segments, self._values, self._template)
-        self._result = self._filling.plan(self._template, found)
+        with collector_paused():  # there may be 100,000 tensors
+            found = state_over(self._segments, self._values, self._template)
+            self._result = self._filling.plan(self._template, found)
 
     def place(self) -> Sequence[PlannedLanding]:
         """Return where the bytes of each segment go.
