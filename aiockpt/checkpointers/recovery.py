@@ -46,7 +46,7 @@ from aiockpt.memory.mapped import MappedSnapshot, trusted_header
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.channel import encode, pack, receive, unpack
 from aiockpt.runtime.packets import is_ours
-from aiockpt.storage.checkpoint_file import named
+from aiockpt.storage.files import named
 from aiockpt.transport import Timeout, seconds
 
 __all__ = ["LastSnapshot", "Recovered", "recover", "socket_directory"]

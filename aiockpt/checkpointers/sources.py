@@ -19,7 +19,7 @@ from aiockpt.errors import (
     WorldSizeMismatchError,
 )
 from aiockpt.format.limits import Limits
-from aiockpt.storage.checkpoint_file import named, opened
+from aiockpt.storage.checkpoint_file import opened
 from aiockpt.storage.directory import (
     MARKER,
     StrPath,
@@ -29,6 +29,7 @@ from aiockpt.storage.directory import (
     rank_file,
     settle,
 )
+from aiockpt.storage.files import named
 from aiockpt.storage.read import FileSource, manifest_of_file
 from aiockpt.storage.statefile import is_torch_file, load_torch
 from aiockpt.transfer.segment import Segment

@@ -44,7 +44,7 @@ from aiockpt.storage.commit import Draft
 from aiockpt.storage.directory import MARKER, StrPath, part_of, settle
 from aiockpt.storage.files import remove_tree
 from aiockpt.storage.retention import retire, sweep
-from aiockpt.storage.snapshotfile import Sealed, Source, Viewed, write_source
+from aiockpt.storage.write import Sealed, Source, Viewed, write_source
 from aiockpt.transfer.repeats import content_of
 
 if TYPE_CHECKING:

@@ -20,12 +20,11 @@ from aiockpt.cli.options import UsageError
 from aiockpt.cli.rankfiles import one_file, pointing_below
 from aiockpt.errors import StateDictError, StorageError
 from aiockpt.memory.arena import Arena, ArenaPool
-from aiockpt.storage.checkpoint_file import named, sync_directory
 from aiockpt.storage.directory import MARKER, find_checkpoint
-from aiockpt.storage.files import is_at, lock, rename_to_new
+from aiockpt.storage.files import is_at, lock, named, rename_to_new, sync_directory
 from aiockpt.storage.partfile import TAKEN, check_target
 from aiockpt.storage.plainfile import PlainSource
-from aiockpt.storage.snapshotfile import write_source
+from aiockpt.storage.write import write_source
 from aiockpt.testing.equality import assert_same
 from aiockpt.transfer.livestate import LiveState
 

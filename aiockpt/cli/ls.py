@@ -14,13 +14,13 @@ from pathlib import Path
 from aiockpt.cli.options import Commands, local_path
 from aiockpt.cli.text import counted, format_bytes, format_table, printable
 from aiockpt.errors import StorageError
-from aiockpt.storage.checkpoint_file import named
 from aiockpt.storage.directory import (
     MARKER,
     Checkpoint,
     find_checkpoint,
     list_checkpoints,
 )
+from aiockpt.storage.files import named
 
 __all__ = ["configure", "run"]
 

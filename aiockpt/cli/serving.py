@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from aiockpt.cli.rankfiles import one_file
 from aiockpt.errors import CheckpointNotFoundError
 from aiockpt.format.limits import FILE_LIMITS
-from aiockpt.storage.checkpoint_file import named
 from aiockpt.storage.directory import find_checkpoint, list_checkpoints
+from aiockpt.storage.files import named
 
 if TYPE_CHECKING:
     from aiockpt.storage.statefile import StateFile

@@ -17,17 +17,15 @@ from aiockpt.format.chunks import digest
 from aiockpt.format.header import LENGTH_BYTES, decode_header, header_length
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import ForeignHeader, Manifest
+from aiockpt.storage.files import named
 
 __all__ = [
-    "after",
     "chunk_errors",
     "digest_of",
     "header_of",
     "is_of_torch",
-    "named",
     "opened",
     "read_header",
-    "sync_directory",
     "verify_chunks",
 ]
 
@@ -135,32 +133,3 @@ def _blocks(path: Path, fd: int, start: int, stop: int) -> Iterator[memoryview]:
             raise StorageError(str(path), f"it ends at byte {start}")
         yield block[:got]
         start += got
-
-
-@contextmanager
-def named(path: Path) -> Iterator[None]:
-    """Raise ``StorageError`` with the path for what the system refuses."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(str(path), error.strerror or str(error)) from error
-
-
-def after(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """Return what is left of views when their first ``nbytes`` are done with."""
-    for index, view in enumerate(views):
-        if nbytes < view.nbytes:
-            return [view[nbytes:], *views[index + 1 :]]
-        nbytes -= view.nbytes
-    return []
-
-
-def sync_directory(path: Path) -> None:
-    """Have the disk confirm the names in a directory."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

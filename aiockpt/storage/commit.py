@@ -1,7 +1,8 @@
-"""A checkpoint directory on its way to its name: built beside it, moved in one step.
+"""Commits a checkpoint directory: it is built beside its name, and moved in one step.
 
-Every rank opens a `Draft`, whose file is locked until it is closed, so that a sweep
-can tell what is being written from what a dead process left behind. Rank 0 commits.
+Every rank opens a `Draft` and fills its file. The file is locked until the draft is
+closed: so a sweep can tell what is being written from what a dead process left behind.
+When all files are written, rank 0 commits.
 
 Everything here blocks, and needs no tensors.
 """
@@ -21,7 +22,6 @@ from typing import Final, Self
 
 from aiockpt.errors import StorageError
 from aiockpt.format.header import ID_SLICE, LENGTH_BYTES, PREFIX
-from aiockpt.storage.checkpoint_file import named, sync_directory
 from aiockpt.storage.directory import (
     MARKER,
     RankFile,
@@ -30,25 +30,25 @@ from aiockpt.storage.directory import (
     part_of,
     rank_file,
 )
-from aiockpt.storage.files import exchange, is_at, lock, trash
+from aiockpt.storage.files import exchange, is_at, lock, named, sync_directory, trash
 
 __all__ = ["Draft"]
 
 _OCCUPIED: Final = {errno.ENOTEMPTY, errno.EEXIST}
 
-_HEAD_BYTES: Final = 4096  # of a header, in which its step stands
+_HEAD_BYTES: Final = 4096  # the step is in this much of a header
 _STEP_SAID = re.compile(rb'\\"step\\":([0-9]{1,19})')
 
 _LOCK_TRIES: Final = 20
-_LOCK_PAUSE: Final = 0.05  # a sweep locks a file only to remove it
+_LOCK_PAUSE: Final = 0.05  # a sweep locks a file just long enough to remove it
 
 
 class Draft:
-    """One rank's part in a checkpoint that is being built; made before its first byte.
+    """One rank's file in a checkpoint that is being built.
 
     Args:
-        target: The name that it is going to have; see `directory.settle`.
-        rank: Whose file this is.
+        target: The checkpoint's final path; see `directory.settle`.
+        rank: The rank whose file this is.
         durable: Have the disk confirm each step before the next one.
 
     Raises:
@@ -82,26 +82,27 @@ class Draft:
 
     @property
     def temporary(self) -> Path:
-        """What the file is called while it is being filled."""
+        """The file's path while it is being filled."""
         return self._temporary
 
     def keep_file(self) -> None:
-        """Give the file its name; with the directory entry on the disk if asked for."""
+        """Give the file its name; if durable, with the directory entry on the disk."""
         with named(self.path):
             if not self._durable:
-                os.close(os.dup(self.fd))  # what a network says at the end, it says now
+                # A network file system reports late errors when a file is closed.
+                os.close(os.dup(self.fd))
             os.rename(self._temporary, self.path)
             self._sync(self.part)
 
     def commit(self, step: int, world_size: int) -> list[Path]:
-        """Put the marker, and then the whole directory in its place; for rank 0.
+        """Write the marker, then move the whole directory to its name; for rank 0.
 
         Returns:
-            What is to be removed now, at leisure.
+            Directories that can be removed at leisure.
 
         Raises:
-            StorageError: a rank's file is missing, or is of another step; or the disk
-                failed. At the name there is what was there before.
+            StorageError: a rank's file is missing, or is of another step, or the disk
+                failed. At the name is what was there before.
         """
         with named(self.target):
             files = {
@@ -120,23 +121,23 @@ class Draft:
         return unused
 
     def is_committed(self) -> bool:
-        """Say whether this rank's file has come to its final place, with the marker."""
-        # The directory is moved as a whole, when the marker is in it.
+        """Tell whether this rank's file is at its final place, with the marker."""
+        # The directory is moved as a whole, with the marker in it.
         with suppress(OSError):
             return is_at(self.target / self.path.name, self.fd)
         return False
 
     def discard(self) -> None:
-        """Remove what this rank has put there. Never raises."""
+        """Remove what this rank has written. Never raises."""
         for path in (self._temporary, self.path):
             with suppress(OSError):
                 if is_at(path, self.fd):
                     path.unlink()
         with suppress(OSError):
-            self.part.rmdir()  # the last rank's succeeds
+            self.part.rmdir()  # the last rank succeeds
 
     def close(self) -> None:
-        """Unlock. Idempotent; never raises: what can fail of a write has been asked."""
+        """Unlock and close the file. Idempotent. Never raises."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             with suppress(OSError):
@@ -155,7 +156,7 @@ class Draft:
 
     def _open_locked(self) -> int:
         for _ in range(_LOCK_TRIES):
-            # A sweep may remove the directory, or an abandoned file, under our hands.
+            # A sweep may remove the directory or an abandoned file at the same time.
             self.part.mkdir(exist_ok=True)
             with suppress(FileNotFoundError):
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -168,7 +169,7 @@ class Draft:
         raise StorageError(str(self._temporary), "another process is writing it")
 
     def _remove_others(self, files: Mapping[str, RankFile]) -> None:
-        """Remove what a save that failed, or one by more ranks, has left here."""
+        """Remove what a failed save, or one by more ranks, has left here."""
         for each in os.scandir(self.part):
             if each.name not in files:
                 if each.is_dir(follow_symlinks=False):
@@ -187,7 +188,7 @@ class Draft:
         self._sync(self.part)
 
     def _put_in_place(self) -> Iterator[Path]:
-        """Move the directory to its name; yield what was there."""
+        """Move the directory to its name; yield the paths of what was there."""
         old = old_of(self.target)
         try:
             os.rename(self.part, self.target)
@@ -215,7 +216,7 @@ class Draft:
 
 
 def _check_free(target: Path) -> None:
-    """Refuse a place that holds what is not ours to replace."""
+    """Refuse a target that holds files which are no checkpoint."""
     with named(target):
         if target.exists() and not target.is_dir():
             raise StorageError(str(target), "it is a file; name a directory")
@@ -226,7 +227,7 @@ def _check_free(target: Path) -> None:
 
 
 def _described(path: Path, step: int) -> RankFile:
-    """Return what the marker says of a file, from the start of its header."""
+    """Return the marker's entry for a file, from the start of its header."""
     try:
         with path.open("rb", buffering=0) as file:
             head = os.pread(file.fileno(), _HEAD_BYTES, 0)[LENGTH_BYTES:]
@@ -236,13 +237,13 @@ def _described(path: Path, step: int) -> RankFile:
         raise StorageError(str(path), detail) from None
     said = _STEP_SAID.search(head)
     if not head.startswith(PREFIX) or said is None:
-        raise StorageError(str(path), "it is no file of a rank")
+        raise StorageError(str(path), "it is not a checkpoint file of this library")
     if int(said[1]) != step:
         raise StorageError(str(path), f"it is of step {int(said[1])}, not {step}")
     return RankFile(size, head[ID_SLICE].decode("ascii", "replace"))
 
 
 def _discarded(path: Path) -> Iterator[Path]:
-    """Yield what a directory is called as trash, if it is there and can be moved."""
+    """Move a directory to the trash; yield its path there, if that succeeds."""
     with suppress(OSError):
         yield trash(path)

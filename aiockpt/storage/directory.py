@@ -1,13 +1,13 @@
-"""Checkpoints as directories: named, committed by a marker, listed, retired and swept.
+"""Checkpoints as directories: what they are called, and which of them are whole.
 
 A checkpoint is a directory with a file per rank and, written last, a *marker*::
 
     checkpoints/step-100/checkpoint_0.safetensors, ..., commit.json
 
-What is not whole has another name, beside it: ``.step-100.part`` is being built,
-``.step-100.old`` stood there before (where a file system cannot exchange names), and
-``.step-100.*.trash`` is being removed. So at the name itself there is wholly the old
-checkpoint or wholly the new one, whatever dies when.
+What is not whole has another name, beside it. ``.step-100.part`` is being built.
+``.step-100.old`` was there before, where a file system cannot exchange names.
+``.step-100.*.trash`` is being removed. So at the name itself is either the whole old
+checkpoint or the whole new one, whatever dies and when.
 
 Everything here blocks, and needs no tensors.
 """
@@ -28,7 +28,7 @@ from msgspec import Meta
 
 from aiockpt.errors import CheckpointNotFoundError, StorageError
 from aiockpt.format.entries import Count
-from aiockpt.storage.checkpoint_file import named
+from aiockpt.storage.files import named
 
 __all__ = [
     "MARKER",
@@ -62,14 +62,14 @@ _OLD = re.compile(r"\.(.+)\.old", re.DOTALL)
 
 
 class RankFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the marker says of a rank's file."""
+    """The marker's entry for a rank's file."""
 
     bytes: Count
     snapshot: str
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a marker holds; ``files`` are those of the ranks, by name."""
+    """The content of a marker; ``files`` are the ranks' files by name."""
 
     aiockpt: Count = _VERSION
     step: Count
@@ -82,8 +82,8 @@ class Checkpoint:
     """A whole checkpoint: where it is, and what its marker says.
 
     Attributes:
-        path: Its directory: the name that it was saved under, or what stands in for it
-            after a crash in the middle of a replacement.
+        path: Its directory: that of its name, or the ``.old`` one after a crash in the
+            middle of a replacement.
         name: The name that it was saved under.
         step: Its training step.
         world_size: How many ranks wrote it.
@@ -127,15 +127,15 @@ def step_of(path: StrPath) -> int:
 
 
 def settle(path: StrPath) -> Path:
-    """Return where a checkpoint of this name lies, links followed.
+    """Return the path of a checkpoint with all links followed.
 
     Raises:
-        StorageError: it has no name (``/``), or none that the system can look up.
+        StorageError: the path is the root, or the system cannot look it up.
     """
     try:
         settled = Path(path).resolve()
         with suppress(FileNotFoundError, NotADirectoryError):
-            settled.stat()  # what is too long, or not ours to see, says so
+            settled.stat()  # raises if the path is too long, or may not be looked up
     except (OSError, RuntimeError, ValueError) as error:  # ValueError: a NUL in it
         said = getattr(error, "strerror", None) or str(error)
         raise StorageError(str(path), said) from error
@@ -145,17 +145,17 @@ def settle(path: StrPath) -> Path:
 
 
 def part_of(path: Path) -> Path:
-    """Return where the checkpoint is built: a name that all ranks agree on."""
+    """Return the directory in which a checkpoint is built, the same on all ranks."""
     return path.with_name(f".{path.name}.part")
 
 
 def old_of(path: Path) -> Path:
-    """Return where the checkpoint before it waits, while one takes its place."""
+    """Return where the previous checkpoint waits while a new one takes its place."""
     return path.with_name(f".{path.name}.old")
 
 
 def encode_commit(step: int, files: Mapping[str, RankFile]) -> bytes:
-    """Return the marker of a checkpoint, as people can read it."""
+    """Return the marker of a checkpoint, as readable JSON."""
     commit = Commit(step=step, world_size=len(files), files=dict(files))
     return msgspec.json.format(msgspec.json.encode(commit), indent=2) + b"\n"
 
@@ -164,7 +164,7 @@ def checkpoint_at(path: StrPath) -> Checkpoint:
     """Return the whole checkpoint of this name.
 
     Raises:
-        CheckpointNotFoundError: there is none; the message says what there is.
+        CheckpointNotFoundError: there is none; the message says what is there.
         StorageError: its marker is damaged, or of a later version.
     """
     place = settle(path)
@@ -181,7 +181,7 @@ def checkpoint_at(path: StrPath) -> Checkpoint:
 
 
 def identity(place: Path) -> tuple[int, int] | None:
-    """Return what tells a directory from one that takes its name; None without one."""
+    """Return what tells a directory from one that takes its name, or None."""
     with suppress(OSError):
         found = place.stat()
         return found.st_dev, found.st_ino
@@ -198,10 +198,11 @@ def find_checkpoint(path: StrPath) -> Checkpoint | None:
 def list_checkpoints(directory: StrPath) -> list[Checkpoint]:
     """Return the whole checkpoints in a directory, by ascending step.
 
-    A warning names those that may be whole, and cannot be read.
+    A checkpoint whose marker cannot be read is left out, with a warning. A directory
+    that does not exist holds none.
 
     Raises:
-        StorageError: the directory cannot be read; there is none if it does not exist.
+        StorageError: the directory cannot be read.
     """
     found = [each for each in map(_readable, _names_in(Path(directory))) if each]
     return sorted(found, key=lambda each: (each.step, each.name))
@@ -213,7 +214,7 @@ def _readable(path: Path) -> Checkpoint | None:
     except CheckpointNotFoundError:
         return None
     except StorageError as error:
-        logger.warning("a checkpoint is passed over: %s", error)
+        logger.warning("a checkpoint is left out: %s", error)
         return None
 
 
@@ -235,7 +236,7 @@ def _names_in(directory: Path) -> Iterator[Path]:
 
 
 def _checkpoint_in(place: Path, name: str) -> Checkpoint | None:
-    """Return what is whole in a directory: marker, and every file at its full size."""
+    """Return the checkpoint in a directory if its marker and every file are whole."""
     commit = _read_marker(place / MARKER)
     if commit is None:
         return None
@@ -248,10 +249,10 @@ def _checkpoint_in(place: Path, name: str) -> Checkpoint | None:
 def _check_files(path: Path, commit: Commit) -> None:
     """Refuse a marker that does not name one file for each rank, and no other."""
     if len(commit.files) != commit.world_size:
-        detail = f"it names {len(commit.files)} files, of {commit.world_size} ranks"
+        detail = f"it names {len(commit.files)} files for {commit.world_size} ranks"
         raise StorageError(str(path), detail)
     for name in commit.files.keys() - map(rank_file, range(commit.world_size)):
-        raise StorageError(str(path), f"{name!r} names no file in it of a rank")
+        raise StorageError(str(path), f"{name!r} is not the name of a rank's file")
 
 
 def _size(path: Path) -> int:
@@ -270,7 +271,7 @@ def _read_marker(path: Path) -> Commit | None:
     try:
         return _decode(text)
     except (msgspec.MsgspecError, UnicodeError) as error:
-        raise StorageError(str(path), f"it is no marker: {error}") from error
+        raise StorageError(str(path), f"it is not a valid marker: {error}") from error
 
 
 class _Versioned(msgspec.Struct):
@@ -280,13 +281,13 @@ class _Versioned(msgspec.Struct):
 def _decode(text: bytes) -> Commit:
     version = msgspec.json.decode(text, type=_Versioned).aiockpt
     if version != _VERSION:
-        detail = f"format version {version}; this side knows version {_VERSION}"
+        detail = f"format version {version}; this library knows version {_VERSION}"
         raise msgspec.ValidationError(detail)
     return msgspec.json.decode(text, type=Commit)
 
 
 def _what_is_at(place: Path) -> str:
-    """Say why there is no checkpoint."""
+    """Return why there is no checkpoint."""
     if not place.exists():
         return "there is no such checkpoint"
     if not place.is_dir():

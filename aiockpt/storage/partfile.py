@@ -23,8 +23,8 @@ from typing import Final
 from aiockpt.errors import StorageError
 from aiockpt.format.header import LENGTH_BYTES, PREFIX
 from aiockpt.format.manifest import Manifest
-from aiockpt.storage.checkpoint_file import digest_of, named, sync_directory
-from aiockpt.storage.files import rename_to_new
+from aiockpt.storage.checkpoint_file import digest_of
+from aiockpt.storage.files import named, rename_to_new, sync_directory
 
 __all__ = ["TAKEN", "PartFile", "check_target"]
 

@@ -19,7 +19,7 @@ _PADDING: Final = 8
 
 
 class PlainSource:
-    """A live state as a `snapshotfile.Source` of a plain file.
+    """A live state as a `storage.write.Source` of a plain file.
 
     Raises:
         StateDictError: it is no dict of names and tensors, or one of the tensors is

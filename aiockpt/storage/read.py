@@ -23,7 +23,8 @@ from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.format.paths import Node
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.storage.checkpoint_file import after, header_of, named
+from aiockpt.storage.checkpoint_file import header_of
+from aiockpt.storage.files import after, named
 from aiockpt.transfer.landing import Landing, Ranges, Spare
 from aiockpt.transfer.segment import Segment
 from aiockpt.transfer.source import OnBytes, Verify

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and what dead processes left behind. Everything blocks."""
+"""Removes old checkpoints, and what dead processes left behind. Everything blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Final
 
 from aiockpt.errors import StorageError
-from aiockpt.storage.checkpoint_file import named
 from aiockpt.storage.directory import (
     MARKER,
     Checkpoint,
@@ -20,7 +19,7 @@ from aiockpt.storage.directory import (
     list_checkpoints,
     settle,
 )
-from aiockpt.storage.files import is_at, lock, remove_tree, trash
+from aiockpt.storage.files import is_at, lock, named, remove_tree, trash
 
 __all__ = ["retire", "superfluous", "sweep"]
 
@@ -28,7 +27,7 @@ _LEFTOVER = re.compile(r"\.(.+)\.(part|old|[0-9a-f]{8}\.trash)", re.DOTALL)
 
 _OURS = re.compile(r"(checkpoint_[0-9]+\.safetensors|commit\.json)(\.tmp)?")
 
-# On a file system whose locks other hosts do not see, age has to do.
+# Where other hosts do not see this host's locks, only age tells what is abandoned.
 _ABANDONED: Final = 3600.0
 
 
@@ -39,10 +38,10 @@ def superfluous(
     keep_every: int | None,
     spare: Collection[Path],
 ) -> list[Checkpoint]:
-    """Return which of ``checkpoints`` (by ascending step) need not stay.
+    """Return the checkpoints that need not stay, of a list by ascending step.
 
-    The last ``keep_last`` stay, those whose step is a multiple of ``keep_every``, and
-    those at ``spare``; never none of them.
+    These stay: the last ``keep_last`` (at least one), those whose step is a multiple
+    of ``keep_every``, and those at ``spare``.
     """
     stay = {checkpoint.path for checkpoint in checkpoints[-max(keep_last, 1) :]}
     return [
@@ -63,11 +62,11 @@ def retire(
 ) -> list[Checkpoint]:
     """Remove the `superfluous` checkpoints of a directory, each in one step.
 
-    Whatever is being read from one can be read on. A link is no checkpoint: what it
-    names stays, and what is elsewhere neither counts nor is touched.
+    A process that reads from one can go on. A checkpoint that a link in the directory
+    names stays. Checkpoints in other directories do not count and are not touched.
 
     Raises:
-        StorageError: one cannot be removed.
+        StorageError: one cannot be removed; the others are.
     """
     place, linked = settle(directory), set(_linked_from(directory))
     every = {each.path: each for each in list_checkpoints(directory)}
@@ -81,7 +80,7 @@ def retire(
     for checkpoint in found:
         try:
             _remove(checkpoint.path)
-        except StorageError as error:  # the others go all the same
+        except StorageError as error:  # the others are removed all the same
             failures.append(error)
     for failure in failures:
         raise failure
@@ -90,13 +89,14 @@ def retire(
 
 def _remove(path: Path) -> None:
     with named(path):
-        if not os.access(path, os.W_OK | os.X_OK):  # its files would stay, as trash
+        # Without this right, the files would stay in the trash.
+        if not os.access(path, os.W_OK | os.X_OK):
             raise StorageError(str(path), os.strerror(errno.EACCES))
         remove_tree(trash(path))
 
 
 def _linked_from(directory: StrPath) -> Iterator[Path]:
-    """Yield what the links in a directory name."""
+    """Yield the targets of the links in a directory."""
     with named(Path(directory)):
         links = [each.path for each in os.scandir(directory) if each.is_symlink()]
     for link in links:
@@ -105,11 +105,11 @@ def _linked_from(directory: StrPath) -> Iterator[Path]:
 
 
 def sweep(directory: StrPath, *, shared: bool) -> list[Path]:
-    """Remove what saves that died left behind; return what is gone.
+    """Remove what dead saves left behind; return the removed paths.
 
-    Directories of others stay, whatever they are called. What a process of this host
-    is writing is locked, and stays. With ``shared``, other hosts may be writing whose
-    locks this one cannot see: an hour must have passed.
+    Directories with other files in them stay, whatever their name. What a process of
+    this host is writing is locked, and stays. With ``shared``, other hosts may be
+    writing, whose locks this one cannot see: what is younger than an hour stays.
     """
     place = Path(directory)
     with suppress(OSError):
@@ -129,7 +129,7 @@ def _swept(place: Path, names: Iterable[str], age: float) -> Iterable[Path]:
         elif found[2] != "old":
             remove_tree(path)
         elif (path / MARKER).exists() and (place / found[1]).exists():
-            # Without the new one, it is the checkpoint.
+            # If the new one were not there, this would be the checkpoint.
             with suppress(OSError):
                 remove_tree(trash(path))
         if not path.exists():
@@ -137,7 +137,7 @@ def _swept(place: Path, names: Iterable[str], age: float) -> Iterable[Path]:
 
 
 def _sweep_part(path: Path, age: float) -> None:
-    """Remove what a dead save has written, if nobody writes any of it."""
+    """Remove what a dead save has written, if no process writes any of it."""
     with suppress(OSError), ExitStack() as stack:
         files: dict[Path, int] = {}
         for each in sorted(path.iterdir()):
@@ -150,6 +150,6 @@ def _sweep_part(path: Path, age: float) -> None:
         if young or not all(map(lock, files.values())):
             return
         for each, fd in files.items():
-            if is_at(each, fd):  # and not one that has taken its place
+            if is_at(each, fd):  # and not a new file that has taken its place
                 each.unlink()
         path.rmdir()

@@ -24,9 +24,9 @@ from aiockpt.storage.checkpoint_file import (
     chunk_errors,
     header_of,
     is_of_torch,
-    named,
     opened,
 )
+from aiockpt.storage.files import named
 
 __all__ = ["StateFile", "is_torch_file", "load_torch", "read_state_file"]
 

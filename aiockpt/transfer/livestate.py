@@ -33,7 +33,7 @@ _PIECE: Final = 16 << 20  # of a device's copies: long enough to run at full spe
 
 
 class LiveState:
-    """A state dict as a `snapshotfile.Source`. Blocks; nobody may mutate it meanwhile.
+    """A state dict as a `storage.write.Source`. Blocks; nobody may mutate it meanwhile.
 
     Args:
         state_dict: What is saved.

@@ -71,10 +71,13 @@ class TestWhole:
     @pytest.mark.parametrize(
         ("text", "reason"),
         [
-            (b"{", "no marker"),
-            (b"\xff", "no marker"),
-            (b'{"aiockpt": 2}', "format version 2; this side knows version 1"),
-            (b'{"aiockpt": 1, "step": -1, "world_size": 1, "files": {}}', "no marker"),
+            (b"{", "not a valid marker"),
+            (b"\xff", "not a valid marker"),
+            (b'{"aiockpt": 2}', "format version 2; this library knows version 1"),
+            (
+                b'{"aiockpt": 1, "step": -1, "world_size": 1, "files": {}}',
+                "not a valid marker",
+            ),
             (
                 b'{"aiockpt": 1, "step": 1, "world_size": 1, "files": {}}',
                 "names 0 files",
@@ -96,7 +99,7 @@ class TestWhole:
         path = save(tmp_path / "step-7", {"a": 1})
         text = (path / MARKER).read_text().replace(FILE, f"../x/{FILE}")
         (path / MARKER).write_text(text)
-        with pytest.raises(StorageError, match="names no file in it"):
+        with pytest.raises(StorageError, match="is not the name of a rank's file"):
             load(path)
 
     @pytest.mark.parametrize("ranks", [2, 10**18])
@@ -107,7 +110,7 @@ class TestWhole:
         path = save(tmp_path / "step-7", {"a": 1})
         text = (path / MARKER).read_text().replace('size": 1', f'size": {ranks}')
         (path / MARKER).write_text(text)
-        with pytest.raises(StorageError, match=f"names 1 files, of {ranks} ranks"):
+        with pytest.raises(StorageError, match=f"names 1 files for {ranks} ranks"):
             load(path)
         assert latest(tmp_path) is None
 
@@ -288,8 +291,8 @@ class TestListing:
         assert steps(tmp_path) == [1]
         (record,) = caplog.records
         assert record.levelname == "WARNING"
-        assert "a checkpoint is passed over: " in record.getMessage()
-        assert "s-2/commit.json: it is no marker" in record.getMessage()
+        assert "a checkpoint is left out: " in record.getMessage()
+        assert "s-2/commit.json: it is not a valid marker" in record.getMessage()
 
     def test_a_step_that_was_given(self, tmp_path: Path) -> None:
         """The name need not tell it."""

@@ -81,7 +81,7 @@ class TestAnotherUser:
             assert DENIED in said[f"{command} {kind}"]
 
     def test_a_list_of_what_may_not(self, said: dict[str, Any]) -> None:
-        """The directory is refused; a checkpoint in it is passed over, and named."""
+        """The directory is refused; a checkpoint in it is left out, and named."""
         for kind in ("closed", "blind"):
             assert said[f"latest {kind}"].startswith("StorageError: ")
             assert said[f"ls {kind}"].startswith("1: ")

@@ -32,7 +32,7 @@ from aiockpt.memory.arena import Arena, ArenaPool
 from aiockpt.storage import commit
 from aiockpt.storage.checkpoint_file import read_header, verify_chunks
 from aiockpt.storage.directory import latest
-from aiockpt.storage.snapshotfile import BLOCK, write_source
+from aiockpt.storage.write import BLOCK, write_source
 from aiockpt.testing import assert_same, small_disk
 from aiockpt.testing.devices import FakeAccelerator
 from aiockpt.transfer.livestate import LiveState

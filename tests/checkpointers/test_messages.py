@@ -1,0 +1,79 @@
+"""Exceptions and keywords as data, between the checkpoint process and the trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from aiockpt.checkpointers.messages import (
+    Failure,
+    decode_keywords,
+    encode_keywords,
+    error_of,
+    failure_of,
+)
+from aiockpt.errors import (
+    AiockptError,
+    CheckpointNotFoundError,
+    IntegrityError,
+    PeerFailedError,
+    StorageError,
+    TransferTimeoutError,
+    UnsupportedLeafError,
+    WorkerError,
+    WorkerTimeoutError,
+)
+
+ERRORS: list[AiockptError] = [
+    StorageError("/ckpt/step-1", "No space left on device"),
+    CheckpointNotFoundError("/ckpt/step-1", "there is no such checkpoint"),
+    IntegrityError(chunk=3, expected="aa", actual="bb", url="/ckpt/step-1"),
+    PeerFailedError(1, "its disk is full"),
+    TransferTimeoutError("the barrier", 1.5),
+    WorkerError("the checkpoint process ended"),
+    WorkerTimeoutError("the checkpoint process did not start"),
+]
+
+
+def crossed(error: BaseException, doing: str = "writing /ckpt") -> AiockptError:
+    """Return what the trainer raises when the process has failed with an error."""
+    sent = msgspec.json.encode(failure_of(error))
+    return error_of(msgspec.json.decode(sent, type=Failure), doing)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_of_the_package_stays_what_it_is(error: AiockptError) -> None:
+    """It has its class, its facts and its message, and the traceback as a note."""
+    found = crossed(error)
+    assert type(found) is type(error)
+    assert str(found) == str(error)
+    (note,) = found.__notes__
+    assert note.startswith("in the checkpoint process:\n")
+
+
+def test_an_error_of_the_writers_own() -> None:
+    """It becomes a ``WorkerError`` that says what was being done."""
+    found = crossed(ZeroDivisionError("on purpose"))
+    assert type(found) is WorkerError
+    assert str(found) == "writing /ckpt raised ZeroDivisionError: on purpose"
+    assert "ZeroDivisionError" in found.remote_traceback
+
+
+def test_text_that_is_none() -> None:
+    """A path may hold bytes that are not text, and a message may be long."""
+    found = crossed(StorageError("/ckpt/\udcff", "x" * 100_000))
+    assert isinstance(found, StorageError)
+    assert found.path == "/ckpt/\\udcff"
+    assert len(str(found)) < 20_000
+
+
+KEYWORDS: dict[str, Any] = {"step": 3, "tags": ("a", {"b": None}), "rate": 0.5}
+
+
+def test_keywords_come_back_as_they_were() -> None:
+    """Containers keep their types; what is not data is refused by its name."""
+    assert decode_keywords(encode_keywords(KEYWORDS)) == KEYWORDS
+    with pytest.raises(UnsupportedLeafError, match="hook"):
+        encode_keywords({"hook": print})
