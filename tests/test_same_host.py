@@ -23,8 +23,7 @@ import aiockpt.http
 import neighbour
 from aiockpt import AuthenticationError, LimitExceededError, Limits
 from aiockpt.events import TransferEvent, add_hook
-from aiockpt.http import borrowing, lending
-from aiockpt.http.hosts import identity
+from aiockpt.http import borrowing, shared_memory
 from aiockpt.http.memory_protocol import (
     OFFER_HEADER,
     PROBE_HEADER,
@@ -36,6 +35,7 @@ from aiockpt.http.memory_protocol import (
     parse_offer,
 )
 from aiockpt.http.protocol import parse_metadata
+from aiockpt.http.shared_memory import identity
 from aiockpt.memory.arena import CAN_LEND, LENT_SEALS
 from aiockpt.runtime.packets import arrival
 from aiockpt.runtime.packets import receive as packet_of
@@ -409,7 +409,7 @@ class TestWho:
 
     async def test_guests_that_say_nothing_are_let_go(self, monkeypatch) -> None:
         """They cost a descriptor for a moment, and never more than there may be."""
-        monkeypatch.setattr(lending, "_PATIENCE", 0.2)
+        monkeypatch.setattr(shared_memory, "_PATIENCE", 0.2)
         async with transport(same_host=True, max_readers=2) as sender:
             await sender.send_checkpoint([1], 1, weights())
             given = parse_offer(await offered(sender, **{PROBE_HEADER: probe()}))
@@ -422,7 +422,7 @@ class TestWho:
 
     async def test_old_tickets_are_forgotten(self, monkeypatch) -> None:
         """By age and by number."""
-        monkeypatch.setattr(lending, "_TICKETS", 2)
+        monkeypatch.setattr(shared_memory, "_TICKETS", 2)
         async with transport(same_host=True) as sender:
             await sender.send_checkpoint([1], 1, weights())
             given = [
@@ -535,7 +535,7 @@ class TestForged:
         async def forge(*_: Any) -> str:
             return offer
 
-        monkeypatch.setattr(lending.Lender, "offer", forge)
+        monkeypatch.setattr(shared_memory.Lender, "offer", forge)
         async with lending_pair() as (sender, receiver):
             await sender.send_checkpoint([1], 1, weights(1.0))
             return await receive(sender, receiver, **options)

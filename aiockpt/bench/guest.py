@@ -13,7 +13,7 @@ import aiohttp
 
 from aiockpt.bench.timed import Cost, timed
 from aiockpt.events import Progress
-from aiockpt.http.credentials import find_credentials
+from aiockpt.http.auth import find_credentials
 from aiockpt.http.protocol import (
     Resource,
     ResourceKind,

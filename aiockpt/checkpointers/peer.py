@@ -13,8 +13,8 @@ from typing import Final
 from aiockpt.checkpointers.sources import Reading
 from aiockpt.format.chunks import chunks_over
 from aiockpt.format.manifest import Manifest
+from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient, ClientConfig
-from aiockpt.http.credentials import find_credentials
 from aiockpt.http.download import Download
 from aiockpt.http.download import Peer as DownloadPeer
 from aiockpt.http.manifests import (

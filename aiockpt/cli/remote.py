@@ -23,8 +23,8 @@ from aiockpt.errors import (
 )
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
+from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient, ClientConfig
-from aiockpt.http.credentials import find_credentials
 from aiockpt.http.manifests import PATIENCE, LatestInfo, chase
 from aiockpt.http.protocol import Lease, Source
 from aiockpt.http.retry import poll

@@ -20,7 +20,6 @@ from aiockpt.events import TransferEvent, add_hook
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.audit import Access
 from aiockpt.http.handlers import SMALL_BYTES
-from aiockpt.http.lending import Lender
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.server_messages import (
     Counters,
@@ -39,6 +38,7 @@ from aiockpt.http.server_messages import (
     Spent,
     decode_to_server,
 )
+from aiockpt.http.shared_memory import Lender
 from aiockpt.http.store import Store
 from aiockpt.memory.arena import sealed
 from aiockpt.memory.mapped import MappedSnapshot, trusted_header

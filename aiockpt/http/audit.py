@@ -1,9 +1,9 @@
 """Who fetched what: one line for each answer, on a logger of its own.
 
-``aiockpt.audit`` gets a record for every request that a checkpoint's bytes, or a
-refusal for lack of a token, answered. The record's argument is an :class:`Access`,
-for programs that want more than a line. All is at ``INFO``, so it is off until somebody
-turns it on.
+The logger ``aiockpt.audit`` gets a record for every request that was answered with a
+checkpoint's bytes, or refused for lack of a token. The argument of the record is an
+:class:`Access`, for programs that want more than a line. All records are at ``INFO``,
+so they are off by default.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Final
 
 from aiohttp import web
 
@@ -20,24 +23,24 @@ __all__ = ["VISIT", "Access", "Auditor", "Visit"]
 
 logger = logging.getLogger("aiockpt.audit")
 
-_REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, 421)
-_BURST = 20  # lines about refusals in one period; whoever scans a port sends thousands
-_PERIOD = 60.0
-_LONGEST = 200
-_STEP = re.compile(r"[0-9]{1,19}")
+_REFUSED: Final = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, 421)
+_BURST: Final = 20  # lines about refusals in one period; a port scan sends thousands
+_PERIOD: Final = 60.0
+_LONGEST: Final = 200
+_STEP: Final = re.compile(r"[0-9]{1,19}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """One request, and what it got.
+    """One request, and how it was answered.
 
     Attributes:
         peer: The address at the other end of the connection: behind a proxy, the
-            proxy's; ``pid:`` and a number where a process of this host took memory.
-        receiver: Whose token it was; empty for the token that is everybody's.
-        method, path: What was asked for, without any query; ``LEND`` is memory.
+            proxy's; ``pid:`` and a number if a process of this host took memory.
+        receiver: The receiver that the token was made for; empty for the shared token.
+        method, path: What was asked for, without any query; ``LEND`` for memory.
         step: The step in the path.
-        status: The HTTP status of the answer; 499 where the client left before it.
+        status: The HTTP status of the answer; 499 if the client left before it.
         nbytes: Bytes of the body that were sent.
         outcome: ``sent``, ``refused``, or why the body was not sent whole: ``gone``,
             ``stalled``, ``evicted``; ``lent`` for memory.
@@ -63,7 +66,7 @@ class Access:
 
 @dataclass(slots=True)
 class Visit:
-    """What is learnt of one request while it is answered."""
+    """What is known of one request while it is answered."""
 
     receiver: str = ""
     status: int = 499
@@ -71,7 +74,7 @@ class Visit:
     outcome: str = ""
 
     def access(self, request: web.Request) -> Access:
-        """Return the record of it."""
+        """Return the record of the request."""
         step = request.match_info.get("step", "")
         refused = self.status >= HTTPStatus.BAD_REQUEST
         return Access(
@@ -87,11 +90,11 @@ class Visit:
 
 
 VISIT: web.RequestKey[Visit] = web.RequestKey("aiockpt.visit", Visit)
-"""Where a request keeps it."""
+"""The key of a request's :class:`Visit`."""
 
 
 class Auditor:
-    """Logs accesses at INFO; of refusals a bounded number, and the rest as a count."""
+    """Logs accesses at INFO; of many refusals it logs some, and counts the others."""
 
     def __init__(self) -> None:
         self._since = -_PERIOD
@@ -99,6 +102,15 @@ class Auditor:
 
     def __repr__(self) -> str:
         return f"<Auditor refusals={self._refusals}>"
+
+    @contextmanager
+    def visit(self, request: web.Request) -> Iterator[Visit]:
+        """Log a request at the end of the block, which learns how it is answered."""
+        visit = request[VISIT] = Visit()
+        try:
+            yield visit
+        finally:
+            self.note(visit.access(request))
 
     def note(self, access: Access) -> None:
         """Log one access."""

@@ -24,8 +24,7 @@ import aiohttp
 from aiohttp import ClientResponse, StreamReader
 
 from aiockpt.errors import LocalProtocolError
-from aiockpt.http.plain import duplicate
-from aiockpt.http.pumps import WORTH, Pumps, Turn
+from aiockpt.http.sockets import MIN_TURN_BYTES, IOThreads, Turn, duplicate
 
 __all__ = ["BodyWriter", "Buffers", "Observer", "read_body"]
 
@@ -266,7 +265,7 @@ def _no_buffers(start: int, stop: int) -> Sequence[memoryview]:
 
 
 async def read_body(
-    response: ClientResponse, writer: BodyWriter, threads: Pumps | None
+    response: ClientResponse, writer: BodyWriter, threads: IOThreads | None
 ) -> None:
     """Read a body, which must be exactly as long as what remains of ``writer``.
 
@@ -332,7 +331,7 @@ class _DirectReader(asyncio.BufferedProtocol):
     """Takes the place of aiohttp's protocol while a body arrives."""
 
     def __init__(
-        self, writer: BodyWriter, connection: _Connection, threads: Pumps
+        self, writer: BodyWriter, connection: _Connection, threads: IOThreads
     ) -> None:
         self._writer = writer
         self._connection = connection
@@ -349,7 +348,7 @@ class _DirectReader(asyncio.BufferedProtocol):
         A thread takes a turn whenever bytes have come.
         """
         writer, transport = self._writer, self._connection.transport
-        if writer.remaining >= WORTH:
+        if writer.remaining >= MIN_TURN_BYTES:
             self._sock = duplicate(transport)
         self._install(self)
         try:
@@ -413,7 +412,7 @@ class _DirectReader(asyncio.BufferedProtocol):
             self._wake()
 
     def _is_worth_a_turn(self) -> bool:
-        worth = self._sock is not None and self._writer.remaining >= WORTH
+        worth = self._sock is not None and self._writer.remaining >= MIN_TURN_BYTES
         return worth and self._threads.free
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -20,8 +20,8 @@ import msgspec
 
 from aiockpt.format.chunks import ChunkHasher, HashedChunk
 from aiockpt.format.manifest import Outline
-from aiockpt.http.forks import close_in_forks
 from aiockpt.http.memory_protocol import MAX_MESSAGE, RETURNED, Ask, Lent, parse_offer
+from aiockpt.http.sockets import close_in_forks
 from aiockpt.memory.arena import LENT_SEALS, Arena, Borrowed
 from aiockpt.runtime.packets import arrival, is_ours, receive
 

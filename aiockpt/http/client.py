@@ -42,10 +42,9 @@ from aiockpt.http.connecting import Connector
 from aiockpt.http.options import require, require_type
 from aiockpt.http.problems import from_problem
 from aiockpt.http.protocol import LEASE_HEADER, Source
-from aiockpt.http.pumps import Pumps
-from aiockpt.http.reach import CheckedResolver, Reach
 from aiockpt.http.retry import HostLimitError, OnRetry, Patience, Retries
-from aiockpt.http.security import Security
+from aiockpt.http.security import CheckedResolver, Reach, Security
+from aiockpt.http.sockets import IOThreads
 from aiockpt.runtime.host_limits import is_callers, is_hosts, refused_by_host
 from aiockpt.runtime.secrets import severed
 
@@ -162,7 +161,7 @@ class Reply:
         request: Request,
         response: ClientResponse,
         timer: _StallTimer,
-        threads: Pumps | None,
+        threads: IOThreads | None,
     ) -> None:
         self.request = request
         self.status = response.status
@@ -246,7 +245,7 @@ class CheckpointClient:
         self._owns_session = session is None
         self._reach = Reach(config.security)
         self._resolver: CheckedResolver | None = None
-        self._threads = Pumps("aiockpt-receive")
+        self._threads = IOThreads("aiockpt-receive")
         self._closed = False
         self._end = asyncio.Event()
 

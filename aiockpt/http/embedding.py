@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import hdrs, web
 
 from aiockpt.errors import LocalProtocolError
-from aiockpt.http import embed
+from aiockpt.http import handlers
 from aiockpt.http.handlers import CheckpointService
 from aiockpt.http.protocol import LATEST
 from aiockpt.http.transport import HTTPTransport
@@ -71,7 +71,7 @@ def routes(
         LocalProtocolError: ``prefix`` has characters that a URL would quote.
     """
     _check_prefix(prefix)
-    return embed.routes(transport.mount(prefix), prefix)
+    return handlers.routes(transport.mount(prefix), prefix)
 
 
 def get_transport(

@@ -1,8 +1,9 @@
-"""Answers requests from a store, inside any aiohttp application.
+"""Answer requests from a store, inside any aiohttp application.
 
-Nothing here relies on the application around it: not on its middlewares, nor on the
-options of its runner. So a handler finds out by itself that its client has left, has
-its own limits, and never lets a lost connection become a traceback.
+A request takes these steps: admit it, find the publication, plan the reply, send it.
+Nothing here relies on the application around it, neither on its middlewares nor on
+the options of its runner. So a handler finds out by itself that its client has left,
+has limits of its own, and never lets a lost connection become a traceback.
 """
 
 from __future__ import annotations
@@ -10,62 +11,106 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from aiohttp import web
 
 from aiockpt.errors import (
     AiockptError,
     ClosedError,
+    LocalProtocolError,
     RemoteProtocolError,
     StepNotFoundError,
 )
 from aiockpt.events import TransferEvent, emit
 from aiockpt.http import protocol as http
 from aiockpt.http import sockets
-from aiockpt.http.audit import VISIT, Auditor, Visit
-from aiockpt.http.bodies import FileBody
-from aiockpt.http.guard import RefusedError, ServerConfig, admit
-from aiockpt.http.landing import landing_reply
-from aiockpt.http.lending import Lender
+from aiockpt.http.audit import VISIT, Auditor
+from aiockpt.http.auth import admit
+from aiockpt.http.body_writer import BodySender, Outcome
 from aiockpt.http.memory_protocol import OFFER_HEADER, PROBE_HEADER
 from aiockpt.http.problems import PeerBusy, to_problem
-from aiockpt.http.pumps import Pumps
-from aiockpt.http.replies import (
+from aiockpt.http.responses import (
     COMMON_HEADERS,
+    RefusedError,
     Reply,
+    landing_reply,
     latest_reply,
     no_news_headers,
     plan_reply,
 )
-from aiockpt.http.rounds import Rounds
-from aiockpt.http.sending import Outcome, Sending
-from aiockpt.http.store import Publication, Store
+from aiockpt.http.shared_memory import Lender
+from aiockpt.http.store import Publication, Servable, Store
 from aiockpt.http.tokens import ManifestMacs
 
-__all__ = ["CheckpointService", "ServerStatistics"]
-
-SMALL_BYTES = 64 << 10
-"""A body up to this size is copied and handed to aiohttp whole."""
-
-_RETRY_AFTER = 1.0
+__all__ = [
+    "SMALL_BYTES",
+    "CheckpointService",
+    "ServerConfig",
+    "ServerStatistics",
+    "routes",
+]
 
 logger = logging.getLogger("aiockpt")
 
+SMALL_BYTES: Final = 64 << 10
+"""A body up to this size is copied and handed to aiohttp whole."""
 
-class _Stream(web.StreamResponse):
-    """A response that no application compresses: its length and digest are given."""
+_RETRY_AFTER: Final = 1.0  # seconds
+_PER_ROUND: Final = 16  # requests that begin in one round of the loop
 
-    def enable_compression(self, *_: object, **__: object) -> None:
-        """Ignore it: receivers accept no coding, and a range of one makes no sense."""
+_LEVELS: Final = {
+    Outcome.SENT: logging.DEBUG,
+    Outcome.GONE: logging.INFO,
+    Outcome.STALLED: logging.WARNING,
+    Outcome.EVICTED: logging.WARNING,
+}
 
 
-class _Answer(_Stream, web.Response):
-    """Such a response with its whole body."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """What a server needs to know; the defaults live with the transport.
+
+    Attributes:
+        token: The bearer token that every request must carry; None only together
+            with ``insecure``. A certificate that TLS asks for comes on top.
+        insecure: Serve everybody who can connect and names the server by an IP
+            address, ``localhost`` or one of ``hosts``.
+        stall_timeout: Seconds without progress after which a reader is aborted.
+        default_wait: Seconds to wait for a step if the request does not say.
+        max_wait: The most seconds that ``Prefer: wait=N`` may ask for.
+        max_readers: Bodies sent at once; further requests are answered 503.
+        hosts: Host names that an insecure server answers to.
+        prefix: The path under which the checkpoints are.
+        manifest_key: The key that authenticates manifests, if any.
+        keep_superseded: How many superseded snapshots stay while they are read.
+        incarnation: The id of this start of the sender.
+        own_sockets: Whether `listen.open_sockets` made the listening sockets.
+    """
+
+    token: str | None = field(repr=False)
+    insecure: bool
+    stall_timeout: float
+    default_wait: float
+    max_wait: float
+    max_readers: int
+    hosts: frozenset[str]
+    prefix: str
+    manifest_key: bytes | None = field(default=None, repr=False)
+    keep_superseded: int = 1
+    incarnation: str = "0"
+    own_sockets: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.token is None) != self.insecure:
+            raise LocalProtocolError(
+                "the server must know who may read: pass a token, or insecure=True"
+            )
 
 
 class ServerStatistics(NamedTuple):
@@ -81,6 +126,17 @@ class ServerStatistics(NamedTuple):
     evicted: int
 
 
+class _Stream(web.StreamResponse):
+    """A response that no application compresses: its length and digest are given."""
+
+    def enable_compression(self, *_: object, **__: object) -> None:
+        """Ignore it: receivers accept no coding, and a range of one makes no sense."""
+
+
+class _Answer(_Stream, web.Response):
+    """Such a response with its whole body."""
+
+
 class CheckpointService:
     """The handlers over one store; any number of applications may route to them."""
 
@@ -90,16 +146,16 @@ class CheckpointService:
         self.store = store
         self.config = config
         self._lender = lender
-        self._pumps = Pumps("aiockpt-serve")
-        self._rounds = Rounds()
-        self._sendings: set[Sending] = set()
+        self._threads = sockets.IOThreads("aiockpt-serve")
+        self._rounds = _Rounds()
+        self._bodies: set[BodySender] = set()
         self._readers = 0
         self._waiting = 0
-        self._identity = {http.INCARNATION_HEADER: config.incarnation}
-        self._closed = False
         self._counts: Counter[str] = Counter()
+        self._identity = {http.INCARNATION_HEADER: config.incarnation}
         self._macs = ManifestMacs(config.manifest_key)
         self._auditor = Auditor()
+        self._closed = False
 
     def __repr__(self) -> str:
         step = self.store.statistics().step
@@ -113,59 +169,52 @@ class CheckpointService:
     def close(self) -> None:
         """Abort the bodies that are being sent, refuse every request. Idempotent."""
         self._closed = True
-        for sending in tuple(self._sendings):
-            sending.evict()
-        self._pumps.close()
+        for body in tuple(self._bodies):
+            body.evict()
+        self._threads.close()
 
     async def resource(self, request: web.Request) -> web.StreamResponse:
         """Answer a request for ``{step}/{what}``, or ``latest/{what}``."""
-        return await self._guarded(request, self._resource)
+        return await self._answer(request, self._resource)
 
     async def latest(self, request: web.Request) -> web.StreamResponse:
-        """Answer which step is being served, or wait for one after another."""
-        return await self._guarded(request, self._latest)
+        """Answer which step is served, or wait for one after another."""
+        return await self._answer(request, self._latest)
 
     async def landing(self, request: web.Request) -> web.StreamResponse:
-        """Answer what is being served, at the address that people know."""
-        return await self._guarded(request, self._landing)
+        """Answer what is served, at the address that people know."""
+        return await self._answer(request, self._landing)
 
-    async def _guarded(
+    async def _answer(
         self,
         request: web.Request,
-        answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
+        handle: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        visit = request[VISIT] = Visit()
-        try:
-            response = await self._answered(request, answer)
-            visit.status = response.status
-            return response
-        finally:
-            self._auditor.note(visit.access(request))
-
-    async def _answered(
-        self,
-        request: web.Request,
-        answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
-    ) -> web.StreamResponse:
+        """Admit a request and handle it; turn errors into responses; audit it."""
         self._counts["requests"] += 1
-        await self._rounds.begin()
-        try:
-            self._admit(request)
-            return await answer(request)
-        except ConnectionError:
-            # Nobody will read this: aiohttp wants a response, and finds out itself.
-            self._counts["gone"] += 1
-            return _Answer(status=HTTPStatus.SERVICE_UNAVAILABLE)
-        except AiockptError as error:
-            self._counts["refused"] += 1
-            response = _response_to(error)
-            response.headers.update(self._identity)
-            return response
+        with self._auditor.visit(request) as visit:
+            try:
+                await self._rounds.begin()
+                self._admit(request)
+                response = await handle(request)
+            except ConnectionError:
+                # Nobody reads this, but aiohttp wants a response.
+                self._counts["gone"] += 1
+                response = _Answer(status=HTTPStatus.SERVICE_UNAVAILABLE)
+            except AiockptError as error:
+                self._counts["refused"] += 1
+                response = _response_to(error)
+                response.headers.update(self._identity)
+            visit.status = response.status
+        return response
+
+    # -------------------------------------------------------------- admitting
 
     def _admit(self, request: web.Request) -> None:
         if self._closed:
             raise ClosedError("the server")
-        grant = admit(request.headers, self.config)
+        config = self.config
+        grant = admit(request.headers, token=config.token, hosts=config.hosts)
         if grant is not None:
             request[VISIT].receiver = grant.receiver
             grant.check(request.match_info.get("step"), now=time.time())
@@ -175,25 +224,27 @@ class CheckpointService:
                 f"{request.method} is not answered here",
                 {"Allow": "GET, HEAD"},
             )
-        transport = _transport_of(request)
-        patience, own = self.config.stall_timeout, self.config.own_sockets
-        sockets.tune(transport, dead_after=2 * patience, began_classic=own)
+        sockets.tune(
+            _transport_of(request),
+            dead_after=2 * config.stall_timeout,
+            began_classic=config.own_sockets,
+        )
+
+    # --------------------------------------------------------------- handling
 
     async def _latest(self, request: web.Request) -> web.StreamResponse:
         after = http.parse_after(request.query.getall(http.AFTER, []))
         known = request.headers.get(http.INCARNATION_HEADER)
+        # After a restart of the sender, whatever it serves is news.
         restarted = known is not None and known != self.config.incarnation
         try:
-            if after is None or restarted:  # whatever is served is news
-                published = await self._resolve(request)
-            else:
-                published = await self._resolve(request, after=after)
+            publication = await self._find(request, after=None if restarted else after)
         except StepNotFoundError as nothing:
             if after is None:
                 raise
             headers = {**no_news_headers(nothing.serving), **self._identity}
             return _Answer(status=HTTPStatus.NO_CONTENT, headers=headers)
-        headers, body = latest_reply(published.servable.manifest)
+        headers, body = latest_reply(publication.servable.manifest)
         return _Answer(body=body, headers={**headers, **self._identity})
 
     async def _landing(self, request: web.Request) -> web.StreamResponse:
@@ -211,33 +262,27 @@ class CheckpointService:
         if lease is not None and ends:
             self.store.end_lease(lease)
             return _Stream(status=HTTPStatus.NO_CONTENT, headers=self._identity)
-        if request.match_info["step"] == http.LATEST:
-            published = await self._resolve(request)
-            resource = _resource_of(request, str(published.step))
+        step = request.match_info["step"]
+        if step == http.LATEST:
+            publication = await self._find(request)
+            resource = _resource_of(request, str(publication.step))
         else:
-            resource = _resource_of(request, request.match_info["step"])
-            published = await self._find(request, resource.step, lease)
-        manifest = published.servable.manifest
+            resource = _resource_of(request, step)
+            publication = await self._find(request, step=resource.step, lease=lease)
+        manifest = publication.servable.manifest
         reply = plan_reply(resource, manifest, request.headers, request.method)
         if lease is not None and request.method == "GET":
-            self.store.lease(published, lease, patience=self.config.stall_timeout)
+            patience = self.config.stall_timeout
+            self.store.lease(publication, lease, patience=patience)
         reply.headers.update(self._identity)
         if resource.kind is http.ResourceKind.METADATA:
             reply.headers.update(await self._macs.headers_of(manifest))
-            reply.headers.update(await self._offer(request, published, lease))
+            reply.headers.update(await self._offer(request, publication, lease))
         if request.method == "HEAD" or reply.status == HTTPStatus.NOT_MODIFIED:
             return _Stream(status=reply.status, headers=reply.headers)
-        with self._admission():
-            return await self._send(request, published, reply, lease)
+        return await self._send(request, publication, reply, lease)
 
     async def _find(
-        self, request: web.Request, step: int, lease: http.Lease | None
-    ) -> Publication:
-        """Return the snapshot that a receive has leased, or the one that is served."""
-        found = None if lease is None else self.store.leased(lease, step)
-        return found or await self._resolve(request, step=step, lease=lease)
-
-    async def _resolve(
         self,
         request: web.Request,
         *,
@@ -247,16 +292,21 @@ class CheckpointService:
     ) -> Publication:
         """Return the publication that a request names, waiting as long as it may.
 
-        That is the one of ``step``, or the first one after the step ``after``, or,
-        without either, whatever is served.
+        That is the snapshot of ``step`` on which its receive holds a lease, or the
+        published ``step``, or the first one after the step ``after``, or, if nothing
+        is named, whatever is served.
         """
+        if lease is not None and step is not None:
+            leased = self.store.leased(lease, step)
+            if leased is not None:
+                return leased
         is_named = step is not None or after is not None
         default = self.config.default_wait if is_named else 0.0
         asked = http.parse_prefer_wait(request.headers.get("Prefer"))
         wait = min(default if asked is None else asked, self.config.max_wait)
 
         def check() -> None:
-            _transport_of(request)  # an application around us need not notice
+            _transport_of(request)  # the application around us need not notice
             if self._closed:
                 raise ClosedError("the server")
 
@@ -271,116 +321,180 @@ class CheckpointService:
     async def _offer(
         self,
         request: web.Request,
-        published: Publication,
+        publication: Publication,
         lease: http.Lease | None,
     ) -> Mapping[str, str]:
-        """Offer the memory itself to who asks from this host."""
+        """Return the header that offers the memory to a receiver on this host."""
         if self._lender is None or request.method != "GET":
             return {}
         probe, receiver = request.headers.get(PROBE_HEADER), request[VISIT].receiver
-        offer = await self._lender.offer(published, probe, receiver, lease)
+        offer = await self._lender.offer(publication, probe, receiver, lease)
         # A ticket is good once: no cache should keep it.
         return {OFFER_HEADER: offer, "Cache-Control": "no-store"} if offer else {}
 
-    @contextmanager
-    def _admission(self) -> Iterator[None]:
-        if self._readers >= self.config.max_readers:
-            raise PeerBusy(retry_after=_RETRY_AFTER)
-        self._readers += 1
-        try:
-            yield
-        finally:
-            self._readers -= 1
+    # ---------------------------------------------------------------- sending
 
     async def _send(
         self,
         request: web.Request,
-        published: Publication,
+        publication: Publication,
         reply: Reply,
         lease: http.Lease | None,
     ) -> web.StreamResponse:
-        body = FileBody(published.servable, reply.start, reply.stop)
-        sending = Sending(
+        """Send the reply's part of the file that a publication is."""
+        if self._readers >= self.config.max_readers:
+            raise PeerBusy(retry_after=_RETRY_AFTER)
+        servable, nbytes = publication.servable, reply.stop - reply.start
+
+        def views(start: int, stop: int) -> list[memoryview]:
+            return _file_views(servable, reply.start + start, reply.start + stop)
+
+        body = BodySender(
             _transport_of(request),
+            nbytes,
+            views,
             stall_timeout=self.config.stall_timeout,
-            pumps=self._pumps,
+            threads=self._threads,
         )
-        async with self.store.reading(published, evict=sending.evict, lease=lease):
-            if body.nbytes <= SMALL_BYTES:
-                data = b"".join(body.views(0, body.nbytes))
-                self._counts["bytes_sent"] += len(data)
-                request[VISIT].nbytes = len(data)
-                return _Answer(status=reply.status, body=data, headers=reply.headers)
-            response = _Stream(status=reply.status, headers=reply.headers)
-            with self._accounting(request, published.step, sending):
-                await sending.run(request, response, body)
-        return response
+        self._readers += 1
+        try:
+            async with self.store.reading(publication, evict=body.evict, lease=lease):
+                if nbytes <= SMALL_BYTES:
+                    data = b"".join(views(0, nbytes))
+                    self._counts["bytes_sent"] += nbytes
+                    request[VISIT].nbytes = nbytes
+                    return _Answer(
+                        status=reply.status, body=data, headers=reply.headers
+                    )
+                response = _Stream(status=reply.status, headers=reply.headers)
+                with self._accounting(request, publication.step, body):
+                    await body.run(request, response)
+            return response
+        finally:
+            self._readers -= 1
 
     @contextmanager
     def _accounting(
-        self, request: web.Request, step: int, sending: Sending
+        self, request: web.Request, step: int, body: BodySender
     ) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        self._sendings.add(sending)
+        self._bodies.add(body)
         try:
             yield
         finally:
-            self._sendings.discard(sending)
-            self._counts["bytes_sent"] += sending.sent
-            outcome = sending.outcome or Outcome.GONE
+            self._bodies.discard(body)
+            self._counts["bytes_sent"] += body.sent
+            outcome = body.outcome or Outcome.GONE
             if outcome is not Outcome.SENT:
                 self._counts[outcome.value] += 1
             visit = request[VISIT]
-            visit.nbytes, visit.outcome = sending.sent, outcome.value
-            emit(_event_of(outcome, step, request, sending, loop.time() - began))
+            visit.nbytes, visit.outcome = body.sent, outcome.value
+            emit(
+                TransferEvent(
+                    stop="evict" if outcome is Outcome.EVICTED else "serve",
+                    step=step,
+                    peer=request.remote or "",
+                    nbytes=body.sent,
+                    seconds=loop.time() - began,
+                    detail="" if outcome is Outcome.SENT else outcome.value,
+                    level=_LEVELS[outcome],
+                )
+            )
 
 
-_LEVELS = {
-    Outcome.SENT: logging.DEBUG,
-    Outcome.GONE: logging.INFO,
-    Outcome.STALLED: logging.WARNING,
-    Outcome.EVICTED: logging.WARNING,
-}
+def routes(service: CheckpointService, prefix: str) -> list[web.RouteDef]:
+    """Return the routes below ``prefix`` ("" for a sub-application's root).
+
+    They take every method: a method but ``GET`` and ``HEAD`` gets our own 405.
+    """
+    base = prefix.rstrip("/")
+    landings = [f"{base}/", base] if base else ["/"]
+    latest, resource = f"{base}/{http.LATEST}", f"{base}/{{step}}/{{what}}"
+    return [
+        *(web.get(path, service.landing) for path in landings),
+        web.route("*", latest, service.latest, expect_handler=_ignore_expect),
+        web.route("*", resource, service.resource, expect_handler=_ignore_expect),
+    ]
 
 
-def _event_of(
-    outcome: Outcome,
-    step: int,
-    request: web.Request,
-    sending: Sending,
-    elapsed: float,
-) -> TransferEvent:
-    return TransferEvent(
-        stop="evict" if outcome is Outcome.EVICTED else "serve",
-        step=step,
-        peer=request.remote or "",
-        nbytes=sending.sent,
-        seconds=elapsed,
-        detail="" if outcome is Outcome.SENT else outcome.value,
-        level=_LEVELS[outcome],
-    )
+async def _ignore_expect(_: web.Request) -> None:
+    """Answer ``Expect: 100-continue`` by the response alone (RFC 9110, 10.1.1).
+
+    aiohttp writes its ``100 Continue`` before any handler, to clients that may have
+    left, and logs that as an error.
+    """
+
+
+class _Rounds:
+    """Spreads requests over the rounds of the event loop, in order of arrival.
+
+    Thousands of requests can arrive in one round. Each costs a fraction of a
+    millisecond, and everything else on the loop would wait for the sum.
+    """
+
+    def __init__(self) -> None:
+        self._begun = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    def __repr__(self) -> str:
+        return f"<_Rounds waiting={len(self._waiting)}>"
+
+    async def begin(self) -> None:
+        """Return in this round if it has room, or else in a later one."""
+        loop = asyncio.get_running_loop()
+        if not self._begun:
+            loop.call_soon(self._next, loop)
+        if self._begun < _PER_ROUND:
+            self._begun += 1
+            return
+        waiter = loop.create_future()
+        self._waiting.append(waiter)
+        await waiter
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._begun = 0
+        while self._waiting and self._begun < _PER_ROUND:
+            waiter = self._waiting.popleft()
+            if not waiter.done():  # its client may have left
+                waiter.set_result(None)
+                self._begun += 1
+        if self._begun:
+            loop.call_soon(self._next, loop)
+
+
+def _file_views(servable: Servable, start: int, stop: int) -> list[memoryview]:
+    """Return the bytes ``[start, stop)`` of a checkpoint's header and data segment."""
+    header = servable.manifest.header
+    split = len(header)
+    views = [memoryview(header)[start:stop]] if start < split else []
+    if stop > split:
+        views += servable.views(max(start - split, 0), stop - split)
+    return views
+
+
+def _transport_of(request: web.Request) -> asyncio.Transport:
+    """Return a request's connection.
+
+    Raises:
+        ConnectionResetError: its client has left.
+    """
+    transport = request.transport
+    if transport is None or transport.is_closing():
+        raise ConnectionResetError("the client has left")
+    return transport
 
 
 def _resource_of(request: web.Request, step: str) -> http.Resource:
     """Return what is asked for.
 
     Raises:
-        RefusedError: there is no such thing.
+        RefusedError: there is no such resource.
     """
     try:
         return http.parse_resource(step, request.match_info["what"])
     except RemoteProtocolError as error:
         raise RefusedError(HTTPStatus.NOT_FOUND, str(error)) from None
-
-
-def _response_to(error: AiockptError) -> web.Response:
-    problem = error.problem if isinstance(error, RefusedError) else to_problem(error)
-    if problem.status == HTTPStatus.INTERNAL_SERVER_ERROR:
-        problem.headers["Retry-After"] = f"{_RETRY_AFTER:.0f}"
-        logger.error("a request failed", exc_info=error)
-    headers = {**COMMON_HEADERS, **problem.headers}
-    return _Answer(status=problem.status, headers=headers, body=problem.body)
 
 
 def _lease_of(request: web.Request) -> tuple[http.Lease | None, bool]:
@@ -397,13 +511,10 @@ def _lease_of(request: web.Request) -> tuple[http.Lease | None, bool]:
     return lease, lease is not None and lease.until <= now
 
 
-def _transport_of(request: web.Request) -> asyncio.Transport:
-    """Return a request's connection.
-
-    Raises:
-        ConnectionResetError: its client has left.
-    """
-    transport = request.transport
-    if transport is None or transport.is_closing():
-        raise ConnectionResetError("the client has left")
-    return transport
+def _response_to(error: AiockptError) -> web.Response:
+    problem = error.problem if isinstance(error, RefusedError) else to_problem(error)
+    if problem.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+        problem.headers["Retry-After"] = f"{_RETRY_AFTER:.0f}"
+        logger.error("a request failed", exc_info=error)
+    headers = {**COMMON_HEADERS, **problem.headers}
+    return _Answer(status=problem.status, headers=headers, body=problem.body)

@@ -1,60 +1,202 @@
-"""Where to listen, and which address to tell the peers.
+"""Where to listen, and which address to tell the receivers.
 
-The two questions are apart: a server listens on every interface by default, yet a
-peer needs one address that it can reach. The order of the answers is: what the user
-says, the network interface that the user (or the collective library's environment)
-names, the address that the server is bound to, the address that the kernel would
-send from, loopback. The host's *name* is never used: in containers it often does
-not resolve, and on hosts with several networks it picks the slow one.
+These are two questions: a server listens on every interface by default, but a
+receiver needs one address that it can reach. The first of these answers wins: what
+the user says, the network interface that the user (or the collective library's
+environment) names, the address that the server is bound to, the address that the
+kernel would send from, loopback. The host's *name* is never used. In containers it
+often does not resolve, and on hosts with several networks it picks the slow one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import logging
+import os
 import re
 import socket
+import struct
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
-from aiockpt.errors import LocalProtocolError
-from aiockpt.http import interfaces
-from aiockpt.http.forks import close_in_forks
+from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.http.protocol import url_fault
-from aiockpt.http.sockets import begin_classic
+from aiockpt.http.sockets import begin_classic, close_in_forks
+from aiockpt.runtime.bridge import Bridge
+
+if sys.platform == "linux":
+    import fcntl
 
 __all__ = [
     "BACKLOG",
-    "Addresses",
+    "Address",
     "addresses_of",
     "advertised_address",
     "check_advertised",
     "check_public_path",
-    "look_up",
+    "interface_address",
+    "interfaces_matching",
     "open_sockets",
     "url_host",
 ]
 
-BACKLOG = 512
+logger = logging.getLogger("aiockpt")
+
+BACKLOG: Final = 512
 """Connections that the kernel may hold for us; a fleet of receivers comes at once."""
 
-# Addresses of documentation networks (RFC 5737, RFC 3849): routed like any other,
-# and a UDP connect to them sends nothing.
-_FAR = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-_WILDCARDS = frozenset({"", "0.0.0.0", "::", "*"})  # noqa: S104 - compared, not bound
-_NO_IPV6 = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT}
+# Addresses of documentation networks (RFC 5737, RFC 3849): they are routed like any
+# other, and a UDP connect to them sends nothing.
+_FAR: Final = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+_WILDCARDS: Final = frozenset({"", "0.0.0.0", "::", "*"})  # noqa: S104 - compared, not bound
+_NO_IPV6: Final = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT}
+_LOCALHOST: Final = ("127.0.0.1", "::1")
+_VARIABLE: Final = re.compile(r"\{[^{}]*\}")  # of a prefix, for aiohttp to fill in
 
-_LOCALHOST = ("127.0.0.1", "::1")
+_SIOCGIFADDR: Final = 0x8915  # Linux, <linux/sockios.h>
+_IF_INET6: Final = Path("/proc/net/if_inet6")
+_INTERFACE_VARIABLES: Final = {  # -> whether a name without "=" is a prefix, as in NCCL
+    "AIOCKPT_IFNAME": False,
+    "GLOO_SOCKET_IFNAME": False,
+    "NCCL_SOCKET_IFNAME": True,
+}
 
 Addresses: TypeAlias = Sequence[tuple[socket.AddressFamily, tuple[Any, ...]]]
 """Socket addresses with their families; their ports mean nothing."""
 
-_VARIABLE = re.compile(r"\{[^{}]*\}")  # of a prefix, for aiohttp to fill in
 
-logger = logging.getLogger("aiockpt")
+class Address:
+    """Where a transport listens, and its URL. It is bound when it is first needed.
+
+    Args:
+        host, port: Where to listen.
+        advertise: The host to tell the receivers, or the whole URL.
+        interface: The network interface whose address to tell.
+        scheme: ``http`` or ``https``.
+        prefix: The path of the checkpoints.
+    """
+
+    def __init__(
+        self,
+        host: str | None,
+        port: int,
+        *,
+        advertise: str | None,
+        interface: str | None,
+        scheme: str,
+        prefix: str,
+    ) -> None:
+        self.is_mounted = False
+        self._host, self._port = host, port
+        self._advertise, self._interface = advertise, interface
+        self._scheme, self._prefix = scheme, prefix
+        self._sockets: list[socket.socket] = []
+        self._found: Addresses | None = None
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Address sockets={len(self._sockets)}>"
+
+    def url(self) -> str:
+        """Return the base URL, without the token.
+
+        Raises:
+            ClosedError: after :meth:`refuse` or :meth:`close`.
+            LocalProtocolError: the transport is mounted and was not told its URL, or
+                the interface does not exist, or a name has to be looked up, which
+                would block the event loop.
+            OSError: the address cannot be bound.
+        """
+        self.check()
+        if self._advertise and "://" in self._advertise:
+            return self._advertise.rstrip("/") + "/"
+        if self.is_mounted:
+            raise LocalProtocolError(
+                "mounted in an application, the transport does not know its address: "
+                'pass the whole URL, advertise="https://host/prefix/"'
+            )
+        self.listen()
+        host = advertised_address(
+            advertise=self._advertise,
+            interface=self._interface,
+            host=self._host,
+            env=os.environ,
+        )
+        return f"{self._scheme}://{url_host(host)}:{self._port}{self._prefix}/"
+
+    def check(self) -> None:
+        """Raise ``ClosedError`` after :meth:`refuse` or :meth:`close`."""
+        if self._closed:
+            raise ClosedError("the transport")
+
+    async def look_up(self, bridge: Bridge) -> None:
+        """Look up the name of the host, if it is one, without blocking the loop.
+
+        Raises:
+            OSError: the host's name is unknown.
+        """
+        host = self._host
+        if host is None or self.is_mounted or self._sockets or self._found is not None:
+            return
+        self._found = addresses_of(host)
+        if self._found is None:  # not in the bridge's threads: it may take a minute
+            self._found = await bridge.run_apart(_look_up, host, self._port)
+
+    def listen(self) -> list[socket.socket]:
+        """Return the sockets, which listen.
+
+        Raises:
+            LocalProtocolError: a name has to be looked up, and this is an event loop.
+            OSError: the address cannot be bound.
+        """
+        if not self._sockets:
+            unknown = self._found is None and addresses_of(self._host) is None
+            if unknown and _in_loop():
+                raise LocalProtocolError(
+                    f"host={self._host!r} is a name, and looking it up could block the "
+                    "event loop: await the transport's start() first, or pass an "
+                    "address"
+                )
+            self._sockets = open_sockets(self._host, self._port, self._found)
+            self._port = self._sockets[0].getsockname()[1]
+        return self._sockets
+
+    def reopen(self) -> None:
+        """Close the sockets; the next :meth:`listen` binds the same address again."""
+        sockets, self._sockets = self._sockets, []
+        for each in sockets:
+            each.close()
+
+    def mount(self) -> None:
+        """Close the sockets: the application that mounts the transport has its own."""
+        self.is_mounted = True
+        self.reopen()
+
+    def refuse(self) -> None:
+        """Refuse every use from now on; the sockets stay as they are."""
+        self._closed = True
+
+    def close(self) -> None:
+        """Close the sockets for good. Idempotent."""
+        self._closed = True
+        self.reopen()
+
+
+def _in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+# ---------------------------------------------------------------- listening
 
 
 def addresses_of(host: str | None) -> Addresses | None:
@@ -68,8 +210,8 @@ def addresses_of(host: str | None) -> Addresses | None:
         return None
 
 
-def look_up(host: str, port: int) -> Addresses:
-    """Return the addresses of a name. It may block for long; for threads.
+def _look_up(host: str, port: int) -> Addresses:
+    """Return the addresses of a name. It may block for long; runs in a thread.
 
     Raises:
         OSError: there is no such name; the text names it, and the port.
@@ -96,7 +238,7 @@ def open_sockets(
     if addresses is None:
         addresses = addresses_of(host)
     if addresses is None and host is not None:
-        addresses = look_up(host, port)
+        addresses = _look_up(host, port)
     with _naming(host, port):
         sockets = _listen(addresses, port) if addresses else _listen_everywhere(port)
     close_in_forks(sockets)
@@ -157,6 +299,9 @@ def _listen(addresses: Addresses, port: int) -> list[socket.socket]:
     return sockets
 
 
+# -------------------------------------------------- the address to advertise
+
+
 def advertised_address(
     *,
     advertise: str | None,
@@ -186,7 +331,7 @@ def advertised_address(
     return (
         _address_by_environment(env)
         or _address_of_default_route(only_ipv4=only_ipv4)
-        or interfaces.first_address()
+        or _first_address()
         or "127.0.0.1"
     )
 
@@ -237,9 +382,9 @@ def check_public_path(advertise: str | None, prefix: str) -> None:
 
 
 def _address_of(interface: str) -> str:
-    address = interfaces.address_of(interface)
+    address = interface_address(interface)
     if address is None:
-        known = ", ".join(interfaces.names()) or "none"
+        known = ", ".join(interface_names()) or "none"
         raise LocalProtocolError(
             f"network interface {interface!r} does not exist or has no address "
             f"(interfaces here: {known}); pass advertise= instead"
@@ -248,9 +393,9 @@ def _address_of(interface: str) -> str:
 
 
 def _address_by_environment(env: Mapping[str, str]) -> str | None:
-    for variable, candidates in interfaces.named_by(env).items():
+    for variable, candidates in _interfaces_named_by(env).items():
         for name in candidates:
-            address = interfaces.address_of(name)
+            address = interface_address(name)
             if address is not None:
                 return address
         logger.warning(
@@ -268,4 +413,93 @@ def _address_of_default_route(*, only_ipv4: bool) -> str | None:
             address = str(probe.getsockname()[0])
             if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
                 return address
+    return None
+
+
+# ------------------------------------------------------- network interfaces
+#
+# The standard library lists interfaces but not their addresses. Linux tells IPv4
+# addresses by an ioctl and IPv6 addresses in /proc. Elsewhere no address is found.
+
+
+def interface_names() -> list[str]:
+    """Return the names of this host's network interfaces."""
+    with suppress(OSError):
+        return [name for _, name in socket.if_nameindex()]
+    return []
+
+
+def interface_address(interface: str) -> str | None:
+    """Return an interface's address, IPv4 before IPv6, or None.
+
+    Link-local addresses do not count: a peer would need the name of its own interface
+    to use one.
+    """
+    return _ipv4_of(interface) or _ipv6_of(interface)
+
+
+def _first_address() -> str | None:
+    """Return the first address that is not loopback, or None."""
+    for name in interface_names():
+        address = interface_address(name)
+        if address is not None and not ipaddress.ip_address(address).is_loopback:
+            return address
+    return None
+
+
+def _interfaces_named_by(env: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return, for each variable that is set, the interfaces that it names."""
+    present = interface_names()
+    return {
+        variable: interfaces_matching(env[variable], present, prefix=prefix)
+        for variable, prefix in _INTERFACE_VARIABLES.items()
+        if env.get(variable)
+    }
+
+
+def interfaces_matching(
+    pattern: str, present: Sequence[str], *, prefix: bool
+) -> list[str]:
+    """Return the names in ``present`` that ``pattern`` selects.
+
+    The syntax is NCCL's: names after commas, a leading ``^`` selects all others, a
+    leading ``=`` demands whole names. Without it a name is a prefix if ``prefix``.
+    What is selected by name comes in the order of the pattern, what ``^`` leaves in
+    the order of the host without loopback.
+    """
+    negate = pattern.startswith("^")
+    pattern = pattern.removeprefix("^")
+    prefix = prefix and not pattern.startswith("=")
+    wanted = [name.strip() for name in pattern.removeprefix("=").split(",")]
+
+    def fits(name: str, want: str) -> bool:
+        return bool(want) and (name.startswith(want) if prefix else name == want)
+
+    if negate:
+        rest = [name for name in present if not any(fits(name, w) for w in wanted)]
+        return [name for name in rest if name != "lo"]
+    chosen = [name for want in wanted for name in present if fits(name, want)]
+    return list(dict.fromkeys(chosen))
+
+
+def _ipv4_of(interface: str) -> str | None:
+    if sys.platform != "linux" or len(interface.encode()) > 15:
+        return None
+    request = struct.pack("256s", interface.encode())
+    with (
+        suppress(OSError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+    ):
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        return socket.inet_ntoa(answer[20:24])
+    return None
+
+
+def _ipv6_of(interface: str) -> str | None:
+    with suppress(OSError):
+        for line in _IF_INET6.read_text().splitlines():
+            digits, *_, name = line.split()
+            address = ipaddress.IPv6Address(bytes.fromhex(digits))
+            if name == interface and not address.is_link_local:
+                return str(address)
     return None

@@ -1,39 +1,217 @@
-"""Our own server: the handlers in an application that nobody else configures."""
+"""Serve a store on sockets of our own: the application, and a transport's endpoint."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import ssl
 from collections.abc import Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from socket import socket
-from typing import Any
+from typing import Any, Final
+from urllib.parse import urlsplit
 
+import anyio
 from aiohttp import http_parser, web
 from aiohttp.http import HttpProcessingError
 
-from aiockpt.errors import ClosedError
-from aiockpt.http.embed import routes
-from aiockpt.http.forks import cut_off_in_forks
-from aiockpt.http.guard import ServerConfig
-from aiockpt.http.handlers import CheckpointService, ServerStatistics
-from aiockpt.http.lending import Lender
-from aiockpt.http.replies import COMMON_HEADERS
-from aiockpt.http.sockets import descriptor_of
+from aiockpt.errors import ClosedError, LocalProtocolError
+from aiockpt.http.handlers import (
+    CheckpointService,
+    ServerConfig,
+    ServerStatistics,
+    routes,
+)
+from aiockpt.http.listen import Address, check_advertised, check_public_path
+from aiockpt.http.options import require
+from aiockpt.http.responses import COMMON_HEADERS
+from aiockpt.http.shared_memory import Lender
+from aiockpt.http.sockets import close_in_forks, cut_off_in_forks, descriptor_of
 from aiockpt.http.store import Store
+from aiockpt.runtime.bridge import Bridge
 
-__all__ = ["CheckpointServer", "ServerConfig"]
+__all__ = ["PREFIX", "CheckpointServer", "Endpoint", "EndpointConfig"]
 
-_KEEPALIVE = 75.0  # longer than the 60 s for which proxies keep idle connections
-_LINGERING = 1.0  # for the rest of a body, which no request here has any use for
-_SHUTDOWN = 1.0  # aiohttp may wait twice as long; handlers end at once when told
+PREFIX: Final = "/checkpoint"
+
+_DEFAULT_WAIT: Final = 5.0  # seconds
+_KEEPALIVE: Final = 75.0  # longer than the 60 s for which proxies keep idle connections
+_LINGERING: Final = 1.0  # for the rest of a body, for which no request here has any use
+_SHUTDOWN: Final = 1.0  # aiohttp may wait twice as long; handlers end at once when told
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    # aiohttp logs whatever a port scanner sends, and clients that leave before they
+    # were answered, as errors with a traceback.
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, (HttpProcessingError, ConnectionError))
+
+
+logger = logging.getLogger("aiockpt.http")
+logger.addFilter(_is_ours)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointConfig:
+    """What the caller says about serving; the fields are the transport's options."""
+
+    host: str | None
+    port: int
+    advertise: str | None
+    interface: str | None
+    ssl_context: ssl.SSLContext | None
+    token: str | None = field(repr=False)
+    timeout: float
+    stall_timeout: float
+    max_readers: int
+    manifest_key: bytes | None = field(default=None, repr=False)
+    keep_superseded: int = 1
+    incarnation: str = field(default_factory=partial(secrets.token_hex, 16))
+
+    def __post_init__(self) -> None:
+        require(at_least=1, max_readers=self.max_readers)
+        require(keep_superseded=self.keep_superseded)
+        if self.advertise:
+            check_advertised(self.advertise)
+
+    def address(self) -> Address:
+        """Return where to listen; nothing is bound yet."""
+        return Address(
+            self.host,
+            self.port,
+            advertise=self.advertise,
+            interface=self.interface,
+            scheme="https" if self.ssl_context else "http",
+            prefix=PREFIX,
+        )
+
+    def for_server(self, prefix: str) -> ServerConfig:
+        """Return what the handlers need to know."""
+        check_public_path(self.advertise, prefix)
+        return ServerConfig(
+            token=self.token,
+            insecure=self.token is None,
+            stall_timeout=self.stall_timeout,
+            default_wait=min(self.timeout, _DEFAULT_WAIT),
+            max_wait=max(self.timeout, _DEFAULT_WAIT),
+            max_readers=self.max_readers,
+            hosts=self._names(),
+            prefix=prefix,
+            manifest_key=self.manifest_key,
+            keep_superseded=self.keep_superseded,
+            incarnation=self.incarnation,
+        )
+
+    def _names(self) -> frozenset[str]:
+        told = self.advertise or ""
+        name = urlsplit(told).hostname if "://" in told else told
+        return frozenset({name} if name else ())
+
+
+class Endpoint:
+    """Serves its ``store`` from :meth:`start` on, on this very loop.
+
+    Mounted in an application it opens no socket, and only knows the public URL. If it
+    ``lends``, processes of this host may map what it serves.
+    """
+
+    def __init__(self, config: EndpointConfig, bridge: Bridge, *, lends: bool) -> None:
+        self._bridge = bridge
+        self.store = Store(keep_superseded=config.keep_superseded)
+        self._config = config
+        self._address = config.address()
+        self._lender: Lender | None = None
+        if lends:
+            self._lender = Lender(self.store, bridge, most=config.max_readers)
+        self._server: CheckpointServer | None = None
+        self._services: list[CheckpointService] = []
+        self._turn = anyio.Lock()
+
+    def __repr__(self) -> str:
+        return f"<Endpoint {self._address}>"
+
+    def url(self) -> str:
+        """Return the base URL; see :meth:`Address.url`."""
+        return self._address.url()
+
+    async def start(self) -> None:
+        """Serve, unless mounted; idempotent.
+
+        If cancelled, the address stays ours, and a receiver that connects waits for a
+        later start.
+
+        Raises:
+            ClosedError: after :meth:`stop`.
+            OSError: the address cannot be bound.
+        """
+        address = self._address
+        async with self._turn:
+            address.check()
+            if address.is_mounted or self._server is not None:
+                return
+            await address.look_up(self._bridge)
+            address.check()
+            config = self._config
+            server = CheckpointServer(
+                self.store, config.for_server(PREFIX), self._lender
+            )
+            # Duplicates, since a server that fails to start closes its sockets.
+            mine = [each.dup() for each in address.listen()]
+            close_in_forks(mine)
+            await server.start(mine, ssl_context=config.ssl_context)
+            self._server = server
+            self._services.append(server.service)
+
+    def mount(self, prefix: str) -> CheckpointService:
+        """Return the handlers for an application; no socket of ours from now on.
+
+        Raises:
+            ClosedError: after :meth:`stop`.
+            LocalProtocolError: it serves on a socket of its own already.
+        """
+        self._address.check()
+        if self._server is not None or self._turn.locked():
+            raise LocalProtocolError(
+                "the transport serves on its own already: mount it before it is used"
+            )
+        self._address.mount()
+        config = self._config.for_server(prefix)
+        service = CheckpointService(self.store, config, self._lender)
+        self._services.append(service)
+        return service
+
+    def statistics(self) -> ServerStatistics:
+        """Return the sum of the counters of all services over the store."""
+        nothing = (0,) * len(ServerStatistics._fields)
+        each = [nothing, *(service.statistics() for service in self._services)]
+        return ServerStatistics(*map(sum, zip(*each, strict=True)))
+
+    @property
+    def lent(self) -> int:
+        """How often a checkpoint was lent to a process of this host."""
+        return self._lender.count if self._lender else 0
+
+    async def stop(self) -> None:
+        """Serve nothing, close the sockets and every connection; idempotent."""
+        self._address.close()
+        await self.store.close()
+        if self._lender is not None:
+            await self._lender.aclose()
+        async with self._turn:  # a start that is under way ends first
+            server, self._server = self._server, None
+        if server is not None:
+            await server.stop()
+        for service in self._services:  # that of an application, too
+            service.close()
 
 
 class CheckpointServer:
     """Serves a store on sockets that listen already.
 
-    The store belongs to the caller, the sockets to the server once it has started.
+    The store belongs to the caller. The sockets belong to the server once it has
+    started.
     """
 
     def __init__(
@@ -135,9 +313,9 @@ def _transports(runner: web.AppRunner) -> list[asyncio.Transport]:
 
 
 async def _wholly(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Await what takes a turn or two of the loop; a cancel is raised after its end.
+    """Await a coroutine of a turn or two of the loop; raise a cancel after its end.
 
-    ``loop.create_server`` that is cancelled leaves a socket behind on which the loop
+    A cancelled ``loop.create_server`` leaves a socket behind on which the loop
     accepts, and which nobody can find any more.
     """
     task = asyncio.ensure_future(coroutine)
@@ -150,17 +328,6 @@ async def _wholly(coroutine: Coroutine[Any, Any, None]) -> None:
     if cancel is not None:
         raise cancel
     task.result()
-
-
-def _is_ours(record: logging.LogRecord) -> bool:
-    # aiohttp logs whatever a port scanner sends, and clients that leave before they
-    # were answered, as errors with a traceback.
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, (HttpProcessingError, ConnectionError))
-
-
-logger = logging.getLogger("aiockpt.http")
-logger.addFilter(_is_ours)
 
 
 async def _healthz(_: web.Request) -> web.Response:

@@ -11,8 +11,7 @@ import msgspec
 
 from aiockpt.events import TransferEvent
 from aiockpt.http.audit import Access
-from aiockpt.http.guard import ServerConfig
-from aiockpt.http.handlers import ServerStatistics
+from aiockpt.http.handlers import ServerConfig, ServerStatistics
 from aiockpt.http.store import Failure, StoreStatistics
 
 __all__ = [

@@ -38,10 +38,9 @@ from aiockpt.errors import (
     WorkerError,
 )
 from aiockpt.events import emit
-from aiockpt.http.endpoint import PREFIX, Address, Endpoint, EndpointConfig
-from aiockpt.http.forks import close_in_forks
 from aiockpt.http.handlers import CheckpointService, ServerStatistics
 from aiockpt.http.options import require, require_type
+from aiockpt.http.server import PREFIX, Endpoint, EndpointConfig
 from aiockpt.http.server_messages import (
     Counters,
     Done,
@@ -58,6 +57,7 @@ from aiockpt.http.server_messages import (
     Spent,
     decode_from_server,
 )
+from aiockpt.http.sockets import close_in_forks
 from aiockpt.http.store import Failure, StoreStatistics
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
@@ -154,7 +154,7 @@ class ProcessEndpoint:
     ) -> None:
         self.store = ServerProcess(bridge, config, options)
         self._bridge = bridge
-        self._address = Address(config)
+        self._address = config.address()
         self._turn = anyio.Lock()
 
     def __repr__(self) -> str:

@@ -1,50 +1,155 @@
-"""What the server asks of the socket under an asyncio transport; all of it optional."""
+"""Sockets: duplicate, tune, ask and cut connections; I/O threads; fork hygiene.
+
+Everything here works on the socket under an asyncio transport, and everything that
+the system may lack is optional.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ipaddress
+import os
+import select
 import socket
 import struct
 import sys
-from typing import Any
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Protocol, TypeVar
 
-from aiockpt.http.plain import socket_of
+from aiockpt.runtime.bridge import Bridge
 
 if sys.platform != "win32":
     import fcntl
     import termios
 
 __all__ = [
+    "MIN_TURN_BYTES",
+    "Connected",
+    "IOThreads",
+    "Turn",
     "begin_classic",
+    "close_in_forks",
     "cut",
+    "cut_off_in_forks",
     "descriptor_of",
+    "duplicate",
     "is_same_host",
     "reset_on_close",
     "tune",
     "unacknowledged",
 ]
 
-_INTERNET = (socket.AF_INET, socket.AF_INET6)
-_NOW = struct.pack("ii", 1, 0)  # struct linger: on, 0 seconds
-_CLASSIC = b"reno"  # which everybody may choose
-_LONGEST_NAME = 16
+T = TypeVar("T")
+
+_INTERNET: Final = (socket.AF_INET, socket.AF_INET6)
+_STREAMS: Final = (*_INTERNET, getattr(socket, "AF_UNIX", -1))
+_LINGER_0: Final = struct.pack("ii", 1, 0)  # struct linger: on, 0 seconds
+_CLASSIC: Final = b"reno"  # everybody may choose it
+_LONGEST_NAME: Final = 16
+
+MIN_TURN_BYTES: Final = 2 << 20
+"""A thread's turn costs more than it saves for fewer bytes."""
+
+_THREADS: Final = 4
+_TURN: Final = 0.5  # seconds after which another connection may get the thread
+_PATIENCE: Final = 10  # milliseconds that a thread waits for a peer
+
+
+# ------------------------------------------------------- a transport's socket
+
+
+def duplicate(transport: asyncio.BaseTransport) -> socket.socket | None:
+    """Return a socket of our own for the transport's connection, or None.
+
+    None if bytes on the socket would not be what the peer reads (TLS), if there is no
+    stream socket, or if no descriptor is left.
+    """
+    sock = _socket_of(transport)
+    if sock is None or transport.get_extra_info("sslcontext") is not None:
+        return None
+    if sock.family not in _STREAMS or sock.type != socket.SOCK_STREAM:
+        return None
+    try:
+        copy = socket.socket(fileno=os.dup(sock.fileno()))
+    except OSError:
+        return None
+    copy.settimeout(0)
+    close_in_forks([copy])
+    return copy
 
 
 def descriptor_of(transport: asyncio.BaseTransport) -> int | None:
     """Return the descriptor of the transport's socket while it is open."""
-    sock = socket_of(transport)
+    sock = _socket_of(transport)
     return None if sock is None or sock.fileno() < 0 else int(sock.fileno())
 
 
-def begin_classic(listening: socket.socket) -> None:
-    """Have connections begin with the congestion control that suits the same host.
+def unacknowledged(transport: asyncio.WriteTransport) -> int:
+    """Return how many written bytes the peer has not acknowledged yet."""
+    waiting = transport.get_write_buffer_size()
+    sock = _socket_of(transport)
+    if sock is not None and sys.platform == "linux":
+        with contextlib.suppress(OSError, ValueError):
+            raw = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+            waiting += struct.unpack("i", raw)[0]
+    return waiting
 
-    Nothing is ever lost there, and the classic one is two to four times faster than
-    BBR. A connection that began with BBR, and changed, is still paced by a timer, and
-    slower by a third where all cores are busy. `tune` gives those to other hosts the
-    system's own, before anything is sent.
+
+def reset_on_close(transport: asyncio.BaseTransport) -> None:
+    """Drop what the kernel still holds for the peer when the connection closes.
+
+    The peer learns at once that the body will not be finished, and a stalled peer
+    does not hold the kernel's memory.
+    """
+    sock = _socket_of(transport)
+    if sock is not None:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_0)
+
+
+def cut(sock: socket.socket) -> None:
+    """End a connection, even if a forked child still has its descriptor."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def is_same_host(transport: asyncio.BaseTransport) -> bool:
+    """Return whether the peer's address is loopback, or our own end's address."""
+    peer, own = (_address(transport, end) for end in ("peername", "sockname"))
+    if peer is None or own is None:
+        return False
+    mapped = getattr(peer, "ipv4_mapped", None)
+    return peer == own or (mapped or peer).is_loopback
+
+
+def _address(
+    transport: asyncio.BaseTransport, end: str
+) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    name = transport.get_extra_info(end)
+    with contextlib.suppress(ValueError, TypeError, IndexError):
+        return ipaddress.ip_address(str(name[0]).partition("%")[0])
+    return None
+
+
+def _socket_of(transport: asyncio.BaseTransport) -> Any:
+    # The socket of a closing uvloop transport remembers a descriptor's number that
+    # may belong to another connection by now.
+    return None if transport.is_closing() else transport.get_extra_info("socket")
+
+
+# ------------------------------------------------------------------- tuning
+
+
+def begin_classic(listening: socket.socket) -> None:
+    """Let accepted connections begin with the congestion control for the same host.
+
+    Loopback loses nothing, and Reno is two to four times faster there than BBR. A
+    connection that began with BBR and changed is still paced by a timer, and slower
+    by a third when all cores are busy. `tune` gives connections to other hosts the
+    system's own congestion control before anything is sent.
     """
     if hasattr(socket, "TCP_CONGESTION"):
         _try_set(listening, socket.TCP_CONGESTION, _CLASSIC)
@@ -55,10 +160,10 @@ def tune(
 ) -> None:
     """Set what helps a bulk transfer, wherever the system has it.
 
-    A peer that acknowledges nothing for ``dead_after`` seconds is given up by the
-    kernel. ``began_classic`` says that `begin_classic` was called for who listens.
+    The kernel gives up a peer that acknowledges nothing for ``dead_after`` seconds.
+    ``began_classic`` says that `begin_classic` was called for the listening socket.
     """
-    sock = socket_of(transport)
+    sock = _socket_of(transport)
     if sock is None or sock.family not in _INTERNET:
         return
     if hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -68,7 +173,7 @@ def tune(
         if is_same_host(transport):
             _try_set(sock, socket.TCP_CONGESTION, _CLASSIC)
         elif began_classic and _congestion_control(sock) == _CLASSIC:
-            # Without a descriptor to ask with, it stays as it began.
+            # If no descriptor is left to ask with, the connection stays as it began.
             with (
                 contextlib.suppress(OSError),
                 socket.socket(sock.family, socket.SOCK_STREAM) as fresh,
@@ -88,48 +193,122 @@ def _try_set(sock: Any, option: int, value: int | bytes) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def is_same_host(transport: asyncio.BaseTransport) -> bool:
-    """Whether the peer's address is loopback, or our own end's address."""
-    peer, own = (_address(transport, end) for end in ("peername", "sockname"))
-    if peer is None or own is None:
-        return False
-    mapped = getattr(peer, "ipv4_mapped", None)
-    return peer == own or (mapped or peer).is_loopback
+# --------------------------------------------------------------- I/O threads
 
 
-def _address(
-    transport: asyncio.BaseTransport, end: str
-) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    name = transport.get_extra_info(end)
-    with contextlib.suppress(ValueError, TypeError, IndexError):
-        return ipaddress.ip_address(str(name[0]).partition("%")[0])
-    return None
+class IOThreads:
+    """A few threads that move bytes between sockets and memory, for a turn each.
 
+    An event loop that moves the bytes of two connections keeps one core busy and wakes
+    for each mebibyte. Threads that wait in the kernel move half as many bytes again.
+    But the way back from a thread costs the loop a millisecond or more when all cores
+    are busy. So a turn is long, as long as the peer keeps up and nobody cancels. The
+    loop waits for a slow peer, and does the work when no thread is free.
 
-def unacknowledged(transport: asyncio.WriteTransport) -> int:
-    """Return how many written bytes the peer has not acknowledged yet."""
-    waiting = transport.get_write_buffer_size()
-    sock = socket_of(transport)
-    if sock is not None and sys.platform == "linux":
-        with contextlib.suppress(OSError, ValueError):
-            raw = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
-            waiting += struct.unpack("i", raw)[0]
-    return waiting
-
-
-def reset_on_close(transport: asyncio.BaseTransport) -> None:
-    """Drop what the kernel still holds for the peer when the connection closes.
-
-    The peer learns at once that the body will not be finished, and a stalled one does
-    not keep the kernel's memory.
+    Args:
+        name: The name of the threads.
     """
-    sock = socket_of(transport)
-    if sock is not None:
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NOW)
+
+    def __init__(self, name: str) -> None:
+        self._bridge = Bridge(threads=_THREADS, name=name)
+        self._free = _THREADS
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<IOThreads free={self._free}>"
+
+    @property
+    def free(self) -> bool:
+        """Whether a thread could begin at once."""
+        return self._free > 0 and not self._closed
+
+    async def turn(self, work: Callable[[Turn], T]) -> T:
+        """Return ``work(turn)``, which a thread does until its turn is over.
+
+        If cancelled, the turn is over, and ends before this raises.
+
+        Raises:
+            ClosedError: :meth:`close` was called.
+        """
+        self._free -= 1
+        try:
+            return await self._bridge.run(work, Turn())
+        finally:
+            self._free += 1
+
+    def close(self) -> None:
+        """Let no thread begin again; each ends after its turn. Idempotent."""
+        self._closed = True
+        self._bridge.close(wait=False)
 
 
-def cut(sock: socket.socket) -> None:
-    """End a connection, even if a forked child still has its descriptor."""
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+class Turn:
+    """What the current task lets a thread do with a socket that does not block."""
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "a turn belongs to a task"
+        self._task, self._cancels = task, task.cancelling()
+        self._end = time.monotonic() + _TURN
+        self._poll = select.poll()
+
+    def __repr__(self) -> str:
+        return f"<Turn over={self.over}>"
+
+    @property
+    def over(self) -> bool:
+        """Whether the turn was long enough, or the task has been cancelled since."""
+        return self._task.cancelling() > self._cancels or time.monotonic() >= self._end
+
+    def wait(self, sock: socket.socket, event: int) -> bool:
+        """Wait 10 ms for ``event``, a flag of ``select``; return whether it came."""
+        self._poll.register(sock, event)
+        return bool(self._poll.poll(_PATIENCE))
+
+
+# -------------------------------------------------------------- fork hygiene
+#
+# A forked child, such as a worker of a data loader, must not keep listening sockets
+# and connections open. If it did, the port would outlive the parent: a receiver that
+# connects would not be refused, and one that reads would not be cut off; both would
+# hang.
+
+
+class Connected(Protocol):
+    """An object with connections whose sockets belong to others."""
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors of the open connections."""
+
+
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_connected: weakref.WeakSet[Connected] = weakref.WeakSet()
+
+
+def close_in_forks(sockets: Iterable[socket.socket]) -> None:
+    """Close these sockets in every child that is forked from now on."""
+    _sockets.update(sockets)
+
+
+def cut_off_in_forks(connected: Connected) -> None:
+    """Let a forked child drop the connections that are open at that moment."""
+    _connected.add(connected)
+
+
+def _cut_off_child() -> None:
+    # A child inherits the loop and never runs it. The loop would close a descriptor a
+    # second time, when it may belong to somebody else, and uvloop keeps a socket from
+    # closing. So the descriptors are made to point nowhere.
+    found = [sock.fileno() for sock in tuple(_sockets)]
+    for connected in tuple(_connected):
+        found += connected.descriptors()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in found:
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.dup2(nowhere, descriptor, inheritable=False)
+    os.close(nowhere)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_cut_off_child)

@@ -12,9 +12,9 @@ from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.borrowing import LentMemory, NotLentError, borrow
 from aiockpt.http.download import OnProgress, OnVerified, Prepare, Target
-from aiockpt.http.hosts import identity
 from aiockpt.http.memory_protocol import format_probe
 from aiockpt.http.retry import OnRetry
+from aiockpt.http.shared_memory import identity
 from aiockpt.http.sources import Sources, keeping
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge

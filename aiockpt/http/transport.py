@@ -11,14 +11,14 @@ from typing import Self
 import aiohttp
 
 from aiockpt.format.limits import Limits
+from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient, ClientConfig
-from aiockpt.http.credentials import find_credentials
-from aiockpt.http.endpoint import EndpointConfig
 from aiockpt.http.handlers import CheckpointService
 from aiockpt.http.offering import Offering
 from aiockpt.http.protocol import format_metadata
 from aiockpt.http.receiver import Receiver
 from aiockpt.http.security import Security
+from aiockpt.http.server import EndpointConfig
 from aiockpt.http.server_process import ProcessOptions, Server, endpoint_for
 from aiockpt.http.statistics import TransportStatistics, survey
 from aiockpt.memory.arena import CAN_LEND

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from aiockpt.http.embed import routes
-from aiockpt.http.handlers import CheckpointService
+from aiockpt.http.handlers import CheckpointService, routes
 from aiockpt.http.store import Store
 from serving import CONFIG, Memory, Peer, settle
 

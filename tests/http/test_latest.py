@@ -12,8 +12,7 @@ from dataclasses import replace
 import pytest
 from aiohttp import web
 
-from aiockpt.http.embed import routes
-from aiockpt.http.handlers import CheckpointService
+from aiockpt.http.handlers import CheckpointService, routes
 from aiockpt.http.store import Store
 from serving import CONFIG, Memory, Peer, Site, serving, settle
 

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from aiockpt.errors import LocalProtocolError
-from aiockpt.http import interfaces
+from aiockpt.http import listen
 from aiockpt.http.listen import (
     advertised_address,
     check_advertised,
+    interface_address,
+    interfaces_matching,
     open_sockets,
     url_host,
 )
@@ -160,15 +162,15 @@ def test_a_forked_child_does_not_keep_the_port(opened):
 def test_interface_patterns_have_nccls_syntax(pattern, prefix, chosen):
     """What selects a network for the collectives selects it for checkpoints."""
     present = ["lo", "eth0", "eth1", "ib0", "docker0"]
-    assert interfaces.matching(pattern, present, prefix=prefix) == chosen
+    assert interfaces_matching(pattern, present, prefix=prefix) == chosen
 
 
 @pytest.fixture
 def network(monkeypatch):
     """A host with two networks and a default route through one of them."""
     addresses = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": "192.168.7.5"}
-    monkeypatch.setattr(interfaces, "names", lambda: [*addresses, "down0"])
-    monkeypatch.setattr(interfaces, "address_of", addresses.get)
+    monkeypatch.setattr(listen, "interface_names", lambda: [*addresses, "down0"])
+    monkeypatch.setattr(listen, "interface_address", addresses.get)
     monkeypatch.setattr(
         "aiockpt.http.listen._address_of_default_route", lambda **_: "10.0.0.5"
     )
@@ -240,8 +242,8 @@ def test_this_host_has_an_address(opened):
 @pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="Linux only")
 def test_loopback_has_its_address():
     """The interfaces' addresses are really read."""
-    assert interfaces.address_of("lo") == "127.0.0.1"
-    assert interfaces.address_of("no-such-interface-with-a-long-name") is None
+    assert interface_address("lo") == "127.0.0.1"
+    assert interface_address("no-such-interface-with-a-long-name") is None
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ import pytest
 from aiohttp.abc import AbstractResolver
 
 from aiockpt.errors import AuthenticationError, LocalProtocolError, PeerUnreachableError
-from aiockpt.http import reach
+from aiockpt.http import security
 from aiockpt.http.protocol import parse_metadata
-from aiockpt.http.reach import CheckedResolver, Reach
-from aiockpt.http.security import Security
+from aiockpt.http.security import CheckedResolver, Reach, Security
 from rangepeer import STEP, fetch, fetch_manifest, receiver, serving, soon
 
 pytestmark = pytest.mark.torch_free
@@ -82,7 +81,7 @@ class Book(AbstractResolver):
 def book(monkeypatch: pytest.MonkeyPatch) -> Book:
     """Replace the system's resolver."""
     made = Book(["127.0.0.1"])
-    monkeypatch.setattr(reach, "DefaultResolver", lambda: made)
+    monkeypatch.setattr(security, "DefaultResolver", lambda: made)
     return made
 
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 from aiockpt.format.chunks import ChunkGrid, digest
 from aiockpt.format.entries import Storage
 from aiockpt.format.header import build_manifest
-from aiockpt.http.guard import ServerConfig
+from aiockpt.http.handlers import ServerConfig
 from aiockpt.http.listen import open_sockets
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.store import Store

@@ -14,9 +14,9 @@ import pytest
 import trustme
 from aiohttp import web
 
-from aiockpt.http import sending as module
-from aiockpt.http.pumps import Pumps
-from aiockpt.http.sending import Outcome, Sending
+from aiockpt.http import body_writer as module
+from aiockpt.http.body_writer import BodySender, Outcome
+from aiockpt.http.sockets import IOThreads
 from serving import Peer, settle
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
@@ -47,29 +47,33 @@ class Memory:
 class Stage:
     """A server whose every response is one body, sent the way under test."""
 
-    pumps: Pumps | None = None
+    threads: IOThreads | None = None
 
     def __init__(self, body: Memory, *, stall_timeout: float) -> None:
         self.body = body
         self.stall_timeout = stall_timeout
         self.port = 0
-        self.sendings: list[Sending] = []
+        self.sendings: list[BodySender] = []
         self.tasks: list[asyncio.Task | None] = []
         self.overwrite_at_the_end = True
-        self.on_start: Callable[[Sending], None] = lambda _: None
+        self.on_start: Callable[[BodySender], None] = lambda _: None
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         length = {"Content-Length": str(self.body.nbytes)}
         response = web.StreamResponse(headers=length)
         assert request.transport is not None
-        sending = Sending(
-            request.transport, stall_timeout=self.stall_timeout, pumps=Stage.pumps
+        sending = BodySender(
+            request.transport,
+            self.body.nbytes,
+            self.body.views,
+            stall_timeout=self.stall_timeout,
+            threads=Stage.threads,
         )
         self.sendings.append(sending)
         self.tasks.append(asyncio.current_task())
         self.on_start(sending)
         try:
-            await sending.run(request, response, self.body)
+            await sending.run(request, response)
         finally:
             if self.overwrite_at_the_end:
                 self.body.overwrite()
@@ -83,12 +87,12 @@ class Stage:
 @pytest.fixture(params=["threads", "socket", "portable"])
 def way(request, monkeypatch):
     """Send on the socket, with threads or without, or as if there were none."""
-    with closing(Pumps("test-serve")) as pumps:
+    with closing(IOThreads("test-serve")) as threads:
         if request.param == "portable":
             monkeypatch.setattr(module, "duplicate", lambda _: None)
         elif request.param == "threads":
-            monkeypatch.setattr(module, "WORTH", 1)
-            monkeypatch.setattr(Stage, "pumps", pumps)
+            monkeypatch.setattr(module, "MIN_TURN_BYTES", 1)
+            monkeypatch.setattr(Stage, "threads", threads)
         yield request.param
 
 
@@ -233,7 +237,7 @@ async def test_memory_is_free_after_a_cancel(way):
 async def test_an_eviction_before_the_first_byte_sends_nothing(way):
     """Who is evicted while the headers are on their way gets no body."""
     async with staged(Memory(1 << 20)) as stage, Peer(stage.port) as peer:
-        stage.on_start = Sending.evict
+        stage.on_start = BodySender.evict
         await peer.request("/")
         assert OLD not in await peer.read_all()
         assert stage.outcome is Outcome.EVICTED
@@ -271,11 +275,16 @@ async def test_a_stall_is_found_half_a_second_late_at_most(timeout):
         async with Peer(stage.port, receive_buffer=4096) as peer:
             await peer.request("/")
             await peer.head()
-            sending = Sending(stage.sendings[0]._transport, stall_timeout=timeout)
+            sending = BodySender(
+                stage.sendings[0]._transport,
+                stage.body.nbytes,
+                stage.body.views,
+                stall_timeout=timeout,
+            )
             looks = 0
             while sending.outcome is None:
                 looks += 1
-                sending._watch()
+                sending._look_for_progress()
                 assert sending._timer is not None
                 sending._timer.cancel()
             assert timeout <= looks * sending._tick <= timeout + 0.5

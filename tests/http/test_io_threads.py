@@ -21,11 +21,10 @@ from aiohttp import ClientPayloadError, ClientSession, web
 
 from aiockpt.errors import ClosedError
 from aiockpt.http import body_reader, sockets
-from aiockpt.http import pumps as pumps_module
 from aiockpt.http.body_reader import BodyWriter, read_body
+from aiockpt.http.body_writer import BodySender, Outcome
 from aiockpt.http.listen import open_sockets
-from aiockpt.http.pumps import Pumps, Turn
-from aiockpt.http.sending import Outcome, Sending
+from aiockpt.http.sockets import IOThreads, Turn
 from rangepeer import noise
 from serving import Peer, settle
 
@@ -62,10 +61,10 @@ class Service:
 
     body: type[Body] = Body
 
-    def __init__(self, pumps: Pumps) -> None:
-        self.pumps = pumps
+    def __init__(self, threads: IOThreads) -> None:
+        self.threads = threads
         self.bodies: list[Body] = []
-        self.sendings: list[Sending] = []
+        self.sendings: list[BodySender] = []
         self.port = 0
         self.task: asyncio.Task[object] | None = None
 
@@ -73,19 +72,25 @@ class Service:
         body, length = self.body(), {"Content-Length": str(self.body.nbytes)}
         response = web.StreamResponse(headers=length)
         assert request.transport is not None
-        sending = Sending(request.transport, stall_timeout=30, pumps=self.pumps)
+        sending = BodySender(
+            request.transport,
+            body.nbytes,
+            body.views,
+            stall_timeout=30,
+            threads=self.threads,
+        )
         self.bodies.append(body)
         self.sendings.append(sending)
         self.task = asyncio.current_task()
-        await sending.run(request, response, body)
+        await sending.run(request, response)
         return response
 
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[Service]:
     """Serve on loopback."""
-    with closing(Pumps("test-serve")) as pumps:
-        service, app = Service(pumps), web.Application()
+    with closing(IOThreads("test-serve")) as threads:
+        service, app = Service(threads), web.Application()
         app.router.add_get("/", service.handle)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
@@ -99,44 +104,44 @@ async def serving() -> AsyncIterator[Service]:
 
 
 async def get(
-    session: ClientSession, port: int, fill: BodyWriter, pumps: Pumps
+    session: ClientSession, port: int, fill: BodyWriter, threads: IOThreads
 ) -> None:
     """Receive what is answered."""
     url = f"http://127.0.0.1:{port}/"
     async with session.get(url, read_bufsize=MIB) as answer:
-        await read_body(answer, fill, pumps)
+        await read_body(answer, fill, threads)
 
 
-class TestPumps:
+class TestIOThreads:
     """A bounded number of threads, each for a bounded time."""
 
     async def test_work_is_done_in_a_thread_and_what_comes_of_it_comes_back(
         self,
     ) -> None:
         """Errors, too."""
-        with closing(Pumps("test-pump")) as pumps:
-            ident = await pumps.turn(lambda _: threading.get_ident())
+        with closing(IOThreads("test-pump")) as threads:
+            ident = await threads.turn(lambda _: threading.get_ident())
             assert ident != threading.get_ident()
             with pytest.raises(ZeroDivisionError):
-                await pumps.turn(lambda _: 1 // 0)
-            assert pumps.free
+                await threads.turn(lambda _: 1 // 0)
+            assert threads.free
 
     async def test_none_is_free_while_all_are_at_work(self) -> None:
         """Nor once it is closed, which waits for nobody."""
         go = threading.Event()
-        pumps, turns_taken = Pumps("test-pump"), 0
+        threads, turns_taken = IOThreads("test-pump"), 0
         works = []
-        while pumps.free:
-            works.append(asyncio.create_task(pumps.turn(lambda _: go.wait())))
+        while threads.free:
+            works.append(asyncio.create_task(threads.turn(lambda _: go.wait())))
             turns_taken += 1
             await asyncio.sleep(0)
         assert 2 <= turns_taken <= 8
-        pumps.close()
+        threads.close()
         go.set()
         assert all(await asyncio.gather(*works))
-        assert not pumps.free
+        assert not threads.free
         with pytest.raises(ClosedError):
-            await pumps.turn(lambda _: go.wait())
+            await threads.turn(lambda _: go.wait())
 
     async def test_a_turn_ends_and_a_silent_peer_is_not_waited_for(self) -> None:
         """But for a moment, which ends as soon as the peer does something."""
@@ -154,7 +159,7 @@ class TestPumps:
 
     async def test_a_cancel_ends_a_turn(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Also one from outside of a scope, and one after another that was survived."""
-        monkeypatch.setattr(pumps_module, "_TURN", inf)
+        monkeypatch.setattr(sockets, "_TURN", inf)
         begun = threading.Event()
 
         def work(turn: Turn) -> None:
@@ -162,15 +167,15 @@ class TestPumps:
             while not turn.over:
                 time.sleep(0.001)
 
-        async def survive(pumps: Pumps) -> None:
+        async def survive(threads: IOThreads) -> None:
             with suppress(asyncio.CancelledError):
-                await pumps.turn(work)
+                await threads.turn(work)
             again.set()
-            await pumps.turn(work)
+            await threads.turn(work)
 
         again = asyncio.Event()
-        with closing(Pumps("test-pump")) as pumps:
-            task = asyncio.create_task(survive(pumps))
+        with closing(IOThreads("test-pump")) as threads:
+            task = asyncio.create_task(survive(threads))
             assert await asyncio.to_thread(begun.wait, 30)
             begun.clear()
             task.cancel()
@@ -180,9 +185,9 @@ class TestPumps:
             with pytest.raises(asyncio.CancelledError):
                 await task
             with anyio.move_on_after(0.05) as scope:
-                await pumps.turn(work)
+                await threads.turn(work)
             assert scope.cancelled_caught
-            assert pumps.free
+            assert threads.free
 
 
 class TestReceiving:
@@ -207,9 +212,9 @@ class TestReceiving:
             return [memoryview(memory)[start:stop]]
 
         fill = BodyWriter(buffers, 0, len(BODY), Witness())
-        with closing(Pumps("test-receive")) as pumps:
+        with closing(IOThreads("test-receive")) as threads:
             async with serving() as service, ClientSession() as session:
-                await get(session, service.port, fill, pumps)
+                await get(session, service.port, fill, threads)
         assert memory == BODY
         assert set(seen) - {threading.get_ident()}
         assert {ident for ident, _ in told} == {threading.get_ident()}
@@ -221,21 +226,21 @@ class TestReceiving:
         """None waits for the turn of another."""
         count = 12
         memories = [bytearray(len(BODY)) for _ in range(count)]
-        with closing(Pumps("test-receive")) as pumps:
-            least, turn = [99], pumps.turn
+        with closing(IOThreads("test-receive")) as threads:
+            least, turn = [99], threads.turn
 
             async def noted(work):
-                least.append(pumps._free - 1)
+                least.append(threads._free - 1)
                 return await turn(work)
 
-            pumps.turn = noted  # type: ignore[method-assign]
+            threads.turn = noted  # type: ignore[method-assign]
 
             def filling(memory: bytearray) -> BodyWriter:
                 return BodyWriter(lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY))
 
             fills = [filling(memory) for memory in memories]
             async with serving() as service, ClientSession() as session:
-                gets = [get(session, service.port, fill, pumps) for fill in fills]
+                gets = [get(session, service.port, fill, threads) for fill in fills]
                 await asyncio.gather(*gets)
         assert all(memory == BODY for memory in memories)
         assert min(least) >= 0
@@ -244,7 +249,7 @@ class TestReceiving:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """However fast the peer is, and however long a turn may take."""
-        monkeypatch.setattr(pumps_module, "_TURN", inf)
+        monkeypatch.setattr(sockets, "_TURN", inf)
         body = 1 << 50
         memory = bytearray(8 * MIB)
 
@@ -266,16 +271,16 @@ class TestReceiving:
         gone = asyncio.Event()
         fill = BodyWriter(again, 0, body)
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        with closing(Pumps("test-receive")) as pumps:
+        with closing(IOThreads("test-receive")) as threads:
             async with server, ClientSession() as session:
                 port = server.sockets[0].getsockname()[1]
-                task = asyncio.create_task(get(session, port, fill, pumps))
+                task = asyncio.create_task(get(session, port, fill, threads))
                 await settle(lambda: fill.filled > 4 * len(BODY))
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
                 await gone.wait()
-            assert pumps.free
+            assert threads.free
 
     async def test_an_observer_that_fails_ends_the_receive(self) -> None:
         """With its own error, whether a thread or the loop receives."""
@@ -298,10 +303,10 @@ class TestReceiving:
         fill = BodyWriter(
             lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY), Failing()
         )
-        with closing(Pumps("test-receive")) as pumps:
+        with closing(IOThreads("test-receive")) as threads:
             async with serving() as service, ClientSession() as session:
                 with pytest.raises(ZeroDivisionError):
-                    await get(session, service.port, fill, pumps)
+                    await get(session, service.port, fill, threads)
 
     async def test_several_buffers_are_received_into_at_once(self) -> None:
         """None of them is small; small ones share a scratch."""
@@ -331,9 +336,9 @@ class TestReceiving:
         monkeypatch.setattr(body_reader, "duplicate", lambda _: None)
         memory = bytearray(len(BODY))
         fill = BodyWriter(lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY))
-        with closing(Pumps("test-receive")) as pumps:
+        with closing(IOThreads("test-receive")) as threads:
             async with serving() as service, ClientSession() as session:
-                await get(session, service.port, fill, pumps)
+                await get(session, service.port, fill, threads)
         assert memory == BODY
 
     @pytest.mark.parametrize("pause", [0.002, 0.015, 0.06])
@@ -358,10 +363,10 @@ class TestReceiving:
         fill = BodyWriter(lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY))
         closed = asyncio.Event()
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        with closing(Pumps("test-receive")) as pumps:
+        with closing(IOThreads("test-receive")) as threads:
             async with server, ClientSession() as session:
                 port = server.sockets[0].getsockname()[1]
-                await get(session, port, fill, pumps)
+                await get(session, port, fill, threads)
                 await closed.wait()
         assert memory == BODY
 
@@ -381,7 +386,7 @@ class TestSending:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """However fast the peer reads, and however long a turn may take."""
-        monkeypatch.setattr(pumps_module, "_TURN", inf)
+        monkeypatch.setattr(sockets, "_TURN", inf)
         async with serving() as service, ClientSession() as session:
             service.body = Endless
             async with session.get(f"http://127.0.0.1:{service.port}/") as answer:
@@ -395,13 +400,13 @@ class TestSending:
                 with pytest.raises(ClientPayloadError):
                     await read_on()
             assert service.sendings[0].outcome is Outcome.GONE
-            assert service.pumps.free
+            assert service.threads.free
 
     async def test_an_evicted_sending_ends_though_its_peer_keeps_up(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Its memory is wanted, however long a turn may take."""
-        monkeypatch.setattr(pumps_module, "_TURN", inf)
+        monkeypatch.setattr(sockets, "_TURN", inf)
 
         def read_on(port: int) -> None:
             with (
@@ -440,9 +445,9 @@ class TestSending:
                 sending.evict()
 
     async def test_where_no_thread_may_begin_the_loop_sends(self) -> None:
-        """A service that closes its pumps first still ends what it sends."""
+        """A service that closes its threads first still ends what it sends."""
         async with serving() as service, Peer(service.port) as peer:
-            service.pumps.close()
+            service.threads.close()
             assert (await peer.ask("/")).body == BODY
             assert set(service.bodies[0].threads) == {threading.get_ident()}
 

@@ -1,21 +1,26 @@
-"""Hands snapshots to processes of this host, as memory instead of through a socket.
+"""Lend snapshots to other processes of this host, as memory instead of bytes.
 
 A request for a manifest that proves to come from this host is answered with a ticket.
-It is shown at a Unix socket, where the kernel tells whose process is there: one of
-another user gets nothing. Who only copies gives the memory back, and the next
-checkpoint may be staged into it. Who keeps it, or is gone without a word, has it for
-good: nothing is staged into it again, and nobody is waited for.
+The receiver shows the ticket at a Unix socket, where the kernel names its user: a
+process of another user gets nothing. A receiver that only copies gives the memory
+back, and the sender may stage the next checkpoint into it. A receiver that keeps the
+memory, or dies without a word, has it for good: the sender never stages into it
+again, and waits for nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import os
 import secrets
 import socket
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -23,8 +28,6 @@ import msgspec
 from aiockpt.errors import ClosedError
 from aiockpt.events import TransferEvent, emit
 from aiockpt.http.audit import Access, Auditor
-from aiockpt.http.forks import close_in_forks
-from aiockpt.http.hosts import identity
 from aiockpt.http.memory_protocol import (
     MAX_MESSAGE,
     RETURNED,
@@ -35,23 +38,26 @@ from aiockpt.http.memory_protocol import (
     is_probe_of,
 )
 from aiockpt.http.protocol import Lease
+from aiockpt.http.sockets import close_in_forks
 from aiockpt.http.store import Publication, Store
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.packets import arrival, is_ours, owner_of, receive
 
-__all__ = ["Lender"]
+__all__ = ["Lender", "identity"]
 
-_TICKETS: Final = 1024
-_VALID: Final = 30.0
-_PATIENCE: Final = 5.0
-_PAUSE: Final = 1.0
+_TICKETS: Final = 1024  # the most that are valid at a time
+_VALID: Final = 30.0  # seconds
+_PATIENCE: Final = 5.0  # seconds in which a guest must show its ticket
+_PAUSE: Final = 1.0  # seconds until the next try to accept, if no descriptor is left
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+_NAMESPACES: Final = ("net", "user")
 
 logger = logging.getLogger("aiockpt")
 
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    """What was offered to whom, until when; ``lease`` keeps it until then."""
+    """What was offered to which receiver; ``lease`` keeps it ``until`` then."""
 
     step: int
     snapshot_id: str
@@ -60,13 +66,31 @@ class _Ticket:
     lease: Lease | None
 
 
+def identity() -> bytes | None:
+    """Return an identity of this host, for processes that can share memory.
+
+    Two processes with one identity run on one kernel since its start, see the same
+    Unix sockets, and mean the same user by the same number. None if the system does
+    not tell. It reads files, so it runs in a thread.
+    """
+    if sys.platform != "linux":
+        return None
+    with suppress(OSError):
+        words = [_BOOT.read_text().strip()]
+        for kind in _NAMESPACES:
+            namespace = os.stat(f"/proc/self/ns/{kind}")
+            words.append(f"{namespace.st_dev}:{namespace.st_ino}")
+        return hashlib.sha256("\n".join(words).encode()).digest()
+    return None
+
+
 class Lender:
-    """Lends what is on a store; its socket is there from the first offer on.
+    """Lends what a store publishes; it listens from the first offer on.
 
     Args:
-        store: What may be lent.
-        bridge: Where the kernel is asked for what takes a while.
-        most: How many guests it has at a time; to more it says nothing.
+        store: Holds the publications that may be lent.
+        bridge: Runs what blocks.
+        most: How many guests it has at a time; it refuses more of them.
     """
 
     def __init__(self, store: Store, bridge: Bridge, *, most: int) -> None:
@@ -87,16 +111,16 @@ class Lender:
 
     async def offer(
         self,
-        published: Publication,
+        publication: Publication,
         probe: str | None,
         receiver: str,
         lease: Lease | None,
     ) -> str | None:
-        """Return the header that offers a checkpoint to who sent this probe, or None.
+        """Return the header that offers a checkpoint to the sender of a probe, or None.
 
-        None if the probe is not of this host, or the memory not of a kind to lend.
+        None if the probe is not from this host, or the memory cannot be lent.
         """
-        arena = published.servable.arena
+        arena = publication.servable.arena
         if probe is None or arena is None or arena.fd < 0:
             return None
         here = await self._bridge.run(identity)
@@ -107,12 +131,14 @@ class Lender:
         ticket = secrets.token_hex(16)
         self._forget_old()
         until = time.monotonic() + _VALID
-        made = _Ticket(published.step, published.snapshot_id, receiver, until, lease)
+        made = _Ticket(
+            publication.step, publication.snapshot_id, receiver, until, lease
+        )
         self._tickets[ticket] = made
         return format_offer(Offer(self._name, ticket))
 
     async def aclose(self) -> None:
-        """Lend nothing more; who has something keeps it. Idempotent."""
+        """Lend nothing more; receivers keep what they have. Idempotent."""
         self._closed = True
         self._tickets.clear()
         listener, self._listener = self._listener, None
@@ -177,9 +203,9 @@ class Lender:
             async with asyncio.timeout(_PATIENCE):
                 ask = msgspec.json.decode(await _heard(guest), type=Ask)
             ticket = self._tickets.pop(ask.ticket, None)
-            published = self._find(ticket)
-            if ticket is not None and published is not None:
-                await self._lend(guest, published, ticket, keep=ask.keep)
+            publication = self._find(ticket)
+            if ticket is not None and publication is not None:
+                await self._lend(guest, publication, ticket, keep=ask.keep)
 
     def _find(self, ticket: _Ticket | None) -> Publication | None:
         if ticket is None or ticket.until < time.monotonic():
@@ -195,19 +221,19 @@ class Lender:
     async def _lend(
         self,
         guest: socket.socket,
-        published: Publication,
+        publication: Publication,
         ticket: _Ticket,
         *,
         keep: bool,
     ) -> None:
-        servable, arena = published.servable, published.servable.arena
+        servable, arena = publication.servable, publication.servable.arena
         assert arena is not None, "what was offered has an arena"
         servable.acquire()
         given = returned = False
         try:
             async with self._turn:
                 fd = await self._bridge.run(arena.lend)
-            if self._find(ticket) is not published:
+            if self._find(ticket) is not publication:
                 return  # retracted meanwhile: nothing of it goes out any more
             nbytes = servable.manifest.segment_bytes
             message = msgspec.json.encode(Lent(ticket.snapshot_id, nbytes))
@@ -215,7 +241,7 @@ class Lender:
             given = True
             if ticket.lease is not None:  # whoever has the memory asks for no range
                 self._store.end_lease(ticket.lease)
-            self._tell(guest, published, ticket, kept=keep)
+            self._tell(guest, publication, ticket, kept=keep)
             returned = not keep and await _heard(guest) == RETURNED
         finally:
             if given and not returned:
@@ -225,21 +251,24 @@ class Lender:
     def _tell(
         self,
         guest: socket.socket,
-        published: Publication,
+        publication: Publication,
         ticket: _Ticket,
         *,
         kept: bool,
     ) -> None:
         self.count += 1
         pid, _ = owner_of(guest)
-        nbytes, how = published.servable.manifest.segment_bytes, "kept" if kept else ""
+        nbytes, how = (
+            publication.servable.manifest.segment_bytes,
+            "kept" if kept else "",
+        )
         self._auditor.note(
             Access(
                 peer=f"pid:{pid}",
                 receiver=ticket.receiver,
                 method="LEND",
                 path="",
-                step=published.step,
+                step=publication.step,
                 status=200,
                 nbytes=nbytes,
                 outcome="lent",
@@ -248,7 +277,7 @@ class Lender:
         emit(
             TransferEvent(
                 stop="serve",
-                step=published.step,
+                step=publication.step,
                 peer=f"pid:{pid}",
                 nbytes=nbytes,
                 detail=how,

@@ -1,0 +1,228 @@
+"""What to answer to a request for a checkpoint: pure decisions.
+
+Conditional and range requests follow RFC 9110, sections 13 and 14, in the RFC's order:
+``If-Match``, ``If-None-Match``, then ``Range`` unless ``If-Range`` forbids it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from html import escape
+from http import HTTPStatus
+from typing import Any, Final
+
+from aiockpt.errors import AiockptError, CheckpointChangedError
+from aiockpt.format.manifest import Manifest
+from aiockpt.http import protocol as http
+from aiockpt.http.problems import Problem
+
+__all__ = [
+    "COMMON_HEADERS",
+    "RefusedError",
+    "Reply",
+    "landing_reply",
+    "latest_reply",
+    "no_news_headers",
+    "plan_reply",
+]
+
+
+COMMON_HEADERS: Final[Mapping[str, str]] = {
+    "Server": "aiockpt",  # but not the versions of what it runs on
+    "X-Content-Type-Options": "nosniff",
+}
+
+# A step may be published again with other bytes, so a cache has to ask each time. It
+# gets a 304 if the bytes are the same.
+_CACHE: Final = "no-cache, no-transform"
+
+
+_HTML: Final = "text/html"
+# Nothing may run, be loaded, be framed or be sent, whatever gets into the page.
+_POLICY: Final = (
+    "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_PAGE: Final = """\
+<!DOCTYPE html>
+<html lang="en">
+<title>aiockpt</title>
+<h1>aiockpt</h1>
+{body}
+"""
+
+
+class RefusedError(AiockptError):
+    """A refusal that HTTP has a status for and the error tree has no class for."""
+
+    def __init__(
+        self, status: HTTPStatus, detail: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.headers = dict(headers or {})
+
+    @property
+    def problem(self) -> Problem:
+        """The response that says so."""
+        document = {
+            "type": "about:blank",
+            "title": self.status.phrase,
+            "status": self.status.value,
+            "detail": self.detail,
+        }
+        headers = {
+            "Content-Type": "application/problem+json",
+            "Cache-Control": "no-store",
+            **self.headers,
+        }
+        return Problem(self.status.value, headers, json.dumps(document).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A response without its body, which is ``[start, stop)`` of the file."""
+
+    status: int
+    headers: dict[str, str]
+    start: int
+    stop: int
+
+
+def plan_reply(
+    resource: http.Resource,
+    manifest: Manifest,
+    headers: Mapping[str, str],
+    method: str,
+) -> Reply:
+    """Return the answer to ``GET`` or ``HEAD`` of a resource that is being served.
+
+    Raises:
+        CheckpointChangedError: ``If-Match`` names another snapshot.
+        RangeNotSatisfiable: the range holds no byte.
+        RefusedError: 404, there is no such chunk.
+    """
+    start, stop = _extent(resource, manifest)
+    answer = _headers(resource, manifest)
+    tag = manifest.snapshot_id
+    if not http.if_match(headers.get("If-Match"), tag):
+        raise CheckpointChangedError(
+            expected=headers["If-Match"].strip('"')[:64], actual=tag
+        )
+    if not http.if_none_match(headers.get("If-None-Match"), tag):
+        return Reply(HTTPStatus.NOT_MODIFIED, answer, start, start)
+    wanted = _wanted(headers, method, tag, stop - start)
+    if wanted is None:
+        answer["Content-Length"] = str(stop - start)
+        return Reply(HTTPStatus.OK, answer, start, stop)
+    first, last = wanted
+    answer["Content-Range"] = http.format_content_range(first, last, stop - start)
+    answer["Content-Length"] = str(last - first)
+    return Reply(HTTPStatus.PARTIAL_CONTENT, answer, start + first, start + last)
+
+
+def latest_reply(manifest: Manifest) -> tuple[dict[str, str], bytes]:
+    """Return the headers and the body that name the served checkpoint."""
+    headers = {
+        **no_news_headers(manifest.step),
+        "Content-Type": "application/json",
+        "ETag": http.format_etag(manifest.snapshot_id),
+    }
+    return headers, json.dumps(_describe(manifest)).encode()
+
+
+def _describe(manifest: Manifest) -> dict[str, Any]:
+    """Return what people and programs are told of the served checkpoint."""
+    return {
+        "step": manifest.step,
+        "snapshot_id": manifest.snapshot_id,
+        "total_bytes": manifest.total_bytes,
+    }
+
+
+def no_news_headers(serving: int | None) -> dict[str, str]:
+    """Return the headers that say which step is served, when there is no newer one."""
+    headers = {**COMMON_HEADERS, "Cache-Control": "no-store"}
+    if serving is not None:
+        headers[http.STEP_HEADER] = str(serving)
+    return headers
+
+
+def _wanted(
+    headers: Mapping[str, str], method: str, tag: str, size: int
+) -> tuple[int, int] | None:
+    if method != "GET" or not http.if_range(headers.get("If-Range"), tag):
+        return None
+    return http.parse_range(headers.get("Range"), size)
+
+
+def _extent(resource: http.Resource, manifest: Manifest) -> tuple[int, int]:
+    if resource.kind is http.ResourceKind.METADATA:
+        return 0, manifest.header_bytes
+    if resource.chunk is None:
+        return 0, manifest.total_bytes
+    try:
+        start, stop = manifest.grid.range(resource.chunk)
+    except IndexError:
+        raise RefusedError(
+            HTTPStatus.NOT_FOUND,
+            f"no chunk {resource.chunk}; step {manifest.step} has {len(manifest.grid)}",
+        ) from None
+    return start + manifest.header_bytes, stop + manifest.header_bytes
+
+
+def _headers(resource: http.Resource, manifest: Manifest) -> dict[str, str]:
+    answer = {
+        **COMMON_HEADERS,
+        "ETag": http.format_etag(manifest.snapshot_id),
+        "Accept-Ranges": "bytes",
+        "Cache-Control": _CACHE,
+        "Content-Type": "application/octet-stream",
+        http.STEP_HEADER: str(manifest.step),
+    }
+    if resource.chunk is not None and resource.chunk < len(manifest.digests):
+        # The digest of the whole chunk, whatever range of it is asked for.
+        digest = manifest.digests[resource.chunk]
+        answer[http.DIGEST_HEADER] = http.format_digest(digest)
+    return answer
+
+
+def landing_reply(
+    manifest: Manifest | None, accept: str
+) -> tuple[dict[str, str], bytes]:
+    """Return headers and body at the prefix: a page for a browser, or else JSON.
+
+    Paths are relative to the address of the page, which ends with a slash, since a
+    proxy may show it under another name. The page holds no token.
+    """
+    headers = no_news_headers(None if manifest is None else manifest.step)
+    headers["Vary"] = "Accept"
+    serving = None if manifest is None else _describe(manifest)
+    paths = {} if manifest is None else _paths(manifest.step)
+    if _HTML not in accept.lower():
+        headers["Content-Type"] = "application/json"
+        return headers, json.dumps({"serving": serving, "paths": paths}).encode()
+    headers["Content-Type"] = f"{_HTML}; charset=utf-8"
+    headers["Content-Security-Policy"] = _POLICY
+    headers["Referrer-Policy"] = "no-referrer"
+    body = "<p>Nothing is served now." if serving is None else _table(serving, paths)
+    return headers, _PAGE.format(body=body).encode()
+
+
+def _paths(step: int) -> dict[str, str]:
+    full, metadata = http.ResourceKind.FULL.value, http.ResourceKind.METADATA.value
+    return {
+        http.LATEST: http.LATEST,
+        full: f"{step}/{full}",
+        metadata: f"{step}/{metadata}",
+        "newest": f"{http.LATEST}/{full}",
+    }
+
+
+def _table(serving: dict[str, Any], paths: dict[str, str]) -> str:
+    facts = [f"<dt>{escape(name)}<dd>{escape(str(serving[name]))}" for name in serving]
+    links = [
+        f'<li><a href="{escape(path)}">{escape(path)}</a>' for path in paths.values()
+    ]
+    return "\n".join(["<dl>", *facts, "</dl>", "<ul>", *links, "</ul>"])
