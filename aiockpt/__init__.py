@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         RankInfo,
     )
     from aiockpt.checkpointers.factories import (
+        load,
         make_async_checkpointer,
         make_background_checkpointer,
         make_sync_checkpointer,
@@ -159,6 +160,7 @@ __all__ = [
     "__version__",
     "latest",
     "list_checkpoints",
+    "load",
     "make_async_checkpointer",
     "make_background_checkpointer",
     "make_sync_checkpointer",
@@ -204,6 +206,7 @@ _HOMES = {
     "WriterHook": "aiockpt.checkpointers.writer",
     "latest": "aiockpt.storage.directory",
     "list_checkpoints": "aiockpt.storage.directory",
+    "load": "aiockpt.checkpointers.factories",
     "make_async_checkpointer": "aiockpt.checkpointers.factories",
     "make_background_checkpointer": "aiockpt.checkpointers.factories",
     "make_sync_checkpointer": "aiockpt.checkpointers.factories",

@@ -1,7 +1,7 @@
-"""Every option of the checkpointers, as frozen dataclasses; each default stands here.
+"""Every option of the checkpointers, as frozen dataclasses, with its default.
 
-The names are those of ``torch.distributed.checkpoint._experimental``; what is new
-has a default that needs no thought.
+The names are those of ``torch.distributed.checkpoint._experimental``. The options that
+torch does not have need not be set.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ __all__ = [
 ]
 
 BusyPolicy = Literal["wait", "skip", "replace", "fail"]
-"""What becomes of a save while one is being written and another one waits."""
+"""What a save does while one is being written and another one waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Who this process is among those that save together.
+    """The rank of this process among those that save together.
 
     Attributes:
         global_rank: Its rank, from 0.
-        global_world_size: How many there are.
+        global_world_size: The number of ranks.
     """
 
     global_rank: int
@@ -48,9 +48,9 @@ class BarrierConfig:
     """How ranks wait for each other before a checkpoint is committed.
 
     Attributes:
-        barrier_type: ``"tcp_store"``, ``"dist_barrier"``, a registered name, or None:
-            this rank commits alone.
-        barrier_args: What the barrier's class is made with.
+        barrier_type: ``"tcp_store"``, ``"dist_barrier"``, or a registered name. None:
+            one rank commits alone, and several meet where ``torch.distributed`` does.
+        barrier_args: Arguments of the barrier's class.
     """
 
     barrier_type: str | None = None
@@ -63,14 +63,14 @@ class CheckpointWriterConfig:
 
     Attributes:
         write_barrier_timeout_secs: How long it waits for the other ranks.
-        fsync: Have the disk confirm everything, so that a checkpoint outlives a power
-            failure as well; without, it outlives the process.
+        fsync: Have the disk confirm everything. With it, a checkpoint survives a power
+            failure; without it, only the end of the process.
         keep_last: How many checkpoints of a directory stay when one is saved; None
             keeps all. The last whole one always stays.
-        keep_every: Those whose step is a multiple of this stay too.
-        chunk_bytes: Bytes that one digest is for in a synchronous save.
-        allow_pickle: Carry leaves that nothing else can as pickles in a synchronous
-            save; they run code when they are loaded.
+        keep_every: Checkpoints whose step is a multiple of this stay, too.
+        chunk_bytes: How many bytes one digest covers in a synchronous save.
+        allow_pickle: In a synchronous save, pickle leaves that cannot be saved
+            otherwise. Pickles run code when they are loaded.
     """
 
     write_barrier_timeout_secs: float = 600
@@ -89,19 +89,19 @@ class CheckpointWriterConfig:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStagerConfig:
-    """How a state dict is staged. Everything works without an accelerator too.
+    """How a state dict is staged. It works with and without an accelerator.
 
     Attributes:
         use_pinned_memory: Page-lock the arenas for the devices that copy into them.
         use_shared_memory: Stage into memory that the checkpoint process can map;
-            otherwise it is copied once more on its way there.
-        use_async_staging: Copy in threads while the loop runs; else on the calling
-            thread, which stands still until everything is copied.
-        use_non_blocking_copy: Poll for the end of the device's copies; else a thread
-            blocks until then.
+            otherwise the snapshot is copied once more on its way there.
+        use_async_staging: Copy in threads while the loop runs; otherwise on the
+            calling thread, which blocks until everything is copied.
+        use_non_blocking_copy: Poll for the end of the device's copies; otherwise a
+            thread blocks until then.
         threads: How many parts are copied at once.
-        chunk_bytes: Bytes that one digest is for, a multiple of 64.
-        allow_pickle: Carry leaves that nothing else can as pickles, which run code
+        chunk_bytes: How many bytes one digest covers; a multiple of 64.
+        allow_pickle: Pickle leaves that cannot be saved otherwise. Pickles run code
             when they are loaded.
     """
 
@@ -120,16 +120,16 @@ class CheckpointProcessConfig:
 
     Attributes:
         subprocess_init_timeout_secs: How long it may take to start.
-        subprocess_shutdown_timeout_secs: How long it may take to finish what it
-            writes when it is closed; then it is killed.
+        subprocess_shutdown_timeout_secs: How long it may take to finish its writes
+            when it is closed; then it is killed.
         write_timeout_secs: How long one write may take, barriers included; then the
             process is replaced.
-        hang_timeout_secs: How long it may be silent while it writes, before it is
-            taken for hung and is replaced.
-        nice: Added to its niceness: 10 for a tenth of a core that training wants, too,
-            and all of one that it leaves; 0 for half. It is added when the process is
-            ready; its start has the trainer's priority.
-        io_idle: Let it use the disk only when nobody else does.
+        hang_timeout_secs: How long it may be silent while it writes; then it counts
+            as hung, and is replaced.
+        nice: Added to its niceness once it is ready; it starts with the trainer's
+            priority. With 10, it gets a tenth of a core that training wants, too, and
+            all of an idle one; with 0, half of a shared core.
+        io_idle: Let it use the disk only when no other process does.
         keep_last_seconds: How long it stays after the trainer has died, with the last
             staged snapshot for a restarted one; 0: only until that is written.
         runtime_dir: Where a restarted trainer finds it: a directory of this user
@@ -155,12 +155,12 @@ class CheckpointerConfig:
         barrier_config: How ranks commit together.
         staging_config: How an asynchronous save stages.
         process_config: The process of an asynchronous checkpointer.
-        use_process: Write in a process of its own; else in a thread of this one.
-        busy_policy: What becomes of a save while one is being written and another
-            one waits: it waits too, is skipped, replaces the one that waits, or fails.
-        raise_on_failure: Let a failed save raise from ``save``, the next one or
-            ``close``; else it is logged, raises from its handle only, and ``close``
-            returns it.
+        use_process: Write in a process of its own; otherwise in a thread.
+        busy_policy: What a save does while one is being written and another one
+            waits: it waits too, is skipped, replaces the one that waits, or fails.
+        raise_on_failure: Let a failed save raise from ``save``, the next ``save`` or
+            ``close``. Otherwise it is logged, raises from its handle only, and
+            ``close`` returns it.
     """
 
     writer_config: CheckpointWriterConfig = field(

@@ -1,4 +1,7 @@
-"""The factories: a checkpointer with everything it needs, made from one config."""
+"""The factories: a checkpointer with everything it needs, made from one config.
+
+`load` needs no checkpointer: it reads one checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,10 @@ from aiockpt.checkpointers.writer import (
     configured_writer,
     default_subprocess_init_fn,
 )
+from aiockpt.storage.directory import StrPath
 
 __all__ = [
+    "load",
     "make_async_checkpointer",
     "make_background_checkpointer",
     "make_sync_checkpointer",
@@ -146,6 +151,45 @@ def make_background_checkpointer(
         commit_hook=commit_hook,
     )
     return BackgroundCheckpointer(checkpointer)
+
+
+def load(
+    path: StrPath,
+    state_dict: Any = None,
+    *,
+    map_location: Any = None,
+    strict: bool = False,
+    rank_info: RankInfo | None = None,
+    allow_pickle: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Return the state dict at ``path``; fill and return ``state_dict`` if given.
+
+    It blocks, and needs no checkpointer and no event loop.
+
+    Args:
+        path: A checkpoint's directory, or anything else that
+            :meth:`.CheckpointReader.read` takes.
+        state_dict: A template, which is filled in place.
+        map_location: Where tensors go that have no place in the template.
+        strict: Raise if the checkpoint lacks a key of the template.
+        rank_info: This process's rank; by default that of ``torch.distributed``, or 0
+            of 1.
+        allow_pickle: Also rebuild leaves that were saved as pickles, which runs code.
+        kwargs: The other options of :meth:`.CheckpointReader.read`, such as ``select``.
+
+    Raises:
+        CheckpointNotFoundError: no whole checkpoint is there.
+        StorageError, IntegrityError: it cannot be read.
+        MissingKeysError: with ``strict``; nothing was changed.
+    """
+    reader = CheckpointReader(
+        rank_info or default_rank_info(), allow_pickle=allow_pickle
+    )
+    loaded, _ = reader.read(
+        path, state_dict, map_location=map_location, strict=strict, **kwargs
+    )
+    return loaded
 
 
 def _writer_args(

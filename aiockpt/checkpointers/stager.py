@@ -1,7 +1,7 @@
 """The copy that training waits for: a state dict becomes a snapshot in an arena.
 
-No digests, no encoding of bytes, no file: whoever writes does the rest. The arenas are
-kept and reused, so that only the first saves pay for new memory.
+The stager computes no digests, encodes nothing and touches no file: the writer does
+that. The arenas are kept and reused, so only the first saves pay for new memory.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _LIMITS: Final = replace(FILE_LIMITS, max_header_bytes=1 << 40)
 
 
 class StagedState:
-    """A staged state dict, and the memory that it lies in.
+    """A staged state dict, with the memory that it lies in.
 
-    It is a context manager, which releases it; so does the checkpointer that it is
-    given to, when it is written.
+    Leaving its ``with`` block releases it. The checkpointer that it is given to
+    releases it, too, when it is written.
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class StagedState:
     def state_dict(self) -> Any:
         """Return the state dict: tensors over the arena, ties and containers kept.
 
-        They are valid until :meth:`release`: then another save takes the memory.
+        The tensors are valid until :meth:`release`: then another save may use the
+        memory.
         """
         manifest = self.snapshot.manifest
         found = self.snapshot.buffers(0, manifest.segment_bytes)
@@ -86,28 +87,28 @@ class StagedState:
 
 
 class CheckpointStager(ABC):
-    """Takes a state dict out of training's way. A class of one's own may do so too.
+    """Copies a state dict, so that training may go on. You may derive your own.
 
-    ``stage`` may return a :class:`StagedState` or a state dict of one's own memory.
+    ``stage`` may return a :class:`StagedState`, or a state dict in memory of its own.
     """
 
     @abstractmethod
     async def stage(self, state_dict: Any, **kwargs: Any) -> Any:
-        """Return what is staged; ``state_dict`` may be mutated from then on.
+        """Return the copy; ``state_dict`` may be mutated from then on.
 
         ``kwargs`` are those of ``save``.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
 
 
 class DefaultStager(CheckpointStager):
     """Stages into arenas that are shared with the checkpoint process, and reused.
 
     Args:
-        config: What kind of memory, and who copies.
+        config: What kind of memory to use, and how to copy.
         ports: Finds the port of a device; tests give a fake one.
     """
 
@@ -144,7 +145,7 @@ class DefaultStager(CheckpointStager):
 
         If cancelled, waits for the copy of at most 64 MiB and keeps nothing.
         """
-        del kwargs  # other stagers may want them
+        del kwargs  # for other stagers
         with self._lifetime.call():
             snapshot = await self._stager.stage(state_dict, step=exact_step(step))
         return StagedState(
@@ -154,7 +155,7 @@ class DefaultStager(CheckpointStager):
         )
 
     async def close(self) -> None:
-        """Let go of all memory; that of a state which is still staged goes with it."""
+        """Release all memory, also that of a state which is still staged."""
         self._lifetime.bind()
         self._stager.close()
         steps = [partial(self._lifetime.calls_ended, timeout=_CLOSING)]
@@ -171,7 +172,7 @@ def stager_of(
     kept: int,
     ports: PortFor = port_for,
 ) -> Stager:
-    """Return a stager that copies and does nothing else."""
+    """Return a stager that copies, and computes no digests."""
     return Stager(
         bridge,
         threads=config.threads,

@@ -237,14 +237,18 @@ class CheckpointWriter:
     def _save(
         self, path: StrPath, save: _Save, source: Source, kwargs: Mapping[str, Any]
     ) -> Written:
-        target, rank = save.target, self._rank_info.global_rank
+        """Write this rank's file and commit it with the other ranks, step by step."""
+        config, rank = self._config, self._rank_info.global_rank
         with save.reporting("written"):
             if not rank:
-                sweep(target.parent, shared=self._barrier is not None)
-            draft = Draft(target, rank, durable=self._config.fsync)
+                sweep(save.target.parent, shared=self._barrier is not None)
+            draft = Draft(save.target, rank, durable=config.fsync)
         with draft:
             with save.reporting("written", draft):
-                content = self._fill(draft, source)
+                header = write_source(
+                    draft.temporary, draft.fd, source, durable=config.fsync
+                )
+                draft.keep_file()
                 if self._hook is not None:
                     _finish(self._hook.pre_commit(os.fspath(path), **kwargs))
             save.meet(draft, rank)
@@ -254,27 +258,17 @@ class CheckpointWriter:
                     world_size = self._rank_info.global_world_size
                     unused = draft.commit(save.step, world_size)
             warning = save.confirm(draft, rank)
-        self._follow_up(path, target, unused, kwargs)
-        return Written(warning, content)
-
-    def _fill(self, draft: Draft, source: Source) -> str:
-        durable = self._config.fsync
-        header = write_source(draft.temporary, draft.fd, source, durable=durable)
-        draft.keep_file()
-        return content_of(header) if isinstance(header, Manifest) else ""
-
-    def _follow_up(
-        self, path: StrPath, target: Path, unused: list[Path], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Do what is not necessary any more: the checkpoint is there."""
+        # The checkpoint is committed. Nothing that follows changes that.
         try:
             if self._hook is not None:
                 _finish(self._hook.post_commit(os.fspath(path), **kwargs))
         finally:
             for each in unused:
                 remove_tree(each)
-            if not self._rank_info.global_rank:
-                self._retire(target)
+            if not rank:
+                self._retire(save.target)
+        content = content_of(header) if isinstance(header, Manifest) else ""
+        return Written(warning, content)
 
     def _retire(self, target: Path) -> None:
         config = self._config

@@ -21,6 +21,7 @@ from aiockpt import BackgroundCheckpointer, CheckpointerConfig
 from aiockpt.errors import (
     ClosedError,
     LocalProtocolError,
+    MissingKeysError,
     SaveInProgressError,
     StorageError,
     TransferTimeoutError,
@@ -207,6 +208,19 @@ async def test_a_loop_does_not_wait_for_itself(tmp_path: Path, gate: Gate) -> No
         gate.open()
         await handle.written()
         assert handle.result()
+
+
+def test_a_checkpoint_is_loaded_in_one_line(tmp_path: Path) -> None:
+    """Whole, in place, in part; what is missing is told."""
+    with aiockpt.make_sync_checkpointer() as made:
+        made.save(state(), tmp_path / "c")
+    assert_same(aiockpt.load(tmp_path / "c"), state())
+    template = state(0.0)
+    assert aiockpt.load(tmp_path / "c", template) is template
+    assert_same(template, state())
+    assert_same(aiockpt.load(tmp_path / "c", select=["epoch"]), {"epoch": 3})
+    with pytest.raises(MissingKeysError, match="head"):
+        aiockpt.load(tmp_path / "c", {"head": None}, strict=True)
 
 
 SCRIPT = """
