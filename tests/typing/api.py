@@ -174,6 +174,10 @@ async def in_the_background() -> None:
         aiockpt.HTTPTransport[Any](server="process", keep_last=60)
         aiockpt.HTTPTransport[Any](server=checkpointer)  # type: ignore[arg-type]
         assert_type(await checkpointer.close(), tuple[BaseException, ...])
+    with aiockpt.make_background_checkpointer(config) as background:
+        assert_type(background, aiockpt.BackgroundCheckpointer)
+        assert_type(background.save({"a": 1}, "step-2"), aiockpt.SaveHandle)
+        assert_type(handle.result(timeout=timedelta(seconds=1)), bool)
     found = await aiockpt.recover("checkpoints", timeout=timedelta(seconds=1))
     assert_type(found.step, int)
     aiockpt.CheckpointerConfig(busy_policy="hope")  # type: ignore[arg-type]
