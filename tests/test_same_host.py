@@ -549,7 +549,7 @@ class TestForged:
             sent.append(outline.snapshot_id)
             return await whole(offer, outline, keep=keep)
 
-        monkeypatch.setattr("aiockpt.http.supply.borrow", noting)
+        monkeypatch.setattr("aiockpt.http.source.borrow", noting)
         return lambda _: msgspec.json.encode(Lent(sent[0], MIB))
 
     @pytest.mark.parametrize("share", [False, True])

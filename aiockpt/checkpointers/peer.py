@@ -73,7 +73,7 @@ def _config(reading: Reading) -> ClientConfig:
 
 
 class PeerSource:
-    """What a peer serves, as a `Source`; the client verifies every chunk."""
+    """What a peer serves, as a `SegmentSource`; the client verifies every chunk."""
 
     def __init__(self, peer: _Peer, manifest: Manifest, reading: Reading) -> None:
         self._peer = peer

@@ -19,7 +19,7 @@ from aiockpt.storage.directory import StrPath
 from aiockpt.transfer.landing import Landing, Ranges, VerifyOnly
 from aiockpt.transfer.partial import PartialLoad, state_over
 from aiockpt.transfer.segment import check_memory
-from aiockpt.transfer.source import OnBytes, Source, Verify, check_verify
+from aiockpt.transfer.source import OnBytes, SegmentSource, Verify, check_verify
 
 __all__ = ["CheckpointReader", "MapLocation"]
 
@@ -161,7 +161,7 @@ def _whole(found: Found, how: Reading) -> object:
     return state_over(found.segments, found.values)
 
 
-def _verify(source: Source, ranges: Ranges, how: Reading) -> None:
+def _verify(source: SegmentSource, ranges: Ranges, how: Reading) -> None:
     """Compare the digests of what is mapped already."""
     segment = source.segment
     if how.verify != "none" and segment.manifest.digests:

@@ -33,7 +33,7 @@ from aiockpt.storage.files import named
 from aiockpt.storage.read import FileSource, manifest_of_file
 from aiockpt.storage.statefile import is_torch_file, load_torch
 from aiockpt.transfer.segment import Segment
-from aiockpt.transfer.source import OnBytes, Source, Verify
+from aiockpt.transfer.source import OnBytes, SegmentSource, Verify
 
 __all__ = ["Found", "Reading", "is_url", "open_sources"]
 
@@ -61,7 +61,7 @@ class Reading:
 class Found:
     """What a load reads from; of torch's own files, the ``values``."""
 
-    sources: Sequence[Source]
+    sources: Sequence[SegmentSource]
     values: object | None = None
 
     @property

@@ -19,10 +19,8 @@ from aiockpt.format.limits import Limits
 from aiockpt.http.client import CheckpointClient
 from aiockpt.http.manifests import PATIENCE, SUPERSEDED, Steps, chase
 from aiockpt.http.protocol import Lease, Source, parse_metadata
-from aiockpt.http.receive import Receive, ReceiveOptions
-from aiockpt.http.selecting import PartReceive
+from aiockpt.http.source import HttpSource, Sharing
 from aiockpt.http.sources import Sources, sources_of
-from aiockpt.http.supply import Sharing
 from aiockpt.memory.device import port_for
 from aiockpt.memory.warm import WarmArena
 from aiockpt.runtime.bridge import Bridge
@@ -31,6 +29,7 @@ from aiockpt.runtime.host_limits import failing_here
 from aiockpt.runtime.lifetime import Lifetime
 from aiockpt.state.selection import Select, listed
 from aiockpt.transfer.destination import Terms
+from aiockpt.transfer.receive import Receive, Request
 from aiockpt.transport import CheckpointTransport, T, Timeout, exact_step, seconds
 
 __all__ = ["Receiver"]
@@ -129,7 +128,7 @@ class Receiver(CheckpointTransport[T]):
             sources = sources_of(metadata)
         finally:
             del metadata  # a traceback with local variables would show the token
-        options = self._options(
+        request, sharing = self._request(
             into=into,
             have=have,
             select=select,
@@ -139,7 +138,7 @@ class Receiver(CheckpointTransport[T]):
             verify_shared=verify_shared,
         )
         limit = self._timeout if timeout is None else seconds(timeout)
-        return await self._receive(sources, step, options, limit)
+        return await self._receive(sources, step, request, sharing, limit)
 
     def follow(
         self,
@@ -192,11 +191,11 @@ class Receiver(CheckpointTransport[T]):
         finally:
             del metadata  # a traceback with local variables would show the token
         steps = self._steps(source, after, reconnect_timeout)
-        options = self._options(
+        request, sharing = self._request(
             into=into, have=have, select=select, progress=progress, share=share
         )
         limit = self._timeout if timeout is None else seconds(timeout)
-        return self._follow(source, steps, options, limit)
+        return self._follow(source, steps, request, sharing, limit)
 
     def steps(
         self,
@@ -256,14 +255,19 @@ class Receiver(CheckpointTransport[T]):
         )
 
     async def _follow(
-        self, source: Source, steps: Steps, options: ReceiveOptions, limit: float
+        self,
+        source: Source,
+        steps: Steps,
+        request: Request,
+        sharing: Sharing,
+        limit: float,
     ) -> AsyncGenerator[tuple[int, T]]:
         survives = (*SUPERSEDED, TransportError)
         source = replace(source, patience=PATIENCE)
 
         async def receive(step: int) -> T:
             try:
-                return await self._receive([source], step, options, limit)
+                return await self._receive([source], step, request, sharing, limit)
             except survives:
                 steps.again()
                 raise
@@ -272,7 +276,7 @@ class Receiver(CheckpointTransport[T]):
         while True:
             yield await chase(steps.__anext__, receive, pause=pause, survives=survives)
 
-    def _options(
+    def _request(
         self,
         *,
         into: T | None,
@@ -282,7 +286,7 @@ class Receiver(CheckpointTransport[T]):
         share: bool,
         direct: bool = False,
         verify_shared: bool = False,
-    ) -> ReceiveOptions:
+    ) -> tuple[Request, Sharing]:
         if share and into is not None:
             raise ValueError("share=True returns new tensors: leave out into=")
         if share and have is not None:
@@ -300,20 +304,21 @@ class Receiver(CheckpointTransport[T]):
             through=into is not None and not direct,
             verify=verify_shared,
         )
-        return ReceiveOptions(
+        request = Request(
             into=into,
             have=_known(have, into),
             select=listed(select),
             progress=progress,
             terms=terms,
-            sharing=sharing,
         )
+        return request, sharing
 
     async def _receive(
         self,
         sources: Sequence[Source],
         step: int | None,
-        options: ReceiveOptions,
+        request: Request,
+        sharing: Sharing,
         limit: float,
     ) -> T:
         """Receive ``step``, or what is served now, within ``limit`` seconds."""
@@ -326,14 +331,14 @@ class Receiver(CheckpointTransport[T]):
         asked = "a checkpoint" if step is None else f"step {step}"
         what = f"{asked} from {origin.name}"
         deadline = Deadline(limit, stop="fetch_manifest", what=what)
-        kind = Receive if options.select is None else PartReceive
         pause = self._client.pause
         attempt: Receive | None = None
 
         async def receive(step: int) -> object:
             nonlocal attempt
             deadline.what = f"step {step} from {origin.name}"
-            attempt = kind(origin, self._bridge, options, deadline)
+            peers = HttpSource(origin, self._bridge, sharing, deadline)
+            attempt = Receive(peers, self._bridge, request, deadline)
             with failing_here(f"receiving step {step}"):
                 return await attempt.run(step)
 

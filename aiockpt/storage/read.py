@@ -67,7 +67,7 @@ class FileMapping(Arena):
 
 
 class FileSource:
-    """An open file as a `Source`; it is read only while it is open.
+    """An open file as a `SegmentSource`; it is read only while it is open.
 
     Args:
         path: The name of the file, for errors.

@@ -8,7 +8,7 @@ byte of a template is written (unless ``direct`` has let them in already).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import sub
 from typing import Final, Protocol
@@ -38,7 +38,13 @@ _USED: Final = 0.75
 
 
 class Destination(Protocol):
-    """Somewhere to receive into."""
+    """Somewhere to receive into.
+
+    Attributes:
+        values: The chunks that must be there before `plan` is called.
+    """
+
+    values: Sequence[int]
 
     @property
     def memory(self) -> Memory:
@@ -55,6 +61,9 @@ class Destination(Protocol):
     @property
     def on_verified(self) -> Callable[[int], None] | None:
         """What wants to be told of verified chunks in `fill`; on the loop."""
+
+    def plan(self) -> Sequence[int]:
+        """Return the other chunks that are wanted; for a thread."""
 
     def begin(self) -> None:
         """Say that bytes are on their way; for who brings them without `fill`."""
@@ -118,6 +127,7 @@ class Fresh:
 
     touched = False
     on_verified = None
+    values: Sequence[int] = ()
 
     def __init__(
         self,
@@ -136,6 +146,11 @@ class Fresh:
         self.memory: Memory = self.arena
         self._tensors = tensors_over(manifest, self._loan.buffer, away=away)
         self._frame = Frame.of(manifest)
+        self._chunks = range(len(manifest.grid))
+
+    def plan(self) -> Sequence[int]:
+        """Return every chunk."""
+        return self._chunks
 
     def begin(self) -> None:
         """Do nothing: nobody has the tensors yet."""
@@ -178,6 +193,8 @@ class InTemplate:
     Chunks that are added to ``home`` are in the template already.
     """
 
+    values: Sequence[int] = ()
+
     def __init__(
         self,
         manifest: Manifest,
@@ -191,6 +208,7 @@ class InTemplate:
         self._away = away
         self.match, self._terms, self._bridge = match, terms, bridge
         self._frame = Frame.of(manifest)
+        self._chunks = range(len(manifest.grid))
         # Whoever has no tensors to make needs no more of the manifest.
         makes = match.parts or match.blobs or match.fresh
         self._manifest = manifest if makes else None
@@ -220,6 +238,10 @@ class InTemplate:
             pinned=self.arena if kept else None,
         )
         self.home = self._loading.home
+
+    def plan(self) -> Sequence[int]:
+        """Return every chunk."""
+        return self._chunks
 
     def begin(self) -> None:
         """Say that the template changes from now on, if it does."""

@@ -37,6 +37,7 @@ class PartialLoad:
 
     Attributes:
         landings: Of each segment, once there is a plan.
+        result: The state dict, once there is a plan; `finish` completes it.
     """
 
     def __init__(
@@ -50,11 +51,11 @@ class PartialLoad:
         ports: PortFor,
     ) -> None:
         self.landings: Sequence[PlannedLanding] = ()
+        self.result: object = None
         self._segments, self._values = segments, values
         self._template, self._ports = template, ports
         self._planner = LoadPlanner(segments, device=device)
         self._filling = Filling(selection, self._planner)
-        self._result: object = None
 
     def __repr__(self) -> str:
         return f"<PartialLoad {self._planner}>"
@@ -83,7 +84,7 @@ class PartialLoad:
         """
         with collector_paused():  # there may be 100,000 tensors
             found = state_over(self._segments, self._values, self._template)
-            self._result = self._filling.plan(self._template, found)
+            self.result = self._filling.plan(self._template, found)
 
     def place(self) -> Sequence[PlannedLanding]:
         """Return where the bytes of each segment go.
@@ -104,7 +105,7 @@ class PartialLoad:
         """Put in its place what did not arrive there; return the state dict."""
         self._planner.finish()
         self._filling.finish()
-        return self._result
+        return self.result
 
 
 def state_over(

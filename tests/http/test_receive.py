@@ -23,12 +23,12 @@ from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.format.paths import Node
 from aiockpt.http.manifests import ManifestReply
-from aiockpt.http.receive import Receive, ReceiveOptions
-from aiockpt.http.supply import Sharing
+from aiockpt.http.source import HttpSource, Sharing
 from aiockpt.memory.device import port_for
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.deadline import Deadline
 from aiockpt.transfer.destination import Terms
+from aiockpt.transfer.receive import Receive, Request
 
 pytestmark = pytest.mark.asyncio
 
@@ -91,16 +91,10 @@ def receive() -> Iterator[Receiving]:
 async def _receive(bridge: Bridge, peer: Peer, into: object, *, direct: bool) -> Any:
     terms = Terms(limits=Limits(), allow_pickle=False, direct=direct, ports=port_for)
     sharing = Sharing(wanted=False, keep=False, through=not direct, verify=False)
-    options = ReceiveOptions(
-        into=into,
-        have=None,
-        select=None,
-        progress=None,
-        terms=terms,
-        sharing=sharing,
-    )
+    request = Request(into=into, have=None, select=None, progress=None, terms=terms)
     deadline = Deadline(20, stop="test")
-    call = Receive(peer, bridge, options, deadline)  # type: ignore[arg-type]
+    source = HttpSource(peer, bridge, sharing, deadline)  # type: ignore[arg-type]
+    call = Receive(source, bridge, request, deadline)
     try:
         return await call.run(1)
     except AiockptError as error:

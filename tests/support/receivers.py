@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt.http.selecting import _Part
 from aiockpt.memory.arena import Arena
 from aiockpt.transfer import destination
 from aiockpt.transfer.destination import InTemplate
+from aiockpt.transfer.selected import Selected
 from transports import Transport, weights
 
 __all__ = [
@@ -39,7 +39,7 @@ _PARTS = {"select": [f"w{n}" for n in range(COUNT // 2, COUNT)]}
 _HELD = [f"w{n}" for n in range(COUNT // 2)]
 
 Places = tuple[tuple[Any, str], ...]
-FILLING: Places = ((InTemplate, "_load"), (_Part, "finish"))
+FILLING: Places = ((InTemplate, "_load"), (Selected, "_finish"))
 """Where a template is filled, which is one call in a thread."""
 SHARING: Places = ((destination, "put"),)
 """Where a state dict is made, for which the memory is there by then."""

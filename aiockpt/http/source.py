@@ -1,4 +1,4 @@
-"""Where the bytes of one receive come from: the sender's memory, else its server."""
+"""HTTP peers as the source of one receive: the sender's memory, else its server."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypedDict, TypeVar
 
+from aiockpt.errors import (
+    AiockptError,
+    ClosedError,
+    TransportError,
+    UnavailableError,
+)
 from aiockpt.format.chunks import ChunkHasher, HashedChunk
 from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest, Outline
@@ -18,11 +24,15 @@ from aiockpt.http.shared_memory import identity
 from aiockpt.http.sources import Sources, keeping
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.deadline import Deadline
 from aiockpt.runtime.sweep import Over, sweep
 
-__all__ = ["Sharing", "Supply"]
+__all__ = ["HttpSource", "Sharing"]
 
 V = TypeVar("V")
+
+_BROKEN: Final = (TransportError, UnavailableError, ClosedError)
+"""After one of these errors the sender is not told that the receive has ended."""
 
 _HTTP: Final = "HTTP"
 _MEMORY: Final = "shared memory"
@@ -56,8 +66,8 @@ class _Manner(TypedDict):
     on_verified: OnVerified | None
 
 
-class Supply:
-    """Brings the chunks of one checkpoint to where they belong.
+class HttpSource:
+    """One checkpoint of some peers, as a `aiockpt.transfer.source.Source`.
 
     Attributes:
         medium: How they come.
@@ -66,36 +76,34 @@ class Supply:
     """
 
     def __init__(
-        self,
-        origin: Sources,
-        bridge: Bridge,
-        sharing: Sharing,
-        on_retry: OnRetry,
+        self, peers: Sources, bridge: Bridge, sharing: Sharing, deadline: Deadline
     ) -> None:
-        self.medium, self.remark = _HTTP, ""
+        self.name, self.medium, self.remark = peers.name, _HTTP, ""
         self.arena: Arena | None = None
-        self._origin, self._bridge = origin, bridge
-        self._sharing, self._on_retry = sharing, on_retry
+        self._peers, self._bridge = peers, bridge
+        self._sharing, self._deadline = sharing, deadline
+        self._found = False
         self._offer: str | None = None
         self._lent: LentMemory | None = None
 
     def __repr__(self) -> str:
-        return f"<Supply by {self.medium}>"
+        return f"<HttpSource {self.name} by {self.medium}>"
 
-    async def ask(self, step: int, deadline: float) -> Manifest:
+    async def manifest(self, step: int) -> Manifest:
         """Return the manifest; learn whether there is memory to be had."""
         here = await self._bridge.run(identity) if self._sharing.wanted else None
-        reply = await self._origin.fetch_manifest(
+        reply = await self._peers.fetch_manifest(
             step,
-            deadline=deadline,
-            on_retry=self._on_retry,
+            deadline=self._deadline.when,
+            on_retry=self._remember,
             probe=None if here is None else format_probe(here, os.urandom(16)),
         )
         self._offer = None if here is None else reply.offer
+        self._found = True
         return reply.manifest
 
-    async def open(self, outline: Outline, *, most: int | None) -> None:
-        """Borrow the memory if it was offered.
+    async def map(self, outline: Outline, *, most: int | None) -> None:
+        """Borrow the sender's memory if it was offered.
 
         Raises:
             LimitExceededError: it is more than ``most``.
@@ -117,7 +125,7 @@ class Supply:
         else:
             self.medium = _MEMORY
 
-    async def bring(
+    async def read(
         self,
         outline: Outline,
         target: Target,
@@ -127,7 +135,7 @@ class Supply:
         prepare: Prepare | None = None,
         on_verified: OnVerified | None = None,
     ) -> None:
-        """Bring chunks into ``target``, and verify them.
+        """Fetch chunks into ``target``, and verify them.
 
         Raises:
             AiockptError: see `Download`.
@@ -135,25 +143,31 @@ class Supply:
         left: Sequence[int] = chunks
         more: _Manner = {
             "on_progress": on_progress,
-            "on_retry": self._on_retry,
+            "on_retry": self._remember,
             "prepare": prepare,
             "on_verified": on_verified,
         }
         if self._lent is not None:
             left = await self._take(self._lent, outline, target, chunks, more)
         if left:
-            await self._origin.fetch_chunks(outline, target, left, **more)
+            await self._peers.fetch_chunks(outline, target, left, **more)
 
     async def end(self, step: int) -> None:
         """Tell the sender that all bytes have come, unless it has lent its memory."""
         if self.medium == _HTTP:
-            await self._origin.end_lease(step)
+            await self._peers.end_lease(step)
+
+    async def refuse(self, step: int, error: BaseException) -> None:
+        """Tell the sender that the receive has failed, unless the sender is lost."""
+        told = isinstance(error, AiockptError) and not isinstance(error, _BROKEN)
+        if told and self._found:
+            await self.end(step)
 
     async def keep(self, step: int, work: Awaitable[V]) -> V:
         """Await what takes a while and asks the sender nothing; keep its snapshot."""
         if self.medium != _HTTP:
             return await work
-        return await keeping(self._origin, step, work)
+        return await keeping(self._peers, step, work)
 
     def give_back(self) -> None:
         """Give the memory back, unless tensors lie in it. For threads."""
@@ -171,6 +185,9 @@ class Supply:
         if lent is not None:
             # Not on the loop: if the lender is gone, this frees gigabytes.
             self._bridge.post(lent.close)
+
+    def _remember(self, error: AiockptError) -> None:
+        self._deadline.last_error = str(error)
 
     async def _take(
         self,
