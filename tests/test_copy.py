@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from aiockpt.format.limits import Limits
 from aiockpt.memory.arena import Arena
-from aiockpt.memory.copy import CopyPlan
+from aiockpt.memory.copies import CopyPlan
 from aiockpt.memory.device import Port
 from aiockpt.state.flatten import describe
 

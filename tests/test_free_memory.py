@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from aiockpt import LimitExceededError
-from aiockpt.runtime.available import available_memory, spare_memory
+from aiockpt.runtime.system import available_memory, spare_memory
 from aiockpt.testing import assert_same
 from transports import MIB, pair, receive, weights
 
@@ -143,7 +143,7 @@ async def test_memory_that_is_kept_for_the_next_receive_is_free(
 ) -> None:
     """It needs no other, so a full host does not matter; as far as it fits."""
     free = 64 * MIB
-    monkeypatch.setattr("aiockpt.runtime.available.available_memory", lambda _: free)
+    monkeypatch.setattr("aiockpt.runtime.system.available_memory", lambda _: free)
     async with pair(keep_arena=True) as (sender, receiver):
         await sender.send_checkpoint([], 1, weights(mib=8))
         assert_same(await receive(sender, receiver), weights(mib=8))
@@ -157,7 +157,7 @@ async def test_memory_that_is_kept_for_the_next_receive_is_free(
 FILLS = """
 import os, sys
 from pathlib import Path
-from aiockpt.runtime.available import available_memory
+from aiockpt.runtime.system import available_memory
 with Path(sys.argv[1]).open("wb") as file:
     for _ in range(192):
         file.write(bytes(1 << 20))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aiockpt.errors import AiockptError, StagingError, StorageError
-from aiockpt.runtime.host_limits import failing_here
+from aiockpt.runtime.system import failing_here
 from transports import pair, receive, weights
 
 

@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 
-from aiockpt.memory.keeping import keep_until
+from aiockpt.memory.device import keep_until
 
 pytestmark = [pytest.mark.torch_free]
 
@@ -51,7 +51,7 @@ def test_no_exit_waits_for_a_device() -> None:
     """A process whose device hangs ends all the same."""
     program = (
         "import threading\n"
-        "from aiockpt.memory.keeping import keep_until\n"
+        "from aiockpt.memory.device import keep_until\n"
         "keep_until(threading.Event().wait)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)

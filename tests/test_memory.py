@@ -21,7 +21,7 @@ from aiockpt.memory.arena import (
     Borrowed,
     view_of_address,
 )
-from aiockpt.runtime.available import available_memory
+from aiockpt.runtime.system import available_memory
 
 
 def resident(arena: Arena) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aiockpt.runtime.packets import arrival, is_ours, owner_of, receive
+from aiockpt.runtime.ipc import arrival, is_ours, owner_of, receive
 
 pytestmark = pytest.mark.torch_free
 

@@ -37,8 +37,8 @@ from aiockpt.http.memory_protocol import (
 from aiockpt.http.protocol import parse_metadata
 from aiockpt.http.shared_memory import identity
 from aiockpt.memory.arena import CAN_LEND, LENT_SEALS
-from aiockpt.runtime.packets import arrival
-from aiockpt.runtime.packets import receive as packet_of
+from aiockpt.runtime.ipc import arrival
+from aiockpt.runtime.ipc import receive as packet_of
 from aiockpt.testing import assert_same
 from runners import ending
 from transports import (

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 
 from aiockpt.errors import TemplateMismatchError, UnsupportedLeafError
 from aiockpt.memory.arena import Arena
-from aiockpt.memory.copy import CopyPlan
+from aiockpt.memory.copies import CopyPlan
 from aiockpt.state.template import Template
 from aiockpt.testing import assert_same
 from aiockpt.testing.equality import elements

@@ -351,7 +351,7 @@ class TestLimits:
 
     async def test_memory_is_a_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A receive that the host cannot hold would take it down."""
-        monkeypatch.setattr("aiockpt.runtime.available.available_memory", lambda _: MIB)
+        monkeypatch.setattr("aiockpt.runtime.system.available_memory", lambda _: MIB)
         async with pair() as (sender, receiver):
             await sender.send_checkpoint([], 1, weights())
             with pytest.raises(LimitExceededError, match="size"):

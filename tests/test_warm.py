@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aiockpt import AiockptError, HTTPTransport, TransportError
-from aiockpt.memory.warm import WarmArena
+from aiockpt.memory.arena import WarmArena
 from aiockpt.testing import StallAfter, assert_same
 from transports import pair, proxied, receive, through, transport
 

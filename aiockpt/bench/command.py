@@ -47,7 +47,7 @@ from aiockpt.bench.saving import measure_saving, rows_of_saving
 from aiockpt.bench.serving import measure_serving, rows_of_serving
 from aiockpt.bench.shapes import Shape, shape_of
 from aiockpt.bench.statistics import Series
-from aiockpt.runtime.available import available_memory
+from aiockpt.runtime.system import available_memory
 
 __all__ = ["run"]
 

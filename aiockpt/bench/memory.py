@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from aiockpt.memory.arena import Arena
-from aiockpt.runtime.available import available_memory
+from aiockpt.runtime.system import available_memory
 
 __all__ = [
     "FRESH",

@@ -23,7 +23,7 @@ from xxhash import xxh3_128
 
 from aiockpt.bench.memory import address_of
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.tasks import together
+from aiockpt.runtime.tasks import run_all
 
 __all__ = [
     "RawServer",
@@ -54,7 +54,7 @@ async def memcpy_and_digest(
     size = -(-source.nbytes // threads)
     starts = range(0, source.nbytes, size)
     started = time.perf_counter()
-    await together(
+    await run_all(
         partial(
             bridge.run,
             _copy_and_digest,
@@ -153,7 +153,7 @@ async def fetch_raw(
     memory = destination()
     size = -(-memory.nbytes // connections)
     starts = range(0, memory.nbytes, size)
-    await together(
+    await run_all(
         partial(bridge.run, _fetch, port, memory, start, start + size, digest)
         for start in starts
     )

@@ -37,8 +37,7 @@ from aiockpt.errors import (
 )
 from aiockpt.events import Progress, TransferEvent, emit
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.deadline import Deadline
-from aiockpt.runtime.lifetime import Lifetime
+from aiockpt.runtime.lifetime import Deadline, Lifetime
 from aiockpt.transport import Timeout, seconds
 
 __all__ = ["AsyncCheckpointer", "SaveHandle"]

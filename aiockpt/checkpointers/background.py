@@ -19,7 +19,7 @@ from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer, SaveHand
 from aiockpt.checkpointers.base import Checkpointer, CheckpointerStatistics
 from aiockpt.events import Progress
 from aiockpt.memory.device import settle
-from aiockpt.runtime.portal import Portal
+from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.state.flatten import Unready
 from aiockpt.transport import Timeout, seconds
 
@@ -46,7 +46,7 @@ class BackgroundCheckpointer(
     def __init__(self, checkpointer: AsyncCheckpointer) -> None:
         self._checkpointer = checkpointer
         # A background writer outlasts this thread by itself.
-        self._portal = Portal("the checkpointer", at_exit=_nothing)
+        self._portal = SyncFacade("the checkpointer", at_exit=_nothing)
         self._closed = False
 
     def __repr__(self) -> str:

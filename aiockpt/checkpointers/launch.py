@@ -24,7 +24,7 @@ import msgspec
 
 from aiockpt.checkpointers.messages import Setup
 from aiockpt.errors import LocalProtocolError
-from aiockpt.runtime.channel import encode, pack, pair
+from aiockpt.runtime.ipc import encode, pack, pair
 
 __all__ = ["Child", "Recipe"]
 

@@ -20,7 +20,7 @@ from aiockpt import errors
 from aiockpt.errors import AiockptError, WorkerError
 from aiockpt.format.registry import REGISTRY
 from aiockpt.format.tree import decode_tree, encode_tree
-from aiockpt.memory.mapped import TRUSTED
+from aiockpt.memory.snapshot import TRUSTED
 
 __all__ = [
     "LONGEST_TEXT",

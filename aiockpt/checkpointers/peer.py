@@ -26,8 +26,8 @@ from aiockpt.http.manifests import (
 )
 from aiockpt.http.protocol import Lease, Source, parse_address
 from aiockpt.memory.arena import Memory
-from aiockpt.runtime.blocking import run_blocking
 from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.sync_facade import run_blocking
 from aiockpt.transfer.landing import Landing
 from aiockpt.transfer.segment import Segment
 from aiockpt.transfer.source import OnBytes, Verify

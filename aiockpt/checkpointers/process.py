@@ -53,7 +53,7 @@ from aiockpt.checkpointers.writer import (
 from aiockpt.errors import AiockptError, ClosedError, WorkerError, WorkerTimeoutError
 from aiockpt.events import TransferEvent, emit
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.channel import Channel
+from aiockpt.runtime.ipc import Channel
 from aiockpt.runtime.lifetime import Lifetime
 
 __all__ = ["CheckpointProcess"]

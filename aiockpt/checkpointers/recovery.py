@@ -42,10 +42,9 @@ from aiockpt.errors import (
 from aiockpt.format.chunks import digest
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.format.manifest import Manifest
-from aiockpt.memory.mapped import MappedSnapshot, trusted_header
+from aiockpt.memory.snapshot import MappedSnapshot, trusted_header
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.channel import encode, pack, receive, unpack
-from aiockpt.runtime.packets import is_ours
+from aiockpt.runtime.ipc import encode, is_ours, pack, receive, unpack
 from aiockpt.storage.files import named
 from aiockpt.transport import Timeout, seconds
 

@@ -15,8 +15,7 @@ from aiockpt.checkpointers.config import CheckpointStagerConfig
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.memory.device import PortFor, port_for
 from aiockpt.memory.snapshot import Snapshot
-from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.inline import Inline
+from aiockpt.runtime.bridge import Bridge, Inline
 from aiockpt.runtime.lifetime import Lifetime
 from aiockpt.state.nodes import Decoders, decoders_for
 from aiockpt.state.rebuild import Frame, assemble, tensors_over

@@ -24,8 +24,8 @@ from aiockpt.events import call_guarded
 from aiockpt.memory.arena import Arena
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.channel import pack
-from aiockpt.runtime.host_limits import failing_here
+from aiockpt.runtime.ipc import pack
+from aiockpt.runtime.system import failing_here
 
 __all__ = ["BackgroundWriter", "Handover", "Submission", "absolute_path", "known_as"]
 

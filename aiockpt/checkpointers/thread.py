@@ -28,8 +28,8 @@ from aiockpt.checkpointers.writer import Written, tell_ranks, write_staged
 from aiockpt.errors import AiockptError, WorkerError
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.host_limits import failing_here
 from aiockpt.runtime.lifetime import Lifetime
+from aiockpt.runtime.system import failing_here
 
 __all__ = ["CheckpointThread"]
 

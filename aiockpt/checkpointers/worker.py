@@ -45,10 +45,10 @@ from aiockpt.checkpointers.messages import (
 from aiockpt.checkpointers.recovery import LastSnapshot
 from aiockpt.checkpointers.writer import Written, tell_ranks, write_staged
 from aiockpt.format.manifest import Manifest
-from aiockpt.memory.mapped import MappedSnapshot, trusted_header
-from aiockpt.runtime.background import leave_terminal
+from aiockpt.memory.snapshot import MappedSnapshot, trusted_header
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.channel import Channel, unpack
+from aiockpt.runtime.ipc import Channel, unpack
+from aiockpt.runtime.system import leave_terminal
 
 __all__ = ["main"]
 

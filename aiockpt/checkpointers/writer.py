@@ -38,8 +38,8 @@ from aiockpt.format.chunks import ChunkHasher, digest
 from aiockpt.format.header import with_digests
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena, ArenaPool
-from aiockpt.memory.mapped import TRUSTED
-from aiockpt.runtime.blocking import run_blocking
+from aiockpt.memory.snapshot import TRUSTED
+from aiockpt.runtime.sync_facade import run_blocking
 from aiockpt.storage.commit import Draft
 from aiockpt.storage.directory import MARKER, StrPath, part_of, settle
 from aiockpt.storage.files import remove_tree

@@ -16,7 +16,7 @@ from aiockpt.events import Progress
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.protocol import Lease
 from aiockpt.http.sources import Sources, keeping
-from aiockpt.runtime.deadline import Deadline
+from aiockpt.runtime.lifetime import Deadline
 from aiockpt.storage.partfile import PartFile, check_target
 
 __all__ = ["download"]

@@ -68,7 +68,7 @@ def _read(arguments: argparse.Namespace) -> tuple[str, Manifest | ForeignHeader]
 
 async def _ask(arguments: argparse.Namespace) -> Manifest:
     from aiockpt.cli.remote import peer_of
-    from aiockpt.runtime.deadline import Deadline
+    from aiockpt.runtime.lifetime import Deadline
 
     async with (
         Deadline(arguments.timeout, stop="fetch_manifest") as deadline,

@@ -30,7 +30,7 @@ from aiockpt.http.protocol import Lease, Source
 from aiockpt.http.retry import poll
 from aiockpt.http.sources import Sources, distinct
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.deadline import Deadline
+from aiockpt.runtime.lifetime import Deadline
 
 __all__ = ["Found", "Peer", "peer_of"]
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from aiockpt.runtime.available import available_memory
-from aiockpt.runtime.cores import usable_cores
+from aiockpt.runtime.system import available_memory, usable_cores
 
 __all__ = ["Settings", "read_settings"]
 

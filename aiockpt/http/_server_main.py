@@ -41,10 +41,10 @@ from aiockpt.http.server_messages import (
 from aiockpt.http.shared_memory import Lender
 from aiockpt.http.store import Store
 from aiockpt.memory.arena import sealed
-from aiockpt.memory.mapped import MappedSnapshot, trusted_header
-from aiockpt.runtime.background import leave_terminal
+from aiockpt.memory.snapshot import MappedSnapshot, trusted_header
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.channel import Channel, unpack
+from aiockpt.runtime.ipc import Channel, unpack
+from aiockpt.runtime.system import leave_terminal
 
 __all__ = ["ServerMain", "main"]
 

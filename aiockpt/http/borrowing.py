@@ -23,7 +23,7 @@ from aiockpt.format.manifest import Outline
 from aiockpt.http.memory_protocol import MAX_MESSAGE, RETURNED, Ask, Lent, parse_offer
 from aiockpt.http.sockets import close_in_forks
 from aiockpt.memory.arena import LENT_SEALS, Arena, Borrowed
-from aiockpt.runtime.packets import arrival, is_ours, receive
+from aiockpt.runtime.ipc import arrival, is_ours, receive
 
 if sys.platform == "linux":
     import fcntl

@@ -45,8 +45,8 @@ from aiockpt.http.protocol import LEASE_HEADER, Source
 from aiockpt.http.retry import HostLimitError, OnRetry, Patience, Retries
 from aiockpt.http.security import CheckedResolver, Reach, Security
 from aiockpt.http.sockets import IOThreads
-from aiockpt.runtime.host_limits import is_callers, is_hosts, refused_by_host
 from aiockpt.runtime.secrets import severed
+from aiockpt.runtime.system import is_callers, is_hosts, refused_by_host
 
 __all__ = ["CheckpointClient", "ClientConfig", "Place", "Reply", "Request", "Run"]
 

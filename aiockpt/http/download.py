@@ -54,8 +54,8 @@ from aiockpt.http.protocol import (
     parse_etag,
 )
 from aiockpt.http.retry import OnRetry, Patience, Retries
-from aiockpt.runtime.host_limits import failing_here, of_caller
-from aiockpt.runtime.tasks import News, together
+from aiockpt.runtime.system import failing_here, of_caller
+from aiockpt.runtime.tasks import Notifier, run_all
 
 __all__ = [
     "Assignment",
@@ -83,7 +83,7 @@ _UNKNOWN = 0.5  # seconds for a run, for a peer that never brought one
 _VAIN = 3  # steals of one run, from the same peer, between which no byte came
 _REST = 0.1  # seconds that a connection rests after a steal; they double each time
 _LONGEST_REST = 2.0
-_ALL_PEERS = 4  # connections of all peers together, in times those of a single one
+_ALL_PEERS = 4  # connections of all peers run_all, in times those of a single one
 _AHEAD = 64 << 20  # bytes of memory that all requests together prepare ahead
 _STEP = 8 << 20  # bytes that are prepared at a time, by whole strides of the arena
 _LOOK = 0.02  # seconds between two looks at how much has come
@@ -357,7 +357,7 @@ class Download:
         self._connections: list[Connection] = []
         self._patience = {peer: client.patience() for peer in peers}
         self._joining: dict[Peer, anyio.CancelScope] = {}
-        self._news = News()
+        self._news = Notifier()
         self._looked = 0.0
         for patience in self._patience.values():
             patience.connected = True
@@ -390,7 +390,7 @@ class Download:
             return
         self._queue.append(whole)
         try:
-            await together([partial(self._ask, peer) for peer in self._peers])
+            await run_all([partial(self._ask, peer) for peer in self._peers])
         finally:
             for run in self._queue:  # it failed: the beginnings of chunks do not count
                 self._forget(run.assign(None, _ignore))
@@ -419,7 +419,7 @@ class Download:
             return
         new = [Connection(peer, self._patience[peer]) for _ in range(self._most)]
         self._connections += new
-        await together([partial(self._work, each, n) for n, each in enumerate(new)])
+        await run_all([partial(self._work, each, n) for n, each in enumerate(new)])
 
     async def _join(self, peer: Peer) -> bool:
         """Say whether a peer holds the checkpoint, before everything has come."""
@@ -529,7 +529,7 @@ class Download:
             if run.unverified:
                 self._queue.appendleft(run)
             mine.ended.set()
-            self._news.tell()
+            self._news.notify()
             if self._is_done:
                 for scope in self._joining.values():
                     scope.cancel()
@@ -583,12 +583,12 @@ class Download:
 
         No further: a peer that claims gigabytes and sends nothing takes no memory.
         """
-        news = News()
+        news = Notifier()
         ahead = max(_AHEAD // self._most, _STEP)
 
         async def read() -> None:
             await reply.read_into(writer)
-            news.tell()
+            news.notify()
 
         async def keep_ready() -> None:
             at, stop = start, start + writer.size
@@ -601,7 +601,7 @@ class Download:
                     await prepare(at, end)
                 at = end
 
-        await together([read, keep_ready])
+        await run_all([read, keep_ready])
 
     async def _steal(self, thief: Connection, victim: Assignment) -> None:
         """Stop a much slower connection, which puts its run back into the queue."""
@@ -649,7 +649,7 @@ class Download:
         for each in self._assignments:
             if each.connection.peer is peer and each.scope is not None:
                 each.scope.cancel()
-        self._news.tell()
+        self._news.notify()
 
     def _set_alone(self) -> None:
         """Trust a peer that is one of several only until its first wrong chunk."""

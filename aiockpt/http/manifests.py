@@ -50,8 +50,8 @@ from aiockpt.http.protocol import (
 )
 from aiockpt.http.retry import OnRetry, Patience, Pause, backoff, poll
 from aiockpt.http.tokens import MAC_HEADER, check_manifest_mac
-from aiockpt.runtime.gc import collector_paused
 from aiockpt.runtime.lifetime import Lifetime
+from aiockpt.runtime.system import collector_paused
 
 __all__ = [
     "PATIENCE",

@@ -11,7 +11,7 @@ from aiockpt.errors import AiockptError, ClosedError, StepNotFoundError
 from aiockpt.events import TransferEvent, emit
 from aiockpt.http.options import require
 from aiockpt.http.store import Failure, StoreStatistics
-from aiockpt.runtime.deadline import Deadline
+from aiockpt.runtime.lifetime import Deadline
 from aiockpt.transfer.repeats import Repeats, content_of
 from aiockpt.transfer.staging import Snapshot, Stager
 from aiockpt.transport import exact_step

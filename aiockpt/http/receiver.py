@@ -21,12 +21,11 @@ from aiockpt.http.manifests import PATIENCE, SUPERSEDED, Steps, chase
 from aiockpt.http.protocol import Lease, Source, parse_metadata
 from aiockpt.http.source import HttpSource, Sharing
 from aiockpt.http.sources import Sources, sources_of
+from aiockpt.memory.arena import WarmArena
 from aiockpt.memory.device import port_for
-from aiockpt.memory.warm import WarmArena
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.deadline import Deadline
-from aiockpt.runtime.host_limits import failing_here
-from aiockpt.runtime.lifetime import Lifetime
+from aiockpt.runtime.lifetime import Deadline, Lifetime
+from aiockpt.runtime.system import failing_here
 from aiockpt.state.selection import Select, listed
 from aiockpt.transfer.destination import Terms
 from aiockpt.transfer.receive import Receive, Request

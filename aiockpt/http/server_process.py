@@ -61,7 +61,7 @@ from aiockpt.http.sockets import close_in_forks
 from aiockpt.http.store import Failure, StoreStatistics
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.channel import Channel, pack, pair
+from aiockpt.runtime.ipc import Channel, pack, pair
 
 __all__ = ["ProcessEndpoint", "ProcessOptions", "Server", "endpoint_for"]
 

@@ -41,7 +41,7 @@ from aiockpt.http.protocol import Lease
 from aiockpt.http.sockets import close_in_forks
 from aiockpt.http.store import Publication, Store
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.packets import arrival, is_ours, owner_of, receive
+from aiockpt.runtime.ipc import arrival, is_ours, owner_of, receive
 
 __all__ = ["Lender", "identity"]
 

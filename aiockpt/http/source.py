@@ -24,8 +24,8 @@ from aiockpt.http.shared_memory import identity
 from aiockpt.http.sources import Sources, keeping
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.deadline import Deadline
-from aiockpt.runtime.sweep import Over, sweep
+from aiockpt.runtime.lifetime import Deadline
+from aiockpt.runtime.tasks import Over, map_in_threads
 
 __all__ = ["HttpSource", "Sharing"]
 
@@ -217,7 +217,7 @@ class HttpSource:
             if on_verified is not None:
                 on_verified(chunk)
 
-        await sweep(self._bridge, _WORKERS, take, chunks, taken)
+        await map_in_threads(self._bridge, _WORKERS, take, chunks, taken)
         if bad:
             self.remark = f"{len(bad)} chunks of the shared memory were bad"
         return sorted(bad)

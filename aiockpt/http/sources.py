@@ -47,7 +47,7 @@ from aiockpt.http.manifests import (
 from aiockpt.http.protocol import Source, parse_metadata
 from aiockpt.http.retry import OnRetry, poll
 from aiockpt.runtime.secrets import discreet
-from aiockpt.runtime.tasks import News, together
+from aiockpt.runtime.tasks import Notifier, run_all
 
 __all__ = ["Sources", "distinct", "keeping", "sources_of"]
 
@@ -217,7 +217,7 @@ class Sources:
             for peer in self.peers
             if peer.source.lease is not None and (peer.joined or len(self.peers) == 1)
         ]
-        await together([partial(say, self.client, source, step) for source in leased])
+        await run_all([partial(say, self.client, source, step) for source in leased])
 
     def _left(self) -> list[Peer]:
         if len(self.peers) == 1:  # nobody gives up the only one
@@ -256,7 +256,7 @@ async def _answers(
     if len(peers) == 1:
         return {peers[0]: await ask(peers[0])}
     answers: dict[Peer, V] = {}
-    news = News()
+    news = Notifier()
 
     async def hear(peer: Peer) -> None:
         try:
@@ -268,7 +268,7 @@ async def _answers(
                 peer.error = error
             else:
                 peer.drop(error, step)
-        news.tell()
+        news.notify()
 
     async def count() -> None:
         while not answers and any(peer.error is None for peer in peers):
@@ -281,7 +281,7 @@ async def _answers(
         scope.cancel()
 
     with anyio.CancelScope() as scope:
-        await together([count, *(partial(hear, peer) for peer in peers)])
+        await run_all([count, *(partial(hear, peer) for peer in peers)])
     if not answers:
         raise verdict(peers)
     return answers

@@ -21,11 +21,9 @@ from aiockpt.http.security import Security
 from aiockpt.http.server import EndpointConfig
 from aiockpt.http.server_process import ProcessOptions, Server, endpoint_for
 from aiockpt.http.statistics import TransportStatistics, survey
-from aiockpt.memory.arena import CAN_LEND
-from aiockpt.memory.warm import WarmArena
+from aiockpt.memory.arena import CAN_LEND, WarmArena
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.deadline import Deadline
-from aiockpt.runtime.lifetime import Lifetime
+from aiockpt.runtime.lifetime import Deadline, Lifetime
 from aiockpt.transfer.staging import Stager, StagerOptions
 from aiockpt.transport import T, Timeout, seconds
 

@@ -1,13 +1,14 @@
 """The port to the accelerator: the only module that names one.
 
-Everything here returns at once, except :func:`completed`, which is awaited. A copy
-runs on a *side stream* that first waits for the producer's event, so staging reads
-what training has already enqueued and training goes on meanwhile.
+A copy runs on a *side stream* that first waits for the producer's event. So staging
+reads what training has enqueued so far, and training goes on meanwhile. Enqueueing
+returns at once; `completed` awaits the copies.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol, TypeAlias, cast
@@ -15,6 +16,7 @@ from typing import Protocol, TypeAlias, cast
 import torch
 
 from aiockpt.memory.arena import Arena
+from aiockpt.runtime.bridge import leave_behind, start_daemon
 
 __all__ = [
     "Accelerator",
@@ -22,10 +24,13 @@ __all__ = [
     "Port",
     "PortFor",
     "completed",
+    "keep_until",
     "numbered",
     "port_for",
     "settle",
 ]
+
+logger = logging.getLogger(__name__)
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
@@ -174,3 +179,22 @@ async def completed(*events: Event) -> None:
         while not event.query():
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_POLL)
+
+
+def keep_until(drain: Callable[[], object]) -> None:
+    """Keep alive what ``drain`` refers to until it returns, which may take long.
+
+    A device may still copy from or to that memory. ``drain`` runs in a new daemon
+    thread, for which the interpreter's exit does not wait, unlike those of a bridge.
+    """
+    try:
+        leave_behind(start_daemon("aiockpt-drain", _attempt, drain))
+    except RuntimeError:  # no thread is available: blocking is better than freed memory
+        _attempt(drain)
+
+
+def _attempt(drain: Callable[[], object]) -> None:
+    try:
+        drain()
+    except Exception:
+        logger.exception("waiting for a device failed")

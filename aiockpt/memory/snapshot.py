@@ -1,22 +1,45 @@
-"""What staging makes: a checkpoint in host memory that never changes."""
+"""Staged checkpoints in host memory that never change.
+
+A `Snapshot` is staged by this process and counts its readers. A `MappedSnapshot` was
+staged by another process, whose shared memory this one maps. The two processes trust
+each other: one is the trainer, and it has started the other.
+"""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
 
+from aiockpt.errors import RemoteProtocolError
+from aiockpt.format.header import decode_header
+from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena
-from aiockpt.memory.copy import InPlace
+from aiockpt.memory.copies import InPlace
 
-__all__ = ["Snapshot"]
+__all__ = ["TRUSTED", "MappedSnapshot", "Snapshot", "trusted_header"]
+
+TRUSTED: Final = Limits(
+    max_header_bytes=1 << 40,
+    max_depth=1 << 20,
+    max_nodes=1 << 60,
+    max_tensors=1 << 60,
+)
+"""Limits for a header from a process that this one trusts: practically none."""
 
 
 class Snapshot:
-    """One staged checkpoint: bytes that never change, counted while they are read.
+    """A staged checkpoint: a manifest and immutable bytes, with a count of its users.
 
-    It starts with one reference, its maker's. ``live`` says that the bytes are the
-    state dict's own memory (``zero_copy``), which a writer may change once the
-    reader-writer lock says so.
+    Args:
+        manifest: What describes the bytes.
+        memory: Where the data segment is.
+        live: Whether the bytes are the state dict's own memory (``zero_copy``), which
+            a writer may change when the reader-writer lock permits it.
+        on_free: Called when the last reference is released. The caller of the
+            constructor has the first one.
     """
 
     def __init__(
@@ -42,7 +65,7 @@ class Snapshot:
 
     @property
     def arena(self) -> Arena | None:
-        """The memory that holds it from its first byte on; None if it is elsewhere."""
+        """The arena that holds the data segment; None if the state dict does."""
         return self._memory if isinstance(self._memory, Arena) else None
 
     def views(self, start: int, stop: int) -> list[memoryview]:
@@ -50,11 +73,11 @@ class Snapshot:
         return [view.toreadonly() for view in self.buffers(start, stop)]
 
     def buffers(self, start: int, stop: int) -> list[memoryview]:
-        """Return the same as torch wants them: writable, though nobody writes."""
+        """Return the bytes as writable views, as torch requires; nobody may write."""
         return self._memory.buffers(start, stop)
 
     def changed(self) -> bool:
-        """Say whether memory that is watched has changed, as far as torch knows."""
+        """Say whether torch has written to a watched live state dict since staging."""
         return isinstance(self._memory, InPlace) and self._memory.changed()
 
     def relabelled(self, manifest: Manifest) -> Snapshot:
@@ -68,7 +91,45 @@ class Snapshot:
         self._references += 1
 
     def release(self) -> None:
-        """Give one reference back; the last one frees the memory."""
+        """Release one reference; the last release frees the memory."""
         self._references -= 1
         if not self._references:
             self._on_free()
+
+
+class MappedSnapshot:
+    """A snapshot that another process has staged, mapped read-only.
+
+    Args:
+        manifest: What describes the bytes.
+        fd: The descriptor of the shared memory; the caller keeps it.
+    """
+
+    def __init__(self, manifest: Manifest, fd: int) -> None:
+        self.manifest = manifest
+        size = max(manifest.segment_bytes, 1)
+        self._map = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+
+    def __repr__(self) -> str:
+        return f"<MappedSnapshot step={self.manifest.step}>"
+
+    def views(self, start: int, stop: int) -> list[memoryview]:
+        """Return the bytes ``[start, stop)`` of the data segment as one view."""
+        return [memoryview(self._map)[start:stop]] if stop > start else []
+
+    def close(self) -> None:
+        """Unmap the memory; a view that is still alive keeps its pages."""
+        with suppress(BufferError):
+            self._map.close()
+
+
+def trusted_header(header: bytes) -> Manifest:
+    """Return the manifest of a header that a trusted process sent.
+
+    Raises:
+        RemoteProtocolError: the header is none of a snapshot.
+    """
+    manifest = decode_header(header, limits=TRUSTED)
+    if not isinstance(manifest, Manifest):
+        raise RemoteProtocolError("the header is not that of a snapshot")
+    return manifest

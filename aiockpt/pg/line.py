@@ -31,8 +31,8 @@ from aiockpt.pg.messages import Memory
 from aiockpt.pg.mover import Mover
 from aiockpt.pg.sealing import Sealing, damage
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.deadline import Deadline
-from aiockpt.runtime.tasks import together
+from aiockpt.runtime.lifetime import Deadline
+from aiockpt.runtime.tasks import run_all
 
 __all__ = ["Line", "OutdatedError"]
 
@@ -97,7 +97,7 @@ class Line:
 
         try:
             vigil = [keep_vigil] if self._mover.tagged else []
-            await together([hold, *vigil])
+            await run_all([hold, *vigil])
         except BaseException as error:
             self._break_off(error)
             raise

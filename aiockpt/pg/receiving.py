@@ -26,9 +26,9 @@ from aiockpt.pg.line import Line, OutdatedError
 from aiockpt.pg.medium import Medium
 from aiockpt.pg.messages import messages_of
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.deadline import Deadline
-from aiockpt.runtime.host_limits import allocating
-from aiockpt.runtime.tasks import together
+from aiockpt.runtime.lifetime import Deadline
+from aiockpt.runtime.system import allocating
+from aiockpt.runtime.tasks import run_all
 from aiockpt.state.template import Template
 from aiockpt.transfer.destination import Destination, Terms
 
@@ -144,7 +144,7 @@ class Receive:
         async def hear() -> None:
             offers.append(await line.hear(Kind.OFFER, step=self._step))
 
-        await together([hear, self._look])
+        await run_all([hear, self._look])
         return offers[0]
 
     async def _look(self) -> None:
@@ -231,7 +231,7 @@ class Receive:
             sealing = self._medium.sealing(memory, grid, self._teller())
             damage.append(await line.receive_segment(memory, messages, sealing))
 
-        await together([partial(self._prepare, coming), receive])
+        await run_all([partial(self._prepare, coming), receive])
         return damage[0]
 
     def _teller(self) -> Callable[[int], None] | None:

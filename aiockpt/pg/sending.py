@@ -16,8 +16,8 @@ from aiockpt.pg.line import Line
 from aiockpt.pg.medium import Medium, Parcel
 from aiockpt.pg.messages import messages_of
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.deadline import Deadline
-from aiockpt.runtime.tasks import together
+from aiockpt.runtime.lifetime import Deadline
+from aiockpt.runtime.tasks import run_all
 
 __all__ = ["OpenLine", "Send"]
 
@@ -127,4 +127,4 @@ class Send:
             except AiockptError as error:
                 self._errors[rank] = error
 
-        await together([partial(attempt, rank) for rank in ranks])
+        await run_all([partial(attempt, rank) for rank in ranks])

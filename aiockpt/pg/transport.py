@@ -20,9 +20,8 @@ from aiockpt.pg.medium import medium_of
 from aiockpt.pg.receiving import Receive, ReceiveOptions
 from aiockpt.pg.sending import Send
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.deadline import Deadline
-from aiockpt.runtime.host_limits import failing_here
-from aiockpt.runtime.lifetime import Lifetime
+from aiockpt.runtime.lifetime import Deadline, Lifetime
+from aiockpt.runtime.system import failing_here
 from aiockpt.state.selection import Select
 from aiockpt.transfer.destination import Terms
 from aiockpt.transport import CheckpointTransport, T, Timeout, exact_step, seconds

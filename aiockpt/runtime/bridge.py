@@ -1,31 +1,45 @@
-"""The bridge to threads: the only place of the package that starts any.
+"""Threads: the only module of the package that starts any.
 
-`Bridge.run` ends when its thread has ended, never before. ``asyncio.to_thread`` and
-executors do otherwise: a cancelled await returns while the thread goes on, and a
-thread that fills a buffer then writes into memory that its caller has given back.
+`Bridge.run` returns when its thread has ended, never before. ``asyncio.to_thread`` and
+executors differ: a cancelled await returns while the thread goes on. A thread that
+fills a buffer would then write into memory that its caller has already given back.
+
+`Inline` stands in for a bridge where the caller may block. `SerialThread` is for code
+without an event loop. `leave_behind` lets the interpreter exit beside a thread that
+waits for something that nothing can end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextvars
+import ctypes
 import functools
 import logging
+import sys
 import threading
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar, TypeVarTuple
+from weakref import WeakSet
 
 import anyio
 
 from aiockpt.errors import ClosedError, StagingError
 from aiockpt.format.limits import IS_CANCELLED
-from aiockpt.runtime.exit import leave_behind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Bridge", "BridgeStatistics", "start_daemon"]
+__all__ = [
+    "Bridge",
+    "BridgeStatistics",
+    "Inline",
+    "SerialThread",
+    "leave_behind",
+    "start_daemon",
+]
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -34,11 +48,19 @@ logger = logging.getLogger(__name__)
 
 _NO_THREAD: Final = "can't start new thread"
 
+_PATIENT: Final = sys.version_info >= (3, 14)  # such a thread sleeps by itself
+
+_left: WeakSet[threading.Thread] = WeakSet()
+
 
 def start_daemon(
     name: str, fn: Callable[[*Args], object], *args: *Args
 ) -> threading.Thread:
-    """Call ``fn(*args)`` in a thread that the interpreter's exit does not wait for."""
+    """Call ``fn(*args)`` in a thread that does not delay the interpreter's exit.
+
+    Raises:
+        StagingError: the system refuses another thread.
+    """
     thread = threading.Thread(target=fn, args=args, name=name, daemon=True)
     try:
         thread.start()
@@ -49,11 +71,36 @@ def start_daemon(
     return thread
 
 
-class BridgeStatistics(NamedTuple):
-    """A moment of a bridge: its size, and its calls.
+def leave_behind(thread: threading.Thread) -> None:
+    """Say that nobody waits for a daemon thread any more, not even the exit.
 
-    ``cancelling`` counts the running calls whose caller was cancelled and is waiting
-    for the thread to end.
+    Before Python 3.14, a thread that returns from C++ while the interpreter ends is
+    ended by ``pthread_exit``. That unwinds the C++ frames of pybind11, which must not
+    be unwound, so ``std::terminate`` aborts the process. A job that was about to exit
+    with status 0 dies of SIGABRT because a peer closed its connection at that moment.
+    Therefore, where such threads exist at the exit, a thread that terminates sleeps
+    until the process has gone. It holds no lock by then.
+    """
+    if not _left:
+        atexit.unregister(_spare_the_process)
+        atexit.register(_spare_the_process)
+    _left.add(thread)
+
+
+def _spare_the_process() -> None:
+    if _PATIENT or not any(thread.is_alive() for thread in _left):
+        return
+    with suppress(OSError, AttributeError):
+        library = ctypes.CDLL("libstdc++.so.6")
+        # ``pause`` is a function of the C library; it needs no interpreter.
+        library["_ZSt13set_terminatePFvvE"](ctypes.CDLL(None).pause)
+
+
+class BridgeStatistics(NamedTuple):
+    """A bridge at one moment: its number of threads, and its calls by state.
+
+    ``cancelling`` counts the running calls whose caller was cancelled and waits for
+    the thread to end.
     """
 
     threads: int
@@ -63,10 +110,10 @@ class BridgeStatistics(NamedTuple):
 
 
 class _Call(Generic[T]):
-    """A function on its way through the pool, and what came of it.
+    """A function on its way through the pool, and its result or error.
 
-    A worker keeps its work item for a moment after it has reported its end. So the
-    caller clears the call, and may close or reuse its memory as soon as it goes on.
+    A worker refers to its work item for a moment after it has reported the end. So the
+    caller clears the call, and may then close or reuse its memory at once.
     """
 
     __slots__ = ("_result", "_todo", "called_off", "error")
@@ -79,7 +126,7 @@ class _Call(Generic[T]):
 
     @classmethod
     def of(cls, fn: Callable[[*Args], T], *args: *Args) -> _Call[T]:
-        """Return the call of a function that can ask whether it was cancelled."""
+        """Return a call whose function can ask whether its caller was cancelled."""
         context = contextvars.copy_context()
         call = cls(functools.partial(context.run, fn, *args))
         context.run(IS_CANCELLED.set, lambda: call.called_off)
@@ -103,10 +150,10 @@ class _Call(Generic[T]):
 
 
 class Bridge:
-    """Runs blocking functions in threads of its own, from any event loop.
+    """Runs blocking functions in its own threads, for any event loop.
 
-    A function that sets thread-local state (grad mode, the current device) does so
-    itself: threads are reused, and only context variables follow the caller.
+    Threads are reused, and only context variables follow the caller. So a function that
+    needs other thread-local state (grad mode, the current device) sets it itself.
     """
 
     def __init__(self, *, threads: int, name: str) -> None:
@@ -119,12 +166,12 @@ class Bridge:
         self._closed = False
 
     async def run(self, fn: Callable[[*Args], T], *args: *Args) -> T:
-        """Call ``fn(*args)`` in a thread; what it returns or raises comes back.
+        """Call ``fn(*args)`` in a thread; return or raise what it does.
 
-        If cancelled before a thread has taken the call, it is never made. If cancelled
-        later, the thread runs to its end first and its result is dropped (an exception
-        becomes the cancellation's cause); further cancels in between are absorbed.
-        Either way nothing here refers to the arguments afterwards.
+        If cancelled before a thread has taken the call, the call is never made. If
+        cancelled later, this waits until the thread has ended, then drops its result;
+        an exception becomes the cancellation's cause. Further cancels in between are
+        absorbed. Either way the bridge keeps no reference to the arguments.
 
         Raises:
             ClosedError: the bridge is closed, or was closed before the call's turn.
@@ -147,10 +194,10 @@ class Bridge:
             del cancel  # or it would keep itself alive through this frame
 
     async def run_apart(self, fn: Callable[[*Args], T], *args: *Args) -> T:
-        """Call ``fn(*args)`` in a daemon thread of its own: a wait that nothing ends.
+        """Call ``fn(*args)``, a wait that nothing can end, in its own daemon thread.
 
         If cancelled, or when the bridge closes, this ends at once. The thread is left
-        behind with its arguments, and what comes of them is dropped.
+        behind with its arguments, and its result is dropped.
 
         Raises:
             ClosedError: the bridge is closed, or was closed before the thread ended.
@@ -174,10 +221,10 @@ class Bridge:
                 call.clear()
 
     def post(self, fn: Callable[[*Args], object], *args: *Args) -> None:
-        """Call ``fn(*args)`` in a thread, unwaited for; its failure is logged.
+        """Call ``fn(*args)`` in a thread without waiting; log its failure.
 
-        It is called in any case: what `close` finds in the queue is still done by the
-        threads. After that a thread of its own does it, or the calling one if that
+        The call is made in any case. Threads still make the calls that `close` finds in
+        the queue. After that a new thread makes the call, or the calling thread if it
         runs no event loop.
         """
         once = [functools.partial(fn, *args)]
@@ -201,25 +248,25 @@ class Bridge:
         todo()
 
     def refuse(self) -> None:
-        """Refuse new calls and fail those no thread has taken; posts go on."""
+        """Refuse new calls, and fail those that no thread has taken; posts go on."""
         self._closed = True
         for work in tuple(self._works):
             work.cancel()
 
     def close(self, *, wait: bool = True) -> None:
-        """Refuse new calls, fail those no thread has taken, let the rest end.
+        """Refuse new calls, fail those that no thread has taken, let the rest end.
 
-        With ``wait`` it returns when the last thread has ended, and blocks until then.
+        With ``wait``, block until the last thread has ended.
         """
         self.refuse()
         # Not cancel_futures: it would drop what was posted.
         self._pool.shutdown(wait=wait)
 
     async def aclose(self, *, timeout: float) -> None:
-        """Close without blocking the loop; what was posted is done in a thread.
+        """Close without blocking the loop; threads still make the posted calls.
 
-        Returns when the last thread has ended, or after ``timeout`` seconds: then a
-        warning says that one is left. If cancelled, the bridge closes all the same.
+        Returns when the last thread has ended. After ``timeout`` seconds it returns
+        with a warning that a thread is left. If cancelled, the bridge closes as well.
         """
         self.refuse()
         ended: Future[None] = Future()
@@ -271,12 +318,12 @@ class Bridge:
     async def _outlast(
         self, work: Future[None], call: _Call[T]
     ) -> asyncio.CancelledError | None:
-        """Wait until ``work`` has ended; gives the cancel that came meanwhile."""
+        """Wait until ``work`` has ended; return the cancel that came meanwhile."""
         try:
             await _ended(work)
         except asyncio.CancelledError as cancel:
             call.called_off = True
-            # A call that no thread has taken yet can still be called off.
+            # A call that no thread has taken yet can still be withdrawn.
             return cancel if work.cancel() else await self._absorb(work, cancel)
         return None
 
@@ -312,8 +359,49 @@ class Bridge:
         return error
 
 
+class Inline:
+    """Has the methods of a `Bridge`, but calls on the calling thread, which blocks."""
+
+    def __repr__(self) -> str:
+        return "<Inline>"
+
+    async def run(self, fn: Callable[[*Args], T], *args: *Args) -> T:
+        """Return ``fn(*args)``; never suspends."""
+        return fn(*args)
+
+    def post(self, fn: Callable[[*Args], object], *args: *Args) -> None:
+        """Call ``fn(*args)``."""
+        fn(*args)
+
+
+class SerialThread:
+    """One thread that makes calls in order, for a caller that may block."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._calls: list[Future[object]] = []
+
+    def __repr__(self) -> str:
+        return f"<SerialThread {self._name} calls={len(self._calls)}>"
+
+    def call(self, fn: Callable[[*Args], object], *args: *Args) -> None:
+        """Call ``fn(*args)`` in the thread, after all earlier calls."""
+        self._calls.append(self._pool.submit(fn, *args))
+
+    def wait(self) -> None:
+        """Wait for all calls; raise the error of the first one that failed."""
+        calls, self._calls = self._calls, []
+        for each in calls:
+            each.result()
+
+    def close(self) -> None:
+        """Drop the calls that have not begun, and end the thread. Idempotent."""
+        self._pool.shutdown(cancel_futures=True)
+
+
 def _no_thread(error: RuntimeError) -> StagingError | None:
-    """Return what to raise if the system has refused a thread."""
+    """Return the error to raise if the system has refused a thread, else None."""
     if _NO_THREAD not in str(error) or "shutdown" in str(error):
         return None
     return StagingError(

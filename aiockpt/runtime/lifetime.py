@@ -1,4 +1,4 @@
-"""How long an object of one event loop lives: its first use, its calls, its one end."""
+"""How long things live: a call until its deadline, an object until its one end."""
 
 from __future__ import annotations
 
@@ -6,17 +6,71 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    contextmanager,
+)
+from types import TracebackType
 
-from aiockpt.errors import ClosedError, LocalProtocolError
+from aiockpt.errors import ClosedError, LocalProtocolError, TransferTimeoutError
 
-__all__ = ["Lifetime"]
+__all__ = ["Deadline", "Lifetime"]
 
 logger = logging.getLogger("aiockpt")
 
 
+class Deadline(AbstractAsyncContextManager["Deadline"]):
+    """Ends its block after ``timeout`` seconds with `TransferTimeoutError`.
+
+    A timeout of 0 fails on entry, before any I/O. The call keeps two attributes up to
+    date for the error's message: ``stop`` says where the call is, and ``last_error``
+    what failed last. ``what`` names the step and the peer.
+    """
+
+    def __init__(self, timeout: float, *, stop: str, what: str = "") -> None:
+        self.timeout = timeout
+        self.stop = stop
+        self.what = what
+        self.last_error = ""
+        self.when = 0.0
+        self._scope: asyncio.Timeout | None = None
+
+    @property
+    def expired(self) -> bool:
+        """Whether the deadline passed within the block."""
+        return self._scope is not None and self._scope.expired()
+
+    async def __aenter__(self) -> Deadline:
+        if not self.timeout:
+            raise self._expired()
+        self.when = asyncio.get_running_loop().time() + self.timeout
+        self._scope = asyncio.timeout_at(self.when)
+        await self._scope.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._scope is not None
+        try:
+            await self._scope.__aexit__(kind, error, trace)
+        except TimeoutError as late:
+            if self._scope.expired():
+                raise self._expired() from late
+            raise
+
+    def _expired(self) -> TransferTimeoutError:
+        return TransferTimeoutError(
+            self.stop, self.timeout, what=self.what, last_error=self.last_error
+        )
+
+
 class Lifetime:
-    """Says whether ``what`` may be used, and ends it exactly once."""
+    """Guards the object named ``what``: it has one event loop and ends exactly once."""
 
     def __init__(self, what: str) -> None:
         self.closed = False
@@ -37,7 +91,7 @@ class Lifetime:
             raise ClosedError(self._what)
 
     def bind(self) -> asyncio.AbstractEventLoop:
-        """Return the running loop, which becomes the only one at the first use.
+        """Return the running loop; the first use decides which loop that must be.
 
         Raises:
             LocalProtocolError: the first use was on another loop, or in the process
@@ -60,7 +114,7 @@ class Lifetime:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Count a call from its beginning to its end.
+        """Count a call for as long as the block runs.
 
         Raises:
             ClosedError: the end has begun.
@@ -88,10 +142,10 @@ class Lifetime:
             logger.warning("%s: %d calls outlive it", self._what, self._calls)
 
     async def end(self, *steps: Callable[[], Awaitable[None]]) -> None:
-        """Take these steps in order, once; whoever calls this waits for their end.
+        """Await these steps in order, once; every caller waits until they have ended.
 
-        Each is taken, whatever the ones before it raise. If cancelled, they go on by
-        themselves, and a later call waits for them.
+        Each step is awaited, whatever the earlier ones raise. If cancelled, the steps
+        go on by themselves, and a later call waits for them.
         """
         loop = self.bind()
         if self._ending is None:

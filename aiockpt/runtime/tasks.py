@@ -1,29 +1,49 @@
-"""Tasks inside one call: all of them end before it returns."""
+"""Concurrency inside one call: tasks that end before it returns, and many small jobs.
+
+`run_all` runs coroutines together and returns their results. `map_in_threads` runs a
+function over many items in a few threads. `Notifier` wakes the tasks that wait for a
+change.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import suppress
+from itertools import islice
+from typing import Any, Final, TypeAlias, TypeVar
 
 import anyio
 
-__all__ = ["News", "together"]
+from aiockpt.runtime.bridge import Bridge, Inline
+
+__all__ = ["Notifier", "Over", "map_in_threads", "run_all"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+Over: TypeAlias = Callable[[], bool]
+"""Says whether the result is no longer needed; for work that takes long."""
+
+_TURN: Final = 0.05  # seconds that a thread works before it reports
+_MOST: Final = 200  # results that the loop is told of at once
 
 
-class News:
-    """Wakes those who wait for something to change."""
+class Notifier:
+    """Wakes the tasks that wait for something to change."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
-    def tell(self) -> None:
-        """Wake everybody who waits now."""
+    def notify(self) -> None:
+        """Wake every task that waits now."""
         event, self._event = self._event, asyncio.Event()
         event.set()
 
     async def wait(self, timeout: float | None) -> None:
-        """Wait for the next `tell`, or for so many seconds if that is less."""
+        """Wait for the next `notify`, at most ``timeout`` seconds."""
         event = self._event
         try:
             async with asyncio.timeout(timeout):
@@ -32,21 +52,30 @@ class News:
             return
 
 
-async def together(jobs: Iterable[Callable[[], Coroutine[Any, Any, None]]]) -> None:
-    """Run coroutine functions at once; the first failure cancels the others.
+async def run_all(
+    jobs: Iterable[Callable[[], Coroutine[Any, Any, object]]],
+) -> list[Any]:
+    """Run coroutine functions concurrently; return their results in the given order.
 
-    It is raised alone, the others as its notes: no ``ExceptionGroup`` comes out. If
-    cancelled, every job is cancelled and has ended.
+    The first failure cancels the other jobs and is raised alone, with the further
+    failures as its notes: no ``ExceptionGroup`` comes out. Every job has ended when
+    this returns or raises. If cancelled, every job is cancelled and has ended.
     """
+    results: dict[int, Any] = {}
+
+    async def run(at: int, job: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        results[at] = await job()
+
     try:
         async with anyio.create_task_group() as group:
-            for job in jobs:
-                group.start_soon(job)
+            for at, job in enumerate(jobs):
+                group.start_soon(run, at, job)
     except BaseExceptionGroup as failures:
         first, *others = _leaves(failures)
         for other in others:
             first.add_note(f"also failed: {other}")
         raise first from failures
+    return [results[at] for at in range(len(results))]
 
 
 def _leaves(failures: BaseExceptionGroup[BaseException]) -> list[BaseException]:
@@ -57,3 +86,69 @@ def _leaves(failures: BaseExceptionGroup[BaseException]) -> list[BaseException]:
         else:
             found.append(failure)
     return found
+
+
+async def map_in_threads(
+    bridge: Bridge | Inline,
+    threads: int,
+    work: Callable[[T, Over], R],
+    items: Iterable[T],
+    report: Callable[[T, R], object],
+) -> None:
+    """Call ``work(item, over)`` for each item in threads; ``report`` on the loop.
+
+    Each return from a thread to the loop costs as much as copying a few megabytes. So a
+    thread goes from item to item for 50 ms and then reports its results together. It
+    reports after one item if another call waits for the thread. All results are
+    reported before this returns.
+
+    If cancelled, or if a call fails, no further item begins. The calls that run end
+    before the error is raised; ``over()`` is true meanwhile. Their results may stay
+    unreported.
+
+    Args:
+        bridge: Where the threads come from.
+        threads: How many of them to use at most.
+        work: Called in a thread with an item and `Over`.
+        items: What to work on.
+        report: Called on the loop with an item and its result.
+    """
+    left, done, ended = deque(items), deque[tuple[T, R]](), asyncio.Event()
+    going = min(threads, len(left))
+
+    def take_turn() -> None:
+        end = time.monotonic() + _TURN
+        for item in islice(_taken(left), _MOST):
+            done.append((item, work(item, ended.is_set)))
+            if time.monotonic() >= end or _is_wanted(bridge):
+                return
+
+    async def worker() -> None:
+        nonlocal going
+        while left:
+            await bridge.run(take_turn)
+            for item, result in _taken(done):
+                report(item, result)
+        going -= 1
+        if not going:
+            ended.set()
+
+    async def watch() -> None:
+        try:
+            await ended.wait()
+        finally:  # at once if cancelled, while the workers wait for their threads
+            ended.set()
+            left.clear()
+
+    if going:
+        await run_all([watch, *[worker] * going])
+
+
+def _taken(items: deque[T]) -> Iterator[T]:
+    with suppress(IndexError):  # another thread may have taken the last one
+        while True:
+            yield items.popleft()
+
+
+def _is_wanted(bridge: Bridge | Inline) -> bool:
+    return isinstance(bridge, Bridge) and bridge.statistics().waiting > 0

@@ -15,8 +15,7 @@ from typing import Final, TypeAlias, cast
 import torch
 
 from aiockpt.format.entries import Storage, Storages
-from aiockpt.memory.backings import Backings, Part
-from aiockpt.memory.columns import column, numbers
+from aiockpt.memory.copies import Backings, Part, column, numbers
 from aiockpt.state.groups import Group, group_members
 from aiockpt.state.members import CODES, Member
 

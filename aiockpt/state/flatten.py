@@ -15,8 +15,8 @@ from aiockpt.format.manifest import TensorSpec
 from aiockpt.format.paths import Node
 from aiockpt.format.references import renumber
 from aiockpt.format.registry import register_leaf
-from aiockpt.memory.backings import Backings
-from aiockpt.runtime.gc import collector_paused
+from aiockpt.memory.copies import Backings
+from aiockpt.runtime.system import collector_paused
 from aiockpt.state.drafts import Drafts, draft
 from aiockpt.state.numbering import Numbering
 

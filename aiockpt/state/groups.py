@@ -31,7 +31,7 @@ import torch
 from aiockpt.errors import UnsupportedLeafError
 from aiockpt.format.entries import Storage
 from aiockpt.format.manifest import COMPACTED, TensorSpec, dense_stride
-from aiockpt.memory.backings import Backing, Part
+from aiockpt.memory.copies import Backing, Part
 from aiockpt.state.leaves import DTYPE_NAMES
 from aiockpt.state.members import Member, by_view, runs, share_elements
 

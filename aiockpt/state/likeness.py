@@ -12,8 +12,8 @@ from typing import Final
 
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.references import Mention, mentions
-from aiockpt.memory.backings import Backings
-from aiockpt.runtime.gc import collector_paused
+from aiockpt.memory.copies import Backings
+from aiockpt.runtime.system import collector_paused
 from aiockpt.state.drafts import Drafts
 from aiockpt.state.flatten import Survey
 from aiockpt.state.pairing import Pairing

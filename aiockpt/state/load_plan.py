@@ -16,8 +16,7 @@ from typing import Final, Protocol
 import torch
 
 from aiockpt.format.manifest import Manifest
-from aiockpt.memory.backings import Backings
-from aiockpt.memory.parts import once
+from aiockpt.memory.copies import Backings, once
 from aiockpt.state.autograd import mark_changed
 from aiockpt.state.distributed import has_version
 

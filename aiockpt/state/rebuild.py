@@ -26,7 +26,7 @@ from aiockpt.format.manifest import (
 )
 from aiockpt.format.paths import Node
 from aiockpt.format.tree import decode_tree
-from aiockpt.runtime.gc import collector_paused
+from aiockpt.runtime.system import collector_paused
 from aiockpt.state.leaves import DTYPES, registry
 from aiockpt.state.nodes import Decoders
 from aiockpt.state.wholes import check_places, decoders, layouts

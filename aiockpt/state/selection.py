@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeAlias
 
 from aiockpt.format.limits import enforce
-from aiockpt.runtime.host_limits import of_caller
+from aiockpt.runtime.system import of_caller
 
 __all__ = ["Select", "Selection", "below", "item", "listed"]
 

@@ -13,8 +13,8 @@ from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.paths import Node, Path, format_path
 from aiockpt.format.references import Reference, mentions, references
-from aiockpt.memory.backings import Backings
-from aiockpt.runtime.gc import collector_paused
+from aiockpt.memory.copies import Backings
+from aiockpt.runtime.system import collector_paused
 from aiockpt.state.containers import Adoption
 from aiockpt.state.distributed import has_version
 from aiockpt.state.flatten import survey

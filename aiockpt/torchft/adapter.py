@@ -12,7 +12,7 @@ from torchft.checkpointing.transport import CheckpointTransport
 
 from aiockpt import transport as awaited
 from aiockpt.memory.device import settle
-from aiockpt.runtime.portal import Portal
+from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.state.flatten import Unready
 from aiockpt.torchft.persistence import receive
 from aiockpt.transport import Timeout, seconds
@@ -57,7 +57,7 @@ class Adapter(CheckpointTransport[T]):
         self._offered = False
         self._retractions: set[asyncio.Task[None]] = set()
         abrupt = partial(transport.shutdown, wait=False)
-        self._portal = Portal(type(transport).__name__, at_exit=abrupt)
+        self._portal = SyncFacade(type(transport).__name__, at_exit=abrupt)
         try:
             start = partial(self._portal.call, timeout=_STARTING, stop="start")
             self._metadata: str = start(self._start)

@@ -14,7 +14,7 @@ import aiockpt
 from aiockpt.format.limits import Limits
 from aiockpt.memory.device import settle
 from aiockpt.pg.group import Group
-from aiockpt.runtime.portal import Portal
+from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.transport import Timeout, seconds
 
 __all__ = ["GroupOptions", "PGTransport"]
@@ -68,7 +68,7 @@ class PGTransport(CheckpointTransport[T]):
         self._options = options
         self._idle = threading.Event()
         self._idle.set()
-        self._portal = Portal("PGTransport", at_exit=_nothing)
+        self._portal = SyncFacade("PGTransport", at_exit=_nothing)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} over {self._group}>"

@@ -13,11 +13,10 @@ from functools import partial
 from typing import Final, TypeAlias
 
 from aiockpt.memory.arena import Memory
-from aiockpt.memory.copy import Fences
-from aiockpt.memory.device import completed
-from aiockpt.memory.keeping import keep_until
+from aiockpt.memory.copies import Fences
+from aiockpt.memory.device import completed, keep_until
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.tasks import together
+from aiockpt.runtime.tasks import run_all
 from aiockpt.transfer.held import Held
 
 __all__ = ["Delta", "Fetch", "OnReuse"]
@@ -86,7 +85,7 @@ class Delta:
         async def copy() -> None:
             brought.extend(await self._each(sorted(known), self._keep(target)))
 
-        await together([partial(_fetch, fetch, _without(chunks, known)), copy])
+        await run_all([partial(_fetch, fetch, _without(chunks, known)), copy])
         await _fetch(fetch, _without(sorted(known), {*brought}))
 
     async def _each(self, chunks: Sequence[int], work: _Work) -> list[int]:
@@ -100,7 +99,7 @@ class Delta:
             for part in waiting:
                 found.extend(await work(part))
 
-        await together([worker] * min(_THREADS, len(parts)))
+        await run_all([worker] * min(_THREADS, len(parts)))
         return sorted(found)
 
     async def _look(self, chunks: Sequence[int]) -> list[int]:

@@ -16,11 +16,9 @@ from typing import Final, Protocol
 import torch
 
 from aiockpt.format.manifest import Manifest
-from aiockpt.memory.arena import Arena, Memory
-from aiockpt.memory.copy import CopyPlan, Fences
-from aiockpt.memory.device import Event, completed
-from aiockpt.memory.keeping import keep_until
-from aiockpt.memory.warm import Loan
+from aiockpt.memory.arena import Arena, Loan, Memory
+from aiockpt.memory.copies import CopyPlan, Fences
+from aiockpt.memory.device import Event, completed, keep_until
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.state.autograd import mark_changed
 from aiockpt.state.rebuild import Away, Frame, check_meshes, parts_over, tensors_over

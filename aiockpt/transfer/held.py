@@ -17,8 +17,7 @@ from operator import sub
 from aiockpt.format.chunks import chunks_over, digest
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena, Memory
-from aiockpt.memory.backings import Backings
-from aiockpt.memory.copy import CopyPlan, Fences
+from aiockpt.memory.copies import Backings, CopyPlan, Fences
 from aiockpt.memory.device import Event, PortFor
 from aiockpt.state.flatten import Survey
 from aiockpt.state.likeness import alike

@@ -10,7 +10,7 @@ from aiockpt.format.chunks import ChunkGrid, digest
 from aiockpt.format.header import build_manifest
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena
-from aiockpt.memory.copy import CopyPlan, InPlace
+from aiockpt.memory.copies import CopyPlan, InPlace
 from aiockpt.state.flatten import Description
 
 __all__ = ["Job"]

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from aiockpt.memory.arena import Arena, Memory
-from aiockpt.memory.copy import CopyPlan
+from aiockpt.memory.copies import CopyPlan
 from aiockpt.memory.device import Event, Port, PortFor
 from aiockpt.state.load_plan import LoadPlan
 from aiockpt.transfer.segment import Segment

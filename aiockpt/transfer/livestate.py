@@ -20,9 +20,9 @@ from aiockpt.format.header import build_manifest
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena, ArenaPool
-from aiockpt.memory.copy import CopyPlan
+from aiockpt.memory.copies import CopyPlan
 from aiockpt.memory.device import Event, PortFor, port_for
-from aiockpt.runtime.follower import Follower
+from aiockpt.runtime.bridge import SerialThread
 from aiockpt.state.flatten import describe
 
 __all__ = ["LiveState"]
@@ -64,7 +64,7 @@ class LiveState:
         self._grid = ChunkGrid(found.segment_bytes, chunk_bytes)
         self._hasher = ChunkHasher(self._grid)
         self._digests = [UNSEALED] * len(self._grid)
-        self._digesting = Follower("aiockpt-digest")
+        self._digesting = SerialThread("aiockpt-digest")
         self.header_bytes = self.seal().header_bytes
         away = any(
             ports(device) for device in {t.device for t in found.backings.tensors}

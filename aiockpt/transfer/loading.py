@@ -15,10 +15,10 @@ from functools import partial
 
 from aiockpt.format.chunks import ChunkGrid, chunks_over
 from aiockpt.memory.arena import Arena
-from aiockpt.memory.copy import CopyPlan, Fences
+from aiockpt.memory.copies import CopyPlan, Fences
 from aiockpt.memory.device import Event, completed
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.tasks import together
+from aiockpt.runtime.tasks import run_all
 
 __all__ = ["Bring", "Loading"]
 
@@ -77,7 +77,7 @@ class Loading:
         anything has been sent to them.
         """
         fences = self._copies.fences()
-        await together([partial(self._bring, bring), partial(self._send_all, fences)])
+        await run_all([partial(self._bring, bring), partial(self._send_all, fences)])
 
     def finish(self, fences: Fences) -> list[Event]:
         """Load what is left; return what is to be waited for. For a thread."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from aiockpt.memory.device import PortFor
-from aiockpt.runtime.gc import collector_paused
+from aiockpt.runtime.system import collector_paused
 from aiockpt.state.filling import Filling
 from aiockpt.state.load_plan import LoadPlanner
 from aiockpt.state.nodes import decoders_for

@@ -13,7 +13,7 @@ from aiockpt.events import Meter, Progress, TransferEvent, emit
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.memory.arena import return_freed
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.deadline import Deadline
+from aiockpt.runtime.lifetime import Deadline
 from aiockpt.state.flatten import Survey, survey
 from aiockpt.state.selection import Select
 from aiockpt.state.template import Template

@@ -14,8 +14,7 @@ from aiockpt.format.limits import Limits, enforce
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.references import mentions
 from aiockpt.memory.arena import Arena
-from aiockpt.runtime.available import spare_memory
-from aiockpt.runtime.host_limits import allocating
+from aiockpt.runtime.system import allocating, spare_memory
 from aiockpt.state.nodes import Decoders
 from aiockpt.state.places import is_filled
 from aiockpt.state.rebuild import Frame, assemble, tensors_over

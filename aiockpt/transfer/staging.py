@@ -18,14 +18,12 @@ from aiockpt.format.chunks import UNSEALED, ChunkGrid, check_chunk_bytes
 from aiockpt.format.header import with_step
 from aiockpt.format.limits import Limits
 from aiockpt.memory.arena import Arena, ArenaPool
-from aiockpt.memory.copy import CopyPlan, Fences, InPlace
+from aiockpt.memory.copies import CopyPlan, Fences, InPlace
 from aiockpt.memory.device import Event, PortFor, completed, port_for
 from aiockpt.memory.snapshot import Snapshot
-from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.host_limits import failing_here
-from aiockpt.runtime.inline import Inline
-from aiockpt.runtime.sweep import sweep
-from aiockpt.runtime.tasks import together
+from aiockpt.runtime.bridge import Bridge, Inline
+from aiockpt.runtime.system import failing_here
+from aiockpt.runtime.tasks import map_in_threads, run_all
 from aiockpt.state.flatten import Description, describe
 from aiockpt.transfer.job import Job
 
@@ -225,9 +223,9 @@ class Stager:
 
         bridge, threads = self._bridge, self._threads
         if fences:
-            await together([worker] * min(threads, len(pieces)))
+            await run_all([worker] * min(threads, len(pieces)))
         else:
-            await sweep(bridge, threads, copy, remaining, copied)
+            await map_in_threads(bridge, threads, copy, remaining, copied)
         return digests
 
     async def _copy_device(

@@ -9,9 +9,9 @@ import torch
 
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
-from aiockpt.memory.backings import Backings
+from aiockpt.memory.arena import Loan, WarmArena, lend
+from aiockpt.memory.copies import Backings
 from aiockpt.memory.device import PortFor
-from aiockpt.memory.warm import Loan, WarmArena, lend
 from aiockpt.state.nodes import Decoders
 from aiockpt.state.rebuild import Away, Frame, assemble
 

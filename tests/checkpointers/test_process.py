@@ -26,7 +26,7 @@ from aiockpt.errors import (
     UnsupportedLeafError,
     WorkerError,
 )
-from aiockpt.runtime.channel import Channel, encode
+from aiockpt.runtime.ipc import Channel, encode
 from aiockpt.testing import assert_same
 from checkpointing import (
     Diary,

@@ -26,7 +26,7 @@ from aiockpt.http.manifests import ManifestReply
 from aiockpt.http.source import HttpSource, Sharing
 from aiockpt.memory.device import port_for
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.deadline import Deadline
+from aiockpt.runtime.lifetime import Deadline
 from aiockpt.transfer.destination import Terms
 from aiockpt.transfer.receive import Receive, Request
 

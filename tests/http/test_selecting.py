@@ -409,9 +409,7 @@ async def test_a_replaced_checkpoint_is_an_error() -> None:
 @pytest.mark.asyncio
 async def test_more_than_there_is_memory_for_is_refused(monkeypatch: Any) -> None:
     """What counts is what is selected, not what the checkpoint has."""
-    monkeypatch.setattr(
-        "aiockpt.runtime.available.available_memory", lambda _: 3 * CHUNK
-    )
+    monkeypatch.setattr("aiockpt.runtime.system.available_memory", lambda _: 3 * CHUNK)
     async with pair() as (sender, receiver):
         await sender.send_checkpoint([], 1, big())
         await receive(sender, receiver, select=["w0", "w1"])

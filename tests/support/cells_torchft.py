@@ -80,7 +80,10 @@ TORCHFT: Final[Cells] = {
             "closed / evicted",
             _CONTRACT + "TestPoint15Shutdown::test_waiting_it_ends_threads_and_sockets",
         ),
-        ("closed / evicted", "test_portal.py::test_a_last_thing_that_fails_is_logged"),
+        (
+            "closed / evicted",
+            "test_sync_facade.py::test_a_last_thing_that_fails_is_logged",
+        ),
         (
             "closing / evicted",
             _CONTRACT + "TestPoint15Shutdown::test_without_waiting_it_still_ends",
@@ -102,7 +105,10 @@ TORCHFT: Final[Cells] = {
             _GROUP + "test_a_template_that_raises_is_told",
         ),
         (_SAME, _GROUP + "test_one_transport_for_all_quorums"),
-        (_SAME, "test_portal.py::test_an_interrupted_caller_leaves_nothing_under_way"),
+        (
+            _SAME,
+            "test_sync_facade.py::test_an_interrupted_caller_leaves_nothing_under_way",
+        ),
         (_SAME, "pg/test_pg_processes.py::test_a_sender_killed_half_way"),
         (_SAME, "pg/test_pg_processes.py::test_a_dead_peer_is_an_error_at_once"),
     ),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from aiockpt.memory.copy import CopyPlan
+from aiockpt.memory.copies import CopyPlan
 
 PATIENCE = 30.0
 

@@ -32,7 +32,7 @@ from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGlo
 from torchft.coordination import LighthouseServer
 
 import aiockpt.torchft
-from aiockpt.runtime.portal import Portal
+from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.testing import FaultProxy, fault_kinds
 
 State = dict[str, Any]
@@ -166,7 +166,7 @@ class HTTP(Watched, aiockpt.torchft.HTTPTransport[State]):
         self._told = super().metadata()
         self._faults = [eval(each, vars(fault_kinds)) for each in options.faults]
         if self._faults:
-            self._portal_of_proxy = Portal("the proxy", at_exit=nothing)
+            self._portal_of_proxy = SyncFacade("the proxy", at_exit=nothing)
             self._told = self._portal_of_proxy.call(
                 self._proxied, timeout=5, stop="proxy"
             )

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import torch
 
 import aiockpt
-from aiockpt.memory.copy import CopyPlan
+from aiockpt.memory.copies import CopyPlan
 from checkpointing import GatedWriter, eventually, note_pid
 
 

@@ -36,7 +36,7 @@ from aiockpt.errors import (
     TransferTimeoutError,
     UnsupportedLeafError,
 )
-from aiockpt.runtime.portal import Portal
+from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.testing import FaultProxy, Refuse, StallAfter, assert_same
 from aiockpt.testing.fault_kinds import Fault
 from aiockpt.torchft import HTTPTransport, PGTransport, adapt
@@ -771,7 +771,7 @@ def broken(source: Transport, faults: list[Fault], otherwise: Fault) -> Iterator
     assert told.hostname is not None
     assert told.port is not None
     proxy = FaultProxy(told.hostname, told.port, faults=faults, otherwise=otherwise)
-    portal = Portal("the proxy", at_exit=proxy.aclose)
+    portal = SyncFacade("the proxy", at_exit=proxy.aclose)
     try:
         portal.call(proxy.listen, timeout=5, stop="proxy")
         yield told._replace(netloc=f"127.0.0.1:{proxy.port}").geturl()

@@ -8,9 +8,8 @@ from dataclasses import replace
 import torch
 
 from aiockpt.format.manifest import Manifest
-from aiockpt.memory.copy import Fences
+from aiockpt.memory.copies import Fences, once
 from aiockpt.memory.device import Event
-from aiockpt.memory.parts import once
 from aiockpt.pg.device.board import Board
 from aiockpt.pg.device.segment import (
     Bounds,

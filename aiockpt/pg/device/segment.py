@@ -14,10 +14,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from aiockpt.memory.backings import Backing, Backings
-from aiockpt.memory.copy import raw_bytes
+from aiockpt.memory.copies import Backing, Backings, part_pairs, raw_bytes
 from aiockpt.memory.device import Event, Pair
-from aiockpt.memory.parts import part_pairs
 from aiockpt.pg.messages import LARGE_BYTES, TOGETHER_BYTES, Landings, Leavings, Memory
 
 __all__ = ["Home", "Homes", "Segment", "in_blocks", "in_state", "pairs"]

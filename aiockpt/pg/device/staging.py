@@ -19,14 +19,12 @@ from aiockpt.format.header import build_manifest
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena
-from aiockpt.memory.backings import Backings
-from aiockpt.memory.copy import CopyPlan, Fences
+from aiockpt.memory.copies import Backings, CopyPlan, Fences, once
 from aiockpt.memory.device import Event, PortFor, completed
-from aiockpt.memory.parts import once
 from aiockpt.pg.device.board import Board, encode_placement
 from aiockpt.pg.device.segment import Bounds, Segment, in_blocks, in_state, pairs
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.tasks import together
+from aiockpt.runtime.tasks import run_all
 from aiockpt.state.flatten import Description, describe
 
 __all__ = ["DeviceSnapshot", "DeviceStager", "owned", "without"]
@@ -153,7 +151,7 @@ class DeviceStager:
                     memory, start, stop, self._bridge
                 )
 
-        await together([worker] * _CHUNKS_AT_ONCE)
+        await run_all([worker] * _CHUNKS_AT_ONCE)
         return digests
 
     def _seal(self, job: _Job, step: int, digests: list[str]) -> Manifest:

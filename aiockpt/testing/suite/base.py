@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import torch
 
-from aiockpt.runtime.tasks import together
+from aiockpt.runtime.tasks import run_all
 from aiockpt.transport import CheckpointTransport, Timeout
 
 __all__ = ["PROMPT", "TURNS", "Conformance", "cancelled_after", "sample", "turn"]
@@ -65,7 +65,7 @@ class Conformance(ABC, Generic[T]):
         async def receive() -> None:
             arrived.append(await self.receive(sender, receiver, step=step, **options))
 
-        await together([partial(self.send, sender, state, step=step), receive])
+        await run_all([partial(self.send, sender, state, step=step), receive])
         return arrived[0]
 
 

@@ -1,4 +1,4 @@
-"""sweep: threads that go from item to item, and what the loop hears of it."""
+"""map_in_threads: threads that go from item to item, and what the loop hears of it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aiockpt.runtime import sweep as _sweep
-from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.inline import Inline
-from aiockpt.runtime.sweep import Over, sweep
+from aiockpt.runtime import tasks as _tasks
+from aiockpt.runtime.bridge import Bridge, Inline
+from aiockpt.runtime.tasks import Over, map_in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,13 +32,13 @@ def bridge() -> Iterator[Bridge]:
 @pytest.fixture
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """End each turn with its first item."""
-    monkeypatch.setattr(_sweep, "_TURN", 0.0)
+    monkeypatch.setattr(_tasks, "_TURN", 0.0)
 
 
 @pytest.fixture
 def long_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """End no turn but for want of items."""
-    monkeypatch.setattr(_sweep, "_TURN", LONG)
+    monkeypatch.setattr(_tasks, "_TURN", LONG)
 
 
 def ignore(*_: object) -> None:
@@ -81,29 +80,31 @@ class TestResults:
         count: int,
     ) -> None:
         """However many items a turn has."""
-        monkeypatch.setattr(_sweep, "_TURN", turn)
+        monkeypatch.setattr(_tasks, "_TURN", turn)
         reports = Reports()
-        await sweep(bridge, 2, lambda item, _: 2 * item, range(count), reports)
+        await map_in_threads(bridge, 2, lambda item, _: 2 * item, range(count), reports)
         assert reports.found == {item: 2 * item for item in range(count)}
 
     async def test_threads_work_at_once(self, bridge: Bridge) -> None:
         """So many as were asked for."""
         both = threading.Barrier(2, timeout=LONG)
         reports = Reports()
-        await sweep(bridge, 2, lambda *_: both.wait(), range(2), reports)
+        await map_in_threads(bridge, 2, lambda *_: both.wait(), range(2), reports)
         assert sorted(reports.found.values()) == [0, 1]
 
     async def test_items_are_begun_in_their_order(self, bridge: Bridge) -> None:
         """Who reads behind them waits for the first ones first."""
         begun: list[int] = []
-        await sweep(bridge, 1, lambda item, _: begun.append(item), range(100), ignore)
+        await map_in_threads(
+            bridge, 1, lambda item, _: begun.append(item), range(100), ignore
+        )
         assert begun == [*range(100)]
 
     @pytest.mark.usefixtures("long_turns")
     async def test_it_needs_no_threads(self) -> None:
         """Where calls are made in place, the first worker makes all of them."""
         reports = Reports()
-        await sweep(Inline(), 2, lambda item, _: -item, [-1, -2], reports)
+        await map_in_threads(Inline(), 2, lambda item, _: -item, [-1, -2], reports)
         assert reports.found == {-1: 1, -2: 2}
 
     @pytest.mark.usefixtures("short_turns")
@@ -120,7 +121,7 @@ class TestResults:
             if not item:
                 heard.set()
 
-        await sweep(bridge, 1, work, range(2), report)
+        await map_in_threads(bridge, 1, work, range(2), report)
 
 
 class TestTurns:
@@ -147,7 +148,7 @@ class TestTurns:
         try:
             async with asyncio.timeout(LONG), asyncio.TaskGroup() as tasks:
                 tasks.create_task(call())
-                tasks.create_task(sweep(bridge, 1, work, range(10), ignore))
+                tasks.create_task(map_in_threads(bridge, 1, work, range(10), ignore))
         finally:
             bridge.close()
 
@@ -171,7 +172,7 @@ class TestEnds:
             until(over)
 
         with pytest.raises(OSError, match="no such chunk"):
-            await sweep(bridge, 2, work, range(100), ignore)
+            await map_in_threads(bridge, 2, work, range(100), ignore)
         assert sorted(begun) == [0, 1]
         assert bridge.statistics().running == 0
 
@@ -194,7 +195,7 @@ class TestEnds:
             ended += 1
             return item
 
-        task = asyncio.create_task(sweep(bridge, 2, work, range(100), reports))
+        task = asyncio.create_task(map_in_threads(bridge, 2, work, range(100), reports))
         async with asyncio.timeout(LONG):
             await begun.wait()
         task.cancel()
@@ -213,4 +214,4 @@ class TestEnds:
             raise LookupError(item)
 
         with pytest.raises(LookupError):
-            await sweep(bridge, 2, lambda item, _: item, range(10), report)
+            await map_in_threads(bridge, 2, lambda item, _: item, range(10), report)

@@ -1,8 +1,14 @@
-"""Copies between a state dict's own memory and the data segment, either way.
+"""Copies between a state dict's own memory and the data segment, in both directions.
 
-Both directions walk the same two lists: where entries lie in the segment, and where
-the state dict has them. Host memory moves as raw bytes; a device's bytes go through
-its :class:`~aiockpt.memory.device.Port`; a backing's *parts* move element by element.
+`Backings` says where the bytes of each entry are in the state dict. `CopyPlan` pairs
+them with their place in the segment and copies either way. Host memory moves as raw
+bytes. Bytes of a device go through its :class:`~aiockpt.memory.device.Port`. The
+*parts* of a backing move element by element. `InPlace` is the segment without a copy:
+the state dict's own memory, wherever that is possible.
+
+A state dict may have 100,000 entries, and an object for each would weigh as much as a
+small tensor. So numbers lie in arrays (*columns*), on which torch computes without the
+interpreter lock.
 """
 
 from __future__ import annotations
@@ -11,41 +17,180 @@ import ctypes
 import sys
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import compress
 from operator import attrgetter
 from typing import Final, TypeAlias
 
+import msgspec
 import torch
 
-from aiockpt.memory.arena import Arena
-from aiockpt.memory.backings import Backings
-from aiockpt.memory.columns import column, numbers
+from aiockpt.memory.arena import Arena, view_of_address
 from aiockpt.memory.device import Event, Pair, PortFor
-from aiockpt.memory.in_place import InPlace
-from aiockpt.memory.parts import once, part_pairs
 
-__all__ = ["CopyPlan", "Fences", "InPlace", "raw_bytes"]
+__all__ = [
+    "Backing",
+    "Backings",
+    "CopyPlan",
+    "Fences",
+    "InPlace",
+    "Part",
+    "column",
+    "numbers",
+    "once",
+    "part_pairs",
+    "raw_bytes",
+]
 
 Fences: TypeAlias = dict[torch.device, Event]
 
 # Releasing the interpreter lock costs more than copying a few pages.
-_SMALL = 256 << 10
+_SMALL: Final = 256 << 10
 _move_large = ctypes.memmove
 _move_small = ctypes.PyDLL(None).memmove
 _move_small.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _move_small.restype = ctypes.c_void_p
 
-
+_DEVICE: Final = attrgetter("device")
 _VERSION: Final = attrgetter("_version")
 
-# Tensors that C functions look at in a row, with the interpreter lock held.
+# How many tensors a C function looks at in a row, since it holds the interpreter lock.
 _SLICE: Final = 2000
 
-
-# An entry's address in host memory (0: it is not copied from there), its first byte
-# in the segment, the end of what the state dict has of it, and its end.
+# An entry's address in host memory (0: it is not copied from there), its first byte in
+# the segment, the end of the bytes that the state dict has of it, and its end.
 _Row: TypeAlias = tuple[int, int, int, int]
+
+# Torch cannot copy some dtypes, and copying a float may change a NaN; words are safe.
+_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor whose elements have another stride in the entry, or lie between others.
+
+    ``stride`` and ``offset`` count elements; ``offset`` counts from the entry's start.
+    """
+
+    tensor: torch.Tensor
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Backing(msgspec.Struct, frozen=True, gc=False):
+    """Where the bytes of one entry are in the state dict.
+
+    Attributes:
+        tensor: A tensor of the group; it keeps the storage alive.
+        address: The address of the first byte, on the tensor's device.
+        nbytes: How many bytes to copy; the entry may be a few bytes longer.
+        parts: What to copy element by element; if empty, copy the raw bytes.
+    """
+
+    tensor: torch.Tensor
+    address: int
+    nbytes: int
+    parts: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Backings:
+    """The backing of each entry, in columns; ``parts`` has only nonempty ones."""
+
+    tensors: Sequence[torch.Tensor]
+    addresses: array[int]
+    sizes: array[int]
+    parts: Mapping[int, tuple[Part, ...]]
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __getitem__(self, entry: int) -> Backing:
+        parts = self.parts.get(entry, ())
+        tensor, address = self.tensors[entry], self.addresses[entry]
+        return Backing(tensor, address, self.sizes[entry], parts)
+
+    def __iter__(self) -> Iterator[Backing]:
+        return map(self.__getitem__, range(len(self)))
+
+    def devices(self) -> set[torch.device]:
+        """Return all devices of the tensors; releases the interpreter lock between."""
+        found: set[torch.device] = set()
+        for start in range(0, len(self), _SLICE):
+            found.update(map(_DEVICE, self.tensors[start : start + _SLICE]))
+        return found
+
+    def taken(self, order: Sequence[int]) -> Backings:
+        """Return the backings of the given entries, in order; -1 gives an empty one."""
+        if order == range(len(self)):
+            return self
+        nothing = torch.empty(0)
+        return Backings(
+            [nothing if entry < 0 else self.tensors[entry] for entry in order],
+            _taken(self.addresses, order),
+            _taken(self.sizes, order),
+            self._taken_parts(order) if self.parts else {},
+        )
+
+    def _taken_parts(self, order: Iterable[int]) -> dict[int, tuple[Part, ...]]:
+        return {
+            place: self.parts[entry]
+            for place, entry in enumerate(order)
+            if entry in self.parts
+        }
+
+
+def _taken(column: array[int], order: Iterable[int]) -> array[int]:
+    found = (0 if entry < 0 else column[entry] for entry in order)
+    return array(column.typecode, found)
+
+
+def numbers(column: array[int]) -> torch.Tensor:
+    """Return a column of 64-bit numbers as a tensor over its memory: ``int64``, [n].
+
+    The column must not grow while the tensor is used.
+    """
+    if not column:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    return torch.frombuffer(column, dtype=torch.int64)
+
+
+def column(found: torch.Tensor, typecode: str = "q") -> array[int]:
+    """Return a new column with these numbers."""
+    own = array(typecode, bytes(8 * found.numel()))
+    numbers(own).copy_(found)
+    return own
+
+
+def _physical(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as they are in memory, as words that torch can copy."""
+    tensor = tensor.detach()
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    if tensor.is_neg():
+        tensor = torch._neg_view(tensor)  # noqa: SLF001 - torch has no public way
+    return tensor.view(_WORDS.get(tensor.itemsize, tensor.dtype))
+
+
+def part_pairs(parts: Iterable[Part], place: torch.Tensor) -> Iterator[Pair]:
+    """Yield each part's elements as a pair: in the entry's bytes, in the state dict."""
+    for part in parts:
+        tensor = _physical(part.tensor)
+        there = place.view(tensor.dtype)
+        first = int(there.storage_offset()) + part.offset
+        yield there.as_strided(tensor.shape, part.stride, first), tensor
+
+
+def once(destination: torch.Tensor, source: torch.Tensor) -> Pair:
+    """Narrow expanded dimensions to one element: repetitions cannot be written."""
+    for dim, stride in enumerate(destination.stride()):
+        if not stride:
+            destination, source = (
+                destination.narrow(dim, 0, 1),
+                source.narrow(dim, 0, 1),
+            )
+    return destination, source
 
 
 def raw_bytes(tensor: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
@@ -338,3 +483,30 @@ class CopyPlan:
         if self._whole is None:
             self._whole = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
         return self._whole[start : start + nbytes]
+
+
+class InPlace:
+    """The data segment in the state dict's own memory, where that is possible.
+
+    One window over all of the state's host memory, of which only what belongs to it
+    is ever sliced: a view of each tensor would weigh more than a small tensor.
+    """
+
+    def __init__(self, plan: CopyPlan) -> None:
+        start, stop = plan.span()
+        self._plan = plan
+        self._base = start
+        self._window = view_of_address(start, stop - start, plan)
+        self._versions: array[int] | None = None
+
+    def watch(self) -> None:
+        """Remember the state, so that `changed` can tell."""
+        self._versions = self._plan.versions()
+
+    def changed(self) -> bool:
+        """Say whether torch has written to one of the tensors since."""
+        return self._versions is not None and self._versions != self._plan.versions()
+
+    def buffers(self, start: int, stop: int) -> list[memoryview]:
+        """Return the writable views that hold ``[start, stop)``, in order."""
+        return self._plan.views(self._window, self._base, start, stop)

@@ -1,9 +1,9 @@
-"""One end of a Unix socket between two processes, on an event loop.
+"""Messages between processes of one host, with file descriptors beside the bytes.
 
-Packets, not a stream: a message arrives whole with its descriptors, or not at all, and
-what the trainer has sent is read even if the trainer is killed right after. A message
-is JSON. What may be large lies in memory that a descriptor beside it stands for: a
-*parcel*, or an arena.
+The socket carries packets, not a stream. A message arrives whole with its descriptors,
+or not at all. A packet that the trainer has sent can be read even if the trainer is
+killed right after. A message is JSON. Anything large is put into shared memory, whose
+descriptor travels with the message: an arena, or a *parcel* of bytes (`pack`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import struct
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from mmap import mmap
@@ -18,46 +20,98 @@ from typing import Final
 
 import msgspec
 
-from aiockpt.runtime import packets as _packets
 from aiockpt.runtime.secrets import Token
 
-__all__ = ["MAX_MESSAGE", "Channel", "encode", "pack", "pair", "receive", "unpack"]
+__all__ = [
+    "MAX_MESSAGE",
+    "Channel",
+    "arrival",
+    "encode",
+    "is_ours",
+    "owner_of",
+    "pack",
+    "pair",
+    "receive",
+    "unpack",
+]
 
-MAX_MESSAGE: Final = 192 << 10  # a packet must fit the socket's buffer
+MAX_MESSAGE: Final = 192 << 10  # a packet must fit into the socket's buffer
 
 _MAX_FDS: Final = 8
 _BUFFER: Final = 1 << 20
+_UCRED: Final = struct.Struct("3i")  # pid, uid, gid
 
 
 def _plain(value: object) -> str:
     if isinstance(value, Token):
         return str(value)
-    raise TypeError(f"{type(value).__name__} is no part of a message")
+    raise TypeError(f"a message cannot contain a {type(value).__name__}")
 
 
 encode = msgspec.json.Encoder(enc_hook=_plain).encode
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Return two ends that are connected."""
+    """Return the two ends of a new connection."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
     return ends
 
 
-def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Return the next packet and its descriptors; nothing at the end.
+def owner_of(sock: socket.socket) -> tuple[int, int]:
+    """Return the pid and the uid of the other end, as the kernel reports them."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    pid, uid, _ = _UCRED.unpack(raw)
+    return pid, uid
+
+
+def is_ours(sock: socket.socket) -> bool:
+    """Say whether a process of the same user has the other end."""
+    return owner_of(sock)[1] == os.geteuid()
+
+
+def receive(
+    sock: socket.socket, nbytes: int = MAX_MESSAGE, fds: int = _MAX_FDS
+) -> tuple[bytes, list[int]]:
+    """Return the next packet and its descriptors; empty ones at the end.
+
+    A program that this process starts does not inherit the descriptors.
+
+    Args:
+        sock: The end to read from.
+        nbytes: The largest packet that is accepted.
+        fds: The largest number of descriptors that is accepted.
 
     Raises:
-        BlockingIOError: there is none yet, and the socket does not block.
-        OSError: the connection has failed.
+        BlockingIOError: no packet has arrived yet, and the socket does not block.
+        OSError: the connection has failed, or the packet exceeds a limit.
     """
-    return _packets.receive(sock, MAX_MESSAGE, _MAX_FDS)
+    found = array("i")
+    space = socket.CMSG_LEN(fds * found.itemsize)
+    data, extras, flags, _ = sock.recvmsg(nbytes, space, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in extras:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(content[: len(content) // found.itemsize * found.itemsize])
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(found) > fds:
+        _close_all(found)
+        raise OSError("a message was cut short")
+    return data, [*found]
+
+
+async def arrival(sock: socket.socket) -> None:
+    """Wait until the socket has a packet to receive, or its end."""
+    loop = asyncio.get_running_loop()
+    arrived = loop.create_future()
+    loop.add_reader(sock, _resolve, arrived)
+    try:
+        await arrived
+    finally:
+        loop.remove_reader(sock)
 
 
 def pack(*parts: bytes | memoryview | mmap) -> int:
-    """Return the descriptor of a parcel; it is the caller's."""
+    """Return the descriptor of a new parcel of bytes; the caller owns it."""
     fd = os.memfd_create("aiockpt-parcel", os.MFD_CLOEXEC)
     try:
         with open(fd, "wb", buffering=0, closefd=False) as file:
@@ -72,19 +126,19 @@ def pack(*parts: bytes | memoryview | mmap) -> int:
 
 
 def unpack(fd: int) -> bytes:
-    """Return what a parcel holds, and close it."""
+    """Return the bytes of a parcel, and close its descriptor."""
     with open(fd, "rb", buffering=0) as file:
-        # Its offset is shared with who wrote it.
+        # pread, since the offset is shared with the process that wrote the parcel.
         return os.pread(file.fileno(), os.fstat(fd).st_size, 0)
 
 
 class Channel:
-    """Sends without waiting, and calls back with what arrives.
+    """Sends messages without waiting, and calls back with each that arrives.
 
     Args:
-        sock: The end; the channel owns it.
-        on_message: Called on the loop with each packet and its descriptors, which are
-            then its own.
+        sock: The end of the connection; the channel owns it.
+        on_message: Called on the loop with each packet and its descriptors. The
+            callback owns the descriptors.
         on_end: Called once when the other end is gone, after the last message.
     """
 
@@ -107,9 +161,9 @@ class Channel:
         return f"<Channel queued={len(self._queue)}>"
 
     def send(self, message: object, fds: Sequence[int] = ()) -> None:
-        """Send as soon as the socket takes it; the descriptors stay the caller's.
+        """Send as soon as the socket accepts it; the caller keeps its descriptors.
 
-        To an end that is gone nothing is sent: ``on_end`` tells.
+        A message to an end that is gone is dropped; ``on_end`` reports that end.
         """
         data = encode(message)
         if self._ended:
@@ -123,11 +177,11 @@ class Channel:
             self._loop.add_writer(self._sock, self._flush)
             self._enqueue(data, fds)
         except OSError:
-            pass  # it is gone; what it said before can still be read
+            pass  # the end is gone; what it sent before can still be read
 
     @property
     def full(self) -> bool:
-        """Whether what is sent now would wait."""
+        """Whether the next message would have to wait."""
         return bool(self._queue)
 
     def read(self) -> None:
@@ -138,7 +192,7 @@ class Channel:
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                continue  # said once, before what the dead end has sent
+                continue  # reported once, before the packets of the dead end
             except OSError:
                 data, fds = b"", []
             if data:
@@ -147,7 +201,7 @@ class Channel:
                 self._end()
 
     def close(self) -> None:
-        """Close the end; nothing is called back any more. Idempotent."""
+        """Close this end; the channel makes no more callbacks. Idempotent."""
         self._ended = True
         if self._sock.fileno() >= 0:
             self._loop.remove_reader(self._sock)
@@ -181,3 +235,8 @@ class Channel:
 def _close_all(fds: Sequence[int]) -> None:
     for fd in fds:
         os.close(fd)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,8 +1,12 @@
-"""An event loop for callers who have none: theirs blocks, ours goes on in its thread.
+"""Coroutines for callers without an event loop.
+
+`SyncFacade` keeps one loop in a daemon thread for as long as an object lives, so that
+its methods can block. `run_blocking` runs one coroutine to its end.
 
 anyio's blocking portal must be left where it was entered, and leaving it waits for its
-thread. Here somebody may shut down without waiting, forget to, or fork: the thread is
-a daemon, ends when it is told to, and a forked child finds that it has none.
+thread. The owner of a `SyncFacade` may shut it down without waiting, may forget to, or
+may fork. So the thread is a daemon that ends when it is told to, and a forked child
+finds that it has none.
 """
 
 from __future__ import annotations
@@ -24,9 +28,9 @@ from aiockpt.errors import (
     TransferTimeoutError,
     TransportError,
 )
-from aiockpt.runtime.bridge import start_daemon
+from aiockpt.runtime.bridge import Bridge, start_daemon
 
-__all__ = ["Portal"]
+__all__ = ["SyncFacade", "run_blocking"]
 
 T = TypeVar("T")
 
@@ -34,18 +38,17 @@ logger = logging.getLogger("aiockpt")
 
 Last: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
-_LEAVING = 0.5
-_MARGIN = 5.0  # a call that has not ended by itself this long after its time is left
+_LEAVING = 0.5  # seconds that the interpreter's exit waits
+_MARGIN = 5.0  # seconds after its timeout at which a call is abandoned
 
-
-_open: weakref.WeakSet[Portal] = weakref.WeakSet()
+_open: weakref.WeakSet[SyncFacade] = weakref.WeakSet()
 
 
 class _Outcome(Generic[T]):
-    """What comes of a coroutine, on its way to the thread that waits for it.
+    """The result or error of a coroutine, for the thread that waits for it.
 
-    In a future, an error and its traceback would refer to each other: what could not
-    be sent would stay in memory until the garbage collector comes.
+    In a future, an error and its traceback would refer to each other. A state dict that
+    could not be sent would then stay in memory until the garbage collector runs.
     """
 
     __slots__ = ("_result", "error")
@@ -55,9 +58,10 @@ class _Outcome(Generic[T]):
         self.error: Exception | None = None
 
     async def take(self, fn: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        """Await ``fn()``; let nothing out but a cancel.
+        """Await ``fn()`` and keep its outcome; only a cancel is raised.
 
-        What is no ``Exception`` is made one: it would end the loop, or a trainer.
+        A `BaseException` would end the loop, or the trainer, so it becomes the cause of
+        an `AiockptError`.
         """
         try:
             self._result.append(await fn())
@@ -76,16 +80,18 @@ class _Outcome(Generic[T]):
         return self._result[0]
 
     def clear(self) -> None:
-        """Forget it, whoever still refers to this."""
+        """Drop the outcome, even if something still refers to this object."""
         self.error = None
         self._result.clear()
 
 
-class Portal:
-    """Runs coroutine functions on a loop of its own, for any other thread.
+class SyncFacade:
+    """Runs coroutine functions on its own loop, for any other thread.
 
-    Who does not close it is left with ``at_exit`` being awaited, for a moment, when the
-    interpreter ends.
+    Args:
+        what: The object that the facade belongs to, for messages.
+        at_exit: Awaited for up to half a second when the interpreter ends, if nobody
+            has closed the facade.
     """
 
     def __init__(self, what: str, *, at_exit: Last) -> None:
@@ -100,25 +106,25 @@ class Portal:
         _open.add(self)
 
     def __repr__(self) -> str:
-        return f"<Portal of {self._what}{' closed' if self._closed else ''}>"
+        return f"<SyncFacade of {self._what}{' closed' if self._closed else ''}>"
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process has made it: a forked child has no such thread."""
+        """Whether this process made it; a forked child has no such thread."""
         return self._pid == os.getpid()
 
     def call(
         self, fn: Callable[[], Coroutine[Any, Any, T]], *, timeout: float, stop: str
     ) -> T:
-        """Return or raise what ``await fn()`` does; only an ``Exception`` is raised.
+        """Return or raise what ``await fn()`` does; raise only an `Exception`.
 
-        The coroutine keeps to ``timeout`` itself; somewhat later nobody waits for it
-        any more. An interrupt of the calling thread cancels it.
+        The coroutine keeps to ``timeout`` itself. Five seconds later this call gives up
+        waiting. An interrupt of the calling thread cancels the coroutine.
 
         Raises:
-            ClosedError: the portal is closed, or was closed meanwhile.
+            ClosedError: the facade is closed, or was closed meanwhile.
             LocalProtocolError: this is a forked child, or the loop's own thread.
-            TransferTimeoutError: it did not end; ``stop`` says what it was.
+            TransferTimeoutError: the coroutine did not end; ``stop`` names it.
         """
         self._check()
         outcome = _Outcome[T]()
@@ -145,10 +151,11 @@ class Portal:
             outcome.clear()
 
     def close(self, last: Last, *, wait: float) -> None:
-        """Await ``last()`` on the loop, then cancel what is left and end the thread.
+        """Await ``last()`` on the loop, then cancel all other tasks and end the thread.
 
-        Returns when it has ended, or after ``wait`` seconds; it then goes on by itself.
-        Idempotent; the first one's ``last`` counts. Does nothing in a forked child.
+        Returns when the thread has ended, or after ``wait`` seconds; the thread then
+        goes on by itself. Idempotent: only the first call's ``last`` is awaited. Does
+        nothing in a forked child.
         """
         if not self.is_ours:
             return
@@ -185,8 +192,8 @@ class Portal:
                 logger.error("%s: its loop was ended by %r", self._what, error)
             finally:
                 with self._turn:
-                    self._closed = True  # also where something else has ended the loop
-                # What it was given until now begins, so that it is cancelled.
+                    self._closed = True  # also if something else has ended the loop
+                # Calls that were queued until now begin, so that they are cancelled.
                 runner.run(asyncio.sleep(0))
 
     async def _until_closed(self) -> None:
@@ -199,5 +206,36 @@ class Portal:
 
 @atexit.register
 def _close_all() -> None:
-    for portal in tuple(_open):
-        portal.close(portal._at_exit, wait=_LEAVING)  # noqa: SLF001 - its own module
+    for facade in tuple(_open):
+        facade.close(facade._at_exit, wait=_LEAVING)  # noqa: SLF001 - its own module
+
+
+def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on a new loop; return or raise what it does.
+
+    If the calling thread already runs a loop, that loop stands still meanwhile, and the
+    coroutine runs in another thread.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    return _run_in_thread(coroutine)
+
+
+def _run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
+    results: list[T] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(asyncio.run(coroutine))
+        except BaseException as error:  # noqa: BLE001 - it is raised below
+            failures.append(error)
+
+    bridge = Bridge(threads=1, name="aiockpt-blocking")
+    bridge.post(run)
+    bridge.close()
+    for failure in failures:
+        raise failure
+    return results[0]

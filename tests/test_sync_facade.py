@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from aiockpt.errors import ClosedError, TransferTimeoutError, TransportError
-from aiockpt.runtime.portal import Portal
+from aiockpt.runtime.sync_facade import SyncFacade
 
 
 async def nothing() -> None:
@@ -22,19 +22,19 @@ async def nothing() -> None:
 
 
 @pytest.fixture
-def portal() -> Iterator[Portal]:
+def facade() -> Iterator[SyncFacade]:
     """Open one, and end it."""
-    made = Portal("the test", at_exit=nothing)
+    made = SyncFacade("the test", at_exit=nothing)
     yield made
     made.close(nothing, wait=5)
 
 
-def call(portal: Portal, function, timeout: float = 5):
+def call(facade: SyncFacade, function, timeout: float = 5):
     """Call it from here."""
-    return portal.call(function, timeout=timeout, stop="test")
+    return facade.call(function, timeout=timeout, stop="test")
 
 
-def test_what_comes_of_a_coroutine_comes_out(portal: Portal) -> None:
+def test_what_comes_of_a_coroutine_comes_out(facade: SyncFacade) -> None:
     """Its result or its error, from another thread."""
 
     async def name() -> str:
@@ -43,22 +43,22 @@ def test_what_comes_of_a_coroutine_comes_out(portal: Portal) -> None:
     async def fail() -> None:
         raise ZeroDivisionError
 
-    assert call(portal, name) == "aiockpt-the test"
+    assert call(facade, name) == "aiockpt-the test"
     with pytest.raises(ZeroDivisionError):
-        call(portal, fail)
+        call(facade, fail)
 
 
-def test_a_cancel_from_within_is_an_error_of_ours(portal: Portal) -> None:
+def test_a_cancel_from_within_is_an_error_of_ours(facade: SyncFacade) -> None:
     """A caller without a loop does not know asyncio's CancelledError."""
 
     async def cancel() -> None:
         raise asyncio.CancelledError
 
     with pytest.raises(TransportError, match="cancelled"):
-        call(portal, cancel)
+        call(facade, cancel)
 
 
-def test_closing_ends_what_is_under_way(portal: Portal) -> None:
+def test_closing_ends_what_is_under_way(facade: SyncFacade) -> None:
     """The caller is told, and the last thing is done before."""
     done: list[str] = []
     started = threading.Event()
@@ -72,36 +72,36 @@ def test_closing_ends_what_is_under_way(portal: Portal) -> None:
 
     def close() -> None:
         started.wait(5)
-        portal.close(last, wait=5)
+        facade.close(last, wait=5)
 
     closer = threading.Thread(target=close)
     closer.start()
     with pytest.raises(ClosedError):
-        call(portal, sleep, 60)
+        call(facade, sleep, 60)
     closer.join()
     assert done == ["last"]
     with pytest.raises(ClosedError):
-        call(portal, nothing)
+        call(facade, nothing)
 
 
 def test_a_last_thing_that_fails_is_logged(
-    portal: Portal, allow_error_logs: list[object]
+    facade: SyncFacade, allow_error_logs: list[object]
 ) -> None:
     """The thread ends all the same."""
 
     async def fail() -> None:
         raise ZeroDivisionError
 
-    portal.close(fail, wait=5)
+    facade.close(fail, wait=5)
     assert len(allow_error_logs) == 1
-    assert not portal._thread.is_alive()
+    assert not facade._thread.is_alive()
 
 
 def test_a_loop_that_hangs_does_not_hang_the_caller(
-    portal: Portal, monkeypatch: pytest.MonkeyPatch
+    facade: SyncFacade, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call that does not keep to its time is left."""
-    monkeypatch.setattr("aiockpt.runtime.portal._MARGIN", 0.1)
+    monkeypatch.setattr("aiockpt.runtime.sync_facade._MARGIN", 0.1)
     free = threading.Event()
 
     async def hang() -> None:
@@ -109,13 +109,13 @@ def test_a_loop_that_hangs_does_not_hang_the_caller(
 
     started = time.monotonic()
     with pytest.raises(TransferTimeoutError, match=r"timed out .* in test"):
-        call(portal, hang, 0.1)
+        call(facade, hang, 0.1)
     assert time.monotonic() - started < 5
     free.set()
 
 
 def test_an_interrupted_caller_leaves_nothing_under_way(
-    portal: Portal, monkeypatch: pytest.MonkeyPatch
+    facade: SyncFacade, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C in the waiting thread cancels the coroutine."""
     cancelled = threading.Event()
@@ -133,21 +133,23 @@ def test_an_interrupted_caller_leaves_nothing_under_way(
 
     monkeypatch.setattr("concurrent.futures.Future.result", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        call(portal, wait)
+        call(facade, wait)
     assert cancelled.wait(5)
 
 
 @pytest.mark.parametrize("timeout", [math.inf, 1e12])
-def test_a_timeout_may_be_longer_than_a_lock_s(portal: Portal, timeout: float) -> None:
+def test_a_timeout_may_be_longer_than_a_lock_s(
+    facade: SyncFacade, timeout: float
+) -> None:
     """A whole age is no error."""
 
     async def give() -> int:
         return 3
 
-    assert call(portal, give, timeout) == 3
+    assert call(facade, give, timeout) == 3
 
 
-def test_an_error_does_not_keep_what_the_call_was_given(portal: Portal) -> None:
+def test_an_error_does_not_keep_what_the_call_was_given(facade: SyncFacade) -> None:
     """A state dict that could not be sent is gone with the error."""
 
     class Model:
@@ -157,7 +159,7 @@ def test_an_error_does_not_keep_what_the_call_was_given(portal: Portal) -> None:
         async def fail() -> None:
             raise ZeroDivisionError(repr(model))
 
-        call(portal, fail)
+        call(facade, fail)
 
     model = Model()
     gone = weakref.ref(model)
@@ -171,22 +173,24 @@ def test_an_error_does_not_keep_what_the_call_was_given(portal: Portal) -> None:
         gc.enable()
 
 
-def test_a_timeout_from_within_is_not_taken_for_the_call_s_own(portal: Portal) -> None:
+def test_a_timeout_from_within_is_not_taken_for_the_call_s_own(
+    facade: SyncFacade,
+) -> None:
     """What the coroutine raises comes out as it is."""
 
     async def late() -> None:
         raise TimeoutError("of a socket")
 
     with pytest.raises(TimeoutError, match="of a socket"):
-        call(portal, late)
+        call(facade, late)
 
 
 def test_a_signal_s_handler_may_close_in_the_middle_of_a_call(
-    portal: Portal, monkeypatch: pytest.MonkeyPatch
+    facade: SyncFacade, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It runs in the thread that calls, between any two of its steps."""
     schedule = asyncio.run_coroutine_threadsafe
-    before = signal.signal(signal.SIGUSR1, lambda *_: portal.close(nothing, wait=5))
+    before = signal.signal(signal.SIGUSR1, lambda *_: facade.close(nothing, wait=5))
 
     def interrupted(*args: object) -> object:
         signal.raise_signal(signal.SIGUSR1)
@@ -195,14 +199,14 @@ def test_a_signal_s_handler_may_close_in_the_middle_of_a_call(
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
     try:
         with pytest.raises(ClosedError):
-            call(portal, nothing)
+            call(facade, nothing)
     finally:
         signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.2])
 def test_a_loop_that_something_ends_is_closed(
-    portal: Portal, pause: float, allow_error_logs: list[object]
+    facade: SyncFacade, pause: float, allow_error_logs: list[object]
 ) -> None:
     """Calls say so at once, and closing is no error."""
 
@@ -215,13 +219,13 @@ def test_a_loop_that_something_ends_is_closed(
 
     ended: list[asyncio.Future[None]] = []
     with pytest.raises(ClosedError):
-        call(portal, end_loop)
+        call(facade, end_loop)
     assert isinstance(ended[0].exception(), SystemExit)
     time.sleep(pause)
     started = time.monotonic()
     with pytest.raises(ClosedError):
-        call(portal, nothing)
+        call(facade, nothing)
     assert time.monotonic() - started < 3
-    portal.close(nothing, wait=5)
-    assert not portal._thread.is_alive()
+    facade.close(nothing, wait=5)
+    assert not facade._thread.is_alive()
     assert len(allow_error_logs) == 1

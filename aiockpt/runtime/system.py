@@ -1,0 +1,266 @@
+"""What this host has and refuses: memory, cores, descriptors, the collector's time.
+
+There is one account of free memory, `available_memory`. Everything that allocates for a
+checkpoint asks `spare_memory` first, and reports a refusal through `allocating`.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import wraps
+from pathlib import Path, PurePosixPath
+from typing import Final, NamedTuple, ParamSpec, TypeVar
+
+from aiockpt.errors import AiockptError, LimitExceededError, StagingError
+
+__all__ = [
+    "allocating",
+    "available_memory",
+    "collector_paused",
+    "failing_here",
+    "is_callers",
+    "is_hosts",
+    "leave_terminal",
+    "of_caller",
+    "refused_by_host",
+    "spare_memory",
+    "usable_cores",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_ROOT: Final = Path("/")
+_MOUNT: Final = "sys/fs/cgroup"
+
+# A process that takes more would leave the host without memory.
+_SHARE: Final = 0.9
+
+_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
+_HOSTS: Final = (*_DESCRIPTORS, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)
+_CALLERS: Final = "_aiockpt_callers"
+
+# Scanning fewer objects is faster than asking whether anything is frozen.
+_MANY: Final = 20_000
+
+
+# ---------------------------------------------------------------------- free memory
+
+
+class _Names(NamedTuple):
+    """The file names of one cgroup version, and which statistics are reclaimable."""
+
+    limit: str
+    used: str
+    reclaimable: tuple[str, ...]
+
+
+_VERSION_1: Final = _Names(
+    "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file",)
+)
+_VERSION_2: Final = _Names(
+    "memory.max", "memory.current", ("inactive_file", "slab_reclaimable")
+)
+
+
+def spare_memory(kept: int = 0, *, root: Path = _ROOT) -> int:
+    """Return how many bytes a receive or a load may take.
+
+    Args:
+        kept: Bytes that this process already has, and uses for the same purpose.
+        root: See `available_memory`.
+    """
+    return int(available_memory(root) * _SHARE) + kept
+
+
+def available_memory(root: Path = _ROOT) -> int:
+    """Return how many more bytes this process could take.
+
+    The kernel and the cgroups of the process both set a bound; the lowest one counts.
+    Page cache and kernel caches that a cgroup would give back count as free.
+
+    Args:
+        root: The directory that contains ``proc`` and ``sys``.
+    """
+    known = [*_meminfo_available(root), *_cgroups_available(root)]
+    return min(known, default=1 << 62)
+
+
+def _meminfo_available(root: Path) -> Iterator[int]:
+    with suppress(OSError, ValueError):
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                yield int(line.split()[1]) * 1024
+
+
+def _cgroups_available(root: Path) -> Iterator[int]:
+    for base, path, names in _own_groups(root):
+        # A container may see its own group as the root, under the path that the host
+        # has for it. Directories that do not exist are skipped.
+        inside = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
+        for depth in range(len(inside) + 1):
+            with suppress(OSError, ValueError):
+                yield _available_in(base.joinpath(*inside[:depth]), names)
+
+
+def _own_groups(root: Path) -> Iterator[tuple[Path, str, _Names]]:
+    """Yield each mounted hierarchy that may limit memory, with this process's path."""
+    mount, lines = root / _MOUNT, ["0::/"]
+    with suppress(OSError):
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            yield mount, path, _VERSION_2
+        elif "memory" in controllers.split(","):
+            yield mount / "memory", path, _VERSION_1
+
+
+def _available_in(group: Path, names: _Names) -> int:
+    limit = int((group / names.limit).read_text())  # "max" means no limit
+    used = int((group / names.used).read_text())
+    return max(limit - used + _reclaimable_in(group, names), 0)
+
+
+def _reclaimable_in(group: Path, names: _Names) -> int:
+    found = 0
+    with suppress(OSError):
+        for line in (group / "memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name in names.reclaimable and value.isdecimal():
+                found += int(value)
+    return found
+
+
+@contextmanager
+def allocating(what: str, nbytes: int) -> Iterator[None]:
+    """Translate a failed allocation in the block into an error that says why.
+
+    Args:
+        what: What the memory is for, as in "no memory for {what}".
+        nbytes: How much memory the block asks for.
+
+    Raises:
+        LimitExceededError: ``nbytes`` is more than this host has free.
+        StagingError: the system refuses the memory although it is free.
+    """
+    try:
+        yield
+    except (OSError, OverflowError, MemoryError, ValueError) as error:
+        free = available_memory()
+        if nbytes > free:
+            raise LimitExceededError(what, limit=free, actual=nbytes) from error
+        reason = str(error) or type(error).__name__
+        raise StagingError(
+            f"no memory for {what} of {nbytes} bytes on this host: {reason}; {free} "
+            "bytes are free, so look at `ulimit -v` and vm.overcommit_memory"
+        ) from error
+
+
+# ------------------------------------------------------- whose error a failure is
+
+
+@contextmanager
+def failing_here(what: str) -> Iterator[None]:
+    """Raise `StagingError` if the system, or its memory, fails the block."""
+    try:
+        yield
+    except AiockptError:
+        raise  # some of them are OSErrors as well
+    except (OSError, MemoryError) as error:
+        if is_callers(error):
+            raise
+        raise refused_by_host(what, error) from error
+
+
+def is_hosts(error: BaseException) -> bool:
+    """Say whether this host caused a system error, whichever peer was involved."""
+    return isinstance(error, OSError) and error.errno in _HOSTS
+
+
+def refused_by_host(what: str, error: BaseException) -> StagingError:
+    """Return the error to raise for an operation that this host refused."""
+    reason = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.errno in _DESCRIPTORS:
+        reason += f"; {_descriptors()}raise the limit with `ulimit -n`"
+    return StagingError(f"{what} failed on this host: {reason}")
+
+
+def _descriptors() -> str:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return ""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"this process may open {most} files: "
+
+
+def of_caller(fn: Callable[P, T]) -> Callable[P, T]:
+    """Wrap a function of the caller, so that `is_callers` recognizes its errors."""
+
+    @wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return fn(*args, **kwargs)
+        except Exception as error:
+            with suppress(AttributeError):  # an exception class with slots
+                setattr(error, _CALLERS, True)
+            raise
+
+    return call
+
+
+def is_callers(error: BaseException) -> bool:
+    """Say whether a function that `of_caller` wrapped has raised this error."""
+    return hasattr(error, _CALLERS)
+
+
+# ------------------------------------------------------------------ this process
+
+
+def usable_cores() -> int:
+    """Return the number of cores on which this process may run."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Switch the cyclic collector off for a block that makes no cycles.
+
+    The collector would scan every new object repeatedly while it holds the interpreter
+    lock. That takes half of the time of describing 100,000 tensors. Reference counting
+    goes on.
+
+    Afterwards the new objects count as old. A scan of them as young objects would come
+    at once and hold the interpreter lock for 20 ms, or for 100 ms if it became a full
+    collection.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            # What somebody else froze must stay frozen. To ask walks through all of it.
+            if gc.get_count()[0] > _MANY and not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
+            gc.enable()
+
+
+def leave_terminal() -> None:
+    """Make this process ignore the signals that a terminal sends to its group.
+
+    Ctrl-C and a hangup are meant for the trainer. A shell that would continue a stopped
+    process does not know this one.
+    """
+    for each in (signal.SIGINT, signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU):
+        signal.signal(each, signal.SIG_IGN)
