@@ -29,10 +29,10 @@ from aiockpt.errors import (
     UnsupportedLeafError,
 )
 from aiockpt.format.manifest import Manifest
+from aiockpt.state.distributed import encode_ranks
 from aiockpt.state.flatten import describe
-from aiockpt.state.layouts import Ranks
-from aiockpt.state.meshes import encode_ranks
 from aiockpt.state.rebuild import Frame, assemble, check_meshes, tensors_over
+from aiockpt.state.sharding import Ranks
 from aiockpt.state.template import Template
 from aiockpt.testing import assert_same
 from pipeline import LIMITS

@@ -8,7 +8,7 @@ import pytest
 
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.format.paths import Node
-from aiockpt.state.payload import Allowance
+from aiockpt.state.leaves import Allowance
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
 from pipeline import LIMITS
 from trees import manifest_of

@@ -15,8 +15,7 @@ from aiockpt.errors import LimitExceededError, UnsupportedLeafError
 from aiockpt.format import tree
 from aiockpt.format.limits import Limits
 from aiockpt.format.registry import REGISTRY
-from aiockpt.state import drafts as _drafts
-from aiockpt.state import numbering as _numbering
+from aiockpt.state import flatten as _flatten
 from aiockpt.state.flatten import Description, describe
 from pipeline import LIMITS
 from states import families
@@ -48,8 +47,7 @@ def both_ways(state: object, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]
     for row, part in ((1, 3), (1 << 60, 1)):
         with monkeypatch.context() as patch:
             patch.setattr(tree, "_MIN_ROW", row)
-            patch.setattr(_numbering, "_SLICE", part)
-            patch.setattr(_drafts, "_SLICE", part)
+            patch.setattr(_flatten, "_SLICE", part)
             try:
                 found.append(facts(describe(state, limits=LIMITS)))
             except UnsupportedLeafError as error:

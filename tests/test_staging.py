@@ -14,7 +14,7 @@ import torch
 from aiockpt.errors import StagingError, UnsupportedLeafError
 from aiockpt.format.chunks import digest
 from aiockpt.testing import FakeAccelerator, assert_same
-from aiockpt.transfer.staging import Snapshot
+from aiockpt.transfer.stager import Snapshot
 from pipeline import file_of, rebuilt, stager
 from serving import settle
 

@@ -18,7 +18,7 @@ from aiockpt.format.limits import Limits
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.state.flatten import describe
 from aiockpt.storage.statefile import read_state_file
-from aiockpt.transfer.staging import Stager
+from aiockpt.transfer.stager import Stager
 
 LIMITS = Limits()
 

@@ -19,7 +19,7 @@ from aiockpt.runtime.bridge import Bridge, Inline
 from aiockpt.runtime.lifetime import Lifetime
 from aiockpt.state.nodes import Decoders, decoders_for
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
-from aiockpt.transfer.staging import Stager, StagerOptions
+from aiockpt.transfer.stager import Stager, StagerOptions
 from aiockpt.transport import exact_step
 
 __all__ = ["CheckpointStager", "DefaultStager", "StagedState", "stager_of"]

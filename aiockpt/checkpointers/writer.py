@@ -45,7 +45,7 @@ from aiockpt.storage.directory import MARKER, StrPath, part_of, settle
 from aiockpt.storage.files import remove_tree
 from aiockpt.storage.retention import retire, sweep
 from aiockpt.storage.write import Sealed, Source, Viewed, write_source
-from aiockpt.transfer.repeats import content_of
+from aiockpt.transfer.stager import content_of
 
 if TYPE_CHECKING:
     from mmap import mmap
@@ -167,7 +167,7 @@ class CheckpointWriter:
         self, path: StrPath, state_dict: Any, report: Report | None, /, **kwargs: Any
     ) -> Written:
         """Write as :meth:`write` does, and report how many bytes are taken."""
-        from aiockpt.transfer.livestate import LiveState
+        from aiockpt.transfer.live import LiveState
 
         save = self._begin(path, step_for(path, kwargs))
         with save.reporting("written"):

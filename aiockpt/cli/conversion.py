@@ -26,7 +26,7 @@ from aiockpt.storage.partfile import TAKEN, check_target
 from aiockpt.storage.plainfile import PlainSource
 from aiockpt.storage.write import write_source
 from aiockpt.testing.equality import assert_same
-from aiockpt.transfer.livestate import LiveState
+from aiockpt.transfer.live import LiveState
 
 __all__ = ["convert"]
 

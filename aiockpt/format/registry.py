@@ -15,7 +15,15 @@ from typing import Any, Final, TypeVar
 
 from aiockpt.format.paths import NAMED_TUPLE
 
-__all__ = ["BUILTIN_TYPES", "REGISTRY", "Codec", "Registry", "register_leaf"]
+__all__ = [
+    "BUILTIN_TYPES",
+    "REGISTRY",
+    "Codec",
+    "Registry",
+    "exactly",
+    "register_leaf",
+    "sizes",
+]
 
 T = TypeVar("T")
 
@@ -177,6 +185,32 @@ def _default_codec(
 
 def _is_named_tuple(leaf_type: type[Any]) -> bool:
     return issubclass(leaf_type, tuple) and hasattr(leaf_type, "_fields")
+
+
+def exactly(expected: type[T], value: object) -> T:
+    """Return a value that a peer sent, if it has exactly this type.
+
+    A decoder checks its payload with it: a value of another type may behave alike and
+    be of any size.
+
+    Raises:
+        TypeError: the value has another type.
+    """
+    if type(value) is not expected:
+        raise TypeError(f"a {type(value).__name__} instead of a {expected.__name__}")
+    return value
+
+
+def sizes(value: object) -> tuple[int, ...]:
+    """Return a tuple of sizes that a peer sent.
+
+    Raises:
+        TypeError, ValueError: the value is no tuple of sizes.
+    """
+    found = exactly(tuple, value)
+    if any(exactly(int, size) < 0 for size in found):
+        raise ValueError("a negative size")
+    return found
 
 
 def _only_of(

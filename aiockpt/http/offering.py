@@ -12,8 +12,7 @@ from aiockpt.events import TransferEvent, emit
 from aiockpt.http.options import require
 from aiockpt.http.store import Failure, StoreStatistics
 from aiockpt.runtime.lifetime import Deadline
-from aiockpt.transfer.repeats import Repeats, content_of
-from aiockpt.transfer.staging import Snapshot, Stager
+from aiockpt.transfer.stager import Repeats, Snapshot, Stager, content_of
 from aiockpt.transport import exact_step
 
 __all__ = ["Offering", "Offers"]

@@ -24,7 +24,7 @@ from aiockpt.http.statistics import TransportStatistics, survey
 from aiockpt.memory.arena import CAN_LEND, WarmArena
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline, Lifetime
-from aiockpt.transfer.staging import Stager, StagerOptions
+from aiockpt.transfer.stager import Stager, StagerOptions
 from aiockpt.transport import T, Timeout, seconds
 
 __all__ = ["HTTPTransport"]

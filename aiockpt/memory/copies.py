@@ -37,6 +37,7 @@ __all__ = [
     "InPlace",
     "Part",
     "column",
+    "mark_changed",
     "numbers",
     "once",
     "part_pairs",
@@ -56,7 +57,7 @@ _DEVICE: Final = attrgetter("device")
 _VERSION: Final = attrgetter("_version")
 
 # How many tensors a C function looks at in a row, since it holds the interpreter lock.
-_SLICE: Final = 2000
+_SLICE: Final = 1000
 
 # An entry's address in host memory (0: it is not copied from there), its first byte in
 # the segment, the end of the bytes that the state dict has of it, and its end.
@@ -191,6 +192,13 @@ def once(destination: torch.Tensor, source: torch.Tensor) -> Pair:
                 source.narrow(dim, 0, 1),
             )
     return destination, source
+
+
+def mark_changed(tensors: Iterable[torch.Tensor]) -> None:
+    """Tell autograd that the memory of these tensors is written without it."""
+    counted = [tensor for tensor in tensors if not tensor.is_inference()]
+    for start in range(0, len(counted), _SLICE):
+        torch.autograd.graph.increment_version(counted[start : start + _SLICE])
 
 
 def raw_bytes(tensor: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
@@ -396,9 +404,9 @@ class CopyPlan:
     ) -> list[memoryview]:
         """Return memory for the bytes from ``start`` on, as many as ``spare`` has.
 
-        An entry's bytes go to the state's own host memory, of which ``window`` starts
-        at the address ``base``; or to the arena, if the entry is ``kept``. Everything
-        else, such as what a device gets, goes to ``spare``.
+        The bytes of a ``kept`` entry go to the arena. The bytes of other entries go to
+        the state's own host memory, of which ``window`` starts at the address ``base``.
+        All other bytes, such as those for a device, go to ``spare``.
         """
         stop = start + spare.nbytes
         found: list[memoryview] = []
@@ -510,3 +518,13 @@ class InPlace:
     def buffers(self, start: int, stop: int) -> list[memoryview]:
         """Return the writable views that hold ``[start, stop)``, in order."""
         return self._plan.views(self._window, self._base, start, stop)
+
+    def split(
+        self, start: int, spare: memoryview, kept: Sequence[int]
+    ) -> list[memoryview]:
+        """Return memory for the bytes from ``start`` on, as many as ``spare`` has.
+
+        Bytes that are not in the state's own memory go to the arena if their entry is
+        ``kept``, else to ``spare``.
+        """
+        return self._plan.split(self._window, self._base, start, spare, kept)

@@ -29,7 +29,7 @@ from aiockpt.pg.sealing import HostSealing, OnChunk, Sealing
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.state.template import Template
 from aiockpt.transfer.destination import Destination, Terms, destination_of
-from aiockpt.transfer.staging import Snapshot, Stager, StagerOptions
+from aiockpt.transfer.stager import Snapshot, Stager, StagerOptions
 
 __all__ = ["DeviceMedium", "Medium", "Offered", "Parcel", "medium_of"]
 
@@ -67,7 +67,7 @@ class Medium(Protocol):
         """How long a message of a large entry may be."""
 
     async def stage(self, state_dict: object, *, step: int) -> Parcel:
-        """Return a snapshot; see `aiockpt.transfer.staging.Stager.stage`."""
+        """Return a snapshot; see `aiockpt.transfer.stager.Stager.stage`."""
 
     def close(self) -> None:
         """Keep no memory from now on."""

@@ -1,38 +1,86 @@
-"""Tensors that are one part of a whole, DTensor and ShardedTensor, as data.
+"""Distributed tensors: DTensor and ShardedTensor, taken apart and rebuilt.
 
-Each travels as ``["ext", tag, payload]``: the local tensors, which lie in the data
-segment like any tensor, and a layout (see `aiockpt.state.layouts`). Nothing of
-``torch.distributed.tensor`` is imported before a state dict, or a peer, has such a
-leaf.
+Each travels as ``["ext", tag, payload]``: its local tensors, which are in the data
+segment like any tensor, and a layout (see `aiockpt.state.sharding`).
+
+The receiver takes the tensors of a template as they are. It rebuilds the others over
+process groups of this process. It never makes a new group: that is a collective, which
+would wait for ranks that may not be receiving anything. Where a group is missing, the
+receiver raises `DeviceMeshError` before a byte moves.
+
+Nothing of ``torch.distributed.tensor`` is imported before a state dict, or a peer, has
+such a leaf.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
-from aiockpt.errors import UnsupportedLeafError
+from aiockpt.errors import (
+    DeviceMeshError,
+    LimitExceededError,
+    RemoteProtocolError,
+    UnsupportedLeafError,
+)
+from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import PARAMETER, REQUIRES_GRAD
-from aiockpt.format.paths import Path, format_path
-from aiockpt.state.layouts import DTENSOR, SHARDED
-from aiockpt.state.leaves import DTYPE_NAMES
-from aiockpt.state.meshes import encode_mesh, encode_ranks, this_rank
+from aiockpt.format.paths import Node, Path, format_path
+from aiockpt.format.references import registered
+from aiockpt.format.registry import Registry
+from aiockpt.format.tree import decode_tree
+from aiockpt.state.leaves import DTYPE_NAMES, DTYPES
+from aiockpt.state.sharding import (
+    DTENSOR,
+    SHARDED,
+    DTensorLayout,
+    Layout,
+    Mesh,
+    Partial,
+    Placement,
+    Ranks,
+    ShardedLayout,
+    Split,
+    StridedSplit,
+    parse_layout,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["TAGS", "Parts", "has_version", "is_plain", "take_apart"]
+__all__ = [
+    "TAGS",
+    "Layout",
+    "Meshes",
+    "Parts",
+    "check_places",
+    "decoders",
+    "encode_mesh",
+    "encode_ranks",
+    "has_version",
+    "is_plain",
+    "layouts",
+    "take_apart",
+]
+
+_Sizes: TypeAlias = tuple[int, ...]
 
 TAGS: Final = frozenset({DTENSOR, SHARDED})
 
+# Comparing shards with each other takes time that grows with their square.
+_SHARDS, _SHARDS_PER_RANK = 1024, 16
+
+# Encoding a mesh takes long, and most tensors of a state dict have the same one.
 _MESHES: WeakKeyDictionary[DeviceMesh, tuple[object, ...]] = WeakKeyDictionary()
 
 
 class Parts(NamedTuple):
-    """A distributed tensor as a payload, and the local tensors in it."""
+    """A distributed tensor (``whole``) as a payload, with the local tensors in it."""
 
     tag: str
     payload: tuple[object, ...]
@@ -41,10 +89,10 @@ class Parts(NamedTuple):
 
 
 def take_apart(value: object, path: Path) -> Parts | None:
-    """Return what a distributed tensor travels as; None for any other value.
+    """Return the payload of a distributed tensor; None for any other value.
 
     Raises:
-        UnsupportedLeafError: it is one, but cannot be said as data.
+        UnsupportedLeafError: the tensor is distributed in a way that cannot travel.
     """
     if isinstance(value, torch.Tensor):
         if has_version(value):
@@ -56,12 +104,12 @@ def take_apart(value: object, path: Path) -> Parts | None:
 
 
 def has_version(whole: torch.Tensor) -> bool:
-    """Say whether a distributed tensor is one that autograd knows: a DTensor."""
+    """Say whether a tensor is a DTensor, the kind whose version autograd counts."""
     return type(whole) is _loaded("torch.distributed.tensor", "DTensor")
 
 
 def _loaded(module: str, name: str) -> object:
-    # Nobody has a tensor of a type whose module has not been imported.
+    # There is no tensor of a type whose module has not been imported.
     return getattr(sys.modules.get(module), name, None)
 
 
@@ -122,7 +170,7 @@ class _Sender:
             tuple(metadata.size),
             DTYPE_NAMES[metadata.tensor_properties.dtype],
             encode_ranks(torch.tensor(ranks)),
-            this_rank("a ShardedTensor"),
+            _this_rank("a ShardedTensor"),
             self._flags(requires_grad=metadata.tensor_properties.requires_grad),
         )
         return Parts(SHARDED, payload, tensors, value)
@@ -152,7 +200,7 @@ class _Sender:
 
 
 def is_plain(tensor: object) -> bool:
-    """Say whether a tensor is one that the data segment holds as it is."""
+    """Say whether the data segment can hold a tensor without a layout."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
@@ -162,9 +210,375 @@ def is_plain(tensor: object) -> bool:
 
 
 def _order(spec: Any) -> tuple[object, ...] | None:
-    """Return the order of cuts, unless the placements say it by themselves."""
+    """Return the order of the splits; None if the placements imply it."""
     plain = type(spec)(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta)
     order = getattr(spec, "shard_order", None)
     if order is None or order == plain.shard_order:
         return None
     return tuple((entry.tensor_dim, tuple(entry.mesh_dims)) for entry in order)
+
+
+# ------------------------------------------------------- rebuilding: process groups
+
+
+def _this_rank(what: str) -> int:
+    """Return this process's rank in the default process group.
+
+    Raises:
+        DeviceMeshError: there is no default process group.
+    """
+    if not dist.is_available():
+        raise DeviceMeshError(what, "this build of torch has no torch.distributed")
+    if not dist.is_initialized():
+        remedy = "call torch.distributed.init_process_group first, or pass into="
+        raise DeviceMeshError(what, f"there is no default process group; {remedy}")
+    return dist.get_rank()
+
+
+def _check_ranks(grid: Ranks, what: str) -> list[int]:
+    """Return the ranks of a grid, all of which the default process group has.
+
+    Raises:
+        DeviceMeshError: the group has not all of them, or there is no group.
+    """
+    _this_rank(what)
+    world = dist.get_world_size()
+    if grid.count > world:
+        detail = f"the default process group has {world} ranks, which is too few"
+        raise DeviceMeshError(what, detail)
+    ranks = grid.flat()
+    if len(set(ranks)) < len(ranks) or not all(0 <= rank < world for rank in ranks):
+        detail = f"ranks {ranks[:20]} are not those of a group of {world}"
+        raise DeviceMeshError(what, detail)
+    return ranks
+
+
+class Meshes:
+    """The meshes of one tree, each looked up once."""
+
+    def __init__(self) -> None:
+        self._found: dict[Mesh, DeviceMesh] = {}
+        self._places: dict[Mesh, tuple[int, ...] | None] = {}
+
+    def __repr__(self) -> str:
+        return f"<Meshes found={len(self._found)}>"
+
+    def find(self, layout: DTensorLayout) -> DeviceMesh:
+        """Return this process's mesh for a local tensor of another process.
+
+        Raises:
+            DeviceMeshError: see `_find_mesh`; or this rank holds another part.
+        """
+        mesh = layout.mesh
+        if mesh not in self._found:
+            self._found[mesh] = _find_mesh(mesh)
+            self._places[mesh] = mesh.grid.coordinate(_this_rank(str(mesh)))
+        if not mesh.grid.sizes:
+            return self._found[mesh]
+        at = self._places[mesh]
+        if layout.held(at) != layout.held(layout.coordinate):
+            detail = f"this rank is at {at} and holds another part of the tensor"
+            raise DeviceMeshError(str(layout), f"{detail}; receive from its like")
+        return self._found[mesh]
+
+
+def _find_mesh(mesh: Mesh) -> DeviceMesh:
+    """Return an equal mesh, over process groups of this process.
+
+    Raises:
+        DeviceMeshError: there is no default process group, it has other ranks, or a
+            dimension of the mesh has no group.
+    """
+    if mesh.root is not None and mesh.names is not None:
+        # Cut it out of its root, as the sender did: to torch, two meshes are equal only
+        # if their roots are.
+        try:
+            cut = _over_groups(mesh.root)[mesh.names]
+        except (DeviceMeshError, KeyError, RuntimeError, ValueError):
+            return _over_groups(mesh)
+        if cut.mesh.flatten().tolist() == _check_ranks(mesh.grid, str(mesh)):
+            return cut
+    return _over_groups(mesh)
+
+
+def _over_groups(mesh: Mesh) -> DeviceMesh:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not mesh.grid.sizes:
+        return _of_one(mesh)
+    ranks = _check_ranks(mesh.grid, str(mesh))
+    groups = [_group_along(mesh, dim) for dim in range(len(mesh.grid.sizes))]
+    grid = torch.tensor(ranks, dtype=torch.int).view(mesh.grid.sizes)
+    made = DeviceMesh(
+        mesh.device_type, grid, mesh_dim_names=mesh.names, _init_backend=False
+    )
+    # As DeviceMesh.from_group does, which wants names, and one dimension apart.
+    made._dim_group_names = [group.group_name for group in groups]  # noqa: SLF001
+    if hasattr(made, "_pg_registry"):  # torch.compile's, and newer than 2.10
+        made._pg_registry.update((group.group_name, group) for group in groups)  # noqa: SLF001
+    return made
+
+
+def _of_one(mesh: Mesh) -> DeviceMesh:
+    """Return a mesh without dimensions, whose tensors are whole and need no group."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    rank = torch.tensor(mesh.grid.ranks[0], dtype=torch.int)
+    return DeviceMesh(mesh.device_type, rank, _init_backend=False)
+
+
+def _group_along(mesh: Mesh, dim: int) -> dist.ProcessGroup:
+    name = mesh.names[dim] if mesh.names else f"dim_{dim}"
+    ranks = mesh.grid.along(dim, rank := _this_rank(str(mesh)))
+    if ranks is None:
+        raise DeviceMeshError(str(mesh), f"rank {rank} is not in it")
+    group = _find_group(ranks, mesh.device_type, f"mesh_{name}")
+    return group or _no_group(mesh, name, ranks)
+
+
+def _no_group(mesh: Mesh, name: str, ranks: list[int]) -> NoReturn:
+    sizes, names = mesh.grid.sizes, mesh.names
+    named = f", mesh_dim_names={names}" if names else ""
+    how = f"init_device_mesh({mesh.device_type!r}, {sizes}{named})"
+    raise DeviceMeshError(
+        str(mesh),
+        f"there is no process group of ranks {ranks[:20]} for its dimension {name}; "
+        f"make the mesh on all ranks before ({how}), or pass into=",
+    )
+
+
+def _find_group(
+    ranks: list[int], device_type: str | None, description: str
+) -> dist.ProcessGroup | None:
+    """Return a process group of exactly these ranks; prefer this description."""
+    from torch.distributed.distributed_c10d import _world
+
+    wanted, found = set(ranks), []
+    for group, members in list(_world.pg_group_ranks.items()):
+        if set(members) == wanted and isinstance(group, dist.ProcessGroup):
+            types = {device.type for device in group._device_types}  # noqa: SLF001
+            if device_type is None or device_type in types:
+                found.append(group)
+    described = [group for group in found if group.group_desc == description]
+    return next(iter([*described, *found]), None)
+
+
+def encode_mesh(mesh: DeviceMesh) -> tuple[object, ...]:
+    """Return a mesh as it is in the payload of a leaf."""
+    root = mesh._get_root_mesh()  # noqa: SLF001 - a mesh that was cut out has a root
+    own = (mesh.device_type, mesh.mesh_dim_names, encode_ranks(mesh.mesh))
+    return (*own, None if root is mesh or root == mesh else encode_mesh(root))
+
+
+def encode_ranks(ranks: torch.Tensor) -> tuple[_Sizes, _Sizes | None, _Sizes]:
+    """Return a grid of ranks as it is in a payload; short if it is regular."""
+    sizes, first = tuple(ranks.shape), int(ranks.flatten()[0])
+    nexts = [ranks.select(dim, min(1, size - 1)) for dim, size in enumerate(sizes)]
+    strides = tuple(int(each.flatten()[0]) - first for each in nexts)
+    if Ranks(sizes, strides, (first,)).flat() == (flat := ranks.flatten().tolist()):
+        return sizes, strides, (first,)
+    return sizes, None, tuple(flat)
+
+
+# ------------------------------------------------------------- rebuilding: tensors
+
+
+def layouts(tree: Node, *, count: int, limits: Limits) -> dict[Path, Layout]:
+    """Return the layouts of all distributed tensors in a tree, by path.
+
+    Args:
+        tree: The tree of a manifest.
+        count: The number of tensors in the manifest.
+        limits: What is accepted.
+
+    Raises:
+        RemoteProtocolError, LimitExceededError: a layout is malformed, or too large.
+    """
+    return {
+        path: _layout(path, tag, node, range(count), limits)
+        for path, tag, node in registered(tree)
+        if tag in TAGS
+    }
+
+
+def _layout(path: Path, tag: str, node: Node, numbers: range, limits: Limits) -> Layout:
+    nothing = Registry()  # a layout contains no other leaves
+    try:
+        payload = decode_tree(node, registry=nothing, tensors=numbers, limits=limits)
+        return parse_layout(tag, payload)
+    except (TypeError, ValueError, RemoteProtocolError) as error:
+        where = format_path(path)[:200] or "the root"
+        raise RemoteProtocolError(f"malformed {tag} at {where}: {error}") from error
+
+
+def check_places(found: Mapping[Path, Layout]) -> None:
+    """Check that this process can rebuild each tensor, before a byte moves.
+
+    Raises:
+        DeviceMeshError: a process group is missing; names the tensor's path.
+        LimitExceededError: a tensor has too many shards.
+    """
+    meshes = Meshes()
+    for path, layout in found.items():
+        try:
+            if isinstance(layout, DTensorLayout):
+                meshes.find(layout)
+            else:
+                _placed(layout)
+        except DeviceMeshError as error:
+            error.path = format_path(path)
+            raise
+
+
+def decoders(
+    wholes: Mapping[int, torch.Tensor],
+) -> dict[str, Callable[[Any], object]]:
+    """Return the decoders of one tree, by tag.
+
+    Args:
+        wholes: The template's own distributed tensors, by the `id` of a local tensor.
+            They are taken as they are.
+    """
+    builder = _Builder(wholes)
+    return {DTENSOR: builder.dtensor, SHARDED: builder.sharded}
+
+
+class _Builder:
+    """Rebuilds the distributed tensors of one tree."""
+
+    def __init__(self, wholes: Mapping[int, torch.Tensor]) -> None:
+        self._wholes = wholes
+        self._meshes = Meshes()
+        # A tensor that the state dict holds twice becomes one tensor again.
+        self._built: dict[tuple[object, Layout], torch.Tensor] = {}
+
+    def dtensor(self, payload: Any) -> torch.Tensor:
+        layout = parse_layout(DTENSOR, payload)
+        assert isinstance(layout, DTensorLayout)  # what the tag says
+        local: torch.Tensor = payload[0]
+        if (whole := self._wholes.get(id(local))) is not None:
+            return whole
+        key = id(local), layout
+        if key not in self._built:
+            _check_local(local, layout)
+            self._built[key] = _as_parameter(self._dtensor(local, layout), layout.flags)
+        return self._built[key]
+
+    def _dtensor(self, local: torch.Tensor, layout: DTensorLayout) -> torch.Tensor:
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+        mesh = self._meshes.find(layout)
+        meta = TensorMeta(torch.Size(layout.shape), layout.stride, local.dtype)
+        placements = tuple(map(_placement, layout.placements))
+        more = {} if layout.order is None else _ordered(layout.order)
+        spec = DTensorSpec(mesh, placements, tensor_meta=meta, **more)
+        requires_grad = bool(layout.flags & REQUIRES_GRAD)
+        return DTensor(local, spec, requires_grad=requires_grad)  # type: ignore[no-untyped-call]
+
+    def sharded(self, payload: Any) -> torch.Tensor:
+        layout = parse_layout(SHARDED, payload)
+        assert isinstance(layout, ShardedLayout)  # what the tag says
+        tensors: tuple[torch.Tensor, ...] = payload[0]
+        if tensors and (whole := self._wholes.get(id(tensors[0]))) is not None:
+            return whole
+        key = tuple(map(id, tensors)), layout
+        if key not in self._built:
+            self._built[key] = _as_parameter(_sharded(tensors, layout), layout.flags)
+        return self._built[key]
+
+
+def _check_local(local: torch.Tensor, layout: DTensorLayout) -> None:
+    if not is_plain(local) or local.requires_grad:
+        raise TypeError("the local tensor is no plain tensor")
+    fits = local.dim() == len(layout.shape) and all(
+        part <= whole for part, whole in zip(local.shape, layout.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{list(local.shape)} is no part of {list(layout.shape)}")
+
+
+def _placement(placement: Placement) -> Any:
+    from torch.distributed.tensor import placement_types as kinds
+
+    match placement:
+        case Split(dim):
+            return kinds.Shard(dim)
+        case StridedSplit(dim, pieces):
+            return kinds._StridedShard(dim, split_factor=pieces)  # noqa: SLF001
+        case Partial(operation):
+            return kinds.Partial(operation)
+    return kinds.Replicate()
+
+
+def _ordered(order: tuple[tuple[int, tuple[int, ...]], ...]) -> dict[str, Any]:
+    from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
+
+    entries = tuple(ShardOrderEntry(dim, by) for dim, by in order)
+    return {"shard_order": entries, "use_strided_shard_as_shard_order": False}
+
+
+def _as_parameter(tensor: torch.Tensor, flags: int) -> torch.Tensor:
+    if flags & PARAMETER:
+        return torch.nn.Parameter(tensor, bool(flags & REQUIRES_GRAD))
+    return tensor
+
+
+def _placed(layout: ShardedLayout) -> tuple[list[int], Any]:
+    """Return the rank that holds each shard here, and the process group.
+
+    The sender's rank and this one change places: this rank holds what the sender held.
+
+    Raises:
+        DeviceMeshError: this process has no process group of these ranks.
+        LimitExceededError: there are more shards than such a group can have.
+    """
+    what = str(layout)
+    ranks = _check_ranks(layout.group, what)
+    limit = max(_SHARDS, _SHARDS_PER_RANK * len(ranks))
+    if len(layout.shards) > limit:
+        actual = len(layout.shards)
+        raise LimitExceededError("the number of shards", limit=limit, actual=actual)
+    here = _this_rank(what)
+    swap = {layout.rank: here, here: layout.rank}
+    holders = [swap.get(shard.rank, shard.rank) for shard in layout.shards]
+    group = _find_group(ranks, None, "")
+    if group is None or not {here, *holders} <= set(ranks):
+        detail = f"there is no process group of ranks {ranks[:20]} with all its shards"
+        raise DeviceMeshError(what, detail)
+    return holders, group
+
+
+def _sharded(tensors: tuple[torch.Tensor, ...], layout: ShardedLayout) -> torch.Tensor:
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor import api
+    from torch.distributed._shard.sharded_tensor.metadata import (
+        ShardedTensorMetadata,
+        TensorProperties,
+    )
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+
+    if len(tensors) != len(layout.held) or not all(map(is_plain, tensors)):
+        raise TypeError("the local tensors are not plain, or not those of its shards")
+    holders, group = _placed(layout)
+    devices = [torch.device(shard.device) for shard in layout.shards]
+    for index, tensor in zip(layout.held, tensors, strict=True):
+        devices[index] = tensor.device
+    places = [
+        ShardMetadata(list(shard.offsets), list(shard.sizes), f"rank:{rank}/{device}")
+        for shard, rank, device in zip(layout.shards, holders, devices, strict=True)
+    ]
+    requires_grad = bool(layout.flags & REQUIRES_GRAD)
+    properties = TensorProperties(
+        dtype=DTYPES[layout.dtype],
+        requires_grad=requires_grad,
+        pin_memory=any(tensor.is_pinned() for tensor in tensors),
+    )
+    return api.ShardedTensor._init_from_local_shards_and_global_metadata(  # noqa: SLF001
+        [
+            Shard(tensor.requires_grad_(requires_grad), places[index])
+            for index, tensor in zip(layout.held, tensors, strict=True)
+        ],
+        ShardedTensorMetadata(places, torch.Size(layout.size), properties),
+        process_group=group,
+    )

@@ -1,27 +1,46 @@
-"""State dict → tree, entries and the memory that they come from. No I/O, no copies."""
+"""State dict → tree, entries, and the memory that they come from.
+
+`survey` looks at a state dict: `_Numbering` encodes the tree and numbers the tensors,
+`_draft` decides which tensors are entries. `lay_out` gives each entry its place in the
+data segment. `describe` does both. Nothing here copies a byte or does I/O.
+
+Most tensors are *plain*: contiguous, alone in their memory, unknown to autograd. There
+may be 100,000 of them, so none gets an object of its own: each is one line in columns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from operator import add, attrgetter, le, mul
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 import torch
 
 from aiockpt.errors import AiockptError, StagingError, StateDictError
-from aiockpt.format.entries import Storages, plan_segment
+from aiockpt.format.entries import Storage, Storages, plan_segment
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import TensorSpec
-from aiockpt.format.paths import Node
+from aiockpt.format.paths import Node, Path, format_path
 from aiockpt.format.references import renumber
-from aiockpt.format.registry import register_leaf
-from aiockpt.memory.copies import Backings
+from aiockpt.format.registry import REGISTRY, register_leaf
+from aiockpt.format.tree import encode_tree
+from aiockpt.memory.copies import Backings, Part, column, numbers
 from aiockpt.runtime.system import collector_paused
-from aiockpt.state.drafts import Drafts, draft
-from aiockpt.state.numbering import Numbering
+from aiockpt.state.distributed import take_apart
+from aiockpt.state.leaves import DTYPE_NAMES, extension
+from aiockpt.state.nodes import opened
+from aiockpt.state.overlaps import CODES, Group, Member, group_members
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 __all__ = [
     "Description",
+    "Drafts",
     "Layout",
     "Survey",
     "Unready",
@@ -31,12 +50,30 @@ __all__ = [
     "survey",
 ]
 
+_DENSE_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+_ITEMSIZES: Final = {code: dtype.itemsize for dtype, code in CODES.items() if code}
+_EMPTY: Final[Node] = ["list", []]
+
+# How many tensors a C function looks at in a row, since it holds the interpreter lock.
+_SLICE: Final = 1000
+
+_LAYOUT: Final = attrgetter("layout")
+_IS_NESTED: Final = attrgetter("is_nested")
+_DTYPE: Final = attrgetter("dtype")
+_NBYTES: Final = attrgetter("nbytes")
+_SHAPE: Final = attrgetter("shape")
+_REQUIRES_GRAD: Final = attrgetter("requires_grad")
+
+_Columns: TypeAlias = """tuple[
+    list[str | None], list[tuple[int, ...]], array[int], array[int]
+]"""
+
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A state dict as data: what the manifest says, and where the bytes are.
+    """A state dict as data: what the manifest contains, and where the bytes are.
 
-    ``storages`` and ``backings`` run in the order of the data segment.
+    ``storages``, ``offsets`` and ``backings`` are in the order of the data segment.
     """
 
     tree: Node
@@ -49,17 +86,66 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class Unready:
-    """Stands for a state dict that was not computed, so that receivers hear of it."""
+    """Stands for a state dict whose computation failed; receivers get the error."""
 
     error: Exception
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
-    """A state dict as data, its tensors numbered as they come in the tree.
+class Drafts:
+    """What becomes of each tensor, by its number.
 
-    ``names`` are what the tensors' entries are called, where they have one; ``wholes``
-    are its distributed tensors, by the `id` of each of their local tensors.
+    A plain tensor is an entry. Each other tensor is a member of a group, and the group
+    is an entry, with the number of its first member.
+
+    Attributes:
+        codes: The safetensors code of each plain tensor; None for the others.
+        shapes: The shapes; tensors of the same shape share one tuple.
+        backings: The memory of plain tensors and groups; other lines mean nothing.
+        owners: For each other tensor, its group and the tensor as a member of it.
+    """
+
+    codes: Sequence[str | None]
+    shapes: Sequence[tuple[int, ...]]
+    backings: Backings
+    owners: Mapping[int, tuple[Group, Member]]
+
+    def entries(self) -> Sequence[int]:
+        """Return the numbers of the entries."""
+        if not self.owners:
+            return range(len(self.codes))
+        return [
+            number
+            for number, code in enumerate(self.codes)
+            if code is not None or self.owners[number][0].first == number
+        ]
+
+    def storages(self, firsts: Sequence[int], names: Sequence[str]) -> Storages:
+        """Return the entries with numbers ``firsts``, of tensors with these names."""
+        if self.owners:
+            return Storages.of(self._storage(each, names[each]) for each in firsts)
+        codes, sizes = cast("Sequence[str]", self.codes), self.backings.sizes
+        aligns = [*map(_ITEMSIZES.__getitem__, codes)]
+        return Storages(names, codes, self.shapes, column(numbers(sizes)), aligns)
+
+    def _storage(self, number: int, name: str) -> Storage:
+        code = self.codes[number]
+        if code is None:
+            return self.owners[number][0].storage
+        nbytes = self.backings.sizes[number]
+        return Storage(name, code, self.shapes[number], nbytes, _ITEMSIZES[code])
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A state dict as data, its tensors numbered in the order of the tree.
+
+    Attributes:
+        tree: The tree, which refers to tensors by number.
+        tensors: The tensors, by number.
+        names: The name of each tensor's entry, if it has one.
+        drafts: What becomes of each tensor.
+        wholes: The distributed tensors, by the `id` of each of their local tensors.
     """
 
     tree: Node
@@ -71,11 +157,15 @@ class Survey:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a survey's tensors come in a checkpoint.
+    """Where the tensors of a survey are in a checkpoint.
 
-    ``firsts`` are the numbers that entries go by in the survey, in the order of the
-    data segment, as ``storages`` and ``offsets``; ``numbers`` are the tensors' numbers
-    in the manifest, in the order of the survey.
+    Attributes:
+        firsts: The number of each entry in the survey, in the order of the segment.
+        storages: The entries, in the order of the segment.
+        offsets: Where each entry starts.
+        segment_bytes: The size of the data segment.
+        views: What the entries do not say about tensors that are not plain.
+        numbers: Each tensor's number in the manifest, in the order of the survey.
     """
 
     firsts: Sequence[int]
@@ -96,22 +186,27 @@ def survey(
 ) -> Survey:
     """Look at a state dict without copying a byte of it.
 
-    ``writing`` says that its memory is going to be written: what has no memory to
-    write to is refused then. ``reading`` says that it is only looked for what may be
-    of use: tensors without memory are left out then, and not refused.
+    Args:
+        state_dict: What to look at.
+        limits: Nesting and counts that are accepted.
+        allow_pickle: Whether leaves without another encoding travel as pickles.
+        writing: Whether its memory will be written. Tensors that share elements in a
+            way that a checkpoint cannot keep are then refused.
+        reading: Whether the caller only looks for bytes to reuse. Tensors without
+            memory are then left out instead of refused.
 
     Raises:
-        UnsupportedLeafError: a leaf has no encoding; its path is in ``path``.
-        LimitExceededError: too deep or too many nodes; containers with cycles too.
-        StateDictError: a tensor or a registered type failed when it was looked at.
+        UnsupportedLeafError: a leaf has no encoding; ``path`` names it.
+        LimitExceededError: too deep or too many nodes, also because of a cycle.
+        StateDictError: looking at a tensor or at a registered type failed.
     """
-    numbering = Numbering(limits, allow_pickle=allow_pickle, reading=reading)
+    numbering = _Numbering(limits, allow_pickle=allow_pickle, reading=reading)
     with _looking():
         tree = numbering.encode(state_dict)
         tensors, names = numbering.tensors, [*numbering.names]
         wholes = numbering.wholes
-        del numbering  # its tables are large, and there is more to come
-        drafts = draft(tensors, names, writing=writing)
+        del numbering  # its tables are large, and drafting needs memory
+        drafts = _draft(tensors, names, writing=writing)
     return Survey(tree, tensors, names, drafts, wholes)
 
 
@@ -133,10 +228,10 @@ def describe(
     allow_pickle: bool = False,
     writing: bool = False,
 ) -> Description:
-    """Describe a state dict as it travels; see `survey`.
+    """Describe a state dict as it travels; see `survey` for arguments and errors.
 
     Raises:
-        StagingError: it is `Unready`.
+        StagingError: the state dict is `Unready`.
     """
     if isinstance(state_dict, Unready):
         why = f"the caller's stream failed: {state_dict.error}"
@@ -158,7 +253,7 @@ def describe(
 
 
 def lay_out(found: Survey) -> Layout:
-    """Give every tensor its place; whoever uses the tree renumbers it."""
+    """Give every tensor its place; a user of the tree renumbers it by the result."""
     drafts, firsts = found.drafts, found.drafts.entries()
     storages = drafts.storages(firsts, found.names)
     order, offsets, segment_bytes = plan_segment(storages)
@@ -172,8 +267,8 @@ def lay_out(found: Survey) -> Layout:
 def _number_tensors(
     drafts: Drafts, firsts: Sequence[int]
 ) -> tuple[Sequence[TensorSpec], Sequence[int]]:
-    """Number the plain tensors after their entries, and the others behind them."""
-    if isinstance(firsts, range):  # of all tensors: each is an entry, in its order
+    """Number plain tensors as their entries, and the other tensors after them."""
+    if isinstance(firsts, range):  # each tensor is an entry, in this order
         return (), firsts
     views: list[TensorSpec] = []
     numbers = [0] * len(drafts.codes)
@@ -190,3 +285,272 @@ def _number_tensors(
                 numbers[member.number] = len(firsts) + len(views)
                 views.append(spec)
     return views, numbers
+
+
+# ------------------------------------------------------------ the tree, in numbers
+
+
+class _Numbering:
+    """Numbers tensors in the order of the tree codec; one object, one number.
+
+    With ``reading``, a tensor without memory is left out.
+    """
+
+    def __init__(self, limits: Limits, *, allow_pickle: bool, reading: bool) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.names: dict[str, None] = {}
+        self.wholes: dict[int, torch.Tensor] = {}
+        self._reading = reading
+        self._numbers: dict[int, int] = {}
+        self._limits = limits
+        self._allow_pickle = allow_pickle
+
+    def encode(self, value: object, path: Path = ()) -> Node:
+        """Return the tree of a value at ``path``."""
+        return encode_tree(
+            value,
+            registry=REGISTRY,
+            leaf=partial(self._leaf_below, path) if path else self._leaf,
+            limits=self._limits,
+            row=None if path else self._row,
+        )
+
+    def _leaf_below(self, above: Path, value: object, path: Path) -> Node:
+        return self._leaf(value, (*above, *path))
+
+    def _leaf(self, value: object, path: Path) -> Node:
+        """Return the node of a leaf; None if it has no encoding."""
+        if _is_dense_tensor(value):
+            if self._reading and value.is_meta:
+                return _EMPTY
+            return ["tensor", self._number(value, path)]
+        if (parts := take_apart(value, path)) is not None:
+            for tensor in parts.tensors:
+                self._number(tensor, path)  # the entry has the name of the whole
+                self.wholes[id(tensor)] = parts.whole
+            self.wholes.setdefault(id(parts.whole), parts.whole)
+            return ["ext", parts.tag, self.encode(parts.payload, path)]
+        if (inside := opened(value)) is not None:
+            return ["ext", inside.tag, self.encode(inside.payload, path)]
+        if type(value) is bytes:
+            blob = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+            return ["blob", self._number(blob, path)]
+        odd = extension(value, path, allow_pickle=self._allow_pickle)
+        return None if odd is None else ["ext", odd.tag, self.encode(odd.payload, path)]
+
+    def _row(
+        self, keys: Sequence[str], values: Sequence[object], path: Path
+    ) -> list[int] | None:
+        """Number a row of dense tensors, of which most state dicts have long ones."""
+        if not _are_dense_tensors(values):
+            return None
+        if self._reading and any(tensor.is_meta for tensor in values):
+            return None
+        numbers: list[int] = []
+        above = f"{format_path(path)}." if path else ""
+        for start in range(0, len(keys), _SLICE):
+            some, tensors = keys[start : start + _SLICE], values[start : start + _SLICE]
+            numbers += self._in_a_row(above, some, tensors) or [
+                self._number(tensor, (*path, key))
+                for key, tensor in zip(some, tensors, strict=True)
+            ]
+        return numbers
+
+    def _in_a_row(
+        self, above: str, keys: Sequence[str], tensors: Sequence[torch.Tensor]
+    ) -> Iterable[int] | None:
+        """Number tensors that are all new, if their names are plain and new too."""
+        if not (all(keys) and "".join(keys).isascii()):
+            return None
+        first = len(self.tensors)
+        numbers = range(first, first + len(tensors))
+        new = dict(zip(map(id, tensors), numbers, strict=True))
+        names = dict.fromkeys([above + key for key in keys])
+        if (
+            not len(new) == len(names) == len(tensors)
+            or "__metadata__" in names
+            or not self._numbers.keys().isdisjoint(new)
+            or not self.names.keys().isdisjoint(names)
+        ):
+            return None
+        self._numbers.update(new)
+        self.names.update(names)
+        self.tensors += tensors
+        return numbers
+
+    def _number(self, tensor: torch.Tensor, path: Path) -> int:
+        identity = id(tensor)
+        number = self._numbers.get(identity)
+        if number is None:
+            number = self._numbers[identity] = len(self.tensors)
+            self.tensors.append(tensor)
+            name = format_path(path) or "tensor"
+            if name in self.names or name == "__metadata__":
+                name = self._another(name)
+            self.names[name] = None
+        return number
+
+    def _another(self, name: str) -> str:
+        again = 2
+        while (unique := f"{name}#{again}") in self.names:
+            again += 1
+        return unique
+
+
+def _is_dense_tensor(value: object) -> TypeIs[torch.Tensor]:
+    return (
+        type(value) in _DENSE_TYPES
+        and value.layout is torch.strided  # type: ignore[attr-defined]
+        and value.dtype in DTYPE_NAMES  # type: ignore[attr-defined]
+        and not value.is_nested  # type: ignore[attr-defined]
+    )
+
+
+def _are_dense_tensors(values: Sequence[object]) -> TypeIs[Sequence[torch.Tensor]]:
+    """Say whether `_is_dense_tensor` holds for all values."""
+    if any(REGISTRY.by_type(each) is not None for each in _DENSE_TYPES):
+        return False  # a user has registered the type
+    for start in range(0, len(values), _SLICE):
+        some = values[start : start + _SLICE]
+        if (
+            not set(map(type, some)) <= _DENSE_TYPES
+            or set(map(_LAYOUT, some)) != {torch.strided}
+            or not DTYPE_NAMES.keys() >= set(map(_DTYPE, some))
+            or any(map(_IS_NESTED, some))
+        ):
+            return False
+    return True
+
+
+# ----------------------------------------------------------- tensors become entries
+
+
+def _draft(
+    tensors: Sequence[torch.Tensor], names: Sequence[str], *, writing: bool
+) -> Drafts:
+    """Decide which tensors are entries; ``writing``: their memory will be written.
+
+    Raises:
+        UnsupportedLeafError: a tensor has no memory; or its memory cannot be written,
+            since one of its elements belongs to another entry too.
+    """
+    codes, shapes, starts, sizes = _looked_at(tensors)
+    members: dict[int, Member] = {}
+    for number, code in enumerate(codes):
+        if code is None:
+            member = Member(tensors[number], names[number], number)
+            members[number], sizes[number] = member, member.stop - member.start
+    for number in _overlapping(starts, sizes) - members.keys():
+        members[number] = Member(tensors[number], names[number], number)
+        codes[number] = None
+    groups = group_members(members.values(), writing=writing)
+    return Drafts(
+        codes,
+        shapes,
+        _backings(Backings(tensors, starts, sizes, {}), groups),
+        {
+            member.number: (group, member)
+            for group in groups
+            for member in group.members
+        },
+    )
+
+
+def _looked_at(tensors: Sequence[torch.Tensor]) -> _Columns:
+    """Return codes, shapes, addresses and sizes; equal shapes share one tuple."""
+    codes: list[str | None] = []
+    shapes: list[tuple[int, ...]] = []
+    starts, sizes = array("Q"), array("Q")
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for first in range(0, len(tensors), _SLICE):
+        some = tensors[first : first + _SLICE]
+        starts.extend(map(torch.Tensor.data_ptr, some))
+        sizes.extend(map(_NBYTES, some))
+        own = [*map(tuple, map(_SHAPE, some))]
+        shapes += map(known.setdefault, own, own)
+        codes += _plain_codes(some, starts[first:], sizes[first:])
+    return codes, shapes, starts, sizes
+
+
+def _plain_codes(
+    tensors: Sequence[torch.Tensor], addresses: Sequence[int], sizes: Sequence[int]
+) -> list[str | None]:
+    """Return the code of each plain tensor; None for each other one."""
+    codes = [*map(CODES.__getitem__, map(_DTYPE, tensors))]
+    if _all_are_plain(tensors, codes, addresses, sizes):
+        return codes
+    return [*map(_plain_code, tensors, addresses, sizes)]
+
+
+def _all_are_plain(
+    tensors: Sequence[torch.Tensor],
+    codes: Sequence[str | None],
+    addresses: Sequence[int],
+    sizes: Sequence[int],
+) -> bool:
+    """Say whether all tensors are plain, faster than `_plain_code` one by one."""
+    kinds = {*codes}
+    if (
+        None in kinds
+        or not all(addresses)
+        or {*map(type, tensors)} != {torch.Tensor}
+        or any(map(_REQUIRES_GRAD, tensors))
+        or any(map(torch.Tensor.is_neg, tensors))
+        or ("C64" in kinds and any(map(torch.Tensor.is_conj, tensors)))
+        or not all(map(torch.Tensor.is_contiguous, tensors))
+    ):
+        return False
+    widths = map(_ITEMSIZES.__getitem__, codes)  # type: ignore[arg-type]
+    offsets = map(mul, map(torch.Tensor.storage_offset, tensors), widths)
+    storages = map(torch.Tensor.untyped_storage, tensors)
+    held = map(torch.UntypedStorage.nbytes, storages)
+    return all(map(le, map(add, offsets, sizes), held))
+
+
+def _plain_code(tensor: torch.Tensor, address: int, nbytes: int) -> str | None:
+    """Return the code of a tensor that looks plain by itself, else None."""
+    code = CODES[tensor.dtype]
+    if (
+        code is None
+        or not address
+        or type(tensor) is not torch.Tensor
+        or tensor.requires_grad
+        or tensor.is_neg()
+        or (code == "C64" and tensor.is_conj())
+        or not tensor.is_contiguous()
+    ):
+        return None
+    stop = tensor.storage_offset() * _ITEMSIZES[code] + nbytes
+    return code if stop <= tensor.untyped_storage().nbytes() else None
+
+
+def _overlapping(starts: array[int], sizes: array[int]) -> set[int]:
+    """Return the numbers of tensors whose memory overlaps that of another one."""
+    order = torch.argsort(numbers(starts), stable=True)
+    ascending = numbers(starts)[order]
+    if bool((ascending + numbers(sizes)[order])[:-1].le(ascending[1:]).all()):
+        return set()
+    found: set[int] = set()
+    reach, reaching = -1, -1
+    for number in column(order):
+        start, size = starts[number], sizes[number]
+        if size and start < reach:
+            found |= {number, reaching}
+        if start + size > reach:
+            reach, reaching = start + size, number
+    return found
+
+
+def _backings(plain: Backings, groups: Sequence[Group]) -> Backings:
+    """Return the backings of plain tensors and groups, in one table."""
+    if not groups:
+        return plain
+    tensors = [*plain.tensors]
+    parts: dict[int, tuple[Part, ...]] = {}
+    for group in groups:
+        own, first = group.backing(), group.first
+        tensors[first] = own.tensor
+        plain.addresses[first], plain.sizes[first] = own.address, own.nbytes
+        if own.parts:
+            parts[first] = own.parts
+    return Backings(tensors, plain.addresses, plain.sizes, parts)

@@ -1,38 +1,49 @@
-"""Leaves beyond the builtin ones: torch's and numpy's value types.
+"""Leaves beyond the builtin ones: the value types of torch and numpy, and pickles.
 
-Each becomes ``["ext", tag, payload]``, a payload that the tree codec can carry.
+Each becomes ``["ext", tag, payload]``, with a payload that the tree codec can carry.
+A peer's tree can name the same bytes a million times, and some decoders copy them. So
+an `Allowance` counts the copies of one tree: each byte that travelled pays for one byte
+that is copied. Numpy is optional.
 """
 
 from __future__ import annotations
 
+import math
 import pickle  # noqa: TID251 - only behind allow_pickle, which both ends must ask for
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from aiockpt.errors import RemoteProtocolError, UnsupportedLeafError
 from aiockpt.format import dtypes
 from aiockpt.format.paths import Path, format_path
-from aiockpt.format.registry import REGISTRY, Codec, Registry
+from aiockpt.format.registry import REGISTRY, Codec, Registry, exactly, sizes
 from aiockpt.state.nodes import decoder_of
-from aiockpt.state.numpy import array_of, scalar_of
-from aiockpt.state.payload import Allowance, exactly, sizes
 
-__all__ = ["DTYPES", "DTYPE_NAMES", "Extension", "extension", "registry"]
+__all__ = [
+    "DTYPES",
+    "DTYPE_NAMES",
+    "Allowance",
+    "Extension",
+    "TooMuchError",
+    "extension",
+    "registry",
+]
 
 _VALUES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
     for name, value in vars(torch).items()
     if isinstance(value, torch.dtype)
 }
-"""Torch's dtypes by name, as values of a state dict."""
+"""All torch dtypes by name; a state dict may hold any of them as a value."""
 
 DTYPES = {name: dtype for name, dtype in _VALUES.items() if name in dtypes.DTYPES}
-"""The dtypes that a tensor may travel with, by name."""
+"""The dtypes of tensors that can travel, by name."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -44,14 +55,19 @@ _REMEDY = (
 
 
 class Extension(NamedTuple):
-    """What a leaf without an exact type in the registry travels as."""
+    """The form in which a leaf without a registered exact type travels."""
 
     tag: str
     payload: object
 
 
 def extension(value: object, path: Path, *, allow_pickle: bool) -> Extension | None:
-    """Return the encodable form of a leaf that has no exact type in the registry."""
+    """Return the encodable form of a leaf without a registered type, or None.
+
+    Raises:
+        UnsupportedLeafError: the leaf is a tensor that cannot travel, or its pickling
+            failed.
+    """
     if type(value) in {torch.Tensor, torch.nn.Parameter}:
         raise _refused(value, path)  # type: ignore[arg-type]
     if isinstance(value, torch.Tensor):
@@ -112,14 +128,71 @@ REGISTRY.register(
     "torch.Size", torch.Size, tuple, lambda value: torch.Size(sizes(value))
 )
 
+# What `dtype.str` says of a dtype without fields. Numpy's own parser compiles whole
+# Python expressions, and makes a type of any size from a short text.
+_CODE: Final = re.compile(r"[<>|=]?[?A-Za-z][0-9]{0,9}(\[[0-9]{0,9}[A-Za-zμ]{1,2}\])?")
+
+
+def _numpy_scalar(payload: Any) -> object:
+    """Return the scalar of a code and its bytes."""
+    code, raw = payload
+    return _elements(code, (), raw)[()]
+
+
+def _numpy_array(payload: Any) -> object:
+    """Return the array of a code, a shape and its bytes."""
+    code, shape, raw = payload
+    # A copy, because an array over bytes is read-only.
+    return _elements(code, sizes(shape), raw).copy()
+
+
+def _elements(code: str, shape: tuple[int, ...], raw: bytes) -> Any:
+    import numpy as np  # optional, and only where such a leaf arrives
+
+    if _CODE.fullmatch(exactly(str, code)) is None:
+        raise ValueError("no code of a dtype")
+    dtype = np.dtype(code)
+    if dtype.hasobject or len(exactly(bytes, raw)) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{len(raw)} bytes are no {list(shape)} elements of {code}")
+    return np.frombuffer(raw, dtype=dtype).reshape(shape)
+
+
+class TooMuchError(ValueError):
+    """The payloads of a tree stand for more bytes than travelled."""
+
+
+class Allowance:
+    """Limits how many bytes all decoders of one tree copy together.
+
+    Args:
+        travelled: The number of bytes that the peer sent.
+    """
+
+    def __init__(self, travelled: int) -> None:
+        self._left = travelled
+
+    def __repr__(self) -> str:
+        return f"<Allowance bytes={self._left}>"
+
+    def spend(self, copied: object) -> None:
+        """Count an item of a payload that a decoder is about to copy.
+
+        Raises:
+            TooMuchError: the decoders would copy more bytes than travelled.
+        """
+        self._left -= len(copied) if isinstance(copied, bytes) else 0
+        if self._left < 0:
+            raise TooMuchError("the same bytes are used again and again")
+
+
 _DECODERS: dict[str, Callable[[Any], object]] = {
-    "numpy.scalar": scalar_of,
-    "numpy.ndarray": array_of,
+    "numpy.scalar": _numpy_scalar,
+    "numpy.ndarray": _numpy_array,
     "pickle": _no_pickle,
 }
 
 _COPIED = {"numpy.scalar": 1, "numpy.ndarray": 2, "bytearray": 0}
-"""Which item of a payload its decoder copies."""
+"""Which item of the payload each decoder copies."""
 
 
 def _itself(value: object) -> object:
@@ -127,7 +200,7 @@ def _itself(value: object) -> object:
 
 
 class _Overlay(Registry):
-    """The shared registry, and the tags of leaves that have no exact type."""
+    """The shared registry, with the tags of leaves that have no exact type."""
 
     def __init__(
         self, decoders: Mapping[str, Callable[[Any], object]], allowance: Allowance
@@ -158,9 +231,12 @@ class _Overlay(Registry):
 def registry(
     more: Mapping[str, Callable[[Any], object]], *, allow_pickle: bool, travelled: int
 ) -> Registry:
-    """Return the registry to decode one tree with, its own ``more`` decoders included.
+    """Return the registry to decode one tree with.
 
-    Pickles are in it only if asked for; all allocate no more than ``travelled`` bytes.
+    Args:
+        more: Decoders of this tree, by tag, in addition.
+        allow_pickle: Whether to decode pickles; else they are refused.
+        travelled: The number of bytes that all decoders may allocate.
     """
     pickles = {"pickle": pickle.loads} if allow_pickle else {}
     return _Overlay({**_DECODERS, **more, **pickles}, Allowance(travelled))

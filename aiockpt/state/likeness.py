@@ -14,8 +14,7 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.format.references import Mention, mentions
 from aiockpt.memory.copies import Backings
 from aiockpt.runtime.system import collector_paused
-from aiockpt.state.drafts import Drafts
-from aiockpt.state.flatten import Survey
+from aiockpt.state.flatten import Drafts, Survey
 from aiockpt.state.pairing import Pairing
 from aiockpt.state.places import Places, check_numbers
 

@@ -16,8 +16,7 @@ from typing import Final, Protocol
 import torch
 
 from aiockpt.format.manifest import Manifest
-from aiockpt.memory.copies import Backings, once
-from aiockpt.state.autograd import mark_changed
+from aiockpt.memory.copies import Backings, mark_changed, once
 from aiockpt.state.distributed import has_version
 
 __all__ = ["PLAIN", "LoadPlan", "LoadPlanner"]

@@ -15,8 +15,7 @@ import torch
 from torch.utils import _pytree
 
 from aiockpt.format.paths import NAMED_TUPLE, PYTREE
-from aiockpt.format.registry import BUILTIN_TYPES, REGISTRY
-from aiockpt.state.payload import exactly
+from aiockpt.format.registry import BUILTIN_TYPES, REGISTRY, exactly
 
 __all__ = ["Decoders", "Opened", "decoder_of", "decoders_for", "opened"]
 

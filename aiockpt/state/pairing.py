@@ -19,7 +19,7 @@ from aiockpt.format.manifest import (
     TensorSpec,
     dense_stride,
 )
-from aiockpt.state.drafts import Drafts
+from aiockpt.state.flatten import Drafts
 from aiockpt.state.leaves import DTYPE_NAMES
 
 __all__ = ["Misfit", "Pairing"]

@@ -27,9 +27,9 @@ from aiockpt.format.manifest import (
 from aiockpt.format.paths import Node
 from aiockpt.format.tree import decode_tree
 from aiockpt.runtime.system import collector_paused
+from aiockpt.state.distributed import check_places, decoders, layouts
 from aiockpt.state.leaves import DTYPES, registry
 from aiockpt.state.nodes import Decoders
-from aiockpt.state.wholes import check_places, decoders, layouts
 
 __all__ = [
     "Away",

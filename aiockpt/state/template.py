@@ -16,13 +16,12 @@ from aiockpt.format.references import Reference, mentions, references
 from aiockpt.memory.copies import Backings
 from aiockpt.runtime.system import collector_paused
 from aiockpt.state.containers import Adoption
-from aiockpt.state.distributed import has_version
+from aiockpt.state.distributed import Layout as WholeLayout
+from aiockpt.state.distributed import check_places, has_version, layouts
 from aiockpt.state.flatten import survey
 from aiockpt.state.nodes import Decoders, decoders_for
 from aiockpt.state.pairing import Pairing
 from aiockpt.state.places import Places, check_numbers, is_filled, mismatch, path_of
-from aiockpt.state.wholes import Layout as WholeLayout
-from aiockpt.state.wholes import check_places, layouts
 
 __all__ = ["Filled", "Match", "Template"]
 

@@ -9,7 +9,7 @@ from aiockpt.format.entries import encode_entries
 from aiockpt.format.header import LENGTH_BYTES
 from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.format.references import tensor_paths
-from aiockpt.transfer.livestate import LiveState
+from aiockpt.transfer.live import LiveState
 
 __all__ = ["PlainSource"]
 

@@ -17,10 +17,9 @@ import torch
 
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena, Loan, Memory
-from aiockpt.memory.copies import CopyPlan, Fences
+from aiockpt.memory.copies import CopyPlan, Fences, mark_changed
 from aiockpt.memory.device import Event, completed, keep_until
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.state.autograd import mark_changed
 from aiockpt.state.rebuild import Away, Frame, check_meshes, parts_over, tensors_over
 from aiockpt.state.template import Match, Template
 from aiockpt.transfer.loading import Bring, Loading

@@ -35,7 +35,7 @@ from aiockpt.storage.directory import latest
 from aiockpt.storage.write import BLOCK, write_source
 from aiockpt.testing import assert_same, small_disk
 from aiockpt.testing.devices import FakeAccelerator
-from aiockpt.transfer.livestate import LiveState
+from aiockpt.transfer.live import LiveState
 from pipeline import stager
 from saved import (
     ALONE,

@@ -23,7 +23,7 @@ from aiockpt.pg.messages import MESSAGE_BYTES, Leavings
 from aiockpt.pg.mover import Mover
 from aiockpt.pg.sealing import HostSealing
 from aiockpt.testing import assert_same
-from aiockpt.transfer.staging import Stager
+from aiockpt.transfer.stager import Stager
 from groups import both, moved, transports
 from transports import weights
 

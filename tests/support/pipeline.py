@@ -14,7 +14,7 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.memory.device import Port, PortFor
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
-from aiockpt.transfer.staging import Snapshot, Stager
+from aiockpt.transfer.stager import Snapshot, Stager
 
 LIMITS = Limits()
 

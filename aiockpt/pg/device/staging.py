@@ -89,7 +89,7 @@ class _Job:
 
 
 class DeviceStager:
-    """Makes snapshots of what is on the device; see `transfer.staging.Stager`."""
+    """Makes snapshots of what is on the device; see `transfer.stager.Stager`."""
 
     def __init__(
         self,

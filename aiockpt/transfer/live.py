@@ -1,9 +1,9 @@
-"""A live state dict as what a file is written from: no copy but the disk's own.
+"""A live state dict that a file is written from, without another copy of it.
 
-For those who wait until everything is written, and let nobody mutate the state dict
-meanwhile. What lies in host memory is digested and written where it lies. What a device
-holds, or what is copied element by element, is staged a block ahead of the writing. A
-thread of its own digests a block while it is written.
+For a caller that blocks until everything is written, while nobody mutates the state
+dict. Host memory is digested and written where it is. Bytes of a device, and tensors
+that are copied element by element, are staged a block ahead of the writing. One thread
+computes the digest of a block while the block is written.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from aiockpt.state.flatten import describe
 __all__ = ["LiveState"]
 
 
-_AHEAD: Final = 64 << 20
-_PIECE: Final = 16 << 20  # of a device's copies: long enough to run at full speed
+_AHEAD: Final = 64 << 20  # bytes that devices copy ahead of the writing
+_PIECE: Final = 16 << 20  # bytes of one device copy, enough for full speed
 
 
 class LiveState:
-    """A state dict as a `storage.write.Source`. Blocks; nobody may mutate it meanwhile.
+    """A state dict that `storage` can write. Blocks; nobody may mutate it meanwhile.
 
     Args:
-        state_dict: What is saved.
-        step: Its step.
-        chunk_bytes: The chunk grid.
-        allow_pickle: Carry leaves that nothing else can as pickles.
-        pool: Where the arena for what lies on devices comes from.
-        ports: Finds the port of a device; tests give a fake one.
+        state_dict: What to save.
+        step: The step of the checkpoint.
+        chunk_bytes: The size of a chunk.
+        allow_pickle: Whether leaves without another encoding travel as pickles.
+        pool: Where the arena for the bytes of devices comes from.
+        ports: Finds the port of a device; tests pass a fake one.
 
     Raises:
         UnsupportedLeafError: a leaf cannot be saved.
@@ -70,7 +70,7 @@ class LiveState:
             ports(device) for device in {t.device for t in found.backings.tensors}
         )
         self._pool = pool if away else None
-        # Where nothing is away, a page of the arena is only used for what is in parts.
+        # If all is in host memory, only tensors in parts use pages of the arena.
         self._arena = (
             pool.take(self.segment_bytes) if away else Arena(self.segment_bytes)
         )
@@ -107,7 +107,7 @@ class LiveState:
         return f"<LiveState step={self._step} bytes={self.segment_bytes}>"
 
     def views(self, start: int, stop: int) -> list[memoryview]:
-        """Return ``[start, stop)``, staged; it is being digested."""
+        """Return the staged bytes ``[start, stop)``; a thread begins to digest them."""
         if self._pool is not None:
             with self._copying():
                 self._stage(start, stop)
@@ -115,7 +115,7 @@ class LiveState:
         return self._memory.buffers(start, stop)
 
     def seal(self) -> Manifest:
-        """Return the manifest; before all bytes were asked for, it has no digests."""
+        """Return the manifest; it has digests once all bytes have been asked for."""
         self._digesting.wait()
         return build_manifest(
             step=self._step,
@@ -138,7 +138,7 @@ class LiveState:
             event.synchronize()
 
     def _stage(self, start: int, stop: int) -> None:
-        """Copy ``[start, stop)``, with the devices some pieces ahead."""
+        """Copy ``[start, stop)``, with the devices' copies enqueued ahead."""
         while self._enqueued < min(stop + _AHEAD, self.segment_bytes):
             first = self._enqueued
             self._enqueued = min(first + _PIECE, self.segment_bytes)

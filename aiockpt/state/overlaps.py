@@ -1,6 +1,6 @@
-"""How tensors become entries of the data segment. Decisions only, no copies.
+"""How tensors that share memory become entries of the data segment.
 
-Tensors whose spans of memory overlap form a *group*, which becomes one entry, so tied
+Tensors whose spans of memory overlap form a *group*, which becomes one entry. So tied
 weights and views travel once and stay aliased:
 
 =========================================  ======================================
@@ -8,38 +8,181 @@ the group                                  its entry
 =========================================  ======================================
 one contiguous tensor                      the tensor itself
 views that use half of their span or more  the span, with the views' strides
-views that use less                        the sparse ones (each by itself uses
-                                           less than half of its own span) leave
-                                           with a dense copy each (``COMPACTED``);
+views that use less                        each sparse view (it uses less than
+                                           half of its own span) leaves the group
+                                           with a dense copy (``COMPACTED``); the
+                                           other views are grouped again
+members that no address aligns together    the members that fit the widest one;
                                            the others are grouped again
-members that no address aligns together    those that fit the widest; the others
-                                           are grouped again
 =========================================  ======================================
 
-Tensors that are the same view never part. Different ones that leave a group do: where
-they share elements, the copies do not, so a template with such tensors is refused.
-Memory in a span that is no element of any tensor is never read: it travels as zeros.
+Tensors that are the same view always stay together. Different views that leave a group
+become independent: where they share elements, their copies do not. So a template with
+such tensors is refused. Memory in a span that is no element of any tensor is never
+read; it travels as zeros.
+
+This module decides only. It copies nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from math import gcd
 from operator import attrgetter
+from typing import Final
 
 import torch
 
 from aiockpt.errors import UnsupportedLeafError
+from aiockpt.format.dtypes import DTYPES
 from aiockpt.format.entries import Storage
-from aiockpt.format.manifest import COMPACTED, TensorSpec, dense_stride
+from aiockpt.format.manifest import (
+    COMPACTED,
+    CONJ,
+    NEG,
+    PARAMETER,
+    REQUIRES_GRAD,
+    TensorSpec,
+    dense_stride,
+)
 from aiockpt.memory.copies import Backing, Part
 from aiockpt.state.leaves import DTYPE_NAMES
-from aiockpt.state.members import Member, by_view, runs, share_elements
 
-__all__ = ["Backing", "Group", "Part", "group_members"]
+__all__ = ["CODES", "Group", "Member", "group_members"]
+
+CODES: Final = {dtype: DTYPES[name][1] for dtype, name in DTYPE_NAMES.items()}
+"""The safetensors code of each torch dtype, or None."""
+
+
+class Member:
+    """A tensor of the state dict, with the addresses that it spans."""
+
+    __slots__ = ("flags", "itemsize", "name", "number", "start", "stop", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, name: str, number: int) -> None:
+        if tensor.is_meta:
+            raise UnsupportedLeafError(name, "meta tensor", "it has no data to send")
+        self.tensor = tensor
+        self.name = name
+        self.number = number
+        self.flags = _flags(tensor)
+        self.itemsize = tensor.itemsize
+        self.start = tensor.data_ptr()
+        span = _span(tensor)
+        self.stop = self.start + span
+        # A sharded module frees the storage of a parameter that it has gathered.
+        stop = tensor.storage_offset() * self.itemsize + span
+        held = tensor.untyped_storage().nbytes() if self.start else 0
+        if span and stop > held:
+            raise UnsupportedLeafError(name, "tensor", "its memory has been freed")
+
+    @property
+    def code(self) -> str | None:
+        """The safetensors code of the dtype, or None."""
+        return CODES[self.tensor.dtype]
+
+    @property
+    def used(self) -> int:
+        """Bytes of the elements; at most the span, since expanded elements repeat."""
+        return min(self.tensor.nbytes, self.stop - self.start)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the elements use less than half of the span."""
+        return 2 * self.tensor.nbytes < self.stop - self.start
+
+    def view(self) -> tuple[object, ...]:
+        """Return a key that is equal for the same elements in the same order."""
+        tensor, lazy = self.tensor, self.flags & (CONJ | NEG)
+        return (self.start, tensor.dtype, lazy, tensor.shape, tensor.stride())
+
+    def is_solid(self) -> bool:
+        """Say whether the elements fill all memory between the first and the last."""
+        tensor, reach = self.tensor, 1
+        for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+            if size > 1:
+                if stride > reach:
+                    return False
+                reach += (size - 1) * stride
+        return True
+
+    def holds(self, start: int, stop: int) -> bool:
+        """Say whether this tensor's own storage contains these addresses."""
+        storage = self.tensor.untyped_storage()
+        base = storage.data_ptr()
+        return base <= start and stop <= base + storage.nbytes()
+
+
+def by_view(members: Iterable[Member]) -> list[list[Member]]:
+    """Sort members into lists that are the same view."""
+    views: dict[tuple[object, ...], list[Member]] = {}
+    for member in members:
+        views.setdefault(member.view(), []).append(member)
+    return list(views.values())
+
+
+def runs(members: Iterable[Member]) -> list[list[Member]]:
+    """Sort members into lists whose spans overlap."""
+    found: list[list[Member]] = []
+    stop = -1
+    for member in sorted(members, key=lambda member: member.start):
+        if member.start < stop:
+            found[-1].append(member)
+            stop = max(stop, member.stop)
+        else:
+            found.append([member])
+            stop = member.stop
+    return found
+
+
+def share_elements(one: Sequence[Member], other: Member) -> bool:
+    """Say whether a byte belongs to an element of ``other`` and of one in ``one``.
+
+    The answer is exact where spans only interleave. The cost is proportional to the
+    number of elements.
+    """
+    near = [each for each in one if each.start < other.stop and other.start < each.stop]
+    if not near:
+        return False
+    members = [*near, other]
+    low = min(member.start for member in members)
+    unit = gcd(*(m.itemsize for m in members), *(m.start - low for m in members))
+    theirs = torch.cat([_places(member, low, unit) for member in near])
+    return bool(torch.isin(_places(other, low, unit), theirs).any())
+
+
+def _places(member: Member, low: int, unit: int) -> torch.Tensor:
+    """Return the units of memory that hold the elements, counted from ``low``."""
+    places = torch.tensor([(member.start - low) // unit])
+    width, tensor = member.itemsize // unit, member.tensor
+    axes = [*zip(tensor.shape, tensor.stride(), strict=True)]
+    for size, step in [(size, step * width) for size, step in axes if step]:
+        places = (places[:, None] + step * torch.arange(size)).flatten()
+    return (places[:, None] + torch.arange(width)).flatten()
+
+
+def _flags(tensor: torch.Tensor) -> int:
+    flags = REQUIRES_GRAD if tensor.requires_grad else 0
+    if type(tensor) is torch.nn.Parameter:
+        flags |= PARAMETER
+    if tensor.is_conj():
+        flags |= CONJ
+    return flags | NEG if tensor.is_neg() else flags
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first element in memory to the end of the last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    last = sum(
+        (size - 1) * stride
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return (last + 1) * tensor.itemsize
 
 
 class Group:
-    """Members that share memory, and the entry that they become."""
+    """Members that share memory, with the entry that they become."""
 
     __slots__ = ("cover", "dense", "members", "start", "stop", "storage")
 
@@ -53,7 +196,7 @@ class Group:
 
     @property
     def first(self) -> int:
-        """The number of its first member."""
+        """The number of the first member."""
         return self.members[0].number
 
     def _compact(self) -> Storage:
@@ -63,7 +206,7 @@ class Group:
     def _span(self) -> Storage:
         widest = _widest(self.members)
         align = widest.itemsize
-        # Not from the storage's start: buffers of other libraries overlap at any byte.
+        # Not the storage's start: buffers of other libraries overlap at any byte.
         self.start -= (self.start - widest.start) % align
         assert all((m.start - self.start) % m.itemsize == 0 for m in self.members)
         nbytes = self.stop - self.start
@@ -92,7 +235,7 @@ class Group:
         )
 
     def spec(self, member: Member, entry: int) -> TensorSpec | None:
-        """What the entry does not say about a member; None for a plain tensor."""
+        """Return what the entry does not say about a member; None for a plain one."""
         tensor = member.tensor
         stride, offset, flags = tuple(tensor.stride()), 0, member.flags
         is_plain = member is self.cover and not flags and not self.dense
@@ -109,7 +252,7 @@ class Group:
         return TensorSpec(entry, name, shape, stride, offset, flags)
 
     def backing(self) -> Backing:
-        """Where its bytes are: as they lie in memory, where all of them are its own."""
+        """Return where the bytes are; raw bytes if no foreign byte lies between."""
         first = self.members[0].tensor
         nbytes = self.stop - self.start
         if self.dense:
@@ -127,7 +270,7 @@ class Group:
         return Part(member.tensor, tuple(member.tensor.stride()), offset)
 
     def _has_holes(self) -> bool:
-        """Whether memory between the members' elements is not the state dict's."""
+        """Say whether memory between the elements belongs to no member."""
         reached = self.start
         for member in sorted(self.members, key=attrgetter("start")):
             if member.start <= reached and member.is_solid():
@@ -138,9 +281,13 @@ class Group:
 def group_members(members: Iterable[Member], *, writing: bool) -> list[Group]:
     """Group members that overlap in memory, as far as one entry can hold them.
 
+    Args:
+        members: The tensors.
+        writing: Whether their memory will be written.
+
     Raises:
-        UnsupportedLeafError: with ``writing``, two tensors that have entries of their
-            own share an element, which would be written twice.
+        UnsupportedLeafError: with ``writing``, two tensors with separate entries share
+            an element, which would be written twice.
     """
     groups: list[Group] = []
     by_device: dict[torch.device, list[Member]] = {}
@@ -181,7 +328,7 @@ def _widest(members: Iterable[Member]) -> Member:
 
 
 def _aligned(members: Iterable[Member]) -> tuple[list[Member], list[Member]]:
-    """Part those whose offsets are whole elements, in an entry that the widest fits."""
+    """Part the members that are aligned in an entry of the widest one; the others."""
     members = sorted(members, key=attrgetter("number"))
     origin = _widest(members).start
     halves: tuple[list[Member], list[Member]] = ([], [])
@@ -191,12 +338,12 @@ def _aligned(members: Iterable[Member]) -> tuple[list[Member], list[Member]]:
 
 
 def _filling(members: list[Member]) -> tuple[list[Member], list[list[Member]]]:
-    """Part those that make a span worth sending from the sparse views, if need be."""
+    """Part the members whose span is worth sending; the sparse views."""
     views = by_view(members)
     span = max(m.stop for m in members) - min(m.start for m in members)
     if 2 * sum(same[0].used for same in views) >= span:
         return members, []
-    # The others fill half of their spans, and so of whatever runs these make.
+    # The others fill half of their spans, and so half of any run of them.
     rest = [member for same in views if not same[0].is_sparse for member in same]
     return rest, [same for same in views if same[0].is_sparse]
 

@@ -1,22 +1,31 @@
 """Staging: a live state dict becomes an immutable snapshot in host memory.
 
-``describe`` → ``stage`` → ``seal``: the copies run chunk by chunk, in threads for host
-memory and on a side stream for a device, and each chunk's digest is computed while
-the chunk is still warm in the cache. The loop only waits. A checkpointer, whose trainer
-waits for the copies, leaves the digests to the process that writes.
+`Stager.stage` describes the state dict, copies it into an arena, and computes each
+chunk's digest while the chunk is still in the cache. Threads copy host memory; a side
+stream copies the memory of a device. The event loop only waits. A checkpointer's
+trainer waits for the copies alone: the process that writes computes the digests.
+
+`Repeats` notices a checkpoint whose tensors are those of the checkpoint before it. A
+trainer that saves or publishes its first step forever loses everything, and nobody
+notices while files appear. Digests are computed anyway, so comparing costs nothing.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
+from typing import Final
 
 from aiockpt.errors import AiockptError, StagingError
-from aiockpt.format.chunks import UNSEALED, ChunkGrid, check_chunk_bytes
-from aiockpt.format.header import with_step
+from aiockpt.events import TransferEvent
+from aiockpt.format.chunks import UNSEALED, ChunkGrid, check_chunk_bytes, digest
+from aiockpt.format.header import build_manifest, with_step
 from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena, ArenaPool
 from aiockpt.memory.copies import CopyPlan, Fences, InPlace
 from aiockpt.memory.device import Event, PortFor, completed, port_for
@@ -25,12 +34,14 @@ from aiockpt.runtime.bridge import Bridge, Inline
 from aiockpt.runtime.system import failing_here
 from aiockpt.runtime.tasks import map_in_threads, run_all
 from aiockpt.state.flatten import Description, describe
-from aiockpt.transfer.job import Job
 
-__all__ = ["Snapshot", "Stager", "StagerOptions"]
+__all__ = ["Repeats", "Snapshot", "Stager", "StagerOptions", "content_of"]
 
 # Copied at once where no digest is computed beside it: worth a thread, soon cancelled.
-_SPAN = 64 << 20
+_SPAN: Final = 64 << 20
+
+# A block and its copy are still in the cache of most cores (1 MiB) for the digest.
+_BLOCK: Final = 256 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +50,8 @@ class StagerOptions:
 
     Attributes:
         shared: Stage into memory that another process can map.
-        kept: How many free arenas are kept warm for the next snapshots.
-        seal: Compute digests; else the manifest is unsealed (`wire.relabel`).
+        kept: How many free arenas stay allocated for the next snapshots.
+        seal: Compute digests; else the manifest has none yet.
         pin: Page-lock arenas where a device gains from it.
         poll: Poll for the end of a device's copies; else a thread blocks until then.
     """
@@ -52,18 +63,58 @@ class StagerOptions:
     poll: bool = True
 
 
+@dataclass(slots=True)
+class _Job:
+    """One staging: what is copied to where; ``live``: host memory is not copied."""
+
+    description: Description
+    grid: ChunkGrid
+    plan: CopyPlan
+    memory: Arena | InPlace
+    live: bool
+
+    def copy_host(self, start: int, stop: int) -> None:
+        """Copy the host memory of a range."""
+        if not self.live:
+            self.plan.stage_host(start, stop)
+
+    def copy_and_digest(self, start: int, stop: int) -> str:
+        """Copy the host memory of a chunk; return the chunk's digest."""
+        if self.live:
+            return digest(self.memory.buffers(start, stop))
+        return digest(self._copied(start, stop))
+
+    def manifest(self, step: int, digests: Sequence[str]) -> Manifest:
+        """Return the manifest of the snapshot."""
+        return build_manifest(
+            step=step,
+            chunk_bytes=self.grid.chunk_bytes,
+            storages=self.description.storages,
+            views=self.description.views,
+            tree=self.description.tree,
+            digests=digests,
+        )
+
+    def _copied(self, start: int, stop: int) -> Iterator[memoryview]:
+        [copy] = self.memory.buffers(start, stop)
+        done = start
+        for at in self.plan.staged(start, stop, _BLOCK):
+            yield copy[done - start : at - start]
+            done = at
+
+
 class Stager:
-    """Makes snapshots; keeps arenas warm for the next ones.
+    """Makes snapshots, and keeps arenas for the next ones.
 
     Args:
-        bridge: Where copies and digests run.
+        bridge: Where the threads that copy and digest come from.
         threads: How many chunks are copied and sealed at once.
         chunk_bytes: The chunk grid of what it stages.
         zero_copy: Serve contiguous host tensors from their own memory.
-        allow_pickle: Carry leaves that nothing else can as pickles.
+        allow_pickle: Whether leaves without another encoding travel as pickles.
         limits: Nesting and counts that are accepted.
-        options: What kind of memory, and what else is done.
-        ports: Finds the port of a device; tests give a fake one.
+        options: See `StagerOptions`.
+        ports: Finds the port of a device; tests pass a fake one.
     """
 
     def __init__(
@@ -94,13 +145,13 @@ class Stager:
         )
 
     async def stage(self, state_dict: object, *, step: int) -> Snapshot:
-        """Return a snapshot; the state dict may be mutated from then on.
+        """Return a snapshot; the caller may mutate the state dict afterwards.
+
+        If cancelled, this waits for the copies that run, and keeps nothing.
 
         Raises:
             UnsupportedLeafError: a leaf cannot travel; nothing was copied.
             StagingError: a copy failed.
-
-        If cancelled, waits for the copies of current chunks and keeps nothing.
         """
         with failing_here(f"staging step {step}"):
             description = await self._bridge.run(self._describe, state_dict)
@@ -121,18 +172,18 @@ class Stager:
     async def relabel(self, snapshot: Snapshot, *, step: int) -> Snapshot:
         """Return a snapshot of the same memory under another step.
 
-        If cancelled, ``snapshot`` is as before.
+        If cancelled, ``snapshot`` is unchanged.
         """
         with failing_here(f"relabelling step {step}"):
             manifest = await self._bridge.run(with_step, snapshot.manifest, step)
         return snapshot.relabelled(manifest)
 
     def trim(self) -> None:
-        """Return the memory that no snapshot uses to the system."""
+        """Return to the system the memory that no snapshot uses."""
         self._pool.trim()
 
     def close(self) -> None:
-        """Keep no memory from now on: what comes back returns to the system."""
+        """Keep no arena from now on; released ones return to the system."""
         self._pool.close()
 
     def _describe(self, state_dict: object) -> Description:
@@ -154,7 +205,7 @@ class Stager:
         return taken[0]
 
     def _take_into(self, taken: list[Arena], nbytes: int) -> None:
-        # Next to live memory an arena holds a few pages, which start as zeros.
+        # Beside live memory an arena holds a few pages only, which must start as zeros.
         new = partial(Arena, staging=True) if self._zero_copy else self._pool.take
         taken.append(new(nbytes))
 
@@ -165,22 +216,22 @@ class Stager:
             self._pool.give_back(arena)
 
     def _free(self, arena: Arena, plans: Sequence[CopyPlan]) -> None:
-        """Take back an arena, of which ``plans`` may still be copying something."""
+        """Take back an arena, to which ``plans`` may still be copying."""
         if plans:
-            # Not awaited: a cancelled caller must not be able to cut it short.
+            # Not awaited, since a cancelled caller must not cut it short.
             self._bridge.post(self._salvage, arena, tuple(plans))
         else:
             self._give_back(arena)
 
     def _salvage(self, arena: Arena, plans: Iterable[CopyPlan]) -> None:
-        """Take back an arena when nothing that was left in flight writes to it."""
+        """Take back an arena when no copy in flight writes to it any more."""
         for plan in plans:
             plan.drain()
         self._give_back(arena)
 
     def _plan(
         self, description: Description, arena: Arena, plans: list[CopyPlan]
-    ) -> Job:
+    ) -> _Job:
         plan = CopyPlan(
             description.backings,
             description.offsets,
@@ -193,11 +244,11 @@ class Stager:
             arena.pin(port.pin)
         memory = plan.in_place() if self._zero_copy else arena
         if isinstance(memory, InPlace) and not self._options.seal:
-            memory.watch()  # whoever computes the digests later asks
+            memory.watch()  # the process that computes the digests asks for changes
         grid = ChunkGrid(description.segment_bytes, self._chunk_bytes)
-        return Job(description, grid, plan, memory, self._zero_copy)
+        return _Job(description, grid, plan, memory, self._zero_copy)
 
-    async def _copy(self, job: Job) -> list[str]:
+    async def _copy(self, job: _Job) -> list[str]:
         """Copy everything, ``threads`` pieces at a time; return the chunks' digests."""
         fences = job.plan.fences()
         dense = await self._bridge.run(job.plan.stage_parts, fences)
@@ -229,7 +280,7 @@ class Stager:
         return digests
 
     async def _copy_device(
-        self, job: Job, start: int, stop: int, fences: Fences, dense: Iterable[Event]
+        self, job: _Job, start: int, stop: int, fences: Fences, dense: Iterable[Event]
     ) -> None:
         copies = await self._bridge.run(job.plan.stage_device, start, stop, fences)
         for event in (*dense, *copies):
@@ -241,10 +292,67 @@ class Stager:
 
 @contextmanager
 def _failing(step: int) -> Iterator[None]:
-    """Say that staging failed."""
+    """Translate a foreign error into one that says that staging failed."""
     try:
         yield
     except AiockptError:
         raise
     except Exception as error:
         raise StagingError(f"staging step {step} failed: {error}") from error
+
+
+# -------------------------------------------------- a checkpoint like the one before
+
+
+def content_of(manifest: Manifest) -> str:
+    """Return a key that is equal for checkpoints whose tensors hold the same bytes.
+
+    Plain values, such as a step, do not count. Without tensors, the key is empty.
+    """
+    if not manifest.segment_bytes:
+        return ""
+    told = f"{manifest.segment_bytes} {manifest.chunk_bytes} {manifest.algorithm} "
+    return sha256((told + "".join(manifest.digests)).encode()).hexdigest()
+
+
+class Repeats:
+    """Compares each checkpoint with the one before it.
+
+    Args:
+        what: What the events report, in the singular: "save", or "publication".
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._content = self._path = ""
+        self._step: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<Repeats {self._what} step={self._step}>"
+
+    def told(self, event: TransferEvent, content: str, path: str = "") -> TransferEvent:
+        """Return the event of a checkpoint, marked if its tensors are unchanged.
+
+        The marked event is a warning. It is none if the checkpoint has the same step
+        and another path or none: then it is a copy on purpose.
+        """
+        unchanged = bool(content) and content == self._content
+        before = _named(self._step, self._path)
+        copied = event.step == self._step and (not path or path != self._path)
+        self._content, self._path, self._step = content, path, event.step
+        if not unchanged:
+            return event
+        said = (
+            f"all tensors of {_named(event.step, path)} hold the same bytes as in the "
+            f"{self._what} before it, {before}"
+        )
+        return replace(
+            event,
+            detail="; ".join(filter(None, (event.detail, said))),
+            level=event.level if copied else max(event.level, logging.WARNING),
+            unchanged=True,
+        )
+
+
+def _named(step: int | None, path: str) -> str:
+    return f"{path} (step {step})" if path else f"step {step}"
