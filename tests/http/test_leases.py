@@ -6,13 +6,18 @@ A raw socket plays the receiver, so the promises are those of the wire format.
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
 
+import aiockpt
 from serving import TOKEN, Answer, Peer, settle
 from transports import Transport, port_of, transport
 
@@ -280,3 +285,89 @@ async def test_every_answer_names_the_start_of_its_sender():
                     found.add((which, answer.headers["Aiockpt-Incarnation"]))
         assert len(found) == 2
         assert len({incarnation for _, incarnation in found}) == 2
+
+
+TRAINER = """
+import asyncio, sys, threading, torch
+from pathlib import Path
+from aiockpt import HTTPTransport
+
+def resident(field):
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition(field + ":")[2].split()[0]) >> 10
+
+async def main(mib, token):
+    async with HTTPTransport(host="127.0.0.1", token=token) as sender:
+        weight = torch.empty(mib << 20, dtype=torch.uint8)
+        asked = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def hear():
+            for _ in sys.stdin:
+                loop.call_soon_threadsafe(asked.set)
+
+        threading.Thread(target=hear, daemon=True).start()
+        step = 0
+        while True:
+            step += 1
+            await sender.send_checkpoint([], step, {"w": weight.fill_(step)})
+            if asked.is_set() or step == 1:
+                print(sender.address(), step, resident("VmHWM"), flush=True)
+                Path("/proc/self/clear_refs").write_text("5")
+                asked.clear()
+            await asyncio.sleep(0.1)
+
+asyncio.run(main(int(sys.argv[1]), sys.argv[2]))
+"""
+
+
+@pytest.mark.one_loop
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells")
+async def test_what_is_kept_takes_the_memory_of_one_snapshot():
+    """However many receives begin meanwhile, and only while one of them goes on."""
+    mib, slack = 64, 24
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", TRAINER, str(mib), TOKEN),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(aiockpt.__file__).parents[1])},
+    )
+    trainer, said = process.stdin, process.stdout
+    assert trainer is not None
+    assert said is not None
+
+    async def peak(steps: float = 0.0) -> tuple[int, int]:
+        """Return the last step, and the most MiB since this was last asked."""
+        await asyncio.sleep(steps)
+        trainer.write(b"\n")
+        _, step, most = (await said.readline()).split()
+        return int(step), int(most)
+
+    async def ask(path: str, **headers: Any) -> Answer:
+        async with Peer(port) as peer:
+            return await peer.ask(f"/checkpoint/{path}", **headers)
+
+    try:
+        async with asyncio.timeout(60):
+            port = urlsplit((await said.readline()).split()[0].decode()).port
+            assert port is not None
+            await peak(1.0)  # its memory is there
+            _, alone = await peak(1.0)
+            begun = (await ask("latest/metadata", **lease(ONE))).headers["Aiockpt-Step"]
+            for name in (TWO, THREE) * 3:
+                await asyncio.sleep(0.2)
+                await ask("latest/metadata", **lease(name))
+                answer = await ask(f"{begun}/full", Range="bytes=-9", **lease(ONE))
+                assert answer.status == 206
+            step, followed = await peak(1.0)
+            assert step > int(begun) + 3
+            assert mib - slack < followed - alone < mib + slack
+            for name in (ONE, TWO, THREE):
+                path = f"{begun}/metadata"
+                await ask(path, method="HEAD", **lease(name, ttl=0))
+            await peak(1.0)
+            _, after = await peak(1.0)
+            assert after < alone + slack
+    finally:
+        process.kill()
+        await process.communicate()
