@@ -103,7 +103,7 @@ async def stalls() -> AsyncIterator[list[float]]:
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-@pytest.mark.parametrize("seconds", [0.1, 5])
+@pytest.mark.parametrize("seconds", [0.1, 0.3, 5])
 async def test_a_receive_ends_at_its_deadline(kind: str, seconds: float) -> None:
     """Whatever the header is made of; the loop goes on meanwhile."""
     sent = HOSTILE[kind]()
@@ -119,7 +119,7 @@ async def test_a_receive_ends_at_its_deadline(kind: str, seconds: float) -> None
                     0, peer.base_url, rangepeer.STEP, timeout=seconds
                 )
             elapsed = time.monotonic() - start
-    assert elapsed < seconds + 5
+    assert elapsed < seconds + 1  # half a second, and what a busy machine takes
     assert max(found) < 0.5
 
 

@@ -134,11 +134,18 @@ def registered(root: Node) -> Iterator[tuple[Path, str, Node]]:
     """Yield path, tag and payload of every registered leaf that is in no other one."""
     stack: list[tuple[Path, Any]] = [((), root)]
     while stack:
+        raise_if_cancelled()
         path, node = stack.pop()
         if (leaf := _registered_leaf(path, node)) is not None:
             yield *leaf, node[2]
         else:
-            below = [((*path, *steps), child) for steps, child in children_of(node)]
+            # Plain values hold nothing, and a peer may send half a million of them.
+            children = children_of(node)
+            below = [
+                ((*path, *steps), child)
+                for steps, child in children
+                if type(child) is list
+            ]
             stack += reversed(below)
 
 

@@ -22,7 +22,7 @@ from aiockpt.errors import (
 )
 from aiockpt.format.limits import IS_CANCELLED, Limits, WorkCancelledError
 from aiockpt.format.paths import Node
-from aiockpt.format.references import tensor_leaves, tensor_paths
+from aiockpt.format.references import registered, tensor_leaves, tensor_paths
 from aiockpt.format.registry import REGISTRY, Registry
 from aiockpt.format.tree import decode_tree
 
@@ -352,7 +352,9 @@ def test_a_decoder_may_blame_as_it_likes(kind: type[Exception]) -> None:
         decode(["ext", "odd", 1], registry=registry)
 
 
-@pytest.mark.parametrize("work", [decode, tensor_paths])
+@pytest.mark.parametrize(
+    "work", [decode, tensor_paths, lambda tree: [*registered(tree)]]
+)
 def test_work_on_a_tree_ends_soon_after_its_caller_is_cancelled(
     work: Callable[[Node], object],
 ) -> None:
