@@ -104,7 +104,10 @@ async def stalls() -> AsyncIterator[list[float]]:
 
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("seconds", [0.1, 0.3, 5])
-async def test_a_receive_ends_at_its_deadline(kind: str, seconds: float) -> None:
+@pytest.mark.parametrize("options", [{}, {"select": bool}], ids=["whole", "select"])
+async def test_a_receive_ends_at_its_deadline(
+    kind: str, seconds: float, options: dict[str, Any]
+) -> None:
     """Whatever the header is made of; the loop goes on meanwhile."""
     sent = HOSTILE[kind]()
     async with (
@@ -116,7 +119,7 @@ async def test_a_receive_ends_at_its_deadline(kind: str, seconds: float) -> None
             start = time.monotonic()
             with suppress(AiockptError):
                 await receiver.recv_checkpoint(
-                    0, peer.base_url, rangepeer.STEP, timeout=seconds
+                    0, peer.base_url, rangepeer.STEP, timeout=seconds, **options
                 )
             elapsed = time.monotonic() - start
     assert elapsed < seconds + 1  # half a second, and what a busy machine takes

@@ -28,16 +28,22 @@ def pruned(tree: Node, selection: Selection) -> Node:
     malformed stays for `decode_tree` to refuse.
     """
     top = [tree]
-    spots: list[_Spot] = [(top, 0, "")]
-    while spots:  # no peer's tree makes this recursive
-        values, at, path = spots.pop()
+    first: _Spot = (top, 0, "")
+    # No peer's tree makes this recursive, or hold more than one spot per level.
+    levels: list[Iterator[_Spot]] = [iter([first])]
+    while levels:
+        spot = next(levels[-1], None)
+        if spot is None:
+            levels.pop()
+            continue
+        values, at, path = spot
         node = values[at]
         if selection.takes(path):
             continue
         inside = _opened(node, path, selection)
         if inside is not None:
             values[at], found = inside
-            spots += reversed(found)
+            levels.append(found)
         elif not selection.takes_leaf(path) and _costs(node):
             values[at] = None
     return top[0]
@@ -45,21 +51,21 @@ def pruned(tree: Node, selection: Selection) -> Node:
 
 def _opened(
     node: Node, path: str, selection: Selection
-) -> tuple[Node, list[_Spot]] | None:
+) -> tuple[Node, Iterator[_Spot]] | None:
     """Return a container's copy, and where its values are; None for other nodes."""
     match node:
         case ["tensors", [*names], [*_]]:
             for name in names:
                 selection.takes(below(path, name))
-            return node, []
+            return node, iter(())
         case ["list", [*items]]:
-            spots = [(items, at, item(path, at)) for at in range(len(items))]
+            spots = ((items, at, item(path, at)) for at in range(len(items)))
             return ["list", items], spots
         case ["dict" | "odict" as tag, [*keys], [*values], *rest]:
-            return [tag, keys, values, *rest], [*_keyed(keys, values, path)]
+            return [tag, keys, values, *rest], _keyed(keys, values, path)
         case ["defaultdict", factory, [*keys], [*values]]:
-            spots = [*_keyed(keys, values, path)]
-            return ["defaultdict", factory, keys, values], spots
+            keyed = _keyed(keys, values, path)
+            return ["defaultdict", factory, keys, values], keyed
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeAlias
 
-from aiockpt.format.limits import enforce
+from aiockpt.format.limits import enforce, raise_if_cancelled
 from aiockpt.runtime.system import of_caller
 
 __all__ = ["Select", "Selection", "below", "item", "listed"]
@@ -68,6 +68,7 @@ class Selection:
 
     def takes(self, path: str) -> bool:
         """Say whether everything at and below a path is selected."""
+        raise_if_cancelled()  # a peer may have sent half a million paths
         if not self._wanted:
             return self.everything
         found = [
