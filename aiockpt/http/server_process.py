@@ -19,9 +19,10 @@ import enum
 import itertools
 import logging
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,8 @@ _TRIES: Final = 3  # processes in a row that may die before they serve
 _PATIENCE: Final = 5.0  # seconds between two looks at whether a process is stopped
 _HUNG: Final = 60.0  # seconds until a process that runs and does not answer is killed
 _MARGIN: Final = 0.15  # seconds beyond the grace in which a retraction is answered
-_POLL: Final = 0.01  # seconds between two looks for an exit code
+_SHRINKING: Final = 0.05  # seconds to take memory away before the process is paused
+_POLL: Final = 0.01  # seconds between two looks at the state of a process
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +257,7 @@ class ServerProcess:
         self._current = 0  # the number of what is published; 0: nothing
         self._failure: Failure | None = None
         self._unanswered: dict[int, asyncio.Event] = {}
+        self._shrinking: set[asyncio.Task[None]] = set()
         self._last = Counters()  # of the process that runs
         self._before = Counters()  # the sum of those that have ended
 
@@ -324,6 +327,8 @@ class ServerProcess:
         if self._supervisor is not None:
             await asyncio.wait({self._supervisor})
         self._take_back(*self._given)
+        if self._shrinking:
+            await asyncio.wait(self._shrinking)
 
     def _become(self, state: _State) -> None:
         if self._state is not _State.CLOSED:
@@ -516,6 +521,8 @@ class ServerProcess:
         loop = asyncio.get_running_loop()
         hung = loop.time() + _HUNG
         while not await self._answered(number, _PATIENCE):
+            if self._shrinking and loop.time() < hung:
+                continue  # the process is stopped because it was paused
             if loop.time() >= hung or await self._is_stopped():
                 self._kill()
 
@@ -537,22 +544,46 @@ class ServerProcess:
         """Take memory away from the process, whatever it does.
 
         A slow process is not killed for that: its memory shrinks to nothing, so that
-        the kernel refuses to read it. Only two kinds are killed: a process that is
-        stopped, and one whose memory was lent, which is sealed and cannot shrink.
+        the kernel refuses to read it. For gigabytes that takes seconds, which nobody
+        waits for: the process is paused meanwhile. Only two kinds are killed: a process
+        that is stopped, and one whose memory was lent, which is sealed and cannot
+        shrink.
         """
+        try:
+            is_stopped = not self._shrinking and await self._is_stopped()
+        except ClosedError:  # the transport is closing
+            is_stopped = True
+        if is_stopped:
+            self._kill()
+            return
         revoked = {n: self._given[n] for n in numbers if n in self._given}
         for snapshot in revoked.values():  # or its memory might be staged into again
             snapshot.acquire()
+        shrinking = asyncio.create_task(self._shrink(revoked))
+        self._shrinking.add(shrinking)
+        await asyncio.wait({shrinking}, timeout=_SHRINKING)
+        child = self._child
+        if shrinking.done() or child is None:
+            return
+        child.pause()
+        while not (shrinking.done() or child.is_paused):  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(_POLL)
+
+    async def _shrink(self, revoked: Mapping[int, Snapshot]) -> None:
+        """Shrink the memory of these; kill a process that keeps it all the same."""
         try:
             for arena in {snapshot.arena for snapshot in revoked.values()}:
                 assert arena is not None, "the snapshot is in one piece"
                 await self._bridge.run(arena.revoke)
-            if await self._is_stopped():
-                self._kill()
             self._take_back(*revoked)
         except (OSError, ClosedError):  # it was lent; or the transport is closing
             self._kill()
         finally:
+            task = asyncio.current_task()
+            assert task is not None, "a task of its own"
+            self._shrinking.discard(task)
+            if not self._shrinking and self._child is not None:
+                self._child.resume()
             for snapshot in revoked.values():
                 snapshot.release()
 
@@ -666,6 +697,27 @@ class _Child:
         """End the process at once, whatever it does."""
         if self._popen is not None:
             self._popen.kill()
+
+    def pause(self) -> None:
+        """Have the process do nothing until `resume`; it stops a moment later."""
+        if self._popen is not None:
+            self._popen.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a paused process go on; a process that runs is not affected."""
+        if self._popen is not None:
+            self._popen.send_signal(signal.SIGCONT)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether all threads of the process have stopped, or it has ended."""
+        if self.pid is None:
+            return True
+        try:
+            look = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT
+            return os.waitid(os.P_PID, self.pid, look) is not None
+        except ChildProcessError:  # it was reaped
+            return True
 
     async def reaped(self) -> str:
         """Wait for the end of the process, kill it if need be; say how it ended."""

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from aiockpt.memory.arena import Arena
 from aiockpt.testing import assert_same
 from checkpointing import eventually
 from faultrecord import Record
@@ -149,3 +150,43 @@ async def test_a_retraction_between_two_processes_gives_the_memory_back(
             record.ran()
         await sender.send_checkpoint([1], step + 1, weights())
         assert_same(await receive(sender, receiver, step + 1), weights())
+
+
+@row(46)
+@pytest.mark.parametrize("trouble", ["slow", "stopped"])
+async def test_a_retraction_does_not_wait_until_gigabytes_are_free(
+    record: Record, trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow process is paused meanwhile, and goes on; a stopped one is replaced."""
+    takes, revoke = 2.0, Arena.revoke
+
+    def slowly(arena: Arena) -> None:
+        time.sleep(takes)  # as 8 GiB take
+        revoke(arena)
+
+    monkeypatch.setattr(Arena, "revoke", slowly)
+    # No answer comes within no time at all, so the process counts as slow.
+    monkeypatch.setattr("aiockpt.http.server_process._MARGIN", 0.0)
+    async with (
+        transport(server="process", grace=0.0) as sender,
+        transport() as receiver,
+    ):
+        await sender.send_checkpoint([1], 1, weights(mib=64))
+        [pid] = servers()
+        async with stuck_readers(sender) as readers:
+            if trouble == "stopped":
+                os.kill(pid, signal.SIGSTOP)
+                stat = Path(f"/proc/{pid}/stat")
+                await eventually(lambda: ") T " in stat.read_text(), "its stop")
+            began = time.monotonic()
+            await sender.disallow_checkpoint()
+            late = time.monotonic() - began
+            record.within(f"{trouble}: until it has shrunk", late, LATE, patience=0.7)
+            async with asyncio.timeout(60):
+                got = await asyncio.gather(*map(came, readers))
+            assert max(got) < SIZE
+        state = weights(2.0)
+        await sender.send_checkpoint([1], 2, state, timeout=60)
+        assert_same(await receive(sender, receiver, 2, timeout=60), state)
+        assert (servers() == [pid]) == (trouble == "slow")
+    record.ran(READERS)
