@@ -21,6 +21,8 @@ from transports import pair, receive, transport
 pytestmark = pytest.mark.asyncio
 
 MIB = 1 << 20
+WIDE = "\U0001f600".encode()  # makes a string take four bytes a character
+TEXT = b"a" * (7 * MIB)
 COLLIDING = 2**61 - 1  # ints that differ by this have one hash
 
 
@@ -70,8 +72,14 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "lists": lambda: header(b'["list",%b]' % join([b'["list",[]]'] * 160_000)),
     "tuple keys": lambda: header(table([b'["tuple",[%d]]' % n for n in range(99_000)])),
     "colliding keys": lambda: header(colliding()),
-    "text": lambda: header(b'"%b"' % (b"a" * (20 * MIB))),
-    "quotes": lambda: header(b'"%b"' % (b'\\"' * (10 * MIB))),
+    "text": lambda: header(b'"%b"' % (b"a" * (7 * MIB))),
+    "wide text": lambda: header(b'"%b"' % (WIDE + b"a" * (7 * MIB))),
+    "texts": lambda: header(b'["list",%b]' % join([b'"%b"' % (WIDE + TEXT)] * 4)),
+    "quotes": lambda: header(b'"%b"' % (b'\\"' * (2 * MIB))),
+    "too long a text": lambda: header(b'"%b"' % (WIDE + b"a" * (30 * MIB))),
+    "too long a text with commas": lambda: header(
+        b'"%b"' % (WIDE + (b"a" * 99 + b",") * (15 * MIB // 100))
+    ),
     "views": lambda: header(b"null", views=99_000),
     "too many views": lambda: header(b"null", views=350_000),
     "entries": lambda: header(b"null", entries=100_000),
@@ -126,7 +134,18 @@ async def test_a_receive_ends_at_its_deadline(
     assert max(found) < 0.5
 
 
-@pytest.mark.parametrize("kind", ["keys", "tuple keys", "text", "views"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "keys",
+        "tuple keys",
+        "text",
+        "wide text",
+        "too long a text",
+        "too long a text with commas",
+        "views",
+    ],
+)
 async def test_it_takes_little_memory(kind: str) -> None:
     """Several times what a header of many tensors weighs, and no more."""
     sent = HOSTILE[kind]()
@@ -143,6 +162,26 @@ async def test_it_takes_little_memory(kind: str) -> None:
         finally:
             tracemalloc.stop()
     assert peak < 100 * MIB
+
+
+@pytest.mark.parametrize("kind", ["too long a text", "too long a text with commas"])
+async def test_a_string_that_is_too_long_is_named(kind: str) -> None:
+    """A receiver that wants it raises the limit."""
+    async with (
+        rangepeer.serving(bytes(4), chunk_bytes=1 << 20) as peer,
+        transport() as receiver,
+    ):
+        object.__setattr__(peer.manifest, "header", HOSTILE[kind]())
+        with pytest.raises(LimitExceededError, match="the length of a string"):
+            await receiver.recv_checkpoint(0, peer.base_url, rangepeer.STEP)
+
+
+async def test_a_long_string_travels() -> None:
+    """A tokenizer's description has megabytes."""
+    state = {"tokenizer": "\u00e9 token, " * (MIB // 4), "w": torch.zeros(2)}
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, state)
+        assert (await receive(sender, receiver))["tokenizer"] == state["tokenizer"]
 
 
 async def test_a_hundred_thousand_tensors_are_taken() -> None:

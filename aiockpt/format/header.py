@@ -292,7 +292,7 @@ def _decode_own(
     if not padded or stop < start or raw[start - len(_AFTER_ID) : start] != _AFTER_ID:
         raise _not_canonical()
     with _reading("header"):
-        text = _decode_text(raw, start, stop + 1)
+        text = _decode_text(raw, start, stop + 1, limits.max_text_bytes)
     with _reading("manifest"):
         document, views = _decode_manifest(text, limits)
     with _reading("entries"):
@@ -304,19 +304,23 @@ def _decode_own(
     nodes = bytes(document.tree)
     enforce_values("the number of nodes in the tree", nodes, limits.max_nodes)
     with _reading("tree"):
-        tree = _decode_node(nodes)
+        tree = _decode_node(nodes, limits.max_text_bytes)
     manifest = _manifest(document, views, entries, tree, raw)
     enforce("the data segment", manifest.segment_bytes, limits.max_bytes)
     return manifest
 
 
-def _decode_text(raw: Bytes, start: int, stop: int) -> bytes:
-    """Return the text of the JSON string between the quotes at ``start - 1, stop``."""
+def _decode_text(raw: Bytes, start: int, stop: int, longest: int) -> bytes:
+    """Return the text of the JSON string between the quotes at ``start - 1, stop``.
+
+    A string of more than ``longest`` bytes without a comma is refused.
+    """
     found = bytearray()
     while start < stop:
         raise_if_cancelled()
         # Behind a comma: no escape has one, and no character of several bytes.
         end = raw.find(b",", start + _PIECE_BYTES, stop) + 1 or stop
+        _enforce_text(end - start - _PIECE_BYTES, longest)
         piece = b'"%b"' % raw[start:end]
         text = msgspec.json.decode(piece, type=str)
         if msgspec.json.encode(text) != piece:
@@ -355,8 +359,17 @@ def _decode_manifest(
     return document, views
 
 
-def _decode_node(text: bytes | memoryview, *, level: int = 0) -> Node:
-    """Return the value of JSON, reading long arrays item by item."""
+def _enforce_text(nbytes: int, longest: int) -> None:
+    enforce("the length of a string in the header", nbytes, longest)
+
+
+def _decode_node(text: bytes | memoryview, longest: int, *, level: int = 0) -> Node:
+    """Return the value of JSON, reading long arrays item by item.
+
+    A string of more than ``longest`` bytes is refused.
+    """
+    if text[:1] == b'"':
+        _enforce_text(len(text), longest)
     if len(text) < _PIECE_BYTES or level == _SPLIT_LEVELS or text[:1] != b"[":
         return msgspec.json.decode(text)  # type: ignore[no-any-return]
     items = _ITEMS.decode(text)
@@ -367,7 +380,10 @@ def _decode_node(text: bytes | memoryview, *, level: int = 0) -> Node:
         if sum(map(len, some)) < _PIECE_BYTES:
             found += msgspec.json.decode(_array(some))
         else:  # not copied: a hostile tree may have one long item on every level
-            found += (_decode_node(memoryview(each), level=level + 1) for each in some)
+            deeper = level + 1
+            found += (
+                _decode_node(memoryview(each), longest, level=deeper) for each in some
+            )
     return found
 
 

@@ -33,11 +33,13 @@ class Limits:
     """Upper bounds of a received checkpoint.
 
     A peer that offers more is refused with `LimitExceededError` before memory is
-    allocated for it. ``max_bytes`` bounds the data segment; None leaves that to the
-    receiver, which knows its memory.
+    allocated for it. ``max_text_bytes`` bounds a single string, as it is written in the
+    header. ``max_bytes`` bounds the data segment; None leaves that to the receiver,
+    which knows its memory.
     """
 
-    max_header_bytes: int = 64 * MIB
+    max_header_bytes: int = 32 * MIB
+    max_text_bytes: int = 8 * MIB
     max_depth: int = 64
     max_nodes: int = 500_000
     max_tensors: int = 100_000
@@ -45,7 +47,10 @@ class Limits:
 
 
 FILE_LIMITS: Final = Limits(
-    max_header_bytes=256 * MIB, max_nodes=5_000_000, max_tensors=1_000_000
+    max_header_bytes=256 * MIB,
+    max_text_bytes=256 * MIB,
+    max_nodes=5_000_000,
+    max_tensors=1_000_000,
 )
 """The default of saves and loads, where no peer keeps others waiting."""
 

@@ -540,7 +540,8 @@ class TestLimits:
 
     def test_the_defaults_fit_a_large_model(self) -> None:
         """They bound a hostile peer and are out of the way of a real one."""
-        assert LIMITS.max_header_bytes == 64 << 20
+        assert LIMITS.max_header_bytes == 32 << 20
+        assert LIMITS.max_text_bytes == 8 << 20
         assert LIMITS.max_tensors == 100_000
         assert LIMITS.max_nodes == 500_000
         assert LIMITS.max_bytes is None
