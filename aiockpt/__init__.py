@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
     from aiockpt.events import Progress, TransferEvent
     from aiockpt.format.limits import Limits
-    from aiockpt.http.security import Security
+    from aiockpt.http.options import Auth, Receive, Server
     from aiockpt.http.tokens import make_token
     from aiockpt.http.transport import HTTPTransport
     from aiockpt.pg.transport import PGTransport
@@ -96,6 +96,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AiockptError",
     "AsyncCheckpointer",
+    "Auth",
     "AuthenticationError",
     "BackgroundCheckpointer",
     "Barrier",
@@ -133,11 +134,12 @@ __all__ = [
     "Progress",
     "ProtocolError",
     "RankInfo",
+    "Receive",
     "Recovered",
     "RemoteProtocolError",
     "SaveHandle",
     "SaveInProgressError",
-    "Security",
+    "Server",
     "StagedState",
     "StagingError",
     "StateDictError",
@@ -174,6 +176,7 @@ __all__ = [
 # same, and tests/test_exports.py holds the two together.
 _HOMES = {
     "AsyncCheckpointer": "aiockpt.checkpointers.async_checkpointer",
+    "Auth": "aiockpt.http.options",
     "BackgroundCheckpointer": "aiockpt.checkpointers.background",
     "Barrier": "aiockpt.checkpointers.barriers",
     "BarrierConfig": "aiockpt.checkpointers.config",
@@ -196,9 +199,10 @@ _HOMES = {
     "PGTransport": "aiockpt.pg.transport",
     "Progress": "aiockpt.events",
     "RankInfo": "aiockpt.checkpointers.config",
+    "Receive": "aiockpt.http.options",
     "Recovered": "aiockpt.checkpointers.recovery",
     "SaveHandle": "aiockpt.checkpointers.async_checkpointer",
-    "Security": "aiockpt.http.security",
+    "Server": "aiockpt.http.options",
     "StagedState": "aiockpt.checkpointers.stager",
     "SyncCheckpointer": "aiockpt.checkpointers.sync",
     "TCPStoreBarrier": "aiockpt.checkpointers.barriers",

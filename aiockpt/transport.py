@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias
 
 from aiockpt.format.entries import INT64_MAX
 
-__all__ = ["CheckpointTransport", "T", "Timeout", "exact_step", "seconds"]
+__all__ = [
+    "REQUIRED",
+    "CheckpointTransport",
+    "T",
+    "Timeout",
+    "exact_step",
+    "require_given",
+    "seconds",
+]
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -22,6 +30,23 @@ else:
 
 Timeout: TypeAlias = float | timedelta
 """Seconds, or a ``timedelta``; one deadline for the whole call."""
+
+
+class _Required:
+    """The default of an argument that must be given, behind one with a default."""
+
+    def __repr__(self) -> str:
+        return "REQUIRED"
+
+
+REQUIRED: Any = _Required()
+
+
+def require_given(verb: str, **arguments: object) -> None:
+    """Raise ``TypeError`` that names the first argument that was not given."""
+    for name, value in arguments.items():
+        if value is REQUIRED:
+            raise TypeError(f"{verb}() needs {name}=")
 
 
 def seconds(timeout: Timeout) -> float:

@@ -60,15 +60,15 @@ async def main() -> None:
     inner, outer = (each.getsockname()[1] for each in (inside, outside))
 
     # The application cannot know where the world finds it, so the transport is told.
-    sender = aiockpt.HTTPTransport(
-        advertise=f"https://127.0.0.1:{outer}/ml/checkpoint/"
-    )
+    url = f"https://127.0.0.1:{outer}/ml/checkpoint/"
+    sender = aiockpt.HTTPTransport(advertise=url)
     aiockpt.http.setup(app := web.Application(), sender, prefix="/checkpoint")
     runners = [
         await serve(app, inside),
         await serve(forwarding(f"http://127.0.0.1:{inner}"), outside, tls),
     ]
-    async with aiockpt.HTTPTransport(client_ssl_context=trusting) as receiver:
+    auth = aiockpt.Auth(client_ssl_context=trusting)
+    async with aiockpt.HTTPTransport(auth=auth) as receiver:
         await sender.send_checkpoint([1], 7, {"w": torch.ones(1 << 20)})
         state = await receiver.recv_checkpoint(0, sender.metadata(), 7)
         print(sender.address(), *state["w"].shape)

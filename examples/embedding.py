@@ -58,7 +58,7 @@ async def main() -> None:
     runner = web.AppRunner(app := make_app(base))
     await runner.setup()
     await web.SockSite(runner, listener).start()
-    async with aiockpt.HTTPTransport(host="127.0.0.1") as receiver:
+    async with aiockpt.HTTPTransport() as receiver:
         for step, key in (7, aiockpt.http.APP_KEY), (6, AVERAGE):
             sender = app[key]
             await sender.send_checkpoint([1], step, {"w": torch.ones(step, 1024)})

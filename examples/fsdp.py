@@ -24,8 +24,8 @@ def make_model(mesh: DeviceMesh, seed: int) -> torch.nn.Module:
 
 async def heal(healing: torch.nn.Module, trainer: torch.nn.Module) -> list[int]:
     async with (
-        aiockpt.HTTPTransport(timeout=60, host="127.0.0.1") as sender,
-        aiockpt.HTTPTransport(timeout=60, host="127.0.0.1") as receiver,
+        aiockpt.HTTPTransport() as sender,
+        aiockpt.HTTPTransport() as receiver,
     ):
         # Each rank sends its own shards, to the rank at the same place of the mesh.
         state = trainer.state_dict()

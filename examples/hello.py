@@ -15,8 +15,8 @@ async def main() -> None:
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
     async with (
-        aiockpt.HTTPTransport(timeout=60, host="127.0.0.1") as sender,
-        aiockpt.HTTPTransport(timeout=60, host="127.0.0.1") as receiver,
+        aiockpt.HTTPTransport() as sender,
+        aiockpt.HTTPTransport() as receiver,
     ):
         await sender.send_checkpoint([1], step=100, state_dict=state, timeout=60)
         received = await receiver.recv_checkpoint(

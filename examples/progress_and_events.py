@@ -29,8 +29,8 @@ async def main() -> None:
     state = {f"layer{i}": torch.full((4 << 20,), float(i)) for i in range(8)}
     remove = add_hook(record)
     async with (
-        aiockpt.HTTPTransport(timeout=60, host="127.0.0.1") as sender,
-        aiockpt.HTTPTransport(timeout=60, host="127.0.0.1") as receiver,
+        aiockpt.HTTPTransport() as sender,
+        aiockpt.HTTPTransport() as receiver,
     ):
         await sender.send_checkpoint([1], step=3, state_dict=state, timeout=60)
         await receiver.recv_checkpoint(

@@ -14,7 +14,7 @@ def make_model() -> torch.nn.Module:
 
 async def train() -> None:
     model = make_model()
-    async with aiockpt.HTTPTransport(timeout=60, host="127.0.0.1") as transport:
+    async with aiockpt.HTTPTransport() as transport:
         # Whoever holds this line may read, so hand it over as you would a password.
         print(transport.metadata(), flush=True)
         state = model.state_dict()
@@ -34,7 +34,7 @@ async def receive() -> None:
     assert trainer.stdout is not None
     metadata = (await trainer.stdout.readline()).decode().strip()
     model = make_model()
-    async with aiockpt.HTTPTransport(timeout=60, host="127.0.0.1") as transport:
+    async with aiockpt.HTTPTransport() as transport:
         # into= fills the model's own tensors, once every byte has been verified.
         await transport.recv_checkpoint(
             src_rank=0, metadata=metadata, step=1, timeout=60, into=model.state_dict()

@@ -14,7 +14,7 @@ import pytest
 import torch._dynamo  # noqa: F401 - an optimizer imports it: early, so that leak checks skip it
 
 import aiockpt
-from aiockpt import HTTPTransport
+from aiockpt import HTTPTransport, Server
 from aiockpt.testing import TransportConformance
 
 
@@ -30,7 +30,7 @@ class TestHTTPTransport(TransportConformance[HTTPTransport[Any]]):
         async with AsyncExitStack() as stack:
             yield [
                 await stack.enter_async_context(
-                    HTTPTransport(host="127.0.0.1", chunk_bytes=64 << 10)
+                    HTTPTransport(chunk_bytes=64 << 10, server=Server(host="127.0.0.1"))
                 )
                 for _ in range(count)
             ]
@@ -55,7 +55,8 @@ class TestMine(TransportConformance[aiockpt.HTTPTransport]):
     @asynccontextmanager
     async def transports(self, count):
         async with AsyncExitStack() as stack:
-            made = [aiockpt.HTTPTransport(host="127.0.0.1") for _ in range(count)]
+            local = aiockpt.Server(host="127.0.0.1")
+            made = [aiockpt.HTTPTransport(server=local) for _ in range(count)]
             yield [await stack.enter_async_context(each) for each in made]
 """
 

@@ -66,14 +66,14 @@ class TestContent:
 
     async def test_a_flipped_bit_is_noticed(self) -> None:
         """The chunk is fetched again; if that does not help, the error names it."""
-        async with pair(num_chunks=1) as (sender, receiver):
+        async with pair(connections=1) as (sender, receiver):
             await sender.send_checkpoint([], 1, weights())
             async with proxied(sender, faults=[FlipBit(at=500_000)]) as proxy:
                 url = through(proxy, sender)
                 assert_same(await receiver.recv_checkpoint(0, url, 1), weights())
             async with (
                 proxied(sender, otherwise=_EveryFlip(at=0)) as proxy,
-                transport(num_chunks=1) as another,
+                transport(connections=1) as another,
             ):
                 with pytest.raises(IntegrityError) as caught:
                     await another.recv_checkpoint(0, through(proxy, sender), 1)
@@ -92,7 +92,7 @@ class TestContent:
     async def test_an_optimizer_step_cannot_tear_it(self) -> None:
         """Training writes in place while a receiver reads."""
         state = weights(0.0, mib=8, count=16)
-        async with pair(num_chunks=1) as (sender, receiver):
+        async with pair(connections=1) as (sender, receiver):
             await sender.send_checkpoint([], 1, state)
 
             async def train() -> None:
@@ -107,7 +107,7 @@ class TestContent:
 
     async def test_the_same_step_sent_again_is_never_mixed(self) -> None:
         """A receiver in its middle gets the old bytes, or an error."""
-        async with pair(num_chunks=1) as (sender, receiver):
+        async with pair(connections=1) as (sender, receiver):
             await sender.send_checkpoint([], 5, weights(1.0, mib=16))
             task, _ = await in_the_middle(
                 lambda progress: receive(sender, receiver, 5, progress=progress),
@@ -166,15 +166,15 @@ class TestWire:
             assert sizes == {64 << 10}
 
     @pytest.mark.parametrize(
-        ("theirs", "ours"), [(0, 4), (4, 8), (8, 4), (3, 1), (4, 0)]
+        ("theirs", "ours"), [(1, 4), (4, 8), (8, 4), (3, 1), (4, 1)]
     )
     async def test_the_two_ends_need_not_agree_on_chunks(
         self, theirs: int, ours: int
     ) -> None:
         """The grid is the sender's, the number of connections the receiver's."""
         async with (
-            transport(num_chunks=theirs) as sender,
-            transport(num_chunks=ours, chunk_bytes=1 << 20) as receiver,
+            transport(connections=theirs) as sender,
+            transport(connections=ours, chunk_bytes=1 << 20) as receiver,
         ):
             await sender.send_checkpoint([], 1, weights(count=7))
             assert_same(await receive(sender, receiver), weights(count=7))
@@ -255,7 +255,7 @@ class TestPeers:
         """The stall timeout is no budget for the whole transfer."""
         async with (
             transport(stall_timeout=0.4) as sender,
-            transport(num_chunks=1) as receiver,
+            transport(connections=1) as receiver,
         ):
             await sender.send_checkpoint([], 1, weights())
             drip = Drip(rate=1e6, burst=50_000)
@@ -274,7 +274,7 @@ class TestPeers:
 
     async def test_the_first_failure_is_told_at_once(self) -> None:
         """Not when the slowest of the parallel requests has ended."""
-        async with pair(num_chunks=4, keep_superseded=0) as (sender, receiver):
+        async with pair(connections=4, keep_superseded=0) as (sender, receiver):
             await sender.send_checkpoint([], 1, weights(mib=32))
             drip = Drip(rate=3e6, burst=30_000)
             async with proxied(sender, otherwise=drip) as proxy:

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from aiockpt import HTTPTransport, TransferTimeoutError
+from aiockpt import HTTPTransport, Server, TransferTimeoutError
 from aiockpt.memory.device import completed, port_for
 from aiockpt.testing import FakeAccelerator, assert_same
 from serving import settle
@@ -101,8 +101,10 @@ class TestLoad:
     ) -> AsyncIterator[tuple[HTTPTransport[Any], HTTPTransport[Any]]]:
         """Give a sender of ones, and a receiver."""
         async with (
-            HTTPTransport[Any](host="127.0.0.1", chunk_bytes=64 << 10) as sender,
-            HTTPTransport[Any](host="127.0.0.1") as receiver,
+            HTTPTransport[Any](
+                chunk_bytes=64 << 10, server=Server(host="127.0.0.1")
+            ) as sender,
+            HTTPTransport[Any](server=Server(host="127.0.0.1")) as receiver,
         ):
             await sender.send_checkpoint([], 1, self.state(1.0), 10)
             yield sender, receiver

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from aiockpt import HTTPTransport
+from aiockpt import HTTPTransport, Server
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
@@ -34,7 +34,7 @@ class Site:
 @asynccontextmanager
 async def site() -> AsyncIterator[Site]:
     """Serve the state dict as step 5."""
-    transport = HTTPTransport(60, host="127.0.0.1", chunk_bytes=1 << 20)
+    transport = HTTPTransport(60, chunk_bytes=1 << 20, server=Server(host="127.0.0.1"))
     async with transport:
         await transport.send_checkpoint([1], 5, STATE)
         base, _, token = transport.metadata().partition("#")

@@ -35,7 +35,7 @@ class Killing:
 async def test_it_is_an_error_at_once() -> None:
     """For who does not want to wait for its return: ``reconnect_timeout=0``."""
     async with (
-        transport(token=TOKEN, reconnect_timeout=0, num_chunks=1) as receiver,
+        transport(token=TOKEN, reconnect_timeout=0, connections=1) as receiver,
         serving_process() as (process, url),
     ):
         killing = Killing(process)

@@ -85,7 +85,7 @@ async def held(
     template, fault = make(0.0), HoldBack(SEGMENT - CHUNK)
     async with (
         transport() as sender,
-        transport(max_concurrency=1, **(options or {})) as receiver,
+        transport(connections=1, **(options or {})) as receiver,
     ):
         await sender.send_checkpoint([], 1, make(1.0))
         async with proxied(sender, otherwise=fault) as proxy:
@@ -334,7 +334,7 @@ async def test_autograd_is_told_of_a_receive_that_was_cancelled(
 async def test_a_chunk_that_is_wrong_never_gets_there(device: FakeAccelerator) -> None:
     """It is copied once it is right."""
     device.held = False
-    async with transport() as sender, transport(max_concurrency=1) as receiver:
+    async with transport() as sender, transport(connections=1) as receiver:
         await sender.send_checkpoint([], 1, one(1.0))
         async with proxied(sender, faults=[FlipBit(SEGMENT // 2)]) as proxy:
             template = one(0.0)

@@ -44,7 +44,10 @@ async def test_fewer_descriptors_are_fewer_connections() -> None:
     """Who has one connection goes on with it; the others wait, and do not storm."""
     events: list[TransferEvent] = []
     remove = add_hook(events.append)
-    async with sender(mib=32) as peer, transport(token=TOKEN, num_chunks=8) as receiver:
+    async with (
+        sender(mib=32) as peer,
+        transport(token=TOKEN, connections=8) as receiver,
+    ):
         with exhausted_fds(left=2):
             got = await receiver.recv_checkpoint(0, peer.url, 1)
         assert_same(got, noise(32))

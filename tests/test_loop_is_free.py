@@ -76,7 +76,7 @@ async def ticking(most: float) -> AsyncIterator[None]:
 @pytest.mark.parametrize("server", ["loop", "process"])
 async def test_a_name_is_looked_up_beside_the_loop(server: Any, names: Names) -> None:
     """However slow the name service is, and before the URL is asked for."""
-    sender = transport(host=NAME, advertise="127.0.0.1", server=server)
+    sender = transport(host=NAME, advertise="127.0.0.1", process=server == "process")
     try:
         async with ticking(SLOW / 2):
             await sender.start()

@@ -26,7 +26,7 @@ from aiockpt.errors import (
 )
 from commandline import ENVIRONMENT, PATIENCE, aiockpt_command, run_aiockpt, serving
 from saved import load, save
-from transports import pair, transport, weights
+from transports import grouped, pair, transport, weights
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -199,7 +199,7 @@ class TestAdvertise:
             "advertise": "http://gate.example/weights/",
         }
         with caplog.at_level(logging.WARNING, "aiockpt"):
-            async with HTTPTransport[Any](**options):
+            async with HTTPTransport[Any](**grouped(**options)):
                 pass
         assert "'/checkpoint'" in caplog.text
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from aiockpt import HTTPTransport
+from aiockpt import Auth, HTTPTransport, Receive
+from transports import transport
 
 
 @pytest.mark.parametrize(
@@ -15,35 +16,33 @@ from aiockpt import HTTPTransport
         ("chunk_bytes", 100),
         ("chunk_bytes", 0),
         ("chunk_bytes", 65_537),
-        ("num_chunks", -1),
-        ("max_concurrency", 0),
-        ("max_readers", 0),
+        ("connections", 0),
+        ("readers", 0),
         ("stall_timeout", 0),
         ("stall_timeout", float("nan")),
         ("reconnect_timeout", -1),
         ("grace", -0.5),
         ("timeout", -1),
-        ("server_nice", -1),
-        ("server_nice", 20),
+        ("nice", -1),
+        ("nice", 20),
         ("token", ""),
         ("token", "two words"),
     ],
 )
 def test_an_impossible_option_is_named(option: str, value: Any) -> None:
     """The error names the option, so that the caller finds it at once."""
-    named = "max_concurrency" if option == "num_chunks" else option
-    with pytest.raises(ValueError, match=named):
-        HTTPTransport(**{option: value})
+    with pytest.raises(ValueError, match=option):
+        transport(**{option: value})
 
 
 @pytest.mark.parametrize("limits", [None, 5, {}])
 def test_limits_of_another_type_are_refused(limits: Any) -> None:
     """At once, and not by the first receive."""
     with pytest.raises(TypeError, match="limits must be a Limits"):
-        HTTPTransport(limits=limits)
+        HTTPTransport(receive=Receive(limits=limits))
 
 
 def test_a_token_and_no_token_contradict_each_other() -> None:
     """Nobody gets an open server by mistake."""
     with pytest.raises(ValueError, match="insecure"):
-        HTTPTransport(token="secret", insecure=True)
+        HTTPTransport(auth=Auth(token="secret", insecure=True))

@@ -109,7 +109,7 @@ async def test_a_storm_leaves_nothing_wrong(seed: int) -> None:
     options: dict[str, Any] = {"grace": [0, 0.05, 1][seed % 3], "stall_timeout": 0.5}
     async with (
         transport(**options) as sender,
-        transport(num_chunks=1) as one,
+        transport(connections=1) as one,
         transport() as two,
         FaultProxy("127.0.0.1", port_of(sender)) as proxy,
     ):

@@ -34,7 +34,7 @@ async def overtaking(sender: Transport, receiver: Transport, **options: Any) -> 
 
 async def test_fresh_tensors() -> None:
     """They have every byte."""
-    async with pair(num_chunks=4) as (sender, receiver):
+    async with pair(connections=4) as (sender, receiver):
         await sender.send_checkpoint([], 1, noise(1))
         assert_same(await overtaking(sender, receiver), noise(1))
 
@@ -43,7 +43,7 @@ async def test_fresh_tensors() -> None:
 async def test_a_template(direct: bool) -> None:
     """It is filled as ever, and by one writer at a time."""
     mine = noise(2)
-    async with pair(num_chunks=4) as (sender, receiver):
+    async with pair(connections=4) as (sender, receiver):
         await sender.send_checkpoint([], 1, noise(1))
         await overtaking(sender, receiver, into=mine, direct=direct)
     assert_same(mine, noise(1))
@@ -52,7 +52,7 @@ async def test_a_template(direct: bool) -> None:
 async def test_a_selection() -> None:
     """Nothing else is fetched for it."""
     wanted = [f"w{n}" for n in range(4, 12)]
-    async with pair(num_chunks=4) as (sender, receiver):
+    async with pair(connections=4) as (sender, receiver):
         await sender.send_checkpoint([], 1, noise(1))
         got = await overtaking(sender, receiver, select=wanted)
     assert_same(got, {name: noise(1)[name] for name in wanted})
@@ -63,7 +63,7 @@ async def test_what_is_there_already() -> None:
     mine = noise(1)
     for n in range(4, 12):
         mine[f"w{n}"] += 1
-    async with pair(num_chunks=4) as (sender, receiver):
+    async with pair(connections=4) as (sender, receiver):
         await sender.send_checkpoint([], 1, noise(1))
         await overtaking(sender, receiver, into=mine, have=True)
     assert_same(mine, noise(1))

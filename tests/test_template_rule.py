@@ -235,7 +235,7 @@ async def test_nothing_plain_changes_if_a_receive_ends_in_its_middle(
     template = {**weights(0.0, mib=8), "step": 1, "groups": [{"lr": 0.1}]}
     async with (
         transport() as sender,
-        transport(max_concurrency=1, reconnect_timeout=0) as receiver,
+        transport(connections=1, reconnect_timeout=0) as receiver,
         proxied(sender, otherwise=fault) as proxy,
     ):
         sent = {**weights(mib=8), "step": 2, "groups": [{"lr": 0.2}]}

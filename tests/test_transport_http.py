@@ -512,7 +512,7 @@ class TestPeerThatGoes:
         """If that is what the caller wants."""
         async with (
             transport() as sender,
-            transport(reconnect_timeout=0, num_chunks=1) as receiver,
+            transport(reconnect_timeout=0, connections=1) as receiver,
             proxied(sender) as proxy,
         ):
             await sender.send_checkpoint([], 1, weights(mib=32))
@@ -536,7 +536,7 @@ class TestPeerThatGoes:
         url = sender.address()
         again = transport(token="secret", port=port)
         async with (
-            transport(token="secret", num_chunks=1) as receiver,
+            transport(token="secret", connections=1) as receiver,
             ending(sender, again),
         ):
             await sender.send_checkpoint([], 1, state)
@@ -558,7 +558,7 @@ class TestPeerThatGoes:
         url = sender.address()
         again = transport(token="secret", port=port)
         async with (
-            transport(token="secret", num_chunks=1) as receiver,
+            transport(token="secret", connections=1) as receiver,
             ending(sender, again),
         ):
             await sender.send_checkpoint([], 1, weights(1.0, mib=128))
@@ -575,7 +575,7 @@ class TestPeerThatGoes:
         """The template is half new, and the caller must know."""
         sender = transport()
         template = weights(0.0, mib=128)
-        async with transport(reconnect_timeout=0, num_chunks=1) as receiver:
+        async with transport(reconnect_timeout=0, connections=1) as receiver:
             await sender.send_checkpoint([], 1, weights(mib=128))
             task, _ = await in_the_middle(
                 lambda progress: receive(

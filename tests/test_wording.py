@@ -53,7 +53,7 @@ def test_the_token_has_one_name() -> None:
 
 def test_parameters_have_it_too() -> None:
     """Of what a program calls."""
-    for call in (aiockpt.make_token, aiockpt.HTTPTransport):
+    for call in (aiockpt.make_token, aiockpt.Auth):
         assert "token" in inspect.signature(call).parameters
         assert not set(map(OTHER_NAMES.search, inspect.signature(call).parameters)) - {
             None

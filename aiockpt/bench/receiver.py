@@ -23,6 +23,7 @@ from aiockpt.bench.rival import Rival
 from aiockpt.bench.shapes import Shape, bytes_of, cut, looks_right, numbered, shape_of
 from aiockpt.bench.timed import Cost, timed
 from aiockpt.events import TransferEvent, add_hook
+from aiockpt.http.options import Server
 from aiockpt.http.transport import HTTPTransport
 from aiockpt.runtime.bridge import Bridge
 
@@ -144,7 +145,9 @@ class Receiver:
     async def warm_up(self) -> None:
         """Load what a first receive loads, so that it is no part of its memory."""
         numbered(_ENOUGH_FOR_THREADS)
-        async with HTTPTransport[_State](_TIMEOUT, host="127.0.0.1") as transport:
+        async with HTTPTransport[_State](
+            _TIMEOUT, server=Server(host="127.0.0.1")
+        ) as transport:
             await transport.send_checkpoint([0], 1, {"x": torch.zeros(8)})
             await transport.recv_checkpoint(0, transport.metadata(), 1)
 

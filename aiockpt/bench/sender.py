@@ -11,6 +11,7 @@ from aiockpt.bench.raw import RawServer, memcpy, memcpy_and_digest
 from aiockpt.bench.rival import Rival
 from aiockpt.bench.shapes import bytes_of, cut, numbered, shape_of
 from aiockpt.bench.timed import Cost, Watch, timed
+from aiockpt.http.options import Server
 from aiockpt.http.transport import HTTPTransport
 from aiockpt.runtime.bridge import Bridge
 
@@ -155,7 +156,9 @@ async def _started(
     server: Literal["loop", "process"] = "loop",
 ) -> HTTPTransport[object]:
     transport: HTTPTransport[object] = HTTPTransport(
-        _TIMEOUT, host=host, same_host=same_host, server=server
+        _TIMEOUT,
+        same_host=same_host,
+        server=Server(host=host, process=server == "process"),
     )
     await transport.start()
     return transport

@@ -18,6 +18,7 @@ from aiockpt.cli.progress import ProgressBar
 from aiockpt.cli.text import format_bytes
 from aiockpt.errors import StateDictError, WorkerError
 from aiockpt.events import Progress, TransferEvent, add_hook
+from aiockpt.http.options import Server
 from aiockpt.http.transport import HTTPTransport
 from aiockpt.testing.faults import Fault, FaultProxy, Pipe
 
@@ -128,7 +129,7 @@ async def _receive(metadata: str) -> _Received:
         last = now
         bar(now)
 
-    async with HTTPTransport[object](host="127.0.0.1") as transport:
+    async with HTTPTransport[object](server=Server(host="127.0.0.1")) as transport:
         started = time.monotonic()
         try:
             state = await transport.recv_checkpoint(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from aiockpt.cli.demo_state import STEP, fingerprints, training_state
 from aiockpt.errors import AiockptError
+from aiockpt.http.options import Server
 from aiockpt.http.transport import HTTPTransport
 
 __all__ = ["main"]
@@ -30,7 +31,7 @@ def main() -> int:
 async def _serve(model: Path) -> None:
     state = training_state(model)
     prints = dict(fingerprints(state))
-    async with HTTPTransport[object](host="127.0.0.1") as transport:
+    async with HTTPTransport[object](server=Server(host="127.0.0.1")) as transport:
         started = time.monotonic()
         await transport.send_checkpoint([1], STEP, state)
         offer = {

@@ -123,17 +123,18 @@ async def _serve(
 def _transport(
     arguments: argparse.Namespace, context: ssl.SSLContext | None
 ) -> HTTPTransport[Any]:
+    from aiockpt.http.options import Auth, Server
     from aiockpt.http.transport import HTTPTransport
 
     try:
         return HTTPTransport(
-            host=arguments.host,
-            port=arguments.port,
             advertise=arguments.advertise,
-            interface=arguments.interface,
-            token=arguments.token,
-            insecure=arguments.insecure,
-            ssl_context=context,
+            server=Server(
+                host=arguments.host, port=arguments.port, interface=arguments.interface
+            ),
+            auth=Auth(
+                token=arguments.token, insecure=arguments.insecure, ssl_context=context
+            ),
         )
     except (ValueError, LocalProtocolError) as error:
         raise UsageError(str(error)) from None

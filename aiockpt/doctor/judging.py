@@ -169,7 +169,7 @@ def _buffers(settings: Settings) -> Finding:
     most = min(receive, send) / _FAR / 1e6
     remedy = (
         "on long ways: sysctl -w net.ipv4.tcp_rmem='4096 131072 33554432' "
-        "net.ipv4.tcp_wmem='4096 16384 33554432', or a larger max_concurrency"
+        "net.ipv4.tcp_wmem='4096 16384 33554432', or more Receive(connections=)"
     )
     return Finding(
         name="socket buffers",
@@ -197,7 +197,7 @@ def _networks(settings: Settings) -> Iterator[Finding]:
 def _interpreter(settings: Settings, measures: Measures) -> Finding:
     idle, busy = measures.idle, measures.busy
     remedy = (
-        f'send by HTTPTransport(server="process"), or call sys.setswitchinterval'
+        f"send by Server(process=True), or call sys.setswitchinterval"
         f"({settings.switch / 10:g})"
     )
     return Finding(

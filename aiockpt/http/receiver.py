@@ -29,7 +29,15 @@ from aiockpt.runtime.system import failing_here
 from aiockpt.state.selection import Select, listed
 from aiockpt.transfer.destination import Terms
 from aiockpt.transfer.receive import Receive, Request
-from aiockpt.transport import CheckpointTransport, T, Timeout, exact_step, seconds
+from aiockpt.transport import (
+    REQUIRED,
+    CheckpointTransport,
+    T,
+    Timeout,
+    exact_step,
+    require_given,
+    seconds,
+)
 
 __all__ = ["Receiver"]
 
@@ -48,8 +56,8 @@ class Receiver(CheckpointTransport[T]):
 
     async def recv_checkpoint(
         self,
-        src_rank: int,
-        metadata: str | Sequence[str],
+        src_rank: int = 0,
+        metadata: str | Sequence[str] = REQUIRED,
         step: int | None = None,
         timeout: Timeout | None = None,
         *,
@@ -69,12 +77,13 @@ class Receiver(CheckpointTransport[T]):
         its ``keep_superseded``.
 
         Args:
-            src_rank: Not needed here; named in events.
+            src_rank: Means nothing over HTTP.
             metadata: What the sender's :meth:`metadata` returned; or a list of what
                 several returned that hold the same checkpoint. Each is asked for a
-                share that fits its speed. Who fails for good, sends a wrong chunk, or
-                has another checkpoint than most of them (or, where equal, than the
-                first) is dropped, and the receive goes on while one is left.
+                share that fits its speed. The first that answers says which
+                checkpoint it is. A source that fails for good, sends a wrong chunk, or
+                has another checkpoint is dropped, and the receive goes on while one
+                is left.
             step: The step that the sender was given. None: what is served now; when the
                 sender replaces it meanwhile, the newest is received in its place, and
                 ``progress`` begins anew.
@@ -123,6 +132,7 @@ class Receiver(CheckpointTransport[T]):
                 Of several sources the most telling error, with the others as notes.
             ValueError: ``metadata`` is an empty list.
         """
+        require_given("recv_checkpoint", metadata=metadata)
         try:
             sources = sources_of(metadata)
         finally:

@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from socket import SHUT_RDWR, socket
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 import anyio
 
@@ -64,12 +64,9 @@ from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.ipc import Channel, pack, pair
 
-__all__ = ["ProcessEndpoint", "ProcessOptions", "Server", "endpoint_for"]
+__all__ = ["ProcessEndpoint", "ProcessOptions", "endpoint_for"]
 
 logger = logging.getLogger("aiockpt")
-
-Server: TypeAlias = Literal["loop", "process"]
-"""Where a transport serves: on its loop, or in a process of its own."""
 
 _CODE: Final = (
     "import sys; sys.path[:] = sys.argv[2:]; "
@@ -104,40 +101,36 @@ class ProcessOptions:
 
 
 def endpoint_for(
-    server: Server,
     config: EndpointConfig,
     bridge: Bridge,
     options: ProcessOptions,
     *,
+    process: bool,
     zero_copy: bool,
 ) -> Endpoint | ProcessEndpoint:
     """Return the endpoint of a transport: on this loop, or in a process of its own.
 
     Raises:
-        ValueError: ``server`` is unknown, or an option is out of range.
+        ValueError: an option is out of range.
         TypeError: the niceness is no integer.
         LocalProtocolError: two options contradict each other.
     """
     require(keep_last=options.keep_last)
-    require_type(int, server_nice=options.nice)
+    require_type(int, nice=options.nice)
     if not 0 <= options.nice <= _MAX_NICE:
-        raise ValueError(
-            f"server_nice must be between 0 and {_MAX_NICE}, got {options.nice}"
-        )
-    if server not in ("loop", "process"):
-        raise ValueError(f"server must be 'loop' or 'process', got {server!r}")
-    if server == "loop":
+        raise ValueError(f"nice must be between 0 and {_MAX_NICE}, got {options.nice}")
+    if not process:
         if options.keep_last:
-            raise LocalProtocolError('keep_last= needs server="process"')
+            raise LocalProtocolError("keep_last= needs process=True")
         return Endpoint(config, bridge, lends=options.lends)
     if zero_copy:
         raise LocalProtocolError(
-            'server="process" serves from memory of its own: leave out zero_copy=True'
+            "process=True serves from memory of its own: leave out zero_copy=True"
         )
     if config.ssl_context is not None:
         raise LocalProtocolError(
-            "an ssl_context cannot be handed to the server process: pass "
-            'server="loop", or let a proxy speak TLS'
+            "an ssl_context cannot be handed to the server process: leave out "
+            "process=True, or let a proxy speak TLS"
         )
     return ProcessEndpoint(config, bridge, options)
 
@@ -191,8 +184,8 @@ class ProcessEndpoint:
             LocalProtocolError: always.
         """
         raise LocalProtocolError(
-            f"handlers for {prefix!r} run in the application's process: pass "
-            'server="loop" to the transport'
+            f"handlers for {prefix!r} run in the application's process: leave out "
+            "process=True"
         )
 
     def statistics(self) -> ServerStatistics:

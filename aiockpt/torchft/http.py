@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ssl
+from dataclasses import replace
 from functools import partial
-from typing import Literal, TypedDict, TypeVar, Unpack
+from typing import TypedDict, TypeVar, Unpack
 
 import aiockpt
-from aiockpt.format.limits import Limits
-from aiockpt.http.security import Security
+from aiockpt.http.options import Auth, Receive, Server
 from aiockpt.http.statistics import TransportStatistics
 from aiockpt.torchft.adapter import Adapter
 from aiockpt.transport import Timeout, seconds
@@ -24,30 +23,15 @@ _SHORTEST_STALL = 1.0
 class HTTPOptions(TypedDict, total=False):
     """The options of :class:`aiockpt.HTTPTransport`, which has their defaults."""
 
-    host: str | None
-    port: int
     advertise: str | None
-    interface: str | None
-    chunk_bytes: int
-    max_concurrency: int
-    max_readers: int
-    stall_timeout: float
-    reconnect_timeout: float
-    grace: float
-    keep_superseded: int
-    token: str | None
-    insecure: bool
-    ssl_context: ssl.SSLContext | None
-    client_ssl_context: ssl.SSLContext | None
-    limits: Limits
-    security: Security
-    zero_copy: bool
+    server: Server
+    auth: Auth
+    receive: Receive
     same_host: bool | None
+    stall_timeout: float
+    chunk_bytes: int
+    zero_copy: bool
     allow_pickle: bool
-    keep_arena: bool
-    server: Literal["loop", "process"]
-    keep_last: float
-    server_nice: int
 
 
 class HTTPTransport(Adapter[T]):
@@ -62,25 +46,22 @@ class HTTPTransport(Adapter[T]):
             deadline of a send or a receive that is called without one.
         num_chunks: If not 0, how many ranges travel at once; the ends need not agree.
         **options: What :class:`aiockpt.HTTPTransport` takes; chiefly ``advertise`` and
-            ``interface`` for the address, ``token`` and ``ssl_context``, and
-            ``allow_pickle``. By default ``stall_timeout`` is a fifth of ``timeout``,
-            and between 1 and 10 seconds.
+            ``server=Server(interface=...)`` for the address, ``auth`` for the token and
+            TLS, and ``allow_pickle``. By default ``stall_timeout`` is a fifth of
+            ``timeout``, and between 1 and 10 seconds.
     """
 
     def __init__(
         self, timeout: Timeout, num_chunks: int = 0, **options: Unpack[HTTPOptions]
     ) -> None:
         lingers = not options.get("zero_copy", False)
-        try:
-            # So that a silent connection is replaced well before a deadline.
-            patience = min(_STALL_TIMEOUT, max(seconds(timeout) / 5, _SHORTEST_STALL))
-            options.setdefault("stall_timeout", patience)
-            # Not HTTPTransport[T](...): that adds a frame of typing with the token.
-            transport: aiockpt.HTTPTransport[T] = aiockpt.HTTPTransport(
-                timeout, num_chunks, **options
-            )
-        finally:
-            del options  # a traceback with local variables would show the token
+        # So that a silent connection is replaced well before a deadline.
+        patience = min(_STALL_TIMEOUT, max(seconds(timeout) / 5, _SHORTEST_STALL))
+        options.setdefault("stall_timeout", patience)
+        if num_chunks:
+            given = options.get("receive", Receive())
+            options["receive"] = replace(given, connections=num_chunks)
+        transport: aiockpt.HTTPTransport[T] = aiockpt.HTTPTransport(timeout, **options)
         self._http = transport
         super().__init__(transport, timeout=timeout, lingers=lingers)
 

@@ -24,7 +24,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
 async def main() -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    async with aiockpt.HTTPTransport(timeout=60, host="127.0.0.1") as transport:
+    async with aiockpt.HTTPTransport() as transport:
         # Whoever holds this line may read the weights: it goes from pipe to pipe.
         print(transport.metadata(), flush=True)
         step = 0

@@ -57,7 +57,7 @@ async def main() -> None:
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    async with aiockpt.HTTPTransport(host="127.0.0.1") as transport:
+    async with aiockpt.HTTPTransport() as transport:
         following = asyncio.create_task(worker.follow(transport, metadata))
         print(f"http://127.0.0.1:{site.port}/predict", flush=True)
         ending = asyncio.create_task(asyncio.to_thread(sys.stdin.readline))

@@ -22,7 +22,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from safetensors.torch import save_file
 
-from aiockpt import HTTPTransport
+from aiockpt import HTTPTransport, Server
 from aiockpt.checkpointers import reader, sources
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader, device_of
@@ -733,7 +733,9 @@ class _Evil:
 @contextlib.asynccontextmanager
 async def served(state: Any) -> AsyncIterator[str]:
     """Serve a state dict as step 100; give the metadata."""
-    async with HTTPTransport(host="127.0.0.1", chunk_bytes=CHUNK) as transport:
+    async with HTTPTransport(
+        chunk_bytes=CHUNK, server=Server(host="127.0.0.1")
+    ) as transport:
         transport_any: Any = transport
         await transport_any.send_checkpoint([1], 100, state)
         yield transport.metadata()

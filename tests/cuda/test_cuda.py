@@ -223,7 +223,7 @@ class TestLoading:
         """Chunk by chunk, as they are verified, if the caller lets it."""
         state, template = self.state(1), self.state(0)
         weight, fault = template["weight"], HoldBack()
-        async with transport() as sender, transport(max_concurrency=1) as receiver:
+        async with transport() as sender, transport(connections=1) as receiver:
             await sender.send_checkpoint([], 1, state)
             async with proxied(sender, otherwise=fault) as proxy:
                 call = receiver.recv_checkpoint(
@@ -243,7 +243,7 @@ class TestLoading:
     ) -> None:
         """Its copies end in the background, from memory that nobody else gets."""
         state = self.state(1)
-        options = {"max_concurrency": 1, "keep_arena": keep_arena}
+        options = {"connections": 1, "keep_arena": keep_arena}
         async with transport() as sender, transport(**options) as receiver:
             await sender.send_checkpoint([], 1, state)
             for _ in range(3):

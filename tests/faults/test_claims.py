@@ -36,7 +36,7 @@ ALLOWED = 150  # MiB
 RECEIVES = """
 import asyncio, sys, torch
 from pathlib import Path
-from aiockpt import HTTPTransport, Limits, TransportError
+from aiockpt import HTTPTransport, Limits, TransportError, Server, Receive
 
 def resident(field):
     text = Path("/proc/self/status").read_text()
@@ -45,7 +45,9 @@ def resident(field):
 async def main():
     limits = Limits(max_bytes=8 << 30)
     async with HTTPTransport(
-        host="127.0.0.1", reconnect_timeout=0, stall_timeout=5, limits=limits
+        stall_timeout=5,
+        server=Server(host="127.0.0.1"),
+        receive=Receive(reconnect_timeout=0, limits=limits),
     ) as receiver:
         Path("/proc/self/clear_refs").write_text("5")
         before = resident("VmRSS")

@@ -77,7 +77,7 @@ async def test_nor_is_a_busy_interpreter(record: Record) -> None:
 @asynccontextmanager
 async def lagged(stall_timeout: float, slow: Drip) -> AsyncIterator[Any]:
     """Give a transfer on a slow link; who is thought stalled is connected to again."""
-    options: Any = {"stall_timeout": stall_timeout, "max_concurrency": RANGES}
+    options: Any = {"stall_timeout": stall_timeout, "connections": RANGES}
     async with pair(**options) as (sender, receiver):
         await sender.send_checkpoint([], 1, weights(mib=8))
         async with proxied(sender, otherwise=slow) as proxy:

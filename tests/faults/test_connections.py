@@ -49,7 +49,7 @@ async def test_one_reset_per_connection_costs_a_chunk_each(record: Record) -> No
     """What had arrived before a reset is not fetched again."""
     chance = record.chance()
     state, size = noise(32), 32 * MIB
-    async with pair(chunk_bytes=CHUNK, num_chunks=4) as (sender, receiver):
+    async with pair(chunk_bytes=CHUNK, connections=4) as (sender, receiver):
         await sender.send_checkpoint([], 1, state)
         async with proxied(sender) as proxy:
             url = through(proxy, sender)
@@ -68,7 +68,7 @@ async def test_one_reset_per_connection_costs_a_chunk_each(record: Record) -> No
 async def test_resets_every_three_megabytes_cost_little(record: Record) -> None:
     """No connection lives for longer, from the first to the last."""
     state, size = noise(64), 64 * MIB
-    async with pair(chunk_bytes=CHUNK, num_chunks=4) as (sender, receiver):
+    async with pair(chunk_bytes=CHUNK, connections=4) as (sender, receiver):
         await sender.send_checkpoint([], 1, state)
         cut = CutAfter(3_000_000, reset=True)
         async with proxied(sender, otherwise=cut) as proxy:
@@ -168,7 +168,7 @@ async def whole_manifest(
 async def test_one_inverted_bit_is_never_accepted(record: Record) -> None:
     """In a body it costs its chunk again; in a head it may be an error."""
     state, size, chunk = noise(1), MIB, 64 << 10
-    options = {"stall_timeout": 0.3, "reconnect_timeout": 5, "num_chunks": 1}
+    options = {"stall_timeout": 0.3, "reconnect_timeout": 5, "connections": 1}
     seeds = iter(record.part_of(range(1000), few=60))
 
     async def work(sender: Transport) -> None:
@@ -243,7 +243,7 @@ async def test_two_of_four_connections_stall_for_ever(record: Record) -> None:
     """The others go on, and what the two had is fetched once they are given up."""
     chance, stall = record.chance(), 1.0
     state = noise(record.pick(64, 200))  # long enough to be compared
-    async with pair(chunk_bytes=CHUNK, num_chunks=4, stall_timeout=stall) as (
+    async with pair(chunk_bytes=CHUNK, connections=4, stall_timeout=stall) as (
         sender,
         receiver,
     ):

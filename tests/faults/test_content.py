@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import trustme
 
-from aiockpt import AiockptError, Security
+from aiockpt import AiockptError
 from aiockpt.testing import Answer, CutAfter, FaultProxy, assert_same
 from caching import cached
 from faultpeers import Hold, next_faults, noise, outcome
@@ -38,7 +38,7 @@ async def test_a_step_that_changes_in_the_middle_is_never_mixed(
         for percent in record.part_of(range(100), few=5):
             await sender.send_checkpoint([], 1, old)
             async with (
-                transport(num_chunks=1, reconnect_timeout=0, timeout=30) as receiver,
+                transport(connections=1, reconnect_timeout=0, timeout=30) as receiver,
                 proxied(sender) as proxy,
             ):
                 hold = Hold(size * percent // 100 + 1)
@@ -77,20 +77,20 @@ async def test_another_jobs_server_on_the_port_is_told_apart(
     shared = {
         "token": "t",
         "chunk_bytes": 64 << 10,
-        "security": Security(manifest_key=KEY),
+        "manifest_key": KEY,
     }
     options: dict[str, Any] = dict(shared)
     if other == "token":
         options["token"] = "of-another-job"
     if other == "key":
-        options["security"] = Security(manifest_key=OTHER_KEY)
+        options["manifest_key"] = OTHER_KEY
     async with transport(**shared) as sender, transport(**options) as usurper:
         await sender.send_checkpoint([], 1, mine)
         if other in ("content", "token", "key"):
             await usurper.send_checkpoint([], 1, mine if other == "token" else theirs)
         for percent in [None, *record.part_of(range(0, 100, 5), few=3)]:
             async with (
-                transport(**shared, num_chunks=1, reconnect_timeout=0.2) as receiver,
+                transport(**shared, connections=1, reconnect_timeout=0.2) as receiver,
                 proxied(sender) as proxy,
             ):
                 url = through(proxy, sender)
@@ -171,7 +171,7 @@ async def test_a_tls_stream_that_ends_early_is_a_body_that_ended_early(
     """Without close_notify: it goes on where it broke off."""
     server, client = certificate(trustme.CA())
     chance, state = record.chance(), noise(1)
-    options = {"ssl_context": server, "client_ssl_context": client, "num_chunks": 1}
+    options = {"ssl_context": server, "client_ssl_context": client, "connections": 1}
     async with pair(**options, reconnect_timeout=10) as (sender, receiver):
         await sender.send_checkpoint([], 1, state)
         async with proxied(sender) as proxy:
@@ -200,7 +200,7 @@ async def test_a_cache_never_mixes_two_runs_of_a_step(
             number = chance.choice([1, 2])
             await sender.send_checkpoint([], 1, states[number])
             async with transport(
-                token="t", num_chunks=2, reconnect_timeout=0.2, timeout=20
+                token="t", connections=2, reconnect_timeout=0.2, timeout=20
             ) as receiver:
                 receiving = asyncio.create_task(receiver.recv_checkpoint(0, url, 1))
                 await asyncio.sleep(chance.uniform(0, 0.02))

@@ -24,7 +24,7 @@ async def test_a_receiver_that_asks_again_is_not_counted_again(
     record: Record, server: str
 ) -> None:
     """It waits for the next attempt; the other one is told of this one."""
-    options: dict[str, Any] = {"server": server}
+    options: dict[str, Any] = {"process": server == "process"}
     async with (
         transport(**options) as sender,
         transport() as first,

@@ -25,7 +25,7 @@ async def test_a_trainer_publishes_faster_than_its_followers_receive(
     """Three followers, which begin at different times."""
     count = record.pick(4, 12)
     async with (
-        transport(server=server) as sender,
+        transport(process=server == "process") as sender,
         proxied(sender, otherwise=Drip(MIB, burst=64 << 10)) as proxy,
     ):
         trainer, metadata = Trainer(sender, mib=2), through(proxy, sender)

@@ -143,7 +143,7 @@ async def test_damaged_packets_change_nothing(record: Record) -> None:
             await stack.enter_async_context(sends)
         await sends.send_checkpoint([], 1, state)
         with way.near.entered():
-            receiver = await stack.enter_async_context(transport(num_chunks=4))
+            receiver = await stack.enter_async_context(transport(connections=4))
             for _ in record.part_of(range(10), few=1):
                 got = await receiver.recv_checkpoint(0, sends.metadata(), 1)
                 assert_same(got, state)

@@ -14,7 +14,7 @@ import pytest
 from faultrecord import Record
 from faultrows import row
 from rankprocesses import SUPPORT
-from transports import Transport, weights
+from transports import Transport, transport, weights
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
 
@@ -44,7 +44,7 @@ class Gaps:
 async def test_very_many_readers_do_not_stall_the_senders_loop(record: Record) -> None:
     """As many as are admitted read, the others come back, and nobody is cut off."""
     count = record.pick(600, 2000)
-    async with Transport(host="127.0.0.1", timeout=60) as sender:
+    async with transport(timeout=60, chunk_bytes=16 << 20) as sender:
         await sender.send_checkpoint([1], 1, weights(mib=8))
         url, token = urlsplit(sender.address()), urlsplit(sender.metadata()).fragment
         crowd = await asyncio.create_subprocess_exec(

@@ -32,9 +32,7 @@ async def test_a_killed_sender_is_noticed_at_once(record: Record) -> None:
     for seed in record.part_of(range(8), few=1):
         async with (
             sender(mib=SIZE, chunk_bytes=CHUNK) as peer,
-            transport(
-                token=TOKEN, reconnect_timeout=0, max_concurrency=FEW
-            ) as receiver,
+            transport(token=TOKEN, reconnect_timeout=0, connections=FEW) as receiver,
         ):
             at = At(share(seed), peer.process.kill)
             with pytest.raises(TransportError):
@@ -52,7 +50,7 @@ async def test_a_sender_that_comes_back_finishes_the_transfer(record: Record) ->
             sender(mib=SIZE, chunk_bytes=CHUNK) as peer,
             FaultProxy("127.0.0.1", peer.port) as proxy,
             transport(
-                token=TOKEN, timeout=60, reconnect_timeout=30, max_concurrency=FEW
+                token=TOKEN, timeout=60, reconnect_timeout=30, connections=FEW
             ) as receiver,
         ):
             url = peer.url.replace(str(peer.port), str(proxy.port))
@@ -77,7 +75,7 @@ async def test_a_sender_that_stands_still_for_ever_is_given_up(record: Record) -
         async with (
             sender(mib=SIZE, chunk_bytes=CHUNK) as peer,
             transport(
-                token=TOKEN, reconnect_timeout=0, stall_timeout=1, max_concurrency=FEW
+                token=TOKEN, reconnect_timeout=0, stall_timeout=1, connections=FEW
             ) as receiver,
         ):
             at = At(share(seed), lambda: peer.signal(signal.SIGSTOP))

@@ -37,7 +37,7 @@ async def test_a_sender_without_descriptors_serves_again(record: Record) -> None
     async with (
         sender(mib=16) as peer,
         FaultProxy("127.0.0.1", peer.port, faults=[StallAfter(4 * MIB)]) as proxy,
-        transport(token=TOKEN, num_chunks=1, stall_timeout=1, timeout=60) as early,
+        transport(token=TOKEN, connections=1, stall_timeout=1, timeout=60) as early,
         transport(token=TOKEN, timeout=60) as late,
     ):
         for left in record.part_of([0, 1, 2, 5], few=1):
@@ -63,7 +63,7 @@ async def test_a_receiver_without_descriptors_fails_plainly(record: Record) -> N
         up = range(12)
         for left in record.part_of([*up, *reversed(up)], few=2):
             async with transport(
-                token=TOKEN, num_chunks=4, timeout=20, reconnect_timeout=0.1
+                token=TOKEN, connections=4, timeout=20, reconnect_timeout=0.1
             ) as receiver:
                 with exhausted_fds(left=left):
                     try:
@@ -87,7 +87,7 @@ async def test_twenty_local_ports_are_enough_for_any_number_of_transfers(
         except FaultUnavailableError as error:
             pytest.skip(str(error))
         sends = await stack.enter_async_context(transport())
-        receiver = await stack.enter_async_context(transport(num_chunks=4))
+        receiver = await stack.enter_async_context(transport(connections=4))
         await sends.send_checkpoint([], 1, state)
         for _ in range(count // 4):
             gets = [receive(sends, receiver) for _ in range(4)]
@@ -163,7 +163,7 @@ async def test_more_receivers_than_are_admitted_all_finish(record: Record) -> No
     """Those who are too many are told to come back, and do."""
     state = noise(4)
     async with AsyncExitStack() as stack:
-        peer = await stack.enter_async_context(sender(mib=4, max_readers=4))
+        peer = await stack.enter_async_context(sender(mib=4, readers=4))
         receivers = [
             await stack.enter_async_context(transport(token=TOKEN, timeout=100))
             for _ in range(record.pick(8, 32))
@@ -191,7 +191,7 @@ async def test_attackers_do_not_slow_a_good_client_down(record: Record) -> None:
     state = noise(mib)
     taken: dict[int, list[float]] = {0: [], record.pick(30, 200): []}
     # Those who read slowly have the token, and each of them takes a reader's place.
-    serving = sender(mib=mib, max_readers=128)
+    serving = sender(mib=mib, readers=128)
     async with serving as peer, transport(token=TOKEN) as receiver:
         into = noise(mib)
         for _ in range(turns):

@@ -104,7 +104,7 @@ async def test_a_retraction_is_in_time_whatever_the_process_does(
 ) -> None:
     """Nobody gets the rest, a slow process goes on, and the next step is served."""
     async with (
-        transport(server="process", grace=GRACE, same_host="lent" in trouble) as sender,
+        transport(process=True, grace=GRACE, same_host="lent" in trouble) as sender,
         transport() as receiver,
     ):
         await sender.send_checkpoint([1], 1, weights(mib=64))
@@ -137,7 +137,7 @@ async def test_a_retraction_between_two_processes_gives_the_memory_back(
     record: Record,
 ) -> None:
     """One has been killed, and the next one is not there yet."""
-    async with transport(server="process") as sender, transport() as receiver:
+    async with transport(process=True) as sender, transport() as receiver:
         for step in range(1, record.pick(3, 20) + 1):
             await sender.send_checkpoint([1], step, weights(mib=64))
             [pid] = servers()

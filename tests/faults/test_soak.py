@@ -195,7 +195,7 @@ async def test_a_soak_of_random_faults_corrupts_nothing(record: Record) -> None:
         soak = Soak(seed, sends, record)
         works = [soak.train()]
         for number in range(6):
-            receiver = transport(num_chunks=number % 3 + 1, **options)
+            receiver = transport(connections=number % 3 + 1, **options)
             await stack.enter_async_context(receiver)
             proxy = FaultProxy("127.0.0.1", port_of(sends))
             await stack.enter_async_context(proxy)

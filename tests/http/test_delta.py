@@ -294,7 +294,7 @@ async def test_wrong_bytes_are_never_taken(how: str) -> None:
     """A flipped bit on the way is noticed as ever, and the chunk fetched again."""
     have = big()
     have["w3"].zero_()
-    async with pair(num_chunks=1) as (sender, receiver):
+    async with pair(connections=1) as (sender, receiver):
         await sender.send_checkpoint([], 1, big())
         faults = [FlipBit(CHUNK // 2), FlipBit(CHUNK // 2 + 9000)]
         async with proxied(sender, faults=faults) as proxy:
@@ -321,7 +321,7 @@ async def test_a_failure_leaves_the_template(how: str, ending: str) -> None:
     fault = CutAfter(header) if ending == "cut" else StallAfter(header)
     faults = {"faults": [fault], "otherwise": Refuse()}
     settings = {"stall_timeout": 20.0, "reconnect_timeout": 0.0}
-    async with pair(num_chunks=1, **settings) as (sender, receiver):
+    async with pair(connections=1, **settings) as (sender, receiver):
         await sender.send_checkpoint([], 1, big())
         async with proxied(sender, **faults) as proxy:
             metadata = through(proxy, sender)

@@ -493,7 +493,7 @@ class TestReverseProxy:
             options = {"advertise": proxy.url, "token": "shared", "grace": 0}
             first = transport(**options)
             mount(app, first, "setup")
-            receiver = transport(token="shared", max_concurrency=1)
+            receiver = transport(token="shared", connections=1)
             async with receiver:
                 async with running(app, listening):
                     await first.send_checkpoint([], 7, weights(mib=16))
@@ -616,7 +616,7 @@ class TestShutdown:
             sender = transport(advertise=proxy.url, grace=0.1, chunk_bytes=one)
             app = web.Application()
             mount(app, sender, "setup")
-            async with transport(max_concurrency=1) as receiver:
+            async with transport(connections=1) as receiver:
                 async with running(app, listening, ssl_context=server):
                     await sender.send_checkpoint([], 7, weights(mib=64))
                     received = asyncio.create_task(receive(sender, receiver, 7))
@@ -635,7 +635,7 @@ class TestShutdown:
         One that is made while aiohttp tells them, and has no task yet, is never heard
         by aiohttp: the receiver has only one, which has brought a request by then.
         """
-        one = transport(max_concurrency=1)
+        one = transport(connections=1)
         async with reverse_proxy(pause=MIB) as proxy, one as receiver:
             listening, proxy.upstream = listener()
             sender = transport(

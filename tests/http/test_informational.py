@@ -69,7 +69,7 @@ class Announcing(Fault):
 @pytest.mark.parametrize("piece", [CONTINUE, CONTINUE * 3 + HINTS, b"\r\n" + CONTINUE])
 async def test_a_few_of_them_are_allowed(piece: bytes, size: int) -> None:
     """However they arrive: a proxy may send some, and HTTP allows it."""
-    async with pair(num_chunks=2) as (sender, receiver):
+    async with pair(connections=2) as (sender, receiver):
         await sender.send_checkpoint([], 1, weights(mib=4))
         proxy: FaultProxy
         async with proxied(sender, otherwise=Announcing(piece, size)) as proxy:

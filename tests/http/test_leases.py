@@ -75,7 +75,7 @@ async def holds(sender: Transport, step: int, **headers: str) -> bool:
 @pytest.mark.parametrize("server", PLACES)
 async def test_a_lease_keeps_what_a_receive_began_with(server):
     """Its ranges are served after two publications; nobody else's are."""
-    async with sending(server=server) as sender:
+    async with sending(process=server == "process") as sender:
         first = await manifest(sender, 1, **lease(ONE))
         await publish(sender, 2)
         await publish(sender, 3)
@@ -91,7 +91,7 @@ async def test_a_lease_keeps_what_a_receive_began_with(server):
 @pytest.mark.parametrize("server", PLACES)
 async def test_the_snapshot_that_was_read_longest_stays(server):
     """One is kept; receives of the others are told to begin anew, with the newest."""
-    async with sending(server=server) as sender:
+    async with sending(process=server == "process") as sender:
         await manifest(sender, 1, **lease(ONE))
         await publish(sender, 2)
         await manifest(sender, 2, **lease(TWO))
@@ -141,7 +141,7 @@ async def ended(sender: Transport, name: str) -> None:
 @pytest.mark.parametrize("server", PLACES)
 async def test_a_receive_that_has_ended_keeps_nothing(server):
     """The memory goes as soon as the receiver says so."""
-    async with sending(server=server) as sender:
+    async with sending(process=server == "process") as sender:
         await manifest(sender, 1, **lease(ONE))
         await publish(sender, 2)
         await settle(lambda: sender.statistics().superseded == 1)
@@ -251,7 +251,7 @@ async def test_those_who_make_room_are_cut():
 @pytest.mark.parametrize("server", PLACES)
 async def test_a_retraction_ends_all_leases(server):
     """Nothing is left to read when it returns, of any snapshot."""
-    async with sending(server=server, grace=0.2) as sender:
+    async with sending(process=server == "process", grace=0.2) as sender:
         await manifest(sender, 1, **lease(ONE))
         await publish(sender, 2)
         await manifest(sender, 2, **lease(TWO))

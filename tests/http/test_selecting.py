@@ -109,7 +109,7 @@ async def test_no_other_chunk_is_fetched(select: Any, chunks: int, how: str) -> 
 async def test_what_is_selected_is_fetched_by_few_requests() -> None:
     """Neighbouring chunks go together: there is one plan for all of it."""
     state = {f"layer.{n}": torch.full((WIDE // 8,), float(n)) for n in range(800)}
-    async with pair(num_chunks=2) as (sender, receiver):
+    async with pair(connections=2) as (sender, receiver):
         await sender.send_checkpoint([], 1, state)
         before = sender.statistics().requests
         names = [f"layer.{n}" for n in range(400)]
@@ -219,8 +219,8 @@ async def test_a_value_that_nobody_knows_here_may_stay_away() -> None:
     from aiockpt import RemoteProtocolError
 
     async with (
-        Transport(host="127.0.0.1", allow_pickle=True) as sender,
-        Transport(host="127.0.0.1") as receiver,
+        transport(allow_pickle=True) as sender,
+        transport() as receiver,
     ):
         await sender.send_checkpoint([], 1, {"w": torch.ones(2), "odd": Opaque()})
         with pytest.raises(RemoteProtocolError):
@@ -320,7 +320,7 @@ async def test_a_damaged_chunk_is_fetched_again() -> None:
     """And counted once."""
     seen: list[Any] = []
     async with (
-        pair(num_chunks=1) as (sender, receiver),
+        pair(connections=1) as (sender, receiver),
         proxied(sender, faults=[FlipBit(3 * CHUNK)]) as proxy,
     ):
         await sender.send_checkpoint([], 1, big())
@@ -357,7 +357,7 @@ async def test_what_fails_says_what_the_template_is(direct: bool) -> None:
 @pytest.mark.asyncio
 async def test_a_cancel_leaves_the_template() -> None:
     """In the middle of the bytes, nothing has been written to it."""
-    async with pair(num_chunks=1) as (sender, receiver):
+    async with pair(connections=1) as (sender, receiver):
         await sender.send_checkpoint([], 1, weights(mib=64, count=2))
         into = weights(0.0, mib=64, count=2)
         call = partial(receive, sender, receiver, into=into, select=["w0"])
@@ -391,7 +391,7 @@ async def test_the_deadline_is_that_of_the_whole_call() -> None:
 @pytest.mark.asyncio
 async def test_a_replaced_checkpoint_is_an_error() -> None:
     """Parts of two are never mixed."""
-    async with pair(num_chunks=1) as (sender, receiver):
+    async with pair(connections=1) as (sender, receiver):
         await sender.send_checkpoint([], 1, weights(1.0, mib=64, count=2))
         task, _ = await in_the_middle(
             lambda halfway: receive(

@@ -1,4 +1,4 @@
-"""`HTTPTransport(server="process")` serves from a process of its own."""
+"""`HTTPTransport(server=Server(process=True))` serves from a process of its own."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STATE = {"weight": torch.arange(300_000.0), "step": 7}
 
 def apart(**options: Any) -> Transport:
     """Make a transport that serves from a process of its own."""
-    return transport(server="process", **options)
+    return transport(process=True, **options)
 
 
 def process_of(sender: Transport) -> Any:
@@ -92,7 +92,7 @@ class TestServing:
     @pytest.mark.parametrize("nice", [0, 7])
     async def test_it_is_as_nice_as_it_is_told(self, nice: int) -> None:
         """In this session, in which alone that counts, and in a group of its own."""
-        async with apart(server_nice=nice) as sender:
+        async with apart(nice=nice) as sender:
             pid = process_of(sender).pid
             mine = os.getpriority(os.PRIO_PROCESS, 0)
             expected = min(mine + nice, 19)
@@ -287,7 +287,8 @@ class TestItsDeath:
 FETCH = """
 import asyncio, sys, aiockpt
 async def main():
-    async with aiockpt.HTTPTransport(host="127.0.0.1") as receiver:
+    server = aiockpt.Server(host="127.0.0.1")
+    async with aiockpt.HTTPTransport(server=server) as receiver:
         state = await receiver.recv_checkpoint(0, sys.argv[1], 1, timeout=30)
         print(state["weight"].numel())
 asyncio.run(main())
@@ -296,9 +297,10 @@ asyncio.run(main())
 TRAINER = """
 import asyncio, sys, torch, aiockpt
 async def main():
-    transport = aiockpt.HTTPTransport(
-        host="127.0.0.1", server="process", keep_last=float(sys.argv[1])
+    server = aiockpt.Server(
+        host="127.0.0.1", process=True, keep_last=float(sys.argv[1])
     )
+    transport = aiockpt.HTTPTransport(server=server)
     await transport.send_checkpoint([1], 1, {"weight": torch.arange(300_000.0)})
     process = transport._endpoint.store
     print(transport.metadata(), process.pid, flush=True)
@@ -402,12 +404,11 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("options", "error", "reason"),
         [
-            ({"server": "thread"}, ValueError, "'loop' or 'process'"),
-            ({"keep_last": 1.0}, LocalProtocolError, "needs server"),
-            ({"server": "process", "keep_last": -1.0}, ValueError, "at least 0"),
-            ({"server": "process", "zero_copy": True}, LocalProtocolError, "zero_copy"),
+            ({"keep_last": 1.0}, LocalProtocolError, "needs process"),
+            ({"process": True, "keep_last": -1.0}, ValueError, "at least 0"),
+            ({"process": True, "zero_copy": True}, LocalProtocolError, "zero_copy"),
             (
-                {"server": "process", "ssl_context": ssl.create_default_context()},
+                {"process": True, "ssl_context": ssl.create_default_context()},
                 LocalProtocolError,
                 "ssl_context",
             ),
@@ -423,7 +424,7 @@ class TestOptions:
     async def test_it_cannot_be_mounted(self) -> None:
         """Handlers run in the application's process."""
         async with apart() as sender:
-            with pytest.raises(LocalProtocolError, match='server="loop"'):
+            with pytest.raises(LocalProtocolError, match="process=True"):
                 setup(web.Application(), sender)
 
     async def test_the_address_is_there_before_the_process(self) -> None:

@@ -41,7 +41,7 @@ def events() -> Iterator[list[TransferEvent]]:
 async def lending_pair(**options: Any) -> AsyncIterator[tuple[Transport, Transport]]:
     """Make a sender whose process lends, and a receiver."""
     async with (
-        transport(server="process", same_host=True, **options) as sender,
+        transport(process=True, same_host=True, **options) as sender,
         transport() as receiver,
     ):
         yield sender, receiver

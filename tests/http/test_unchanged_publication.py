@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt import HTTPTransport
 from aiockpt.events import TransferEvent, add_hook
+from transports import transport
 
 pytestmark = pytest.mark.asyncio
 
@@ -27,7 +27,9 @@ async def test_it_warns_with_both_steps(
     events: list[TransferEvent] = []
     remove = add_hook(events.append)
     try:
-        async with HTTPTransport(timeout=30, server=server) as sender:
+        async with transport(
+            timeout=30, process=server == "process", chunk_bytes=16 << 20
+        ) as sender:
             await sender.send_checkpoint([1], 1, state(1))
             await sender.send_checkpoint([1], 1, state(1))
             assert not [each for each in caplog.records if "same bytes" in each.message]
@@ -54,7 +56,7 @@ async def test_a_state_without_tensors_says_nothing() -> None:
     events: list[TransferEvent] = []
     remove = add_hook(events.append)
     try:
-        async with HTTPTransport(timeout=30) as sender:
+        async with transport(timeout=30, chunk_bytes=16 << 20) as sender:
             for step in (1, 2):
                 await sender.send_checkpoint([1], step, {"step": 1})
     finally:

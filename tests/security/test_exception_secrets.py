@@ -17,8 +17,8 @@ import pytest
 import trustme
 
 import aiockpt
-from aiockpt import HTTPTransport, Security
-from transports import transport
+from aiockpt import HTTPTransport
+from transports import grouped, transport
 
 SECRET = "s3cret-0f-the-sender"
 HERE = Path(__file__).parents[1]
@@ -282,8 +282,7 @@ async def test_metadata_that_leads_nowhere_is_not_shown(
 @pytest.mark.asyncio
 async def test_a_refused_name_is_not_shown_with_the_request() -> None:
     """The resolver raises within the HTTP client, whose frames have the headers."""
-    security = Security(peers=["10.0.0.0/8"])
-    async with transport(security=security, reconnect_timeout=0) as receiver:
+    async with transport(peers=["10.0.0.0/8"], reconnect_timeout=0) as receiver:
         url = f"http://localhost:1/checkpoint/#{SECRET}"
         with pytest.raises(aiockpt.LocalProtocolError) as caught:
             await receiver.recv_checkpoint(0, url, 1, timeout=5)
@@ -337,7 +336,7 @@ async def test_ends_that_disagree_about_tls_show_no_token(scheme: str) -> None:
         {"token": SECRET, "timeout": -1},
         {"token": SECRET, "insecure": True},
         {"token": SECRET, "stall_timeout": 0},
-        {"token": SECRET, "max_readers": 0},
+        {"token": SECRET, "readers": 0},
         {"token": SECRET, "server": "elsewhere"},
         {"token": SECRET, "limits": 7},
         {"token": f"{SECRET} and a blank"},
@@ -346,7 +345,7 @@ async def test_ends_that_disagree_about_tls_show_no_token(scheme: str) -> None:
 async def test_a_constructor_that_fails_shows_no_token(options: dict[str, Any]) -> None:
     """Whatever else is wrong with its arguments."""
     with pytest.raises((ValueError, TypeError, aiockpt.AiockptError)) as caught:
-        HTTPTransport(**{"timeout": 5, **options})
+        HTTPTransport(**{"timeout": 5, **grouped(**options)})
     check(caught.value)
 
 
@@ -355,7 +354,11 @@ def test_a_blocking_receive_shows_no_token() -> None:
     pytest.importorskip("torchft", reason="torchft's Manager makes these transports")
     from aiockpt.torchft import HTTPTransport as BlockingTransport
 
-    receiver = BlockingTransport[Any](5.0, host="127.0.0.1", reconnect_timeout=0.0)
+    receiver = BlockingTransport[Any](
+        5.0,
+        server=aiockpt.Server(host="127.0.0.1"),
+        receive=aiockpt.Receive(reconnect_timeout=0.0),
+    )
     try:
         url = f"http://127.0.0.1:1/checkpoint/#{SECRET}"
         with pytest.raises(aiockpt.AiockptError) as caught:

@@ -19,7 +19,7 @@ import pytest
 import trustme
 
 import aiockpt
-from aiockpt import AuthenticationError, ForgedManifestError, Security, make_token
+from aiockpt import AuthenticationError, ForgedManifestError, make_token
 from aiockpt.events import add_hook
 from aiockpt.http.audit import Access
 from aiockpt.testing import Answer, assert_same
@@ -113,7 +113,7 @@ async def test_no_record_repr_or_error_of_a_whole_life_shows_a_secret(
 ) -> None:
     """Sends, receives, faults, refusals, grants: nothing that can be printed has it."""
     asyncio.get_running_loop().set_debug(True)
-    options: dict[str, Any] = {"token": token, "security": Security(manifest_key=KEY)}
+    options: dict[str, Any] = {"token": token, "manifest_key": KEY}
     errors: list[BaseException] = []
 
     async def failing(call: Any) -> None:
@@ -250,10 +250,9 @@ class TestManifestKey:
     async def test_ends_that_share_it_understand_each_other(self) -> None:
         """Also if a receiver does not ask, and for a manifest of many slices."""
         state = weights() | {f"scalar {n}": n for n in range(30_000)}
-        security = Security(manifest_key=KEY)
         async with (
-            transport(security=security) as sender,
-            transport(security=Security(manifest_key=KEY.encode())) as receiver,
+            transport(manifest_key=KEY) as sender,
+            transport(manifest_key=KEY.encode()) as receiver,
             transport() as careless,
         ):
             await sender.send_checkpoint([], 1, state)
@@ -265,10 +264,9 @@ class TestManifestKey:
         self, other: str | None
     ) -> None:
         """Such as another job on a port that was ours: no chunk is asked for."""
-        theirs = Security(manifest_key=other) if other else Security()
         async with (
-            transport(security=theirs) as sender,
-            transport(security=Security(manifest_key=KEY)) as receiver,
+            transport(manifest_key=other) as sender,
+            transport(manifest_key=KEY) as receiver,
         ):
             await sender.send_checkpoint([], 1, weights(mib=4))
             into = weights(7.0, mib=4)

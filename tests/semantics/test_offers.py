@@ -43,7 +43,7 @@ async def offering(cell: Cell, **options: Any) -> AsyncIterator[Transport]:
     """Offer 16 MiB as step 1, from the memory that is sent where the cell says so."""
     zero_copy = "zero_copy" in cell.call or "send_checkpoint" not in cell.call
     if "process" in cell.call:
-        options |= {"zero_copy": False, "server": "process"}
+        options |= {"zero_copy": False, "process": True}
     options = {"grace": GRACE, "insecure": True, "zero_copy": zero_copy, **options}
     sender = transport(**options)
     await sender.send_checkpoint([], 1, weights(mib=16))

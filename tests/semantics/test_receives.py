@@ -180,7 +180,7 @@ def is_held_up(call: str) -> bool:
 async def cut(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut a receive short at each of the moments that make a difference."""
     same_host = lends(cell.call)
-    ends = pair(num_chunks=1, stall_timeout=30, same_host=same_host)
+    ends = pair(connections=1, stall_timeout=30, same_host=same_host)
     async with ends as (sender, receiver):
         await sender.send_checkpoint([], 1, weights())
         seen = set()

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from aiockpt import HTTPTransport, Limits
+from aiockpt import HTTPTransport, Limits, Receive, Server
 from aiockpt.cli import main as command_line
 from auditing import Guard
 
@@ -56,7 +56,10 @@ async def receive(metadata: str, *, into: bool) -> str:
     """Receive once; say what came."""
     template = {"weight": torch.zeros(1000, dtype=torch.uint8)} if into else None
     async with HTTPTransport[Any](
-        timeout=5, host="127.0.0.1", reconnect_timeout=0, stall_timeout=2, limits=LIMITS
+        timeout=5,
+        stall_timeout=2,
+        server=Server(host="127.0.0.1"),
+        receive=Receive(reconnect_timeout=0, limits=LIMITS),
     ) as transport:
         state = await transport.recv_checkpoint(0, metadata, 7, into=template)
     return type(state).__name__

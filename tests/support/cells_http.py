@@ -108,7 +108,7 @@ HTTP: Final[Cells] = {
         ("new", _OFFERS + "test_a_reader_dies"),
     ),
     **row(
-        'HTTPTransport.send_checkpoint, server="process"',
+        "HTTPTransport.send_checkpoint, Server(process=True)",
         (
             "new / served",
             _PROCESS + "TestConformance::test_a_receive_that_comes_first_waits",

@@ -97,7 +97,7 @@ async def stuck(stack: AsyncExitStack, url: str) -> Peer:
 async def at_the_receivers(stack: AsyncExitStack, path: Path) -> Mapping[str, str]:
     """Kill senders in the middle of all their calls; return what others find."""
     gate = held_up(stack.enter_context(pytest.MonkeyPatch.context()), SHARING)
-    made = transport(reconnect_timeout=0, num_chunks=1)
+    made = transport(reconnect_timeout=0, connections=1)
     receiver = await stack.enter_async_context(made)
     sender = await stack.enter_async_context(program("dying_sender", path))
     urls = json.loads(await heard(sender))
@@ -130,7 +130,7 @@ async def at_the_receivers(stack: AsyncExitStack, path: Path) -> Mapping[str, st
 
 
 LENT = "HTTPTransport.recv_checkpoint, share=True"
-PROCESS = 'send_checkpoint, server="process"'
+PROCESS = "send_checkpoint, Server(process=True)"
 
 
 @contextmanager

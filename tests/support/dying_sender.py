@@ -33,7 +33,7 @@ CALLS: dict[str, Call] = {
     "start": lambda it: it.start(),
     "send_checkpoint": send,
     "send_checkpoint, zero_copy=True": send,
-    'send_checkpoint, server="process"': send,
+    "send_checkpoint, Server(process=True)": send,
     "allow_checkpoint": lambda it: it.allow_checkpoint(2),
     "disallow_checkpoint": lambda it: it.disallow_checkpoint(),
     "shutdown": lambda it: it.shutdown(),
@@ -47,7 +47,7 @@ def made(name: str) -> Transport:
     """Make a transport that waits for its readers, as those of live memory do."""
     options: dict[str, Any] = {"grace": 600, "insecure": True, "timeout": 600}
     if "process" in name:
-        options |= {"server": "process", "keep_last": 60}
+        options |= {"process": True, "keep_last": 60}
     elif name not in (*RECEIVED_FROM, "start", "send_checkpoint"):
         options["zero_copy"] = True
     return transport(same_host=lends(name), **options)

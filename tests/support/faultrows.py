@@ -212,7 +212,7 @@ ROWS: Final = (
     Row(
         29,
         "A flood: more receivers than are admitted; 200 slow or idle attackers",
-        "`max_readers` of 4 for 32 receivers; raw sockets",
+        "`readers` of 4 for 32 receivers; raw sockets",
         "all receivers finish in the end; a good client's time + 10 % at most",
     ),
     Row(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from aiockpt import HTTPTransport
+from transports import transport
 
 MIB = 1 << 20
 CHECKPOINT_MIB = 64
@@ -87,7 +88,7 @@ def collected() -> dict[str, Any]:
 @asynccontextmanager
 async def staged(**options: Any) -> AsyncIterator[HTTPTransport[Any]]:
     """Send twice, so that there is an arena that is offered and a free one."""
-    sender = HTTPTransport[Any](host="127.0.0.1", **options)
+    sender = transport(timeout=60, chunk_bytes=16 << 20, **options)
     async with sender:
         KEPT.append(sender)
         for step in range(3):
@@ -146,7 +147,7 @@ async def main(mode: str) -> dict[str, Any]:
     if mode == "shared":
         return await sender(same_host=True)
     if mode == "process":
-        return await sender(server="process")
+        return await sender(process=True)
     if mode == "staging":
         return await staging()
     if mode == "received":

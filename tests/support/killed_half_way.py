@@ -17,14 +17,14 @@ from statistics import median
 import torch
 
 import aiockpt
-from aiockpt import HTTPTransport, Progress
+from aiockpt import HTTPTransport, Progress, Server
 
 MIB = 1 << 20
 
 
 async def serve(mib: int) -> None:
     """Serve step 1 until killed."""
-    async with HTTPTransport(host="127.0.0.1") as sender:
+    async with HTTPTransport(server=Server(host="127.0.0.1")) as sender:
         await sender.send_checkpoint([], 1, {"w": torch.ones(mib * MIB // 4)})
         print(sender.metadata(), flush=True)
         await asyncio.Event().wait()
@@ -82,7 +82,7 @@ async def measure(mib: int, rounds: int) -> None:
     into = {"w": torch.zeros(mib * MIB // 4)}
     times: dict[str, list[float]] = {"two": [], "three": [], "one of three killed": []}
     (first, one), (second, two) = await start(mib), await start(mib)
-    async with HTTPTransport(host="127.0.0.1") as receiver:
+    async with HTTPTransport(server=Server(host="127.0.0.1")) as receiver:
         await receive(receiver, into, [one, two])  # connections, pages
         for _ in range(rounds):
             victim, third = await start(mib)

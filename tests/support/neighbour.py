@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from aiockpt import HTTPTransport
+from aiockpt import HTTPTransport, Server
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.http import shared_memory
 from aiockpt.http.shared_memory import identity
@@ -29,7 +29,7 @@ class Neighbour:
 
     def __init__(self) -> None:
         self.transport = HTTPTransport[Any](
-            WAIT, host="127.0.0.1", chunk_bytes=64 << 10, same_host=True
+            WAIT, chunk_bytes=64 << 10, same_host=True, server=Server(host="127.0.0.1")
         )
         self.held: dict[str, torch.Tensor] = {}
 

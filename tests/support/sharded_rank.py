@@ -39,6 +39,7 @@ from aiockpt import (
     DeviceMeshError,
     HTTPTransport,
     Progress,
+    Server,
     TemplateMismatchError,
 )
 from aiockpt.testing import assert_same
@@ -51,7 +52,7 @@ RANK = rank_of(WORLD)  # from here on there are as many processes
 
 def transport() -> HTTPTransport:
     """Make one that stays on this machine."""
-    return HTTPTransport(timeout=TIMEOUT, host="127.0.0.1")
+    return HTTPTransport(timeout=TIMEOUT, server=Server(host="127.0.0.1"))
 
 
 def all_of(value: Any) -> list[Any]:

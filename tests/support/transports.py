@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 
-from aiockpt import HTTPTransport, Progress
+from aiockpt import Auth, HTTPTransport, Progress, Receive, Server
 from aiockpt.testing import Fault, FaultProxy
 from aiockpt.testing.faults import Pipe
 
@@ -20,14 +20,25 @@ Transport = HTTPTransport[Any]
 MIB = 1 << 20
 
 
+def grouped(**options: Any) -> dict[str, Any]:
+    """Return the options of a transport, those of its records put into the records."""
+    records = {"server": Server, "auth": Auth, "receive": Receive}
+    for argument, record in records.items():
+        names = {each.name for each in fields(record)} & options.keys()
+        if names:
+            given = {name: options.pop(name) for name in names}
+            options[argument] = record(**given)
+    return options
+
+
 def transport(**options: Any) -> Transport:
-    """Make a transport with small chunks."""
+    """Make a transport with small chunks; `grouped` says what options it takes."""
     defaults: dict[str, Any] = {
         "host": "127.0.0.1",
         "chunk_bytes": 64 << 10,
         "timeout": 20,
     }
-    return Transport(**{**defaults, **options})
+    return Transport(**grouped(**{**defaults, **options}))
 
 
 @asynccontextmanager

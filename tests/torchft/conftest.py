@@ -14,6 +14,7 @@ import pytest
 
 import aiockpt
 from aiockpt.torchft import HTTPTransport
+from transports import grouped
 
 Make = Callable[..., HTTPTransport[Any]]
 
@@ -25,7 +26,7 @@ def make() -> Iterator[Make]:
 
     def make_one(timeout: float = 10, **options: Any) -> HTTPTransport[Any]:
         options = {"host": "127.0.0.1", **options}
-        made.append(HTTPTransport(timedelta(seconds=timeout), **options))
+        made.append(HTTPTransport(timedelta(seconds=timeout), **grouped(**options)))
         return made[-1]
 
     yield make_one

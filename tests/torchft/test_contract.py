@@ -239,7 +239,7 @@ class TestPoint5Send:
     def test_a_receive_outlives_that_its_step_is_sent_again(self, make: Make) -> None:
         """It starts afresh, and gets one content or the other."""
         source = make(chunk_bytes=64 << 10)
-        heir = make(max_concurrency=1)
+        heir = make(connections=1)
         size = 4 << 20
         send(source, 1, state(1.0, size))
         with beside(receive, heir, source.metadata(), 1) as result:
@@ -352,7 +352,7 @@ class TestPoint8Disallow:
             async def disallow_checkpoint(self) -> None:
                 raise OSError("broken")
 
-        source = adapt(Broken(host="127.0.0.1"))
+        source = adapt(Broken(server=aiockpt.Server(host="127.0.0.1")))
         source.send_checkpoint([1], 1, state(), LIMIT)
         source.disallow_checkpoint()
         source.shutdown()
@@ -470,7 +470,7 @@ class TestPoint11Exceptions:
             async def recv_checkpoint(self, *args: Any, **options: Any) -> Any:
                 raise failure
 
-        heir = adapt(Odd(host="127.0.0.1"))
+        heir = adapt(Odd(server=aiockpt.Server(host="127.0.0.1")))
         source = make()
         with pytest.raises(AiockptError):
             receive(heir, source.metadata(), 1)
@@ -712,7 +712,7 @@ import torch
 from aiockpt.torchft import HTTPTransport
 ends = os.pipe()
 if (source := os.fork()) == 0:
-    transport = HTTPTransport(10, host="127.0.0.1")
+    transport = HTTPTransport(10, server=aiockpt.Server(host="127.0.0.1"))
     transport.send_checkpoint([1], 1, {"a": torch.ones(16 << 20)}, 10)
     os.write(ends[1], transport.metadata().encode())
     while not transport.statistics().readers:

@@ -125,7 +125,10 @@ class TestHTTP:
     def test_an_adapted_transport_has_one(self, make: Make) -> None:
         """It is given to `adapt`, which does not know that of the transport."""
         source = make()
-        heir = adapt(aiockpt.HTTPTransport[Any](host="127.0.0.1"), timeout=SHORT)
+        heir = adapt(
+            aiockpt.HTTPTransport[Any](server=aiockpt.Server(host="127.0.0.1")),
+            timeout=SHORT,
+        )
         with pytest.raises(TimeoutError, match=f"timed out after {SHORT} s"):
             heir.recv_checkpoint(0, source.metadata(), 1)
         heir.shutdown()

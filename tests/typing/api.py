@@ -84,13 +84,13 @@ async def over_http() -> None:
 
 def trusted() -> None:
     """Who may read, and who is asked, is said in text and numbers."""
-    security = aiockpt.Security(manifest_key=b"k" * 16, peers=["10.0.0.0/8"])
-    transport = aiockpt.HTTPTransport[dict[str, int]](security=security, same_host=True)
+    auth = aiockpt.Auth(manifest_key=b"k" * 16, peers=["10.0.0.0/8"])
+    transport = aiockpt.HTTPTransport[dict[str, int]](auth=auth, same_host=True)
     granted = transport.grant("rank-3", step=7, lifetime=timedelta(minutes=1))
     assert_type(granted, str)
     assert_type(aiockpt.make_token("secret", "rank-3", expires=1e9, step=7), str)
     aiockpt.make_token("secret", 3, expires=1e9)  # type: ignore[arg-type]
-    security.peers = None  # type: ignore[misc]
+    auth.peers = None  # type: ignore[misc]
 
 
 def embedded(app: web.Application) -> None:
@@ -171,7 +171,7 @@ async def in_the_background() -> None:
         assert_type(await handle.written(), bool)
         assert_type(handle.error, BaseException | None)
         assert_type(checkpointer.statistics().written, int)
-        aiockpt.HTTPTransport[Any](server="process", keep_last=60)
+        aiockpt.HTTPTransport[Any](server=aiockpt.Server(process=True, keep_last=60))
         aiockpt.HTTPTransport[Any](server=checkpointer)  # type: ignore[arg-type]
         assert_type(await checkpointer.close(), tuple[BaseException, ...])
     with aiockpt.make_background_checkpointer(config) as background:

@@ -1,0 +1,79 @@
+"""The programs that users write first work as they are written."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.testing import assert_same
+
+STATE = {"model.head": torch.ones(3), "model.body": torch.zeros(4)}
+
+
+def local() -> aiockpt.HTTPTransport[Any]:
+    """Return a transport that others cannot reach."""
+    return aiockpt.HTTPTransport(server=aiockpt.Server(host="127.0.0.1"))
+
+
+@pytest.mark.asyncio
+async def test_a_send_and_a_receive_need_no_ranks() -> None:
+    """By keyword; and in the order of torchft's arguments."""
+    async with local() as sender, local() as receiver:
+        await sender.send_checkpoint(step=100, state_dict=STATE)
+        metadata = sender.metadata()
+        assert_same(await receiver.recv_checkpoint(metadata=metadata, step=100), STATE)
+        assert_same(await receiver.recv_checkpoint(metadata=metadata), STATE)
+        several = [metadata, metadata]
+        found = await receiver.recv_checkpoint(metadata=several, step=100)
+        assert_same(found, STATE)
+        template = {name: torch.full_like(value, 7) for name, value in STATE.items()}
+        await sender.send_checkpoint([1], 101, STATE, 30)
+        await receiver.recv_checkpoint(
+            metadata=metadata, step=101, into=template, have=True
+        )
+        assert_same(template, STATE)
+        head = await receiver.recv_checkpoint(0, metadata, 101, select=["model.head"])
+        assert set(head) == {"model.head"}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("call", "missing"),
+    [
+        (lambda t: t.send_checkpoint([1]), "step"),
+        (lambda t: t.send_checkpoint(step=1), "state_dict"),
+        (lambda t: t.send_checkpoint(state_dict=STATE), "step"),
+        (lambda t: t.recv_checkpoint(step=1), "metadata"),
+    ],
+)
+async def test_what_is_left_out_is_named(call: Any, missing: str) -> None:
+    """As Python itself would say it."""
+    async with local() as transport:
+        with pytest.raises(TypeError, match=f"needs {missing}="):
+            await call(transport)
+
+
+def test_the_options_fit_on_a_screen() -> None:
+    """At most a dozen arguments, and a dozen fields of a record."""
+    parameters = inspect.signature(aiockpt.HTTPTransport).parameters
+    assert len(parameters) <= 12
+    for record in (aiockpt.Server, aiockpt.Auth, aiockpt.Receive):
+        assert len(fields(record)) <= 12
+
+
+def test_a_flat_option_is_told_from_a_record() -> None:
+    """Such as a text in the place of a `Server`."""
+    with pytest.raises(TypeError, match="server must be a Server"):
+        aiockpt.HTTPTransport(server="process")  # type: ignore[arg-type]
+
+
+def test_a_record_does_not_show_the_token() -> None:
+    """Whoever logs the options logs no secret."""
+    auth = aiockpt.Auth(token="open-sesame", manifest_key="k" * 16)
+    assert "sesame" not in f"{auth} {auth!r} {auth.token!r}"
+    assert "kkk" not in repr(auth)
