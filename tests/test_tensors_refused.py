@@ -77,12 +77,12 @@ class TestPeers:
     ) -> None:
         """The sender hears of it, and the group is well."""
 
-        async def offer(*_: object) -> bytearray:
+        def offer(*_: object) -> bytearray:
             return bytearray(header_with_view(dtype))
 
         async with transports() as (sender, receiver):
             with monkeypatch.context() as patch:
-                patch.setattr("aiockpt.pg.medium._offer", offer)
+                patch.setattr("aiockpt.pg.medium.copy_header", offer)
                 state = {"weight": torch.zeros(64, dtype=torch.uint8)}
                 sent, got = await both(sender, receiver, state, step=STEP)
             assert isinstance(got, RemoteProtocolError)

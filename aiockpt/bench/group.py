@@ -18,7 +18,7 @@ from torch import distributed  # noqa: TID251 - it makes the groups
 from aiockpt.bench.receiver import Receiver
 from aiockpt.bench.sender import Sender
 from aiockpt.bench.timed import Cost, timed
-from aiockpt.pg.group import Group
+from aiockpt.pg.messages import Group
 from aiockpt.pg.transport import PGTransport
 from aiockpt.runtime.bridge import Bridge
 

@@ -1,12 +1,16 @@
-"""The process-group transport.
+"""The process-group transport: checkpoints over gloo or NCCL, rank to rank.
 
-========= ===================================================================
-frames    what the two ends say to each other beside the bytes
-messages  how the data segment is cut into messages, and where they lie
-sealing   the digests of chunks, computed while they move
-line      one rank's end of a conversation: the waits, and what breaks them
-sending   state dict → snapshot → one conversation for each destination
-receiving one conversation → arena or template → state dict
-transport `PGTransport`
-========= ===================================================================
+A send ends when its receivers have the checkpoint, so nothing is published here. The
+room uses `torch.distributed` only through `messages.Group`, and knows nothing of HTTP.
+The path begins at `transport.PGTransport`: `send_checkpoint` stages a snapshot and
+holds one conversation with each receiver; `recv_checkpoint` holds the other end of it.
+
+============ ================================================================
+transport    `PGTransport`: the public verbs, and the path of a send
+receive      the path of a receive: from a rank's offer to a state dict
+conversation what both ends say beside the bytes, and how a group breaks
+medium       how checkpoints are staged and received in host memory
+device       the same in the memory of a device
+messages     how a data segment is cut into messages, posted, awaited, digested
+============ ================================================================
 """

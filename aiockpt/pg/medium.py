@@ -1,55 +1,64 @@
-"""What the bytes of a transport are moved in: host memory, or that of a device."""
+"""The memory that a transport moves: host memory here, a device's in `device`.
+
+A medium stages what is sent, makes the channels, and decides where a checkpoint goes
+that is received.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from mmap import mmap
-from typing import Protocol
+from typing import Final, Protocol
 
-import torch
-
-from aiockpt.format.chunks import DEVICE_ALGORITHM, ChunkGrid
-from aiockpt.format.header import LENGTH_BYTES, decode_header, header_length
+from aiockpt.format.chunks import ChunkGrid
+from aiockpt.format.header import decode_header
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.memory.arena import Memory
-from aiockpt.memory.device import Accelerator, numbered, port_for
-from aiockpt.pg.device.board import Board, decode_placement
-from aiockpt.pg.device.destination import device_destination_of
-from aiockpt.pg.device.mover import DeviceMover
-from aiockpt.pg.device.sealing import DeviceSealing, Sealed
-from aiockpt.pg.device.segment import Segment
-from aiockpt.pg.device.staging import DeviceSnapshot, DeviceStager
-from aiockpt.pg.group import Group
-from aiockpt.pg.messages import MESSAGE_BYTES
-from aiockpt.pg.mover import Mover
-from aiockpt.pg.sealing import HostSealing, OnChunk, Sealing
+from aiockpt.pg.messages import (
+    MESSAGE_BYTES,
+    Channel,
+    Digests,
+    Group,
+    HostDigests,
+    OnChunk,
+    messages_of,
+)
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.state.template import Template
 from aiockpt.transfer.destination import Destination, Terms, destination_of
-from aiockpt.transfer.stager import Snapshot, Stager, StagerOptions
+from aiockpt.transfer.stager import Stager, StagerOptions
 
-__all__ = ["DeviceMedium", "Medium", "Offered", "Parcel", "medium_of"]
+__all__ = ["HostMedium", "Medium", "Offered", "Parcel", "copy_header"]
 
-_THREADS = 2
+_THREADS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A snapshot that is ready to be sent, and what a receiver is told first."""
+    """A snapshot that is ready to be sent to several receivers.
+
+    Attributes:
+        manifest: Describes it.
+        offer: What a receiver is told first: the header, and what a device adds.
+        memory: The data segment.
+        messages: The ranges of the segment that travel, in order.
+        digests: Computes the digests of the chunks, or has them.
+        release: Lets go of the memory.
+    """
 
     manifest: Manifest
     offer: bytearray = field(repr=False)
     memory: Memory
-    sealing: Sealing
+    messages: Sequence[tuple[int, int]] = field(repr=False)
+    digests: Digests
     release: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """What a receiver was told: the manifest, and what the sender has on its device."""
+    """What a sender offers: the manifest, and the entries that are on its device."""
 
     manifest: Manifest | ForeignHeader
     placement: Sequence[int] = ()
@@ -60,23 +69,28 @@ class Medium(Protocol):
 
     @property
     def tagged(self) -> bool:
-        """Whether conversations may be held at once."""
+        """Whether several conversations may be held at once."""
 
     @property
     def message_bytes(self) -> int:
         """How long a message of a large entry may be."""
 
     async def stage(self, state_dict: object, *, step: int) -> Parcel:
-        """Return a snapshot; see `aiockpt.transfer.stager.Stager.stage`."""
+        """Return a snapshot; the state dict must not change until it is released.
+
+        Raises:
+            UnsupportedLeafError: a leaf cannot travel; nothing was copied.
+            StagingError: a copy failed.
+        """
 
     def close(self) -> None:
         """Keep no memory from now on."""
 
-    def mover(self, group: Group, rank: int, *, sending: bool) -> Mover:
+    def channel(self, group: Group, rank: int, *, sending: bool) -> Channel:
         """Return what moves messages between this rank and another one."""
 
     def read(self, offer: mmap, limits: Limits) -> Offered:
-        """Return what a sender has said; see `decode_header`."""
+        """Parse what a sender offers; see `decode_header` for what is raised."""
 
     def destination(
         self,
@@ -85,36 +99,18 @@ class Medium(Protocol):
         template: Template | None,
         terms: Terms,
     ) -> Destination:
-        """Return where a checkpoint goes; see `destination_of`."""
+        """Return where a checkpoint goes; see `destination_of` for what is raised."""
 
-    def sealing(
+    def digests(
         self, memory: Memory, grid: ChunkGrid, on_chunk: OnChunk | None
-    ) -> Sealing:
-        """Return what finds the digests of a segment that is received."""
+    ) -> Digests:
+        """Return what computes the digests of a segment that is received."""
 
 
-def medium_of(
-    device: torch.device,
-    bridge: Bridge,
-    *,
-    chunk_bytes: int,
-    allow_pickle: bool,
-    limits: Limits,
-) -> Medium:
-    """Return the medium of a transport whose group wants its tensors on ``device``."""
-    device = numbered(device)
-    made: Callable[..., Medium] = _Host
-    if (port := port_for(device)) is not None:
-        made = partial(DeviceMedium, Board(device, port, Accelerator(device)))
-    return made(
-        bridge, chunk_bytes=chunk_bytes, allow_pickle=allow_pickle, limits=limits
-    )
+class HostMedium:
+    """Host memory, and a group that moves it by tags: gloo."""
 
-
-class _Host:
-    """Host memory."""
-
-    tagged = True
+    tagged = Channel.tagged
     message_bytes = MESSAGE_BYTES
 
     def __init__(
@@ -133,23 +129,28 @@ class _Host:
         )
 
     async def stage(self, state_dict: object, *, step: int) -> Parcel:
+        """Return a snapshot, most of which is the state dict's own memory."""
         snapshot = await self._stager.stage(state_dict, step=step)
         manifest = snapshot.manifest
-        return Parcel(
-            manifest,
-            await _offer(snapshot, self._bridge),
-            snapshot,
-            HostSealing(manifest.grid, torn=snapshot.changed),
-            snapshot.release,
-        )
+        try:
+            offer = await self._bridge.run(copy_header, manifest)
+            messages = await self._bridge.run(messages_of, manifest, MESSAGE_BYTES)
+        except BaseException:
+            snapshot.release()
+            raise
+        digests = HostDigests(manifest.grid, changed=snapshot.changed)
+        return Parcel(manifest, offer, snapshot, messages, digests, snapshot.release)
 
     def close(self) -> None:
+        """Keep no memory from now on."""
         self._stager.close()
 
-    def mover(self, group: Group, rank: int, *, sending: bool) -> Mover:
-        return Mover(group, rank, sending=sending)
+    def channel(self, group: Group, rank: int, *, sending: bool) -> Channel:
+        """Return what moves messages between this rank and another one."""
+        return Channel(group, rank, sending=sending)
 
     def read(self, offer: mmap, limits: Limits) -> Offered:
+        """Parse the header."""
         return Offered(decode_header(offer, limits=limits, ours=True))
 
     def destination(
@@ -159,94 +160,16 @@ class _Host:
         template: Template | None,
         terms: Terms,
     ) -> Destination:
+        """Return tensors over an arena, or those of the template."""
         return destination_of(manifest, template, terms, self._bridge)
 
-    def sealing(
-        self,
-        memory: Memory,
-        grid: ChunkGrid,
-        on_chunk: OnChunk | None,
-    ) -> Sealing:
-        return HostSealing(grid, on_chunk)
-
-
-class DeviceMedium:
-    """The memory of a device, whose communicator has an order in place of tags.
-
-    Both ends must keep it: one conversation at a time.
-    """
-
-    tagged = False
-    message_bytes = DeviceMover.message_bytes
-
-    def __init__(
-        self,
-        board: Board,
-        bridge: Bridge,
-        *,
-        chunk_bytes: int,
-        allow_pickle: bool,
-        limits: Limits,
-    ) -> None:
-        self._board, self._bridge = board, bridge
-        self._stager = DeviceStager(
-            bridge,
-            board,
-            chunk_bytes=chunk_bytes,
-            allow_pickle=allow_pickle,
-            limits=limits,
-            ports=port_for,
-        )
-
-    async def stage(self, state_dict: object, *, step: int) -> Parcel:
-        """Return a snapshot; the state dict must not change until it is released."""
-        snapshot = await self._stager.stage(state_dict, step=step)
-        manifest = snapshot.manifest
-        offer = await _offer(snapshot, self._bridge) + snapshot.placement
-        sealed = Sealed(manifest.digests)
-        return Parcel(manifest, offer, snapshot.memory, sealed, snapshot.release)
-
-    def close(self) -> None:
-        """Do nothing: no memory is kept."""
-
-    def mover(self, group: Group, rank: int, *, sending: bool) -> Mover:
-        """Return one whose messages are on the device."""
-        return DeviceMover(group, rank, self._board, sending=sending)
-
-    def read(self, offer: mmap, limits: Limits) -> Offered:
-        """Return the manifest, and what is on the sender's device."""
-        length = header_length(offer[:LENGTH_BYTES], limits=limits)
-        header, placement = memoryview(offer)[:length], memoryview(offer)[length:]
-        found = decode_header(
-            header, limits=limits, algorithm=DEVICE_ALGORITHM, ours=True
-        )
-        return Offered(found, decode_placement(placement, len(found.entries)))
-
-    def destination(
-        self,
-        manifest: Manifest,
-        placement: Sequence[int],
-        template: Template | None,
-        terms: Terms,
-    ) -> Destination:
-        """Return where it goes: to this device what is on the sender's."""
-        return device_destination_of(
-            manifest, placement, self._board, template, terms, self._bridge
-        )
-
-    def sealing(
+    def digests(
         self, memory: Memory, grid: ChunkGrid, on_chunk: OnChunk | None
-    ) -> Sealing:
-        """Return what finds the digests where the bytes are."""
-        if not isinstance(memory, Segment):
-            raise TypeError(f"{memory} is not on the device")
-        return DeviceSealing(self._board, self._bridge, memory, grid, on_chunk)
+    ) -> Digests:
+        """Return what digests each message as it arrives."""
+        return HostDigests(grid, on_chunk)
 
 
-async def _offer(snapshot: Snapshot | DeviceSnapshot, bridge: Bridge) -> bytearray:
-    """Copy the header for all receivers, in a thread: it may be long."""
-    try:
-        return await bridge.run(bytearray, snapshot.manifest.header)
-    except BaseException:
-        snapshot.release()
-        raise
+def copy_header(manifest: Manifest) -> bytearray:
+    """Return a writable copy of the header for all receivers; it may be long."""
+    return bytearray(manifest.header)

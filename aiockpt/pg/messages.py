@@ -1,32 +1,132 @@
-"""How the data segment is cut into messages, and where their bytes lie.
+"""Messages between two ranks: how a data segment is cut, posted, awaited and digested.
 
-Both ends cut alike, from the manifest: a large entry travels by itself, in pieces, so
-that either end can use the tensor's own memory; small neighbours travel together, over
+Both ends cut alike, from the manifest. A large entry travels by itself, in pieces, so
+that either end can use the tensor's own memory. Small neighbours travel together, over
 one copy where their memory is not one run. A message is bounded, so a copy is small.
+
+A message is digested by the thread that moves it: it has just been gathered, or has
+just arrived, so its bytes are in the cache. Reading them later would cost twice as
+much.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Final
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
+from mmap import mmap
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
+from aiockpt.errors import IntegrityError, ProcessGroupError
+from aiockpt.format.chunks import DIGEST_DIGITS, UNSEALED, ChunkGrid, ChunkHasher
 from aiockpt.format.manifest import Manifest
-from aiockpt.memory.arena import Memory
+from aiockpt.memory.arena import Memory, view_of_address
 
-__all__ = ["Landings", "Leavings", "Memory", "messages_of", "plan_messages"]
+__all__ = [
+    "Channel",
+    "Digests",
+    "Group",
+    "HostDigests",
+    "HostIncoming",
+    "HostOutgoing",
+    "Incoming",
+    "Memory",
+    "Message",
+    "OnChunk",
+    "Outgoing",
+    "Pending",
+    "damage",
+    "messages_of",
+    "plan_messages",
+    "rank_in",
+]
 
 LARGE_BYTES: Final = 256 << 10
 TOGETHER_BYTES: Final = 1 << 20
 MESSAGE_BYTES: Final = 16 << 20
-"""Of host memory: each message wakes both ends; a digest wants a cache."""
+"""Of host memory: each message wakes both ends, and a digest wants a cache."""
 
-BESIDE: Final = 8
-"""Messages that may be under way beside their places, at either end."""
+COPIES: Final = 8
+"""How many copied messages may be under way at either end."""
 
-BESIDE_BYTES: Final = BESIDE * TOGETHER_BYTES
-"""With as many bytes beside their places, no other message begins there."""
+COPIED_BYTES: Final = COPIES * TOGETHER_BYTES
+"""How many bytes of them: a copy that reaches this is the last one for now."""
+
+# A group that is not ours alone may use small tags.
+_FORWARD: Final = 0x61696F00  # from a sender to a receiver
+_BACKWARD: Final = 0x61696F01
+_LAST: Final = 2  # is added for the last frame of a conversation
+
+_SHARE: Final = 32
+"""A wait takes this fraction of the messages that are under way, 1/32."""
+
+_LONGEST: Final = 365 * 86400.0
+"""Seconds of one wait: gloo overflows where nobody has set a deadline."""
+
+
+# ---------------------------------------------------------------- process groups
+
+
+class Pending(Protocol):
+    """An operation under way: ``torch.distributed.Work``, or torchft's."""
+
+    def wait(self, timeout: timedelta = ..., /) -> bool:
+        """Block until it has ended; raise when it failed."""
+
+
+class Group(Protocol):
+    """A process group as far as it is used: torch's own, a backend, or torchft's."""
+
+    def size(self) -> int:
+        """Return how many ranks there are."""
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Any:
+        """Begin to send a tensor; return the operation."""
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Any:
+        """Begin to receive into a tensor; return the operation."""
+
+
+_kept: weakref.WeakKeyDictionary[Any, list[object]] = weakref.WeakKeyDictionary()
+
+
+def rank_in(group: Group) -> int | None:
+    """Return this process's rank; None where the group does not know it.
+
+    A group of torchft inherits ``rank`` from torch, which has not been told: 0.
+    """
+    inner = _innermost(group)
+    definer = next((each for each in type(inner).__mro__ if "size" in vars(each)), None)
+    if definer is None or "rank" not in vars(definer):
+        return None
+    rank: int = inner.rank()
+    return rank
+
+
+def _keep_with(group: Group, messages: object) -> None:
+    """Keep messages that nobody waits for as long as the group lives.
+
+    Gloo forgets a message whose ``Work`` has gone, even one that it has announced.
+    """
+    with suppress(TypeError):  # a group that no weak reference can be made to
+        _kept.setdefault(_innermost(group), []).append(messages)
+
+
+def _innermost(group: Any) -> Any:
+    """Return the group that a wrapper of torchft has been configured with."""
+    while (parent := getattr(group, "parent", None)) is not None:
+        group = parent
+    return group
+
+
+# ------------------------------------------------------- cutting a data segment
 
 
 def messages_of(manifest: Manifest, longest: int) -> list[tuple[int, int]]:
@@ -51,7 +151,8 @@ def plan_messages(
                 messages.append((first, start))
             first = start
         if large:
-            messages += _pieces(start, stop, longest)
+            pieces = range(start, stop, longest)
+            messages += [(at, min(at + longest, stop)) for at in pieces]
             first = stop
         last = stop
     if first < last:
@@ -59,12 +160,39 @@ def plan_messages(
     return messages
 
 
-def _pieces(start: int, stop: int, longest: int) -> list[tuple[int, int]]:
-    return [(at, min(at + longest, stop)) for at in range(start, stop, longest)]
+# ------------------------------------------------------ the memory of a message
 
 
-class Leavings:
-    """Messages that leave: from the memory itself, or from a copy."""
+class Outgoing(Protocol):
+    """The memory that messages are sent from."""
+
+    @property
+    def crowded(self) -> bool:
+        """Whether a message must be sent before another one is taken."""
+
+    def take(self, start: int, stop: int) -> torch.Tensor:
+        """Return these bytes of the segment."""
+
+    def gone(self, start: int) -> None:
+        """Let go of a message that has been sent."""
+
+
+class Incoming(Protocol):
+    """The memory that messages are received into."""
+
+    @property
+    def crowded(self) -> bool:
+        """Whether a message must be settled before another one is expected."""
+
+    def expect(self, start: int, stop: int) -> torch.Tensor:
+        """Return what these bytes of the segment are received into."""
+
+    def settle(self, start: int) -> None:
+        """Copy a message that has arrived to its places, if it is not there."""
+
+
+class HostOutgoing:
+    """Sends from the segment's own memory, or from a copy of scattered bytes."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -74,7 +202,7 @@ class Leavings:
     def crowded(self) -> bool:
         """Whether more copies would be too much."""
         sizes = self._copies.values()
-        return len(sizes) >= BESIDE or sum(sizes) >= BESIDE_BYTES
+        return len(sizes) >= COPIES or sum(sizes) >= COPIED_BYTES
 
     def take(self, start: int, stop: int) -> torch.Tensor:
         """Return these bytes of the segment."""
@@ -89,25 +217,25 @@ class Leavings:
         self._copies.pop(start, None)
 
 
-class Landings:
-    """Where messages arrive: in their places, or beside them until they are complete.
+class HostIncoming:
+    """Receives into the segment's own memory, or into a buffer for scattered bytes.
 
-    Memory beside the places is used again and again.
+    Buffers of the usual size are used again and again.
     """
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._spare: list[bytearray] = []
-        self._beside: dict[int, tuple[bytearray, Sequence[memoryview]]] = {}
+        self._buffered: dict[int, tuple[bytearray, Sequence[memoryview]]] = {}
 
     @property
     def crowded(self) -> bool:
-        """Whether more memory beside the places would be too much."""
-        sizes = [len(block) for block, _ in self._beside.values()]
-        return len(sizes) >= BESIDE or sum(sizes) >= BESIDE_BYTES
+        """Whether more buffers would be too much."""
+        sizes = [len(block) for block, _ in self._buffered.values()]
+        return len(sizes) >= COPIES or sum(sizes) >= COPIED_BYTES
 
     def expect(self, start: int, stop: int) -> torch.Tensor:
-        """Return where these bytes of the segment are going to arrive."""
+        """Return what these bytes of the segment are received into."""
         views, nbytes = self._memory.buffers(start, stop), stop - start
         if len(views) == 1:
             return torch.frombuffer(views[0], dtype=torch.uint8)
@@ -115,17 +243,321 @@ class Landings:
             block = bytearray(max(nbytes, TOGETHER_BYTES))
         else:
             block = self._spare.pop()
-        self._beside[start] = block, views
+        self._buffered[start] = block, views
         return torch.frombuffer(block, dtype=torch.uint8, count=nbytes)
 
     def settle(self, start: int) -> None:
-        """Bring what has arrived to its places."""
-        if start not in self._beside:
+        """Copy a buffer that has been filled to its places."""
+        if start not in self._buffered:
             return
-        block, views = self._beside.pop(start)
+        block, views = self._buffered.pop(start)
         arrived, at = memoryview(block), 0
         for view in views:
             view[:] = arrived[at : at + len(view)]
             at += len(view)
         if len(block) == TOGETHER_BYTES:
             self._spare.append(block)
+
+
+# ------------------------------------------------------------------------ digests
+
+OnChunk = Callable[[int], object]
+"""Called with the size of each chunk that has arrived; in any thread."""
+
+
+class Digests(Protocol):
+    """Computes the digests of a segment's chunks while its messages move."""
+
+    def add(self, start: int, data: torch.Tensor) -> None:
+        """Digest the bytes from ``start`` on, which is where an earlier call ended."""
+
+    async def digits(self) -> bytearray:
+        """Return all digests, joined, when everything has moved."""
+
+
+class HostDigests:
+    """Computes the digests of a segment in host memory.
+
+    Several threads may bring the same bytes, each in order: the first one counts.
+    ``changed`` says at the end whether a sender's tensors have changed meanwhile. If
+    so, no digest matches what was sent.
+    """
+
+    def __init__(
+        self,
+        grid: ChunkGrid,
+        on_chunk: OnChunk | None = None,
+        changed: Callable[[], bool] | None = None,
+    ) -> None:
+        self._grid = grid
+        self._changed = changed
+        self._on_chunk = on_chunk
+        self._lock = threading.Lock()
+        self._hasher = ChunkHasher(grid)
+        self._digests: list[str] = []
+
+    def __repr__(self) -> str:
+        return f"<HostDigests chunks={len(self._digests)} of {len(self._grid)}>"
+
+    def add(self, start: int, data: torch.Tensor) -> None:
+        """Digest the bytes from ``start`` on, which is where an earlier call ended."""
+        with self._lock:
+            if start < self._hasher.position:
+                return
+            assert start == self._hasher.position
+            view = view_of_address(data.data_ptr(), data.nbytes, data)
+            hashed = self._hasher.update(start, view)
+            self._digests += [each.digest for each in hashed]
+            complete = len(self._digests) == len(self._grid)
+            if complete and self._changed is not None and self._changed():
+                self._digests = [UNSEALED] * len(self._grid)
+            if self._on_chunk is not None:
+                for each in hashed:
+                    first, stop = self._grid.range(each.chunk)
+                    self._on_chunk(stop - first)
+
+    async def digits(self) -> bytearray:
+        """Return all digests, joined."""
+        assert len(self._digests) == len(self._grid)
+        return bytearray("".join(self._digests).encode())
+
+
+def damage(sent: bytearray, found: bytearray) -> IntegrityError | None:
+    """Return the error of the first chunk whose digests differ, or None."""
+    if sent == found:
+        return None
+    for chunk, at in enumerate(range(0, len(found), DIGEST_DIGITS)):
+        digests = (digits[at : at + DIGEST_DIGITS] for digits in (sent, found))
+        expected, actual = (each.decode("ascii", "replace") for each in digests)
+        if expected != actual:
+            return IntegrityError(expected=expected, actual=actual, chunk=chunk)
+    return None
+
+
+# ------------------------------------------------------------- posting and waiting
+
+
+class Message(NamedTuple):
+    """A message under way."""
+
+    work: Pending
+    tensor: torch.Tensor
+
+
+class Channel:
+    """Messages between this rank and another one; its methods block, for threads.
+
+    Messages keep their order, and many are under way at once. A method raises
+    ``ProcessGroupError`` when an operation failed, or had not ended at ``until``, a
+    moment of ``time.monotonic``. The tensors are in host memory; a subclass moves
+    those of a device.
+    """
+
+    tagged = True
+    """Whether messages find their receiver by tag, and conversations need no order."""
+
+    sent_ahead = 128
+    """Messages that are sent at once, so that the group always finds a next one."""
+
+    window = 32
+    """Messages that are awaited at once, so that none waits for a round trip."""
+
+    def __init__(self, group: Group, rank: int, *, sending: bool) -> None:
+        self.rank = rank
+        self._group = group
+        self._out, self._in = _FORWARD, _BACKWARD
+        if not sending:
+            self._out, self._in = _BACKWARD, _FORWARD
+        self._abandoned = False
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} to rank {self.rank}>"
+
+    def send(self, until: float, data: bytearray) -> None:
+        """Send bytes in one message."""
+        with self._stream():
+            self._wait(self._post_send(_tensor(data)), until)
+
+    def receive(self, until: float, into: bytearray | mmap) -> None:
+        """Receive as many bytes (one at least) as it holds, in one message."""
+        with self._stream():
+            here = _tensor(into)
+            there = self._buffer(here)
+            self._wait(self._post_receive(there), until)
+            if there is not here:
+                here.copy_(there)
+
+    def send_last(self, until: float, frame: bytearray) -> None:
+        """Send the last frame of a conversation, which the peer always waits for."""
+        self._wait(self._post_send(_tensor(frame), _LAST), until)
+
+    def receive_last(self, until: float, nbytes: int) -> bytearray:
+        """Receive the last frame of a conversation, or fail when the peer dies."""
+        frame = bytearray(nbytes)
+        self._wait(self._post_receive(_tensor(frame), _LAST), until)
+        return frame
+
+    def leave_word(self, only: bytearray, last: bytearray) -> None:
+        """Send a whole conversation without waiting for the receiver.
+
+        A receiver that comes later receives both frames, and there is a buffer for its
+        own last one.
+        """
+        buffer = _tensor(bytearray(len(last)))
+        messages = (
+            self._post_send(_tensor(only)),
+            self._post_send(_tensor(last), _LAST),
+            self._post_receive(buffer, _LAST),
+        )
+        _keep_with(self._group, messages)
+
+    def abandon(self) -> None:
+        """Let a thread that still waits for a message post no other one."""
+        self._abandoned = True
+
+    def give_up(self, frame: bytearray) -> object:
+        """Begin to send the last frame; return what must be kept, as nobody waits."""
+        with suppress(ProcessGroupError):
+            return self._post_send(_tensor(frame), _LAST)
+        return None
+
+    def send_segment(
+        self,
+        until: float,
+        memory: Memory,
+        messages: Iterable[tuple[int, int]],
+        digests: Digests,
+    ) -> None:
+        """Send these ranges of a segment, a message for each, and digest them."""
+        with _giving_way(), self._stream():
+            outgoing = self._outgoing(memory)
+            posted: deque[tuple[int, Message]] = deque()
+            for start, stop in messages:
+                while len(posted) == self.sent_ahead or outgoing.crowded:
+                    for sent, _ in self._oldest(posted, _SHARE, until):
+                        outgoing.gone(sent)
+                self._check()
+                data = outgoing.take(start, stop)
+                digests.add(start, data)
+                posted.append((start, self._post_send(data)))
+            for sent, _ in self._oldest(posted, 1, until):
+                outgoing.gone(sent)
+
+    def receive_segment(
+        self,
+        until: float,
+        memory: Memory,
+        messages: Iterable[tuple[int, int]],
+        digests: Digests,
+    ) -> None:
+        """Receive these ranges, and digest what has arrived while the rest comes."""
+        with _giving_way(), self._stream(memory):
+            incoming = self._incoming(memory)
+            posted: deque[tuple[int, Message]] = deque()
+
+            def settle_oldest() -> None:
+                arrived = self._oldest(posted, _SHARE, until)
+                self._check()
+                for start, message in arrived:
+                    digests.add(start, message.tensor)
+                    incoming.settle(start)
+
+            for start, stop in messages:
+                while len(posted) == self.window or incoming.crowded:
+                    settle_oldest()
+                expected = incoming.expect(start, stop)
+                posted.append((start, self._post_receive(expected)))
+            while posted:
+                settle_oldest()
+            self._finish(until)
+
+    def _oldest(
+        self, posted: deque[tuple[int, Message]], share: int, until: float
+    ) -> list[tuple[int, Message]]:
+        """Wait for the oldest 1/``share`` of the messages, and take them out.
+
+        The last of them is waited for first, so that this thread is woken only once.
+        """
+        oldest = [posted.popleft() for _ in range(-(-len(posted) // share))]
+        for _, message in reversed(oldest):
+            self._wait(message, until)
+        return oldest
+
+    def _check(self) -> None:
+        if self._abandoned:
+            raise ProcessGroupError("it was given up", rank=self.rank)
+
+    def _post_send(self, tensor: torch.Tensor, tag: int = 0) -> Message:
+        try:
+            work = self._group.send([tensor], self.rank, self._out + tag)
+        except Exception as error:
+            raise self._failed(error) from error
+        return Message(work, tensor)
+
+    def _post_receive(self, tensor: torch.Tensor, tag: int = 0) -> Message:
+        try:
+            work = self._group.recv([tensor], self.rank, self._in + tag)
+        except Exception as error:
+            raise self._failed(error) from error
+        return Message(work, tensor)
+
+    def _wait(self, message: Message, until: float) -> None:
+        """Block until a message has moved."""
+        try:
+            if not self._ended(message.work, until):
+                raise ProcessGroupError("it did not end well", rank=self.rank)
+        except ProcessGroupError:
+            raise
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> ProcessGroupError:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return ProcessGroupError(first, rank=self.rank)
+
+    # What follows is different for a device.
+
+    def _stream(self, memory: Memory | None = None) -> AbstractContextManager[object]:
+        """Return the context that messages are posted in; ``memory`` gets them."""
+        return nullcontext()
+
+    def _outgoing(self, memory: Memory) -> Outgoing:
+        return HostOutgoing(memory)
+
+    def _incoming(self, memory: Memory) -> Incoming:
+        return HostIncoming(memory)
+
+    def _buffer(self, here: torch.Tensor) -> torch.Tensor:
+        """Return the memory that the bytes of ``here`` can be received into."""
+        return here
+
+    def _ended(self, work: Pending, until: float) -> bool:
+        remaining = max(until - time.monotonic(), 0.001)  # 0 means something else
+        return work.wait(timedelta(seconds=min(remaining, _LONGEST)))
+
+    def _finish(self, until: float) -> None:
+        """Wait until everything that was settled is in its place."""
+
+
+def _tensor(data: bytearray | mmap) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+@contextmanager
+def _giving_way() -> Iterator[None]:
+    """Let this thread preempt no other one when it is woken.
+
+    The group's own threads need the processor at once, or the wire stands still. What
+    is done here may follow a little later.
+    """
+    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        yield
+        return
+    # A sandbox may forbid it: then everything takes a little longer.
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

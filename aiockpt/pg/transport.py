@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    asynccontextmanager,
+    contextmanager,
+)
 from functools import partial
+from operator import itemgetter
 from typing import Final, cast
 
 import torch
 
 from aiockpt.errors import AiockptError, LocalProtocolError, ProcessGroupError
-from aiockpt.events import Progress
+from aiockpt.events import Progress, TransferEvent, emit
 from aiockpt.format.limits import Limits
-from aiockpt.memory.device import port_for
-from aiockpt.pg.group import Group, Health, rank_in
-from aiockpt.pg.line import Line
-from aiockpt.pg.medium import medium_of
-from aiockpt.pg.receiving import Receive, ReceiveOptions
-from aiockpt.pg.sending import Send
+from aiockpt.memory.device import Accelerator, numbered, port_for
+from aiockpt.pg.conversation import Conversation, Health, Kind, leave_word
+from aiockpt.pg.device import Device, DeviceMedium
+from aiockpt.pg.medium import HostMedium, Medium, Parcel
+from aiockpt.pg.messages import Channel, Group, rank_in
+from aiockpt.pg.receive import Receive, ReceiveOptions
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline, Lifetime
 from aiockpt.runtime.system import failing_here
+from aiockpt.runtime.tasks import run_all
 from aiockpt.state.selection import Select
 from aiockpt.transfer.destination import Terms
 from aiockpt.transport import CheckpointTransport, T, Timeout, exact_step, seconds
@@ -85,7 +93,7 @@ class PGTransport(CheckpointTransport[T]):
         self._sends: set[asyncio.Future[None]] = set()
         self._turns: dict[tuple[bool, int], asyncio.Lock] = {}
         self._bridge = Bridge(threads=_THREADS, name="aiockpt-pg")
-        self._medium = medium_of(
+        self._medium = _medium_of(
             device,
             self._bridge,
             chunk_bytes=chunk_bytes,
@@ -140,14 +148,39 @@ class PGTransport(CheckpointTransport[T]):
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"dst_ranks has a rank twice: {dst_ranks}")
         limit = self._timeout if timeout is None else seconds(timeout)
+        deadline = Deadline(limit, stop="stage", what=f"step {step}")
+        started = time.monotonic()
         here = failing_here(f"sending step {step}")
         with self._lifetime.call(), self._under_way(), here:
             self._health.check()
-            deadline = Deadline(limit, stop="stage", what=f"step {step}")
             async with deadline:
-                line = partial(self._line, sending=True, deadline=deadline)
-                send = Send(self._medium, self._staging, self._bridge, deadline, line)
-                await send.run(ranks, step, state_dict)
+                try:
+                    async with self._staging:  # so that two sends keep their order
+                        parcel = await self._medium.stage(state_dict, step=step)
+                except Exception as error:
+                    await self._tell(ranks, step, error, deadline)
+                    raise
+                try:
+                    deadline.stop = "serve"
+                    deliver = partial(self._deliver, parcel=parcel, deadline=deadline)
+                    errors = await _with_each(ranks, deliver)
+                finally:
+                    parcel.release()
+                if errors:
+                    first, *others = errors
+                    for other in others:
+                        first.add_note(f"also failed: {other}")
+                    raise first
+        emit(
+            TransferEvent(
+                stop="serve",
+                step=step,
+                peer=f"ranks {', '.join(map(str, ranks))}",
+                nbytes=parcel.manifest.segment_bytes,
+                seconds=time.monotonic() - started,
+                level=logging.INFO,
+            )
+        )
 
     async def disallow_checkpoint(self) -> None:
         """Return when no send is under way: nothing stays offered after a send.
@@ -221,18 +254,20 @@ class PGTransport(CheckpointTransport[T]):
         options = ReceiveOptions(
             into=into, template=self._state_dict, progress=progress, terms=terms
         )
-        receive = Receive(step, self._bridge, self._medium, options, deadline)
+        receive = Receive(step, self._medium, self._bridge, options, deadline)
+        here = failing_here(f"receiving step {step}")
         with self._lifetime.call():
             self._health.check()
             try:
-                with failing_here(f"receiving step {step}"):
+                with here:
                     async with (
                         deadline,
-                        self._line(rank, sending=False, deadline=deadline) as line,
+                        self._channel(rank, sending=False) as channel,
                     ):
-                        return cast("T", await receive.run(line))
-            except AiockptError as error:
-                receive.annotate(error)
+                        converse = partial(self._converse, channel, deadline)
+                        return cast("T", await receive.run(rank, converse))
+            except BaseException as error:
+                receive.abandon(error)
                 raise
 
     async def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
@@ -274,18 +309,91 @@ class PGTransport(CheckpointTransport[T]):
             self._sends.discard(ended)
             ended.set_result(None)
 
-    @asynccontextmanager
-    async def _line(
-        self, rank: int, *, sending: bool, deadline: Deadline
-    ) -> AsyncIterator[Line]:
-        """Wait for the turn, then hold one conversation with ``rank``."""
-        async with self._turn(rank, sending=sending):
-            self._health.check()
-            mover = self._medium.mover(self._group, rank, sending=sending)
-            yield Line(mover, self._health, self._bridge, deadline)
+    async def _deliver(self, rank: int, parcel: Parcel, deadline: Deadline) -> None:
+        async with (
+            self._channel(rank, sending=True) as channel,
+            self._converse(channel, deadline) as peer,
+        ):
+            await peer.say(Kind.OFFER, parcel.manifest.step, len(parcel.offer))
+            await peer.hear(Kind.ACCEPT)
+            await peer.send(parcel.offer)
+            await peer.hear(Kind.ACCEPT)
+            await peer.send_segment(parcel.memory, parcel.messages, parcel.digests)
+            await peer.hear(Kind.DONE)
 
-    def _turn(self, rank: int, *, sending: bool) -> asyncio.Lock:
+    async def _tell(
+        self, ranks: Sequence[int], step: int, error: Exception, deadline: Deadline
+    ) -> None:
+        """Tell receivers why nothing comes; note in ``error`` who was not told."""
+        why = f"{type(error).__name__}: {error}"
+
+        async def tell(rank: int) -> None:
+            async with self._channel(rank, sending=True) as channel:
+                if channel.tagged:
+                    await leave_word(channel, self._bridge, step, why)
+                    return
+                async with self._converse(channel, deadline) as peer:
+                    await peer.say(Kind.FAILED, step, text=why)
+
+        try:
+            untold = await _with_each(ranks, tell)
+        except asyncio.CancelledError:
+            if not deadline.expired:
+                raise
+            error.add_note("the receivers could not be told in time")
+            return
+        for lost in untold:
+            error.add_note(f"could not be told: {lost}")
+
+    def _converse(
+        self, channel: Channel, deadline: Deadline
+    ) -> AbstractAsyncContextManager[Conversation]:
+        return Conversation(channel, self._health, self._bridge, deadline).held()
+
+    @asynccontextmanager
+    async def _channel(self, rank: int, *, sending: bool) -> AsyncIterator[Channel]:
+        """Wait until no other call talks to ``rank``, then lend a channel to it."""
         # Messages of host memory have tags. A communicator of a device has an order
         # only, which both ends must keep: one thing at a time.
         key = (sending, rank) if self._medium.tagged else (True, -1)
-        return self._turns.setdefault(key, asyncio.Lock())
+        async with self._turns.setdefault(key, asyncio.Lock()):
+            self._health.check()
+            yield self._medium.channel(self._group, rank, sending=sending)
+
+
+async def _with_each(
+    ranks: Sequence[int], talk: Callable[[int], Awaitable[None]]
+) -> list[AiockptError]:
+    """Talk to all ranks at once; return the errors, in the order of the ranks.
+
+    A rank that fails stops no other.
+    """
+
+    async def attempt(rank: int) -> AiockptError | None:
+        try:
+            await talk(rank)
+        except AiockptError as error:
+            return error
+        return None
+
+    errors = await run_all([partial(attempt, rank) for rank in ranks])
+    ordered = sorted(zip(ranks, errors, strict=True), key=itemgetter(0))
+    return [error for _, error in ordered if error is not None]
+
+
+def _medium_of(
+    device: torch.device,
+    bridge: Bridge,
+    *,
+    chunk_bytes: int,
+    allow_pickle: bool,
+    limits: Limits,
+) -> Medium:
+    """Return the medium of a transport whose group wants its tensors on ``device``."""
+    device = numbered(device)
+    made: Callable[..., Medium] = HostMedium
+    if device.type != "cpu" and (port := port_for(device)) is not None:
+        made = partial(DeviceMedium, Device(device, port, line=Accelerator(device)))
+    return made(
+        bridge, chunk_bytes=chunk_bytes, allow_pickle=allow_pickle, limits=limits
+    )

@@ -1,6 +1,7 @@
 """Concurrency inside one call: tasks that end before it returns, and many small jobs.
 
-`run_all` runs coroutines together and returns their results. `map_in_threads` runs a
+`run_all` runs coroutines together and returns their results. `beside` runs one beside a
+block. `map_in_threads` runs a
 function over many items in a few threads. `Notifier` wakes the tasks that wait for a
 change.
 """
@@ -10,8 +11,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+)
+from contextlib import asynccontextmanager, suppress
 from itertools import islice
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -19,7 +26,7 @@ import anyio
 
 from aiockpt.runtime.bridge import Bridge, Inline
 
-__all__ = ["Notifier", "Over", "map_in_threads", "run_all"]
+__all__ = ["Notifier", "Over", "beside", "map_in_threads", "run_all"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -76,6 +83,28 @@ async def run_all(
             first.add_note(f"also failed: {other}")
         raise first from failures
     return [results[at] for at in range(len(results))]
+
+
+@asynccontextmanager
+async def beside(job: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Run a coroutine function beside a block, which ends when both have ended.
+
+    The first failure cancels the other, and is raised alone. If cancelled, both are.
+    """
+    failed: BaseException | None = None
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(job)
+            yield
+    except BaseExceptionGroup as failures:
+        failed, *others = _leaves(failures)
+        for other in others:
+            failed.add_note(f"also failed: {other}")
+    try:
+        if failed is not None:
+            raise failed  # not from the group, which would hide its own cause
+    finally:
+        del failed  # its traceback has this frame
 
 
 def _leaves(failures: BaseExceptionGroup[BaseException]) -> list[BaseException]:

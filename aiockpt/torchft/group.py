@@ -13,7 +13,7 @@ from torchft.checkpointing.transport import CheckpointTransport
 import aiockpt
 from aiockpt.format.limits import Limits
 from aiockpt.memory.device import settle
-from aiockpt.pg.group import Group
+from aiockpt.pg.messages import Group
 from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.transport import Timeout, seconds
 

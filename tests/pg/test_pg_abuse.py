@@ -18,10 +18,8 @@ from aiockpt import (
 )
 from aiockpt.format.chunks import ChunkGrid
 from aiockpt.memory.arena import Arena
-from aiockpt.pg.frames import Frame, Kind
-from aiockpt.pg.messages import MESSAGE_BYTES, Leavings
-from aiockpt.pg.mover import Mover
-from aiockpt.pg.sealing import HostSealing
+from aiockpt.pg.conversation import Frame, Kind
+from aiockpt.pg.messages import MESSAGE_BYTES, Channel, HostDigests, HostOutgoing
 from aiockpt.testing import assert_same
 from aiockpt.transfer.stager import Stager
 from groups import both, moved, transports
@@ -71,16 +69,16 @@ async def test_a_state_that_changes_between_two_messages_is_noticed(
 ) -> None:
     """What was sent is old then, what comes is new, and either matches its digest."""
     state = {name: torch.zeros(MESSAGE_BYTES // 4) for name in "abcd"}
-    monkeypatch.setattr(Mover, "ahead", 1)
-    take = Leavings.take
+    monkeypatch.setattr(Channel, "sent_ahead", 1)
+    take = HostOutgoing.take
 
-    def change_and_take(leavings: Leavings, start: int, stop: int) -> torch.Tensor:
+    def change_and_take(outgoing: HostOutgoing, start: int, stop: int) -> torch.Tensor:
         if start == 2 * MESSAGE_BYTES:
             for tensor in state.values():
                 tensor.add_(1)
-        return take(leavings, start, stop)
+        return take(outgoing, start, stop)
 
-    monkeypatch.setattr(Leavings, "take", change_and_take)
+    monkeypatch.setattr(HostOutgoing, "take", change_and_take)
     async with transports() as (sender, receiver):
         into = {name: torch.zeros(MESSAGE_BYTES // 4) for name in "abcd"}
         sent, got = await both(sender, receiver, state, into=into)
@@ -131,7 +129,7 @@ class Late:
     """A group whose operations end after the call that began them was given up."""
 
     def __init__(self) -> None:
-        self.mover = Mover(self, 0, sending=False)
+        self.channel = Channel(self, 0, sending=False)
 
     def size(self) -> int:
         """Return how many ranks there are."""
@@ -147,7 +145,7 @@ class Late:
 
     def wait(self, *_: Any) -> bool:
         """End, later."""
-        self.mover.leave_behind()
+        self.channel.abandon()
         return True
 
 
@@ -165,8 +163,8 @@ class Halves:
 def test_a_thread_left_behind_writes_and_tells_nothing() -> None:
     """The caller has its template back, and has been told how that is."""
     told: list[int] = []
-    memory, sealing = Halves(), HostSealing(ChunkGrid(8, 8), told.append)
+    memory, digests = Halves(), HostDigests(ChunkGrid(8, 8), told.append)
     with pytest.raises(ProcessGroupError, match="given up"):
-        Late().mover.receive_segment(0.0, memory, [(0, 8)], sealing)
+        Late().channel.receive_segment(0.0, memory, [(0, 8)], digests)
     assert memory.pieces == [b"old.", b"old."]
     assert told == []

@@ -22,8 +22,8 @@ from aiockpt import (
 )
 from aiockpt.memory.arena import Arena
 from aiockpt.pg import transport as room
-from aiockpt.pg.frames import FRAME_BYTES
-from aiockpt.pg.mover import Mover
+from aiockpt.pg.conversation import FRAME_BYTES
+from aiockpt.pg.messages import Channel
 from aiockpt.testing import FakeAccelerator, assert_same
 from groups import (
     Transport,
@@ -332,16 +332,16 @@ async def test_a_first_word_that_fails_is_known_to_both_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Though the peer may have heard it, and waits for the next one."""
-    send = Mover.send
+    send = Channel.send
 
-    def fail(mover: Mover, *arguments: Any) -> None:
-        send(mover, *arguments)
-        raise ProcessGroupError("on purpose", rank=mover.rank)
+    def fail(channel: Channel, *arguments: Any) -> None:
+        send(channel, *arguments)
+        raise ProcessGroupError("on purpose", rank=channel.rank)
 
     async with transports(timeout=60) as (sender, receiver):
         sending = asyncio.create_task(sender.send_checkpoint([1], 1, weights()))
         with monkeypatch.context() as patched:
-            patched.setattr(Mover, "send", fail)
+            patched.setattr(Channel, "send", fail)
             with pytest.raises(ProcessGroupError):
                 async with asyncio.timeout(20):
                     await receiver.recv_checkpoint(0, "", 1)

@@ -20,10 +20,15 @@ from aiockpt import (
     TransferTimeoutError,
     UnsupportedLeafError,
 )
-from aiockpt.pg.device import folding
-from aiockpt.pg.device.board import decode_placement, encode_placement
-from aiockpt.pg.device.mover import DeviceMover
-from aiockpt.pg.device.segment import Segment
+from aiockpt.pg.device import (
+    ROW_BYTES,
+    DeviceChannel,
+    Segment,
+    decode_placement,
+    encode_placement,
+    fold,
+    keys,
+)
 from aiockpt.testing import FakeAccelerator, assert_same
 from aiockpt.testing.suite.base import sample
 from boards import CPU, FakeBoard, device_transports
@@ -32,7 +37,7 @@ from rendezvous import Rendezvous
 from serving import settle
 
 MIB = 1 << 20
-KEYS = folding.keys(CPU)
+KEYS = keys(CPU)
 
 
 def idle_board(**options: Any) -> FakeBoard:
@@ -176,14 +181,14 @@ class TestMixed:
         self, ours: FakeBoard, theirs: FakeBoard, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """It crosses in messages of 4 MiB at most, of which few are under way."""
-        rooms: list[int] = []
-        room = Segment.room
+        buffers: list[int] = []
+        buffer = Segment.buffer
 
         def counted(segment: Segment, nbytes: int) -> torch.Tensor:
-            rooms.append(nbytes)
-            return room(segment, nbytes)
+            buffers.append(nbytes)
+            return buffer(segment, nbytes)
 
-        monkeypatch.setattr(Segment, "room", counted)
+        monkeypatch.setattr(Segment, "buffer", counted)
         state = {"w": torch.ones(10 * MIB)}
         async with device_transports(
             monkeypatch, ours, theirs, chunk_bytes=8 * MIB
@@ -192,8 +197,8 @@ class TestMixed:
         assert_same(got, state)
         assert not theirs.owns(got["w"])
         assert ours.allocated == theirs.allocated == 0
-        assert max(rooms) <= DeviceMover.message_bytes
-        assert DeviceMover.window * DeviceMover.message_bytes <= 64 * MIB
+        assert max(buffers) <= DeviceChannel.message_bytes
+        assert DeviceChannel.window * DeviceChannel.message_bytes <= 64 * MIB
 
     async def test_damage_is_noticed(
         self, ours: FakeBoard, theirs: FakeBoard, monkeypatch: pytest.MonkeyPatch
@@ -276,7 +281,7 @@ class TestStreams:
         boards = [idle_board(all_its_own=True) for _ in range(3)]
         ranks: list[int] = []
         watch_leaving(
-            monkeypatch, lambda mover, _: ranks.append(mover.rank), DeviceMover
+            monkeypatch, lambda channel, _: ranks.append(channel.rank), DeviceChannel
         )
         state = {"w": torch.ones(8 * MIB)}
         async with device_transports(monkeypatch, *boards) as (sender, *receivers):
@@ -285,7 +290,7 @@ class TestStreams:
                 *(each.recv_checkpoint(0, "", 1) for each in receivers),
             )
         assert ranks == sorted(ranks)
-        assert len(ranks) == 2 * 32 * MIB // DeviceMover.message_bytes
+        assert len(ranks) == 2 * 32 * MIB // DeviceChannel.message_bytes
         for each in got:
             assert_same(each, state)
 
@@ -302,9 +307,9 @@ async def test_what_is_under_way_is_kept_after_a_failure(
             await receiver.recv_checkpoint(0, "", 1, timeout=0.2)
         with pytest.raises(ProcessGroupError):
             await receiver.recv_checkpoint(0, "", 1)
-        (mover,) = receiver._health.remains
-        assert isinstance(mover, DeviceMover)
-        assert [message.tensor.nbytes for message in mover._under_way.values()] == [
+        (channel,) = receiver._health.remains
+        assert isinstance(channel, DeviceChannel)
+        assert [message.tensor.nbytes for message in channel._under_way.values()] == [
             1024
         ]
 
@@ -312,13 +317,13 @@ async def test_what_is_under_way_is_kept_after_a_failure(
 class TestFolding:
     """The digest that a device computes."""
 
-    @given(st.integers(1, 3 * folding._ROW), st.integers(0, 5), st.integers(0))
+    @given(st.integers(1, 3 * ROW_BYTES), st.integers(0, 5), st.integers(0))
     def test_it_is_what_the_text_says(self, size: int, lead: int, seed: int) -> None:
         """Whatever the length, wherever the bytes start."""
         make = torch.Generator().manual_seed(seed % 2**63)
         data = torch.randint(256, (lead + size,), generator=make, dtype=torch.uint8)
-        row = folding.fold(data[lead:], KEYS)[-1]
-        last = (size - 1) // folding._ROW * folding._ROW
+        row = fold(data[lead:], KEYS)[-1]
+        last = (size - 1) // ROW_BYTES * ROW_BYTES
         rest = bytes(data[lead + last :].tolist())
         words = [
             int.from_bytes(rest[at : at + 4].ljust(4, b"\0"), "little", signed=True)
@@ -333,16 +338,16 @@ class TestFolding:
     def test_no_flipped_bit_escapes(self, bit: int, at: int) -> None:
         """Two flipped signs neither."""
         data = torch.zeros(MIB, dtype=torch.uint8)
-        before = folding.fold(data, KEYS)
+        before = fold(data, KEYS)
         for place in (at, at ^ 4):
             data[place] ^= 1 << bit
-            assert not folding.fold(data, KEYS).equal(before)
+            assert not fold(data, KEYS).equal(before)
 
     def test_slices_do_not_matter(self) -> None:
         """A long chunk is folded piece by piece, to bound the memory."""
         data = torch.arange(9 * MIB, dtype=torch.int64).to(torch.uint8)
-        parts = [folding.fold(each, KEYS) for each in data.split(MIB)]
-        assert folding.fold(data, KEYS).equal(torch.cat(parts))
+        parts = [fold(each, KEYS) for each in data.split(MIB)]
+        assert fold(data, KEYS).equal(torch.cat(parts))
 
 
 @given(st.sets(st.integers(0, 40)))
@@ -360,13 +365,13 @@ def watched(
     """Return where large messages are sent from, and received into."""
     sent: list[tuple[int, int]] = []
     received: list[tuple[int, int]] = []
-    landings = DeviceMover._landings
+    incoming = DeviceChannel._incoming
 
     def out(_: object, tensor: torch.Tensor) -> None:
         sent.append((tensor.data_ptr(), tensor.nbytes))
 
-    def into(mover: DeviceMover, memory: Any) -> Any:
-        found = landings(mover, memory)
+    def into(channel: DeviceChannel, memory: Any) -> Any:
+        found = incoming(channel, memory)
         expect = found.expect
 
         def noted(start: int, stop: int) -> torch.Tensor:
@@ -377,6 +382,6 @@ def watched(
         monkeypatch.setattr(found, "expect", noted)
         return found
 
-    watch_leaving(monkeypatch, out, DeviceMover)
-    monkeypatch.setattr(DeviceMover, "_landings", into)
+    watch_leaving(monkeypatch, out, DeviceChannel)
+    monkeypatch.setattr(DeviceChannel, "_incoming", into)
     return sent, received

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aiockpt import RemoteProtocolError
-from aiockpt.pg.frames import FRAME_BYTES, Frame, Kind
+from aiockpt.pg.conversation import FRAME_BYTES, Frame, Kind
 
 
 @pytest.mark.parametrize("kind", Kind)

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.pg.messages import (
-    BESIDE,
-    BESIDE_BYTES,
+    COPIED_BYTES,
+    COPIES,
     LARGE_BYTES,
     MESSAGE_BYTES,
     TOGETHER_BYTES,
-    Landings,
-    Leavings,
+    HostIncoming,
+    HostOutgoing,
     plan_messages,
 )
 
@@ -80,8 +80,8 @@ def test_bytes_find_their_place(start: int, stop: int) -> None:
     ours, theirs = Pieces([10, 20, 30]), Pieces([60])
     theirs.entries[0][:] = range(60)
     for source, target in ((theirs, ours), (ours, Pieces([60]))):
-        landings = Landings(target)
-        landings.expect(start, stop).copy_(Leavings(source).take(start, stop))
+        landings = HostIncoming(target)
+        landings.expect(start, stop).copy_(HostOutgoing(source).take(start, stop))
         landings.settle(start)
         assert b"".join(target.buffers(start, stop)) == bytes(range(start, stop))
 
@@ -89,9 +89,9 @@ def test_bytes_find_their_place(start: int, stop: int) -> None:
 def test_one_run_of_memory_is_not_copied() -> None:
     """What is received is where it belongs, and what is sent is the tensor's own."""
     pieces = Pieces([10, 20])
-    Landings(pieces).expect(10, 30).fill_(7)
+    HostIncoming(pieces).expect(10, 30).fill_(7)
     assert pieces.entries[1] == bytes([7] * 20)
-    sent = Leavings(pieces).take(10, 30)
+    sent = HostOutgoing(pieces).take(10, 30)
     pieces.entries[1][0] = 1
     assert sent[0] == 1
     assert sent.dtype is torch.uint8
@@ -99,8 +99,8 @@ def test_one_run_of_memory_is_not_copied() -> None:
 
 def test_memory_beside_the_places_is_bounded_and_used_again() -> None:
     """However many small tensors there are."""
-    landings = Landings(Pieces([10] * 20))
-    for start in range(0, 20 * BESIDE, 20):
+    landings = HostIncoming(Pieces([10] * 20))
+    for start in range(0, 20 * COPIES, 20):
         assert not landings.crowded
         landings.expect(start, start + 20)
     assert landings.crowded
@@ -111,10 +111,10 @@ def test_memory_beside_the_places_is_bounded_and_used_again() -> None:
 
 def test_long_messages_beside_their_places_are_bounded_sooner() -> None:
     """By their bytes: an entry that its tensor does not fill may be long."""
-    pieces = Pieces([BESIDE_BYTES // 2] * 4)
-    landings, leavings = Landings(pieces), Leavings(pieces)
-    landings.expect(0, BESIDE_BYTES)
-    leavings.take(0, BESIDE_BYTES)
+    pieces = Pieces([COPIED_BYTES // 2] * 4)
+    landings, leavings = HostIncoming(pieces), HostOutgoing(pieces)
+    landings.expect(0, COPIED_BYTES)
+    leavings.take(0, COPIED_BYTES)
     assert [landings.crowded, leavings.crowded] == [True, True]
     landings.settle(0)
     leavings.gone(0)
@@ -123,8 +123,8 @@ def test_long_messages_beside_their_places_are_bounded_sooner() -> None:
 
 def test_copies_that_leave_are_bounded() -> None:
     """However many small tensors there are."""
-    leavings = Leavings(Pieces([10] * 20))
-    for start in range(0, 20 * BESIDE, 20):
+    leavings = HostOutgoing(Pieces([10] * 20))
+    for start in range(0, 20 * COPIES, 20):
         assert not leavings.crowded
         leavings.take(start, start + 20)
     assert leavings.crowded

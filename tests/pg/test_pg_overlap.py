@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aiockpt import Progress
-from aiockpt.pg.mover import Mover
+from aiockpt.pg.messages import Channel
 from groups import moved, transports, watch_leaving
 
 pytestmark = pytest.mark.asyncio
@@ -26,7 +26,7 @@ async def test_a_chunk_is_verified_before_the_last_one_is_sent(
     left: list[int] = []
     told: list[bool] = []
 
-    def hold_the_last_one(_: Mover, message: torch.Tensor) -> None:
+    def hold_the_last_one(_: Channel, message: torch.Tensor) -> None:
         left.append(message.nbytes)
         if len(left) == MESSAGES:
             told.append(seen.wait(DEADLINE))

@@ -27,7 +27,7 @@ from aiockpt import (
     UnsupportedLeafError,
 )
 from aiockpt.events import add_hook
-from aiockpt.pg.frames import Frame, Kind
+from aiockpt.pg.conversation import Frame, Kind
 from aiockpt.testing import assert_same
 from aiockpt.testing.suite.base import TURNS, cancelled_after, sample
 from groups import Transport, both, flip_bits, gloo_groups, moved, transports
@@ -329,7 +329,7 @@ async def test_events_name_the_ranks() -> None:
 )
 async def test_a_peer_that_talks_nonsense_is_no_peer(said: bytes) -> None:
     """Nobody knows what would come next, so the group is broken."""
-    from aiockpt.pg.mover import _FORWARD
+    from aiockpt.pg.messages import _FORWARD
 
     theirs, ours = await gloo_groups(2)
     async with Transport(ours, timeout=2) as receiver:

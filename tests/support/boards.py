@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt.pg.device.board import Board
-from aiockpt.pg.medium import DeviceMedium
+from aiockpt.pg.device import Device, DeviceMedium
 from aiockpt.testing import FakeAccelerator
 from groups import Transport, gloo_groups
 
 CPU = torch.device("cpu")
 
 
-class FakeBoard(Board):
+class FakeBoard(Device):
     """A device whose tensors are those that were put there; or all but bytes.
 
     Bytes are the host's on real devices too: those of values and of generators.
@@ -75,5 +74,5 @@ def _made(
         def medium_of(_: object, *given: Any, board: Any = board, **more: Any) -> Any:
             return DeviceMedium(board, *given, **more)
 
-        monkeypatch.setattr("aiockpt.pg.transport.medium_of", medium_of)
+        monkeypatch.setattr("aiockpt.pg.transport._medium_of", medium_of)
         yield Transport(group, **options)

@@ -15,7 +15,7 @@ import torch
 from torch import distributed
 
 from aiockpt import PGTransport
-from aiockpt.pg.mover import Mover
+from aiockpt.pg.messages import Channel, Outgoing
 
 Transport = PGTransport[Any]
 
@@ -96,42 +96,54 @@ async def both(
 
 def flip_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the last bit of every message of a data segment change on its way."""
-    segment, post = Mover.send_segment, Mover._post_send
-    flipping: set[Mover] = set()
+    segment, post = Channel.send_segment, Channel._post_send
+    flipping: set[Channel] = set()
 
-    def send_segment(mover: Mover, *arguments: Any) -> None:
-        flipping.add(mover)
-        segment(mover, *arguments)
-        flipping.discard(mover)
+    def send_segment(channel: Channel, *arguments: Any) -> None:
+        flipping.add(channel)
+        segment(channel, *arguments)
+        flipping.discard(channel)
 
-    def post_send(mover: Mover, tensor: torch.Tensor, lane: int = 0) -> Any:
-        if mover in flipping:
+    def post_send(channel: Channel, tensor: torch.Tensor, tag: int = 0) -> Any:
+        if channel in flipping:
             tensor = tensor.clone()
             tensor[-1] ^= 128
-        return post(mover, tensor, lane)
+        return post(channel, tensor, tag)
 
-    monkeypatch.setattr(Mover, "send_segment", send_segment)
-    monkeypatch.setattr(Mover, "_post_send", post_send)
+    monkeypatch.setattr(Channel, "send_segment", send_segment)
+    monkeypatch.setattr(Channel, "_post_send", post_send)
+
+
+class Watched:
+    """The memory that messages are sent from, which tells what is taken of it."""
+
+    def __init__(
+        self, memory: Outgoing, watch: Callable[[torch.Tensor], object]
+    ) -> None:
+        self._memory, self._watch = memory, watch
+        self.gone = memory.gone
+
+    @property
+    def crowded(self) -> bool:
+        """Pass on."""
+        return self._memory.crowded
+
+    def take(self, start: int, stop: int) -> torch.Tensor:
+        """Pass on, and tell."""
+        tensor = self._memory.take(start, stop)
+        self._watch(tensor)
+        return tensor
 
 
 def watch_leaving(
     monkeypatch: pytest.MonkeyPatch,
-    watch: Callable[[Mover, torch.Tensor], object],
-    kind: type[Mover] = Mover,
+    watch: Callable[[Channel, torch.Tensor], object],
+    kind: type[Channel] = Channel,
 ) -> None:
     """Call ``watch`` with every message of a data segment before it is sent."""
-    leavings = kind._leavings
+    outgoing = kind._outgoing
 
-    def watched(mover: Mover, memory: Any) -> Any:
-        found = leavings(mover, memory)
-        take = found.take
+    def watched(channel: Channel, memory: Any) -> Outgoing:
+        return Watched(outgoing(channel, memory), partial(watch, channel))
 
-        def taken(start: int, stop: int) -> torch.Tensor:
-            tensor = take(start, stop)
-            watch(mover, tensor)
-            return tensor
-
-        monkeypatch.setattr(found, "take", taken)
-        return found
-
-    monkeypatch.setattr(kind, "_leavings", watched)
+    monkeypatch.setattr(kind, "_outgoing", watched)

@@ -1,0 +1,370 @@
+"""What two ranks say to each other beside the bytes, and what breaks their group.
+
+A conversation, in the order in which it is held::
+
+    sender                                receiver
+    OFFER step, bytes of the header   →
+                                      ←   ACCEPT: this is the step that I wait for
+    header                            →
+                                      ←   ACCEPT: it fits, and I have the memory
+    data segment, message by message  →
+    digests of its chunks             →
+                                      ←   DONE: every digest matched
+    FAILED why                        →   (in place of the OFFER)
+                                      ←   FAILED why (in place of ACCEPT or DONE)
+
+The digests in the header do not count: those of host memory are zeros there, because
+the header is sent before they are computed.
+
+So each end that fails tells the other, and nothing is under way when a conversation
+ends. There is one exception. A sender in host memory that has nothing to offer posts
+FAILED and BYE for a receiver that is not there yet, and goes on. A receiver skips such
+a conversation if it is about an earlier step than its own.
+
+Gloo has no future and no poll: the only way to learn that a message has moved is to
+block in ``Work.wait``. So every wait has a thread of its own
+(:meth:`.Bridge.run_apart`) and the time that remains. A caller that stops waiting
+leaves the thread behind, and a group that nobody may use any more.
+
+A wait also ends when the peer dies, but not always: what gloo has begun to write or
+read stays until the timeout, and only what has not begun is woken. So each end also
+waits for a *last frame* during the whole conversation. The peer sends it at the end
+(BYE), or when it gives up in the middle (FAILED), and with it the group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import re
+import struct
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from mmap import mmap
+from typing import Final, TypeVar, TypeVarTuple
+
+from aiockpt.errors import (
+    AiockptError,
+    IntegrityError,
+    PeerFailedError,
+    ProcessGroupError,
+    RemoteProtocolError,
+)
+from aiockpt.pg.messages import Channel, Digests, Memory, damage
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.lifetime import Deadline
+from aiockpt.runtime.tasks import beside
+
+__all__ = [
+    "FRAME_BYTES",
+    "Conversation",
+    "Frame",
+    "Health",
+    "Kind",
+    "OutdatedError",
+    "leave_word",
+]
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
+
+FRAME_BYTES: Final = 1024
+
+_MAGIC: Final = b"aiockpt\n"
+_VERSION: Final = 1
+_HEAD: Final = struct.Struct("<8sHHqqI")
+_TEXT_BYTES: Final = FRAME_BYTES - _HEAD.size
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
+_MAX_STEP: Final = 2**63 - 1
+
+_AFTER: Final = 0.1
+"""Seconds that a wait goes on after the deadline, so that only one of the two fires."""
+
+
+# ------------------------------------------------------------------------- frames
+
+
+class Kind(enum.IntEnum):
+    """What a frame says."""
+
+    OFFER = 1
+    ACCEPT = 2
+    DONE = 3
+    FAILED = 4
+    BYE = 5
+
+
+_KINDS: Final = frozenset(Kind)
+_FINAL: Final = (Kind.DONE, Kind.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One thing said: 1 KiB, little endian, with zeros up to the end.
+
+    Its fields are magic, version, kind, step, bytes, length of the text, and text.
+    ``nbytes`` is the length of the header that an OFFER is of.
+    """
+
+    kind: Kind
+    step: int
+    nbytes: int = 0
+    text: str = ""
+
+    def encode(self) -> bytearray:
+        """Return the frame's bytes; a text that is too long is cut."""
+        text = self.text.encode("utf-8", "replace")[:_TEXT_BYTES]
+        step = self.step if 0 <= self.step <= _MAX_STEP else -1
+        frame = bytearray(FRAME_BYTES)
+        head = (_MAGIC, _VERSION, self.kind, step, self.nbytes, len(text))
+        _HEAD.pack_into(frame, 0, *head)
+        frame[_HEAD.size : _HEAD.size + len(text)] = text
+        return frame
+
+    @classmethod
+    def decode(cls, data: bytes | bytearray) -> Frame:
+        """Return what a peer said.
+
+        Raises:
+            RemoteProtocolError: these bytes are no frame, or one of another version.
+        """
+        magic, version, kind, step, nbytes, length = _HEAD.unpack_from(data)
+        if magic != _MAGIC:
+            raise RemoteProtocolError("the peer is no aiockpt.PGTransport")
+        if version != _VERSION:
+            raise RemoteProtocolError(
+                f"the peer speaks version {version}; this side knows {_VERSION}"
+            )
+        if kind not in _KINDS or length > _TEXT_BYTES or nbytes < 0:
+            raise RemoteProtocolError(
+                f"malformed frame: kind {kind}, {nbytes} bytes, a text of {length}"
+            )
+        text = data[_HEAD.size : _HEAD.size + length].decode("utf-8", "replace")
+        return cls(Kind(kind), step, nbytes, _CONTROL.sub(" ", text))
+
+
+# ------------------------------------------------------------------- the group
+
+
+class Health:
+    """Says whether a group may still be used; once broken, it stays so.
+
+    ``remains`` keeps the messages that are under way and awaited by nobody.
+    """
+
+    def __init__(self) -> None:
+        self.remains: list[object] = []
+        self._why = ""
+        self._rank: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<Health {self._why or 'well'}>"
+
+    @property
+    def broken(self) -> bool:
+        """Whether nothing can be sent or received any more."""
+        return bool(self._why)
+
+    def check(self) -> None:
+        """Raise ``ProcessGroupError`` if the group is broken."""
+        if self._why:
+            raise ProcessGroupError(self._why, rank=self._rank)
+
+    def break_off(self, rank: int, error: BaseException) -> None:
+        """Remember the first error that broke the group, and the rank it was with."""
+        if self._why:
+            return
+        why = str(error)
+        if isinstance(error, asyncio.CancelledError):
+            why = "it was cut short by a cancel or a deadline"
+        elif isinstance(error, ProcessGroupError):
+            why = error.detail
+        self._rank, self._why = rank, f"an earlier one was the last: {why}"
+
+
+# ------------------------------------------------------------- one conversation
+
+
+class OutdatedError(PeerFailedError):
+    """The peer gave up an earlier step, which nobody received."""
+
+
+async def leave_word(channel: Channel, bridge: Bridge, step: int, text: str) -> None:
+    """Post a conversation that only says why ``step`` is not sent, without waiting.
+
+    The receiver may come later, for this step or for another one.
+    """
+    only, last = Frame(Kind.FAILED, step, text=text), Frame(Kind.BYE, 0)
+    await bridge.run(channel.leave_word, only.encode(), last.encode())
+
+
+class Conversation:
+    """One end of a conversation, which is held for the length of a block.
+
+    Every coroutine raises ``ProcessGroupError`` when an operation failed. If one is
+    cancelled or fails so, the group is broken.
+    """
+
+    def __init__(
+        self, channel: Channel, health: Health, bridge: Bridge, deadline: Deadline
+    ) -> None:
+        self.rank = channel.rank
+        self._channel = channel
+        self._health = health
+        self._bridge = bridge
+        self._deadline = deadline
+        self._over = True  # both ends know that nothing more is said
+        self._ended = False  # the block has ended
+
+    def __repr__(self) -> str:
+        return f"<Conversation with rank {self.rank}>"
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[Conversation]:
+        """Hold the conversation for the length of a block.
+
+        The block is cancelled when the peer dies or gives up, which is then raised. If
+        the block fails after one end has said that it failed, the group is well. If it
+        fails otherwise, or is cancelled, the group is broken, and the peer is told.
+        """
+        tagged = self._channel.tagged
+        failed: Exception | None = None
+        try:
+            async with beside(self._watch_peer) if tagged else nullcontext():
+                try:
+                    yield self
+                except Exception as error:
+                    if not self._over:
+                        raise
+                    failed = error
+                self._ended = True
+                if tagged:
+                    bye = Frame(Kind.BYE, 0).encode()
+                    await self._in_thread(self._channel.send_last, bye)
+        except BaseException as error:
+            self._break_off(error)
+            raise
+        try:
+            if failed is not None:
+                raise failed
+        finally:
+            del failed  # its traceback has this frame
+
+    async def say(self, kind: Kind, step: int, nbytes: int = 0, text: str = "") -> None:
+        """Send a frame."""
+        await self.send(Frame(kind, step, nbytes, text).encode())
+        self._over = kind in _FINAL
+
+    async def hear(self, expected: Kind, *, step: int = 0) -> Frame:
+        """Receive a frame.
+
+        Args:
+            expected: What the peer should say.
+            step: The step that this conversation is about.
+
+        Raises:
+            OutdatedError: the peer gave up an earlier step than ``step``; the
+                conversation is over, and another one may follow.
+            PeerFailedError: the peer gave up; the conversation is over.
+            RemoteProtocolError: the peer said something else; the group is broken.
+        """
+        self._over = False
+        data = bytearray(FRAME_BYTES)
+        await self.fill(data)
+        frame = Frame.decode(data)
+        if frame.kind not in (expected, Kind.FAILED):
+            raise RemoteProtocolError(
+                f"rank {self.rank} said {frame.kind.name}, expected {expected.name}"
+            )
+        self._over = frame.kind in _FINAL
+        if frame.kind is Kind.FAILED:
+            failure = OutdatedError if frame.step < step else PeerFailedError
+            raise failure(self.rank, frame.text)
+        return frame
+
+    @asynccontextmanager
+    async def answering(self, kind: Kind, step: int) -> AsyncIterator[None]:
+        """Say ``kind`` when the block ends, or why it failed."""
+        try:
+            yield
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            try:
+                await self.say(Kind.FAILED, step, text=why)
+            except AiockptError as lost:
+                error.add_note(f"the sender could not be told: {lost}")
+            raise
+        await self.say(kind, step)
+
+    async def send(self, data: bytearray) -> None:
+        """Send bytes in one message."""
+        await self._in_thread(self._channel.send, data)
+
+    async def fill(self, data: bytearray | mmap) -> None:
+        """Receive as many bytes as it holds in one message."""
+        await self._in_thread(self._channel.receive, data)
+
+    async def send_segment(
+        self, memory: Memory, messages: Iterable[tuple[int, int]], digests: Digests
+    ) -> None:
+        """Send the data segment, and the digests of its chunks."""
+        send = self._channel.send_segment
+        await self._in_thread(send, memory, messages, digests)
+        if digits := await digests.digits():
+            await self.send(digits)
+
+    async def receive_segment(
+        self, memory: Memory, messages: Iterable[tuple[int, int]], digests: Digests
+    ) -> IntegrityError | None:
+        """Receive the data segment; return the error of what was damaged on the way."""
+        receive = self._channel.receive_segment
+        await self._in_thread(receive, memory, messages, digests)
+        found = await digests.digits()
+        if not found:
+            return None
+        sent = bytearray(len(found))
+        await self.fill(sent)
+        return damage(sent, found)
+
+    async def _in_thread(self, move: Callable[[float, *Args], T], *args: *Args) -> T:
+        """Call a method of the channel in a thread of its own, until the deadline."""
+        remaining = self._deadline.when - asyncio.get_running_loop().time()
+        until = time.monotonic() + max(remaining, 0) + _AFTER
+        try:
+            return await self._bridge.run_apart(move, until, *args)
+        except BaseException as error:
+            self._over = False  # also if it was the first word: the peer may have it
+            if isinstance(error, asyncio.CancelledError):
+                self._deadline.last_error = f"rank {self.rank} was still waited for"
+            self._health.break_off(self.rank, error)
+            raise
+
+    async def _watch_peer(self) -> None:
+        """Wait for the peer's last frame; raise if it is dead or has given up."""
+        try:
+            data = await self._in_thread(self._channel.receive_last, FRAME_BYTES)
+            frame = Frame.decode(data)
+            if frame.kind is not Kind.BYE:
+                error = ProcessGroupError(frame.text, rank=self.rank)
+                self._health.break_off(self.rank, error)
+                raise error
+        except ProcessGroupError:
+            if not self._ended:
+                raise  # else nothing is missing
+
+    def _break_off(self, error: BaseException) -> None:
+        """Let nobody use the group any more; tell the peer, which may wait long."""
+        self._health.break_off(self.rank, error)
+        self._channel.abandon()
+        if not self._channel.tagged:
+            self._health.remains.append(self._channel)
+            return
+        cut = isinstance(error, asyncio.CancelledError)
+        why = "it was cut short" if cut else str(error)
+        frame = Frame(Kind.FAILED, 0, text=f"the other end gave up: {why}")
+        self._bridge.post(self._give_up, frame.encode())
+
+    def _give_up(self, frame: bytearray) -> None:
+        self._health.remains.append(self._channel.give_up(frame))
