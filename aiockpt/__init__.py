@@ -45,42 +45,17 @@ from aiockpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer, SaveHandle
+    from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer
     from aiockpt.checkpointers.background import BackgroundCheckpointer
-    from aiockpt.checkpointers.barriers import (
-        Barrier,
-        DistBarrier,
-        TCPStoreBarrier,
-        register_barrier,
-    )
-    from aiockpt.checkpointers.base import (
-        Checkpointer,
-        CheckpointerStatistics,
-    )
-    from aiockpt.checkpointers.config import (
-        BarrierConfig,
-        CheckpointerConfig,
-        CheckpointProcessConfig,
-        CheckpointStagerConfig,
-        CheckpointWriterConfig,
-        RankInfo,
-    )
+    from aiockpt.checkpointers.config import CheckpointerConfig
     from aiockpt.checkpointers.factories import (
         load,
         make_async_checkpointer,
         make_background_checkpointer,
         make_sync_checkpointer,
     )
-    from aiockpt.checkpointers.process import CheckpointProcess
-    from aiockpt.checkpointers.reader import CheckpointReader
-    from aiockpt.checkpointers.recovery import Recovered, recover
-    from aiockpt.checkpointers.stager import (
-        CheckpointStager,
-        DefaultStager,
-        StagedState,
-    )
+    from aiockpt.checkpointers.recovery import recover
     from aiockpt.checkpointers.sync import SyncCheckpointer
-    from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
     from aiockpt.events import Progress, TransferEvent
     from aiockpt.format.limits import Limits
     from aiockpt.http.options import Auth, Receive, Server
@@ -88,7 +63,7 @@ if TYPE_CHECKING:
     from aiockpt.http.transport import HTTPTransport
     from aiockpt.pg.transport import PGTransport
     from aiockpt.state.flatten import register_leaf
-    from aiockpt.storage.directory import Checkpoint, latest, list_checkpoints
+    from aiockpt.storage.directory import latest, list_checkpoints
     from aiockpt.transport import CheckpointTransport
 
 __version__ = "0.1.0"
@@ -99,26 +74,12 @@ __all__ = [
     "Auth",
     "AuthenticationError",
     "BackgroundCheckpointer",
-    "Barrier",
-    "BarrierConfig",
-    "Checkpoint",
     "CheckpointChangedError",
     "CheckpointNotFoundError",
-    "CheckpointProcess",
-    "CheckpointProcessConfig",
-    "CheckpointReader",
-    "CheckpointStager",
-    "CheckpointStagerConfig",
     "CheckpointTransport",
-    "CheckpointWriter",
-    "CheckpointWriterConfig",
-    "Checkpointer",
     "CheckpointerConfig",
-    "CheckpointerStatistics",
     "ClosedError",
-    "DefaultStager",
     "DeviceMeshError",
-    "DistBarrier",
     "ForgedManifestError",
     "HTTPTransport",
     "IntegrityError",
@@ -133,20 +94,15 @@ __all__ = [
     "ProcessGroupError",
     "Progress",
     "ProtocolError",
-    "RankInfo",
     "Receive",
-    "Recovered",
     "RemoteProtocolError",
-    "SaveHandle",
     "SaveInProgressError",
     "Server",
-    "StagedState",
     "StagingError",
     "StateDictError",
     "StepNotFoundError",
     "StorageError",
     "SyncCheckpointer",
-    "TCPStoreBarrier",
     "TemplateMismatchError",
     "TransferEvent",
     "TransferInterruptedError",
@@ -158,7 +114,6 @@ __all__ = [
     "WorkerError",
     "WorkerTimeoutError",
     "WorldSizeMismatchError",
-    "WriterHook",
     "__version__",
     "latest",
     "list_checkpoints",
@@ -168,7 +123,6 @@ __all__ = [
     "make_sync_checkpointer",
     "make_token",
     "recover",
-    "register_barrier",
     "register_leaf",
 ]
 
@@ -178,36 +132,16 @@ _HOMES = {
     "AsyncCheckpointer": "aiockpt.checkpointers.async_checkpointer",
     "Auth": "aiockpt.http.options",
     "BackgroundCheckpointer": "aiockpt.checkpointers.background",
-    "Barrier": "aiockpt.checkpointers.barriers",
-    "BarrierConfig": "aiockpt.checkpointers.config",
-    "Checkpoint": "aiockpt.storage.directory",
-    "CheckpointProcess": "aiockpt.checkpointers.process",
-    "CheckpointProcessConfig": "aiockpt.checkpointers.config",
-    "CheckpointReader": "aiockpt.checkpointers.reader",
-    "CheckpointStager": "aiockpt.checkpointers.stager",
-    "CheckpointStagerConfig": "aiockpt.checkpointers.config",
     "CheckpointTransport": "aiockpt.transport",
-    "CheckpointWriter": "aiockpt.checkpointers.writer",
-    "CheckpointWriterConfig": "aiockpt.checkpointers.config",
-    "Checkpointer": "aiockpt.checkpointers.base",
     "CheckpointerConfig": "aiockpt.checkpointers.config",
-    "CheckpointerStatistics": "aiockpt.checkpointers.base",
-    "DefaultStager": "aiockpt.checkpointers.stager",
-    "DistBarrier": "aiockpt.checkpointers.barriers",
     "HTTPTransport": "aiockpt.http.transport",
     "Limits": "aiockpt.format.limits",
     "PGTransport": "aiockpt.pg.transport",
     "Progress": "aiockpt.events",
-    "RankInfo": "aiockpt.checkpointers.config",
     "Receive": "aiockpt.http.options",
-    "Recovered": "aiockpt.checkpointers.recovery",
-    "SaveHandle": "aiockpt.checkpointers.async_checkpointer",
     "Server": "aiockpt.http.options",
-    "StagedState": "aiockpt.checkpointers.stager",
     "SyncCheckpointer": "aiockpt.checkpointers.sync",
-    "TCPStoreBarrier": "aiockpt.checkpointers.barriers",
     "TransferEvent": "aiockpt.events",
-    "WriterHook": "aiockpt.checkpointers.writer",
     "latest": "aiockpt.storage.directory",
     "list_checkpoints": "aiockpt.storage.directory",
     "load": "aiockpt.checkpointers.factories",
@@ -216,7 +150,6 @@ _HOMES = {
     "make_sync_checkpointer": "aiockpt.checkpointers.factories",
     "make_token": "aiockpt.http.tokens",
     "recover": "aiockpt.checkpointers.recovery",
-    "register_barrier": "aiockpt.checkpointers.barriers",
     "register_leaf": "aiockpt.state.flatten",
 }
 

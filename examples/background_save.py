@@ -6,13 +6,14 @@ import tempfile
 import torch
 
 import aiockpt
+from aiockpt.checkpointers import CheckpointWriterConfig
 
 
 async def train(directory: str) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 8))
     optimizer = torch.optim.AdamW(model.parameters())
     config = aiockpt.CheckpointerConfig(
-        writer_config=aiockpt.CheckpointWriterConfig(keep_last=2)
+        writer_config=CheckpointWriterConfig(keep_last=2)
     )
     # Its process starts now, and is ready before it is needed.
     async with aiockpt.make_async_checkpointer(config) as checkpointer:

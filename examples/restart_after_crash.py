@@ -10,6 +10,7 @@ import tempfile
 import torch
 
 import aiockpt
+from aiockpt.checkpointers import CheckpointProcessConfig
 
 
 async def train(place: str, crash_at: int) -> None:
@@ -21,9 +22,7 @@ async def train(place: str, crash_at: int) -> None:
     except aiockpt.CheckpointNotFoundError:
         newest = aiockpt.latest(f"{place}/all")
         print(f"nobody keeps anything; the disk has {newest and newest.name}")
-    process = aiockpt.CheckpointProcessConfig(
-        keep_last_seconds=60, runtime_dir=f"{place}/run"
-    )
+    process = CheckpointProcessConfig(keep_last_seconds=60, runtime_dir=f"{place}/run")
     config = aiockpt.CheckpointerConfig(process_config=process)
     async with aiockpt.make_async_checkpointer(config) as checkpointer:
         for step in range(done + 1, 10):

@@ -9,6 +9,7 @@ import torch
 from torch import distributed
 
 import aiockpt
+from aiockpt.checkpointers import CheckpointWriterConfig
 
 
 def run(rank: int, directory: str) -> None:
@@ -17,7 +18,7 @@ def run(rank: int, directory: str) -> None:
     )
     shard = torch.full((1000,), float(rank))
     config = aiockpt.CheckpointerConfig(
-        writer_config=aiockpt.CheckpointWriterConfig(keep_last=2)
+        writer_config=CheckpointWriterConfig(keep_last=2)
     )
     # The rank is found, and so is where to meet: a group beside the default one.
     with aiockpt.make_sync_checkpointer(config) as checkpointer:

@@ -8,28 +8,22 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import aiockpt
-from aiockpt import errors
+from aiockpt import checkpointers, errors
 
 NEEDS_TORCH = {
     "AsyncCheckpointer",
-    "CheckpointProcess",
-    "CheckpointReader",
-    "CheckpointStager",
-    "CheckpointerStatistics",
-    "DefaultStager",
-    "DistBarrier",
+    "BackgroundCheckpointer",
     "HTTPTransport",
     "PGTransport",
-    "Recovered",
-    "SaveHandle",
-    "StagedState",
     "SyncCheckpointer",
-    "TCPStoreBarrier",
+    "load",
     "make_async_checkpointer",
+    "make_background_checkpointer",
     "make_sync_checkpointer",
     "recover",
     "register_leaf",
@@ -37,9 +31,10 @@ NEEDS_TORCH = {
 HEAVY = ("torch", "aiohttp", "anyio", "numpy")
 
 
-def declared_to_type_checkers() -> dict[str, str]:
+def declared_to_type_checkers(package: ModuleType) -> dict[str, str]:
     """Return name -> module of the imports under ``if TYPE_CHECKING``."""
-    tree = ast.parse(Path(aiockpt.__file__).read_text())
+    assert package.__file__ is not None
+    tree = ast.parse(Path(package.__file__).read_text())
     blocks = [
         node
         for node in tree.body
@@ -84,7 +79,20 @@ def test_all_is_sorted_and_holds_every_public_name_once() -> None:
 
 def test_type_checkers_and_the_lazy_table_see_the_same_names() -> None:
     """A name cannot be added to one of the two only."""
-    assert declared_to_type_checkers() == aiockpt._HOMES
+    assert declared_to_type_checkers(aiockpt) == aiockpt._HOMES
+
+
+def test_the_checkpointers_have_a_face_of_their_own() -> None:
+    """The room shows what the root does not; nothing loads before its use."""
+    assert declared_to_type_checkers(checkpointers) == checkpointers._HOMES
+    assert checkpointers.__all__ == sorted(checkpointers._HOMES)
+    assert loaded_by("import aiockpt.checkpointers") == set()
+    if find_spec("torch") is None:
+        pytest.skip("needs torch")
+    for name, home in checkpointers._HOMES.items():
+        value = getattr(checkpointers, name)
+        assert value is getattr(import_module(home), name)
+        assert name in import_module(home).__all__
 
 
 @pytest.mark.parametrize("name", sorted(aiockpt.__all__))

@@ -6,6 +6,8 @@ checkpointer together from one config. A save begins at `SyncCheckpointer.save` 
 `AsyncCheckpointer.save`. Both end in `CheckpointWriter`, which writes one rank's file
 and commits it with the other ranks. A load begins at `CheckpointReader.read`.
 
+Public names load on first use.
+
 ================== ==========================================================
 base               the interface of all checkpointers, their statistics
 config             every option, as frozen dataclasses
@@ -30,3 +32,136 @@ sources, peer      what a path may name: a directory, a file, a peer
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiockpt._lazy import lazy
+
+if TYPE_CHECKING:
+    from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer, SaveHandle
+    from aiockpt.checkpointers.background import BackgroundCheckpointer
+    from aiockpt.checkpointers.barriers import (
+        Barrier,
+        DistBarrier,
+        Meeting,
+        TCPStoreBarrier,
+        create_barrier_from_config,
+        register_barrier,
+    )
+    from aiockpt.checkpointers.base import Checkpointer, CheckpointerStatistics
+    from aiockpt.checkpointers.config import (
+        BarrierConfig,
+        CheckpointerConfig,
+        CheckpointProcessConfig,
+        CheckpointStagerConfig,
+        CheckpointWriterConfig,
+        RankInfo,
+    )
+    from aiockpt.checkpointers.factories import (
+        load,
+        make_async_checkpointer,
+        make_background_checkpointer,
+        make_sync_checkpointer,
+    )
+    from aiockpt.checkpointers.process import CheckpointProcess
+    from aiockpt.checkpointers.reader import CheckpointReader
+    from aiockpt.checkpointers.recovery import Recovered, recover
+    from aiockpt.checkpointers.stager import (
+        CheckpointStager,
+        DefaultStager,
+        StagedState,
+    )
+    from aiockpt.checkpointers.submission import BackgroundWriter, Submission
+    from aiockpt.checkpointers.sync import SyncCheckpointer
+    from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook, Written
+    from aiockpt.storage.directory import Checkpoint, RankFile, latest, list_checkpoints
+    from aiockpt.storage.write import Source, Viewed
+
+__all__ = [
+    "AsyncCheckpointer",
+    "BackgroundCheckpointer",
+    "BackgroundWriter",
+    "Barrier",
+    "BarrierConfig",
+    "Checkpoint",
+    "CheckpointProcess",
+    "CheckpointProcessConfig",
+    "CheckpointReader",
+    "CheckpointStager",
+    "CheckpointStagerConfig",
+    "CheckpointWriter",
+    "CheckpointWriterConfig",
+    "Checkpointer",
+    "CheckpointerConfig",
+    "CheckpointerStatistics",
+    "DefaultStager",
+    "DistBarrier",
+    "Meeting",
+    "RankFile",
+    "RankInfo",
+    "Recovered",
+    "SaveHandle",
+    "Source",
+    "StagedState",
+    "Submission",
+    "SyncCheckpointer",
+    "TCPStoreBarrier",
+    "Viewed",
+    "WriterHook",
+    "Written",
+    "create_barrier_from_config",
+    "latest",
+    "list_checkpoints",
+    "load",
+    "make_async_checkpointer",
+    "make_background_checkpointer",
+    "make_sync_checkpointer",
+    "recover",
+    "register_barrier",
+]
+
+_HOMES = {
+    "AsyncCheckpointer": "aiockpt.checkpointers.async_checkpointer",
+    "BackgroundCheckpointer": "aiockpt.checkpointers.background",
+    "BackgroundWriter": "aiockpt.checkpointers.submission",
+    "Barrier": "aiockpt.checkpointers.barriers",
+    "BarrierConfig": "aiockpt.checkpointers.config",
+    "Checkpoint": "aiockpt.storage.directory",
+    "CheckpointProcess": "aiockpt.checkpointers.process",
+    "CheckpointProcessConfig": "aiockpt.checkpointers.config",
+    "CheckpointReader": "aiockpt.checkpointers.reader",
+    "CheckpointStager": "aiockpt.checkpointers.stager",
+    "CheckpointStagerConfig": "aiockpt.checkpointers.config",
+    "CheckpointWriter": "aiockpt.checkpointers.writer",
+    "CheckpointWriterConfig": "aiockpt.checkpointers.config",
+    "Checkpointer": "aiockpt.checkpointers.base",
+    "CheckpointerConfig": "aiockpt.checkpointers.config",
+    "CheckpointerStatistics": "aiockpt.checkpointers.base",
+    "DefaultStager": "aiockpt.checkpointers.stager",
+    "DistBarrier": "aiockpt.checkpointers.barriers",
+    "Meeting": "aiockpt.checkpointers.barriers",
+    "RankFile": "aiockpt.storage.directory",
+    "RankInfo": "aiockpt.checkpointers.config",
+    "Recovered": "aiockpt.checkpointers.recovery",
+    "SaveHandle": "aiockpt.checkpointers.async_checkpointer",
+    "Source": "aiockpt.storage.write",
+    "StagedState": "aiockpt.checkpointers.stager",
+    "Submission": "aiockpt.checkpointers.submission",
+    "SyncCheckpointer": "aiockpt.checkpointers.sync",
+    "TCPStoreBarrier": "aiockpt.checkpointers.barriers",
+    "Viewed": "aiockpt.storage.write",
+    "WriterHook": "aiockpt.checkpointers.writer",
+    "Written": "aiockpt.checkpointers.writer",
+    "create_barrier_from_config": "aiockpt.checkpointers.barriers",
+    "latest": "aiockpt.storage.directory",
+    "list_checkpoints": "aiockpt.storage.directory",
+    "load": "aiockpt.checkpointers.factories",
+    "make_async_checkpointer": "aiockpt.checkpointers.factories",
+    "make_background_checkpointer": "aiockpt.checkpointers.factories",
+    "make_sync_checkpointer": "aiockpt.checkpointers.factories",
+    "recover": "aiockpt.checkpointers.recovery",
+    "register_barrier": "aiockpt.checkpointers.barriers",
+}
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy(__name__, _HOMES)

@@ -13,14 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt import (
-    CheckpointProcessConfig,
-    ClosedError,
-    RankInfo,
-    UnsupportedLeafError,
-    WorkerError,
-    WorkerTimeoutError,
-)
+from aiockpt import ClosedError, UnsupportedLeafError, WorkerError, WorkerTimeoutError
+from aiockpt.checkpointers import CheckpointProcessConfig, RankInfo
 from aiockpt.checkpointers.process import CheckpointProcess
 from aiockpt.checkpointers.stager import DefaultStager
 from aiockpt.testing import assert_same

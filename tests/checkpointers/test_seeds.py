@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import aiockpt
+from aiockpt import checkpointers
 
 PACKAGE = "torch.distributed.checkpoint._experimental"
 MODULES = [
@@ -42,7 +42,7 @@ def words(call: Any) -> list[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_called_in_the_same_words(name: str) -> None:
     """What made one, and called it, does so here; the order of ``save`` is another."""
-    theirs, ours = seed(name), getattr(aiockpt, name)
+    theirs, ours = seed(name), getattr(checkpointers, name)
     assert words(ours)[: len(words(theirs))] == words(theirs)
     for method, call in vars(theirs).items():
         if callable(call) and not method.startswith("_"):
@@ -58,7 +58,7 @@ def test_it_is_called_in_the_same_words(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("Config")])
 def test_its_numbers_are_the_same(name: str) -> None:
     """A timeout or a switch that nobody sets is what it was."""
-    theirs, ours = seed(name), getattr(aiockpt, name)
+    theirs, ours = seed(name), getattr(checkpointers, name)
     assert is_dataclass(theirs)
     own = {each.name: each.default for each in fields(ours)}
     for each in fields(theirs):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from aiockpt import CheckpointProcessConfig, RankInfo
+from aiockpt.checkpointers import CheckpointProcessConfig, RankInfo
 from aiockpt.checkpointers.process import CheckpointProcess
 from checkpointing import note_threads
 

@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from aiockpt import CheckpointProcessConfig, RankInfo, StorageError
+from aiockpt import StorageError
+from aiockpt.checkpointers import CheckpointProcessConfig, RankInfo
 from aiockpt.checkpointers.process import CheckpointProcess
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.storage.directory import find_checkpoint

@@ -15,16 +15,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aiockpt import (
-    CheckpointReader,
     IntegrityError,
     LocalProtocolError,
     Progress,
-    RankInfo,
     TransferTimeoutError,
     TransportError,
     UnsupportedLeafError,
     make_sync_checkpointer,
 )
+from aiockpt.checkpointers import CheckpointReader, RankInfo
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.testing import (
     CutAfter,

@@ -12,14 +12,12 @@ import pytest
 import torch
 
 from aiockpt import (
-    CheckpointProcess,
     ClosedError,
-    DefaultStager,
     LocalProtocolError,
     PGTransport,
-    RankInfo,
     make_async_checkpointer,
 )
+from aiockpt.checkpointers import CheckpointProcess, DefaultStager, RankInfo
 from aiockpt.testing import assert_same
 from cells import proves
 from checkpointing import eventually, is_running, loaded, reaped

@@ -37,9 +37,10 @@ MIB_SAVED = 48
 
 
 PROGRAM = """
-import os, signal, sys, aiockpt
+import os, signal, sys
+from aiockpt.checkpointers import CheckpointReader, RankInfo
 from transports import weights
-reader = aiockpt.CheckpointReader(aiockpt.RankInfo(0, 1))
+reader = CheckpointReader(RankInfo(0, 1))
 die = lambda nbytes: os.kill(os.getpid(), signal.SIGKILL)
 reader.read(sys.argv[1], {into}, on_bytes=die)
 """

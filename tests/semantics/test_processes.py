@@ -12,14 +12,8 @@ from typing import Any
 
 import pytest
 
-from aiockpt import (
-    CheckpointProcess,
-    CheckpointProcessConfig,
-    ClosedError,
-    RankInfo,
-    WorkerError,
-    make_async_checkpointer,
-)
+from aiockpt import ClosedError, WorkerError, make_async_checkpointer
+from aiockpt.checkpointers import CheckpointProcess, CheckpointProcessConfig, RankInfo
 from aiockpt.testing import assert_same
 from cells import proves
 from checkpointing import (

@@ -18,13 +18,16 @@ import aiockpt
 from aiockpt import (
     CheckpointerConfig,
     CheckpointNotFoundError,
-    CheckpointProcess,
-    DefaultStager,
-    RankInfo,
     WorkerError,
     make_async_checkpointer,
 )
-from aiockpt.checkpointers import recovery
+from aiockpt.checkpointers import (
+    CheckpointProcess,
+    DefaultStager,
+    RankInfo,
+    StagedState,
+    recovery,
+)
 from aiockpt.testing import assert_same, interrupted
 from cells import proves
 from checkpointing import eventually, loaded, state_of
@@ -86,7 +89,7 @@ async def test_a_cancel_at_every_await(cell: Cell, tmp_path: Path) -> None:
                 break  # it has returned before, or a task of its own was waiting
         made = cut.task.result()
         assert at > 2
-        if isinstance(made, aiockpt.StagedState):
+        if isinstance(made, StagedState):
             assert_same(made.state_dict(), weights())
             made.release()
         else:

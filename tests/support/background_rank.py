@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 import aiockpt
+from aiockpt.checkpointers import BarrierConfig, CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.writer import WriterHook
 from aiockpt.events import TransferEvent, add_hook
 from checkpointing import die_between_meetings
@@ -50,7 +51,7 @@ def tell(event: TransferEvent) -> None:
 
 async def main(rank: int, port: str, directory: str, kind: str, life: str) -> None:
     """Live that life."""
-    barrier = aiockpt.BarrierConfig()
+    barrier = BarrierConfig()
     info = None
     if kind == "default":
         dist.init_process_group(
@@ -58,10 +59,10 @@ async def main(rank: int, port: str, directory: str, kind: str, life: str) -> No
         )
     else:
         arguments = {"tcpstore_port": int(port), "master_address": "127.0.0.1"}
-        barrier = aiockpt.BarrierConfig(kind, arguments)
-        info = aiockpt.RankInfo(rank, 2)
+        barrier = BarrierConfig(kind, arguments)
+        info = RankInfo(rank, 2)
     config = aiockpt.CheckpointerConfig(
-        writer_config=aiockpt.CheckpointWriterConfig(write_barrier_timeout_secs=100),
+        writer_config=CheckpointWriterConfig(write_barrier_timeout_secs=100),
         barrier_config=barrier,
     )
     hook = Fatal(f"{directory}.mark") if life == "child-dies" else None

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from aiockpt import CheckpointWriterConfig, RankInfo
+from aiockpt.checkpointers import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.barriers import Barrier, Meeting, TCPStoreBarrier
 from aiockpt.checkpointers.writer import CheckpointWriter
 

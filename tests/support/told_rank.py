@@ -13,18 +13,19 @@ from typing import Any
 import torch
 
 import aiockpt
+from aiockpt.checkpointers import BarrierConfig, CheckpointWriterConfig, RankInfo
 
 
 async def main(rank: int, port: int) -> None:
     """Save until the input ends."""
     where = {"tcpstore_port": port, "master_address": "127.0.0.1", "is_master": False}
     config = aiockpt.CheckpointerConfig(
-        writer_config=aiockpt.CheckpointWriterConfig(
+        writer_config=CheckpointWriterConfig(
             write_barrier_timeout_secs=30, fsync=False
         ),
-        barrier_config=aiockpt.BarrierConfig("tcp_store", where),
+        barrier_config=BarrierConfig("tcp_store", where),
     )
-    made = aiockpt.make_async_checkpointer(config, aiockpt.RankInfo(rank, 2))
+    made = aiockpt.make_async_checkpointer(config, RankInfo(rank, 2))
     writer: Any = made._writer
     async with made as checkpointer:
         await writer.ready()

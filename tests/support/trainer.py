@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import torch
 
 import aiockpt
+from aiockpt.checkpointers import CheckpointProcessConfig
 from aiockpt.memory.copies import CopyPlan
 from checkpointing import GatedWriter, eventually, note_pid
 
@@ -30,7 +31,7 @@ class Trainer:
     def __init__(self, place: str, keep: float) -> None:
         self.place = place
         self.step = 0
-        process = aiockpt.CheckpointProcessConfig(
+        process = CheckpointProcessConfig(
             keep_last_seconds=keep,
             runtime_dir=f"{place}/run",
             write_timeout_secs=float(os.environ.get("WRITE_TIMEOUT", "1800")),

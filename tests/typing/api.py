@@ -14,6 +14,7 @@ from aiohttp import web
 import aiockpt
 import aiockpt.http
 import aiockpt.prometheus
+from aiockpt.checkpointers import SaveHandle
 
 
 class InMemory(aiockpt.CheckpointTransport[dict[str, int]]):
@@ -167,7 +168,7 @@ async def in_the_background() -> None:
     async with aiockpt.make_async_checkpointer(config) as checkpointer:
         assert_type(checkpointer, aiockpt.AsyncCheckpointer)
         handle = await checkpointer.save({"a": 1}, "step-1", timeout=3, epoch=1)
-        assert_type(handle, aiockpt.SaveHandle)
+        assert_type(handle, SaveHandle)
         assert_type(await handle.written(), bool)
         assert_type(handle.error, BaseException | None)
         assert_type(checkpointer.statistics().written, int)
@@ -176,7 +177,7 @@ async def in_the_background() -> None:
         assert_type(await checkpointer.close(), tuple[BaseException, ...])
     with aiockpt.make_background_checkpointer(config) as background:
         assert_type(background, aiockpt.BackgroundCheckpointer)
-        assert_type(background.save({"a": 1}, "step-2"), aiockpt.SaveHandle)
+        assert_type(background.save({"a": 1}, "step-2"), SaveHandle)
         assert_type(handle.result(timeout=timedelta(seconds=1)), bool)
     found = await aiockpt.recover("checkpoints", timeout=timedelta(seconds=1))
     assert_type(found.step, int)
