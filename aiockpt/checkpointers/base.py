@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from aiockpt.events import Progress, TransferEvent, call_guarded, emit
 from aiockpt.storage.directory import StrPath, step_of
-from aiockpt.transfer.stager import Repeats
+from aiockpt.transfer.repeats import Repeats
 from aiockpt.transport import exact_step
 
 __all__ = ["Account", "Checkpointer", "CheckpointerStatistics", "meter", "step_for"]

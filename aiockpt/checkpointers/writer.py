@@ -45,7 +45,7 @@ from aiockpt.storage.directory import MARKER, StrPath, part_of, settle
 from aiockpt.storage.files import remove_tree
 from aiockpt.storage.retention import retire, sweep
 from aiockpt.storage.write import Sealed, Source, Viewed, write_source
-from aiockpt.transfer.stager import content_of
+from aiockpt.transfer.repeats import content_of
 
 if TYPE_CHECKING:
     from mmap import mmap

@@ -12,7 +12,8 @@ from aiockpt.events import TransferEvent, emit
 from aiockpt.http.options import require
 from aiockpt.http.store import Failure, StoreStatistics
 from aiockpt.runtime.lifetime import Deadline
-from aiockpt.transfer.stager import Repeats, Snapshot, Stager, content_of
+from aiockpt.transfer.repeats import Repeats, content_of
+from aiockpt.transfer.stager import Snapshot, Stager
 from aiockpt.transport import exact_step
 
 __all__ = ["Offering", "Offers"]

@@ -10,14 +10,16 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.format.header import decode_header
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena
-from aiockpt.memory.copies import InPlace
+
+if TYPE_CHECKING:  # it needs torch, and the checkpoint process maps without
+    from aiockpt.memory.copies import InPlace
 
 __all__ = ["TRUSTED", "MappedSnapshot", "Snapshot", "trusted_header"]
 
@@ -78,7 +80,7 @@ class Snapshot:
 
     def changed(self) -> bool:
         """Say whether torch has written to a watched live state dict since staging."""
-        return isinstance(self._memory, InPlace) and self._memory.changed()
+        return not isinstance(self._memory, Arena) and self._memory.changed()
 
     def relabelled(self, manifest: Manifest) -> Snapshot:
         """Return a snapshot of the same memory with another manifest."""

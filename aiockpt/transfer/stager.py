@@ -12,16 +12,13 @@ notices while files appear. Digests are computed anyway, so comparing costs noth
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
 from typing import Final
 
 from aiockpt.errors import AiockptError, StagingError
-from aiockpt.events import TransferEvent
 from aiockpt.format.chunks import UNSEALED, ChunkGrid, check_chunk_bytes, digest
 from aiockpt.format.header import build_manifest, with_step
 from aiockpt.format.limits import Limits
@@ -35,7 +32,7 @@ from aiockpt.runtime.system import failing_here
 from aiockpt.runtime.tasks import map_in_threads, run_all
 from aiockpt.state.flatten import Description, describe
 
-__all__ = ["Repeats", "Snapshot", "Stager", "StagerOptions", "content_of"]
+__all__ = ["Snapshot", "Stager", "StagerOptions"]
 
 # Copied at once where no digest is computed beside it: worth a thread, soon cancelled.
 _SPAN: Final = 64 << 20
@@ -299,60 +296,3 @@ def _failing(step: int) -> Iterator[None]:
         raise
     except Exception as error:
         raise StagingError(f"staging step {step} failed: {error}") from error
-
-
-# -------------------------------------------------- a checkpoint like the one before
-
-
-def content_of(manifest: Manifest) -> str:
-    """Return a key that is equal for checkpoints whose tensors hold the same bytes.
-
-    Plain values, such as a step, do not count. Without tensors, the key is empty.
-    """
-    if not manifest.segment_bytes:
-        return ""
-    told = f"{manifest.segment_bytes} {manifest.chunk_bytes} {manifest.algorithm} "
-    return sha256((told + "".join(manifest.digests)).encode()).hexdigest()
-
-
-class Repeats:
-    """Compares each checkpoint with the one before it.
-
-    Args:
-        what: What the events report, in the singular: "save", or "publication".
-    """
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._content = self._path = ""
-        self._step: int | None = None
-
-    def __repr__(self) -> str:
-        return f"<Repeats {self._what} step={self._step}>"
-
-    def told(self, event: TransferEvent, content: str, path: str = "") -> TransferEvent:
-        """Return the event of a checkpoint, marked if its tensors are unchanged.
-
-        The marked event is a warning. It is none if the checkpoint has the same step
-        and another path or none: then it is a copy on purpose.
-        """
-        unchanged = bool(content) and content == self._content
-        before = _named(self._step, self._path)
-        copied = event.step == self._step and (not path or path != self._path)
-        self._content, self._path, self._step = content, path, event.step
-        if not unchanged:
-            return event
-        said = (
-            f"all tensors of {_named(event.step, path)} hold the same bytes as in the "
-            f"{self._what} before it, {before}"
-        )
-        return replace(
-            event,
-            detail="; ".join(filter(None, (event.detail, said))),
-            level=event.level if copied else max(event.level, logging.WARNING),
-            unchanged=True,
-        )
-
-
-def _named(step: int | None, path: str) -> str:
-    return f"{path} (step {step})" if path else f"step {step}"

@@ -1,0 +1,71 @@
+"""Notices a checkpoint whose tensors are those of the checkpoint before it.
+
+A trainer that saves or publishes its first step again and again loses everything, and
+nobody notices while files appear. Digests are computed anyway, so comparing them costs
+nothing. The checkpoint process imports this module, and does without torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from hashlib import sha256
+
+from aiockpt.events import TransferEvent
+from aiockpt.format.manifest import Manifest
+
+__all__ = ["Repeats", "content_of"]
+
+
+def content_of(manifest: Manifest) -> str:
+    """Return a key that is equal for checkpoints whose tensors hold the same bytes.
+
+    Plain values, such as a step, do not count. Without tensors, the key is empty.
+    """
+    if not manifest.segment_bytes:
+        return ""
+    told = f"{manifest.segment_bytes} {manifest.chunk_bytes} {manifest.algorithm} "
+    return sha256((told + "".join(manifest.digests)).encode()).hexdigest()
+
+
+class Repeats:
+    """Compares each checkpoint with the one before it.
+
+    Args:
+        what: What the events report, in the singular: "save", or "publication".
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._content = self._path = ""
+        self._step: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<Repeats {self._what} step={self._step}>"
+
+    def told(self, event: TransferEvent, content: str, path: str = "") -> TransferEvent:
+        """Return the event of a checkpoint, marked if its tensors are unchanged.
+
+        The marked event is a warning. It is none if the checkpoint has the same step
+        and another path or none: then it is a copy on purpose.
+        """
+        unchanged = bool(content) and content == self._content
+        before = _named(self._step, self._path)
+        copied = event.step == self._step and (not path or path != self._path)
+        self._content, self._path, self._step = content, path, event.step
+        if not unchanged:
+            return event
+        said = (
+            f"all tensors of {_named(event.step, path)} hold the same bytes as in the "
+            f"{self._what} before it, {before}"
+        )
+        return replace(
+            event,
+            detail="; ".join(filter(None, (event.detail, said))),
+            level=event.level if copied else max(event.level, logging.WARNING),
+            unchanged=True,
+        )
+
+
+def _named(step: int | None, path: str) -> str:
+    return f"{path} (step {step})" if path else f"step {step}"
