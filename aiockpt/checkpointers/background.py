@@ -46,7 +46,7 @@ class BackgroundCheckpointer(
     def __init__(self, checkpointer: AsyncCheckpointer) -> None:
         self._checkpointer = checkpointer
         # A background writer outlasts this thread by itself.
-        self._portal = SyncFacade("the checkpointer", at_exit=_nothing)
+        self._facade = SyncFacade("the checkpointer", at_exit=_nothing)
         self._closed = False
 
     def __repr__(self) -> str:
@@ -156,7 +156,7 @@ class BackgroundCheckpointer(
 
     def _end_thread(self) -> None:
         self._closed = True
-        self._portal.close(_nothing, wait=_CLOSING)
+        self._facade.close(_nothing, wait=_CLOSING)
 
     def _call(
         self, fn: Callable[[], Coroutine[Any, Any, T]], timeout: float, stop: str
@@ -170,7 +170,7 @@ class BackgroundCheckpointer(
                 ended.set()
 
         try:
-            return self._portal.call(run, timeout=timeout, stop=stop)
+            return self._facade.call(run, timeout=timeout, stop=stop)
         except Exception:
             raise
         except BaseException:

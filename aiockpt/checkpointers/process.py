@@ -129,6 +129,7 @@ class CheckpointProcess(BackgroundWriter):
         self._handover = Handover(self._bridge, staging_config, shared=True)
         self._count = 0
         self._writes: dict[int, _Write] = {}  # what has not ended, by number
+        self._untold: list[Forsake] = []  # what died with a process, for other ranks
         self._running: _Running | None = None
         self._supervision: asyncio.Task[None] | None = None
         self._closing = False
@@ -306,10 +307,23 @@ class CheckpointProcess(BackgroundWriter):
             if self._child is child:  # and no other call has taken it meanwhile
                 self._child = None
                 self._running = _Running(child, self._writes, self._config)
+                self._take_over(self._running)
                 if self._supervision is None or self._supervision.done():
                     loop = asyncio.get_running_loop()
                     self._supervision = loop.create_task(self._supervise())
         return self._running
+
+    def _take_over(self, running: _Running) -> None:
+        """Give a new process what the one before it has left."""
+        for message in self._untold:
+            running.channel.send(message)
+        self._untold.clear()
+        for write in [*self._writes.values()]:
+            if write.tries < _TRIES:
+                running.post(write)
+            else:
+                detail = "each checkpoint process dies before it begins this write"
+                self._fail([write], WorkerError(detail))
 
     async def _supervise(self) -> None:
         """Replace each process that ends, until one is to end or cannot be started."""
@@ -331,7 +345,12 @@ class CheckpointProcess(BackgroundWriter):
             else:
                 logger.warning("%s; another one is started", error)
                 self.restarts += 1
-                await self._replace(error)
+                self._fail_begun(error)
+                try:
+                    await self._reach()
+                except AiockptError as failure:
+                    logger.error("%s", failure)
+                    self._fail([*self._writes.values()], failure)
 
     async def _until_gone(self, running: _Running) -> str:
         """Wait for the end of a process; kill it, and say why, if it is overdue."""
@@ -349,31 +368,15 @@ class CheckpointProcess(BackgroundWriter):
                     await running.changed.wait()
         return ""
 
-    async def _replace(self, error: AiockptError) -> None:
-        """Start the next process, and hand it the writes that had not begun.
-
-        It also tells the ranks that wait for the write that is lost.
-        """
+    def _fail_begun(self, error: AiockptError) -> None:
+        """Fail the write that a process has taken with it; other ranks wait for it."""
         lost = [write for write in self._writes.values() if write.submission.begun]
         self._fail(lost, error)
-        waiting = [*self._writes.values()]
-        try:
-            running = await self._reach()
-        except AiockptError as failure:
-            logger.error("%s", failure)
-            self._fail([*self._writes.values()], failure)
-            return
         reason = plain(str(error))[:LONGEST_TEXT]
-        for write in lost:
-            message = write.message
-            step = write.submission.step
-            running.channel.send(Forsake(message.path, step, reason, begun=True))
-        for write in waiting:
-            if write.tries < _TRIES:
-                running.post(write)
-            else:
-                detail = "each checkpoint process dies before it begins this write"
-                self._fail([write], WorkerError(detail))
+        self._untold += [
+            Forsake(write.message.path, write.submission.step, reason, begun=True)
+            for write in lost
+        ]
 
     def _fail(self, writes: Iterable[_Write], error: AiockptError) -> None:
         for write in writes:
