@@ -1,0 +1,49 @@
+"""Few own frames lie between a public verb and the system call that moves its bytes.
+
+A reader who follows one path holds each of them in the head. Beside the functions on
+the way, the frames count that wait at the same time, for the peer's end or for pages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "support" / "call_frames.py"
+
+BOUNDS = {
+    "HTTP receive": 33,  # to be lowered to 15
+    "served range": 15,
+    "group send": 15,
+    "group receive": 15,
+    "save": 15,
+    "load": 15,
+}
+
+
+@pytest.fixture(scope="module")
+def ways() -> dict[str, list[str]]:
+    """Follow all paths once, in processes of their own."""
+    search = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM)],
+        env={**os.environ, "PYTHONPATH": search},
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=120,
+    )
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("path", BOUNDS)
+def test_a_path_is_short(path: str, ways: dict[str, list[str]]) -> None:
+    """From the verb to the system call, and both ends of it are seen."""
+    way = ways[path]
+    assert len(way) > 3, "the spy saw no system call"
+    assert len(way) <= BOUNDS[path], "\n".join(way)
