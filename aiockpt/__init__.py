@@ -1,7 +1,9 @@
 """Moves a live PyTorch state dict between processes, from asyncio.
 
-Importing this package is cheap: a public name loads its module when it is first
-used, so neither torch nor aiohttp is imported before something needs it.
+This namespace has what most programs need. The other public names are in their rooms:
+`aiockpt.checkpointers`, `aiockpt.errors`, `aiockpt.http`, `aiockpt.testing`. Importing
+this package is cheap: a name or a room loads its module when it is first used, so
+neither torch nor aiohttp is imported before something needs it.
 """
 
 from __future__ import annotations
@@ -12,39 +14,18 @@ from aiockpt._lazy import lazy
 from aiockpt.errors import (
     AiockptError,
     AuthenticationError,
-    CheckpointChangedError,
-    CheckpointNotFoundError,
-    ClosedError,
-    DeviceMeshError,
-    ForgedManifestError,
     IntegrityError,
-    LimitExceededError,
-    LocalProtocolError,
-    MissingExtraError,
-    MissingKeysError,
-    PeerFailedError,
-    PeerUnreachableError,
-    ProcessGroupError,
-    ProtocolError,
-    RemoteProtocolError,
-    SaveInProgressError,
-    StagingError,
-    StateDictError,
     StepNotFoundError,
     StorageError,
     TemplateMismatchError,
-    TransferInterruptedError,
-    TransferStalledError,
-    TransferTimeoutError,
     TransportError,
-    UnavailableError,
-    UnsupportedLeafError,
-    WorkerError,
-    WorkerTimeoutError,
-    WorldSizeMismatchError,
 )
 
 if TYPE_CHECKING:
+    from aiockpt import checkpointers as checkpointers
+    from aiockpt import errors as errors
+    from aiockpt import http as http
+    from aiockpt import testing as testing
     from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer
     from aiockpt.checkpointers.background import BackgroundCheckpointer
     from aiockpt.checkpointers.config import CheckpointerConfig
@@ -56,7 +37,7 @@ if TYPE_CHECKING:
     )
     from aiockpt.checkpointers.recovery import recover
     from aiockpt.checkpointers.sync import SyncCheckpointer
-    from aiockpt.events import Progress, TransferEvent
+    from aiockpt.events import Progress, TransferEvent, add_hook
     from aiockpt.format.limits import Limits
     from aiockpt.http.options import Auth, Receive, Server
     from aiockpt.http.tokens import make_token
@@ -74,47 +55,23 @@ __all__ = [
     "Auth",
     "AuthenticationError",
     "BackgroundCheckpointer",
-    "CheckpointChangedError",
-    "CheckpointNotFoundError",
     "CheckpointTransport",
     "CheckpointerConfig",
-    "ClosedError",
-    "DeviceMeshError",
-    "ForgedManifestError",
     "HTTPTransport",
     "IntegrityError",
-    "LimitExceededError",
     "Limits",
-    "LocalProtocolError",
-    "MissingExtraError",
-    "MissingKeysError",
     "PGTransport",
-    "PeerFailedError",
-    "PeerUnreachableError",
-    "ProcessGroupError",
     "Progress",
-    "ProtocolError",
     "Receive",
-    "RemoteProtocolError",
-    "SaveInProgressError",
     "Server",
-    "StagingError",
-    "StateDictError",
     "StepNotFoundError",
     "StorageError",
     "SyncCheckpointer",
     "TemplateMismatchError",
     "TransferEvent",
-    "TransferInterruptedError",
-    "TransferStalledError",
-    "TransferTimeoutError",
     "TransportError",
-    "UnavailableError",
-    "UnsupportedLeafError",
-    "WorkerError",
-    "WorkerTimeoutError",
-    "WorldSizeMismatchError",
     "__version__",
+    "add_hook",
     "latest",
     "list_checkpoints",
     "load",
@@ -142,6 +99,7 @@ _HOMES = {
     "Server": "aiockpt.http.options",
     "SyncCheckpointer": "aiockpt.checkpointers.sync",
     "TransferEvent": "aiockpt.events",
+    "add_hook": "aiockpt.events",
     "latest": "aiockpt.storage.directory",
     "list_checkpoints": "aiockpt.storage.directory",
     "load": "aiockpt.checkpointers.factories",
@@ -152,6 +110,7 @@ _HOMES = {
     "recover": "aiockpt.checkpointers.recovery",
     "register_leaf": "aiockpt.state.flatten",
 }
+_ROOMS = ("checkpointers", "http", "testing")
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy(__name__, _HOMES)
+    __getattr__, __dir__ = lazy(__name__, _HOMES, rooms=_ROOMS)

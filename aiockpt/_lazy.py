@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 
 __all__ = ["lazy"]
 
 
 def lazy(
-    package: str, homes: Mapping[str, str]
+    package: str, homes: Mapping[str, str], *, rooms: Collection[str] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return the ``__getattr__`` and the ``__dir__`` of a package (PEP 562).
 
@@ -20,10 +20,13 @@ def lazy(
     Args:
         package: The package's ``__name__``. A name stays there after its first use.
         homes: The module of each lazy name.
+        rooms: Packages inside this one that load on first use, too.
     """
     names = vars(sys.modules[package])
 
     def load(name: str) -> object:
+        if name in rooms:
+            return import_module(f"{package}.{name}")
         home = homes.get(name)
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -19,7 +19,7 @@ async def train(place: str, crash_at: int) -> None:
         found = await aiockpt.recover(f"{place}/all", runtime_dir=f"{place}/run")
         weight, done = found.state_dict["weight"], found.step
         print(f"took over step {found.step} from memory")
-    except aiockpt.CheckpointNotFoundError:
+    except aiockpt.errors.CheckpointNotFoundError:
         newest = aiockpt.latest(f"{place}/all")
         print(f"nobody keeps anything; the disk has {newest and newest.name}")
     process = CheckpointProcessConfig(keep_last_seconds=60, runtime_dir=f"{place}/run")

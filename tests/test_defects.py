@@ -18,13 +18,15 @@ import torch
 
 from aiockpt import (
     AiockptError,
-    CheckpointChangedError,
     IntegrityError,
     StepNotFoundError,
-    TransferTimeoutError,
     TransportError,
-    UnsupportedLeafError,
     register_leaf,
+)
+from aiockpt.errors import (
+    CheckpointChangedError,
+    TransferTimeoutError,
+    UnsupportedLeafError,
 )
 from aiockpt.memory.arena import Arena
 from aiockpt.testing import (

@@ -10,7 +10,8 @@ import pytest
 import pytest_asyncio
 import torch
 
-from aiockpt import HTTPTransport, Server, TransferTimeoutError
+from aiockpt import HTTPTransport, Server
+from aiockpt.errors import TransferTimeoutError
 from aiockpt.memory.device import completed, port_for
 from aiockpt.testing import FakeAccelerator, assert_same
 from serving import settle

@@ -12,13 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from aiockpt import (
-    AuthenticationError,
-    ClosedError,
-    TemplateMismatchError,
-    TransferEvent,
-    TransferTimeoutError,
-)
+from aiockpt import AuthenticationError, TemplateMismatchError, TransferEvent
+from aiockpt.errors import ClosedError, TransferTimeoutError
 from aiockpt.events import add_hook
 from aiockpt.testing import CutAfter, StallAfter
 from aiockpt.testing.fault_kinds import Drip

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from aiockpt import LimitExceededError
+from aiockpt.errors import LimitExceededError
 from aiockpt.runtime.system import available_memory, spare_memory
 from aiockpt.testing import assert_same
 from transports import MIB, pair, receive, weights

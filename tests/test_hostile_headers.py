@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import rangepeer
-from aiockpt import AiockptError, LimitExceededError, Limits
+from aiockpt import AiockptError, Limits
+from aiockpt.errors import LimitExceededError
 from mutations import header_of, sealed
 from transports import pair, receive, transport
 

@@ -12,12 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt import (
-    ClosedError,
-    LocalProtocolError,
-    StepNotFoundError,
-    TransferTimeoutError,
-)
+from aiockpt import StepNotFoundError
+from aiockpt.errors import ClosedError, LocalProtocolError, TransferTimeoutError
 from aiockpt.runtime.lifetime import Lifetime
 from aiockpt.testing import assert_same
 from serving import Peer

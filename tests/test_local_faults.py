@@ -12,7 +12,8 @@ from typing import NoReturn
 
 import pytest
 
-from aiockpt import Progress, RemoteProtocolError, StagingError
+from aiockpt import Progress
+from aiockpt.errors import RemoteProtocolError, StagingError
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.http.protocol import Source
 from aiockpt.testing import Answer, assert_same, exhausted_fds

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from aiockpt import LocalProtocolError
+from aiockpt.errors import LocalProtocolError
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.testing import assert_same

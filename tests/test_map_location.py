@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt import StateDictError, make_async_checkpointer
+from aiockpt import make_async_checkpointer
+from aiockpt.errors import StateDictError
 from aiockpt.testing import assert_same
 from saved import load, save
 

@@ -16,8 +16,8 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from aiockpt import MissingExtraError
 from aiockpt.checkpointers.base import CheckpointerStatistics
+from aiockpt.errors import MissingExtraError
 from aiockpt.events import TransferEvent, emit
 from aiockpt.http.statistics import TransportStatistics
 from aiockpt.prometheus import _CHECKPOINTER, _TRANSPORT, Exporter, setup

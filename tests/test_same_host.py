@@ -21,7 +21,8 @@ from aiohttp import ClientSession, web
 
 import aiockpt.http
 import neighbour
-from aiockpt import AuthenticationError, LimitExceededError, Limits
+from aiockpt import AuthenticationError, Limits
+from aiockpt.errors import LimitExceededError
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.http import borrowing, shared_memory
 from aiockpt.http.memory_protocol import (

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt import MissingKeysError, make_async_checkpointer
+from aiockpt import make_async_checkpointer
+from aiockpt.errors import MissingKeysError
 from aiockpt.testing import assert_same
 from saved import load, save
 from transports import pair, receive

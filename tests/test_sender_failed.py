@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from aiockpt import PeerFailedError, TransferTimeoutError, UnsupportedLeafError
+from aiockpt.errors import PeerFailedError, TransferTimeoutError, UnsupportedLeafError
 from aiockpt.testing import assert_same
 from serving import Peer, settle
 from transports import Transport, pair, port_of, receive, transport, weights

@@ -11,13 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt import (
-    IntegrityError,
-    LocalProtocolError,
-    MissingKeysError,
-    Progress,
-    TransferTimeoutError,
-)
+from aiockpt import IntegrityError, Progress
+from aiockpt.errors import LocalProtocolError, MissingKeysError, TransferTimeoutError
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.testing import FaultProxy, StallAfter, assert_same, interrupted
 from replicas import Lies

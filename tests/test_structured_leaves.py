@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch.utils import _pytree
 
-from aiockpt import RemoteProtocolError, TemplateMismatchError, register_leaf
+from aiockpt import TemplateMismatchError, register_leaf
 from aiockpt.checkpointers import CheckpointStagerConfig, DefaultStager
+from aiockpt.errors import RemoteProtocolError
 from aiockpt.testing import assert_same
 from groups import moved, transports
 from saved import load, save

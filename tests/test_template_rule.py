@@ -11,12 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt import (
-    AiockptError,
-    IntegrityError,
-    MissingKeysError,
-    make_async_checkpointer,
-)
+from aiockpt import AiockptError, IntegrityError, make_async_checkpointer
+from aiockpt.errors import MissingKeysError
 from aiockpt.testing import assert_same
 from groups import moved, transports
 from saved import flip, load, save

@@ -12,14 +12,8 @@ import pytest
 import torch
 
 import rangepeer
-from aiockpt import (
-    PeerFailedError,
-    PGTransport,
-    RemoteProtocolError,
-    StorageError,
-    UnsupportedLeafError,
-    register_leaf,
-)
+from aiockpt import PGTransport, StorageError, register_leaf
+from aiockpt.errors import PeerFailedError, RemoteProtocolError, UnsupportedLeafError
 from aiockpt.format.chunks import digest
 from aiockpt.format.entries import Storage
 from aiockpt.format.header import build_manifest

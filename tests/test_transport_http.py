@@ -18,14 +18,16 @@ import trustme
 
 from aiockpt import (
     AuthenticationError,
-    CheckpointChangedError,
-    LimitExceededError,
     Limits,
-    LocalProtocolError,
-    RemoteProtocolError,
     StepNotFoundError,
     TransferEvent,
     TransportError,
+)
+from aiockpt.errors import (
+    CheckpointChangedError,
+    LimitExceededError,
+    LocalProtocolError,
+    RemoteProtocolError,
     UnsupportedLeafError,
 )
 from aiockpt.events import add_hook

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt import PeerFailedError, StagingError, StepNotFoundError
+from aiockpt import StepNotFoundError
+from aiockpt.errors import PeerFailedError, StagingError
 from aiockpt.format.header import decode_header
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest

@@ -42,7 +42,10 @@ class Worker:
                 try:
                     into = self.spare.model.state_dict()
                     await transport.recv_checkpoint(0, metadata, step, 30, into=into)
-                except (aiockpt.TransportError, aiockpt.UnavailableError) as error:
+                except (
+                    aiockpt.TransportError,
+                    aiockpt.errors.UnavailableError,
+                ) as error:
                     print(f"step {step} was missed: {error}", file=sys.stderr)
                     continue  # the old weights serve until there is a newer step
                 self.spare.step = step

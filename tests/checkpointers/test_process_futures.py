@@ -13,10 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt import ClosedError, UnsupportedLeafError, WorkerError, WorkerTimeoutError
 from aiockpt.checkpointers import CheckpointProcessConfig, RankInfo
 from aiockpt.checkpointers.process import CheckpointProcess
 from aiockpt.checkpointers.stager import DefaultStager
+from aiockpt.errors import (
+    ClosedError,
+    UnsupportedLeafError,
+    WorkerError,
+    WorkerTimeoutError,
+)
 from aiockpt.testing import assert_same
 from checkpointing import Forsaken, eventually, loaded, refuse
 

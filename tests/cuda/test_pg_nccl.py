@@ -161,7 +161,7 @@ async def in_turn(transport: Transport, group: Counted, rank: int) -> None:
 async def refused(transport: Transport, group: Counted, rank: int) -> None:
     """A template that does not fit is told, and the group is well."""
     if rank == 0:
-        with pytest.raises(aiockpt.PeerFailedError, match="TemplateMismatch"):
+        with pytest.raises(aiockpt.errors.PeerFailedError, match="TemplateMismatch"):
             await transport.send_checkpoint([1], 1, state(0, 1.0))
     else:
         with pytest.raises(aiockpt.TemplateMismatchError):
@@ -172,9 +172,11 @@ async def refused(transport: Transport, group: Counted, rank: int) -> None:
 async def nobody_comes(transport: Transport, group: Counted, rank: int) -> None:
     """The deadline ends the wait, and nothing is aborted."""
     if rank == 1:
-        with pytest.raises((aiockpt.TransferTimeoutError, aiockpt.ProcessGroupError)):
+        with pytest.raises(
+            (aiockpt.errors.TransferTimeoutError, aiockpt.errors.ProcessGroupError)
+        ):
             await transport.recv_checkpoint(0, "", 1, timeout=2)
-        with pytest.raises(aiockpt.ProcessGroupError):
+        with pytest.raises(aiockpt.errors.ProcessGroupError):
             await transport.recv_checkpoint(0, "", 1)
 
 

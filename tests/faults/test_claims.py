@@ -152,7 +152,7 @@ async def test_a_flood_of_informational_answers_ends_at_once(
         async with transport(reconnect_timeout=0) as receiver, stalls() as longest:
             since = time.monotonic()
             url = f"http://127.0.0.1:{port}/checkpoint/"
-            with pytest.raises(aiockpt.RemoteProtocolError):
+            with pytest.raises(aiockpt.errors.RemoteProtocolError):
                 await receiver.recv_checkpoint(0, url, 1, timeout=timeout)
             late = time.monotonic() - since - timeout
     record.within("beyond the deadline", late, 0.5)
@@ -174,7 +174,7 @@ async def test_a_host_that_is_short_is_named(
         await sender.send_checkpoint([], 1, weights())
         since = time.monotonic()
         with ExitStack() as stack:
-            caught = stack.enter_context(pytest.raises(aiockpt.StagingError))
+            caught = stack.enter_context(pytest.raises(aiockpt.errors.StagingError))
             if short == "descriptors":
                 stack.enter_context(exhausted_fds(left=0))
             else:

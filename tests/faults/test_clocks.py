@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import aiockpt
-from aiockpt import AuthenticationError, TransferTimeoutError
+from aiockpt import AuthenticationError
+from aiockpt.errors import TransferTimeoutError
 from aiockpt.testing import (
     Drip,
     LaggingLoop,

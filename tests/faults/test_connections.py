@@ -8,12 +8,8 @@ import time
 
 import pytest
 
-from aiockpt import (
-    AiockptError,
-    IntegrityError,
-    TransferTimeoutError,
-    TransportError,
-)
+from aiockpt import AiockptError, IntegrityError, TransportError
+from aiockpt.errors import TransferTimeoutError
 from aiockpt.testing import (
     Answer,
     BlackHole,

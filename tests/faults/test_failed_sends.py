@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aiockpt import PeerFailedError, UnsupportedLeafError
+from aiockpt.errors import PeerFailedError, UnsupportedLeafError
 from aiockpt.testing import assert_same
 from faultrecord import Record
 from faultrows import row

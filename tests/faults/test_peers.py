@@ -11,7 +11,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from aiockpt import TransferStalledError, TransportError
+from aiockpt import TransportError
+from aiockpt.errors import TransferStalledError
 from aiockpt.testing import FaultProxy, assert_same
 from faultpeers import TOKEN, At, Line, noise, running, said, sender, share
 from faultrecord import Record

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from aiockpt import UnsupportedLeafError
+from aiockpt.errors import UnsupportedLeafError
 from aiockpt.testing import assert_same
 from faultrecord import Record
 from faultrows import row

@@ -12,12 +12,8 @@ from typing import Any
 
 import pytest
 
-from aiockpt import (
-    AiockptError,
-    PeerFailedError,
-    ProcessGroupError,
-    StepNotFoundError,
-)
+from aiockpt import AiockptError, StepNotFoundError
+from aiockpt.errors import PeerFailedError, ProcessGroupError
 from aiockpt.testing import assert_same, interrupted
 from faultrecord import Record
 from faultrows import row

@@ -19,11 +19,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt import (
-    ProcessGroupError,
-    TransferTimeoutError,
-    WorkerError,
-)
+from aiockpt.errors import ProcessGroupError, TransferTimeoutError, WorkerError
 from aiockpt.testing import Drip, FaultProxy, PeerProcess, assert_same
 from checkpointing import Gate, eventually, is_running, wait_until
 from commandline import ENVIRONMENT

@@ -14,16 +14,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from aiockpt import (
-    IntegrityError,
-    LocalProtocolError,
-    Progress,
-    TransferTimeoutError,
-    TransportError,
-    UnsupportedLeafError,
-    make_sync_checkpointer,
-)
+from aiockpt import IntegrityError, Progress, TransportError, make_sync_checkpointer
 from aiockpt.checkpointers import CheckpointReader, RankInfo
+from aiockpt.errors import (
+    LocalProtocolError,
+    TransferTimeoutError,
+    UnsupportedLeafError,
+)
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.testing import (
     CutAfter,

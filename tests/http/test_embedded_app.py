@@ -23,14 +23,8 @@ from aiohttp import web
 
 import aiockpt.http
 import hosting_process
-from aiockpt import (
-    AiockptError,
-    AuthenticationError,
-    ClosedError,
-    LocalProtocolError,
-    RemoteProtocolError,
-    StepNotFoundError,
-)
+from aiockpt import AiockptError, AuthenticationError, StepNotFoundError
+from aiockpt.errors import ClosedError, LocalProtocolError, RemoteProtocolError
 from aiockpt.http.protocol import parse_metadata
 from aiockpt.testing import assert_same
 from hosting import Host, certified, example, running, running_example

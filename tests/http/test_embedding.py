@@ -13,7 +13,8 @@ import pytest
 from aiohttp import web
 
 import aiockpt.http
-from aiockpt import ClosedError, HTTPTransport, LocalProtocolError
+from aiockpt import HTTPTransport
+from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.testing import assert_same
 from serving import Peer
 from transports import MIB, Transport, receive, transport, weights

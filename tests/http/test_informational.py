@@ -8,7 +8,7 @@ import time
 import pytest
 
 import aiockpt
-from aiockpt import RemoteProtocolError
+from aiockpt.errors import RemoteProtocolError
 from aiockpt.testing import FaultProxy, assert_same
 from aiockpt.testing.faults import Fault, Pipe
 from floods import CONTINUE, HINTS, flooding, stalls

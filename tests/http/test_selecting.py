@@ -14,11 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiockpt import (
+from aiockpt import IntegrityError, Limits
+from aiockpt.errors import (
     CheckpointChangedError,
-    IntegrityError,
     LimitExceededError,
-    Limits,
     TransferTimeoutError,
 )
 from aiockpt.events import TransferEvent, add_hook
@@ -216,7 +215,7 @@ async def test_values_that_are_not_selected_cost_nothing() -> None:
 @pytest.mark.asyncio
 async def test_a_value_that_nobody_knows_here_may_stay_away() -> None:
     """A pickled leaf, say, which is refused where it is selected."""
-    from aiockpt import RemoteProtocolError
+    from aiockpt.errors import RemoteProtocolError
 
     async with (
         transport(allow_pickle=True) as sender,

@@ -20,13 +20,8 @@ import torch
 from aiohttp import web
 
 import aiockpt
-from aiockpt import (
-    HTTPTransport,
-    LocalProtocolError,
-    StepNotFoundError,
-    TransferEvent,
-    UnsupportedLeafError,
-)
+from aiockpt import HTTPTransport, StepNotFoundError, TransferEvent
+from aiockpt.errors import LocalProtocolError, UnsupportedLeafError
 from aiockpt.events import add_hook
 from aiockpt.http import setup
 from aiockpt.testing import assert_same, interruptions
@@ -148,7 +143,7 @@ class TestServing:
                 new = {"weight": torch.full((4 << 20,), float(step))}
                 await sender.send_checkpoint([1], step, new)
             # Or it came too late for the rest, and was told so.
-            with suppress(aiockpt.UnavailableError):
+            with suppress(aiockpt.errors.UnavailableError):
                 assert_same(await task, old)
 
     async def test_statistics_come_from_there(self) -> None:
@@ -188,7 +183,9 @@ class TestServing:
             await asyncio.sleep(0.2)
             with pytest.raises(UnsupportedLeafError):
                 await sender.send_checkpoint([1], 3, {"bad": object()})
-            with pytest.raises(aiockpt.PeerFailedError, match="UnsupportedLeafError"):
+            with pytest.raises(
+                aiockpt.errors.PeerFailedError, match="UnsupportedLeafError"
+            ):
                 await waiting
 
     async def test_a_cancel_at_any_await_leaves_one_offer(self) -> None:
@@ -237,7 +234,7 @@ class TestItsDeath:
             os.kill(process_of(sender).pid, signal.SIGKILL)
             await sender.disallow_checkpoint()
             await until(lambda: process_of(sender).restarts == 1)
-            with pytest.raises(aiockpt.TransferTimeoutError):
+            with pytest.raises(aiockpt.errors.TransferTimeoutError):
                 await receive(sender, receiver, timeout=1.0)
             await sender.send_checkpoint([1], 1, STATE)
             assert_same(await receive(sender, receiver), STATE)
@@ -276,10 +273,10 @@ class TestItsDeath:
         monkeypatch.setattr("aiockpt.http.server_process._CODE", "raise SystemExit(3)")
         sender = apart()
         with pytest.raises(
-            aiockpt.WorkerError, match="no server process can be started"
+            aiockpt.errors.WorkerError, match="no server process can be started"
         ):
             await sender.start()
-        with pytest.raises(aiockpt.WorkerError, match="exit code 3"):
+        with pytest.raises(aiockpt.errors.WorkerError, match="exit code 3"):
             await sender.send_checkpoint([1], 1, STATE)
         await sender.shutdown()
 
@@ -433,7 +430,7 @@ class TestOptions:
         assert sender.metadata().startswith("http://127.0.0.1:")
         assert process_of(sender).pid is None
         await sender.shutdown()
-        with pytest.raises(aiockpt.ClosedError):
+        with pytest.raises(aiockpt.errors.ClosedError):
             await sender.send_checkpoint([1], 1, STATE)
 
     async def test_renaming_serves_the_same_memory(self) -> None:

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from aiockpt import (
-    AuthenticationError,
+from aiockpt import AuthenticationError, StepNotFoundError
+from aiockpt.errors import (
     ClosedError,
     LocalProtocolError,
     PeerUnreachableError,
     RemoteProtocolError,
-    StepNotFoundError,
     TransferStalledError,
 )
 from aiockpt.http import manifests

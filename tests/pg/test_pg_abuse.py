@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt import (
-    IntegrityError,
+from aiockpt import IntegrityError, Limits
+from aiockpt.errors import (
     LimitExceededError,
-    Limits,
     LocalProtocolError,
     PeerFailedError,
     ProcessGroupError,

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt import (
+from aiockpt import Progress, StepNotFoundError, TemplateMismatchError
+from aiockpt.errors import (
     PeerFailedError,
     ProcessGroupError,
-    Progress,
     RemoteProtocolError,
-    StepNotFoundError,
-    TemplateMismatchError,
     TransferTimeoutError,
     UnsupportedLeafError,
 )

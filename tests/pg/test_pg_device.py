@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt import (
-    IntegrityError,
+from aiockpt import IntegrityError
+from aiockpt.errors import (
     PeerFailedError,
     ProcessGroupError,
     RemoteProtocolError,

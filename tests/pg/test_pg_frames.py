@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiockpt import RemoteProtocolError
+from aiockpt.errors import RemoteProtocolError
 from aiockpt.pg.conversation import FRAME_BYTES, Frame, Kind
 
 

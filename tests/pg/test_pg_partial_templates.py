@@ -19,7 +19,7 @@ import torch
 from torch import distributed, nn
 
 import aiockpt
-from aiockpt import PeerFailedError
+from aiockpt.errors import PeerFailedError
 from aiockpt.testing import assert_same
 from groups import Transport, both, flip_bits, gloo_groups, moved
 

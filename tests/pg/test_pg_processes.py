@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from aiockpt import ProcessGroupError, Progress, TransferTimeoutError
+from aiockpt import Progress
+from aiockpt.errors import ProcessGroupError, TransferTimeoutError
 from aiockpt.testing import assert_same
 from groups import Transport, joined, store_in, summed
 from rank import MIB_SENT

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import distributed
 
-from aiockpt import ProcessGroupError, TransferTimeoutError
+from aiockpt.errors import ProcessGroupError, TransferTimeoutError
 from aiockpt.testing import assert_same
 from groups import Transport, in_a_thread, moved, store_at
 from transports import weights

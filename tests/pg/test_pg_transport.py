@@ -12,17 +12,19 @@ import torch
 
 import aiockpt
 from aiockpt import (
-    ClosedError,
     IntegrityError,
-    LimitExceededError,
     Limits,
+    StepNotFoundError,
+    TemplateMismatchError,
+    TransferEvent,
+)
+from aiockpt.errors import (
+    ClosedError,
+    LimitExceededError,
     LocalProtocolError,
     PeerFailedError,
     ProcessGroupError,
     RemoteProtocolError,
-    StepNotFoundError,
-    TemplateMismatchError,
-    TransferEvent,
     TransferTimeoutError,
     UnsupportedLeafError,
 )

@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt import (
-    PeerFailedError,
-    TransferTimeoutError,
-    UnsupportedLeafError,
-)
+from aiockpt.errors import PeerFailedError, TransferTimeoutError, UnsupportedLeafError
 from aiockpt.testing import assert_same
 from aiockpt.testing.suite.base import sample
 from groups import Transport, gloo_groups, moved, transports

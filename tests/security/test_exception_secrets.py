@@ -284,7 +284,7 @@ async def test_a_refused_name_is_not_shown_with_the_request() -> None:
     """The resolver raises within the HTTP client, whose frames have the headers."""
     async with transport(peers=["10.0.0.0/8"], reconnect_timeout=0) as receiver:
         url = f"http://localhost:1/checkpoint/#{SECRET}"
-        with pytest.raises(aiockpt.LocalProtocolError) as caught:
+        with pytest.raises(aiockpt.errors.LocalProtocolError) as caught:
             await receiver.recv_checkpoint(0, url, 1, timeout=5)
         check(caught.value)
 
@@ -307,7 +307,7 @@ async def test_an_end_from_without_shows_no_token(after: str) -> None:
             await task
         check(caught.value)
         await receiver.shutdown()
-        with pytest.raises(aiockpt.ClosedError) as closed:
+        with pytest.raises(aiockpt.errors.ClosedError) as closed:
             await receiver.recv_checkpoint(0, url, 1)
         check(closed.value)
 

@@ -19,7 +19,8 @@ import pytest
 import trustme
 
 import aiockpt
-from aiockpt import AuthenticationError, ForgedManifestError, make_token
+from aiockpt import AuthenticationError, make_token
+from aiockpt.errors import ForgedManifestError
 from aiockpt.events import add_hook
 from aiockpt.http.audit import Access
 from aiockpt.testing import Answer, assert_same
@@ -240,7 +241,7 @@ class TestGrants:
     async def test_an_insecure_transport_grants_nothing(self) -> None:
         """There is nothing that it could keep from anybody."""
         async with transport(insecure=True) as sender:
-            with pytest.raises(aiockpt.LocalProtocolError, match="insecure"):
+            with pytest.raises(aiockpt.errors.LocalProtocolError, match="insecure"):
                 sender.grant("rank-3")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from aiockpt import ProcessGroupError
+from aiockpt.errors import ProcessGroupError
 from cells import proves
 from deaths import at_the_receivers, at_the_senders
 from groups import Transport as GroupTransport

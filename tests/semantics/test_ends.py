@@ -11,13 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt import (
-    ClosedError,
-    LocalProtocolError,
-    PGTransport,
-    make_async_checkpointer,
-)
+from aiockpt import PGTransport, make_async_checkpointer
 from aiockpt.checkpointers import CheckpointProcess, DefaultStager, RankInfo
+from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.testing import assert_same
 from cells import proves
 from checkpointing import eventually, is_running, loaded, reaped

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt import ClosedError, ProcessGroupError, TransferTimeoutError
+from aiockpt.errors import ClosedError, ProcessGroupError, TransferTimeoutError
 from aiockpt.pg.messages import Channel
 from aiockpt.testing import assert_same
 from cells import proves

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from aiockpt import AiockptError, StepNotFoundError, TransferTimeoutError
+from aiockpt import AiockptError, StepNotFoundError
+from aiockpt.errors import TransferTimeoutError
 from aiockpt.http.server_process import ServerProcess
 from aiockpt.testing import assert_same
 from cells import proves

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from aiockpt import ClosedError, WorkerError, make_async_checkpointer
+from aiockpt import make_async_checkpointer
 from aiockpt.checkpointers import CheckpointProcess, CheckpointProcessConfig, RankInfo
+from aiockpt.errors import ClosedError, WorkerError
 from aiockpt.testing import assert_same
 from cells import proves
 from checkpointing import (

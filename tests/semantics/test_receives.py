@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from aiockpt import IntegrityError, MissingKeysError, TransferTimeoutError
+from aiockpt import IntegrityError
+from aiockpt.errors import MissingKeysError, TransferTimeoutError
 from aiockpt.testing import StallAfter, assert_same
 from cells import proves
 from outcomes import Cell

@@ -15,12 +15,7 @@ from typing import Any
 import pytest
 
 import aiockpt
-from aiockpt import (
-    CheckpointerConfig,
-    CheckpointNotFoundError,
-    WorkerError,
-    make_async_checkpointer,
-)
+from aiockpt import CheckpointerConfig, make_async_checkpointer
 from aiockpt.checkpointers import (
     CheckpointProcess,
     DefaultStager,
@@ -28,6 +23,7 @@ from aiockpt.checkpointers import (
     StagedState,
     recovery,
 )
+from aiockpt.errors import CheckpointNotFoundError, WorkerError
 from aiockpt.testing import assert_same, interrupted
 from cells import proves
 from checkpointing import eventually, loaded, state_of

@@ -18,7 +18,7 @@ import torch
 import torch._dynamo
 from torch import distributed
 
-from aiockpt import PeerFailedError
+from aiockpt.errors import PeerFailedError
 from aiockpt.testing.conformance import Endings, RoundTrips, Templates
 from aiockpt.transport import Timeout
 from groups import TIMEOUT, Transport, store_in

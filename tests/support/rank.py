@@ -14,7 +14,8 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
-from aiockpt import PeerFailedError, ProcessGroupError, Progress
+from aiockpt import Progress
+from aiockpt.errors import PeerFailedError, ProcessGroupError
 from groups import Transport, joined, store_in, summed
 from transports import weights
 

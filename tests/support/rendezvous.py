@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 from typing import Any
 
-from aiockpt import PeerFailedError
+from aiockpt.errors import PeerFailedError
 from aiockpt.testing.conformance import RoundTrips, Templates
 from aiockpt.transport import Timeout
 from groups import Transport

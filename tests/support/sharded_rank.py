@@ -35,13 +35,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from aiockpt import (
-    DeviceMeshError,
-    HTTPTransport,
-    Progress,
-    Server,
-    TemplateMismatchError,
-)
+from aiockpt import HTTPTransport, Progress, Server, TemplateMismatchError
+from aiockpt.errors import DeviceMeshError
 from aiockpt.testing import assert_same
 from forked import rank_of
 

@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-from aiockpt import PeerFailedError, StepNotFoundError, TransferTimeoutError
+from aiockpt import StepNotFoundError
+from aiockpt.errors import PeerFailedError, TransferTimeoutError
 from aiockpt.testing import assert_same
 from aiockpt.torchft import HTTPTransport
 from cells import proves

@@ -135,9 +135,9 @@ def facts_of_errors(error: aiockpt.AiockptError) -> None:
         assert_type(error.serving, int | None)
     if isinstance(error, aiockpt.IntegrityError):
         assert_type(error.chunk, int | None)
-    if isinstance(error, aiockpt.ForgedManifestError):
+    if isinstance(error, aiockpt.errors.ForgedManifestError):
         assert_type(error.missing, bool)
-    if isinstance(error, aiockpt.TransferTimeoutError):
+    if isinstance(error, aiockpt.errors.TransferTimeoutError):
         assert_type(error.timeout, float)
         handle(error)
 
