@@ -264,7 +264,7 @@ class TestShutdown:
         await shutdown
         with pytest.raises(ClosedError):
             await send
-        assert sender._offering._stager._pool._free == []
+        assert sender._offering._stager._pool.free == []
 
     @pytest.mark.parametrize("advertise", [None, "http://proxy.example/checkpoint"])
     async def test_nothing_works_after_it(self, advertise: str | None) -> None:

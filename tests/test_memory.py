@@ -19,6 +19,7 @@ from aiockpt.memory.arena import (
     Arena,
     ArenaPool,
     Borrowed,
+    PageChooser,
     view_of_address,
 )
 from aiockpt.runtime.system import available_memory
@@ -44,7 +45,7 @@ class TestPopulate:
         """Exactly those of the range, rounded to where a sample starts."""
         monkeypatch.setattr(memory, "_QUICK", 0.0)
         arena = Arena((40 << 20) + 5)
-        arena.populate((16 << 20) + 1, (24 << 20) + 1)
+        arena.populate((16 << 20) - 1, (24 << 20) + 1)
         assert (8 << 20) <= resident(arena) * mmap.PAGESIZE <= (12 << 20)
         arena.populate(0, arena.nbytes)
         assert resident(arena) * mmap.PAGESIZE >= arena.nbytes
@@ -74,6 +75,81 @@ class TestPopulate:
         view[:5] = b"bytes"
         arena.populate(0, arena.nbytes)
         assert bytes(view[:6]) == b"bytes\0"
+
+
+MIB = 1 << 20
+
+
+class Host:
+    """Memory whose pages take as long as a test says, and who mapped which."""
+
+    def __init__(self, huge: float, small: float, *, cold_from: int = 0) -> None:
+        self.rates = {True: huge * 1e9, False: small * 1e9}
+        self.cold_from = cold_from
+        self.seconds = 0.0
+        self.kinds: dict[int, bool] = {}
+
+    def rate(self, at: int, *, huge: bool) -> float:
+        """Return the bytes per second of a page; before ``cold_from`` it is warm."""
+        return self.rates[huge] if at >= self.cold_from else (7e9 if huge else 1.8e9)
+
+    def touch(self, start: int, stop: int, huge: bool) -> float:
+        """Map pages; return how long that took."""
+        took = 0.0
+        for page in range(start // (2 * MIB), -(-stop // (2 * MIB))):
+            if page not in self.kinds:
+                self.kinds[page] = huge
+                took += 2 * MIB / self.rate(page * 2 * MIB, huge=huge)
+        self.seconds += took
+        return took
+
+    def fill(self, nbytes: int) -> float:
+        """Receive that many bytes as a download does; return the seconds for pages."""
+        chooser = PageChooser()
+        for start in range(0, nbytes, 32 * MIB):
+            chooser.map(self.touch, start, min(start + 32 * MIB, nbytes), every=False)
+            self.touch(start, min(start + 32 * MIB, nbytes), True)
+        return self.seconds
+
+
+class TestPageChooser:
+    """The faster kind of pages, whatever the host has left."""
+
+    @pytest.mark.parametrize(
+        ("huge", "small"),
+        [(0.45, 1.6), (0.5, 1.7), (0.64, 1.9), (0.18, 0.66), (3.4, 1.7), (7.6, 1.9)],
+    )
+    @pytest.mark.parametrize("nbytes", [64 * MIB, 1024 * MIB])
+    def test_a_fresh_arena_is_as_fast_as_the_better_kind(
+        self, huge: float, small: float, nbytes: int
+    ) -> None:
+        """Within a tenth: a sample of the slower kind is all that is lost."""
+        best = nbytes / (max(huge, small) * 1e9)
+        assert Host(huge, small).fill(nbytes) <= best / 0.9
+
+    def test_the_kind_follows_the_host(self) -> None:
+        """Free memory is warm at first, and cold where the host has taken it back."""
+        host = Host(0.5, 1.7, cold_from=256 * MIB)
+        host.fill(512 * MIB)
+        warm = [kind for page, kind in host.kinds.items() if page < 128]
+        cold = [kind for page, kind in host.kinds.items() if page >= 128]
+        assert all(warm)
+        assert cold.count(False) > 0.9 * len(cold)
+
+    def test_warm_pages_are_left_to_the_bytes(self) -> None:
+        """But for the sample that begins each stride."""
+        host = Host(7.6, 1.9)
+        PageChooser().map(host.touch, 0, 64 * MIB, every=False)
+        assert len(host.kinds) == 8
+
+    def test_memory_that_was_mapped_before_is_quick(self) -> None:
+        """A kept arena is not sampled again with small pages."""
+        host = Host(0.5, 1.7)
+        chooser = PageChooser()
+        chooser.map(host.touch, 0, 64 * MIB, every=True)
+        before = dict(host.kinds)
+        chooser.map(host.touch, 0, 64 * MIB, every=True)
+        assert host.kinds == before
 
 
 @pytest.mark.parametrize("shared", [False, True])

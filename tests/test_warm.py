@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aiockpt import AiockptError, HTTPTransport, TransportError
-from aiockpt.memory.arena import WarmArena
+from aiockpt.memory.arena import ArenaPool
 from aiockpt.testing import StallAfter, assert_same
 from transports import pair, proxied, receive, through, transport
 
@@ -92,8 +92,8 @@ async def test_a_template_is_filled_by_way_of_it() -> None:
             await sender.send_checkpoint([1], step, state(step))
             await receive(sender, receiver, step, into=template)
             assert_same(template, state(step))
-        warm: WarmArena = receiver._warm  # type: ignore[assignment]
-        [arena] = warm._returned
+        warm: ArenaPool = receiver._warm  # type: ignore[assignment]
+        [arena] = warm.free
         assert arena.nbytes >= 600_000
 
 
@@ -105,8 +105,8 @@ async def test_what_a_failed_receive_had_is_not_used_again() -> None:
             with pytest.raises(TransportError):
                 await receiver.recv_checkpoint(0, through(proxy, sender), 1, timeout=2)
         gc.collect()
-        warm: WarmArena = receiver._warm  # type: ignore[assignment]
-        assert not warm._returned
+        warm: ArenaPool = receiver._warm  # type: ignore[assignment]
+        assert not warm.free
         assert_same(await receive(sender, receiver), state(1))
 
 
@@ -132,14 +132,14 @@ async def test_the_end_keeps_nothing_but_what_is_used() -> None:
         received = await receive(sender, receiver)
         await receiver.shutdown()
         assert_same(received, state(1))
-        warm: WarmArena = receiver._warm  # type: ignore[assignment]
+        warm: ArenaPool = receiver._warm  # type: ignore[assignment]
         del received
-        assert not warm._returned
+        assert not warm.free
 
 
 async def test_another_size_takes_other_memory() -> None:
     """More than twice as large is a waste, and smaller does not fit."""
-    warm = WarmArena()
+    warm = ArenaPool(keep=1, staging=False)
     for nbytes, reused in [(1 << 20, False), (1 << 19, True), (1 << 18, False)]:
         loan = warm.lend(nbytes)
         assert (loan.arena.nbytes != nbytes) == reused

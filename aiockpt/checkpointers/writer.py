@@ -37,7 +37,7 @@ from aiockpt.events import TransferEvent, emit
 from aiockpt.format.chunks import ChunkHasher, digest
 from aiockpt.format.header import with_digests
 from aiockpt.format.manifest import Manifest
-from aiockpt.memory.arena import Arena, ArenaPool
+from aiockpt.memory.arena import ArenaPool
 from aiockpt.memory.snapshot import TRUSTED
 from aiockpt.runtime.sync_facade import run_blocking
 from aiockpt.storage.commit import Draft
@@ -129,7 +129,7 @@ class CheckpointWriter:
         self._rank_info = rank_info
         self._barrier = barrier
         self._hook = commit_hook
-        self._pool = ArenaPool(shared=False, keep=1, dispose=Arena.close)
+        self._pool = ArenaPool(keep=1)
 
     def __repr__(self) -> str:
         rank = self._rank_info

@@ -19,7 +19,7 @@ from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.cli.options import UsageError
 from aiockpt.cli.rankfiles import one_file, pointing_below
 from aiockpt.errors import StateDictError, StorageError
-from aiockpt.memory.arena import Arena, ArenaPool
+from aiockpt.memory.arena import ArenaPool
 from aiockpt.storage.directory import MARKER, find_checkpoint
 from aiockpt.storage.files import is_at, lock, named, rename_to_new, sync_directory
 from aiockpt.storage.partfile import TAKEN, check_target
@@ -154,7 +154,7 @@ def _write_torch(path: Path, fd: int, state: Any) -> None:
 
 
 def _write_plain(path: Path, fd: int, state: Any) -> None:
-    pool = ArenaPool(shared=False, keep=0, dispose=Arena.close)
+    pool = ArenaPool(keep=0)
     with LiveState(
         state, step=0, chunk_bytes=1 << 20, allow_pickle=False, pool=pool
     ) as live:

@@ -21,7 +21,7 @@ from aiockpt.http.manifests import PATIENCE, SUPERSEDED, Steps, chase
 from aiockpt.http.protocol import Lease, Source, parse_metadata
 from aiockpt.http.source import HttpSource, Sharing
 from aiockpt.http.sources import Sources, sources_of
-from aiockpt.memory.arena import WarmArena
+from aiockpt.memory.arena import ArenaPool
 from aiockpt.memory.device import port_for
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline, Lifetime
@@ -52,7 +52,7 @@ class Receiver(CheckpointTransport[T]):
     _bridge: Bridge
     _same_host: bool | None
     _client: CheckpointClient
-    _warm: WarmArena | None
+    _warm: ArenaPool | None
 
     async def recv_checkpoint(
         self,

@@ -19,7 +19,7 @@ from aiockpt.http.security import Security
 from aiockpt.http.server import EndpointConfig
 from aiockpt.http.server_process import ProcessOptions, endpoint_for
 from aiockpt.http.statistics import TransportStatistics, survey
-from aiockpt.memory.arena import CAN_LEND, WarmArena
+from aiockpt.memory.arena import CAN_LEND, ArenaPool
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline, Lifetime
 from aiockpt.transfer.stager import Stager, StagerOptions
@@ -85,7 +85,7 @@ class HTTPTransport(Receiver[T]):
         self._bridge = Bridge(threads=_THREADS, name="aiockpt")
         self._lifetime = Lifetime("the transport")
         self._allow_pickle = allow_pickle
-        self._warm = WarmArena() if receive.keep_arena else None
+        self._warm = ArenaPool(keep=1, staging=False) if receive.keep_arena else None
         config = EndpointConfig(
             host=server.host,
             port=server.port,

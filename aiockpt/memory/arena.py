@@ -1,8 +1,8 @@
-"""Host memory: reusable arenas, and maps from the data segment to where it lies.
+"""Host memory: reusable arenas, and the pool that keeps them.
 
-Page faults, not copies, dominate a receive into fresh memory, so an arena asks for
-huge pages and is reused where its owner can. Every view of memory here is a
-``memoryview`` that keeps its owner alive.
+Page faults, not copies, dominate a receive into fresh memory. So an arena is reused
+where its owner can, and where it cannot, `PageChooser` samples which pages are faster.
+Every view of memory here is a ``memoryview`` that keeps its owner alive.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 from aiockpt.format.limits import enforce
 from aiockpt.runtime.system import allocating, spare_memory
@@ -34,11 +34,14 @@ __all__ = [
     "Borrowed",
     "Loan",
     "Memory",
-    "WarmArena",
+    "PageChooser",
     "lend",
     "return_freed",
     "view_of_address",
 ]
+
+Touch: TypeAlias = Callable[[int, int, bool], float]
+"""``touch(start, stop, huge)`` maps pages of one kind; it returns the seconds."""
 
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -51,15 +54,17 @@ CAN_LEND: Final = sys.platform == "linux" and hasattr(os, "memfd_create")
 LENT_SEALS: Final = 0x2 | 0x4 | 0x10
 
 # Linux 5.14; the mmap module does not know it, and would keep the interpreter lock.
-_MADV_POPULATE_WRITE = 23
-# Whoever maps memory meanwhile waits until one call has ended.
-_HUGE_PAGE = 2 << 20
-_STRIDE = 8 << 20
-_QUICK = 1e-3
+_MADV_POPULATE_WRITE: Final = 23
+
+# Bytes per call, since other threads that map memory wait until the call has ended.
+_SAMPLE: Final = 2 << 20  # one huge page
+_STRIDE: Final = 8 << 20
+_COMPARE: Final = 64 << 20
+_QUICK: Final = 1e-3  # seconds for a sample, that is 2 GB/s
 
 
 class Memory(Protocol):
-    """Memory that holds a data segment, or has at least a place for each byte."""
+    """Memory with a place for each byte of a data segment."""
 
     def buffers(self, start: int, stop: int) -> list[memoryview]:
         """Return the writable bytes of ``[start, stop)``, in order."""
@@ -69,22 +74,23 @@ class Lendable(Protocol):
     """Memory of which another process may get a descriptor.
 
     Attributes:
-        fd: What it lies in; negative if it cannot be lent.
-        spent: Whether a process that was lent it keeps it: its owner reuses it no more.
+        fd: The descriptor of the memory; negative if it cannot be lent.
+        spent: Whether another process keeps the memory, so that its owner must not
+            reuse it.
     """
 
     fd: int
     spent: bool
 
     def lend(self) -> int:
-        """Return a descriptor that only reads, and stays ours; see `sealed`."""
+        """Return a read-only descriptor, which the memory owns; see `sealed`."""
 
 
 def sealed(fd: int) -> int:
-    """Return a new descriptor of shared memory that can only read; for a thread.
+    """Return a new, read-only descriptor of shared memory; for a thread.
 
-    Seals tell who has it that the size stays, and that nobody else can write either,
-    but the owner through the mapping that it has.
+    Seals promise to its receiver that the size stays, and that nobody can write but the
+    owner, through the mapping that it already has.
 
     Raises:
         OSError: the kernel cannot seal it.
@@ -96,13 +102,13 @@ def sealed(fd: int) -> int:
 
 
 class _Staging(mmap.mmap):
-    """A mapping that forked children do not have."""
+    """A mapping that forked children do not get."""
 
     file: tuple[int, int] | None = None
     left_out = False
 
     def leave_out_of_forks(self, fd: int) -> None:
-        """Have children that are forked from now on neither map it nor open ``fd``."""
+        """Keep the mapping and ``fd`` from children that are forked from now on."""
         if fd >= 0:
             self.file = _file_of(fd)
         if hasattr(mmap, "MADV_DONTFORK"):
@@ -110,12 +116,12 @@ class _Staging(mmap.mmap):
             _staged.add(self)
 
     def forget(self) -> None:
-        """Never unmap it: in this child something else may lie at its address."""
+        """Never unmap it: in this child, something else may be at its address."""
         self.left_out = True
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def close(self) -> None:
-        """Unmap it where it is mapped."""
+        """Unmap it in a process that has it mapped."""
         if not self.left_out:
             super().close()
 
@@ -138,8 +144,8 @@ def _forget_staged() -> None:
     files = {mapping.file for mapping in left_out} - {None}
     if not files:
         return
-    # Each has several descriptors, of which Python hides that of the mapping, and
-    # their owners close them again: so their numbers stay taken.
+    # A mapping has several descriptors, and Python hides one of them. Their owners
+    # close them again, so their numbers must stay in use.
     nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for number in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):
@@ -156,15 +162,72 @@ if hasattr(os, "register_at_fork"):
     )
 
 
+class PageChooser:
+    """Maps pages before bytes arrive, and chooses their kind by sampling.
+
+    Warm huge pages are several times faster than small ones. But a virtual machine that
+    gives free memory back to its host has cold ones, and each first touch of a cold
+    huge page takes milliseconds: here huge pages came at 0.5 GB/s then, small ones at
+    1.7, and warm huge ones at 3.4 to 7.6. Nothing tells which pages come next. So each
+    stride begins with one huge page, timed. If it is slow, the same number of bytes in
+    small pages is timed, and the faster kind is used until the next comparison.
+    """
+
+    def __init__(self) -> None:
+        self._huge = True
+        self._settled = 0  # bytes until the kinds are compared again
+
+    def map(self, touch: Touch, start: int, stop: int, *, every: bool) -> None:
+        """Map ``[start, stop)``, rounded to samples, as far as it saves time.
+
+        A page that comes quickly is left to the thread that brings the bytes, which are
+        then still in the cache.
+
+        Args:
+            touch: Maps pages.
+            start: The first byte.
+            stop: The end.
+            every: Whether to map quick pages, too.
+        """
+        # A sample must not begin with pages that the range before has mapped.
+        first = min(start + -start % _SAMPLE, stop)
+        if every and start < first:
+            touch(start, first, self._huge)
+        for at in range(first, stop, _STRIDE):
+            self._map_stride(touch, at, min(at + _STRIDE, stop), every=every)
+
+    def _map_stride(self, touch: Touch, at: int, stop: int, *, every: bool) -> None:
+        self._settled -= stop - at
+        if self._settled <= 0:
+            self._huge = True
+        if not self._huge:
+            touch(at, stop, False)  # noqa: FBT003 - the kind of the pages
+            return
+        sampled = at + _SAMPLE
+        took = touch(at, sampled, True)  # noqa: FBT003
+        if took > _QUICK and self._settled <= 0 and sampled + _SAMPLE <= stop:
+            self._settled = _COMPARE
+            self._huge = touch(sampled, sampled + _SAMPLE, False) >= took  # noqa: FBT003
+            sampled += _SAMPLE
+        if sampled < stop and (every or took > _QUICK):
+            touch(sampled, stop, self._huge)
+
+
 class Arena:
     """One allocation of host memory, page-aligned and zeroed when new.
 
     Args:
         nbytes: Its size. Pages cost nothing until they are touched.
-        shared: Back it by an anonymous file, so that its descriptor can be handed
-            to another process; else it is private and asks for huge pages.
-        staging: Leave it out of forked children, which would keep its pages. Only for
+        shared: Back it by an anonymous file, whose descriptor another process can get.
+        staging: Keep it from forked children, which would keep its pages. Only for
             memory that no caller gets to see.
+
+    Attributes:
+        nbytes: Its size.
+        fd: The descriptor of shared memory, else -1.
+        address: The address of its first byte.
+        spent: Whether another process keeps it, so that nobody must reuse it.
+        touched: How many of its bytes have been used so far.
     """
 
     def __init__(
@@ -190,6 +253,7 @@ class Arena:
         self.nbytes, self.fd, self._map = nbytes, fd, mapping
         self.spent, self.touched = False, 0
         self._lent = -1
+        self._pages = PageChooser()
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         self._unpin: Callable[[], object] | None = None
 
@@ -199,9 +263,9 @@ class Arena:
 
     @property
     def buffer(self) -> memoryview:
-        """All of it, for those who take a buffer (``torch.frombuffer``)."""
+        """All of it, for functions that take a buffer (``torch.frombuffer``)."""
         # Not the map itself: torch keeps the object but does not lock it, and memory
-        # that tensors lie in must not be unmapped.
+        # of tensors must not be unmapped.
         return memoryview(self._map)
 
     def buffers(self, start: int, stop: int) -> list[memoryview]:
@@ -209,53 +273,49 @@ class Arena:
         return [memoryview(self._map)[start:stop]] if stop > start else []
 
     def populate(self, start: int, stop: int, *, every: bool = False) -> None:
-        """Have the pages of ``[start, stop)`` mapped now, not when bytes arrive.
+        """Map the pages of ``[start, stop)`` now, not when bytes arrive.
 
-        It only saves time, mostly that of a loop: on a virtual machine that gives free
-        memory back to its host, each first touch may take milliseconds. A first touch
-        that is quick is left to whoever brings the bytes, which then are still in the
-        cache; so a sample decides, unless ``every`` page is asked for. For threads; the
-        interpreter lock is free meanwhile.
+        It only saves time, mostly that of an event loop; see `PageChooser`. For
+        threads: the interpreter lock is free meanwhile.
         """
-        if sys.platform != "linux":
-            return
-        for at in range(start - start % _STRIDE, stop, _STRIDE):
-            began = time.perf_counter()
-            self._touch(at)
-            if every or time.perf_counter() - began > _QUICK:
-                for rest in range(at + _HUGE_PAGE, min(at + _STRIDE, stop), _HUGE_PAGE):
-                    self._touch(rest)
+        if sys.platform == "linux":
+            self._pages.map(self._touch, start, stop, every=every)
 
-    def _touch(self, at: int) -> None:
-        # An older kernel, or no memory: whoever brings the bytes will see.
-        size = min(_HUGE_PAGE, len(self._map) - at)
-        _libc.madvise(self.address + at, size, _MADV_POPULATE_WRITE)
+    def _touch(self, start: int, stop: int, huge: bool) -> float:  # noqa: FBT001 - a kind
+        began, stop = time.perf_counter(), min(stop, len(self._map))
+        kind = mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE
+        # A kernel may be older, or without memory: the bytes' writer will find out.
+        _libc.madvise(self.address + start, stop - start, kind)
+        for at in range(start, stop, _SAMPLE):
+            size = min(_SAMPLE, stop - at)
+            _libc.madvise(self.address + at, size, _MADV_POPULATE_WRITE)
+        return time.perf_counter() - began
 
     def discard(self, start: int, stop: int) -> None:
-        """Give back the whole pages of ``[start, stop)``; they read as zeros then."""
+        """Return the whole pages of ``[start, stop)`` to the system; they read as 0."""
         first, last = start + -start % mmap.PAGESIZE, stop - stop % mmap.PAGESIZE
         if hasattr(mmap, "MADV_DONTNEED") and first < last:
             _libc.madvise(self.address + first, last - first, mmap.MADV_DONTNEED)
 
     def empty(self) -> None:
-        """Give all pages back, whoever has a view, which reads zeros. For threads."""
+        """Return all pages to the system; views that are left read 0. For threads."""
         if not self.closed:
             self.discard(0, len(self._map))
 
     def pin(self, pin: Callable[[Arena], Callable[[], None]]) -> None:
-        """Page-lock it once, until it is closed, or nobody has it any more.
+        """Page-lock the memory once, until it is closed or garbage.
 
-        ``pin`` returns what undoes it, which must not refer to the arena.
+        ``pin`` returns the function that undoes it, which must not refer to the arena.
         """
         if self._unpin is None:
-            # A driver takes other memory at this address for what it has locked.
+            # Else a driver would take later memory at this address for locked memory.
             self._unpin = end = weakref.finalize(self, pin(self))
             end.atexit = False
 
     def lend(self) -> int:
-        """Return a descriptor for another process, which can only read; for a thread.
+        """Return a read-only descriptor for another process; for a thread.
 
-        It is the arena's own; see `sealed`.
+        The arena owns it; see `sealed`.
 
         Raises:
             OSError: the kernel cannot seal it.
@@ -265,25 +325,25 @@ class Arena:
         return self._lent
 
     def revoke(self) -> None:
-        """Let no other process read it any more; only for shared memory, in a thread.
+        """Let no process read the memory any more; only if shared, and in a thread.
 
-        It shrinks to nothing: what a system call would read elsewhere fails (EFAULT),
-        and other reads there end that process (SIGBUS), as they would here. So it can
-        only be closed, and counts as spent.
+        The memory shrinks to nothing. A system call that reads it fails (EFAULT), and
+        any other read ends its process (SIGBUS), also here. So the arena is spent, and
+        can only be closed.
 
         Raises:
-            OSError: it was lent, and its size is sealed.
+            OSError: the arena was lent, so its size is sealed.
         """
         self.spent = True
         os.ftruncate(self.fd, 0)
 
     @property
     def closed(self) -> bool:
-        """Whether the pages have gone, and no view can be left."""
+        """Whether the pages are gone, so that no view can be left."""
         return self._map.closed
 
     def close(self) -> None:
-        """Unmap; views that still live keep their pages until they go. Idempotent."""
+        """Unmap the memory; a view that is left keeps the pages. Idempotent."""
         if self._unpin is not None:
             self._unpin()
             self._unpin = None
@@ -296,7 +356,7 @@ class Arena:
 
 
 class Borrowed(Arena):
-    """Memory of another process: what is written to it here, is copied first.
+    """Memory of another process; a page that is written here is copied first.
 
     It must be sealed against shrinking, or reading it could end this process.
     """
@@ -305,166 +365,172 @@ class Borrowed(Arena):
         self._adopt(nbytes, -1, mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY))
 
     def populate(self, start: int, stop: int, *, every: bool = False) -> None:
-        """Do nothing: a page that is made writable is a copy."""
+        """Do nothing: a page that is made writable would be copied."""
 
 
 class ArenaPool:
-    """Keeps free arenas warm for the next staging of about the same size.
+    """Keeps free arenas for the next checkpoint of about the same size.
 
-    ``keep`` says how many; those that came back last stay. ``dispose`` closes an arena
-    somewhere else: unmapping gigabytes takes a while. Every method may be called from
-    any thread.
+    An arena comes back by hand (`take`, `give_back`), or with the end of its buffer
+    (`lend`). Pages that were touched before are several times faster to write.
+
+    All methods may be called from any thread, and in the middle of anything: a buffer's
+    end may be noticed by the garbage collector. So the pool has no lock. Each operation
+    on its deque is atomic.
+
+    Args:
+        keep: How many free arenas stay; the ones that came back last.
+        shared: See `Arena`.
+        staging: See `Arena`.
+        dispose: Closes an arena in another thread, since unmapping gigabytes takes a
+            while; None: the calling thread closes it.
     """
 
     def __init__(
-        self, *, shared: bool, keep: int, dispose: Callable[[Arena], None]
+        self,
+        *,
+        keep: int,
+        shared: bool = False,
+        staging: bool = True,
+        dispose: Callable[[Arena], object] | None = None,
     ) -> None:
-        self._shared = shared
         self._keep = keep
-        self._dispose = dispose
-        self._lock = threading.Lock()
-        self._free: list[Arena] = []
+        self._shared, self._staging = shared, staging
+        self._dispose = dispose or (lambda arena: arena.close())
+        self._free: deque[Arena] = deque()  # the one that came back last is the last
         self._idle = self._closed = False
 
-    def take(self, nbytes: int) -> Arena:
-        """Return an arena of at least ``nbytes``, reused if one is free and fits.
+    def __repr__(self) -> str:
+        return f"<ArenaPool free={self.free}>"
 
-        If none fits, the one that came back last makes room for the new one.
+    @property
+    def free(self) -> Sequence[Arena]:
+        """The arenas that nobody uses, oldest first."""
+        return [*self._free]
+
+    def take(self, nbytes: int) -> Arena:
+        """Return an arena of at least ``nbytes``, reused if a free one fits.
+
+        An arena fits if it is at most twice as large. If none fits, the one that came
+        back last makes room for the new one.
         """
-        with self._lock:
-            self._idle = False
-            fits = [a for a in self._free if nbytes <= a.nbytes <= 2 * nbytes]
-            found = fits[-1:] or self._free[-1:]
-            for arena in found:
-                self._free.remove(arena)
-        if fits:
-            return fits[-1]
-        self._dispose_all(found)
-        return Arena(nbytes, shared=self._shared, staging=True)
+        self._idle = False
+        free = self._take_all()
+        fits = [arena for arena in free if _fits(arena, nbytes)]
+        for found in fits[-1:] or free[-1:]:
+            free.remove(found)
+            self._free.extendleft(reversed(free))
+            if fits:
+                return found
+            self._dispose(found)
+        return Arena(nbytes, shared=self._shared, staging=self._staging)
 
     def give_back(self, arena: Arena) -> None:
         """Take an arena back; the oldest free one returns to the system for it.
 
-        One that is spent, since another process keeps it, is closed here only.
+        An arena that is spent is only closed here, since another process keeps it.
         """
         if arena.spent:
             self._dispose(arena)
             return
-        with self._lock:
-            self._free.append(arena)
-            most = 0 if self._idle or self._closed else self._keep
-            surplus = self._free[: len(self._free) - most]
-            self._free = self._free[len(surplus) :]
-        self._dispose_all(surplus)
+        self._free.append(arena)
+        self._limit(0 if self._idle or self._closed else self._keep)
+
+    def lend(self, nbytes: int) -> Loan:
+        """Return an arena, as `take`, that comes back with the end of its buffer."""
+        return Loan(self.take(nbytes), self)
+
+    def kept_for(self, nbytes: int) -> int:
+        """Return how much memory `take` would not have to get from the system."""
+        return max((a.touched for a in self.free if _fits(a, nbytes)), default=0)
 
     def trim(self) -> None:
         """Return to the system what is free, or comes back before the next `take`."""
-        with self._lock:
-            self._idle = True
-            unused, self._free = self._free, []
-        self._dispose_all(unused)
+        self._idle = True
+        self._limit(0)
 
     def close(self) -> None:
-        """Keep nothing from now on: what comes back returns to the system."""
-        with self._lock:
-            self._closed = True
+        """Keep nothing from now on; what comes back returns to the system."""
+        self._closed = True
         self.trim()
 
-    def _dispose_all(self, arenas: list[Arena]) -> None:
-        for arena in arenas:
-            self._dispose(arena)
+    def _take_all(self) -> list[Arena]:
+        found: list[Arena] = []
+        with suppress(IndexError):  # empty
+            while True:
+                found.append(self._free.popleft())
+        return found
+
+    def _limit(self, most: int) -> None:
+        with suppress(IndexError):  # another thread was faster
+            while len(self._free) > most:
+                self._dispose(self._free.popleft())
 
 
 class Loan:
-    """An arena for one receive; ``buffer`` is for whoever keeps its bytes.
+    """An arena for one receive; ``buffer`` is for the objects that keep its bytes.
 
-    It comes back only if it was ``finished``: after a receive that has failed somebody
-    might still write to it.
+    Tensors over an arena refer to its buffer, and the arena is theirs while one of them
+    lives. At the buffer's end the arena returns to its pool, if the loan has finished.
+    After a receive that failed, something might still write to the memory.
+
+    Args:
+        arena: The memory.
+        pool: Where it returns to; None: nowhere.
     """
 
     __slots__ = ("__weakref__", "_finished", "arena", "buffer")
 
-    def __init__(self, arena: Arena, returned: deque[Arena] | None = None) -> None:
+    def __init__(self, arena: Arena, pool: ArenaPool | None = None) -> None:
         self.arena = arena
         self.buffer = arena.buffer
         self._finished: list[bool] = []
-        if returned is not None:
-            end = weakref.finalize(
-                self.buffer, _come_back, arena, self._finished, returned
-            )
+        if pool is not None:
+            end = weakref.finalize(self.buffer, _come_back, arena, self._finished, pool)
             end.atexit = False
 
     def __repr__(self) -> str:
         return f"<Loan {self.arena}>"
 
     def finish(self) -> None:
-        """Say that nobody writes to it any more."""
+        """Say that nothing writes to the memory any more."""
         self._finished.append(True)
 
     @property
     def finished(self) -> bool:
-        """Whether it comes back, where it is kept."""
+        """Whether the arena returns to its pool, if it has one."""
         return bool(self._finished)
 
 
-class WarmArena:
-    """Lends arenas, and keeps the last one that came back."""
+def lend(nbytes: int, *, used: int, most: int | None, pool: ArenaPool | None) -> Loan:
+    """Return memory for a checkpoint.
 
-    def __init__(self) -> None:
-        self._returned: deque[Arena] = deque(maxlen=1)
-
-    def __repr__(self) -> str:
-        return f"<WarmArena {[*self._returned]}>"
-
-    def lend(self, nbytes: int) -> Loan:
-        """Return an arena of at least ``nbytes``: the one that is kept, if it fits.
-
-        It does if it is not more than twice as large.
-        """
-        try:
-            kept = self._returned.pop()
-        except IndexError:
-            kept = None
-        if kept is not None and not _fits(kept, nbytes):
-            kept.close()
-            kept = None
-        return Loan(kept or Arena(nbytes), self._returned)
-
-    def kept_for(self, nbytes: int) -> int:
-        """Return how much memory `lend` would not have to take from the system."""
-        kept = [*self._returned]
-        return kept[0].touched if kept and _fits(kept[0], nbytes) else 0
-
-    def close(self) -> None:
-        """Keep nothing from now on; what is lent lives as long as it is used."""
-        returned, self._returned = self._returned, deque(maxlen=0)
-        while returned:
-            returned.pop().close()
-
-
-def lend(nbytes: int, *, used: int, most: int | None, warm: WarmArena | None) -> Loan:
-    """Return an arena for a checkpoint, of which ``used`` bytes are going to be used.
+    Args:
+        nbytes: The size of the data segment.
+        used: How many of its bytes will be used.
+        most: The largest ``used`` that is accepted; None: what the host can spare.
+        pool: Where the memory comes from and returns to; None: the system.
 
     Raises:
-        LimitExceededError: they are more than ``most`` (None: what the host can spare).
+        LimitExceededError: ``used`` is more than ``most``.
         StagingError: the system refuses the memory.
     """
     if most is None:
-        most = spare_memory(kept=warm.kept_for(nbytes) if warm else 0)
+        most = spare_memory(kept=pool.kept_for(nbytes) if pool else 0)
     enforce("the checkpoint's size", used, most)
     with allocating("a checkpoint", nbytes):
-        loan = warm.lend(nbytes) if warm else Loan(Arena(nbytes))
+        loan = pool.lend(nbytes) if pool else Loan(Arena(nbytes))
     loan.arena.touched = max(loan.arena.touched, used)
     return loan
 
 
-def _fits(kept: Arena, nbytes: int) -> bool:
-    return nbytes <= kept.nbytes <= 2 * nbytes
+def _fits(arena: Arena, nbytes: int) -> bool:
+    return nbytes <= arena.nbytes <= 2 * nbytes
 
 
-def _come_back(arena: Arena, finished: list[bool], returned: deque[Arena]) -> None:
+def _come_back(arena: Arena, finished: list[bool], pool: ArenaPool) -> None:
     if finished:
-        returned.append(arena)  # one that is pushed out goes with its last view
+        pool.give_back(arena)
 
 
 def view_of_address(address: int, nbytes: int, owner: object) -> memoryview:
@@ -475,10 +541,10 @@ def view_of_address(address: int, nbytes: int, owner: object) -> memoryview:
 
 
 def return_freed() -> None:
-    """Give freed memory back to the system, where the C library would keep it.
+    """Return freed memory to the system, which the C library would otherwise keep.
 
-    After megabytes of small objects that is as much again as what is left of them. It
-    takes milliseconds; the interpreter lock is free meanwhile.
+    After megabytes of small objects, that is as much memory as the objects that are
+    left. It takes milliseconds; the interpreter lock is free meanwhile.
     """
     if hasattr(_libc, "malloc_trim"):
         _libc.malloc_trim(0)

@@ -73,12 +73,14 @@ class _Job:
     def copy_host(self, start: int, stop: int) -> None:
         """Copy the host memory of a range."""
         if not self.live:
+            self._map(start, stop)
             self.plan.stage_host(start, stop)
 
     def copy_and_digest(self, start: int, stop: int) -> str:
         """Copy the host memory of a chunk; return the chunk's digest."""
         if self.live:
             return digest(self.memory.buffers(start, stop))
+        self._map(start, stop)
         return digest(self._copied(start, stop))
 
     def manifest(self, step: int, digests: Sequence[str]) -> Manifest:
@@ -91,6 +93,11 @@ class _Job:
             tree=self.description.tree,
             digests=digests,
         )
+
+    def _map(self, start: int, stop: int) -> None:
+        """Map pages of a new arena, whose first touch may take longer than the copy."""
+        if isinstance(self.memory, Arena) and self.memory.touched < stop:
+            self.memory.populate(start, stop)
 
     def _copied(self, start: int, stop: int) -> Iterator[memoryview]:
         [copy] = self.memory.buffers(start, stop)
@@ -164,6 +171,7 @@ class Stager:
             free()
             raise
         plans.clear()
+        arena.touched = max(arena.touched, description.segment_bytes)
         return Snapshot(manifest, job.memory, live=job.live, on_free=free)
 
     async def relabel(self, snapshot: Snapshot, *, step: int) -> Snapshot:

@@ -9,7 +9,7 @@ import torch
 
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
-from aiockpt.memory.arena import Loan, WarmArena, lend
+from aiockpt.memory.arena import ArenaPool, Loan, lend
 from aiockpt.memory.copies import Backings
 from aiockpt.memory.device import PortFor
 from aiockpt.state.nodes import Decoders
@@ -30,7 +30,7 @@ class Terms:
     allow_pickle: bool
     direct: bool
     ports: PortFor
-    warm: WarmArena | None = None
+    warm: ArenaPool | None = None
     ahead: bool = False
 
 
@@ -42,7 +42,7 @@ def nbytes_of(away: Away) -> int:
 def allocate(manifest: Manifest, nbytes: int, terms: Terms) -> Loan:
     """Return an arena for the segment, of which ``nbytes`` are going to be used."""
     size, most = manifest.segment_bytes, terms.limits.max_bytes
-    return lend(size, used=nbytes, most=most, warm=terms.warm)
+    return lend(size, used=nbytes, most=most, pool=terms.warm)
 
 
 def at_home(backings: Backings, ports: PortFor) -> int:

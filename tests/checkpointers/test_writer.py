@@ -28,7 +28,7 @@ from aiockpt.events import Progress, TransferEvent, add_hook
 from aiockpt.format.chunks import ChunkHasher, HashedChunk
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
-from aiockpt.memory.arena import Arena, ArenaPool
+from aiockpt.memory.arena import ArenaPool
 from aiockpt.storage import commit
 from aiockpt.storage.checkpoint_file import read_header, verify_chunks
 from aiockpt.storage.directory import latest
@@ -186,7 +186,7 @@ class TestFile:
     def test_the_state_dict_is_not_copied(self, tmp_path: Path) -> None:
         """Its bytes go from where they are to the file."""
         tensor = torch.randn(CHUNK)
-        pool = ArenaPool(shared=False, keep=1, dispose=Arena.close)
+        pool = ArenaPool(keep=1)
         options: Any = {"step": 1, "chunk_bytes": CHUNK, "allow_pickle": False}
         with LiveState({"a": tensor}, pool=pool, **options) as live:
             view = live.views(0, live.segment_bytes)[0]
@@ -221,7 +221,7 @@ class TestDevice:
         """Which is kept for the next save."""
         device = FakeAccelerator(held=held)
         state = {"a": torch.randn(CHUNK), "t": torch.randn(9, 5).t(), "n": 1}
-        pool = ArenaPool(shared=False, keep=1, dispose=Arena.close)
+        pool = ArenaPool(keep=1)
         for step in (1, 2):
             live = run_beside(
                 device,
