@@ -17,7 +17,7 @@ import ctypes
 import sys
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import attrgetter
@@ -207,6 +207,73 @@ def raw_bytes(tensor: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
     return raw.set_(tensor.untyped_storage(), offset, (nbytes,), (1,))
 
 
+class _Rows:
+    """Where each entry is in the segment and in host memory, in columns.
+
+    Args:
+        backings: The state dict's memory.
+        offsets: Where each entry starts in the segment, ascending.
+        sizes: Bytes of each entry.
+        away: The devices whose memory is not the host's.
+    """
+
+    def __init__(
+        self,
+        backings: Backings,
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        away: Collection[torch.device],
+    ) -> None:
+        self.starts = array("q", offsets)
+        starts = numbers(self.starts)
+        self.stops = column(starts + numbers(array("q", sizes)))
+        self.held = column(starts + numbers(backings.sizes))
+        self.addresses = array("Q", backings.addresses)
+        if away or not bool(numbers(backings.sizes).all()):
+            columns = zip(
+                backings.tensors, backings.addresses, backings.sizes, strict=True
+            )
+            self.addresses = array(
+                "Q",
+                (
+                    0 if not size or (away and tensor.device in away) else address
+                    for tensor, address, size in columns
+                ),
+            )
+        for entry in backings.parts:
+            self.held[entry] = self.stops[entry]
+            self.addresses[entry] = 0
+
+    def between(self, start: int, stop: int) -> list[_Row]:
+        """Return the entries that reach into a range, the outer ones cut to it."""
+        near = slice(*self.near(start, stop))
+        columns = (self.addresses, self.starts, self.held, self.stops)
+        rows = [*zip(*(column[near] for column in columns), strict=True)]
+        if rows:
+            address, first, held, last = rows[-1]
+            rows[-1] = address, first, min(held, stop), min(last, stop)
+            address, first, held, last = rows[0]
+            address += max(start - first, 0) if address else 0
+            first = max(first, start)
+            rows[0] = address, first, max(held, first), max(last, first)
+        return rows
+
+    def near(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the first of these entries, and the one after the last."""
+        first = max(bisect_right(self.starts, start) - 1, 0)
+        return first, bisect_left(self.starts, stop, first)
+
+    def span(self) -> tuple[int, int]:
+        """Return the addresses between which all host memory of the state is."""
+        addresses = numbers(self.addresses)
+        live = addresses != 0
+        if not bool(live.any()):
+            return 0, 0
+        stops = addresses + numbers(self.held) - numbers(self.starts)
+        return int(addresses[live].min()), int(stops[live].max())
+
+
 class CopyPlan:
     """The copies between ``backings`` and an arena that holds the data segment.
 
@@ -232,26 +299,7 @@ class CopyPlan:
         self._whole: torch.Tensor | None = None
         found = {device: port_for(device) for device in backings.devices()}
         self.ports = {device: port for device, port in found.items() if port}
-        # Rows, in columns: there may be 100,000.
-        self._starts = array("q", offsets)
-        starts = numbers(self._starts)
-        self._stops = column(starts + numbers(array("q", sizes)))
-        self._held = column(starts + numbers(backings.sizes))
-        self._addresses = array("Q", backings.addresses)
-        if self.ports or not bool(numbers(backings.sizes).all()):
-            self._addresses = array("Q", self._host_addresses())
-        for entry in backings.parts:
-            self._held[entry] = self._stops[entry]
-            self._addresses[entry] = 0
-
-    def _host_addresses(self) -> Iterator[int]:
-        """Yield the address of what lies in host memory, and 0 for what does not."""
-        own = self._backings
-        for tensor, address, size in zip(
-            own.tensors, own.addresses, own.sizes, strict=True
-        ):
-            away = not size or (self.ports and tensor.device in self.ports)
-            yield 0 if away else address
+        self._rows = _Rows(backings, offsets, sizes, away=self.ports.keys())
 
     def fences(self) -> Fences:
         """Mark on every device what the calling thread's producer has enqueued."""
@@ -265,7 +313,7 @@ class CopyPlan:
     def staged(self, start: int, stop: int, block: int = sys.maxsize) -> Iterator[int]:
         """Do what `stage_host` does; yield how far it is, every ``block`` bytes."""
         arena, done = self._arena.address, start
-        for address, first, held, last in self._between(start, stop):
+        for address, first, held, last in self._rows.between(start, stop):
             for at in range(first, held, block) if address else ():
                 nbytes = min(block, held - at)
                 move = _move_small if nbytes < _SMALL else _move_large
@@ -281,7 +329,7 @@ class CopyPlan:
     def load_host(self, start: int, stop: int) -> None:
         """Copy the host bytes of ``[start, stop)`` from the arena into the state."""
         arena = self._arena.address
-        for address, first, held, _ in self._between(start, stop):
+        for address, first, held, _ in self._rows.between(start, stop):
             if address:
                 nbytes = held - first
                 move = _move_small if nbytes < _SMALL else _move_large
@@ -324,7 +372,7 @@ class CopyPlan:
         The memory between the elements is left out: it reads as zeros.
         """
         for entry in self._backings.parts:
-            start, stop = self._starts[entry], self._stops[entry]
+            start, stop = self._rows.starts[entry], self._rows.stops[entry]
             ctypes.memset(self._arena.address + start, 0, stop - start)
         pairs = (
             once(host, tensor) for host, tensor in self._parts(self._backings.parts)
@@ -339,7 +387,7 @@ class CopyPlan:
 
     def part_ranges(self) -> dict[int, tuple[int, int]]:
         """Return where the entries lie that move element by element."""
-        starts, stops = self._starts, self._stops
+        starts, stops = self._rows.starts, self._rows.stops
         return {entry: (starts[entry], stops[entry]) for entry in self._backings.parts}
 
     def _move_parts(self, pairs: Iterable[Pair], after: Fences) -> list[Event]:
@@ -358,14 +406,16 @@ class CopyPlan:
     def _parts(self, entries: Iterable[int]) -> Iterator[Pair]:
         """Yield each part's elements in the arena, and where the state has them."""
         for entry in entries:
-            start, stop = self._starts[entry], self._stops[entry]
+            start, stop = self._rows.starts[entry], self._rows.stops[entry]
             place = self._host(start, stop - start)
             yield from part_pairs(self._backings.parts[entry], place)
 
     def discard(self) -> None:
         """Give back the arena's pages of all entries that the state dict holds."""
         first = last = 0
-        rows = zip(self._starts, self._stops, self._backings.sizes, strict=True)
+        rows = zip(
+            self._rows.starts, self._rows.stops, self._backings.sizes, strict=True
+        )
         for start, stop, size in rows:
             if not size:
                 self._arena.discard(first, start)
@@ -376,95 +426,10 @@ class CopyPlan:
     def in_place(self) -> InPlace:
         """Return the segment as memory: the state's own wherever that is possible.
 
-        What is staged element by element, lies on a device, or is padding, is the
-        arena's; ``load_device`` and ``load_parts`` bring it home.
+        The arena holds what moves element by element, what a device has, and padding.
+        ``load_device`` and ``load_parts`` copy it to the state.
         """
-        return InPlace(self)
-
-    def views(
-        self, window: memoryview, base: int, start: int, stop: int
-    ) -> list[memoryview]:
-        """Return ``[start, stop)``; ``window`` is host memory from address ``base``."""
-        found = []
-        for address, first, held, last in self._between(start, stop):
-            own = held if address else first
-            if first < own:
-                found.append(window[address - base : address - base + own - first])
-            if own < last:
-                found += self._arena.buffers(own, last)
-        return found
-
-    def split(
-        self,
-        window: memoryview,
-        base: int,
-        start: int,
-        spare: memoryview,
-        kept: Sequence[int],
-    ) -> list[memoryview]:
-        """Return memory for the bytes from ``start`` on, as many as ``spare`` has.
-
-        The bytes of a ``kept`` entry go to the arena. The bytes of other entries go to
-        the state's own host memory, of which ``window`` starts at the address ``base``.
-        All other bytes, such as those for a device, go to ``spare``.
-        """
-        stop = start + spare.nbytes
-        found: list[memoryview] = []
-        at = start
-        rows = self._between(start, stop)
-        for entry, row in zip(range(*self._entries(start, stop)), rows, strict=True):
-            address, first, held, last = row
-            own = last if kept[entry] else held if address else first
-            if first >= own:
-                continue
-            if at < first:
-                found.append(spare[at - start : first - start])
-            if kept[entry]:
-                found += self._arena.buffers(first, own)
-            else:
-                found.append(window[address - base : address - base + own - first])
-            at = own
-        if at < stop:
-            found.append(spare[at - start :])
-        return found
-
-    def versions(self) -> array[int]:
-        """Return how often torch has written to each tensor that is used in place."""
-        live = [*compress(self._backings.tensors, self._addresses)]
-        found = array("q")
-        for start in range(0, len(live), _SLICE):
-            some = live[start : start + _SLICE]
-            if any(map(torch.Tensor.is_inference, some)):  # which have none
-                some = [tensor for tensor in some if not tensor.is_inference()]
-            found.extend(map(_VERSION, some))
-        return found
-
-    def span(self) -> tuple[int, int]:
-        """Return the addresses between which all host memory of the state lies."""
-        addresses = numbers(self._addresses)
-        live = addresses != 0
-        if not bool(live.any()):
-            return 0, 0
-        stops = addresses + numbers(self._held) - numbers(self._starts)
-        return int(addresses[live].min()), int(stops[live].max())
-
-    def _between(self, start: int, stop: int) -> list[_Row]:
-        """Return the entries that reach into a range, the outer ones cut to it."""
-        near = slice(*self._entries(start, stop))
-        columns = (self._addresses, self._starts, self._held, self._stops)
-        rows = [*zip(*(column[near] for column in columns), strict=True)]
-        if rows:
-            address, first, held, last = rows[-1]
-            rows[-1] = address, first, min(held, stop), min(last, stop)
-            address, first, held, last = rows[0]
-            address += max(start - first, 0) if address else 0
-            first = max(first, start)
-            rows[0] = address, first, max(held, first), max(last, first)
-        return rows
-
-    def _entries(self, start: int, stop: int) -> tuple[int, int]:
-        first = max(bisect_right(self._starts, start) - 1, 0)
-        return first, bisect_left(self._starts, stop, first)
+        return InPlace(self._backings, self._rows, self._arena)
 
     def _device_pairs(
         self,
@@ -473,14 +438,14 @@ class CopyPlan:
         stop: int,
         window: torch.Tensor | None = None,
     ) -> Iterator[Pair]:
-        entries = range(*self._entries(start, stop))
-        rows = self._between(start, stop)
+        entries = range(*self._rows.near(start, stop))
+        rows = self._rows.between(start, stop)
         for entry, (_, first, held, _) in zip(entries, rows, strict=True):
             backing = self._backings[entry]
             if backing.parts or backing.tensor.device != device or first >= held:
                 continue
             offset = backing.address - backing.tensor.untyped_storage().data_ptr()
-            offset += first - self._starts[entry]
+            offset += first - self._rows.starts[entry]
             raw = raw_bytes(backing.tensor, offset, held - first)
             if window is None:
                 yield self._host(first, held - first), raw
@@ -496,35 +461,75 @@ class CopyPlan:
 class InPlace:
     """The data segment in the state dict's own memory, where that is possible.
 
-    One window over all of the state's host memory, of which only what belongs to it
-    is ever sliced: a view of each tensor would weigh more than a small tensor.
+    One window spans all host memory of the state, and only slices of the state's own
+    bytes leave this class. A view of each tensor would weigh more than a small tensor.
     """
 
-    def __init__(self, plan: CopyPlan) -> None:
-        start, stop = plan.span()
-        self._plan = plan
-        self._base = start
-        self._window = view_of_address(start, stop - start, plan)
+    def __init__(self, backings: Backings, rows: _Rows, arena: Arena) -> None:
+        self._backings, self._rows, self._arena = backings, rows, arena
+        self._base, stop = rows.span()
+        self._window = view_of_address(self._base, stop - self._base, backings)
         self._versions: array[int] | None = None
 
     def watch(self) -> None:
         """Remember the state, so that `changed` can tell."""
-        self._versions = self._plan.versions()
+        self._versions = self._count_writes()
 
     def changed(self) -> bool:
         """Say whether torch has written to one of the tensors since."""
-        return self._versions is not None and self._versions != self._plan.versions()
+        return self._versions is not None and self._versions != self._count_writes()
 
     def buffers(self, start: int, stop: int) -> list[memoryview]:
         """Return the writable views that hold ``[start, stop)``, in order."""
-        return self._plan.views(self._window, self._base, start, stop)
+        found = []
+        for address, first, held, last in self._rows.between(start, stop):
+            own = held if address else first
+            if first < own:
+                found.append(self._own(address, own - first))
+            if own < last:
+                found += self._arena.buffers(own, last)
+        return found
 
     def split(
         self, start: int, spare: memoryview, kept: Sequence[int]
     ) -> list[memoryview]:
         """Return memory for the bytes from ``start`` on, as many as ``spare`` has.
 
-        Bytes that are not in the state's own memory go to the arena if their entry is
-        ``kept``, else to ``spare``.
+        The bytes of a ``kept`` entry go to the arena. The bytes of other entries go to
+        the state's own host memory. All other bytes, such as those for a device, go to
+        ``spare``.
         """
-        return self._plan.split(self._window, self._base, start, spare, kept)
+        stop = start + spare.nbytes
+        found: list[memoryview] = []
+        at = start
+        entries = range(*self._rows.near(start, stop))
+        for entry, row in zip(entries, self._rows.between(start, stop), strict=True):
+            address, first, held, last = row
+            own = last if kept[entry] else held if address else first
+            if first >= own:
+                continue
+            if at < first:
+                found.append(spare[at - start : first - start])
+            if kept[entry]:
+                found += self._arena.buffers(first, own)
+            else:
+                found.append(self._own(address, own - first))
+            at = own
+        if at < stop:
+            found.append(spare[at - start :])
+        return found
+
+    def _own(self, address: int, nbytes: int) -> memoryview:
+        first = address - self._base
+        return self._window[first : first + nbytes]
+
+    def _count_writes(self) -> array[int]:
+        """Return how often torch has written to each tensor that is used in place."""
+        live = [*compress(self._backings.tensors, self._rows.addresses)]
+        found = array("q")
+        for start in range(0, len(live), _SLICE):
+            some = live[start : start + _SLICE]
+            if any(map(torch.Tensor.is_inference, some)):  # which count no writes
+                some = [tensor for tensor in some if not tensor.is_inference()]
+            found.extend(map(_VERSION, some))
+        return found

@@ -38,6 +38,7 @@ __all__ = [
     "Inline",
     "SerialThread",
     "leave_behind",
+    "run_in_thread",
     "start_daemon",
 ]
 
@@ -357,6 +358,16 @@ class Bridge:
         if error is not None:
             logger.debug("%s: a cancelled call failed", self._name, exc_info=error)
         return error
+
+
+def run_in_thread(name: str, fn: Callable[[*Args], T], *args: *Args) -> T:
+    """Return or raise what ``fn(*args)`` does in a new thread; blocks meanwhile."""
+    call = _Call(functools.partial(fn, *args))
+    try:
+        start_daemon(name, call).join()
+        return call.result()
+    finally:
+        call.clear()  # or an error would refer to itself, through this frame
 
 
 class Inline:

@@ -1,22 +1,22 @@
-"""A reader-writer lock for one event loop: fair, cancel-safe, evicting.
+"""A reader-writer lock for one event loop: fair, safe to cancel, and able to evict.
 
-Who enters, in full:
+Four rules say who enters:
 
 1. A newcomer enters at once if nobody waits and nobody holds what excludes it.
-   Everyone else queues, so a waiting writer holds back the readers after it.
-2. When the last reader leaves, the writer at the head enters.
-3. When a writer leaves, every reader that has queued so far enters, even from
-   behind another writer; without any, the next writer enters.
-4. When a waiter is cancelled, those behind it go on as if it had never come.
+   Otherwise it queues. So a waiting writer holds back the readers behind it.
+2. When the last reader leaves, the writer at the head of the queue enters.
+3. When a writer leaves, every reader that has queued so far enters, even from behind
+   another writer. If no reader is queued, the next writer enters.
+4. When a waiter is cancelled, the waiters behind it go on as if it had never come.
 
-So nobody starves: a reader waits for one writer at most, and a writer for one phase
-of readers before each writer ahead of it and one before itself.
+So nobody starves. A reader waits for at most one writer. A writer waits for one phase
+of readers before each writer ahead of it, and for one before itself.
 
-Nothing belongs to a task. Acquiring gives a `Lease`, and whoever has it may release
-it. The lock is not re-entrant: a task that holds a lease and acquires again queues
-like everyone else, behind a writer that may be waiting for that very lease.
+No hold belongs to a task. Acquiring returns a `Lease`, and any task may release it.
+The lock is not re-entrant: a task that holds a lease and acquires again queues like
+any other, behind a writer that may be waiting for that very lease.
 
-Decisions are plain functions, and the hold is handed over by whoever leaves; the only
+Plain functions make the decisions, and the one who leaves hands the hold over. The only
 suspension point is the one await in ``RWLock._wait``.
 """
 
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class RWLockStatistics(NamedTuple):
-    """A moment of a lock; ``oldest_reader`` is an age in seconds, 0.0 for none."""
+    """A lock at one moment; ``oldest_reader`` is its age in seconds, or 0.0."""
 
     readers: int
     writers: int
@@ -52,7 +52,7 @@ class RWLockStatistics(NamedTuple):
 
 
 class Lease:
-    """One hold on a lock, to be released by anybody, from any task of the loop."""
+    """One hold on a lock; any task of the loop may release it."""
 
     __slots__ = ("_end", "since")
 
@@ -61,7 +61,7 @@ class Lease:
         self.since = time.monotonic()
 
     def release(self) -> None:
-        """End the hold and let others in; a second call does nothing."""
+        """End the hold, and let others in. A second call does nothing."""
         end, self._end = self._end, None
         if end is not None:
             end(self)
@@ -72,7 +72,7 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """A place in the queue; its future gets a lease, or None when the lock closes."""
+    """A place in the queue. Its future gets a lease, or None if the lock closes."""
 
     writes: bool
     evict: Callable[[], object] | None = None
@@ -84,7 +84,7 @@ class _Waiter:
 
 
 class _Holding:
-    """Holds the lock for the length of an ``async with``."""
+    """Holds the lock for the length of an ``async with`` block."""
 
     def __init__(self, acquiring: Coroutine[None, None, Lease]) -> None:
         self._acquiring = acquiring
@@ -101,32 +101,33 @@ class _Holding:
 class RWLock:
     """Many readers or one writer, on one event loop, by the rules of the module.
 
-    Deadlines belong to callers: put ``asyncio.timeout`` around an acquire.
+    A deadline belongs to the caller: put ``asyncio.timeout`` around an acquire.
     """
 
     def __init__(self) -> None:
-        # The value is how to evict the reader; None: it cannot be, or was already.
+        # The value evicts the reader; None: it cannot be evicted, or was already.
         self._readers: dict[Lease, Callable[[], object] | None] = {}
         self._writer: Lease | None = None
         self._queue: OrderedDict[_Waiter, None] = OrderedDict()
         self._graceful: set[_Waiter] = set()  # the queued writers with a grace
         self._evicted = 0
         self._closed: AiockptError | None = None
-        # The first loop on which somebody had to wait; another one is refused.
+        # The first loop on which a caller had to wait; another loop is refused.
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def acquire_read(self, *, evict: Callable[[], object] | None = None) -> Lease:
         """Hold the lock together with other readers.
 
-        ``evict`` is called at most once, on the loop, when a writer's grace has passed
-        and this reader still holds (even if this call has not returned by then); it
-        should make the reader release soon.
-
         Returns without suspending if the lock is free for readers. If cancelled, the
         lock is as if the call had never been made.
 
+        Args:
+            evict: Called at most once, on the loop, if this reader still holds when a
+                writer's grace has passed, even if this call has not returned by then.
+                It should make the reader release soon.
+
         Raises:
-            ClosedError: the lock is, or was meanwhile, closed (see `close`).
+            ClosedError: the lock is closed, or was closed meanwhile (see `close`).
         """
         if self._writer is None and not self._queue and self._closed is None:
             return self._hold_read(evict)
@@ -135,15 +136,16 @@ class RWLock:
     async def acquire_write(self, *, grace: float | None = None) -> Lease:
         """Hold the lock alone.
 
-        ``grace`` seconds later each reader that still holds is evicted, and the wait
-        goes on until it has released. Readers that enter first because a writer left
-        have a grace of their own. Without a grace nobody is evicted.
-
         Returns without suspending if nobody holds the lock. If cancelled, the lock is
-        as if the call had never been made (an eviction cannot be taken back).
+        as if the call had never been made, but for readers that were evicted.
+
+        Args:
+            grace: After so many seconds, each reader that still holds is evicted; this
+                call still waits until they have released. Readers that enter first,
+                since a writer left, have their own grace. None: nobody is evicted.
 
         Raises:
-            ClosedError: as for `acquire_read`.
+            ClosedError: see `acquire_read`.
         """
         if not (self._readers or self._writer or self._queue or self._closed):
             return self._hold_write()
@@ -158,9 +160,9 @@ class RWLock:
         return _Holding(self.acquire_write(grace=grace))
 
     def close(self, error: AiockptError | None = None) -> None:
-        """Fail those who wait and who come later; those who hold go on holding.
+        """Fail all waiters and newcomers; leases that are held stay valid.
 
-        Each gets a copy of ``error`` (default: a `ClosedError`). Idempotent.
+        Each of them gets a copy of ``error`` (default: a `ClosedError`). Idempotent.
         """
         if self._closed is None:
             self._closed = error or ClosedError("the lock")
@@ -172,8 +174,8 @@ class RWLock:
                 waiter.future.set_result(None)
 
     def statistics(self) -> RWLockStatistics:
-        """Count who holds, who waits, and how many readers were ever evicted."""
-        # A cancelled waiter stays queued until its task runs; it waits no more.
+        """Count the holders, the waiters, and the readers that were ever evicted."""
+        # A cancelled waiter stays queued until its task runs; it no longer waits.
         waiting = [w.writes for w in self._queue if not w.future.done()]
         oldest = next(iter(self._readers), None)
         return RWLockStatistics(
@@ -214,17 +216,17 @@ class RWLock:
         self._queue[waiter] = None
         if waiter.grace is not None:
             self._graceful.add(waiter)
-        # All who are ahead may be cancelled already, their tasks yet to run.
+        # All waiters ahead may be cancelled already, before their tasks have run.
         self._admit()
 
     def _withdraw(self, waiter: _Waiter) -> None:
-        """Take out a waiter whose await was cut short, wherever it had got to."""
+        """Take out a waiter whose await was cut short, in whatever state it is."""
         future = waiter.future
         lease = future.result() if future.done() and not future.cancelled() else None
         if waiter in self._queue:
             self._forget(waiter)
         elif lease is not None and lease is self._writer:
-            # Not a writer that leaves: it never entered, so rule 3 does not apply.
+            # This writer never entered, so it does not leave either: no rule 3.
             self._writer = None
         elif lease is not None:
             lease.release()
@@ -256,7 +258,7 @@ class RWLock:
         self._admit()
 
     def _admit(self) -> None:
-        """Let in from the head of the queue, in order, all that may enter."""
+        """Let in all waiters that may enter, in order, from the head of the queue."""
         while self._queue and self._writer is None:
             waiter = next(iter(self._queue))
             if waiter.writes and self._readers and not waiter.future.done():
@@ -267,7 +269,7 @@ class RWLock:
     def _enter(self, waiter: _Waiter) -> None:
         self._forget(waiter)
         if waiter.future.done():
-            return  # cancelled; its task has yet to run, and will find itself gone
+            return  # cancelled; its task has not run yet, and will find itself gone
         lease = self._hold_write() if waiter.writes else self._hold_read(waiter.evict)
         waiter.future.set_result(lease)
 
@@ -278,7 +280,7 @@ class RWLock:
             waiter.clock.cancel()
 
     def _start_clocks(self) -> None:
-        """Count the grace of every queued writer that has readers before it."""
+        """Start the clock of every queued writer that waits for readers."""
         for waiter in self._graceful if self._readers else ():
             if waiter.clock is None and waiter.grace is not None:
                 loop = waiter.future.get_loop()
@@ -287,7 +289,7 @@ class RWLock:
     def _evict(self, waiter: _Waiter) -> None:
         waiter.clock = None
         if waiter.future.done():
-            return  # cancelled; its task has yet to run
+            return  # cancelled; its task has not run yet
         for lease, evict in list(self._readers.items()):
             # An eviction before this one may have released this reader too.
             if evict is None or lease not in self._readers:

@@ -1,8 +1,8 @@
 """Keeps tokens out of exceptions.
 
-An exception refers to the frames that it passed, and a tool that prints tracebacks with
-local variables prints the arguments of every frame. So a function that takes a token
-raises without its own frame, and without those of the libraries that it calls.
+An exception refers to the frames that it passed. A tool that prints tracebacks with
+local variables prints the arguments of each of these frames. So a function that takes a
+token raises without its own frame, and without the frames of libraries that it calls.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ E = TypeVar("E", bound=BaseException)
 
 
 class Token(str):
-    """A text whose repr does not show it: a local variable of any frame may hold it.
+    """A secret string whose repr does not show it, so that any frame may hold it.
 
-    Wherever it is sent or compared, it is the string.
+    Sent or compared, it is the string itself.
     """
 
     __slots__ = ()
@@ -37,9 +37,9 @@ def severed(error: E) -> E:
 
 
 def discreet(fn: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function whose arguments hold a token: let no frame of it be seen.
+    """Decorate a function that takes a token, so that its errors show no frame of it.
 
-    The caller's own frame is still in the traceback, and has to ``del`` the token.
+    The caller's own frame is still in the traceback; the caller must ``del`` the token.
     """
 
     @wraps(fn)

@@ -28,7 +28,7 @@ from aiockpt.errors import (
     TransferTimeoutError,
     TransportError,
 )
-from aiockpt.runtime.bridge import Bridge, start_daemon
+from aiockpt.runtime.bridge import run_in_thread, start_daemon
 
 __all__ = ["SyncFacade", "run_blocking"]
 
@@ -220,22 +220,4 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
-    return _run_in_thread(coroutine)
-
-
-def _run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
-    results: list[T] = []
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(asyncio.run(coroutine))
-        except BaseException as error:  # noqa: BLE001 - it is raised below
-            failures.append(error)
-
-    bridge = Bridge(threads=1, name="aiockpt-blocking")
-    bridge.post(run)
-    bridge.close()
-    for failure in failures:
-        raise failure
-    return results[0]
+    return run_in_thread("aiockpt-blocking", asyncio.run, coroutine)

@@ -4,10 +4,6 @@
 chunk's digest while the chunk is still in the cache. Threads copy host memory; a side
 stream copies the memory of a device. The event loop only waits. A checkpointer's
 trainer waits for the copies alone: the process that writes computes the digests.
-
-`Repeats` notices a checkpoint whose tensors are those of the checkpoint before it. A
-trainer that saves or publishes its first step forever loses everything, and nobody
-notices while files appear. Digests are computed anyway, so comparing costs nothing.
 """
 
 from __future__ import annotations
