@@ -1,8 +1,9 @@
 """Transports, checkpointers and events as metrics for Prometheus.
 
-Needs ``pip install 'aiockpt[prometheus]'``; without it, making an :class:`Exporter`
-fails. Every figure of a ``statistics()`` is a metric with the label ``name``, read when
-Prometheus asks. Events of the whole process are counted as they happen.
+This needs ``pip install 'aiockpt[prometheus]'``; without it, an :class:`Exporter`
+cannot be made. Each figure of a ``statistics()`` is a metric with the label ``name``,
+which is read when Prometheus asks. Events of the whole process are counted as they
+happen.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, float("inf"))
 
 
 class Observed(Protocol):
-    """An ``HTTPTransport`` or a checkpointer: what has statistics."""
+    """An ``HTTPTransport`` or a checkpointer: an object with statistics."""
 
     def statistics(self) -> object:
         """Return the figures as a named tuple."""
@@ -79,21 +80,21 @@ _KINDS: Mapping[str, tuple[str, tuple[_Figure, ...]]] = {
     "TransportStatistics": ("aiockpt_transport_", _TRANSPORT),
     "CheckpointerStatistics": ("aiockpt_checkpointer_", _CHECKPOINTER),
 }
-"""By the name of the record's class, so its module need not be loaded."""
+"""The key is the name of the record's class, so that its module need not be loaded."""
 
 
 class Exporter:
-    """Registers the metrics; close it to take them back.
+    """Registers the metrics; :meth:`close` removes them.
 
     Args:
-        sources: What to read, by the ``name`` that labels its metrics.
-        registry: Where to register; a new registry by default. That of the process is
-            ``prometheus_client.REGISTRY``.
+        sources: The objects to read, by the ``name`` that labels their metrics.
+        registry: Where to register; a new registry by default. The registry of the
+            process is ``prometheus_client.REGISTRY``.
 
     Raises:
         MissingExtraError: ``prometheus_client`` is not installed.
         ValueError: the registry has the metrics of another exporter already.
-        TypeError: a source has no statistics that are known here.
+        TypeError: a source has no known statistics.
     """
 
     def __init__(
@@ -119,12 +120,15 @@ class Exporter:
         """Export ``source`` too; it replaces one of its kind with the same name.
 
         Raises:
-            TypeError: it has no statistics that are known here.
+            TypeError: it has no known statistics.
         """
         read = getattr(source, "statistics", None)
         kind = type(read()).__name__ if callable(read) else ""
         if kind not in _KINDS:
-            raise TypeError(f"{name}: nothing is known of the figures of {source!r}")
+            raise TypeError(
+                f"{name}: {source!r} has no known statistics: pass a transport or a "
+                "checkpointer"
+            )
         self._sources[kind][name] = source
 
     def discard(self, name: str) -> None:
@@ -148,7 +152,7 @@ class Exporter:
                 yield _metric(prefix, figure, records)
         yield from self._events.collect()
 
-    describe = collect  # so that a registry knows the names, and refuses them twice
+    describe = collect  # so that a registry knows the names, and refuses duplicates
 
 
 class _Events:
@@ -178,7 +182,7 @@ class _Events:
         )
 
     def count(self, event: TransferEvent) -> None:
-        """Count one event; this is the hook."""
+        """Count one event; this is a hook."""
         level = logging.getLevelName(event.level).lower()
         self._number.labels(event.stop, level).inc()
         if event.nbytes:

@@ -144,7 +144,7 @@ class TestCredentials:
                 await sender.send_checkpoint([], 1, weights())
                 assert sender.metadata() == sender.address()
                 await receive(sender, receiver)
-        assert "whoever reaches the port may read" in caplog.text
+        assert "everybody who reaches the port may read" in caplog.text
         with pytest.raises(ValueError, match="contradict"):
             transport(insecure=True, token="x")
 

@@ -82,7 +82,7 @@ def find_credentials(
     if insecure and token is not None:
         raise ValueError("insecure=True and token= contradict each other: choose one")
     if insecure:
-        logger.warning("insecure=True: whoever reaches the port may read")
+        logger.warning("insecure=True: everybody who reaches the port may read")
         return Credentials(None, shared=True)
     path = env.get("AIOCKPT_TOKEN_PATH")
     if token is None:

@@ -1,4 +1,4 @@
-"""Mount a transport in an aiohttp application that is there already."""
+"""Mount a transport in an existing aiohttp application."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VARIABLE = re.compile(r"\{[^{}]*\}")  # such as {run}, for aiohttp to fill in
 _QUOTED = re.compile(r"[^A-Za-z0-9._~!$&'()*+,;=:@/{}-]")
 
 APP_KEY: web.AppKey[HTTPTransport[Any]] = web.AppKey("aiockpt", HTTPTransport)
-"""Where :func:`setup` keeps the transport, unless it is told another key."""
+"""The key under which :func:`setup` keeps the transport by default."""
 
 
 def setup(
@@ -32,11 +32,11 @@ def setup(
 ) -> None:
     """Serve ``transport`` below ``prefix`` of ``app``, for as long as the app runs.
 
-    Call it before the app starts. The app's end shuts the transport down. The routes
-    check the token themselves and rely on none of the app's middlewares. Tell the
-    transport its public URL by ``advertise="https://host/checkpoint/"``. For a second
-    transport in the same app, give another prefix and another key. A page that the app
-    has at the prefix itself stays; else it says what is served.
+    Call it before the app starts. The app shuts the transport down when it ends. The
+    routes check the token themselves and rely on none of the app's middlewares. Tell
+    the transport its public URL by ``advertise="https://host/checkpoint/"``. For a
+    second transport in the same app, pass another prefix and another key. If the app
+    has no page at the prefix itself, a page there says what is served.
 
     Raises:
         LocalProtocolError: the app has a transport at this prefix or with this key, or
@@ -65,7 +65,7 @@ def create_app(transport: HTTPTransport[Any]) -> web.Application:
 def routes(
     transport: HTTPTransport[Any], prefix: str = "/checkpoint"
 ) -> list[web.RouteDef]:
-    """Return the plain routes; starting and ending the transport is up to you.
+    """Return the plain routes; you start the transport and shut it down.
 
     Raises:
         LocalProtocolError: ``prefix`` has characters that a URL would quote.
@@ -85,10 +85,11 @@ def get_transport(
 
 
 def serves(request: web.Request) -> bool:
-    """Tell whether a transport answers ``request``, for middlewares to step aside.
+    """Return whether a transport answers ``request``, so that a middleware lets it be.
 
-    One that demands a token must: the transport demands its own, in the same
-    header. So must one that renders errors, for peers act upon the transport's.
+    A middleware that demands a token must not interfere, since the transport demands
+    its own token in the same header. Nor must a middleware that renders errors, since
+    receivers act upon the transport's errors.
     """
     handler = request.match_info.handler
     return isinstance(getattr(handler, "__self__", None), CheckpointService)
@@ -115,7 +116,7 @@ def _check_free(
 
 
 class _End:
-    """The end of an application, and of the transport with it."""
+    """Ends the transport when its application ends."""
 
     def __init__(self, transport: HTTPTransport[Any]) -> None:
         self._transport = transport
@@ -125,18 +126,18 @@ class _End:
         self._has_begun = True
 
     async def finish(self, _: web.Application) -> None:
-        # While connections still live: readers get their grace, waiters an answer.
+        # Connections still live: readers get their grace, waiting requests an answer.
         await self._transport.shutdown()
 
     async def lifetime(self, _: web.Application) -> AsyncIterator[None]:
-        yield  # a start that fails skips the signal of the shutdown
+        yield  # an app that fails to start sends no shutdown signal
         await self._transport.shutdown()
 
     async def close_connection(
         self, _: web.Request, response: web.StreamResponse
     ) -> None:
-        # aiohttp told the idle connections of its end before; for one that came to be
-        # since, and is idle once this is sent, it would wait the whole timeout.
+        # aiohttp has closed the connections that were idle. It would wait the whole
+        # timeout for a connection that becomes idle once this response is sent.
         if self._has_begun:
             response.force_close()
             response.headers[hdrs.CONNECTION] = "close"

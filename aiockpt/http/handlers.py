@@ -182,7 +182,7 @@ class CheckpointService:
         return await self._answer(request, self._latest)
 
     async def landing(self, request: web.Request) -> web.StreamResponse:
-        """Answer what is served, at the address that people know."""
+        """Answer what is served, at the prefix itself."""
         return await self._answer(request, self._landing)
 
     async def _answer(
@@ -486,7 +486,7 @@ def _transport_of(request: web.Request) -> asyncio.Transport:
 
 
 def _resource_of(request: web.Request, step: str) -> http.Resource:
-    """Return what is asked for.
+    """Return the resource that a request names.
 
     Raises:
         RefusedError: there is no such resource.

@@ -312,7 +312,7 @@ def advertised_address(
     """Return the host text (an IP literal wherever possible) to tell the peers.
 
     Args:
-        advertise: What the user wants told; returned as it is.
+        advertise: The host that the user wants to advertise; returned as it is.
         interface: A network interface whose address to tell.
         host: What the server is bound to.
         env: The environment, for ``AIOCKPT_IFNAME``, ``GLOO_SOCKET_IFNAME`` and
@@ -345,7 +345,7 @@ def url_host(address: str) -> str:
 
 
 def check_advertised(advertise: str) -> None:
-    """Raise ``LocalProtocolError`` for what is neither a host nor a URL."""
+    """Raise ``LocalProtocolError`` unless this is a host or a whole URL."""
     scheme, mark, _ = advertise.partition("://")
     host = url_host(advertise.strip("[]"))
     if mark and scheme in ("http", "https"):

@@ -1,67 +1,41 @@
-"""What a transport offers: state dicts staged into snapshots, and put on the store."""
+"""Publish state dicts: stage each one into a snapshot, then have it served."""
 
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
 import anyio
 
 from aiockpt.errors import AiockptError, ClosedError, StepNotFoundError
 from aiockpt.events import TransferEvent, emit
 from aiockpt.http.options import require
-from aiockpt.http.store import Failure, StoreStatistics
+from aiockpt.http.server_process import AnyEndpoint
+from aiockpt.http.store import Failure
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.transfer.repeats import Repeats, content_of
 from aiockpt.transfer.stager import Snapshot, Stager
 from aiockpt.transport import exact_step
 
-__all__ = ["Offering", "Offers"]
-
-
-class Offers(Protocol):
-    """A store, in this process or in another one, as its trainer sees it."""
-
-    @property
-    def retractions(self) -> int:
-        """How often it was told to serve nothing."""
-
-    def statistics(self) -> StoreStatistics:
-        """Return what it holds now."""
-
-    async def publish(self, snapshot: Snapshot, *, grace: float) -> None:
-        """Serve ``snapshot`` from now on; see `Store.publish`."""
-
-    async def retract(self, *, grace: float) -> None:
-        """Serve nothing; see `Store.retract`."""
-
-    def fail(self, failure: Failure | None) -> None:
-        """Tell those who wait for a step that it does not come; None forgets it."""
-
-
-class Serves(Protocol):
-    """An endpoint, as far as an offer needs it."""
-
-    @property
-    def store(self) -> Offers:
-        """Where it is published."""
-
-    async def start(self) -> None:
-        """Serve what is on the store."""
+__all__ = ["Offering"]
 
 
 class Offering:
     """Stages and publishes one checkpoint at a time; the last one wins.
 
-    A withdrawal wins over every call that began before it: it does not wait for their
-    staging, and what they have staged by then is not published. Each offer starts the
-    endpoint, so that it, too, is withdrawn meanwhile, or told of when that fails.
+    A withdrawal wins over every call that began before it. It does not wait for their
+    staging, and they publish nothing. Each offer starts the endpoint itself, so that a
+    withdrawal wins over the start too, and waiting receivers are told if it fails.
+
+    Args:
+        stager: Copies state dicts into snapshots.
+        endpoint: Serves what its store publishes.
+        grace: Seconds that readers get before they are evicted.
     """
 
     def __init__(
         self,
         stager: Stager,
-        endpoint: Serves,
+        endpoint: AnyEndpoint,
         *,
         grace: float,
     ) -> None:
@@ -83,11 +57,11 @@ class Offering:
     ) -> None:
         """Stage ``state_dict`` and publish it, within ``deadline``.
 
-        If it fails, the old offer stays, and those who wait for ``step`` are told:
-        as many as there are ``receivers``, or any number if that is 0.
+        If this fails, the old checkpoint stays published, and the receivers that wait
+        for ``step`` are told: as many as ``receivers``, or any number if that is 0.
 
         Raises:
-            StepNotFoundError: it was withdrawn meanwhile; nothing is offered.
+            StepNotFoundError: :meth:`withdraw` was called meanwhile.
             TransferTimeoutError: the deadline passed.
             ClosedError: after, or because of, :meth:`close`.
         """
@@ -112,10 +86,10 @@ class Offering:
         emit(self._repeats.told(event, content_of(snapshot.manifest)))
 
     async def rename(self, step: int) -> None:
-        """Publish what is offered as ``step``, without staging it again.
+        """Publish the last snapshot again as ``step``, without staging it.
 
         Raises:
-            StepNotFoundError: nothing is offered, or it was withdrawn meanwhile.
+            StepNotFoundError: nothing is published, or it was withdrawn meanwhile.
             ClosedError: after, or because of, :meth:`close`.
         """
         before, step = self._store.retractions, exact_step(step)
@@ -125,12 +99,12 @@ class Offering:
             if offered is None:
                 raise StepNotFoundError(step)
             await self._start()
-            if self._store.statistics().step is None:  # what served it has gone
+            if self._store.statistics().step is None:  # its server process has died
                 raise StepNotFoundError(step)
             self._check(step, before)
             if offered.manifest.step == step:
                 return
-            offered.acquire()  # a withdrawal must not free it under our hands
+            offered.acquire()  # a withdrawal must not free it meanwhile
             try:
                 renamed = await self._stager.relabel(offered, step=step)
             finally:
@@ -138,9 +112,9 @@ class Offering:
             await self._publish(renamed, before)
 
     async def withdraw(self, *, grace: float | None = None) -> None:
-        """Offer nothing; readers get the grace, then are evicted. Idempotent.
+        """Publish nothing; readers get the grace, then are evicted. Idempotent.
 
-        Whatever is being staged meanwhile is not waited for, nor offered later.
+        This does not wait for a call that is staging; that call publishes nothing.
         """
         offered, self._offered = self._offered, None
         await self._store.retract(grace=self._grace if grace is None else grace)
@@ -149,13 +123,13 @@ class Offering:
             emit(TransferEvent(stop="retract", step=offered.manifest.step))
 
     async def close(self, *, grace: float | None = None) -> None:
-        """Offer nothing for good, and keep no memory. Idempotent."""
+        """Publish nothing for good, and keep no memory. Idempotent."""
         self._closed = True
         self._stager.close()
         await self.withdraw(grace=grace)
 
     async def _publish(self, snapshot: Snapshot, before: int) -> None:
-        # The store takes a reference of its own; ours ends here, whatever happens.
+        # The store takes a reference of its own; ours ends here in every case.
         step = snapshot.manifest.step
         try:
             self._check(step, before)

@@ -57,16 +57,16 @@ class Security:
     """Options of a transport for networks that are not its own.
 
     Attributes:
-        manifest_key: A key of both ends, 16 bytes or more. The sender proves with
-            it that a manifest is its own, and the receiver takes no other one:
-            ``ForgedManifestError`` comes before any of the data. It tells one job
-            from another that answers at the same address; against somebody who can
-            change what travels it needs TLS beside it.
+        manifest_key: A key that both ends know, 16 bytes or more. The sender proves
+            with it that a manifest is its own. The receiver accepts no other manifest:
+            it raises ``ForgedManifestError`` before it fetches any data. The key tells
+            one job from another that answers at the same address. Against an attacker
+            who can change the data on its way, use TLS too.
         peers: The only hosts that a receive connects to: networks such as
             ``"10.0.0.0/8"``, addresses, and names, in which ``*`` stands for anything.
-            None: whatever the metadata names, but for addresses of cloud metadata
-            services, multicast, and link-local ones that the metadata does not
-            spell out.
+            None: any host that the metadata names, except addresses of cloud metadata
+            services, multicast addresses, and link-local addresses that the metadata
+            does not spell out.
     """
 
     manifest_key: str | bytes | None = field(default=None, repr=False)
@@ -76,10 +76,12 @@ class Security:
         if self.key is not None and len(self.key) < _SHORTEST_KEY:
             raise ValueError(f"manifest_key needs {_SHORTEST_KEY} bytes or more")
         if isinstance(self.peers, str):
-            raise TypeError("peers must be a list of hosts, got a text")
+            raise TypeError(
+                f"peers must be a list of hosts, got the text {self.peers!r}"
+            )
         for each in self.peers or ():
             if network_of(each) is None and _NAME.fullmatch(each) is None:
-                raise ValueError(f"peers: {each!r} is no network, address or name")
+                raise ValueError(f"peers: {each!r} is no network, address or host name")
 
     @property
     def key(self) -> bytes | None:

@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from socket import SHUT_RDWR, socket
-from typing import Final
+from typing import Final, TypeAlias
 
 import anyio
 
@@ -64,7 +64,7 @@ from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.ipc import Channel, pack, pair
 
-__all__ = ["ProcessEndpoint", "ProcessOptions", "endpoint_for"]
+__all__ = ["AnyEndpoint", "ProcessEndpoint", "ProcessOptions", "endpoint_for"]
 
 logger = logging.getLogger("aiockpt")
 
@@ -107,7 +107,7 @@ def endpoint_for(
     *,
     process: bool,
     zero_copy: bool,
-) -> Endpoint | ProcessEndpoint:
+) -> AnyEndpoint:
     """Return the endpoint of a transport: on this loop, or in a process of its own.
 
     Raises:
@@ -204,6 +204,10 @@ class ProcessEndpoint:
             await self.store.close()  # a hung process keeps copies of the sockets
         finally:
             self._address.close()
+
+
+AnyEndpoint: TypeAlias = Endpoint | ProcessEndpoint
+"""Where a transport serves its ``store``; both have the same methods."""
 
 
 class _State(enum.Enum):

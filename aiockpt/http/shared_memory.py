@@ -183,7 +183,9 @@ class Lender:
             guest, _ = listener.accept()
         except (BlockingIOError, ConnectionError):
             return
-        except OSError as error:  # no descriptor is left, say: it would come again
+        except (
+            OSError
+        ) as error:  # if no descriptor is left, it would come again at once
             logger.warning("a process of this host has to wait: %s", error)
             loop = asyncio.get_running_loop()
             loop.remove_reader(listener)
@@ -234,12 +236,12 @@ class Lender:
             async with self._turn:
                 fd = await self._bridge.run(arena.lend)
             if self._find(ticket) is not publication:
-                return  # retracted meanwhile: nothing of it goes out any more
+                return  # it was retracted meanwhile
             nbytes = servable.manifest.segment_bytes
             message = msgspec.json.encode(Lent(ticket.snapshot_id, nbytes))
             socket.send_fds(guest, [message], [fd])
             given = True
-            if ticket.lease is not None:  # whoever has the memory asks for no range
+            if ticket.lease is not None:  # the receiver will ask for no range
                 self._store.end_lease(ticket.lease)
             self._tell(guest, publication, ticket, kept=keep)
             returned = not keep and await _heard(guest) == RETURNED
@@ -258,10 +260,7 @@ class Lender:
     ) -> None:
         self.count += 1
         pid, _ = owner_of(guest)
-        nbytes, how = (
-            publication.servable.manifest.segment_bytes,
-            "kept" if kept else "",
-        )
+        nbytes = publication.servable.manifest.segment_bytes
         self._auditor.note(
             Access(
                 peer=f"pid:{pid}",
@@ -280,7 +279,7 @@ class Lender:
                 step=publication.step,
                 peer=f"pid:{pid}",
                 nbytes=nbytes,
-                detail=how,
+                detail="kept" if kept else "",
                 medium="shared memory",
             )
         )

@@ -1,46 +1,30 @@
-"""What there is to see of a transport, in one record."""
+"""The figures of a transport, in one record."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from aiockpt.http.handlers import ServerStatistics
-from aiockpt.http.offering import Offers
+from aiockpt.http.server_process import AnyEndpoint
 from aiockpt.runtime.bridge import Bridge, BridgeStatistics
 
-__all__ = ["Serves", "TransportStatistics", "survey"]
-
-
-class Serves(Protocol):
-    """An endpoint, as far as it counts."""
-
-    @property
-    def store(self) -> Offers:
-        """What it serves from."""
-
-    def statistics(self) -> ServerStatistics:
-        """Return what it counts."""
-
-    @property
-    def lent(self) -> int:
-        """How often a checkpoint was lent to a process of this host."""
+__all__ = ["TransportStatistics", "survey"]
 
 
 class TransportStatistics(NamedTuple):
-    """A moment of a transport; what it counts, it counts from its beginning.
+    """The state of a transport at one moment; counters count from its beginning.
 
     Attributes:
-        step: The step that is offered; None for none.
+        step: The published step; None if there is none.
         readers: Bodies that are being sent, of any checkpoint.
-        oldest_reader: For how many seconds the longest of them has been.
-        superseded: Checkpoints that are no longer offered, and are still being read.
+        oldest_reader: Seconds since the oldest of them began.
+        superseded: Checkpoints that were replaced and are still being read.
         waiting: Requests that wait for a step.
         requests: Requests that came.
-        refused: Those that were answered with an error.
+        refused: Requests that were answered with an error.
         bytes_sent: Bytes of bodies that were sent.
         gone: Bodies whose client left, or whose connection broke.
-        stalled: Bodies that were given up since nothing moved.
-        evicted: Readers that were cut when their grace was over.
+        stalled: Bodies that were aborted because nothing moved.
+        evicted: Readers that were cut off when their grace was over.
         lent: Checkpoints that processes of this host took as memory.
         threads: The calls in the threads that stage, verify and load.
     """
@@ -60,8 +44,8 @@ class TransportStatistics(NamedTuple):
     threads: BridgeStatistics
 
 
-def survey(endpoint: Serves, bridge: Bridge) -> TransportStatistics:
-    """Return what a transport's parts count."""
+def survey(endpoint: AnyEndpoint, bridge: Bridge) -> TransportStatistics:
+    """Return the figures of a transport's parts."""
     store, served = endpoint.store.statistics(), endpoint.statistics()
     return TransportStatistics(
         step=store.step,

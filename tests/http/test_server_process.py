@@ -280,6 +280,25 @@ class TestItsDeath:
             await sender.send_checkpoint([1], 1, STATE)
         await sender.shutdown()
 
+    @pytest.mark.allow_error_logs
+    async def test_a_later_call_tries_again(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """At the address that the metadata names already."""
+        async with transport() as receiver:
+            sender = apart()
+            metadata = sender.metadata()
+            with monkeypatch.context() as broken:
+                broken.setattr(
+                    "aiockpt.http.server_process._CODE", "raise SystemExit(3)"
+                )
+                with pytest.raises(aiockpt.errors.WorkerError, match="exit code 3"):
+                    await sender.start()
+            await sender.send_checkpoint([1], 1, STATE)
+            assert sender.metadata() == metadata
+            assert_same(await receive(sender, receiver), STATE)
+            await sender.shutdown()
+
 
 FETCH = """
 import asyncio, sys, aiockpt
