@@ -14,10 +14,9 @@ which tears data when the memory changes after the response. So there are two wa
   ``resp.write``, with an empty write buffer between them. The copy costs little beside
   the encryption, and nothing refers to the memory after ``write`` was called.
 
-A stall timer ends a body that makes no progress for the stall timeout. Progress is
+An idle clock ends a body that makes no progress for the stall timeout. Progress is
 what the peer has acknowledged: a socket reports room only after a third of its buffer
-has drained, which a slow peer may not manage in time. The timer counts its own ticks,
-so a loop that was blocked does not look like a stalled peer.
+has drained, which a slow peer may not manage in time.
 
 A body that cannot be finished ends with an abort of the connection, whatever the
 reason, so that the peer never takes a truncated body for a whole one.
@@ -37,7 +36,13 @@ from aiohttp import web
 
 from aiockpt.errors import ClosedError
 from aiockpt.http import sockets
-from aiockpt.http.sockets import MIN_TURN_BYTES, IOThreads, Turn, duplicate
+from aiockpt.http.sockets import (
+    MIN_TURN_BYTES,
+    IdleClock,
+    IOThreads,
+    Turn,
+    duplicate,
+)
 
 __all__ = ["BodySender", "Outcome", "Views"]
 
@@ -52,8 +57,6 @@ THREAD_SLICE_BYTES: Final = 4 << 20
 
 _MAX_BUFFERS: Final = 512  # of one sendmsg; Linux takes 1024
 _FIRST_SLICE: Final = 64 << 10  # grows while the views are large
-_MAX_TICK: Final = 0.25  # seconds between two looks of the stall timer
-_TICKS: Final = 8  # looks per stall timeout, if that is short
 _BUFFER_PAUSE: Final = 0.005  # seconds
 
 
@@ -99,11 +102,8 @@ class BodySender:
         self._slice = _FIRST_SLICE
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
-        self._stall_timeout = stall_timeout
-        self._tick = min(_MAX_TICK, stall_timeout / _TICKS)
+        self._clock = IdleClock(stall_timeout, self._loop.time())
         self._timer: asyncio.TimerHandle | None = None
-        self._idle = 0.0
-        self._acknowledged = 0
 
     def __repr__(self) -> str:
         how = self.outcome.value if self.outcome else "running"
@@ -172,7 +172,7 @@ class BodySender:
 
     async def _headers_written(self) -> None:
         # They are already, or (uvloop) will be after one iteration, unless the peer
-        # pipelines requests and does not read; then the stall timer counts.
+        # pipelines requests and does not read; then the idle clock counts.
         pause = 0.0
         while self.outcome is None and self._transport.get_write_buffer_size():
             await asyncio.sleep(pause)
@@ -263,12 +263,11 @@ class BodySender:
             self._end(Outcome.GONE)
             return
         acknowledged = self.sent - sockets.unacknowledged(self._transport)
-        moved, self._acknowledged = acknowledged != self._acknowledged, acknowledged
-        self._idle = 0.0 if moved else self._idle + self._tick
-        if self._idle >= self._stall_timeout:
+        if self._clock.has_stalled(acknowledged, self._loop.time()):
             self._end(Outcome.STALLED)
         else:
-            self._timer = self._loop.call_later(self._tick, self._look_for_progress)
+            period = self._clock.period
+            self._timer = self._loop.call_later(period, self._look_for_progress)
 
     def _end(self, outcome: Outcome) -> None:
         if self.outcome is not None:

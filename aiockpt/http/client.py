@@ -44,7 +44,7 @@ from aiockpt.http.problems import from_problem
 from aiockpt.http.protocol import LEASE_HEADER, Source
 from aiockpt.http.retry import HostLimitError, OnRetry, Patience, Retries
 from aiockpt.http.security import CheckedResolver, Reach, Security
-from aiockpt.http.sockets import IOThreads
+from aiockpt.http.sockets import IdleClock, IOThreads
 from aiockpt.runtime.secrets import severed
 from aiockpt.runtime.system import is_callers, is_hosts, refused_by_host
 
@@ -56,8 +56,6 @@ T = TypeVar("T")
 _READ_BUFFER = 1 << 20
 _MAX_PROBLEM = 64 << 10
 _SHORTEST = 1e-3  # seconds
-_MAX_TICK = 0.25  # seconds between two looks at whether bytes have come
-_TICKS = 8  # per stall timeout, where that is short
 _ANY_HOST = Security()
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")  # as OpenSSL puts it
@@ -423,9 +421,6 @@ async def _read_problem(response: ClientResponse) -> bytes:
 class _StallTimer:
     """Ends the block that it guards after the stall timeout without a byte.
 
-    Time is counted in ticks, and a tick that comes late counts as two at most: while
-    the loop was busy elsewhere, the peer may have sent bytes that nobody saw.
-
     Args:
         request: What the error names; its ``wait`` is added for the first byte.
         on_bytes: See `CheckpointClient.request`.
@@ -441,18 +436,16 @@ class _StallTimer:
         self._seen = 0
         self._url, self._chunk = request.url, request.chunk
         self._on_bytes = on_bytes
-        self._timeout = stall_timeout
-        self._period = min(stall_timeout / _TICKS, _MAX_TICK)
-        self._idle = -request.wait
         self._scope = asyncio.timeout(None)
         self._loop = asyncio.get_running_loop()
-        self._last = self._loop.time()
+        now = self._loop.time()
+        self._clock = IdleClock(stall_timeout, now, allowance=request.wait)
         self._timer: asyncio.TimerHandle | None = None
         self._failure: Exception | None = None
 
     async def __aenter__(self) -> None:
         await self._scope.__aenter__()
-        self._timer = self._loop.call_later(self._period, self._tick)
+        self._timer = self._loop.call_later(self._clock.period, self._tick)
 
     async def __aexit__(
         self,
@@ -470,39 +463,28 @@ class _StallTimer:
             if failure is not None:
                 raise failure from None
             raise TransferStalledError(
-                self._url, idle=self._idle, chunk=self._chunk
+                self._url, idle=self._clock.idle, chunk=self._chunk
             ) from None
         if failure is not None and not isinstance(error, asyncio.CancelledError):
             raise failure
 
     def _tick(self) -> None:
-        self._timer = self._loop.call_later(self._period, self._tick)
         now = self._loop.time()
-        passed, self._last = now - self._last, now
-        if self._report():
-            self._idle = 0.0
-            if self._failure is not None:
-                self._expire(now)
-            return
-        self._idle += min(passed, 2 * self._period)
-        if self._idle >= self._timeout:
-            self._expire(now)
+        self._report()
+        if self._clock.has_stalled(self._seen, now) or self._failure is not None:
+            self._scope.reschedule(now)
+        else:
+            self._timer = self._loop.call_later(self._clock.period, self._tick)
 
-    def _expire(self, now: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._scope.reschedule(now)
-
-    def _report(self) -> bool:
-        """Report the bytes that came since the last call; say whether any did."""
+    def _report(self) -> None:
+        """Report the bytes that came since the last call."""
         if self.writer is None or self.writer.filled == self._seen:
-            return False
+            return
         new, self._seen = self.writer.filled - self._seen, self.writer.filled
         try:
             self._on_bytes(new)
         except Exception as error:  # noqa: BLE001 - raised at the end of the block
             self._failure = error
-        return True
 
 
 def _unreachable(request: Request, error: Exception) -> AiockptError:

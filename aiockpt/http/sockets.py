@@ -1,4 +1,4 @@
-"""Sockets: duplicate, tune, ask and cut connections; I/O threads; fork hygiene.
+"""Sockets: duplicate, tune and cut connections, notice stalls; I/O threads; forks.
 
 Everything here works on the socket under an asyncio transport, and everything that
 the system may lack is optional.
@@ -29,6 +29,7 @@ __all__ = [
     "MIN_TURN_BYTES",
     "Connected",
     "IOThreads",
+    "IdleClock",
     "Turn",
     "begin_classic",
     "close_in_forks",
@@ -56,6 +57,51 @@ MIN_TURN_BYTES: Final = 2 << 20
 _THREADS: Final = 4
 _TURN: Final = 0.5  # seconds after which another connection may get the thread
 _PATIENCE: Final = 10  # milliseconds that a thread waits for a peer
+
+
+_LONGEST_PERIOD: Final = 0.25  # seconds between two looks at a connection
+_LOOKS: Final = 8  # per stall timeout, if that is short
+
+
+class IdleClock:
+    """Counts the time in which nothing moves on a connection.
+
+    The clock counts in periods, and a look that comes late counts as two of them at
+    most: while the loop was busy elsewhere, bytes may have moved that nobody saw.
+
+    Args:
+        timeout: Seconds without progress after which the connection has stalled.
+        now: The time on any steady clock.
+        allowance: Seconds that do not count before the first progress.
+
+    Attributes:
+        period: Seconds between two looks.
+        idle: Seconds since the last progress.
+    """
+
+    def __init__(self, timeout: float, now: float, *, allowance: float = 0.0) -> None:
+        self.period = min(timeout / _LOOKS, _LONGEST_PERIOD)
+        self.idle = -allowance
+        self._timeout = timeout
+        self._last = now
+        self._progress = 0
+
+    def __repr__(self) -> str:
+        return f"<IdleClock idle={self.idle:.2f}/{self._timeout}>"
+
+    def has_stalled(self, progress: int, now: float) -> bool:
+        """Look at the connection: return whether it has stalled.
+
+        Args:
+            progress: A count that changes with each progress.
+            now: The time.
+        """
+        passed, self._last = now - self._last, now
+        if progress != self._progress:
+            self._progress, self.idle = progress, 0.0
+        else:
+            self.idle += min(passed, 2 * self.period)
+        return self.idle >= self._timeout
 
 
 # ------------------------------------------------------- a transport's socket

@@ -112,6 +112,41 @@ async def get(
         await read_body(answer, fill, threads)
 
 
+class TestIdleClock:
+    """Time without progress, which the loop's own delays do not add to."""
+
+    @pytest.mark.parametrize("timeout", [0.1, 1.0, 3.0, 10.0])
+    async def test_a_stall_is_found_half_a_second_late_at_most(
+        self, timeout: float
+    ) -> None:
+        """Also right after some progress."""
+        clock, now = sockets.IdleClock(timeout, 0.0), 0.0
+        for progress in (1, 2, 3):
+            now += clock.period
+            assert not clock.has_stalled(progress, now)
+        began = now
+        while not clock.has_stalled(3, now):
+            now += clock.period
+        assert timeout - 1e-9 <= now - began <= timeout + 0.5
+        assert clock.idle == pytest.approx(now - began)
+
+    async def test_a_late_look_counts_as_two_periods(self) -> None:
+        """Whoever blocks the loop does not make a peer look stalled."""
+        clock = sockets.IdleClock(8.0, 0.0)
+        assert not clock.has_stalled(0, 1000.0)
+        assert clock.idle == 2 * clock.period == 0.5
+
+    async def test_an_allowance_counts_before_the_first_progress_only(self) -> None:
+        """It is the time that an answer may take."""
+        period = 1 / 8
+        clock = sockets.IdleClock(1.0, 0.0, allowance=period)
+        looks = [clock.has_stalled(0, period * n) for n in range(1, 10)]
+        assert looks == [False] * 8 + [True]
+        assert not clock.has_stalled(1, 2.0)
+        looks = [clock.has_stalled(1, 2.0 + period * n) for n in range(1, 9)]
+        assert looks == [False] * 7 + [True]
+
+
 class TestIOThreads:
     """A bounded number of threads, each for a bounded time."""
 
