@@ -152,9 +152,11 @@ class TestSave:
         handles = [gated.save(state(n), tmp_path / f"step-{n}") for n in (1, 2)]
         timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            gated.save(state(3), tmp_path / "step-3")
-        timer.join()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                gated.save(state(3), tmp_path / "step-3")
+        finally:
+            timer.cancel()  # or the signal would end the tests
         gate.open(3)
         assert all(each.result(timeout=PATIENCE) for each in handles)
         gated.close()
