@@ -34,8 +34,7 @@ from aiockpt.errors import (
 )
 
 if TYPE_CHECKING:
-    import torch
-    from torch import distributed as dist
+    import torch.distributed
     from torch._C._distributed_c10d import Store
 
 __all__ = [
@@ -537,7 +536,7 @@ class DistBarrier(Barrier):
 
     barrier_type = "dist_barrier"
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: torch.distributed.ProcessGroup | None = None) -> None:
         from torch import distributed as dist
 
         if not dist.is_initialized():

@@ -121,7 +121,7 @@ class CheckpointProcess(BackgroundWriter):
             {"rank_info": rank_info, **(checkpoint_writer_init_args or {})},
             partial(_setup, rank_info, config),
         )
-        self.restarts = 0
+        self._restarts = 0
         self._ranks = rank_info.global_world_size
         self._config = config
         self._lifetime = Lifetime("the checkpoint process")
@@ -146,6 +146,11 @@ class CheckpointProcess(BackgroundWriter):
         """The child's process id, while there is a child."""
         child = self._running.child if self._running else self._child
         return child.pid if child else None
+
+    @property
+    def restarts(self) -> int:
+        """How often the child was replaced."""
+        return self._restarts
 
     async def ready(self) -> None:
         """Wait until the child's init functions have returned.
@@ -344,7 +349,7 @@ class CheckpointProcess(BackgroundWriter):
                 self._fail([*self._writes.values()], error)
             else:
                 logger.warning("%s; another one is started", error)
-                self.restarts += 1
+                self._restarts += 1
                 self._fail_begun(error)
                 try:
                     await self._reach()
