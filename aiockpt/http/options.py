@@ -75,6 +75,7 @@ class Server:
     nice: int = _NICEST
 
     def __post_init__(self) -> None:
+        require_type(int, nice=self.nice)
         require(at_least=1, readers=self.readers)
         require(
             grace=self.grace,

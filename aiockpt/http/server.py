@@ -25,7 +25,7 @@ from aiockpt.http.handlers import (
     routes,
 )
 from aiockpt.http.listen import Address, check_advertised, check_public_path
-from aiockpt.http.options import require
+from aiockpt.http.options import Server
 from aiockpt.http.responses import COMMON_HEADERS
 from aiockpt.http.shared_memory import Lender
 from aiockpt.http.sockets import close_in_forks, cut_off_in_forks, descriptor_of
@@ -55,34 +55,41 @@ logger.addFilter(_is_ours)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointConfig:
-    """What the caller says about serving; the fields are the transport's options."""
+    """What an endpoint needs to know: the options of its transport about serving.
 
-    host: str | None
-    port: int
+    Attributes:
+        options: Where and how to serve.
+        advertise: The host to tell the receivers, or the whole URL.
+        ssl_context: Serve TLS with it.
+        token: The token that receivers must show; None: everybody may read.
+        manifest_key: The key that authenticates manifests, if any.
+        timeout: The transport's default deadline.
+        stall_timeout: Seconds without progress after which a reader is aborted.
+        lends: Whether other processes of this host may map what is served.
+        incarnation: The id of this start of the sender.
+    """
+
+    options: Server
     advertise: str | None
-    interface: str | None
     ssl_context: ssl.SSLContext | None
     token: str | None = field(repr=False)
+    manifest_key: bytes | None = field(repr=False)
     timeout: float
     stall_timeout: float
-    max_readers: int
-    manifest_key: bytes | None = field(default=None, repr=False)
-    keep_superseded: int = 1
+    lends: bool
     incarnation: str = field(default_factory=partial(secrets.token_hex, 16))
 
     def __post_init__(self) -> None:
-        require(at_least=1, max_readers=self.max_readers)
-        require(keep_superseded=self.keep_superseded)
         if self.advertise:
             check_advertised(self.advertise)
 
     def address(self) -> Address:
         """Return where to listen; nothing is bound yet."""
         return Address(
-            self.host,
-            self.port,
+            self.options.host,
+            self.options.port,
             advertise=self.advertise,
-            interface=self.interface,
+            interface=self.options.interface,
             scheme="https" if self.ssl_context else "http",
             prefix=PREFIX,
         )
@@ -96,11 +103,11 @@ class EndpointConfig:
             stall_timeout=self.stall_timeout,
             default_wait=min(self.timeout, _DEFAULT_WAIT),
             max_wait=max(self.timeout, _DEFAULT_WAIT),
-            max_readers=self.max_readers,
+            max_readers=self.options.readers,
             hosts=self._names(),
             prefix=prefix,
             manifest_key=self.manifest_key,
-            keep_superseded=self.keep_superseded,
+            keep_superseded=self.options.keep_superseded,
             incarnation=self.incarnation,
         )
 
@@ -113,18 +120,21 @@ class EndpointConfig:
 class Endpoint:
     """Serves its ``store`` from :meth:`start` on, on this very loop.
 
-    Mounted in an application it opens no socket, and only knows the public URL. If it
-    ``lends``, processes of this host may map what it serves.
+    Mounted in an application it opens no socket, and only knows the public URL.
+
+    Args:
+        config: What it needs to know.
+        bridge: Runs what blocks.
     """
 
-    def __init__(self, config: EndpointConfig, bridge: Bridge, *, lends: bool) -> None:
+    def __init__(self, config: EndpointConfig, bridge: Bridge) -> None:
         self._bridge = bridge
-        self.store = Store(keep_superseded=config.keep_superseded)
+        self.store = Store(keep_superseded=config.options.keep_superseded)
         self._config = config
         self._address = config.address()
         self._lender: Lender | None = None
-        if lends:
-            self._lender = Lender(self.store, bridge, most=config.max_readers)
+        if config.lends:
+            self._lender = Lender(self.store, bridge, most=config.options.readers)
         self._server: CheckpointServer | None = None
         self._services: list[CheckpointService] = []
         self._turn = anyio.Lock()

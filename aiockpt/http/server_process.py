@@ -24,7 +24,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from socket import SHUT_RDWR, socket
 from typing import Final, TypeAlias
@@ -40,7 +39,6 @@ from aiockpt.errors import (
 )
 from aiockpt.events import emit
 from aiockpt.http.handlers import CheckpointService, ServerStatistics
-from aiockpt.http.options import require, require_type
 from aiockpt.http.server import PREFIX, Endpoint, EndpointConfig
 from aiockpt.http.server_messages import (
     Counters,
@@ -64,7 +62,7 @@ from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.ipc import Channel, pack, pair
 
-__all__ = ["AnyEndpoint", "ProcessEndpoint", "ProcessOptions", "endpoint_for"]
+__all__ = ["AnyEndpoint", "ProcessEndpoint", "endpoint_for"]
 
 logger = logging.getLogger("aiockpt")
 
@@ -73,7 +71,6 @@ _CODE: Final = (
     "from aiockpt.http._server_main import main; main(int(sys.argv[1]))"
 )
 _LOGGERS: Final = ("aiockpt", "aiockpt.runtime.bridge", "aiockpt.audit", "aiockpt.http")
-_MAX_NICE: Final = 19
 _MAX_GRACE: Final = 1e9  # seconds; JSON has no infinity
 
 _STARTING: Final = 60.0  # seconds until a new process must serve, on a busy machine
@@ -85,44 +82,18 @@ _SHRINKING: Final = 0.05  # seconds to take memory away before the process is pa
 _POLL: Final = 0.01  # seconds between two looks at the state of a process
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessOptions:
-    """Options of the server process.
-
-    Attributes:
-        keep_last: Seconds for which it outlives the trainer.
-        nice: Added to its niceness.
-        lends: Whether other processes of this host may map its memory.
-    """
-
-    keep_last: float
-    nice: int
-    lends: bool
-
-
 def endpoint_for(
-    config: EndpointConfig,
-    bridge: Bridge,
-    options: ProcessOptions,
-    *,
-    process: bool,
-    zero_copy: bool,
+    config: EndpointConfig, bridge: Bridge, *, zero_copy: bool
 ) -> AnyEndpoint:
     """Return the endpoint of a transport: on this loop, or in a process of its own.
 
     Raises:
-        ValueError: an option is out of range.
-        TypeError: the niceness is no integer.
         LocalProtocolError: two options contradict each other.
     """
-    require(keep_last=options.keep_last)
-    require_type(int, nice=options.nice)
-    if not 0 <= options.nice <= _MAX_NICE:
-        raise ValueError(f"nice must be between 0 and {_MAX_NICE}, got {options.nice}")
-    if not process:
-        if options.keep_last:
+    if not config.options.process:
+        if config.options.keep_last:
             raise LocalProtocolError("keep_last= needs process=True")
-        return Endpoint(config, bridge, lends=options.lends)
+        return Endpoint(config, bridge)
     if zero_copy:
         raise LocalProtocolError(
             "process=True serves from memory of its own: leave out zero_copy=True"
@@ -132,7 +103,7 @@ def endpoint_for(
             "an ssl_context cannot be handed to the server process: leave out "
             "process=True, or let a proxy speak TLS"
         )
-    return ProcessEndpoint(config, bridge, options)
+    return ProcessEndpoint(config, bridge)
 
 
 class ProcessEndpoint:
@@ -141,13 +112,10 @@ class ProcessEndpoint:
     Args:
         config: As for an endpoint in this process, but without TLS.
         bridge: Runs what blocks.
-        options: Options of the server process.
     """
 
-    def __init__(
-        self, config: EndpointConfig, bridge: Bridge, options: ProcessOptions
-    ) -> None:
-        self.store = ServerProcess(bridge, config, options)
+    def __init__(self, config: EndpointConfig, bridge: Bridge) -> None:
+        self.store = ServerProcess(config, bridge)
         self._bridge = bridge
         self._address = config.address()
         self._turn = anyio.Lock()
@@ -227,23 +195,19 @@ class ServerProcess:
     supervises: it launches a process, waits for its end, and launches the next one.
 
     Args:
-        bridge: Runs what blocks.
         config: What a server is told about serving.
-        options: Options of the process.
+        bridge: Runs what blocks.
 
     Attributes:
         restarts: How many processes have died without being closed.
         retractions: How often it was told to serve nothing.
     """
 
-    def __init__(
-        self, bridge: Bridge, config: EndpointConfig, options: ProcessOptions
-    ) -> None:
+    def __init__(self, config: EndpointConfig, bridge: Bridge) -> None:
         self.restarts = 0
         self.retractions = 0
         self._bridge = bridge
         self._config = config
-        self._options = options
         self._state = _State.NEW
         self._settled = asyncio.Event()  # it is serving, broken or closed
         self._child: _Child | None = None
@@ -412,9 +376,9 @@ class ServerProcess:
     def _setup(self) -> Setup:
         return Setup(
             trainer=os.getpid(),
-            keep_last=self._options.keep_last,
-            nice=self._options.nice,
-            lends=self._options.lends,
+            keep_last=self._config.options.keep_last,
+            nice=self._config.options.nice,
+            lends=self._config.lends,
             levels={n: logging.getLogger(n).getEffectiveLevel() for n in _LOGGERS},
             config=self._config.for_server(PREFIX),
         )
@@ -426,7 +390,7 @@ class ServerProcess:
             server=now.server._replace(readers=0, waiting=0), lent=now.lent
         )
         self._last = Counters()
-        if self._options.lends:  # it may have died before it said what it had lent
+        if self._config.lends:  # it may have died before it said what it had lent
             for number in self._given:
                 self._spend(number)
         self._take_back(*self._given.keys() - {self._current})

@@ -17,7 +17,7 @@ from aiockpt.http.protocol import format_metadata
 from aiockpt.http.receiver import Receiver
 from aiockpt.http.security import Security
 from aiockpt.http.server import EndpointConfig
-from aiockpt.http.server_process import ProcessOptions, endpoint_for
+from aiockpt.http.server_process import endpoint_for
 from aiockpt.http.statistics import TransportStatistics, survey
 from aiockpt.memory.arena import CAN_LEND, ArenaPool
 from aiockpt.runtime.bridge import Bridge
@@ -87,25 +87,16 @@ class HTTPTransport(Receiver[T]):
         self._allow_pickle = allow_pickle
         self._warm = ArenaPool(keep=1, staging=False) if receive.keep_arena else None
         config = EndpointConfig(
-            host=server.host,
-            port=server.port,
+            options=server,
             advertise=advertise,
-            interface=server.interface,
             ssl_context=auth.ssl_context,
             token=self._credentials.token,
+            manifest_key=security.key,
             timeout=self._timeout,
             stall_timeout=stall_timeout,
-            max_readers=server.readers,
-            keep_superseded=server.keep_superseded,
-            manifest_key=security.key,
+            lends=lends,
         )
-        self._endpoint = endpoint_for(
-            config,
-            self._bridge,
-            ProcessOptions(server.keep_last, server.nice, lends),
-            process=server.process,
-            zero_copy=zero_copy,
-        )
+        self._endpoint = endpoint_for(config, self._bridge, zero_copy=zero_copy)
         stager = Stager(
             self._bridge,
             threads=_THREADS,
