@@ -17,7 +17,7 @@ from aiockpt.errors import ClosedError, TransferTimeoutError
 from aiockpt.events import add_hook
 from aiockpt.testing import CutAfter, StallAfter
 from aiockpt.testing.fault_kinds import Drip
-from aiockpt.transfer.delta import Delta
+from aiockpt.transfer.reuse import Delta
 from commandline import aiockpt_command
 from followers import MIB, TOKEN, Trainer, attempts, check, publish, soon, state_of
 from serving import settle

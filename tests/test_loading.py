@@ -18,7 +18,7 @@ from aiockpt.errors import RemoteProtocolError
 from aiockpt.format.chunks import ChunkGrid
 from aiockpt.memory.device import Event, Pair
 from aiockpt.testing import FakeAccelerator, FaultProxy, FlipBit, assert_same
-from aiockpt.transfer.loading import _Unfinished
+from aiockpt.transfer.destination import _Unfinished
 from serving import settle
 from transports import HoldBack, pair, proxied, receive, through, transport
 
@@ -233,7 +233,7 @@ async def test_memory_outlives_the_copies_of_a_state_that_cannot_be_made(
     def refuse(*_: object, **__: object) -> None:
         raise RemoteProtocolError("no such type")
 
-    monkeypatch.setattr("aiockpt.transfer.destination.put", refuse)
+    monkeypatch.setattr("aiockpt.transfer.destination._put", refuse)
     async with held(direct=True) as receiving:
         receiving.fault.gate.set()
         await begun(device)

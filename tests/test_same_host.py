@@ -24,7 +24,8 @@ import neighbour
 from aiockpt import AuthenticationError, Limits
 from aiockpt.errors import LimitExceededError
 from aiockpt.events import TransferEvent, add_hook
-from aiockpt.http import borrowing, shared_memory
+from aiockpt.http import shared_memory
+from aiockpt.http import source as http_source
 from aiockpt.http.memory_protocol import (
     OFFER_HEADER,
     PROBE_HEADER,
@@ -544,7 +545,7 @@ class TestForged:
     @staticmethod
     def lent(monkeypatch: Any, sent: list[str]) -> Callable[[Any], bytes]:
         """Return an answer that names the snapshot that is received."""
-        whole = borrowing.borrow
+        whole = http_source.borrow
 
         async def noting(offer: str, outline: Any, *, keep: bool) -> Any:
             sent.append(outline.snapshot_id)
@@ -600,7 +601,7 @@ class TestForged:
 
     async def test_nobody_and_silence(self, monkeypatch: Any) -> None:
         """Who is not there, or says nothing, is not waited for."""
-        monkeypatch.setattr(borrowing, "_PATIENCE", 0.2)
+        monkeypatch.setattr(http_source, "_PATIENCE", 0.2)
         nobody = format_offer(Offer("0" * 32, "0" * 32))
         assert_same(await self.received(monkeypatch, nobody, share=True), weights(1.0))
         assert_same(
@@ -612,7 +613,7 @@ class TestForged:
 
     async def test_another_users_process(self, monkeypatch: Any) -> None:
         """Whoever listens there gets no ticket, if it is not this user's."""
-        monkeypatch.setattr(borrowing, "is_ours", lambda _: False)
+        monkeypatch.setattr(http_source, "is_ours", lambda _: False)
         heard: list[bytes] = []
 
         def hear(guest: socket.socket) -> None:

@@ -25,8 +25,7 @@ from aiockpt.checkpointers.base import (
     step_for,
 )
 from aiockpt.checkpointers.config import BusyPolicy
-from aiockpt.checkpointers.loading import load
-from aiockpt.checkpointers.reader import CheckpointReader
+from aiockpt.checkpointers.reader import CheckpointReader, load
 from aiockpt.checkpointers.stager import CheckpointStager, StagedState
 from aiockpt.checkpointers.submission import BackgroundWriter, Submission
 from aiockpt.errors import (

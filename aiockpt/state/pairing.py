@@ -1,14 +1,20 @@
-"""A template's tensors against those of a manifest, pair by pair."""
+"""The tensors of a checkpoint and those of a state dict, pair by pair.
+
+`Places` pairs them by their paths and sees numbers only. `Pairing` compares what is
+paired. `alike` says which memory of a state dict may hold what a checkpoint holds.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence, Set
-from operator import itemgetter
+from collections.abc import Callable, Iterator, Sequence, Set
+from itertools import chain, islice
+from operator import attrgetter, itemgetter
 from typing import Final, TypeAlias
 
 import torch
 
+from aiockpt.errors import RemoteProtocolError, TemplateMismatchError
 from aiockpt.format.manifest import (
     COMPACTED,
     CONJ,
@@ -19,10 +25,26 @@ from aiockpt.format.manifest import (
     TensorSpec,
     dense_stride,
 )
-from aiockpt.state.flatten import Drafts
+from aiockpt.format.paths import Node, Path, format_path
+from aiockpt.format.references import Mention, Reference, mentions
+from aiockpt.memory.copies import Backings
+from aiockpt.runtime.system import collector_paused
+from aiockpt.state.distributed import TAGS
+from aiockpt.state.flatten import Drafts, Survey
 from aiockpt.state.leaves import DTYPE_NAMES
 
-__all__ = ["Misfit", "Pairing"]
+__all__ = [
+    "Misfit",
+    "Pairing",
+    "Places",
+    "alike",
+    "check_numbers",
+    "is_filled",
+    "mismatch",
+    "path_of",
+]
+
+_NONE: Final = -1
 
 # What a tensor is here, and how it travelled, need not agree.
 _LOCAL_FLAGS = PARAMETER | REQUIRES_GRAD | COMPACTED
@@ -162,3 +184,156 @@ def _words(spec: TensorSpec) -> str:
     lazy = " conjugated" * bool(spec.flags & CONJ) + " negated" * bool(spec.flags & NEG)
     where = f" from element {spec.offset} of its memory" * bool(spec.offset)
     return f"{spec.dtype} {list(spec.shape)} stride {list(spec.stride)}{lazy}{where}"
+
+
+def is_filled(mention: Mention | Reference) -> bool:
+    """Say whether it names tensors of the state dict, and not what a value is of.
+
+    The local parts of a distributed tensor are such.
+    """
+    own = mention.leaf is None or mention.leaf[1] in TAGS
+    return mention.kind == "tensor" and own
+
+
+def path_of(tree: Node, place: int) -> Path:
+    """Return the path of a tensor to fill: the ``place``-th, in the order of the tree.
+
+    Only an error asks for it, so that paths need not be kept.
+    """
+    return next(islice(_paths(filter(is_filled, mentions(tree))), place, None))
+
+
+def mismatch(path: Path, *, expected: str, actual: str) -> TemplateMismatchError:
+    """Return the error that a template does not fit at ``path``."""
+    return TemplateMismatchError(format_path(path), expected=expected, actual=actual)
+
+
+def check_numbers(numbers: Sequence[int], count: int) -> None:
+    """Refuse a mention of tensors that a manifest of ``count`` tensors lacks.
+
+    Raises:
+        RemoteProtocolError: there is one.
+    """
+    if numbers and not 0 <= min(numbers) <= max(numbers) < count:
+        wrong = next(number for number in numbers if not 0 <= number < count)
+        raise RemoteProtocolError(f"the tree names tensor {wrong}")
+
+
+class Places:
+    """Pairs their tensors to fill with ours while their tree is read.
+
+    As long as both trees go alike, they are read side by side. Where they part, as with
+    keys in another order, paths are looked up from there on: that takes more time and
+    much more memory, since there may be 100,000.
+
+    Args:
+        own: Our tree.
+        counts: Which mentions of ours are paired; whoever calls `add` picks theirs.
+
+    Attributes:
+        theirs: The number of each of their tensors, place by place.
+        own: The number of ours that is in the same place.
+    """
+
+    def __init__(
+        self, own: Node, counts: Callable[[Mention], bool] = is_filled
+    ) -> None:
+        self.theirs = array("q")
+        self.own = array("q")
+        self._tree, self._counts = own, counts
+        self._beside = filter(counts, mentions(own))
+        self._by_path: dict[Path, int] = {}
+        self._unmet: dict[Path, int] = {}
+        self._astray: list[Path] = []
+        self._parted = False
+
+    def add(self, mention: Mention) -> None:
+        """Pair the tensors of their next node."""
+        if not self._parted:
+            mine = next(self._beside, None)
+            if mine and (mine.path, mine.names) == (mention.path, mention.names):
+                self.theirs.extend(mention.numbers)
+                self.own.extend(mine.numbers)
+                return
+            self._part()
+        self._look_up(mention)
+
+    def _part(self) -> None:
+        self._parted = True
+        self._beside = filter(self._counts, mentions(self._tree))
+        for mention in self._beside:
+            for path, _, number, _ in mention.references():
+                self._by_path[path] = number
+        self._unmet = dict(islice(self._by_path.items(), len(self.own), None))
+
+    def _look_up(self, mention: Mention) -> None:
+        for path, _, number, _ in mention.references():
+            mine = self._by_path.get(path)
+            if mine is None:
+                self._astray.append(path)
+                continue
+            self.theirs.append(number)
+            self.own.append(mine)
+            self._unmet.pop(path, None)
+
+    def finish(self) -> None:
+        """Raise TemplateMismatchError if either has a tensor where the other has none.
+
+        Theirs come first.
+        """
+        for path in self._astray:
+            raise mismatch(path, expected="a tensor", actual="nothing")
+        for path in chain(self._unmet, _paths(self._beside)):
+            raise mismatch(path, expected="nothing", actual="a tensor")
+
+
+def _paths(filled: Iterator[Mention]) -> Iterator[Path]:
+    references = chain.from_iterable(mention.references() for mention in filled)
+    return map(attrgetter("path"), references)
+
+
+def alike(manifest: Manifest, own: Survey) -> Backings:
+    """Return where a state dict may have each entry; nothing where it has none.
+
+    What has the same path, dtype, shape and strides is paired, and everything else is
+    left out. Nothing here has to be right: a reader of that memory compares digests.
+
+    Raises:
+        RemoteProtocolError: the manifest's tree names a tensor that there is not.
+    """
+    with collector_paused():
+        pairing = _paired(manifest, own)
+    there = array("q", _fitting(manifest, own.drafts, pairing.entries.there))
+    return own.drafts.backings.taken(there)
+
+
+def _paired(manifest: Manifest, own: Survey) -> Pairing:
+    places = Places(own.tree, counts=_every)
+    for mention in mentions(manifest.tree):
+        check_numbers(mention.numbers, manifest.tensor_count)
+        places.add(mention)
+    pairing = Pairing(manifest, own.tensors, own.drafts)
+    if not pairing.add_all(places.theirs, places.own):
+        pairing = Pairing(manifest, own.tensors, own.drafts)
+        for number, mine in zip(places.theirs, places.own, strict=True):
+            pairing.add(number, mine)  # which says what does not fit
+    return pairing
+
+
+def _every(_: Mention) -> bool:
+    return True
+
+
+def _fitting(manifest: Manifest, drafts: Drafts, there: array[int]) -> Iterator[int]:
+    """Yield our entry for each of theirs, if its bytes fill that one, or -1.
+
+    A group of ours may have members that theirs lacks, and reach further.
+    """
+    entries = manifest.entries
+    columns = zip(there, entries.starts, entries.stops, strict=True)
+    for mine, start, stop in columns:
+        fits = mine >= 0
+        if fits and drafts.codes[mine] is None:
+            storage = drafts.owners[mine][0].storage
+            fits = storage.nbytes == stop - start and start % storage.align == 0
+        yield mine if fits else _NONE

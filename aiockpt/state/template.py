@@ -20,8 +20,14 @@ from aiockpt.state.distributed import Layout as WholeLayout
 from aiockpt.state.distributed import check_places, has_version, layouts
 from aiockpt.state.flatten import survey
 from aiockpt.state.nodes import Decoders, decoders_for
-from aiockpt.state.pairing import Pairing
-from aiockpt.state.places import Places, check_numbers, is_filled, mismatch, path_of
+from aiockpt.state.pairing import (
+    Pairing,
+    Places,
+    check_numbers,
+    is_filled,
+    mismatch,
+    path_of,
+)
 
 __all__ = ["Filled", "Match", "Template"]
 

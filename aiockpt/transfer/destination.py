@@ -7,31 +7,68 @@ byte of a template is written (unless ``direct`` has let them in already).
 
 from __future__ import annotations
 
+import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import sub
 from typing import Final, Protocol
 
 import torch
 
+from aiockpt.format.chunks import ChunkGrid, chunks_over
+from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
-from aiockpt.memory.arena import Arena, Loan, Memory
-from aiockpt.memory.copies import CopyPlan, Fences, mark_changed
-from aiockpt.memory.device import Event, completed, keep_until
+from aiockpt.memory.arena import Arena, ArenaPool, Loan, Memory, lend
+from aiockpt.memory.copies import Backings, CopyPlan, Fences, mark_changed
+from aiockpt.memory.device import Event, PortFor, completed, keep_until
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.state.rebuild import Away, Frame, check_meshes, parts_over, tensors_over
+from aiockpt.runtime.tasks import run_all
+from aiockpt.state.nodes import Decoders
+from aiockpt.state.rebuild import (
+    Away,
+    Frame,
+    assemble,
+    check_meshes,
+    parts_over,
+    tensors_over,
+)
 from aiockpt.state.template import Match, Template
-from aiockpt.transfer.loading import Bring, Loading
-from aiockpt.transfer.terms import Terms, allocate, at_home, nbytes_of, put
 
-__all__ = ["Destination", "Fresh", "InTemplate", "Terms", "destination_of"]
+__all__ = [
+    "Bring",
+    "Destination",
+    "Fresh",
+    "InTemplate",
+    "Terms",
+    "destination_of",
+]
 
+Bring = Callable[[], Awaitable[None]]
+"""Has chunks fetched and verified."""
 
 _NOTHING: Final[Away] = {}
 
 # Page-locked memory is there as a whole: at least so much of it has to be of use.
 _USED: Final = 0.75
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a receive accepts, and whether bytes go straight into a template.
+
+    ``warm`` lends the memory that it needs, if some is kept. ``ahead`` says that who
+    brings the bytes has no time to touch new pages.
+    """
+
+    limits: Limits
+    allow_pickle: bool
+    direct: bool
+    ports: PortFor
+    warm: ArenaPool | None = None
+    ahead: bool = False
 
 
 class Destination(Protocol):
@@ -136,9 +173,9 @@ class Fresh:
         arena: Arena | None = None,
     ) -> None:
         self._terms, self._bridge = terms, bridge
-        used = manifest.segment_bytes - nbytes_of(away)
+        used = manifest.segment_bytes - _nbytes_of(away)
         self._owns = arena is None
-        self._loan = Loan(arena) if arena else allocate(manifest, used, terms)
+        self._loan = Loan(arena) if arena else _allocate(manifest, used, terms)
         self.arena = self._loan.arena
         self.memory: Memory = self.arena
         self._tensors = tensors_over(manifest, self._loan.buffer, away=away)
@@ -164,7 +201,7 @@ class Fresh:
     async def assemble(self) -> object:
         """Put the tensors into the tree."""
         self._loan.finish()
-        return await self._bridge.run(put, self._frame, self._tensors, self._terms)
+        return await self._bridge.run(_put, self._frame, self._tensors, self._terms)
 
     async def load(self) -> None:
         """Do nothing: everything is in its place."""
@@ -209,11 +246,11 @@ class InTemplate:
         # Whoever has no tensors to make needs no more of the manifest.
         makes = match.parts or match.blobs or match.fresh
         self._manifest = manifest if makes else None
-        entries, used = manifest.entries, manifest.segment_bytes - nbytes_of(away)
+        entries, used = manifest.entries, manifest.segment_bytes - _nbytes_of(away)
         if terms.direct:
-            used -= at_home(match.backings, terms.ports)
+            used -= _at_home(match.backings, terms.ports)
         self._owns = arena is None
-        self._loan = Loan(arena) if arena else allocate(manifest, used, terms)
+        self._loan = Loan(arena) if arena else _allocate(manifest, used, terms)
         self.arena = self._loan.arena
         self.copies = CopyPlan(
             match.backings,
@@ -227,7 +264,7 @@ class InTemplate:
             self.memory = self.copies.in_place()
         self.touched = False
         kept = terms.warm is not None and used >= _USED * manifest.segment_bytes
-        self._loading = Loading(
+        self._loading = _Loading(
             self.copies,
             manifest.grid,
             bridge,
@@ -301,7 +338,7 @@ class InTemplate:
     def _put_together(self) -> object:
         tensors = self.match.tensors.beside(self._values())
         match = self.match
-        state = put(self._frame, tensors, self._terms, match.wholes, match.nodes)
+        state = _put(self._frame, tensors, self._terms, match.wholes, match.nodes)
         adoption = self.match.adoption
         return state if adoption is None else adoption.plan(state)
 
@@ -334,3 +371,162 @@ class InTemplate:
         mark_changed(self.match.changed())
         self.touched = True
         return self._loading.finish(fences)
+
+
+def _nbytes_of(away: Away) -> int:
+    """Return how many bytes are in other memory."""
+    return sum(data.numel() for data in away.values())
+
+
+def _allocate(manifest: Manifest, nbytes: int, terms: Terms) -> Loan:
+    """Return an arena for the segment, of which ``nbytes`` are going to be used."""
+    size, most = manifest.segment_bytes, terms.limits.max_bytes
+    return lend(size, used=nbytes, most=most, warm=terms.warm)
+
+
+def _at_home(backings: Backings, ports: PortFor) -> int:
+    """Return how many bytes need no arena in a direct receive."""
+    sizes, parts = backings.sizes, backings.parts
+    away = {device for device in backings.devices() if ports(device) is not None}
+    nbytes = sum(sizes) - sum(sizes[entry] for entry in parts)
+    for entry, tensor in enumerate(backings.tensors if away else ()):
+        if tensor.device in away and entry not in parts:
+            nbytes -= sizes[entry]
+    return nbytes
+
+
+def _put(
+    frame: Frame,
+    tensors: Sequence[torch.Tensor],
+    terms: Terms,
+    wholes: Mapping[int, torch.Tensor] | None = None,
+    nodes: Decoders | None = None,
+) -> object:
+    """Put tensors into the tree of a checkpoint; see `assemble`."""
+    return assemble(
+        frame,
+        tensors,
+        limits=terms.limits,
+        allow_pickle=terms.allow_pickle,
+        wholes=wholes,
+        nodes=nodes,
+    )
+
+
+class _Loading:
+    """The way of one checkpoint from its arena to a template.
+
+    Args:
+        copies: Between the two; they outlive all copies.
+        grid: The chunks.
+        bridge: Where copies run, or are enqueued.
+        direct: What has a host's memory for its own has been received there.
+        pinned: Memory to page-lock, since it is going to be used again.
+
+    Attributes:
+        home: The chunks that are in the template already, or on their way.
+        has_sent: Whether devices may copy from the arena, or have done so.
+    """
+
+    def __init__(
+        self,
+        copies: CopyPlan,
+        grid: ChunkGrid,
+        bridge: Bridge,
+        *,
+        direct: bool,
+        pinned: Arena | None,
+    ) -> None:
+        self.home: set[int] = set()
+        self._copies, self._grid, self._bridge = copies, grid, bridge
+        self._direct, self._pinned = direct, pinned
+        self._parts: _Unfinished | None = None
+        self._verified: asyncio.Queue[int | None] = asyncio.Queue()
+        self.has_sent = False
+
+    def __repr__(self) -> str:
+        return f"<_Loading home={len(self.home)} of {len(self._grid)} chunks>"
+
+    @property
+    def is_early(self) -> bool:
+        """Whether something may go on before everything is there."""
+        return self._direct and bool(self._copies.ports)
+
+    def add(self, chunk: int) -> None:
+        """Take note that a chunk is verified; on the loop, while `beside` runs."""
+        self._verified.put_nowait(chunk)
+
+    async def beside(self, bring: Bring) -> None:
+        """Send on what `add` is told of while chunks are brought.
+
+        If cancelled, or if either fails, both have ended, and nothing more is enqueued.
+        Then, and afterwards, the memory must be kept until the devices are idle, if
+        anything has been sent to them.
+        """
+        fences = self._copies.fences()
+        await run_all([partial(self._bring, bring), partial(self._send_all, fences)])
+
+    def finish(self, fences: Fences) -> list[Event]:
+        """Load what is left; return what is to be waited for. For a thread."""
+        self.has_sent = self.has_sent or bool(fences)
+        left = None if self._parts is None else self._parts.left()
+        self._copies.load_parts(left, fences)
+        for chunk in range(len(self._grid)):
+            if chunk in self.home:
+                continue
+            start, stop = self._grid.range(chunk)
+            if not self._direct:
+                self._copies.load_host(start, stop)
+            self._copies.load_device(start, stop, fences)
+        return [port.mark() for port in self._copies.ports.values()]
+
+    async def _bring(self, bring: Bring) -> None:
+        await bring()
+        self._verified.put_nowait(None)
+
+    async def _send_all(self, fences: Fences) -> None:
+        await self._bridge.run(self._prepare)
+        # Where memory is pageable a copy blocks its thread until then, come what may.
+        await completed(*fences.values())
+        while (chunk := await self._verified.get()) is not None:
+            await self._bridge.run(self._send, chunk, fences)
+
+    def _prepare(self) -> None:
+        self._parts = _Unfinished(self._copies.part_ranges(), self._grid)
+        if self._pinned is not None:
+            for port in self._copies.ports.values():
+                self._pinned.pin(port.pin)
+
+    def _send(self, chunk: int, fences: Fences) -> None:
+        self.has_sent = True
+        self._copies.load_device(*self._grid.range(chunk), fences)
+        assert self._parts is not None
+        self._copies.load_parts(self._parts.add(chunk), fences)
+        self.home.add(chunk)
+
+
+class _Unfinished:
+    """Entries that can be used when all of their chunks are there."""
+
+    def __init__(self, ranges: Mapping[int, tuple[int, int]], grid: ChunkGrid) -> None:
+        self._lacking: dict[int, int] = {}
+        self._within: dict[int, list[int]] = defaultdict(list)
+        for entry, reach in ranges.items():
+            chunks = chunks_over(grid, [reach])
+            self._lacking[entry] = len(chunks)
+            for chunk in chunks:
+                self._within[chunk].append(entry)
+
+    def add(self, chunk: int) -> list[int]:
+        """Note that a chunk is there; return which entries are, by that."""
+        done = []
+        for entry in self._within.pop(chunk, ()):
+            self._lacking[entry] -= 1
+            if not self._lacking[entry]:
+                del self._lacking[entry]
+                done.append(entry)
+        return done
+
+    def left(self) -> Iterable[int]:
+        """Return the others."""
+        return [*self._lacking]

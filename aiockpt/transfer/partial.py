@@ -14,8 +14,7 @@ import torch
 
 from aiockpt.memory.device import PortFor
 from aiockpt.runtime.system import collector_paused
-from aiockpt.state.filling import Filling
-from aiockpt.state.load_plan import LoadPlanner
+from aiockpt.state.load_plan import Filling, LoadPlanner
 from aiockpt.state.nodes import decoders_for
 from aiockpt.state.selection import Selection
 from aiockpt.transfer.landing import PlannedLanding

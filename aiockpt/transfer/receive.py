@@ -17,9 +17,8 @@ from aiockpt.runtime.lifetime import Deadline
 from aiockpt.state.flatten import Survey, survey
 from aiockpt.state.selection import Select
 from aiockpt.state.template import Template
-from aiockpt.transfer.delta import Delta
 from aiockpt.transfer.destination import Destination, InTemplate, Terms, destination_of
-from aiockpt.transfer.held import Held, HeldInTemplate
+from aiockpt.transfer.reuse import Delta, Held, HeldInTemplate
 from aiockpt.transfer.selected import Selected
 from aiockpt.transfer.source import Source
 from aiockpt.transport import exact_step

@@ -16,7 +16,7 @@ from aiockpt.format.references import mentions
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.system import allocating, spare_memory
 from aiockpt.state.nodes import Decoders
-from aiockpt.state.places import is_filled
+from aiockpt.state.pairing import is_filled
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
 
 __all__ = ["Segment", "check_memory"]

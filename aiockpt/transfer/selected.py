@@ -15,13 +15,11 @@ from aiockpt.format.chunks import chunks_over
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena, Memory
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.state.pruning import pruned
-from aiockpt.state.selection import Select, Selection
+from aiockpt.state.selection import Select, Selection, pruned
+from aiockpt.transfer.destination import Bring, Terms
 from aiockpt.transfer.landing import PlannedLanding
-from aiockpt.transfer.loading import Bring
 from aiockpt.transfer.partial import PartialLoad
 from aiockpt.transfer.segment import Segment, check_memory
-from aiockpt.transfer.terms import Terms
 
 __all__ = ["Selected"]
 

@@ -22,8 +22,7 @@ from aiockpt.errors import (
 )
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.format.chunks import ChunkGrid, chunks_over
-from aiockpt.state.pruning import pruned
-from aiockpt.state.selection import Selection
+from aiockpt.state.selection import Selection, pruned
 from aiockpt.testing import Drip, FakeAccelerator, FlipBit, assert_same
 from aiockpt.transfer.partial import PartialLoad
 from transports import (

@@ -46,7 +46,7 @@ async def begun(
 
 async def main() -> None:
     """Begin all of them."""
-    setattr(destination, "put", lambda *_: time.sleep(600))  # noqa: B010 - not its own
+    setattr(destination, "_put", lambda *_: time.sleep(600))  # noqa: B010 - not its own
     async with transport(timeout=600, stall_timeout=600, connections=1) as receiver:
         given = json.loads(sys.stdin.readline())
         calls = [begun(receiver, *each) for each in given.items()]

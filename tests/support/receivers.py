@@ -41,7 +41,7 @@ _HELD = [f"w{n}" for n in range(COUNT // 2)]
 Places = tuple[tuple[Any, str], ...]
 FILLING: Places = ((InTemplate, "_load"), (Selected, "_finish"))
 """Where a template is filled, which is one call in a thread."""
-SHARING: Places = ((destination, "put"),)
+SHARING: Places = ((destination, "_put"),)
 """Where a state dict is made, for which the memory is there by then."""
 
 
