@@ -10,7 +10,12 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    asynccontextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass
 from functools import partial
 from operator import sub
@@ -25,7 +30,7 @@ from aiockpt.memory.arena import Arena, ArenaPool, Loan, Memory, lend
 from aiockpt.memory.copies import Backings, CopyPlan, Fences, mark_changed
 from aiockpt.memory.device import Event, PortFor, completed, keep_until
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.tasks import run_all
+from aiockpt.runtime.tasks import beside
 from aiockpt.state.nodes import Decoders
 from aiockpt.state.rebuild import (
     Away,
@@ -38,16 +43,12 @@ from aiockpt.state.rebuild import (
 from aiockpt.state.template import Match, Template
 
 __all__ = [
-    "Bring",
     "Destination",
     "Fresh",
     "InTemplate",
     "Terms",
     "destination_of",
 ]
-
-Bring = Callable[[], Awaitable[None]]
-"""Has chunks fetched and verified."""
 
 _NOTHING: Final[Away] = {}
 
@@ -94,16 +95,16 @@ class Destination(Protocol):
 
     @property
     def on_verified(self) -> Callable[[int], None] | None:
-        """What wants to be told of verified chunks in `fill`; on the loop."""
+        """What is told of verified chunks in `receiving`; on the loop."""
 
     def plan(self) -> Sequence[int]:
         """Return the other chunks that are wanted; for a thread."""
 
     def begin(self) -> None:
-        """Say that bytes are on their way; for who brings them without `fill`."""
+        """Say that bytes are on their way, outside of `receiving`."""
 
-    async def fill(self, bring: Bring) -> None:
-        """Begin, have chunks brought, and load early what `on_verified` is told of."""
+    def receiving(self) -> AbstractAsyncContextManager[None]:
+        """Begin; load early what `on_verified` is told of in the block."""
 
     async def prepare(self, start: int, stop: int) -> None:
         """Have the memory of ``[start, stop)`` ready for its bytes."""
@@ -189,9 +190,11 @@ class Fresh:
     def begin(self) -> None:
         """Do nothing: nobody has the tensors yet."""
 
-    async def fill(self, bring: Bring) -> None:
-        """Have them brought."""
-        await bring()
+    @asynccontextmanager
+    async def receiving(self) -> AsyncIterator[None]:
+        """Do nothing beside the block."""
+        self.begin()
+        yield
 
     async def prepare(self, start: int, stop: int) -> None:
         """Have the pages mapped, which may take longer than their bytes."""
@@ -286,13 +289,12 @@ class InTemplate:
         """For devices whose tensors are received into directly."""
         return self._loading.add if self._loading.is_early else None
 
-    async def fill(self, bring: Bring) -> None:
-        """Have chunks brought; what is verified goes to devices meanwhile."""
+    @asynccontextmanager
+    async def receiving(self) -> AsyncIterator[None]:
+        """Begin; what is verified in the block goes to devices meanwhile."""
         self.begin()
-        if self._loading.is_early:
-            await self._loading.beside(bring)
-        else:
-            await bring()
+        async with self._loading.early() if self._loading.is_early else nullcontext():
+            yield
 
     async def prepare(self, start: int, stop: int) -> None:
         """Have the arena's pages mapped; those of a template are there."""
@@ -381,7 +383,7 @@ def _nbytes_of(away: Away) -> int:
 def _allocate(manifest: Manifest, nbytes: int, terms: Terms) -> Loan:
     """Return an arena for the segment, of which ``nbytes`` are going to be used."""
     size, most = manifest.segment_bytes, terms.limits.max_bytes
-    return lend(size, used=nbytes, most=most, warm=terms.warm)
+    return lend(size, used=nbytes, most=most, pool=terms.warm)
 
 
 def _at_home(backings: Backings, ports: PortFor) -> int:
@@ -453,18 +455,20 @@ class _Loading:
         return self._direct and bool(self._copies.ports)
 
     def add(self, chunk: int) -> None:
-        """Take note that a chunk is verified; on the loop, while `beside` runs."""
+        """Take note that a chunk is verified; on the loop, in `early`."""
         self._verified.put_nowait(chunk)
 
-    async def beside(self, bring: Bring) -> None:
-        """Send on what `add` is told of while chunks are brought.
+    @asynccontextmanager
+    async def early(self) -> AsyncIterator[None]:
+        """Send on what `add` is told of in the block; end when all of it is enqueued.
 
-        If cancelled, or if either fails, both have ended, and nothing more is enqueued.
-        Then, and afterwards, the memory must be kept until the devices are idle, if
-        anything has been sent to them.
+        If cancelled, or if either fails, nothing more is enqueued. Then, and
+        afterwards, the memory must be kept until the devices are idle, if anything has
+        been sent to them.
         """
-        fences = self._copies.fences()
-        await run_all([partial(self._bring, bring), partial(self._send_all, fences)])
+        async with beside(partial(self._send_all, self._copies.fences())):
+            yield
+            self._verified.put_nowait(None)
 
     def finish(self, fences: Fences) -> list[Event]:
         """Load what is left; return what is to be waited for. For a thread."""
@@ -479,10 +483,6 @@ class _Loading:
                 self._copies.load_host(start, stop)
             self._copies.load_device(start, stop, fences)
         return [port.mark() for port in self._copies.ports.values()]
-
-    async def _bring(self, bring: Bring) -> None:
-        await bring()
-        self._verified.put_nowait(None)
 
     async def _send_all(self, fences: Fences) -> None:
         await self._bridge.run(self._prepare)

@@ -14,6 +14,7 @@ from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.memory.arena import return_freed
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
+from aiockpt.runtime.tasks import run_all
 from aiockpt.state.flatten import Survey, survey
 from aiockpt.state.selection import Select
 from aiockpt.state.template import Template
@@ -68,47 +69,44 @@ class Receive:
         for, unless ``direct`` lets bytes into it as they arrive.
         """
         step = exact_step(step)
+        asked = time.monotonic()
+        request, source = self._request, self._source
         try:
-            return await self._run(step)
+            if request.into is not None or request.have is not None:
+                self._stop("allocate")
+                await self._bridge.run(self._describe)
+            self._stop("fetch_manifest")
+            manifest = await source.manifest(step)
+            outline, self._manifest = manifest.outline, manifest
+            del manifest  # which weighs much, and goes as soon as there is a plan
+            started = time.monotonic()
+
+            self._stop("allocate")
+            # A part may be less than the checkpoint: its plan looks at its own size.
+            most = request.terms.limits.max_bytes if request.select is None else None
+            await source.map(outline, most=most)
+            goal = self._goal = await self._bridge.run(self._make_room)
+
+            # The plan of a selection looks at values, so their chunks come first.
+            await self._fetch(outline, goal, goal.values)
+            self._stop("allocate")
+            await self._fetch(outline, goal, await self._bridge.run(goal.plan))
+            await source.end(step)
+
+            self._stop("rebuild")
+            # Whatever the peer can make fail comes before the first byte is written.
+            state = await goal.assemble()
+            self._stop("load")
+            await goal.load()
+            self._touched = goal.touched
+            del goal
+            await self._bridge.run(self._release)
         except BaseException as error:
             self._abandon(error)
-            await self._source.refuse(step, error)
+            await source.refuse(step, error)
             raise
         finally:
-            self._source.close()
-
-    async def _run(self, step: int) -> object:
-        asked = time.monotonic()
-        if self._request.into is not None or self._request.have is not None:
-            self._stop("allocate")
-            await self._bridge.run(self._describe)
-        self._stop("fetch_manifest")
-        manifest = await self._source.manifest(step)
-        outline, self._manifest = manifest.outline, manifest
-        del manifest  # which weighs much, and goes as soon as there is a plan
-        started = time.monotonic()
-
-        self._stop("allocate")
-        # A part may be less than the checkpoint; its own plan looks at its size.
-        whole = self._request.select is None
-        most = self._request.terms.limits.max_bytes if whole else None
-        await self._source.map(outline, most=most)
-        goal = self._goal = await self._bridge.run(self._make_room)
-
-        # What a selection's values are made of comes first: the plan looks at values.
-        await self._fetch(outline, goal, goal.values)
-        self._stop("allocate")
-        await self._fetch(outline, goal, await self._bridge.run(goal.plan))
-        await self._source.end(step)
-
-        self._stop("rebuild")
-        # Whatever the peer can make fail comes before the first byte is written.
-        state = await goal.assemble()
-        self._stop("load")
-        await goal.load()
-        self._touched = goal.touched
-        del goal
-        await self._bridge.run(self._release)
+            source.close()
         self._tell(step, asked, started)
         return state
 
@@ -194,30 +192,26 @@ class Receive:
             self._stop("plan")
             there = await self._source.keep(outline.step, delta.plan(chunks))
         self._stop("fetch_chunk")
-
-        async def bring() -> None:
-            read = partial(self._read, outline, goal)
-            if delta is None:
-                await read(chunks)
-            else:
-                target = None if goal.memory is goal.arena else goal.memory
-                await delta.bring(chunks, there, target, read)
-            if goal.on_verified is not None:
-                self._stop("load")  # only devices are still to be waited for
-
-        await goal.fill(bring)
-
-    async def _read(
-        self, outline: Outline, goal: Destination, chunks: Sequence[int]
-    ) -> None:
-        await self._source.read(
+        read = partial(
+            self._source.read,
             outline,
             goal.memory,
-            chunks,
             on_progress=self._progress.add,
             prepare=goal.prepare,
             on_verified=goal.on_verified,
         )
+        async with goal.receiving():
+            if delta is None:
+                await read(chunks)
+            else:
+                target = None if goal.memory is goal.arena else goal.memory
+                missing = _without(chunks, there)
+                jobs = partial(read, missing), partial(delta.copy, there, target)
+                _, copied = await run_all(jobs)
+                # What has changed since its digest was computed.
+                await read(_without(there, copied))
+            if goal.on_verified is not None:
+                self._stop("load")  # only devices are still to be waited for
 
     def _abandon(self, error: BaseException) -> None:
         """Let go of the memory: tracebacks keep this until the collector runs."""
@@ -260,3 +254,8 @@ class Receive:
     def _stop(self, name: str) -> None:
         self._deadline.stop = name
         self._progress.at(name)
+
+
+def _without(chunks: Sequence[int], others: Sequence[int]) -> list[int]:
+    known = {*others}
+    return [chunk for chunk in chunks if chunk not in known]

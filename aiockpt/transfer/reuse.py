@@ -18,7 +18,6 @@ import ctypes
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from functools import partial
 from operator import sub
 from typing import Final, TypeAlias
 
@@ -33,10 +32,8 @@ from aiockpt.state.flatten import Survey
 from aiockpt.state.pairing import alike
 from aiockpt.transfer.destination import InTemplate
 
-__all__ = ["Delta", "Fetch", "Held", "HeldInTemplate", "OnReuse"]
+__all__ = ["Delta", "Held", "HeldInTemplate", "OnReuse"]
 
-Fetch: TypeAlias = Callable[[Sequence[int]], Awaitable[None]]
-"""Fetches chunks."""
 OnReuse: TypeAlias = Callable[[int, int], None]
 """Is told of bytes and chunks that need not be fetched."""
 
@@ -223,7 +220,7 @@ def _copy(targets: Iterable[memoryview], sources: Iterable[memoryview]) -> None:
 
 
 class Delta:
-    """Brings chunks of one checkpoint, each from where it is to be had.
+    """Finds the chunks of one checkpoint that are there, and copies them.
 
     Args:
         held: What there is.
@@ -257,26 +254,13 @@ class Delta:
                 keep_until(self._held.drain)
             raise
 
-    async def bring(
-        self,
-        chunks: Sequence[int],
-        there: Iterable[int],
-        target: Memory | None,
-        fetch: Fetch,
-    ) -> None:
-        """Fetch chunks but those that are ``there``, which are copied to ``target``.
+    async def copy(self, chunks: Sequence[int], target: Memory | None) -> list[int]:
+        """Copy chunks that are there to ``target``; return those that have arrived.
 
-        Without a target they go to the arena. If cancelled, or if the fetch fails, any
-        part of the target may have been written.
+        Without a target they go to the arena. The others have changed meanwhile. If
+        cancelled, any part of the target may have been written.
         """
-        known = {*there}
-        brought: list[int] = []
-
-        async def copy() -> None:
-            brought.extend(await self._each(sorted(known), self._keep(target)))
-
-        await run_all([partial(_fetch, fetch, _without(chunks, known)), copy])
-        await _fetch(fetch, _without(sorted(known), {*brought}))
+        return await self._each(chunks, self._keep(target))
 
     async def _each(self, chunks: Sequence[int], work: _Work) -> list[int]:
         """Have work done on all chunks, a few at a time; return what it returns."""
@@ -307,12 +291,3 @@ class Delta:
             return found
 
         return keep
-
-
-async def _fetch(fetch: Fetch, chunks: Sequence[int]) -> None:
-    if chunks:
-        await fetch(chunks)
-
-
-def _without(chunks: Iterable[int], known: set[int]) -> list[int]:
-    return [chunk for chunk in chunks if chunk not in known]

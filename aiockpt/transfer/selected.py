@@ -6,7 +6,8 @@ it. Chunks are received whole, since only whole chunks can be verified.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cache, partial
 
@@ -16,7 +17,7 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import Arena, Memory
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.state.selection import Select, Selection, pruned
-from aiockpt.transfer.destination import Bring, Terms
+from aiockpt.transfer.destination import Terms
 from aiockpt.transfer.landing import PlannedLanding
 from aiockpt.transfer.partial import PartialLoad
 from aiockpt.transfer.segment import Segment, check_memory
@@ -104,10 +105,11 @@ class Selected:
         if self._terms.direct and self._landing is not None:
             self._load.begin()
 
-    async def fill(self, bring: Bring) -> None:
-        """Begin, and have chunks brought."""
+    @asynccontextmanager
+    async def receiving(self) -> AsyncIterator[None]:
+        """Begin; nothing is loaded early."""
         self.begin()
-        await bring()
+        yield
 
     async def prepare(self, start: int, stop: int) -> None:
         """Have the pages of the arena mapped; those of a template are there."""
