@@ -19,11 +19,11 @@ nitpick_ignore_regex = [
     (
         r"py:.*",
         (
-            r"(_?asyncio|aiohttp|collections|datetime|logging|msgspec|os|pathlib|ssl"
-            r"|socket|subprocess|torch|typing|web|CollectorRegistry)(\..*)?"
+            r"(_?asyncio|aiohttp|collections|contextlib|datetime|dist|logging|msgspec|os"
+            r"|pathlib|ssl|socket|subprocess|torch|typing|web|CollectorRegistry)(\..*)?"
         ),
     ),
-    (r"py:(class|obj)", r"(aiockpt\..*\.)?[BT]"),  # type variables
+    (r"py:(class|obj)", r"(aiockpt\..*\.)?[BCT]"),  # type variables
 ]
 
 autodoc_member_order = "bysource"
