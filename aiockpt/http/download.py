@@ -55,7 +55,7 @@ from aiockpt.http.protocol import (
 )
 from aiockpt.http.retry import OnRetry, Patience, Retries
 from aiockpt.runtime.system import failing_here, of_caller
-from aiockpt.runtime.tasks import Notifier, run_all
+from aiockpt.runtime.tasks import Notifier, beside, run_all
 
 __all__ = [
     "Assignment",
@@ -390,7 +390,15 @@ class Download:
             return
         self._queue.append(whole)
         try:
-            await run_all([partial(self._ask, peer) for peer in self._peers])
+            self._connections = [
+                Connection(peer, self._patience[peer])
+                for peer in self._peers
+                for _ in range(self._most)
+            ]
+            numbered = enumerate(self._connections)
+            await run_all(
+                [partial(self._work, each, n % self._most) for n, each in numbered]
+            )
         finally:
             for run in self._queue:  # it failed: the beginnings of chunks do not count
                 self._forget(run.assign(None, _ignore))
@@ -413,16 +421,8 @@ class Download:
             return most
         return max(1, min(most, _ALL_PEERS * most // len(self._peers)))
 
-    async def _ask(self, peer: Peer) -> None:
-        """Ask one peer until everything has come, or the peer is dropped."""
-        if not peer.joined and not await self._join(peer):
-            return
-        new = [Connection(peer, self._patience[peer]) for _ in range(self._most)]
-        self._connections += new
-        await run_all([partial(self._work, each, n) for n, each in enumerate(new)])
-
-    async def _join(self, peer: Peer) -> bool:
-        """Say whether a peer holds the checkpoint, before everything has come."""
+    async def _join(self, peer: Peer) -> None:
+        """Ask whether a peer holds the checkpoint, until everything has come."""
         client, outline, step = self._client, self._outline, self._outline.step
         # Only peers that have not answered are cancelled when everything has come. The
         # traceback of a cancel is in a cycle with its task: if it passed a request, the
@@ -444,13 +444,19 @@ class Download:
                 self._drop(peer, error)
             finally:
                 del self._joining[peer]
-        return peer.joined
+                self._news.notify()
 
     async def _work(self, connection: Connection, number: int) -> None:
-        """Fetch and steal runs over one connection."""
-        while not self._is_done and connection.peer.error is None:
-            if number >= self._connections_of_each():
-                await self._news.wait(None)  # until another peer is dropped
+        """Fetch and steal runs over one connection of a peer, until all has come.
+
+        The peer's first connection asks for the manifest, where that is needed.
+        """
+        peer = connection.peer
+        if not peer.joined and number == 0:
+            await self._join(peer)
+        while not self._is_done and peer.error is None:
+            if not peer.joined or number >= self._connections_of_each():
+                await self._news.wait(None)  # until it joins, or another is dropped
                 continue
             match self._choose(connection):
                 case ChunkRun() as run:
@@ -501,25 +507,28 @@ class Download:
 
     async def _fetch(self, connection: Connection, run: ChunkRun) -> None:
         """Fetch what is left of a run; what does not come goes back into the queue."""
-        peer, patience, started = connection.peer, connection.patience, _now()
-        step = self._outline.step
+        peer, patience, step = connection.peer, connection.patience, self._outline.step
+        started = began = _now()
         retries = self._client.retries(peer.source, step, patience, self._on_retry)
         mine = Assignment(connection, run, retries, anyio.CancelScope())
         self._assignments.append(mine)
 
-        async def attempt() -> None:
-            while run.chunk is not None:
-                await self._request(run, peer.source, patience)
-            if (settled := run.settle()) is not None:
-                lost, error = settled
-                error.url = peer.source.base_url
-                self._forget(lost)
-                raise error
-
         try:
             assert mine.scope is not None
             with mine.scope:
-                await retries.run(attempt)
+                while run.unverified:
+                    try:
+                        if run.chunk is not None:
+                            await self._request(run, peer.source, patience)
+                        if run.chunk is None:
+                            self._settle(run, peer.source)
+                        continue
+                    except AiockptError as error:
+                        delay = retries.decide(error, started=began)
+                        if delay is None:
+                            raise
+                    await self._client.pause(delay)
+                    began = _now()
         except (ClosedError, StagingError):
             raise  # not the peer's fault
         except AiockptError as error:
@@ -537,6 +546,14 @@ class Download:
             connection.rest(_now())
         else:
             connection.learn(mine.size, _now() - started)
+
+    def _settle(self, run: ChunkRun, source: Source) -> None:
+        """Want the bad chunks of a run again; raise what is wrong with the first."""
+        if (settled := run.settle()) is not None:
+            lost, error = settled
+            error.url = source.base_url
+            self._forget(lost)
+            raise error
 
     async def _request(self, run: ChunkRun, source: Source, patience: Patience) -> None:
         """Receive what one request can bring straight into the target."""
@@ -571,37 +588,34 @@ class Download:
                 if self._prepare is None:
                     await reply.read_into(writer)
                 else:
-                    await self._read_prepared(reply, writer, start, self._prepare)
+                    read = Notifier()
+                    async with beside(
+                        partial(self._keep_ready, self._prepare, writer, start, read)
+                    ):
+                        await reply.read_into(writer)
+                        read.notify()
             finally:
                 run.note()
                 reply.place = run.place()
 
-    async def _read_prepared(
-        self, reply: Reply, writer: BodyWriter, start: int, prepare: Prepare
+    async def _keep_ready(
+        self, prepare: Prepare, writer: BodyWriter, start: int, read: Notifier
     ) -> None:
-        """Read a body while memory from ``start`` on is prepared a little ahead of it.
+        """Prepare memory from ``start`` on, a little ahead of what ``writer`` gets.
 
-        No further: a peer that claims gigabytes and sends nothing takes no memory.
+        No further: a peer that claims gigabytes and sends nothing takes no memory. It
+        ends when all is prepared, or when ``read`` says that all has come.
         """
-        news = Notifier()
+        at, stop = start, start + writer.size
         ahead = max(_AHEAD // self._most, _STEP)
-
-        async def read() -> None:
-            await reply.read_into(writer)
-            news.notify()
-
-        async def keep_ready() -> None:
-            at, stop = start, start + writer.size
-            while at < stop and writer.remaining:
-                if at - start - writer.filled >= ahead:
-                    await news.wait(_LOOK)
-                    continue
-                end = min(at - at % _STEP + _STEP, stop)
-                with failing_here("preparing memory"):  # not the fault of the peer
-                    await prepare(at, end)
-                at = end
-
-        await run_all([read, keep_ready])
+        while at < stop and writer.remaining:
+            if at - start - writer.filled >= ahead:
+                await read.wait(_LOOK)
+                continue
+            end = min(at - at % _STEP + _STEP, stop)
+            with failing_here("preparing memory"):  # not the fault of the peer
+                await prepare(at, end)
+            at = end
 
     async def _steal(self, thief: Connection, victim: Assignment) -> None:
         """Stop a much slower connection, which puts its run back into the queue."""

@@ -160,6 +160,18 @@ class Retries:
             case _:
                 return None
 
+    def decide(self, error: AiockptError, *, started: float) -> float | None:
+        """Return the seconds to wait after a failed attempt; None means give up.
+
+        What comes next is told to ``on_retry``, and noted in ``due``.
+        """
+        now = asyncio.get_running_loop().time()
+        delay = self.delay_after(error, started=started, now=now)
+        if delay is not None:
+            self.on_retry(error)
+            self.due = now + delay
+        return delay
+
     async def run(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Await ``attempt()`` until it succeeds or its error is final.
 
@@ -171,11 +183,9 @@ class Retries:
             try:
                 return await attempt()
             except AiockptError as error:
-                delay = self.delay_after(error, started=started, now=loop.time())
+                delay = self.decide(error, started=started)
                 if delay is None:
                     raise
-                self.on_retry(error)
-            self.due = loop.time() + delay
             await self.pause(delay)
 
 
