@@ -113,7 +113,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Strict types of the package, and of the public face as its users see it."""
     install(session, "types", "test", "test-torch")
-    checked = existing("aiockpt", "tests", "examples", "noxfile.py")
+    checked = existing("aiockpt", "benchmarks", "tests", "examples", "noxfile.py")
     session.run("mypy", *(session.posargs or checked))
 
 
@@ -222,7 +222,9 @@ def bench(session: nox.Session) -> None:
     """Measure this library and torchft on this machine; `-- --help` lists options."""
     install(session, "test-torch")
     session.install(*PINNED, TORCH, *EXTRAS["torchft"])
-    session.run("aiockpt", "bench", *session.posargs)
+    # The benchmarks measure this source tree, and not the wheel.
+    env = {"PYTHONPATH": str(Path.cwd())}
+    session.run("python", "-m", "benchmarks", *session.posargs, env=env)
 
 
 @nox.session(python=WHOLE)

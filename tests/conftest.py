@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import sys
 import zlib
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from importlib.util import find_spec
@@ -21,6 +22,9 @@ from aiockpt.testing import FaultUnavailableError
 from leakcheck import KINDS, ErrorLog, Footprint, allowed_leaks
 
 HERE = Path(__file__).parent
+# For the benchmarks, which no wheel has. After everything that is installed, so that
+# the suite still tests the wheel.
+sys.path.append(str(HERE.parent))
 HAS_TORCH = find_spec("torch") is not None
 HAS_TORCHFT = HAS_TORCH and find_spec("torchft") is not None
 HAS_UVLOOP = find_spec("uvloop") is not None

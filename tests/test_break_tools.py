@@ -18,18 +18,16 @@ from aiockpt.testing import (
     FaultUnavailableError,
     LaggingLoop,
     PeerProcess,
-    SystemCallFault,
     WallClock,
     busy_interpreter,
-    in_small_shm,
     interrupted,
     interruptions,
     monotonic_ahead,
-    small_disk,
-    system_call_faults,
     wall_clock_jumped,
 )
 from checkpointing import eventually, is_running, state_of
+from disks import in_small_shm, small_disk
+from system_calls import SystemCallFault, system_call_faults
 
 pytestmark = pytest.mark.torch_free
 
@@ -268,7 +266,7 @@ class TestSystemCalls:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Not mistaken for the program's failure."""
-        from aiockpt.testing import system_calls
+        import system_calls
 
         system_calls._refused.cache_clear()
         monkeypatch.setenv("PATH", str(tmp_path))

@@ -24,7 +24,6 @@ import trustme
 from safetensors.torch import load_file, save_file
 
 from aiockpt.cli import main
-from aiockpt.testing import small_disk
 from aiockpt.testing.faults import Answer, CutAfter, Fault, FaultProxy, Pipe, StallAfter
 from commandline import (
     ENVIRONMENT,
@@ -37,6 +36,7 @@ from commandline import (
     run_shell,
     serving,
 )
+from disks import small_disk
 
 pytestmark = pytest.mark.timeout(
     180
@@ -691,20 +691,6 @@ class TestUsage:
         error = the_error(capsys.readouterr().err)
         assert "--help)" in error
         assert "secret" not in error
-
-    def test_bench_parses_its_own_arguments(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Options, too, and ``--help``."""
-        seen: list[list[str]] = []
-
-        def bench(arguments: list[str]) -> int:
-            seen.append(arguments)
-            return 3
-
-        monkeypatch.setitem(sys.modules, "aiockpt.bench", SimpleNamespace(main=bench))
-        assert main(["bench", "--size", "1GiB", "--help"]) == 3
-        assert seen == [["--size", "1GiB", "--help"]]
 
     def test_a_reader_that_leaves(self, file: Path) -> None:
         """As ``head`` does; it is no error to speak of."""

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from aiockpt.cli import conversion, main
-from aiockpt.testing import SystemCallFault, small_disk
 from commandline import ENVIRONMENT
+from disks import small_disk
 from saved import flip, load, names, save, save_by_two
+from system_calls import SystemCallFault
 
 FORMS = ["m.pt", "m.safetensors", "m-1"]
 

@@ -17,7 +17,7 @@ import torch
 import trustme
 from safetensors.torch import load_file, save_file
 
-from aiockpt.testing import FaultUnavailableError, Link
+from aiockpt.testing import FaultUnavailableError
 from aiockpt.testing.faults import FaultProxy
 from commandline import (
     ENVIRONMENT,
@@ -30,6 +30,7 @@ from commandline import (
     serving,
     until,
 )
+from link import Link
 from saved import names, save, save_by_two
 
 pytestmark = pytest.mark.timeout(180)

@@ -7,10 +7,16 @@ import io
 
 import pytest
 
+from aiockpt.cli.inspect import outline
 from aiockpt.cli.options import address, size
-from aiockpt.cli.outline import outline
-from aiockpt.cli.progress import ProgressBar, render
-from aiockpt.cli.text import format_bytes, format_seconds, format_table, printable
+from aiockpt.cli.text import (
+    ProgressBar,
+    format_bytes,
+    format_seconds,
+    format_table,
+    printable,
+    render,
+)
 from aiockpt.events import Progress
 from aiockpt.format.paths import Node
 

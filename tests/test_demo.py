@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from aiockpt.cli import main
 from aiockpt.cli.demo import find_model
-from aiockpt.cli.demo_state import fingerprints, training_state
+from aiockpt.cli.demo_transfer import fingerprints, training_state
 from aiockpt.errors import StateDictError, StorageError
 from commandline import run_aiockpt
 

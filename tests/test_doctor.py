@@ -1,4 +1,4 @@
-"""``aiockpt doctor``: it measures, prints one screen, and advises where it should."""
+"""``aiockpt doctor``: it prints one screen, and advises where it should."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from aiockpt.bench.memory import HUGE, SMALL
 from aiockpt.cli import main
-from aiockpt.doctor import Finding, as_json, as_text, measuring
-from aiockpt.doctor.judging import judge
-from aiockpt.doctor.measuring import Contention, Measures
-from aiockpt.doctor.settings import Settings, read_settings
+from aiockpt.cli.doctor import Finding, Settings, as_text, judge, read_settings
 
 pytestmark = pytest.mark.torch_free
 
@@ -32,27 +28,18 @@ WELL = Settings(
     shared=(1 << 30, 1 << 30),
     files=65536,
     uvloop="0.23",
-    switch=0.005,
-)
-FAST = Measures(
-    copy=12.0,
-    faults={SMALL: 2.5, HUGE: 9.0},
-    digest=25.0,
-    loopback={1: (5.0, 6.0), 2: (7.0, 8.0)},
-    idle=Contention(lag=0.0001, call=0.00005),
-    busy=Contention(lag=0.0002, call=0.00006),
 )
 
 
-def found(name: str, settings: Settings = WELL, measures: Measures = FAST) -> Finding:
+def found(name: str, settings: Settings = WELL) -> Finding:
     """Return what is said of one thing."""
-    (finding,) = (each for each in judge(settings, measures) if each.name == name)
+    (finding,) = (each for each in judge(settings) if each.name == name)
     return finding
 
 
 def test_a_good_machine_has_nothing_to_set() -> None:
     """No advice for its own sake."""
-    findings = judge(WELL, FAST)
+    findings = judge(WELL)
     assert not [finding for finding in findings if finding.limits]
     assert as_text(findings).endswith("\nNothing to set.\n")
 
@@ -81,31 +68,10 @@ def test_a_setting_that_limits_has_a_remedy(
     assert "\n" not in advice
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "remedy"),
-    [
-        ("fresh memory", {"faults": {SMALL: 0.5, HUGE: 0.6}}, "into="),
-        (
-            "a busy Python thread",
-            {"busy": Contention(lag=0.02, call=0.005)},
-            "sys.setswitchinterval(0.0005)",
-        ),
-    ],
-)
-def test_a_measure_that_is_poor_has_a_remedy(
-    name: str, changes: dict[str, object], remedy: str
-) -> None:
-    """It says what to do in the program."""
-    poor = replace(FAST, **changes)  # type: ignore[arg-type]
-    assert remedy in found(name, measures=poor).remedy
-
-
 def test_a_slow_loopback_is_advised_on_only_where_the_library_cannot_help() -> None:
     """It asks for another congestion control by itself, where that is allowed."""
-    slow = replace(FAST, loopback={1: (2.0, 8.0)})
-    assert not found("loopback", measures=slow).limits
-    stuck = replace(WELL, allowed=("bbr",))
-    remedy = found("loopback", stuck, slow).remedy
+    assert not found("congestion control").limits
+    remedy = found("congestion control", replace(WELL, allowed=("bbr",))).remedy
     assert "tcp_allowed_congestion_control" in remedy
 
 
@@ -121,23 +87,21 @@ def test_what_the_system_does_not_say_is_no_error() -> None:
         shared_huge_pages="",
         shared=None,
     )
-    text = as_text(judge(bare, FAST))
-    assert "socket buffers        unknown" in text
+    text = as_text(judge(bare))
+    assert "socket buffers      unknown" in text
     assert "networks" not in text
 
 
 def test_the_report_is_one_screen_that_says_what_it_marks() -> None:
     """Each line with a mark has a remedy below."""
     poor = replace(WELL, cores=1, files=64, uvloop="")
-    text = as_text(judge(poor, FAST))
+    text = as_text(judge(poor))
     marked = [line[2:].split("  ")[0] for line in text.splitlines() if line[:1] == "!"]
     assert marked == ["cores", "uvloop", "open files"]
     advice = text.partition("What to set:\n")[2].splitlines()
     assert [line.split(":")[0].strip() for line in advice] == marked
     assert len(text.splitlines()) <= LINES
     assert max(map(len, text.splitlines())) <= COLUMNS
-    facts = as_json({"kernel": "x"}, judge(poor, FAST))
-    assert [each["name"] for each in facts["findings"] if each["limits"]] == marked
 
 
 def test_this_machine_has_settings() -> None:
@@ -148,20 +112,14 @@ def test_this_machine_has_settings() -> None:
     assert settings.files != 0
 
 
-@pytest.mark.timeout(120)
-def test_the_command_measures_and_exits_with_zero(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every figure is there, and no thread is left."""
-    monkeypatch.setattr(measuring, "_SIZE", 8 * MIB)
+def test_the_command_exits_with_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every finding is there, for programs and for people."""
     assert main(["doctor", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert {"cores", "kernel", "Python"} <= facts["machine"].keys()
-    figures = {each["name"]: each["figures"] for each in facts["findings"]}
-    assert figures["memory copy"]["gb_per_s"] > 0
-    assert figures["fresh memory"]["huge_gb_per_s"] > 0
-    assert figures["digests"]["gb_per_s"] > 0
-    assert figures["loopback"]["asked_gb_per_s"] > 0
-    assert figures["a busy Python thread"]["busy_call"] > 0
+    assert {"cores", "memory", "open files"} <= {
+        each["name"] for each in facts["findings"]
+    }
+    assert all(each["limits"] == bool(each["remedy"]) for each in facts["findings"])
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out.startswith(("! cores ", "  cores "))

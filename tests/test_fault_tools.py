@@ -14,16 +14,14 @@ from pathlib import Path
 import pytest
 
 import aiockpt
-from aiockpt.testing import (
-    FaultUnavailableError,
-    Link,
-    Namespace,
-    exhausted_fds,
-    few_ports,
-)
+from aiockpt.testing import FaultUnavailableError
+from exhaustion import exhausted_fds
+from link import Link
+from namespaces import Namespace, few_ports
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
 
+PLACES = Path(aiockpt.__file__).parents[1], Path(__file__).parent / "support"
 SPEECH = random.Random(0).randbytes(1 << 20)
 
 
@@ -149,7 +147,8 @@ async def test_exhausted_descriptors_are_exhausted(left) -> None:
 
 NOBODY = """
 import os
-from aiockpt.testing import FaultUnavailableError, Namespace
+from aiockpt.testing import FaultUnavailableError
+from namespaces import Namespace
 os.setgid(65534)
 os.setuid(65534)
 try:
@@ -163,7 +162,7 @@ async def test_who_is_not_root_is_told_so() -> None:
     """Nothing is left half made."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", NOBODY),
-        env={**os.environ, "PYTHONPATH": str(Path(aiockpt.__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PLACES))},
         stdout=asyncio.subprocess.PIPE,
     )
     said, _ = await process.communicate()

@@ -16,7 +16,8 @@ from aiockpt import Progress
 from aiockpt.errors import RemoteProtocolError, StagingError
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.http.protocol import Source
-from aiockpt.testing import Answer, assert_same, exhausted_fds
+from aiockpt.testing import Answer, assert_same
+from exhaustion import exhausted_fds
 from faultpeers import TOKEN, noise, sender
 from rangepeer import Memory, fetch_chunks, fetch_manifest, receiver, soon
 from transports import MIB, pair, proxied, receive, through, transport, weights

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from aiockpt.format.header import decode_header, header_length
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
+from aiockpt.state.equality import elements
 from aiockpt.testing import assert_same
-from aiockpt.testing.equality import elements
 from aiockpt.testing.leaves import LEAVES, every_dtype
 from pipeline import file_of, rebuilt, stager
 from states import State, states

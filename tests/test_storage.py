@@ -16,7 +16,7 @@ from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.storage.checkpoint_file import read_header, verify_chunks
 from aiockpt.storage.partfile import PartFile, check_target
-from aiockpt.testing import small_disk
+from disks import small_disk
 from serving import Memory
 
 pytestmark = pytest.mark.torch_free

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from aiockpt.errors import TemplateMismatchError, UnsupportedLeafError
 from aiockpt.memory.arena import Arena
 from aiockpt.memory.copies import CopyPlan
+from aiockpt.state.equality import elements
 from aiockpt.state.template import Template
 from aiockpt.testing import assert_same
-from aiockpt.testing.equality import elements
 from pipeline import LIMITS, host_only
 from states import State, states
 from templates import match, staged

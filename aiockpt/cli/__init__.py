@@ -15,7 +15,17 @@ from contextlib import suppress
 from typing import NoReturn
 
 from aiockpt import __version__
-from aiockpt.cli import convert, demo, doctor, fetch, inspect, ls, serve, verify
+from aiockpt.cli import (
+    bench,
+    convert,
+    demo,
+    doctor,
+    fetch,
+    inspect,
+    ls,
+    serve,
+    verify,
+)
 from aiockpt.cli.options import UsageError
 from aiockpt.cli.text import printable
 from aiockpt.errors import AiockptError
@@ -77,10 +87,6 @@ def _replace_closed_streams() -> None:
 
 
 def _run(given: list[str]) -> int:
-    if given[:1] == ["bench"]:  # its arguments are its own, --help too
-        from aiockpt.bench import main as bench
-
-        return bench(given[1:])
     arguments = _parser().parse_args(given)
     code: int = arguments.run(arguments)
     return code
@@ -102,11 +108,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (serve, fetch, ls, inspect, verify, convert):
+    for command in (
+        *(serve, fetch, ls, inspect, verify, convert),
+        *(bench, doctor, demo),
+    ):
         command.configure(commands)
-    commands.add_parser("bench", help="measure this library on this machine")
-    doctor.configure(commands)
-    demo.configure(commands)
     return parser
 
 

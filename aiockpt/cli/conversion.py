@@ -16,16 +16,15 @@ import torch
 from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.writer import CheckpointWriter
-from aiockpt.cli.options import UsageError
-from aiockpt.cli.rankfiles import one_file, pointing_below
+from aiockpt.cli.options import UsageError, one_file, pointing_below
 from aiockpt.errors import StateDictError, StorageError
 from aiockpt.memory.arena import ArenaPool
+from aiockpt.state.equality import assert_same
 from aiockpt.storage.directory import MARKER, find_checkpoint
 from aiockpt.storage.files import is_at, lock, named, rename_to_new, sync_directory
 from aiockpt.storage.partfile import TAKEN, check_target
 from aiockpt.storage.plainfile import PlainSource
 from aiockpt.storage.write import write_source
-from aiockpt.testing.equality import assert_same
 from aiockpt.transfer.live import LiveState
 
 __all__ = ["convert"]

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     size = format_bytes(header.segment_bytes)
     print(f"model     {printable(path.name)}: {size} in {len(header.names)} tensors")
 
-    from aiockpt.cli.demo_receiver import receive_twice
+    from aiockpt.cli.demo_transfer import receive_twice
 
     return asyncio.run(receive_twice(path, header.segment_bytes))
 

@@ -1,14 +1,52 @@
-"""``aiockpt doctor``: what limits this machine, and what to set."""
+"""``aiockpt doctor``: what the system allows here, and what to set.
+
+It reads settings and measures nothing; `aiockpt bench` measures. A finding that limits
+transfers has a remedy.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
+import resource
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final
 
+import aiockpt
 from aiockpt.cli.options import Commands
 from aiockpt.cli.text import printable
+from aiockpt.runtime.system import available_memory, usable_cores
 
-__all__ = ["configure", "run"]
+__all__ = [
+    "Finding",
+    "Settings",
+    "as_text",
+    "configure",
+    "describe_machine",
+    "judge",
+    "read_settings",
+    "run",
+]
+
+_MIB: Final = 1 << 20
+_GIB: Final = 1 << 30
+_FAR: Final = 0.05  # seconds of a long round trip
+_FEW_CORES: Final = 4
+_FEW_FILES: Final = 4096
+_SMALL_BUFFER: Final = 8 * _MIB
+_SMALL_SHARED: Final = 256 * _MIB
+_TCP: Final = Path("/proc/sys/net/ipv4")
+_NETWORK: Final = Path("/sys/class/net")
+_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage")
+_QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")
+_SHM: Final = "/dev/shm"  # noqa: S108 - it is only asked for its size
 
 
 def configure(commands: Commands) -> None:
@@ -16,10 +54,9 @@ def configure(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
         help="say what limits transfers on this machine",
-        description="Say what limits transfers on this machine, measured for a few "
-        "seconds, and what to set: a line marked with ! has a remedy below. It changes "
-        "nothing. Speeds of other hosts and of the way to them are measured by "
-        "aiockpt bench --url.",
+        description="Say what limits transfers on this machine, and what to set: a "
+        "line marked with ! has a remedy below. It changes nothing and measures "
+        "nothing: aiockpt bench measures this machine, and the line to another host.",
     )
     parser.add_argument(
         "--json", action="store_true", help="print everything as one JSON object"
@@ -28,14 +65,269 @@ def configure(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, and print."""
-    from aiockpt.bench.machine import describe_machine
-    from aiockpt.doctor import as_json, as_text, examine
-
-    findings = examine()
+    """Read the settings, and print what they mean."""
+    findings = judge(read_settings())
     if arguments.json:
-        print(json.dumps(as_json(describe_machine(), findings)))
+        facts = [asdict(each) | {"limits": each.limits} for each in findings]
+        print(json.dumps({"machine": describe_machine(), "findings": facts}))
         return 0
     for line in as_text(findings).splitlines():
         print(printable(line))
     return 0
+
+
+def describe_machine() -> dict[str, str]:
+    """Return what figures were measured on, without naming the machine."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    packages = ("torch", "aiohttp", "torchft")
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "cores": str(usable_cores()),
+        "memory": f"{memory / _GIB:.0f} GiB",
+        "kernel": f"{platform.system()} {platform.release()}",
+        "Python": platform.python_version(),
+        "aiockpt": aiockpt.__version__,
+        **{name: _version(name) or "not installed" for name in packages},
+        "congestion control": _text(_TCP / "tcp_congestion_control") or "unknown",
+        "transparent huge pages": _chosen(_HUGE_PAGES / "enabled") or "unknown",
+        "for memory to lend": _chosen(_HUGE_PAGES / "shmem_enabled") or "unknown",
+        "load average": f"{os.getloadavg()[0]:.1f} at the start",
+    }
+
+
+# ------------------------------------------------------------------ what is the case
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Sizes are in bytes; what is unknown is None, or empty.
+
+    Attributes:
+        cores: On which this process may run.
+        quota: How many of them its control group lets it use.
+        memory: What it could still take.
+        congestion: The system's congestion control.
+        allowed: What a process may choose instead.
+        buffers: The largest that the kernel gives a TCP connection to receive, to send.
+        networks: Speed of each interface that is up, in Mb/s; 0 if it does not say.
+        huge_pages: The setting for transparent huge pages.
+        shared_huge_pages: The setting for memory that processes share.
+        shared: Size of ``/dev/shm`` and what is free of it.
+        files: How many files this process may have open.
+        uvloop: Its version.
+    """
+
+    cores: int
+    quota: float | None
+    memory: int
+    congestion: str
+    allowed: tuple[str, ...]
+    buffers: tuple[int, int] | None
+    networks: dict[str, int]
+    huge_pages: str
+    shared_huge_pages: str
+    shared: tuple[int, int] | None
+    files: int
+    uvloop: str
+
+
+def read_settings() -> Settings:
+    """Return the settings as they are now."""
+    quota, buffers, shared = None, None, None
+    with suppress(ValueError):
+        most, period = _text(_QUOTA).split()
+        quota = int(most) / int(period)
+    with suppress(ValueError, IndexError):
+        names = ("tcp_rmem", "tcp_wmem")
+        receive, send = (int(_text(_TCP / name).split()[2]) for name in names)
+        buffers = receive, send
+    with suppress(OSError):
+        found = os.statvfs(_SHM)
+        shared = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    return Settings(
+        cores=usable_cores(),
+        quota=quota,
+        memory=available_memory(),
+        congestion=_text(_TCP / "tcp_congestion_control"),
+        allowed=tuple(_text(_TCP / "tcp_allowed_congestion_control").split()),
+        buffers=buffers,
+        networks=dict(_networks()),
+        huge_pages=_chosen(_HUGE_PAGES / "enabled"),
+        shared_huge_pages=_chosen(_HUGE_PAGES / "shmem_enabled"),
+        shared=shared,
+        files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        uvloop=_version("uvloop"),
+    )
+
+
+def _text(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text().strip()
+    return ""
+
+
+def _chosen(path: Path) -> str:
+    return _text(path).partition("[")[2].partition("]")[0]
+
+
+def _networks() -> Iterator[tuple[str, int]]:
+    with suppress(OSError):
+        for place in sorted(_NETWORK.iterdir()):
+            if place.name != "lo" and _text(place / "operstate") != "down":
+                speed = _text(place / "speed")
+                yield place.name, int(speed) if speed.isdecimal() else 0
+
+
+def _version(package: str) -> str:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return ""
+
+
+# --------------------------------------------------------------------- what it means
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: Of what.
+        value: What is the case, in words.
+        remedy: What to set, where it limits; empty if all is well.
+        figures: The same as numbers.
+    """
+
+    name: str
+    value: str
+    remedy: str = ""
+    figures: Mapping[str, float | str | None] = field(default_factory=dict)
+
+    @property
+    def limits(self) -> bool:
+        """Whether there is something to gain."""
+        return bool(self.remedy)
+
+
+def judge(settings: Settings) -> list[Finding]:
+    """Return the findings, in the order to show them."""
+    return [*_machine(settings), *_network(settings), *_process(settings)]
+
+
+def _machine(settings: Settings) -> Iterator[Finding]:
+    quota = "" if settings.quota is None else f", quota {settings.quota:g}"
+    few = min(settings.cores, settings.quota or settings.cores) < _FEW_CORES
+    cores = "give the process 4 cores: an end of a transfer keeps one or two busy"
+    yield Finding(
+        name="cores",
+        value=f"{settings.cores}{quota}",
+        remedy=cores if few else "",
+        figures={"cores": settings.cores, "quota": settings.quota},
+    )
+    free = settings.memory / _GIB
+    yield Finding(
+        name="memory",
+        value=f"{free:.1f} GiB available",
+        figures={"free_gib": free},
+    )
+    for name, kernel, off, remedy in (
+        (
+            "fresh memory",
+            settings.huge_pages or "unknown",
+            ("never",),
+            f"echo madvise > {_HUGE_PAGES}/enabled",
+        ),
+        (
+            "memory to lend",
+            settings.shared_huge_pages or "unknown",
+            ("never", "deny"),
+            f"for same_host=True: echo advise > {_HUGE_PAGES}/shmem_enabled",
+        ),
+    ):
+        yield Finding(
+            name=name,
+            value=f"huge pages: {kernel}",
+            remedy=remedy if kernel in off else "",
+            figures={"huge_pages": kernel},
+        )
+
+
+def _network(settings: Settings) -> Iterator[Finding]:
+    system = settings.congestion or "unknown"
+    allowed = " ".join(settings.allowed) or "unknown"
+    lossy = "on lossy lines: sysctl -w net.ipv4.tcp_congestion_control=bbr"
+    local = "sysctl -w net.ipv4.tcp_allowed_congestion_control='reno cubic bbr'"
+    remedy = lossy if system in ("cubic", "reno") else ""
+    if system == "bbr" and settings.allowed and "reno" not in settings.allowed:
+        remedy = f"on one host: {local}"  # the library asks for it by itself
+    yield Finding(
+        name="congestion control",
+        value=f"{system}; a process may choose {allowed}",
+        remedy=remedy,
+        figures={"system": system, "allowed": allowed},
+    )
+    if settings.buffers is None:
+        yield Finding(name="socket buffers", value="unknown")
+    else:
+        receive, send = settings.buffers
+        most = min(receive, send) / _FAR / 1e6
+        larger = (
+            "on long lines: sysctl -w net.ipv4.tcp_rmem='4096 131072 33554432' "
+            "net.ipv4.tcp_wmem='4096 16384 33554432', or more Receive(connections=)"
+        )
+        yield Finding(
+            name="socket buffers",
+            value=f"to {receive / _MIB:.0f} MiB in, {send / _MIB:.0f} MiB out: at most "
+            f"{most:.0f} MB/s a connection at {1e3 * _FAR:.0f} ms",
+            remedy=larger if min(receive, send) < _SMALL_BUFFER else "",
+            figures={"receive": receive, "send": send, "far_mb_per_s": most},
+        )
+    if settings.networks:
+        words = [
+            f"{name} {speed / 1000:g} Gb/s" if speed else f"{name} does not say"
+            for name, speed in settings.networks.items()
+        ]
+        yield Finding(
+            name="networks", value=", ".join(words[:4]), figures={**settings.networks}
+        )
+
+
+def _process(settings: Settings) -> Iterator[Finding]:
+    loop = "pip install 'aiockpt[uvloop]', and run your loop on it"
+    yield Finding(
+        name="uvloop",
+        value=settings.uvloop or "not installed",
+        remedy="" if settings.uvloop else loop,
+        figures={"version": settings.uvloop or None},
+    )
+    larger = "docker run --shm-size=1g: gloo and data loaders use it, this library not"
+    if settings.shared is None:
+        yield Finding(name=_SHM, value="does not exist", remedy=larger)
+    else:
+        size, free = settings.shared
+        yield Finding(
+            name=_SHM,
+            value=f"{size / _GIB:.2f} GiB, {free / _GIB:.2f} free",
+            remedy=larger if size < _SMALL_SHARED else "",
+            figures={"size": size, "free": free},
+        )
+    more = f"ulimit -n {1 << 16}: each reader of a sender is an open file"
+    yield Finding(
+        name="open files",
+        value=f"{settings.files} at most",
+        remedy=more if 0 <= settings.files < _FEW_FILES else "",
+        figures={"limit": settings.files},
+    )
+
+
+def as_text(findings: Iterable[Finding]) -> str:
+    """Return a line for each finding, and below what to set."""
+    findings = [*findings]
+    width = max(len(finding.name) for finding in findings)
+    lines = [
+        f"{'!' if finding.limits else ' '} {finding.name.ljust(width)}  {finding.value}"
+        for finding in findings
+    ]
+    remedies = [f"  {each.name}: {each.remedy}" for each in findings if each.limits]
+    advice = ["", "What to set:", *remedies] if remedies else ["", "Nothing to set."]
+    return "\n".join([*lines, *advice]) + "\n"

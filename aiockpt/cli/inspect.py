@@ -5,17 +5,49 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from aiockpt.cli.options import Commands, UsageError, add_client_options, address, step
-from aiockpt.cli.rankfiles import one_file
-from aiockpt.cli.report import as_json, as_text
+import msgspec
+
+from aiockpt.cli.options import (
+    Commands,
+    UsageError,
+    add_client_options,
+    address,
+    one_file,
+    step,
+)
+from aiockpt.cli.text import counted, format_bytes, format_table, printable
+from aiockpt.format.dtypes import CODES, itemsize
 from aiockpt.format.limits import FILE_LIMITS
-from aiockpt.format.manifest import ForeignHeader, Manifest
+from aiockpt.format.manifest import (
+    COMPACTED,
+    CONJ,
+    NEG,
+    PARAMETER,
+    REQUIRES_GRAD,
+    ForeignHeader,
+    Manifest,
+)
+from aiockpt.format.paths import Node, format_path
+from aiockpt.format.references import tensor_leaves
 from aiockpt.storage.checkpoint_file import read_header
 
-__all__ = ["configure", "run"]
+__all__ = ["configure", "outline", "run"]
+
+_FLAGS = {
+    PARAMETER: "parameter",
+    REQUIRES_GRAD: "requires_grad",
+    CONJ: "conj",
+    NEG: "neg",
+    COMPACTED: "compacted",
+}
+_DIGESTS_SHOWN = 8
+_MAX_LINES = 30
 
 
 def configure(commands: Commands) -> None:
@@ -41,10 +73,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the report."""
     name, header = _read(arguments)
     if arguments.json:
-        json.dump(as_json(name, header), sys.stdout, indent=2)
+        json.dump(_as_json(name, header), sys.stdout, indent=2)
         print()
     else:
-        print(as_text(name, header))
+        print(_as_text(name, header))
     return 0
 
 
@@ -79,3 +111,214 @@ async def _ask(arguments: argparse.Namespace) -> Manifest:
             return (await peer.find(step, deadline, wait=arguments.wait)).manifest
 
         return await peer.receive(find, deadline, wait=arguments.wait)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """One line of the table."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    entry: str
+    flags: tuple[str, ...] = ()
+
+
+def _as_text(name: str, header: Manifest | ForeignHeader) -> str:
+    """Return the report as lines."""
+    parts = [_heading(name, header)]
+    if isinstance(header, Manifest):
+        parts += [_tree(header), _digests(header)]
+    return "\n\n".join([*parts, _table(header)])
+
+
+def _as_json(name: str, header: Manifest | ForeignHeader) -> dict[str, object]:
+    """Return the report as a JSON object; digests and tensors are complete."""
+    report: dict[str, object] = {
+        "source": name,
+        "header_bytes": header.header_bytes,
+        "segment_bytes": header.segment_bytes,
+        "tensors": [_tensor_object(tensor) for tensor in _tensors(header)],
+    }
+    if isinstance(header, ForeignHeader):
+        return {"format": "safetensors", **report, "metadata": header.metadata}
+    facts = {
+        "step": header.step,
+        "snapshot": header.snapshot_id,
+        "chunk_bytes": header.chunk_bytes,
+        "algorithm": header.algorithm,
+        "digests": list(header.digests),
+        "tree": header.tree,
+    }
+    return {"format": "aiockpt", **report, **facts}
+
+
+def _tensor_object(tensor: _Tensor) -> dict[str, object]:
+    return {
+        "path": tensor.path,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "bytes": tensor.nbytes,
+        "entry": tensor.entry,
+        "flags": list(tensor.flags),
+    }
+
+
+def _tensors(header: Manifest | ForeignHeader) -> Iterator[_Tensor]:
+    if isinstance(header, ForeignHeader):
+        for name, entry in zip(header.names, header.entries, strict=True):
+            start, stop = entry.data_offsets
+            dtype = CODES.get(entry.dtype, entry.dtype)
+            yield _Tensor(name, dtype, entry.shape, stop - start, name)
+        return
+    for path, index in tensor_leaves(header.tree):
+        if 0 <= index < header.tensor_count:  # the tree has not been decoded
+            yield _described(header, index, format_path(path))
+
+
+def _described(manifest: Manifest, index: int, path: str) -> _Tensor:
+    spec = manifest.tensor(index)
+    nbytes = math.prod(spec.shape) * itemsize(spec.dtype)
+    entry = manifest.names[spec.storage]
+    flags = tuple(word for flag, word in _FLAGS.items() if spec.flags & flag)
+    return _Tensor(path, spec.dtype, spec.shape, nbytes, entry, flags)
+
+
+def _heading(name: str, header: Manifest | ForeignHeader) -> str:
+    size = f"{format_bytes(header.segment_bytes)} ({header.segment_bytes} bytes)"
+    size += f" after a header of {format_bytes(header.header_bytes)}"
+    lines = [f"{printable(name)}:"]
+    if isinstance(header, ForeignHeader):
+        lines += [f"  safetensors file, not written by aiockpt: {size}"]
+        lines += [
+            f"  {printable(key)}: {printable(value)[:200]}"
+            for key, value in header.metadata.items()
+        ]
+        return "\n".join(lines)
+    lines += [f"  step {header.step}, snapshot {header.snapshot_id}", f"  {size}"]
+    return "\n".join(lines)
+
+
+def _tree(manifest: Manifest) -> str:
+    lines = [printable(line) for line in outline(manifest.tree)]
+    return "\n".join(["Tree", *(f"  {line}" for line in lines)])
+
+
+def _digests(manifest: Manifest) -> str:
+    shown = manifest.digests[:_DIGESTS_SHOWN]
+    size = format_bytes(manifest.chunk_bytes)
+    count = counted(len(manifest.digests), "chunk")
+    lines = [f"Digests: {count} of {size}, {manifest.algorithm}"]
+    lines += [f"  {chunk:>3}  {digits}" for chunk, digits in enumerate(shown)]
+    if len(manifest.digests) > len(shown):
+        lines.append(f"  ... and {len(manifest.digests) - len(shown)} more (--json)")
+    return "\n".join(lines)
+
+
+def _table(header: Manifest | ForeignHeader) -> str:
+    rows = [
+        (
+            printable(tensor.path) or "(the whole)",
+            tensor.dtype,
+            " x ".join(map(str, tensor.shape)) or "scalar",
+            format_bytes(tensor.nbytes),
+            _remarks(tensor),
+        )
+        for tensor in _tensors(header)
+    ]
+    total = format_bytes(header.segment_bytes)  # tensors that share bytes count once
+    rows.append((counted(len(rows), "tensor"), "", "", total, ""))
+    return format_table(("Tensor", "dtype", "shape", "size", ""), rows, right=(3,))
+
+
+def _remarks(tensor: _Tensor) -> str:
+    words = list(tensor.flags)
+    if tensor.entry != tensor.path:
+        words.append(f"in {printable(tensor.entry)}")
+    return ", ".join(words)
+
+
+def outline(node: Node) -> list[str]:
+    """Return the top level of an encoded tree, one line per child.
+
+    A malformed node counts as one value: this reads headers that nobody has decoded.
+    """
+    kind, children = _open(node)
+    if children is None:
+        return [_describe(node)]
+    if all(_open(child)[0] == "tensor" for _, child in children):
+        return [_describe(node)]  # the table of tensors says the rest
+    shown = children[:_MAX_LINES]
+    width = max((len(key) for key, _ in shown), default=0)
+    lines = [f"{kind} of {len(children)}"]
+    lines += [f"  {key.ljust(width)}  {_describe(child)}" for key, child in shown]
+    if len(children) > len(shown):
+        lines.append(f"  ... and {len(children) - len(shown)} more")
+    return lines
+
+
+def _describe(node: Node) -> str:
+    kind, children = _open(node)
+    if children is None:
+        return kind
+    tensors, values = _count(node)
+    counts = [(tensors, "tensor"), (values, "value")]
+    below = ", ".join(counted(count, what) for count, what in counts if count)
+    return f"{kind} of {len(children)}: {below or 'empty'}"
+
+
+def _count(node: Node) -> tuple[int, int]:
+    """Return how many tensors and how many other leaves lie below."""
+    tensors = values = 0
+    stack = [node]
+    while stack:
+        kind, children = _open(stack.pop())
+        if children is not None:
+            stack += [child for _, child in children]
+        elif kind == "tensor":
+            tensors += 1
+        else:
+            values += 1
+    return tensors, values
+
+
+def _open(node: Node) -> tuple[str, list[tuple[str, Node]] | None]:
+    """Return a node's kind, and its children by name unless it is a leaf."""
+    match node:
+        case ["list" | "tuple" | "set" | "frozenset" as kind, [*items]]:
+            return kind, list(_numbered(items))
+        case ["deque", _, [*items]]:
+            return "deque", list(_numbered(items))
+        case ["tensors", [*keys], [*indices]]:
+            tensors: list[Node] = [["tensor", index] for index in indices]
+            return "dict", list(_keyed(keys, tensors))
+        case ["dict" | "odict" as kind, [*keys], [*values], *_]:
+            name = "OrderedDict" if kind == "odict" else "dict"
+            return name, list(_keyed(keys, values))
+        case ["defaultdict", _, [*keys], [*values]]:
+            return "defaultdict", list(_keyed(keys, values))
+        case ["ext", str(tag), child]:
+            return tag, _open(child)[1]
+    return _leaf_kind(node), None
+
+
+def _numbered(items: list[Node]) -> Iterator[tuple[str, Node]]:
+    return ((f"[{index}]", item) for index, item in enumerate(items))
+
+
+def _keyed(keys: list[Node], values: list[Node]) -> Iterator[tuple[str, Node]]:
+    for key, value in zip(keys, values, strict=False):
+        name = key if isinstance(key, str) else msgspec.json.encode(key).decode()
+        yield name, value
+
+
+def _leaf_kind(node: Node) -> str:
+    match node:
+        case [str(tag), *_]:
+            return "tensor" if tag == "tensor" else tag
+        case None:
+            return "None"
+        case str():
+            return f"str {msgspec.json.encode(node[:60]).decode()}"
+    return f"{type(node).__name__} {node}"

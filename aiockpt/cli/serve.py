@@ -7,26 +7,40 @@ import asyncio
 import ipaddress
 import math
 import os
+import re
 import shlex
 import signal
 import ssl
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from aiockpt.cli.options import Commands, UsageError, local_path, port, step
-from aiockpt.cli.serving import Chosen, choose
+from aiockpt.cli.options import (
+    Commands,
+    UsageError,
+    local_path,
+    one_file,
+    port,
+    step,
+)
 from aiockpt.cli.text import format_bytes, printable
-from aiockpt.errors import LocalProtocolError, StorageError
+from aiockpt.errors import CheckpointNotFoundError, LocalProtocolError, StorageError
+from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.http.protocol import parse_metadata
 from aiockpt.runtime.secrets import Token
+from aiockpt.storage.directory import find_checkpoint, list_checkpoints
+from aiockpt.storage.files import named
 
 if TYPE_CHECKING:
     from aiockpt.http.transport import HTTPTransport
+    from aiockpt.storage.statefile import StateFile
 
 __all__ = ["configure", "run"]
+
+_READABLE = re.compile(r".*\.safetensors|checkpoint_[0-9]+\.pt")
 
 
 def configure(commands: Commands) -> None:
@@ -71,7 +85,7 @@ def _add_access_options(group: argparse._ArgumentGroup) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
     context = _tls_of(arguments)  # what is wrong with the arguments shows at once
-    chosen = choose(arguments.path, arguments.rank)
+    chosen = _choose(arguments.path, arguments.rank)
     transport = _transport(arguments, context)
     try:
         transport.address()  # listens: that the port is taken shows at once, too
@@ -105,7 +119,7 @@ def _tls_of(arguments: argparse.Namespace) -> ssl.SSLContext | None:
 async def _serve(
     arguments: argparse.Namespace,
     transport: HTTPTransport[Any],
-    chosen: Chosen,
+    chosen: _Chosen,
     state: object,
     number: int,
 ) -> None:
@@ -156,7 +170,7 @@ def _die_of_the_next_signal() -> None:
 
 
 def _announcement(
-    arguments: argparse.Namespace, chosen: Chosen, metadata: str, number: int
+    arguments: argparse.Namespace, chosen: _Chosen, metadata: str, number: int
 ) -> str:
     """Return what is served, and the commands that fetch it, ready to be pasted.
 
@@ -214,3 +228,66 @@ def _shown(token: str | None) -> str:
         variable = f"${_token_variable()}"
         return f'$(cat "{variable}")' if variable.endswith("PATH") else variable
     return "".join(f"\\{char}" if char in '$`"\\' else char for char in token)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What is to be served: one file, or a directory of another tool's.
+
+    Attributes:
+        path: Where it is, as the person named it.
+        file: What to read.
+        rank: Whose file of a directory; None where ``file`` says it.
+        remark: Why it was chosen, if a directory held several.
+    """
+
+    path: Path
+    file: Path
+    rank: int | None
+    remark: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its files."""
+        with named(self.file):
+            files = [*self.file.iterdir()] if self.file.is_dir() else [self.file]
+            return sum(each.stat().st_size for each in files if each.is_file())
+
+    def name_for(self, step: int) -> str:
+        """Return how to call what is fetched: it names the step once."""
+        stem = self.path.stem if self.path == self.file else self.path.resolve().name
+        return stem if stem.endswith(f"step-{step}") else f"{stem}-step{step}"
+
+    def read(self) -> StateFile:
+        """Return the state dict; the digests of our own files are verified first."""
+        from aiockpt.checkpointers.config import RankInfo
+        from aiockpt.checkpointers.reader import CheckpointReader
+        from aiockpt.storage.statefile import StateFile, read_state_file
+
+        if not self.file.is_dir():
+            return read_state_file(self.file, limits=FILE_LIMITS)
+        reader = CheckpointReader(RankInfo(0, 1))
+        return StateFile(reader.read(self.file, mmap=True, rank=self.rank)[0], None)
+
+
+def _choose(path: Path, rank: int | None) -> _Chosen:
+    """Return what to serve of a path.
+
+    Raises:
+        StorageError: there is nothing, or nothing that could be served.
+        UsageError: several ranks wrote it, and none was chosen.
+    """
+    with named(path):
+        path.stat()
+    if not path.is_dir() or find_checkpoint(path):
+        return _Chosen(path, one_file(path, rank), None)
+    if found := list_checkpoints(path):
+        last = found[-1].path
+        remark = f"the latest of {len(found)} there, " if len(found) > 1 else ""
+        return _Chosen(last, one_file(last, rank), None, remark)
+    with named(path):
+        names = [each.name for each in path.iterdir()]
+    if not any(_READABLE.fullmatch(name) for name in names):
+        detail = "there is no checkpoint and no safetensors file in it"
+        raise CheckpointNotFoundError(str(path), detail)
+    return _Chosen(path, path, rank)

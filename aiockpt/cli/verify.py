@@ -6,8 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from aiockpt.cli.options import Commands, local_path
-from aiockpt.cli.rankfiles import checkpoint_or_file
+from aiockpt.cli.options import Commands, checkpoint_or_file, local_path
 from aiockpt.cli.text import counted, format_bytes, printable
 from aiockpt.errors import IntegrityError
 from aiockpt.format.limits import FILE_LIMITS

@@ -35,8 +35,8 @@ from aiockpt.errors import (
     UnsupportedLeafError,
 )
 from aiockpt.events import Progress, TransferEvent, add_hook
+from aiockpt.state.equality import assert_same
 from aiockpt.storage.directory import checkpoint_at, latest, list_checkpoints
-from aiockpt.testing.equality import assert_same
 from aiockpt.testing.suite.base import sample
 
 __all__ = ["CheckpointerConformance"]

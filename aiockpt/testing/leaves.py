@@ -11,9 +11,9 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from aiockpt.state.equality import elements
 from aiockpt.state.flatten import register_leaf
 from aiockpt.state.leaves import DTYPES
-from aiockpt.testing.equality import elements
 
 __all__ = ["LEAVES", "OVERSIZED_BYTES", "Colour", "Point", "Settings", "every_dtype"]
 

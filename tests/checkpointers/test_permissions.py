@@ -19,7 +19,7 @@ import aiockpt
 from aiockpt.checkpointers.factories import make_async_checkpointer
 from aiockpt.errors import StorageError
 from aiockpt.storage import commit
-from aiockpt.testing import small_disk
+from disks import small_disk
 from rankprocesses import SUPPORT
 from saved import load, names, save
 from unprivileged import KINDS

@@ -33,9 +33,10 @@ from aiockpt.storage import commit
 from aiockpt.storage.checkpoint_file import read_header, verify_chunks
 from aiockpt.storage.directory import latest
 from aiockpt.storage.write import BLOCK, write_source
-from aiockpt.testing import assert_same, small_disk
+from aiockpt.testing import assert_same
 from aiockpt.testing.devices import FakeAccelerator
 from aiockpt.transfer.live import LiveState
+from disks import small_disk
 from pipeline import stager
 from saved import (
     ALONE,

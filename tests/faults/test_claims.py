@@ -18,7 +18,8 @@ import pytest
 import aiockpt
 from aiockpt.format.entries import Storage
 from aiockpt.format.header import build_manifest
-from aiockpt.testing import assert_same, exhausted_fds
+from aiockpt.testing import assert_same
+from exhaustion import exhausted_fds
 from faultrecord import Record
 from faultrows import row
 from floods import CONTINUE, HINTS, flooding, stalls

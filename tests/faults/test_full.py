@@ -13,8 +13,9 @@ import torch
 
 import aiockpt
 from aiockpt import StorageError
-from aiockpt.testing import assert_same, in_small_shm, small_disk
+from aiockpt.testing import assert_same
 from commandline import ENVIRONMENT
+from disks import in_small_shm, small_disk
 from faultrecord import Record
 from faultrows import row
 

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from aiockpt import TransportError
-from aiockpt.testing import FaultUnavailableError, Link, assert_same
+from aiockpt.testing import FaultUnavailableError, assert_same
 from faultpeers import noise, running, said
 from faultrecord import Record
 from faultrows import row
+from link import Link
 from serving import settle
 from transports import MIB, Halfway, transport
 

@@ -12,17 +12,12 @@ from statistics import quantiles
 import pytest
 
 from aiockpt import AiockptError
-from aiockpt.testing import (
-    FaultProxy,
-    FaultUnavailableError,
-    StallAfter,
-    assert_same,
-    exhausted_fds,
-    few_ports,
-)
+from aiockpt.testing import FaultProxy, FaultUnavailableError, StallAfter, assert_same
+from exhaustion import exhausted_fds
 from faultpeers import TOKEN, Peer, noise, sender
 from faultrecord import Record
 from faultrows import row
+from namespaces import few_ports
 from rankprocesses import SUPPORT, process
 from serving import settle
 from transports import MIB, Transport, receive, transport

@@ -29,8 +29,9 @@ from aiockpt.http.listen import open_sockets
 from aiockpt.http.protocol import Source
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.store import Store
-from aiockpt.testing import Fault, FaultProxy, exhausted_fds
+from aiockpt.testing import Fault, FaultProxy
 from aiockpt.testing.faults import Pipe
+from exhaustion import exhausted_fds
 
 TOKEN = serving.TOKEN
 MIB = 1 << 20

@@ -132,7 +132,7 @@ def _unique(texts: Iterable[str]) -> list[str]:
 
 def describe() -> str:
     """Say in words what the figures were measured on."""
-    from aiockpt.bench.machine import describe_machine
+    from aiockpt.cli.doctor import describe_machine
 
     facts = describe_machine()
     names = ("Python", "aiockpt", "torch", "aiohttp")

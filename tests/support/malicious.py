@@ -84,7 +84,7 @@ def trees(payload: Payload) -> dict[str, Any]:
             *("os.system", "posix.system", "subprocess.Popen", "builtins.eval"),
             *("builtins.exec", "builtins.__import__", "importlib.import_module"),
             *("torch.load", "torch.ops.load_library", "pickle.loads", "this"),
-            *("aiockpt.bench", "collections.deque", "numpy.load", "ctypes.CDLL"),
+            *("aiockpt.cli", "collections.deque", "numpy.load", "ctypes.CDLL"),
         )
     }
     return ext | {

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from aiockpt.testing.equality import elements
+from aiockpt.state.equality import elements
 
 DTYPES = [
     torch.bool,

@@ -25,7 +25,7 @@ from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.storage.checkpoint_file import read_header, verify_chunks
 from aiockpt.storage.directory import checkpoint_at, find_checkpoint, list_checkpoints
-from aiockpt.testing import SystemCallFault, system_call_faults
+from system_calls import SystemCallFault, system_call_faults
 
 CALLS = (
     "fallocate",

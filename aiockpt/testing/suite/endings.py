@@ -17,7 +17,7 @@ from aiockpt.errors import (
     StepNotFoundError,
     TransferTimeoutError,
 )
-from aiockpt.testing.equality import assert_same
+from aiockpt.state.equality import assert_same
 from aiockpt.testing.suite.base import (
     PROMPT,
     TURNS,

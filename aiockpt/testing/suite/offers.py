@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aiockpt.errors import StepNotFoundError, TransferTimeoutError, UnsupportedLeafError
-from aiockpt.testing.equality import assert_same
+from aiockpt.state.equality import assert_same
 from aiockpt.testing.suite.base import PROMPT, Conformance, sample, turn
 from aiockpt.transport import CheckpointTransport
 

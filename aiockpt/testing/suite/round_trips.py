@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from aiockpt.testing.equality import assert_same
+from aiockpt.state.equality import assert_same
 from aiockpt.testing.leaves import LEAVES
 from aiockpt.testing.suite.base import Conformance, sample
 from aiockpt.transport import CheckpointTransport

@@ -9,7 +9,7 @@ import torch
 
 from aiockpt.errors import AiockptError, MissingKeysError, TemplateMismatchError
 from aiockpt.events import Progress
-from aiockpt.testing.equality import assert_same
+from aiockpt.state.equality import assert_same
 from aiockpt.testing.suite.base import Conformance, sample
 from aiockpt.transport import CheckpointTransport
 

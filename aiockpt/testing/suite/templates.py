@@ -11,7 +11,7 @@ import torch
 
 from aiockpt.errors import TemplateMismatchError, UnsupportedLeafError
 from aiockpt.events import Progress
-from aiockpt.testing.equality import assert_same
+from aiockpt.state.equality import assert_same
 from aiockpt.testing.leaves import LEAVES
 from aiockpt.testing.suite.base import Conformance, sample
 from aiockpt.transport import CheckpointTransport

@@ -1,0 +1,439 @@
+"""``aiockpt bench``: what this machine, or the line to another host, does, in a minute.
+
+On this machine, another process sends a state dict over loopback; a raw socket and
+``memcpy`` take turns with it. With ``--url``, another host's ``aiockpt serve`` sends,
+and a plain GET takes turns. Either ends in three lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import math
+import os
+import socket
+import ssl
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+from urllib.parse import urlsplit
+
+from aiockpt.cli.doctor import describe_machine
+from aiockpt.cli.options import Address, Commands, address, size
+from aiockpt.errors import PeerUnreachableError, WorkerError
+from aiockpt.events import Progress
+
+__all__ = ["configure", "run", "serve"]
+
+_MIB = 1 << 20
+_SIZE = "256MiB"
+_SECONDS = 20.0  # in which rounds begin; the first one is always made
+_MOMENT = 0.5  # seconds of an idle loop
+_PERIOD = 0.005  # seconds between the ticks that show how late a loop is
+_SENDS = 3  # the last one has memory that earlier ones used
+_PIECE = 4 << 20
+_TIMEOUT = 600.0
+_PATIENCE = 5.0  # seconds to find another host in
+
+_OF_RAW_IN_PLACE, _OF_RAW_FRESH, _OF_MEMCPY = 0.75, 0.9, 0.85
+_MAX_LAG = 5.0  # ms
+_FILLS, _SLOWER = 1.3, 0.8  # of a plain GET's speed
+
+
+def configure(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure this machine, or the line to another host",
+        description="Measure receives on this machine beside a raw socket and memcpy, "
+        "or from another host beside a plain GET, and say in three lines what to make "
+        "of it. It takes less than a minute.",
+    )
+    parser.add_argument(
+        "--size", type=size, default=size(_SIZE), help=f"of the state dict ({_SIZE})"
+    )
+    parser.add_argument(
+        "--repeat", type=_count, default=3, metavar="N", help="rounds at most; 3"
+    )
+    parser.add_argument(
+        "--url",
+        type=address,
+        help="measure receives from another host, which runs aiockpt serve: the URL "
+        "that it prints",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print all samples as one JSON object"
+    )
+    parser.set_defaults(run=run)
+
+
+def _count(text: str) -> int:
+    if not 1 <= (count := int(text)) <= 1000:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 to 1000")
+    return count
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, and print the conclusion."""
+    machine = describe_machine()
+    if arguments.url is None:
+        nbytes = max(arguments.size // _MIB, 1) * _MIB
+        found = asyncio.run(_measure_machine(nbytes, arguments.repeat))
+        lines = _conclude_machine(found, machine)
+    else:
+        found = asyncio.run(_measure_line(arguments.url, arguments.repeat))
+        lines = _conclude_line(found, arguments.url)
+    if arguments.json:
+        facts = {"nbytes": found.nbytes, "seconds": found.seconds, "lags": found.lags}
+        print(json.dumps({"machine": machine, **facts, "conclusion": lines}))
+    else:
+        print("\n".join(lines))
+    return 0
+
+
+@dataclass(slots=True)
+class _Samples:
+    """What was measured: seconds by candidate, and how late the loop's ticks were."""
+
+    nbytes: int
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    lags: dict[str, list[float]] = field(default_factory=dict)
+
+    def speed(self, name: str) -> float:
+        """Return the median in GB/s (10^9 bytes)."""
+        return self.nbytes / median(self.seconds[name]) / 1e9
+
+    def lag(self, name: str) -> float:
+        """Return the 99th percentile of how late the ticks were, in milliseconds."""
+        lags = sorted(self.lags.get(name, ()))
+        return 1e3 * lags[math.ceil(0.99 * len(lags)) - 1] if lags else 0.0
+
+    async def take_turns(
+        self,
+        repeat: int,
+        candidates: dict[str, Callable[[], Awaitable[object]]],
+        late: Callable[[], Awaitable[Sequence[float]]],
+    ) -> None:
+        """Time the candidates in rounds, so that a busy moment hits all of them."""
+        until = time.monotonic() + _SECONDS
+        for turn in range(repeat):
+            if turn and time.monotonic() >= until:
+                return
+            for name, act in candidates.items():
+                await late()  # what came before is no part of it
+                started = time.perf_counter()
+                await act()
+                seconds = time.perf_counter() - started
+                self.seconds.setdefault(name, []).append(seconds)
+                self.lags.setdefault(name, []).extend(await late())
+
+
+class _Ticker:
+    """A task that wants the loop every 5 ms, and notes how late it gets it."""
+
+    def __init__(self) -> None:
+        self._lags: list[float] = []
+        self._task = asyncio.create_task(self._tick())
+
+    async def late(self) -> list[float]:
+        """Return how late the ticks since the last call were, in seconds."""
+        await asyncio.sleep(0)
+        lags, self._lags = self._lags, []
+        return lags
+
+    def close(self) -> None:
+        """Tick no more."""
+        self._task.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            due = time.monotonic() + _PERIOD
+            await asyncio.sleep(_PERIOD)
+            self._lags.append(time.monotonic() - due)
+
+
+# ----------------------------------------------------------------------- this machine
+
+
+async def _measure_machine(nbytes: int, repeat: int) -> _Samples:
+    from aiockpt.http.transport import HTTPTransport
+    from aiockpt.memory.arena import Arena
+    from aiockpt.runtime.bridge import Bridge
+
+    found = _Samples(nbytes)
+    touched = memoryview(bytearray(b"\1") * nbytes)
+    bridge = Bridge(threads=1, name="bench")
+    transport: HTTPTransport[Any] = HTTPTransport(_TIMEOUT)
+    try:
+        async with _sender(nbytes) as ask:
+            offer = await ask("offer")
+
+            async def receive(into: object = None) -> object:
+                return await transport.recv_checkpoint(
+                    0, offer["metadata"], _SENDS, into=into, direct=into is not None
+                )
+
+            async def late() -> Sequence[float]:
+                lags: list[float] = await ask("late")
+                return lags
+
+            def raw(memory: Callable[[], memoryview]) -> Callable[[], Awaitable[None]]:
+                return lambda: bridge.run(_receive_raw, offer["port"], memory())
+
+            template = await receive()  # connections and threads are no part of it
+            found.seconds["stage"], found.seconds["memcpy"] = (
+                offer["stage"],
+                offer["memcpy"],
+            )
+            await found.take_turns(
+                repeat,
+                {
+                    "idle": lambda: asyncio.sleep(_MOMENT),
+                    "raw socket, in place": raw(lambda: touched),
+                    "receive in place": lambda: receive(template),
+                    "raw socket, fresh": raw(lambda: Arena(nbytes).buffer),
+                    "receive, fresh": receive,
+                },
+                late,
+            )
+    finally:
+        await transport.shutdown()
+        bridge.close()
+    return found
+
+
+def _conclude_machine(found: _Samples, machine: dict[str, str]) -> list[str]:
+    in_place, fresh = found.speed("receive in place"), found.speed("receive, fresh")
+    raw = found.speed("raw socket, in place"), found.speed("raw socket, fresh")
+    staged, copied = (1e3 * median(found.seconds[name]) for name in ("stage", "memcpy"))
+    lag, idle = found.lag("receive in place"), found.lag("idle")
+    missed = [
+        what
+        for what, is_met in (
+            ("receive in place", in_place >= _OF_RAW_IN_PLACE * raw[0]),
+            ("receive into new memory", fresh >= _OF_RAW_FRESH * raw[1]),
+            ("staging", copied >= _OF_MEMCPY * staged),
+            ("the sender's loop", lag <= max(_MAX_LAG, idle)),
+        )
+        if not is_met
+    ]
+    cores, load = int(machine["cores"]), float(machine["load average"].split()[0])
+    if load > cores:
+        advice = (
+            f"the machine was busy (load average {load:.1f} on {cores} cores), so the "
+            "figures are too low; run it again when it is idle."
+        )
+    elif missed:
+        advice = (
+            f"{len(missed)} of 4 targets are missed ({', '.join(missed)}); "
+            "`aiockpt doctor` says what limits this machine."
+        )
+    else:
+        advice = "all 4 targets are reached; `aiockpt bench --url` measures a line."
+    receive = (
+        f"Receive: {in_place:.1f} GB/s in place and {fresh:.1f} GB/s into new memory, "
+        f"on loopback; a raw socket reaches {raw[0]:.1f} and {raw[1]:.1f}."
+    )
+    send = (
+        f"Send: {found.nbytes / 1e6:.0f} MB are copied in {staged:.0f} ms, digests "
+        f"included; memcpy takes {copied:.0f} ms. While they are fetched, the sender's "
+        f"loop is late by {lag:.1f} ms (p99; {idle:.1f} ms idle)."
+    )
+    return [receive, send, f"Conclusion: {advice}"]
+
+
+def _receive_raw(port: int, memory: memoryview) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        while memory.nbytes:
+            count = sock.recv_into(memory[:_PIECE])
+            if not count:
+                raise ConnectionResetError("the sending process closed the connection")
+            memory = memory[count:]
+
+
+@asynccontextmanager
+async def _sender(nbytes: int) -> AsyncIterator[Callable[[str], Awaitable[Any]]]:
+    """Give what asks a new sending process, which ends with the block."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", "from aiockpt.cli.bench import serve; serve()"),
+        str(nbytes),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=1 << 24,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    requests, answers = process.stdin, process.stdout
+
+    async def ask(what: str) -> Any:
+        with suppress(ConnectionError):
+            requests.write(f"{what}\n".encode())
+            await requests.drain()
+        if not (answer := await answers.readline()):
+            code = await process.wait()
+            raise WorkerError("the sending process has ended", exitcode=code)
+        return json.loads(answer)
+
+    try:
+        yield ask
+    finally:
+        requests.close()
+        await process.wait()
+
+
+def serve() -> None:
+    """Send as many bytes as the only argument says, until the input ends."""
+    asyncio.run(_serve(int(sys.argv[1])))
+
+
+async def _serve(nbytes: int) -> None:
+    import torch
+
+    from aiockpt.http.options import Server
+    from aiockpt.http.transport import HTTPTransport
+    from aiockpt.runtime.bridge import Bridge
+
+    state = {f"layers.{i}": torch.ones(_MIB // 4) for i in range(nbytes // _MIB)}
+    memory, other = (memoryview(bytearray(b"\1") * nbytes) for _ in range(2))
+    stage: list[float] = []
+    memcpy: list[float] = []
+    bridge = Bridge(threads=2, name="bench")  # to send, and to read
+    listener = socket.create_server(("127.0.0.1", 0))
+    sending = asyncio.create_task(bridge.run(_send_raw, listener, memory))
+    ticker = _Ticker()
+    here = Server(host="127.0.0.1")
+    async with HTTPTransport[object](_TIMEOUT, server=here) as transport:
+        for step in range(1, _SENDS + 1):
+            for tensor in state.values():
+                tensor.fill_(step)
+            started = time.perf_counter()
+            other[:] = memory
+            copied = time.perf_counter()
+            await transport.send_checkpoint([1], step, state)
+            memcpy, stage = [copied - started], [time.perf_counter() - copied]
+        offer = {
+            "metadata": transport.metadata(),
+            "port": listener.getsockname()[1],
+            "stage": stage,
+            "memcpy": memcpy,
+        }
+        while line := await bridge.run(sys.stdin.readline):
+            answer = offer if line == "offer\n" else await ticker.late()
+            print(json.dumps(answer), flush=True)
+    ticker.close()
+    listener.shutdown(socket.SHUT_RDWR)  # which ends the thread's accept
+    await sending
+    listener.close()
+    await bridge.aclose(timeout=_PATIENCE)
+
+
+def _send_raw(listener: socket.socket, memory: memoryview) -> None:
+    """Send all of ``memory`` to everyone who connects, one after the other."""
+    with suppress(OSError):  # that is how it ends
+        while True:
+            peer, _ = listener.accept()
+            with peer, suppress(ConnectionError):
+                peer.sendall(memory)
+
+
+# --------------------------------------------------------------------- another host
+
+
+async def _measure_line(peer: Address, repeat: int) -> _Samples:
+    from aiockpt.http.auth import find_credentials
+    from aiockpt.http.protocol import format_metadata
+    from aiockpt.http.transport import HTTPTransport
+    from aiockpt.runtime.bridge import Bridge
+
+    source, bridge = peer.source, Bridge(threads=1, name="bench")
+    known = find_credentials(None, insecure=False, env=os.environ)
+    metadata = format_metadata(source.base_url, source.token)
+    transport: HTTPTransport[Any] = HTTPTransport(_TIMEOUT)
+    seen: list[Progress] = []
+    ticker = _Ticker()
+    try:
+        step = peer.step
+        if step is None:
+            step = await anext(transport.steps(metadata, reconnect_timeout=_PATIENCE))
+
+        async def receive(into: object = None) -> object:
+            return await transport.recv_checkpoint(
+                *(0, metadata, step),
+                into=into,
+                direct=into is not None,
+                progress=seen.append,
+            )
+
+        template = await receive()
+        found = _Samples(seen[-1].bytes_total)
+        url, token = f"{source.base_url}{step}/full", source.token or known.to_send
+        await found.take_turns(
+            repeat,
+            {
+                "idle": lambda: asyncio.sleep(_MOMENT),
+                "plain GET": lambda: bridge.run(_get, url, token, found.nbytes),
+                "receive, fresh": receive,
+                "receive in place": lambda: receive(template),
+            },
+            ticker.late,
+        )
+    finally:
+        ticker.close()
+        await transport.shutdown()
+        await bridge.aclose(timeout=_PATIENCE)
+    return found
+
+
+def _get(url: str, token: str | None, nbytes: int) -> None:
+    """Read the same bytes by one plain GET, and forget them unverified.
+
+    It follows no redirect: the token is for this peer only.
+    """
+    parts = urlsplit(url)
+    peer: http.client.HTTPConnection
+    if parts.scheme == "https":
+        context = ssl.create_default_context()
+        peer = http.client.HTTPSConnection(parts.netloc, context=context)
+    else:
+        peer = http.client.HTTPConnection(parts.netloc)
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    memory, got = bytearray(_PIECE), 0
+    try:
+        peer.request("GET", parts.path, headers=headers)
+        answer = peer.getresponse()
+        while count := answer.readinto(memory):
+            got += count
+    except (OSError, http.client.HTTPException) as error:
+        raise PeerUnreachableError(url, f"a plain GET failed: {error}") from error
+    finally:
+        peer.close()
+    if answer.status != http.HTTPStatus.OK or got < nbytes:
+        detail = f"a plain GET brought {got} of {nbytes} bytes, status {answer.status}"
+        raise PeerUnreachableError(url, detail)
+
+
+def _conclude_line(found: _Samples, peer: Address) -> list[str]:
+    in_place, fresh = found.speed("receive in place"), found.speed("receive, fresh")
+    plain = found.speed("plain GET")
+    lag, idle = found.lag("receive in place"), found.lag("idle")
+    if in_place > _FILLS * plain:
+        advice = "one connection does not fill the line; those of a receive do better."
+    elif in_place >= _SLOWER * plain:
+        advice = "the line, or the sender, is the limit, and not this receiver."
+    else:
+        advice = (
+            "a receive is slower than a plain GET; run `aiockpt doctor` on both hosts."
+        )
+    receive = (
+        f"Receive: {in_place:.2f} GB/s in place and {fresh:.2f} GB/s into new memory, "
+        f"{found.nbytes / 1e6:.0f} MB from {peer.source.base_url}; a plain GET, "
+        f"unverified, reaches {plain:.2f}."
+    )
+    loop = f"Loop: late by {lag:.1f} ms while it receives (p99; {idle:.1f} ms idle)."
+    return [receive, loop, f"Conclusion: {advice}"]

@@ -1,0 +1,98 @@
+"""The benchmark over a slow line: it runs, and its figures are right."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.cases import CASES, measure
+from benchmarks.cases.delta import rows
+from benchmarks.cases.pair import Plan
+from benchmarks.ends import CHUNK_BYTES, changed_chunks
+from benchmarks.link import Link, hindrance
+from benchmarks.measures import BenchmarkError, Sample, Series
+from benchmarks.state import shape_of
+
+MIB = 1 << 20
+
+
+@pytest.mark.timeout(
+    300
+)  # two processes @pytest.mark.skipif(bool(hindrance()), reason=hindrance())
+def test_a_tiny_run_over_a_line_yields_its_table() -> None:
+    """The line is laid, everything is received over it, and it is taken up."""
+    shape = shape_of("1m", 4 * MIB)
+    try:
+        plan = Plan(size=4 * MIB, repeat=1, connections=(1,), torchft=False)
+        found = measure(CASES["delta"], shape, plan, None, lambda _: None)
+    except BenchmarkError as error:
+        if "ip " in str(error) or "tc " in str(error):
+            pytest.skip(f"no network namespaces here: {error}")
+        raise
+    table = [*rows(shape, found)]
+    assert len(table) == 6
+    assert all(row.ratio for row in table)
+
+
+@pytest.mark.skipif(bool(hindrance()), reason=hindrance())
+def test_a_line_that_cannot_be_laid_leaves_nothing() -> None:
+    """A rate that tc does not know."""
+    with pytest.raises(BenchmarkError, match=r"ip netns|tc qdisc"), Link("warp9"):
+        pass
+
+
+def test_without_root_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything starts."""
+    monkeypatch.setattr("benchmarks.link.shutil.which", lambda _: "/sbin/it")
+    monkeypatch.setattr("benchmarks.link.os.geteuid", lambda: 1000)
+    assert main(["delta", "--size", "0.01"]) == 1
+    assert "needs root" in capsys.readouterr().err
+    monkeypatch.setattr("benchmarks.link.shutil.which", lambda _: None)
+    assert "iproute2" in hindrance()
+
+
+def test_only_the_share_that_is_asked_for_has_a_target() -> None:
+    """What has changed wholly, or not at all, is for information."""
+    shape = shape_of("1m", MIB)
+    names = {
+        "all of it, in place": 10.0,
+        "all of it, fresh": 10.0,
+        **{
+            f"{what} changed, {way}": seconds
+            for what, seconds in {
+                "nothing": 0.1,
+                "2 % of chunks": 0.5,
+                "every chunk": 10.0,
+            }.items()
+            for way in ("in place", "fresh")
+        },
+    }
+    found = {
+        name: Series(name, 10**9, [Sample(seconds=each)])
+        for name, each in names.items()
+    }
+    table = [*rows(shape, found)]
+    assert [row.ratio for row in table] == [
+        pytest.approx(each) for each in (100, 100, 20, 20, 1, 1)
+    ]
+    assert [row.verdict for row in table] == ["", "", "ok", "ok", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "share", "expected"),
+    [
+        (100, 0.0, []),
+        (100, 0.02, [0, 50]),
+        (64, 0.02, [0, 32]),
+        (4, 0.02, [0]),
+        (3, 1.0, [0, 1, 2]),
+        (0, 1.0, []),
+    ],
+)
+def test_the_changed_chunks_are_spread(
+    chunks: int, share: float, expected: list[int]
+) -> None:
+    """At least one, where there shall be any."""
+    assert changed_chunks(chunks * CHUNK_BYTES, share) == expected

@@ -1,0 +1,74 @@
+"""``aiockpt bench`` tells within a minute, and in three lines."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from commandline import run_aiockpt, serving
+
+MIB = 1 << 20
+SECONDS = 60.0
+SLOW = 3.0
+"""How many times slower than asked a machine may be that runs other things too."""
+
+
+@pytest.mark.timeout(180)
+def test_a_conclusion_about_this_machine() -> None:
+    """Receive, send, and what to do."""
+    started = time.monotonic()
+    done = run_aiockpt("bench")
+    elapsed = time.monotonic() - started
+    assert done.returncode == 0, done.stderr
+    receive, send, conclusion = done.stdout.splitlines()
+    assert re.match(r"Receive: [\d.]+ GB/s in place and [\d.]+ GB/s into new ", receive)
+    assert re.match(r"Send: 268 MB are copied in \d+ ms, digests included; ", send)
+    assert re.match(
+        r"Conclusion: .*(aiockpt (doctor|bench)|when it is idle)", conclusion
+    )
+    assert elapsed < SLOW * SECONDS
+
+
+@pytest.mark.timeout(180)
+def test_every_sample_as_json() -> None:
+    """What the lines are made of, and what the machine is."""
+    done = run_aiockpt("bench", "--size", "2MiB", "--repeat", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["nbytes"] == 2 * MIB
+    assert len(found["seconds"]["receive in place"]) == 2
+    assert found["lags"]["idle"]
+    assert {"cores", "kernel"} <= found["machine"].keys()
+    assert len(found["conclusion"]) == 3
+
+
+@pytest.mark.timeout(180)
+def test_a_conclusion_about_a_line(tmp_path: Path) -> None:
+    """A plain GET takes turns; what stands behind the # is nowhere."""
+    model = tmp_path / "m.pt"
+    torch.save({"w": torch.randn(MIB), "step": 3}, model)
+    with serving(model, "--step", 7) as server:
+        done = run_aiockpt("bench", "--url", server.metadata, "--repeat", "1")
+        secret = server.metadata.partition("#")[2]
+    assert done.returncode == 0, done.stderr
+    receive, loop, conclusion = done.stdout.splitlines()
+    assert "a plain GET, unverified, reaches " in receive
+    assert server.base in receive
+    assert loop.startswith("Loop: late by ")
+    assert conclusion.startswith("Conclusion: ")
+    assert secret
+    assert secret not in done.stdout + done.stderr
+
+
+@pytest.mark.timeout(120)
+def test_a_host_that_serves_nothing_is_named() -> None:
+    """The benchmark could not run, and keeps the secret."""
+    done = run_aiockpt("bench", "--url", "http://127.0.0.1:9/checkpoint/#secret-token")
+    assert done.returncode == 1
+    assert "127.0.0.1:9" in done.stderr
+    assert "secret-token" not in done.stdout + done.stderr
