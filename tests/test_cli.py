@@ -206,7 +206,7 @@ class TestServe:
         issued.private_key_pem.write_to_path(key)
         for part in issued.cert_chain_pems:
             part.write_to_path(cert, append=True)
-        options = ("--tls-cert", cert, "--tls-key", key, "--token", "secret")
+        options = ("--tls-cert", cert, "--tls-key", key, "--token=-secret")
         with serving(tmp_path / "a.safetensors", *options) as running:
             assert running.base.startswith("https://")
             done = run_shell(running.fetch, cwd=tmp_path)
@@ -218,7 +218,7 @@ class TestServe:
                 assert run_shell(running.curl, cwd=tmp_path).returncode == 0
                 assert main(["verify", str(made)]) == 0
             distrusting = run_aiockpt(
-                "fetch", running.base, "--token", "secret", "-o", tmp_path / "b"
+                "fetch", running.base, "--token=-secret", "-o", tmp_path / "b"
             )
         assert "certificate" in the_error(distrusting.stderr)
         assert not (tmp_path / "b").exists()
@@ -321,7 +321,7 @@ class TestFetch:
             ("{base}#{token}", ["--step", "7"]),
             ("{base}7#{token}", []),
             ("{base}7/full#{token}", ["--step", "7"]),
-            ("{base}7/metadata", ["--token", "{token}"]),
+            ("{base}7/metadata", ["--token={token}"]),
             ("{base}latest#{token}", []),
             ("{root}#{token}", ["--timeout", "60"]),
         ],

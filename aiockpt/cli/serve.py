@@ -181,7 +181,7 @@ def _announcement(
     source = parse_metadata(metadata)
     fetch, curl = ["fetch", metadata], ["curl", "-f"]
     if arguments.token is not None:
-        fetch += ["--token", arguments.token]
+        fetch.append(f"--token={arguments.token}")  # it may begin with a hyphen
     cert = ""
     if arguments.tls_cert is not None:
         cert = str(Path(arguments.tls_cert).resolve())
