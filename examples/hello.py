@@ -18,10 +18,8 @@ async def main() -> None:
         aiockpt.HTTPTransport() as sender,
         aiockpt.HTTPTransport() as receiver,
     ):
-        await sender.send_checkpoint([1], step=100, state_dict=state, timeout=60)
-        received = await receiver.recv_checkpoint(
-            src_rank=0, metadata=sender.metadata(), step=100, timeout=60
-        )
+        await sender.send_checkpoint(step=100, state_dict=state)
+        received = await receiver.recv_checkpoint(metadata=sender.metadata(), step=100)
 
     received_weight = received["model"]["0.weight"]
     assert torch.equal(received_weight, state["model"]["0.weight"])

@@ -25,15 +25,10 @@ async def run(rank: int, store: str) -> None:
     async with aiockpt.PGTransport(group, timeout=60) as transport:
         if rank == 0:
             # Returns when rank 1 has verified every byte.
-            await transport.send_checkpoint(
-                dst_ranks=[1], step=5, state_dict=model.state_dict(), timeout=60
-            )
+            await transport.send_checkpoint(step=5, state_dict=model.state_dict())
         else:
             await transport.recv_checkpoint(
-                src_rank=0,
-                metadata=transport.metadata(),
                 step=5,
-                timeout=60,
                 into=model.state_dict(),  # the model's own tensors are filled
             )
     weight = next(model.parameters())

@@ -18,7 +18,7 @@ async def train() -> None:
         # Whoever holds this line may read, so hand it over as you would a password.
         print(transport.metadata(), flush=True)
         state = model.state_dict()
-        await transport.send_checkpoint([1], step=1, state_dict=state, timeout=60)
+        await transport.send_checkpoint(step=1, state_dict=state)
         await asyncio.to_thread(sys.stdin.readline)  # until the receiver is done
 
 
@@ -37,7 +37,7 @@ async def receive() -> None:
     async with aiockpt.HTTPTransport() as transport:
         # into= fills the model's own tensors, once every byte has been verified.
         await transport.recv_checkpoint(
-            src_rank=0, metadata=metadata, step=1, timeout=60, into=model.state_dict()
+            metadata=metadata, step=1, into=model.state_dict()
         )
     weight = next(model.parameters())
     print(f"weights of step 1 received, first: {weight[0, 0].item():.4f}")

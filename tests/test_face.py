@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from dataclasses import fields
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 import aiockpt
 from aiockpt.testing import assert_same
+from groups import transports
 
 STATE = {"model.head": torch.ones(3), "model.body": torch.zeros(4)}
 
@@ -56,6 +58,40 @@ async def test_what_is_left_out_is_named(call: Any, missing: str) -> None:
     async with local() as transport:
         with pytest.raises(TypeError, match=f"needs {missing}="):
             await call(transport)
+
+
+@pytest.mark.asyncio
+async def test_a_group_has_the_same_verbs() -> None:
+    """By keyword: to every other rank, and from rank 0."""
+    async with transports(3) as (sender, *receivers):
+        _, *found = await asyncio.gather(
+            sender.send_checkpoint(step=100, state_dict=STATE),
+            *(each.recv_checkpoint(step=100) for each in receivers),
+        )
+        for state in found:
+            assert_same(state, STATE)
+        with pytest.raises(TypeError, match="needs state_dict="):
+            await sender.send_checkpoint(step=1)
+        with pytest.raises(TypeError, match="needs step="):
+            await receivers[0].recv_checkpoint()
+
+
+@pytest.mark.asyncio
+async def test_a_group_that_does_not_know_this_rank() -> None:
+    """As one of torchft's: nobody can tell which ranks are the others."""
+
+    class Nameless:
+        def size(self) -> int:
+            return 2
+
+        def send(self, *_: object) -> Any:
+            raise AssertionError
+
+        recv = send
+
+    async with aiockpt.PGTransport[Any](Nameless()) as transport:
+        with pytest.raises(ValueError, match="pass dst_ranks="):
+            await transport.send_checkpoint(step=1, state_dict=STATE)
 
 
 def test_the_options_fit_on_a_screen() -> None:

@@ -32,7 +32,15 @@ from aiockpt.runtime.system import failing_here
 from aiockpt.runtime.tasks import run_all
 from aiockpt.state.selection import Select
 from aiockpt.transfer.destination import Terms
-from aiockpt.transport import CheckpointTransport, T, Timeout, exact_step, seconds
+from aiockpt.transport import (
+    REQUIRED,
+    CheckpointTransport,
+    T,
+    Timeout,
+    exact_step,
+    require_given,
+    seconds,
+)
 
 __all__ = ["PGTransport"]
 
@@ -119,22 +127,28 @@ class PGTransport(CheckpointTransport[T]):
 
     async def send_checkpoint(
         self,
-        dst_ranks: list[int],
-        step: int,
-        state_dict: T,
+        dst_ranks: Sequence[int] | None = None,
+        step: int = REQUIRED,
+        state_dict: T = REQUIRED,
         timeout: Timeout | None = None,
     ) -> None:
         """Send ``state_dict`` as ``step`` to ``dst_ranks``, all of them at once.
 
-        Returns when every one of them has verified it, or failed: none waits for
-        another. What cannot be sent is told to them: at once to those who wait, and to
-        the others when they receive this step or an earlier one.
+        Returns when every receiver has verified it, or failed: none waits for another.
+        If it cannot be sent, receivers that wait are told at once, and the others when
+        they receive this step or an earlier one.
+
+        Args:
+            dst_ranks: The receivers; None: every other rank of the group.
+            step: The number of the checkpoint.
+            state_dict: What to send. It must not change before this returns.
+            timeout: Deadline of the whole call, in seconds or as a ``timedelta``.
 
         Raises:
             UnsupportedLeafError, StagingError: it cannot be sent. The group is well,
                 also if a receiver is not there.
             ValueError: ``dst_ranks`` has this rank, a rank twice, or no rank of the
-                group.
+                group; or it is None, and the group does not know this rank.
             PeerFailedError: a receiver refused it, and says why; the group is well.
             ProcessGroupError: the group is broken; ``rank`` says which peer broke it.
             TransferTimeoutError: a receiver did not come or did not finish in time.
@@ -143,7 +157,10 @@ class PGTransport(CheckpointTransport[T]):
         If cancelled before anything was sent, receivers go on waiting; later, the
         transport is broken.
         """
+        require_given("send_checkpoint", step=step, state_dict=state_dict)
         step = exact_step(step)
+        if dst_ranks is None:
+            dst_ranks = self._other_ranks()
         ranks = [self._peer(rank) for rank in dst_ranks]
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"dst_ranks has a rank twice: {dst_ranks}")
@@ -194,9 +211,9 @@ class PGTransport(CheckpointTransport[T]):
 
     async def recv_checkpoint(
         self,
-        src_rank: int,
-        metadata: str,
-        step: int,
+        src_rank: int = 0,
+        metadata: str = _METADATA,
+        step: int = REQUIRED,
         timeout: Timeout | None = None,
         *,
         into: T | None = None,
@@ -208,7 +225,8 @@ class PGTransport(CheckpointTransport[T]):
 
         Args:
             src_rank: The sender's rank in the group.
-            metadata: What a ``PGTransport``'s :meth:`metadata` returned.
+            metadata: What a ``PGTransport``'s :meth:`metadata` returned, which is the
+                default.
             step: The step that the sender was given.
             timeout: Deadline of the whole call, in seconds or as a ``timedelta``.
             into: A state dict to fill: its tensors in place, its dicts and lists with
@@ -233,6 +251,7 @@ class PGTransport(CheckpointTransport[T]):
 
         If cancelled once it waits for the sender, the transport is broken.
         """
+        require_given("recv_checkpoint", step=step)
         step, rank = exact_step(step), self._peer(src_rank)
         if select is not None:
             raise LocalProtocolError(
@@ -292,6 +311,14 @@ class PGTransport(CheckpointTransport[T]):
         if rank == rank_in(self._group):
             raise ValueError(f"{rank} is this process's own rank; name another rank")
         return rank
+
+    def _other_ranks(self) -> list[int]:
+        own = rank_in(self._group)
+        if own is None:
+            raise ValueError(
+                "this group does not say which rank this process has: pass dst_ranks="
+            )
+        return [rank for rank in range(self._size()) if rank != own]
 
     def _size(self) -> int:
         try:

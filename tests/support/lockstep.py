@@ -43,12 +43,15 @@ class Elsewhere(Transport):
     """
 
     async def send_checkpoint(
-        self, dst_ranks: list[int], *args: Any, **kwargs: Any
+        self, dst_ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any
     ) -> None:
         """Send to another rank."""
+        assert dst_ranks is not None
         await super().send_checkpoint([*map(self._other, dst_ranks)], *args, **kwargs)
 
-    async def recv_checkpoint(self, src_rank: int, *args: Any, **kwargs: Any) -> Any:
+    async def recv_checkpoint(
+        self, src_rank: int = 0, *args: Any, **kwargs: Any
+    ) -> Any:
         """Receive from another rank."""
         return await super().recv_checkpoint(self._other(src_rank), *args, **kwargs)
 
