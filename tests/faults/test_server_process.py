@@ -168,7 +168,7 @@ async def test_a_retraction_does_not_wait_until_gigabytes_are_free(
     # No answer comes within no time at all, so the process counts as slow.
     monkeypatch.setattr("aiockpt.http.server_process._MARGIN", 0.0)
     async with (
-        transport(server="process", grace=0.0) as sender,
+        transport(process=True, grace=0.0) as sender,
         transport() as receiver,
     ):
         await sender.send_checkpoint([1], 1, weights(mib=64))

@@ -290,14 +290,15 @@ async def test_every_answer_names_the_start_of_its_sender():
 TRAINER = """
 import asyncio, sys, threading, torch
 from pathlib import Path
-from aiockpt import HTTPTransport
+from aiockpt import Auth, HTTPTransport, Server
 
 def resident(field):
     text = Path("/proc/self/status").read_text()
     return int(text.partition(field + ":")[2].split()[0]) >> 10
 
 async def main(mib, token):
-    async with HTTPTransport(host="127.0.0.1", token=token) as sender:
+    server, auth = Server(host="127.0.0.1"), Auth(token=token)
+    async with HTTPTransport(server=server, auth=auth) as sender:
         weight = torch.empty(mib << 20, dtype=torch.uint8)
         asked = asyncio.Event()
         loop = asyncio.get_running_loop()
