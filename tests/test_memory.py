@@ -127,6 +127,10 @@ class TestPageChooser:
         best = nbytes / (max(huge, small) * 1e9)
         assert Host(huge, small).fill(nbytes) <= best / 0.9
 
+    def test_comparing_costs_little_where_the_kinds_differ_much(self) -> None:
+        """Each comparison takes a huge page that is six times as slow."""
+        assert Host(0.45, 2.9).fill(1024 * MIB) <= 1024 * MIB / 2.9e9 / 0.9
+
     def test_the_kind_follows_the_host(self) -> None:
         """Free memory is warm at first, and cold where the host has taken it back."""
         host = Host(0.5, 1.7, cold_from=256 * MIB)

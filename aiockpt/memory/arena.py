@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 Touch: TypeAlias = Callable[[int, int, bool], float]
-"""``touch(start, stop, huge)`` maps pages of one kind; it returns the seconds."""
+"""``touch(start, stop, huge)`` maps pages of one kind; it returns the CPU's seconds."""
 
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -59,7 +59,7 @@ _MADV_POPULATE_WRITE: Final = 23
 # Bytes per call, since other threads that map memory wait until the call has ended.
 _SAMPLE: Final = 2 << 20  # one huge page
 _STRIDE: Final = 8 << 20
-_COMPARE: Final = 64 << 20
+_COMPARE: Final = (64 << 20, 256 << 20)  # the first and the longest distance
 _QUICK: Final = 1e-3  # seconds for a sample, that is 2 GB/s
 
 
@@ -170,12 +170,14 @@ class PageChooser:
     huge page takes milliseconds: here huge pages came at 0.5 GB/s then, small ones at
     1.7, and warm huge ones at 3.4 to 7.6. Nothing tells which pages come next. So each
     stride begins with one huge page, timed. If it is slow, the same number of bytes in
-    small pages is timed, and the faster kind is used until the next comparison.
+    small pages is timed, and the faster kind is used until the next comparison. The
+    distance between comparisons doubles, since each costs a page of the slower kind.
     """
 
     def __init__(self) -> None:
         self._huge = True
         self._settled = 0  # bytes until the kinds are compared again
+        self._distance, _ = _COMPARE
 
     def map(self, touch: Touch, start: int, stop: int, *, every: bool) -> None:
         """Map ``[start, stop)``, rounded to samples, as far as it saves time.
@@ -206,7 +208,8 @@ class PageChooser:
         sampled = at + _SAMPLE
         took = touch(at, sampled, True)  # noqa: FBT003
         if took > _QUICK and self._settled <= 0 and sampled + _SAMPLE <= stop:
-            self._settled = _COMPARE
+            self._settled = self._distance
+            self._distance = min(2 * self._distance, _COMPARE[1])
             self._huge = touch(sampled, sampled + _SAMPLE, False) >= took  # noqa: FBT003
             sampled += _SAMPLE
         if sampled < stop and (every or took > _QUICK):
@@ -282,14 +285,15 @@ class Arena:
             self._pages.map(self._touch, start, stop, every=every)
 
     def _touch(self, start: int, stop: int, huge: bool) -> float:  # noqa: FBT001 - a kind
-        began, stop = time.perf_counter(), min(stop, len(self._map))
+        # Not the wall clock: another process may have the core meanwhile.
+        began, stop = time.thread_time(), min(stop, len(self._map))
         kind = mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE
         # A kernel may be older, or without memory: the bytes' writer will find out.
         _libc.madvise(self.address + start, stop - start, kind)
         for at in range(start, stop, _SAMPLE):
             size = min(_SAMPLE, stop - at)
             _libc.madvise(self.address + at, size, _MADV_POPULATE_WRITE)
-        return time.perf_counter() - began
+        return time.thread_time() - began
 
     def discard(self, start: int, stop: int) -> None:
         """Return the whole pages of ``[start, stop)`` to the system; they read as 0."""
