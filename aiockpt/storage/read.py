@@ -224,6 +224,7 @@ class _Reading:
     def _read(self, span: _Span, spare: Spare) -> None:
         hasher = ChunkHasher(self._manifest.grid, self._manifest.digests)
         base = self._manifest.header_bytes
+        self._landing.prepare(span.start, span.stop)
         for start in range(span.start, span.stop, _BLOCK):
             stop = min(start + _BLOCK, span.stop)
             views = self._landing.views(start, stop, spare)
