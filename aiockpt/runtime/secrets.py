@@ -19,7 +19,7 @@ E = TypeVar("E", bound=BaseException)
 
 
 class Token(str):
-    """A secret string whose repr does not show it, so that any frame may hold it.
+    """A string whose repr does not show it, so that any frame may hold it.
 
     Sent or compared, it is the string itself.
     """
