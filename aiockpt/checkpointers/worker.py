@@ -405,6 +405,8 @@ class _Control:
         self._patience = setup.write_timeout
         if setup.keep_last:
             self._last = LastSnapshot(setup.runtime_dir, setup.rank, setup.keep_last)
+        # First: a trainer that is gone already has left writes, which come after it.
+        self._put(_Preparation(setup, parcel))
         # The socket alone does not tell: a process that the trainer has forked holds
         # it open after the trainer's death.
         with suppress(OSError):
@@ -412,7 +414,6 @@ class _Control:
             self._loop.add_reader(self._trainer, self._trainer_gone)
         if os.getppid() != setup.trainer:
             self._trainer_gone()
-        self._put(_Preparation(setup, parcel))
 
     def _put(self, task: _Task) -> None:
         with self._tasks_changed:

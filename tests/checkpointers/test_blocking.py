@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -18,7 +19,9 @@ import torch
 
 import aiockpt
 from aiockpt import BackgroundCheckpointer, CheckpointerConfig
+from aiockpt.checkpointers import Recovered
 from aiockpt.errors import (
+    CheckpointNotFoundError,
     ClosedError,
     LocalProtocolError,
     MissingKeysError,
@@ -250,3 +253,73 @@ def test_a_program_may_end_without_closing_it(tmp_path: Path, where: str) -> Non
     while aiockpt.latest(tmp_path) is None and time.monotonic() < until:
         time.sleep(0.05)
     assert_same(loaded(tmp_path / "step-1"), {"a": torch.ones(3_000_000)})
+
+
+GONE = """
+import os, torch, aiockpt
+made = aiockpt.make_background_checkpointer()
+made.save({"a": torch.ones(3)}, "step-1")
+os._exit(0)
+"""
+
+
+def test_a_program_may_die_before_its_process_has_started(tmp_path: Path) -> None:
+    """The process finds what was handed over, and that its trainer is gone."""
+    subprocess.run(
+        [sys.executable, "-c", GONE],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        timeout=PATIENCE * 2,
+        check=True,
+    )
+    until = time.monotonic() + PATIENCE
+    while aiockpt.latest(tmp_path) is None and time.monotonic() < until:
+        time.sleep(0.05)
+    assert_same(loaded(tmp_path / "step-1"), {"a": torch.ones(3)})
+
+
+CRASH = """
+import torch, aiockpt
+from aiockpt.checkpointers import CheckpointProcessConfig
+process = CheckpointProcessConfig(keep_last_seconds=60, runtime_dir="run")
+config = aiockpt.CheckpointerConfig(process_config=process)
+with aiockpt.make_background_checkpointer(config) as made:
+    made.save({"a": torch.ones(3_000_000)}, "all/step-7")
+    raise ZeroDivisionError("on purpose")
+"""
+
+
+def test_a_block_that_fails_leaves_the_last_snapshot(tmp_path: Path) -> None:
+    """With ``keep_last_seconds``, an exception in the block counts as a death."""
+    # Not a pipe: the process that keeps the snapshot would hold it open.
+    with (tmp_path / "log").open("w") as log:
+        done = subprocess.run(
+            [sys.executable, "-c", CRASH],
+            cwd=tmp_path,
+            env=ENVIRONMENT,
+            stderr=log,
+            timeout=PATIENCE * 2,
+            check=False,
+        )
+    assert done.returncode == 1
+    said = (tmp_path / "log").read_text()
+    assert said.strip().endswith("ZeroDivisionError: on purpose")
+    found = asyncio.run(taken_over(tmp_path))
+    assert (found.step, found.path) == (7, str(tmp_path / "all" / "step-7"))
+    assert_same(found.state_dict, {"a": torch.ones(3_000_000)})
+    until = time.monotonic() + PATIENCE
+    while [*(tmp_path / "run").iterdir()] and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not [*(tmp_path / "run").iterdir()]
+
+
+async def taken_over(place: Path) -> Recovered:
+    """Recover, once the process that keeps the snapshot offers it."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return await aiockpt.recover(place / "all", runtime_dir=str(place / "run"))
+        except CheckpointNotFoundError:
+            if time.monotonic() > until:
+                raise
+            await asyncio.sleep(0.05)
