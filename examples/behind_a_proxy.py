@@ -69,8 +69,8 @@ async def main() -> None:
     ]
     auth = aiockpt.Auth(client_ssl_context=trusting)
     async with aiockpt.HTTPTransport(auth=auth) as receiver:
-        await sender.send_checkpoint([1], 7, {"w": torch.ones(1 << 20)})
-        state = await receiver.recv_checkpoint(0, sender.metadata(), 7)
+        await sender.send_checkpoint(step=7, state_dict={"w": torch.ones(1 << 20)})
+        state = await receiver.recv_checkpoint(metadata=sender.metadata(), step=7)
         print(sender.address(), *state["w"].shape)
     for runner in reversed(runners):
         await runner.cleanup()

@@ -61,8 +61,12 @@ async def main() -> None:
     async with aiockpt.HTTPTransport() as receiver:
         for step, key in (7, aiockpt.http.APP_KEY), (6, AVERAGE):
             sender = app[key]
-            await sender.send_checkpoint([1], step, {"w": torch.ones(step, 1024)})
-            received = await receiver.recv_checkpoint(0, sender.metadata(), step)
+            await sender.send_checkpoint(
+                step=step, state_dict={"w": torch.ones(step, 1024)}
+            )
+            received = await receiver.recv_checkpoint(
+                metadata=sender.metadata(), step=step
+            )
             print(sender.address(), *received["w"].shape)
     headers = {"X-API-Key": KEY.decode()}
     async with ClientSession(base, headers=headers) as client:

@@ -29,11 +29,11 @@ async def heal(healing: torch.nn.Module, trainer: torch.nn.Module) -> list[int]:
     ):
         # Each rank sends its own shards, to the rank at the same place of the mesh.
         state = trainer.state_dict()
-        await sender.send_checkpoint([1], step=1, state_dict=state)
+        await sender.send_checkpoint(step=1, state_dict=state)
         # into= fills the model's own shards; without it, they are made on an equal
         # mesh, over the process groups that there are.
         received = await receiver.recv_checkpoint(
-            0, sender.metadata(), step=1, into=healing.state_dict()
+            metadata=sender.metadata(), step=1, into=healing.state_dict()
         )
     return list(received["0.weight"].to_local().shape)
 

@@ -32,13 +32,9 @@ async def main() -> None:
         aiockpt.HTTPTransport() as sender,
         aiockpt.HTTPTransport() as receiver,
     ):
-        await sender.send_checkpoint([1], step=3, state_dict=state, timeout=60)
+        await sender.send_checkpoint(step=3, state_dict=state)
         await receiver.recv_checkpoint(
-            src_rank=0,
-            metadata=sender.metadata(),
-            step=3,
-            timeout=60,
-            progress=show,
+            metadata=sender.metadata(), step=3, progress=show
         )
     remove()
     print()

@@ -1,6 +1,11 @@
-"""The HTTP transport, and what mounts it in an aiohttp application.
+"""The HTTP transport: serves what was sent, and fetches from its like.
 
-Names load on first use: the server and the client inside need no torch.
+This room is the only one that imports aiohttp; it knows nothing of process groups. A
+send begins at `HTTPTransport.send_checkpoint` and ends in a store that `handlers` serve
+from. A receive begins at `HTTPTransport.recv_checkpoint`; `manifests` asks for the
+manifest, `download` schedules and fetches the chunks over `client`, and `body_reader`
+puts their bytes into memory. Both ends use `protocol`, `problems` and `tokens`. Names
+load on first use: the server and the client inside need no torch.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ async def main() -> None:
             step += 1
             loss = await asyncio.to_thread(train, model, optimizer)
             # When this returns, the next step may change the weights.
-            await transport.send_checkpoint([], step, model.state_dict())
+            await transport.send_checkpoint(step=step, state_dict=model.state_dict())
             print(f"step {step} has a loss of {loss:.3f}", flush=True)
 
 

@@ -41,7 +41,9 @@ class Worker:
             async with self.spare.lock:  # after the requests from before the last swap
                 try:
                     into = self.spare.model.state_dict()
-                    await transport.recv_checkpoint(0, metadata, step, 30, into=into)
+                    await transport.recv_checkpoint(
+                        metadata=metadata, step=step, timeout=30, into=into
+                    )
                 except (
                     aiockpt.TransportError,
                     aiockpt.errors.UnavailableError,
