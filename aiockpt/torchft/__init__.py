@@ -1,7 +1,8 @@
 """Drop-in checkpoint transports for torchft's Manager.
 
-They have torchft's interface, in which every call blocks, over the transports of this
-package, which run on a loop in a thread of their own::
+They have torchft's interface, in which every call blocks. The transports behind them
+run on a loop in a thread of their own. This is the only room that imports torchft. The
+path begins at `HTTPTransport` and `PGTransport`::
 
     manager = torchft.Manager(
         ...,
@@ -9,7 +10,7 @@ package, which run on a loop in a thread of their own::
     )
 
 ========= ===================================================================
-adapter   `Adapter`: torchft's five calls over any of our transports
+adapter   `Adapter`: torchft's calls over any of our transports, a receive that retries
 http      `HTTPTransport`, ready to be found by other hosts
 group     `PGTransport`, which takes up the group anew at every call
 ========= ===================================================================

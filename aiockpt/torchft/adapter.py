@@ -1,23 +1,39 @@
-"""torchft's interface over any transport of ours."""
+"""torchft's interface over any transport of ours.
+
+A receive goes on until its deadline, whatever passes by itself meanwhile. If one local
+rank's receive fails while another's succeeds, torchft's manager can take the whole
+group for healed: weights then differ, and nothing says so. So `receive` tries again
+after an error that may pass, as long as there is time. An error that cannot pass is
+raised at once, because everybody waits for it: the source has failed, or its process
+is gone.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
 from torchft.checkpointing.transport import CheckpointTransport
 
 from aiockpt import transport as awaited
+from aiockpt.errors import (
+    AiockptError,
+    CheckpointChangedError,
+    PeerUnreachableError,
+    TransferInterruptedError,
+    TransferStalledError,
+    TransferTimeoutError,
+)
 from aiockpt.memory.device import settle
 from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.state.flatten import Unready
-from aiockpt.torchft.persistence import receive
 from aiockpt.transport import Timeout, seconds
 
-__all__ = ["Adapter", "adapt"]
+__all__ = ["Adapter", "adapt", "passes", "receive"]
 
 T = TypeVar("T")
 
@@ -26,6 +42,14 @@ _RETRACTING = 1.0  # a turn of the loop, wherever nobody reads live memory
 _DRAINING = 30.0  # transports bound this by a grace of their own
 _PROMPT = 0.2
 _PATIENT = 30.0
+_PAUSE = 0.1  # between two tries of a receive
+
+_PASSING = (
+    CheckpointChangedError,
+    PeerUnreachableError,
+    TransferInterruptedError,
+    TransferStalledError,
+)
 
 logger = logging.getLogger("aiockpt")
 
@@ -57,9 +81,9 @@ class Adapter(CheckpointTransport[T]):
         self._offered = False
         self._retractions: set[asyncio.Task[None]] = set()
         abrupt = partial(transport.shutdown, wait=False)
-        self._portal = SyncFacade(type(transport).__name__, at_exit=abrupt)
+        self._facade = SyncFacade(type(transport).__name__, at_exit=abrupt)
         try:
-            start = partial(self._portal.call, timeout=_STARTING, stop="start")
+            start = partial(self._facade.call, timeout=_STARTING, stop="start")
             self._metadata: str = start(self._start)
         except BaseException:
             self.shutdown(wait=False)
@@ -92,7 +116,7 @@ class Adapter(CheckpointTransport[T]):
             sent = Unready(error)
         send = partial(self._transport.send_checkpoint, dst_ranks, step, sent)
         offer = partial(self._offer, partial(send, limit))
-        self._portal.call(offer, timeout=limit, stop="stage")
+        self._facade.call(offer, timeout=limit, stop="stage")
 
     def disallow_checkpoint(self) -> None:
         """Offer nothing any more. Never raises, and costs nothing if nothing is.
@@ -104,7 +128,7 @@ class Adapter(CheckpointTransport[T]):
             return
         limit = _RETRACTING if self._lingers else _DRAINING
         try:
-            self._portal.call(self._retract, timeout=limit, stop="retract")
+            self._facade.call(self._retract, timeout=limit, stop="retract")
         except Exception as error:  # noqa: BLE001 - it would end a healthy replica
             logger.warning("%s: retracting failed: %s", self, error)
 
@@ -123,7 +147,7 @@ class Adapter(CheckpointTransport[T]):
         limit = self._timeout if timeout is None else seconds(timeout)
         fetch = self._fetching(src_rank, metadata, step)
         del metadata  # a traceback with local variables would show the token
-        return self._portal.call(
+        return self._facade.call(
             partial(receive, fetch, limit), timeout=limit, stop="recv"
         )
 
@@ -135,7 +159,7 @@ class Adapter(CheckpointTransport[T]):
         """
         self._offered = False
         last = partial(self._transport.shutdown, wait=wait)
-        self._portal.close(last, wait=_PATIENT if wait else _PROMPT)
+        self._facade.close(last, wait=_PATIENT if wait else _PROMPT)
 
     def _fetching(
         self, src_rank: int, metadata: str, step: int
@@ -178,3 +202,47 @@ def adapt(
     ``timeout`` is the deadline of a send or a receive that is called without one.
     """
     return Adapter(transport, timeout=timeout)
+
+
+async def receive(fetch: Callable[[float], Awaitable[T]], timeout: float) -> T:
+    """Return what ``fetch(seconds_left)`` does, which is called until it succeeds.
+
+    Raises:
+        TransferTimeoutError: the deadline passed; it names the last error.
+        AiockptError: one that does not pass.
+    """
+    loop = asyncio.get_running_loop()
+    deadline, left, last = loop.time() + timeout, timeout, ""
+    while True:
+        try:
+            return await fetch(left)
+        except TransferTimeoutError as late:
+            last = late.last_error or last
+            raise TransferTimeoutError(
+                late.stop, timeout, what=late.what, last_error=last
+            ) from late
+        except AiockptError as error:
+            if not passes(error):
+                raise
+            last = str(error)
+            logger.info("receiving again: %s", error)
+        await asyncio.sleep(_PAUSE)
+        left = max(deadline - loop.time(), 0.0)
+
+
+def passes(error: AiockptError) -> bool:
+    """Tell whether to try again after an error that a transport has given up on.
+
+    A host that refuses the connection for so long is there, and the process is not.
+    """
+    return isinstance(error, _PASSING) and not any(map(_is_refusal, _causes(error)))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _is_refusal(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno == errno.ECONNREFUSED

@@ -68,7 +68,7 @@ class PGTransport(CheckpointTransport[T]):
         self._options = options
         self._idle = threading.Event()
         self._idle.set()
-        self._portal = SyncFacade("PGTransport", at_exit=_nothing)
+        self._facade = SyncFacade("PGTransport", at_exit=_nothing)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} over {self._group}>"
@@ -93,13 +93,13 @@ class PGTransport(CheckpointTransport[T]):
         self._idle.clear()
         try:
             send = partial(self._send, dst_ranks, step, state_dict, limit)
-            self._portal.call(send, timeout=limit, stop="serve")
+            self._facade.call(send, timeout=limit, stop="serve")
         finally:
             self._idle.set()
 
     def disallow_checkpoint(self) -> None:
         """Wait until no send is under way, which its own deadline bounds."""
-        if self._portal.is_ours:  # a forked child would wait for its parent's
+        if self._facade.is_ours:  # a forked child would wait for its parent's
             self._idle.wait(min(self._timeout, threading.TIMEOUT_MAX))
 
     def recv_checkpoint(
@@ -113,14 +113,14 @@ class PGTransport(CheckpointTransport[T]):
         limit = self._limit(timeout)
         template = self._ask()
         fetch = partial(self._receive, src_rank, metadata, step, limit, template)
-        return self._portal.call(fetch, timeout=limit, stop="recv")
+        return self._facade.call(fetch, timeout=limit, stop="recv")
 
     def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
         """End the loop and its thread; the group is the caller's. Idempotent.
 
         Calls that are under way fail. With ``wait=False`` this returns at once.
         """
-        self._portal.close(_nothing, wait=_PATIENT if wait else _PROMPT)
+        self._facade.close(_nothing, wait=_PATIENT if wait else _PROMPT)
 
     def _limit(self, timeout: Timeout | None) -> float:
         """Return the deadline of a call in seconds."""

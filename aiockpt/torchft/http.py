@@ -73,7 +73,7 @@ class HTTPTransport(Adapter[T]):
                 :meth:`disallow_checkpoint` has released it; send again.
         """
         allow = partial(self._http.allow_checkpoint, step)
-        self._portal.call(allow, timeout=self._timeout, stop="stage")
+        self._facade.call(allow, timeout=self._timeout, stop="stage")
 
     def address(self) -> str:
         """Return the base URL without the token, for logs and people."""
@@ -85,4 +85,4 @@ class HTTPTransport(Adapter[T]):
         async def ask() -> TransportStatistics:
             return self._http.statistics()
 
-        return self._portal.call(ask, timeout=1.0, stop="statistics")
+        return self._facade.call(ask, timeout=1.0, stop="statistics")

@@ -166,8 +166,8 @@ class HTTP(Watched, aiockpt.torchft.HTTPTransport[State]):
         self._told = super().metadata()
         self._faults = [eval(each, vars(fault_kinds)) for each in options.faults]
         if self._faults:
-            self._portal_of_proxy = SyncFacade("the proxy", at_exit=nothing)
-            self._told = self._portal_of_proxy.call(
+            self._facade_of_proxy = SyncFacade("the proxy", at_exit=nothing)
+            self._told = self._facade_of_proxy.call(
                 self._proxied, timeout=5, stop="proxy"
             )
 

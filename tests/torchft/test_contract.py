@@ -216,7 +216,7 @@ class TestPoint4Threads:
             return source.statistics()
 
         with pytest.raises(LocalProtocolError, match="its own thread"):
-            source._portal.call(ask, timeout=1, stop="ask")
+            source._facade.call(ask, timeout=1, stop="ask")
 
 
 class TestPoint5Send:
@@ -363,14 +363,14 @@ class TestPoint8Disallow:
     ) -> None:
         """One that comes between a send's first steps leaves it to the next one."""
         source = make(zero_copy=True)
-        call = source._portal.call
+        call = source._facade.call
 
         def overtaken(*args: Any, stop: str, **options: Any) -> Any:
             if stop == "stage":
                 source.disallow_checkpoint()
             return call(*args, stop=stop, **options)
 
-        monkeypatch.setattr(source._portal, "call", overtaken)
+        monkeypatch.setattr(source._facade, "call", overtaken)
         send(source, 1, state())
         source.disallow_checkpoint()
         assert source.statistics().step is None
@@ -381,15 +381,15 @@ class TestPoint8Disallow:
         """What is offered does not stay so because the loop was busy once."""
         source = make()
         send(source, 1, state())
-        call = source._portal.call
+        call = source._facade.call
 
         def fail(*_: object, **__: object) -> None:
             raise TransferTimeoutError("retract", 1.0)
 
-        monkeypatch.setattr(source._portal, "call", fail)
+        monkeypatch.setattr(source._facade, "call", fail)
         source.disallow_checkpoint()
         assert "retracting failed" in caplog.text
-        monkeypatch.setattr(source._portal, "call", call)
+        monkeypatch.setattr(source._facade, "call", call)
         source.disallow_checkpoint()
         assert source.statistics().step is None
 
@@ -621,7 +621,7 @@ class TestPoint15Shutdown:
             source.shutdown(wait=False)
             assert time.monotonic() - started < 1
             until(lambda: not reachable(source))
-            until(lambda: not source._portal._thread.is_alive())
+            until(lambda: not source._facade._thread.is_alive())
 
     def test_waiting_it_ends_threads_and_sockets(self, make: Make) -> None:
         """When it returns, not a moment later."""
@@ -629,7 +629,7 @@ class TestPoint15Shutdown:
         send(source, 1, state())
         source.shutdown(wait=True)
         assert not reachable(source)
-        assert not source._portal._thread.is_alive()
+        assert not source._facade._thread.is_alive()
 
     def test_twice_in_any_way(self, make: Make) -> None:
         """Nothing happens then."""

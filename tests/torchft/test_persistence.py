@@ -20,7 +20,7 @@ from aiockpt.errors import (
     TransferStalledError,
     TransferTimeoutError,
 )
-from aiockpt.torchft.persistence import passes, receive
+from aiockpt.torchft.adapter import passes, receive
 
 pytestmark = pytest.mark.asyncio
 

@@ -172,7 +172,7 @@ def test_an_end_that_is_interrupted(
     with stuck_reader(source) as stuck:
         with interrupting(monkeypatch, lambda: True):
             source.shutdown()
-        until(lambda: not source._portal._thread.is_alive())
+        until(lambda: not source._facade._thread.is_alive())
         stuck.settimeout(PATIENCE)
         with suppress(ConnectionError):
             while stuck.recv(1 << 20):
