@@ -1,4 +1,4 @@
-"""map_in_threads: threads that go from item to item, and what the loop hears of it."""
+"""Tasks of one call: what they return and raise, and threads that share many items."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from aiockpt.runtime import tasks as _tasks
 from aiockpt.runtime.bridge import Bridge, Inline
-from aiockpt.runtime.tasks import Over, map_in_threads
+from aiockpt.runtime.tasks import Over, beside, map_in_threads, run_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -215,3 +215,63 @@ class TestEnds:
 
         with pytest.raises(LookupError):
             await map_in_threads(bridge, 2, lambda item, _: item, range(10), report)
+
+
+async def _fail() -> None:
+    """Fail as a port does that translates an error of the system."""
+    try:
+        raise ConnectionRefusedError(111, "refused")
+    except OSError as error:
+        raise ValueError("no peer") from error
+
+
+async def _wait() -> None:
+    await asyncio.sleep(LONG)
+
+
+class TestTogether:
+    """Jobs that run at once in one call."""
+
+    async def test_results_keep_the_order_of_the_jobs(self) -> None:
+        """Whichever ends first."""
+
+        async def late() -> int:
+            await asyncio.sleep(0.01)
+            return 1
+
+        async def early() -> int:
+            return 2
+
+        assert await run_all([late, early]) == [1, 2]
+
+    async def test_a_failure_keeps_its_cause(self) -> None:
+        """Callers look for a refused connection among the causes."""
+        with pytest.raises(ValueError, match="no peer") as caught:
+            await run_all([_wait, _fail])
+        assert isinstance(caught.value.__cause__, ConnectionRefusedError)
+
+    async def test_a_failure_of_what_runs_beside_ends_the_block(self) -> None:
+        """It comes out alone, with its own cause."""
+        with pytest.raises(ValueError, match="no peer") as caught:
+            async with beside(_fail):
+                await _wait()
+        assert isinstance(caught.value.__cause__, ConnectionRefusedError)
+
+    async def test_a_failure_of_the_block_ends_what_runs_beside(self) -> None:
+        """Both have ended then."""
+        ended: list[bool] = []
+
+        async def job() -> None:
+            try:
+                await _wait()
+            finally:
+                ended.append(True)
+
+        async def block() -> None:
+            async with beside(job):
+                await asyncio.sleep(0)
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            await block()
+        assert ended == [True]

@@ -23,6 +23,7 @@ from itertools import islice
 from typing import Any, Final, TypeAlias, TypeVar
 
 import anyio
+from anyio.abc import TaskGroup
 
 from aiockpt.runtime.bridge import Bridge, Inline
 
@@ -73,15 +74,9 @@ async def run_all(
     async def run(at: int, job: Callable[[], Coroutine[Any, Any, object]]) -> None:
         results[at] = await job()
 
-    try:
-        async with anyio.create_task_group() as group:
-            for at, job in enumerate(jobs):
-                group.start_soon(run, at, job)
-    except BaseExceptionGroup as failures:
-        first, *others = _leaves(failures)
-        for other in others:
-            first.add_note(f"also failed: {other}")
-        raise first from failures
+    async with _task_group() as group:
+        for at, job in enumerate(jobs):
+            group.start_soon(run, at, job)
     return [results[at] for at in range(len(results))]
 
 
@@ -91,18 +86,25 @@ async def beside(job: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[
 
     The first failure cancels the other, and is raised alone. If cancelled, both are.
     """
+    async with _task_group() as group:
+        group.start_soon(job)
+        yield
+
+
+@asynccontextmanager
+async def _task_group() -> AsyncIterator[TaskGroup]:
+    """Open a task group whose first failure is raised alone, with its own cause."""
     failed: BaseException | None = None
     try:
         async with anyio.create_task_group() as group:
-            group.start_soon(job)
-            yield
+            yield group
     except BaseExceptionGroup as failures:
         failed, *others = _leaves(failures)
         for other in others:
             failed.add_note(f"also failed: {other}")
     try:
         if failed is not None:
-            raise failed  # not from the group, which would hide its own cause
+            raise failed  # not from the group, which would replace its own cause
     finally:
         del failed  # its traceback has this frame
 
