@@ -28,7 +28,7 @@ from aiockpt.http.protocol import Lease, Source, parse_address
 from aiockpt.memory.arena import Memory
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.sync_facade import run_blocking
-from aiockpt.transfer.landing import Landing
+from aiockpt.transfer.placement import Placement
 from aiockpt.transfer.segment import Segment
 from aiockpt.transfer.source import OnBytes, Verify
 
@@ -86,14 +86,14 @@ class PeerSource:
         return f"<PeerSource {self._manifest}>"
 
     def read(
-        self, landing: Landing, *, verify: Verify, on_bytes: OnBytes | None
+        self, placement: Placement, *, verify: Verify, on_bytes: OnBytes | None
     ) -> None:
-        """Fetch the chunks that ``landing`` wants bytes of."""
+        """Fetch the chunks that ``placement`` wants bytes of."""
         del verify
-        chunks = chunks_over(self._manifest.grid, landing.ranges)
-        fetch = self._peer.fetch(self._manifest, landing.memory, chunks, on_bytes)
+        chunks = chunks_over(self._manifest.grid, placement.ranges)
+        fetch = self._peer.fetch(self._manifest, placement.memory, chunks, on_bytes)
         run_blocking(fetch)
-        landing.load(landing.ranges, host=False)
+        placement.load(placement.ranges, host=False)
 
 
 @dataclass(frozen=True, slots=True)

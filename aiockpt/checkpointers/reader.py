@@ -19,8 +19,8 @@ from aiockpt.memory.device import PortFor, port_for
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.state.selection import Select, Selection
 from aiockpt.storage.directory import StrPath
-from aiockpt.transfer.landing import Landing, Ranges, VerifyOnly
 from aiockpt.transfer.partial import PartialLoad, state_over
+from aiockpt.transfer.placement import Placement, Ranges, VerifyOnly
 from aiockpt.transfer.segment import check_memory
 from aiockpt.transfer.source import OnBytes, SegmentSource, Verify, check_verify
 
@@ -159,8 +159,8 @@ def _whole(found: Found, how: Reading) -> object:
             _verify(source, ranges, how)
         elif ranges:
             check_memory(ranges, how.limits)
-            landing = Landing(segment, ranges)
-            source.read(landing, verify=how.verify, on_bytes=how.on_bytes)
+            placement = Placement(segment, ranges)
+            source.read(placement, verify=how.verify, on_bytes=how.on_bytes)
     return state_over(found.segments, found.values)
 
 
@@ -168,8 +168,8 @@ def _verify(source: SegmentSource, ranges: Ranges, how: Reading) -> None:
     """Compare the digests of what is mapped already."""
     segment = source.segment
     if how.verify != "none" and segment.manifest.digests:
-        landing = VerifyOnly(segment, ranges)
-        source.read(landing, verify=how.verify, on_bytes=how.on_bytes)
+        placement = VerifyOnly(segment, ranges)
+        source.read(placement, verify=how.verify, on_bytes=how.on_bytes)
 
 
 class _Load:
@@ -185,7 +185,7 @@ class _Load:
         """Read what is wanted, to where it is wanted."""
         how = self._how
         for source in self._found.sources:
-            values = Landing(source.segment, source.segment.value_ranges())
+            values = Placement(source.segment, source.segment.value_ranges())
             if values.ranges and not source.segment.is_there:
                 source.read(values, verify=how.verify, on_bytes=how.on_bytes)
         self._part.plan()
@@ -201,15 +201,15 @@ class _Load:
         return self._part.finish(), missing
 
     def _read(self) -> None:
-        how, landings = self._how, self._part.place()
-        check_memory((each for one in landings for each in one.ranges), how.limits)
+        how, placements = self._how, self._part.place()
+        check_memory((each for one in placements for each in one.ranges), how.limits)
         self._part.begin()
-        for source, landing in zip(self._found.sources, landings, strict=True):
+        for source, placement in zip(self._found.sources, placements, strict=True):
             if source.segment.is_there:
-                _verify(source, landing.ranges, how)
-                landing.load(landing.ranges, host=True)
-            elif landing.ranges:
-                source.read(landing, verify=how.verify, on_bytes=how.on_bytes)
+                _verify(source, placement.ranges, how)
+                placement.load(placement.ranges, host=True)
+            elif placement.ranges:
+                source.read(placement, verify=how.verify, on_bytes=how.on_bytes)
 
     def _report(self, missing: list[str], *, strict: bool) -> None:
         if missing and strict:

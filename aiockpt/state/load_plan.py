@@ -1,6 +1,6 @@
 """Which bytes of a checkpoint belong into which memory, as its values tell.
 
-`Filling` walks the values of a checkpoint beside a template or a selection, and finds
+`ValueWalk` walks the values of a checkpoint beside a template or a selection, and finds
 out what is wanted, and where. `LoadPlanner` takes that down, tensor by tensor. A dense
 tensor of a template, in host memory or on a device, gets its bytes straight from the
 source, if it is alone in its entry. Everything else arrives in the arena of the data
@@ -32,7 +32,7 @@ from aiockpt.state.distributed import has_version, take_apart
 from aiockpt.state.nodes import opened
 from aiockpt.state.selection import Selection, below, item
 
-__all__ = ["PLAIN", "Filling", "LoadPlan", "LoadPlanner"]
+__all__ = ["PLAIN", "LoadPlan", "LoadPlanner", "ValueWalk"]
 
 _NOTHING: Final = object()
 
@@ -305,23 +305,26 @@ def _like(tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     return replica.requires_grad_() if tensor.requires_grad else replica
 
 
-class Filling(Containers):
-    """One load's plan; ``missing`` lists what the template has and is not there.
+class ValueWalk(Containers):
+    """Walks a checkpoint's values beside a template, and has what is wanted planned.
 
     Args:
         selection: What is wanted.
-        wants: Takes down what is to be read.
+        planner: Takes down what is to be read.
+
+    Attributes:
+        missing: The keys of the template that the checkpoint lacks.
     """
 
-    def __init__(self, selection: Selection, wants: LoadPlanner) -> None:
+    def __init__(self, selection: Selection, planner: LoadPlanner) -> None:
         super().__init__()
         self.missing: list[str] = []
         self._selection = selection
-        self._wants = wants
+        self._planner = planner
         self._in_leaf = 0  # in what is selected as a whole
 
     def __repr__(self) -> str:
-        return f"<Filling missing={len(self.missing)}>"
+        return f"<ValueWalk missing={len(self.missing)}>"
 
     def plan(self, template: object | None, found: object) -> object:
         """Return what the load returns, once `finish` has been called.
@@ -372,9 +375,9 @@ class Filling(Containers):
     def _wanted(self, tensor: torch.Tensor) -> torch.Tensor:
         parts = _parts(tensor)
         if parts is None:
-            return self._wants.take(tensor)
+            return self._planner.take(tensor)
         for part in parts.tensors:
-            self._wants.keep(part)
+            self._planner.keep(part)
         return tensor
 
     def _into(self, target: object, value: object, path: str) -> object:
@@ -452,7 +455,7 @@ class Filling(Containers):
             _check_tensor(target, value, path)
         if mine is None and theirs is None:
             _check_layout(target, path)
-            self._wants.fill(target, value)
+            self._planner.fill(target, value)
             return target
         if mine is None or theirs is None or not _same_layout(mine, theirs):
             kinds = [
@@ -463,7 +466,7 @@ class Filling(Containers):
             raise TemplateMismatchError(path, expected=expected, actual=actual)
         for own, part in zip(mine.tensors, theirs.tensors, strict=True):
             _check_tensor(own, part, path)
-            self._wants.fill(own, part, whole=target)
+            self._planner.fill(own, part, whole=target)
         return target
 
 

@@ -25,7 +25,7 @@ from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.storage.checkpoint_file import header_of
 from aiockpt.storage.files import after, named
-from aiockpt.transfer.landing import Landing, Ranges, Spare
+from aiockpt.transfer.placement import Placement, Ranges, Spare
 from aiockpt.transfer.segment import Segment
 from aiockpt.transfer.source import OnBytes, Verify
 
@@ -102,9 +102,9 @@ class FileSource:
         return f"<FileSource {self._path}>"
 
     def read(
-        self, landing: Landing, *, verify: Verify, on_bytes: OnBytes | None = None
+        self, placement: Placement, *, verify: Verify, on_bytes: OnBytes | None = None
     ) -> None:
-        """Read what ``landing`` wants. ``on_bytes`` may raise, which ends the reading.
+        """Read what ``placement`` wants; what ``on_bytes`` raises ends the reading.
 
         A file of another tool has no digests, so nothing of it is verified.
 
@@ -113,9 +113,11 @@ class FileSource:
             IntegrityError: a chunk has another digest; its bytes may have been
                 written.
         """
-        spans = [*_spans(self._manifest, landing.ranges, verify)]
+        spans = [*_spans(self._manifest, placement.ranges, verify)]
         with named(self._path):
-            _Reading(self._path, self._fd, self._manifest, landing, on_bytes).run(spans)
+            _Reading(self._path, self._fd, self._manifest, placement, on_bytes).run(
+                spans
+            )
 
 
 def manifest_of_file(path: Path, fd: int, *, limits: Limits) -> Manifest:
@@ -186,11 +188,11 @@ class _Reading:
         path: Path,
         fd: int,
         manifest: Manifest,
-        landing: Landing,
+        placement: Placement,
         on_bytes: OnBytes | None,
     ) -> None:
         self._path, self._fd, self._manifest = path, fd, manifest
-        self._landing = landing
+        self._placement = placement
         self._on_bytes = on_bytes
         self._telling = threading.Lock()
         self._failures: list[BaseException] = []
@@ -210,7 +212,7 @@ class _Reading:
 
     def _work(self, remaining: Iterator[_Span]) -> None:
         try:
-            spare = self._landing.spare(_BLOCK)
+            spare = self._placement.spare(_BLOCK)
             try:
                 for span in remaining:
                     if self._failures:
@@ -224,13 +226,13 @@ class _Reading:
     def _read(self, span: _Span, spare: Spare) -> None:
         hasher = ChunkHasher(self._manifest.grid, self._manifest.digests)
         base = self._manifest.header_bytes
-        self._landing.prepare(span.start, span.stop)
+        self._placement.prepare(span.start, span.stop)
         for start in range(span.start, span.stop, _BLOCK):
             stop = min(start + _BLOCK, span.stop)
-            views = self._landing.views(start, stop, spare)
+            views = self._placement.views(start, stop, spare)
             self._fill(views, base + start)
             hashed = hasher.update(start, *views) if span.verified else ()
-            spare.landed(self._landing, start, stop)
+            spare.landed(self._placement, start, stop)
             self._tell(stop - start)
             for chunk in hashed:
                 if not chunk.matches:

@@ -14,10 +14,10 @@ import torch
 
 from aiockpt.memory.device import PortFor
 from aiockpt.runtime.system import collector_paused
-from aiockpt.state.load_plan import Filling, LoadPlanner
+from aiockpt.state.load_plan import LoadPlanner, ValueWalk
 from aiockpt.state.nodes import decoders_for
 from aiockpt.state.selection import Selection
-from aiockpt.transfer.landing import PlannedLanding
+from aiockpt.transfer.placement import PlannedPlacement
 from aiockpt.transfer.segment import Segment
 
 __all__ = ["PartialLoad", "state_over"]
@@ -35,7 +35,7 @@ class PartialLoad:
         ports: Finds the port of a device.
 
     Attributes:
-        landings: Of each segment, once there is a plan.
+        placements: Of each segment, once there is a plan.
         result: The state dict, once there is a plan; `finish` completes it.
     """
 
@@ -49,12 +49,12 @@ class PartialLoad:
         device: torch.device | None,
         ports: PortFor,
     ) -> None:
-        self.landings: Sequence[PlannedLanding] = ()
+        self.placements: Sequence[PlannedPlacement] = ()
         self.result: object = None
         self._segments, self._values = segments, values
         self._template, self._ports = template, ports
         self._planner = LoadPlanner(segments, device=device)
-        self._filling = Filling(selection, self._planner)
+        self._walk = ValueWalk(selection, self._planner)
 
     def __repr__(self) -> str:
         return f"<PartialLoad {self._planner}>"
@@ -67,11 +67,11 @@ class PartialLoad:
     @property
     def missing(self) -> Sequence[str]:
         """The keys of the template that the checkpoint lacks."""
-        return self._filling.missing
+        return self._walk.missing
 
     def unmet(self) -> list[str]:
         """Return what was wanted, and was not found or has no place in the template."""
-        return self._filling.unmet()
+        return self._walk.unmet()
 
     def plan(self) -> None:
         """Find out what is wanted; the bytes of values must be there.
@@ -83,18 +83,18 @@ class PartialLoad:
         """
         with collector_paused():  # there may be 100,000 tensors
             found = state_over(self._segments, self._values, self._template)
-            self.result = self._filling.plan(self._template, found)
+            self.result = self._walk.plan(self._template, found)
 
-    def place(self) -> Sequence[PlannedLanding]:
+    def place(self) -> Sequence[PlannedPlacement]:
         """Return where the bytes of each segment go.
 
         The copies to a device wait for what this thread has given it until now.
         """
-        self.landings = [
-            PlannedLanding(segment, plan, self._ports)
+        self.placements = [
+            PlannedPlacement(segment, plan, self._ports)
             for segment, plan in zip(self._segments, self._planner.plans(), strict=True)
         ]
-        return self.landings
+        return self.placements
 
     def begin(self) -> None:
         """Say that the template changes from now on."""
@@ -103,7 +103,7 @@ class PartialLoad:
     def finish(self) -> object:
         """Put in its place what did not arrive there; return the state dict."""
         self._planner.finish()
-        self._filling.finish()
+        self._walk.finish()
         return self.result
 
 

@@ -18,8 +18,8 @@ from aiockpt.memory.arena import Arena, Memory
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.state.selection import Select, Selection, pruned
 from aiockpt.transfer.destination import Terms
-from aiockpt.transfer.landing import PlannedLanding
 from aiockpt.transfer.partial import PartialLoad
+from aiockpt.transfer.placement import PlannedPlacement
 from aiockpt.transfer.segment import Segment, check_memory
 
 __all__ = ["Selected"]
@@ -71,7 +71,7 @@ class Selected:
             device=None,
             ports=terms.ports,
         )
-        self._landing: PlannedLanding | None = None
+        self._placement: PlannedPlacement | None = None
         self.arena = self._segment.arena
         self.memory: Memory = self.arena
         self.values: Sequence[int] = self._chunks(self._segment.value_ranges())
@@ -92,17 +92,17 @@ class Selected:
         """
         self._load.plan()
         self._check_met()
-        (self._landing,) = self._load.place()
-        wanted = self._chunks(self._landing.ranges)
+        (self._placement,) = self._load.place()
+        wanted = self._chunks(self._placement.ranges)
         known = {*self.values}
         self._check_memory({*known, *wanted})
         if self._terms.direct:
-            self.memory = self._landing.memory
+            self.memory = self._placement.memory
         return [chunk for chunk in wanted if chunk not in known]
 
     def begin(self) -> None:
         """Say that the template changes from now on, if it does."""
-        if self._terms.direct and self._landing is not None:
+        if self._terms.direct and self._placement is not None:
             self._load.begin()
 
     @asynccontextmanager
@@ -123,9 +123,9 @@ class Selected:
 
     async def load(self) -> None:
         """Bring to the template what is not there yet, and the values."""
-        assert self._landing is not None
+        assert self._placement is not None
         # What devices were given before comes first.
-        self._landing.fence()
+        self._placement.fence()
         await self._bridge.run(self._finish)
 
     def abandon(self) -> None:
@@ -138,15 +138,15 @@ class Selected:
             self._bridge.post(self.arena.empty)
 
     def _finish(self) -> None:
-        landing, grid = self._landing, self._segment.manifest.grid
-        assert landing is not None
+        placement, grid = self._placement, self._segment.manifest.grid
+        assert placement is not None
         if not self._terms.direct:
             self._load.begin()
-            landing.load(landing.ranges, host=True)
+            placement.load(placement.ranges, host=True)
         else:
             # Values came before anybody knew what else of their chunks is wanted.
-            landing.load([grid.range(chunk) for chunk in self.values], host=True)
-            landing.load(landing.ranges, host=False)
+            placement.load([grid.range(chunk) for chunk in self.values], host=True)
+            placement.load(placement.ranges, host=False)
         self._load.finish()
 
     def _check_met(self) -> None:

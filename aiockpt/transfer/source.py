@@ -11,7 +11,7 @@ from typing import Literal, Protocol, TypeAlias, TypeVar, get_args
 
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.memory.arena import Arena, Memory
-from aiockpt.transfer.landing import Landing
+from aiockpt.transfer.placement import Placement
 from aiockpt.transfer.segment import Segment
 
 __all__ = [
@@ -110,9 +110,9 @@ class SegmentSource(Protocol):
         """The data segment, whose bytes `read` brings."""
 
     def read(
-        self, landing: Landing, *, verify: Verify, on_bytes: OnBytes | None
+        self, placement: Placement, *, verify: Verify, on_bytes: OnBytes | None
     ) -> None:
-        """Read what ``landing`` wants to where it belongs.
+        """Read what ``placement`` wants to where it belongs.
 
         ``on_bytes`` is told how many bytes were read; what it raises ends the reading.
 

@@ -1,6 +1,6 @@
 """Where the bytes of one data segment go while a source brings them.
 
-A thread that reads block by block asks a `Landing` for the memory of each block, and
+A thread that reads block by block asks a `Placement` for the memory of each block, and
 says when the bytes are there. What a device gets passes through spare memory of the
 thread, in turns. Bytes that nobody wants go there, too, and are forgotten.
 """
@@ -18,7 +18,7 @@ from aiockpt.memory.device import Event, Port, PortFor
 from aiockpt.state.load_plan import LoadPlan
 from aiockpt.transfer.segment import Segment
 
-__all__ = ["Landing", "PlannedLanding", "Ranges", "Spare", "VerifyOnly"]
+__all__ = ["Placement", "PlannedPlacement", "Ranges", "Spare", "VerifyOnly"]
 
 _TURNS: Final = 2
 
@@ -26,7 +26,7 @@ Ranges = Sequence[tuple[int, int]]
 """Half-open ranges of a data segment: ascending and apart."""
 
 
-class Landing:
+class Placement:
     """Ranges that are wanted, and the memory that their bytes belong to.
 
     Args:
@@ -87,7 +87,7 @@ class Landing:
         return found
 
 
-class VerifyOnly(Landing):
+class VerifyOnly(Placement):
     """Ranges that are read to compare their digests, and forgotten."""
 
     def prepare(self, start: int, stop: int) -> None:
@@ -98,7 +98,7 @@ class VerifyOnly(Landing):
         return [spare.turn(stop - start)]
 
 
-class PlannedLanding(Landing):
+class PlannedPlacement(Placement):
     """What a `LoadPlan` wants of a segment, and where it says.
 
     Args:
@@ -176,10 +176,10 @@ class Spare:
         self._wait(self._now)
         return self._arenas[self._now].buffer[:nbytes]
 
-    def landed(self, landing: Landing, start: int, stop: int) -> None:
+    def landed(self, placement: Placement, start: int, stop: int) -> None:
         """Send on to devices what is in the last `turn`."""
         window = self._tensors[self._now][: stop - start]
-        self._sent[self._now] += landing.send(start, stop, window)
+        self._sent[self._now] += placement.send(start, stop, window)
 
     def close(self) -> None:
         """Wait for the copies to devices; unmap."""

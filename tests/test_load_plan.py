@@ -1,0 +1,159 @@
+"""The plan of a load: which entries go straight to a template, and which do not."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiockpt.checkpointers import make_sync_checkpointer
+from aiockpt.format.limits import FILE_LIMITS
+from aiockpt.state.load_plan import LoadPlan, LoadPlanner, ValueWalk
+from aiockpt.state.selection import Select, Selection
+from aiockpt.storage.checkpoint_file import opened
+from aiockpt.storage.directory import checkpoint_at
+from aiockpt.storage.read import FileSource, manifest_of_file
+
+State = dict[str, Any]
+
+
+def save(place: Path, state: State) -> Path:
+    """Save a state; return the file that holds it."""
+    with make_sync_checkpointer() as checkpointer:
+        checkpointer.save(state, place)
+    return checkpoint_at(place).file_of(0)
+
+
+def planned(file: Path, template: Any, select: Select | None = None) -> LoadPlan:
+    """Plan a load of a file into a template."""
+    with opened(file) as fd:
+        source = FileSource(
+            file,
+            fd,
+            manifest_of_file(file, fd, limits=FILE_LIMITS),
+            limits=FILE_LIMITS,
+            allow_pickle=False,
+            mapped=False,
+        )
+        planner = LoadPlanner([source.segment], device=None)
+        walk = ValueWalk(Selection(select), planner)
+        walk.plan(template, source.segment.assemble())
+        [plan] = planner.plans()
+        return plan
+
+
+def two() -> State:
+    """Two tensors of their own."""
+    return {"a": torch.ones(4), "b": torch.ones(8)}
+
+
+def tied() -> State:
+    """One tensor under two names."""
+    weight = torch.ones(4)
+    return {"a": weight, "b": weight}
+
+
+def views() -> State:
+    """Two halves of one storage."""
+    whole = torch.ones(8)
+    return {"a": whole[:4], "b": whole[4:]}
+
+
+def overlapping() -> State:
+    """Two tensors that overlap in memory."""
+    whole = torch.ones(12)
+    return {"a": whole[:4], "b": whole[2:10]}
+
+
+def strided() -> State:
+    """The first tensor is a column."""
+    return {"a": torch.ones(4, 2)[:, 0], "b": torch.ones(8)}
+
+
+CASES: dict[str, tuple[Callable[[], State], Callable[[], State | None], int, int]] = {
+    # name: (what was saved, the template, straight entries, kept entries)
+    "alike": (two, two, 2, 0),
+    "no template": (two, lambda: None, 0, 2),
+    "a key": (two, lambda: {"b": torch.zeros(8)}, 1, 0),
+    "a place without a tensor": (two, lambda: {"a": None, "b": torch.zeros(8)}, 1, 1),
+    "tied in both": (tied, tied, 1, 0),
+    "tied in the checkpoint": (
+        tied,
+        lambda: {"a": torch.zeros(4), "b": torch.zeros(4)},
+        0,
+        1,
+    ),
+    "views that are apart": (views, views, 2, 0),
+    "overlapping in both": (overlapping, overlapping, 0, 1),
+    "overlapping in the template": (two, overlapping, 0, 2),
+    "strided in the template": (two, strided, 1, 1),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_entry_is_straight_only_where_it_is_alone(tmp_path: Path, case: str) -> None:
+    """Everything else is kept in the arena, and copied at the end."""
+    saved, template, straight, kept = CASES[case]
+    plan = planned(save(tmp_path / "c", saved()), template())
+    assert sum(size > 0 for size in plan.backings.sizes) == straight
+    assert sum(plan.kept) == kept
+
+
+def test_only_what_is_selected_is_read(tmp_path: Path) -> None:
+    """Ranges are those of the tensor, and neighbours are joined."""
+    file = save(tmp_path / "c", {name: torch.ones(16) for name in "abc"})
+    assert planned(file, None, ["b"]).ranges == [(64, 128)]
+    assert planned(file, None, ["a", "b"]).ranges == [(0, 128)]
+    assert planned(file, None, ["a", "c"]).ranges == [(0, 64), (128, 192)]
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[State, State]:
+    """Draw a state, and a template with the same shapes and any sharing."""
+
+    def drawn(fill: int) -> State:
+        whole = torch.arange(64) * fill
+        return {f"{n}": _placed(draw, whole, size) for n, size in enumerate(sizes)}
+
+    sizes = draw(st.lists(st.integers(0, 8), min_size=1, max_size=5))
+    state = drawn(1)
+    template: State = {}
+    for name, value in state.items():
+        kind = draw(st.sampled_from(["dense", "strided", "missing", "none"]))
+        if kind == "dense":
+            template[name] = torch.zeros_like(value)
+        elif kind == "strided":
+            template[name] = torch.zeros(len(value), 3, dtype=value.dtype)[:, 1]
+        elif kind == "none":
+            template[name] = None
+    return state, template
+
+
+def _placed(draw: st.DrawFn, whole: torch.Tensor, size: int) -> torch.Tensor:
+    """Return a part of one storage, or a tensor of its own."""
+    start = draw(st.integers(0, 16))
+    part = whole[start : start + size]
+    return part if draw(st.booleans()) else part.clone()
+
+
+@settings(max_examples=60, deadline=None)
+@given(pairs(), st.booleans())
+def test_a_template_holds_what_was_saved(
+    pair: tuple[State, State],
+    mmap: bool,
+) -> None:
+    """Whatever shares memory, and whatever the template lacks."""
+    state, template = pair
+    with tempfile.TemporaryDirectory() as place, make_sync_checkpointer() as loader:
+        loader.save(state, f"{place}/c")
+        own = {name: value for name, value in template.items() if value is not None}
+        got = loader.load(f"{place}/c", template, mmap=mmap)
+        assert got is template
+        assert all(torch.equal(got[name], state[name]) for name in template)
+        assert all(got[name] is value for name, value in own.items())
