@@ -36,7 +36,6 @@ __all__ = [
     "Frame",
     "assemble",
     "check_meshes",
-    "entry_tensors",
     "parts_over",
     "tensors_over",
 ]
@@ -64,7 +63,7 @@ def tensors_over(
             dtype, or its size overflows.
     """
     with collector_paused(), _blaming_the_manifest():
-        tensors = entry_tensors(manifest.entries, buffer, base=base)
+        tensors = _entry_tensors(manifest.entries, buffer, base=base)
         for number, data in (away or {}).items():
             tensors[number] = _typed(manifest.entries[number], data)
         bases = tensors.copy()
@@ -122,7 +121,7 @@ def _blaming_the_manifest() -> Iterator[None]:
         raise RemoteProtocolError(f"a tensor of the manifest: {error}") from error
 
 
-def entry_tensors(
+def _entry_tensors(
     entries: Entries, buffer: mmap | memoryview, *, base: int = 0
 ) -> list[torch.Tensor]:
     """Return the dense tensor of every entry."""

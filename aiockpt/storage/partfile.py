@@ -24,7 +24,7 @@ from aiockpt.errors import StorageError
 from aiockpt.format.header import LENGTH_BYTES, PREFIX
 from aiockpt.format.manifest import Manifest
 from aiockpt.storage.checkpoint_file import digest_of
-from aiockpt.storage.files import named, rename_to_new, sync_directory
+from aiockpt.storage.files import is_at, named, rename_to_new, sync_directory
 
 __all__ = ["TAKEN", "PartFile", "check_target"]
 
@@ -174,20 +174,13 @@ def _open_locked(path: Path) -> int:
         fd = os.open(path, flags, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(path, fd):
+            if is_at(path, fd):
                 return fd
         except BlockingIOError:
             os.close(fd)
             detail = "another process is receiving into it"
             raise StorageError(str(path), detail) from None
         os.close(fd)
-
-
-def _is_at(path: Path, fd: int) -> bool:
-    """Tell whether the file was not renamed or removed while we locked it."""
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
-    return False
 
 
 def _check_ours(path: Path, fd: int) -> None:

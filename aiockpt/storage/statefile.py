@@ -6,7 +6,6 @@ writing to a tensor does not change the file.
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 import zipfile
@@ -16,17 +15,10 @@ from pathlib import Path
 import torch
 
 from aiockpt.errors import StorageError
-from aiockpt.format.dtypes import CODE_BITS, CODES
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import ForeignHeader, Manifest
-from aiockpt.state.rebuild import Frame, assemble, entry_tensors, tensors_over
-from aiockpt.storage.checkpoint_file import (
-    chunk_errors,
-    header_of,
-    is_of_torch,
-    opened,
-)
+from aiockpt.storage.checkpoint_file import chunk_errors, is_of_torch, opened
 from aiockpt.storage.files import named
+from aiockpt.storage.read import FileSource, manifest_of_file
 
 __all__ = ["StateFile", "is_torch_file", "load_torch", "read_state_file"]
 
@@ -53,34 +45,15 @@ def read_state_file(path: Path, *, limits: Limits) -> StateFile:
     with opened(path) as fd:
         if is_torch_file(path, fd):
             return StateFile(load_torch(path, fd), None)
-        header = header_of(path, fd, limits=limits)
-        if isinstance(header, ForeignHeader):
-            return StateFile(_read_foreign(path, fd, header), None)
-        return StateFile(_read_ours(path, fd, header, limits), header.step)
-
-
-def _read_foreign(
-    path: Path, fd: int, header: ForeignHeader
-) -> dict[str, torch.Tensor]:
-    for name, entry in zip(header.names, header.entries, strict=True):
-        if CODE_BITS[entry.dtype] % 8 or entry.dtype not in CODES:
-            detail = f"tensor {name} has dtype {entry.dtype}, which is not supported"
-            raise StorageError(str(path), detail)
-    tensors = entry_tensors(header.entries, _map(path, fd), base=header.header_bytes)
-    return dict(zip(header.names, tensors, strict=True))
-
-
-def _read_ours(path: Path, fd: int, manifest: Manifest, limits: Limits) -> object:
-    # Whoever stages what was read computes new digests, which would cover up damage.
-    for error in chunk_errors(path, fd, manifest):
-        raise error
-    tensors = tensors_over(manifest, _map(path, fd), base=manifest.header_bytes)
-    return assemble(Frame.of(manifest), tensors, limits=limits)
-
-
-def _map(path: Path, fd: int) -> mmap.mmap:
-    with named(path):
-        return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+        manifest = manifest_of_file(path, fd, limits=limits)
+        # Whoever stages what was read computes new digests, which would hide damage.
+        for error in chunk_errors(path, fd, manifest):
+            raise error
+        source = FileSource(
+            path, fd, manifest, limits=limits, allow_pickle=False, mapped=True
+        )
+        step = manifest.step if manifest.snapshot_id else None
+        return StateFile(source.segment.assemble(), step)
 
 
 def is_torch_file(path: Path, fd: int) -> bool:
