@@ -100,7 +100,8 @@ class Spy:
         way = [row for task in tasks for row in awaited(task)]
         if threading.get_ident() != self._main and not self._runs_a_loop(self._main):
             way += stack(sys._current_frames().get(self._main))
-        way = list(dict.fromkeys([*way, *here]))
+        # A function that several threads or tasks are in is read once.
+        way = list({row.split()[1]: row for row in [*way, *here]}.values())
         if len(way) > len(self.longest):
             self.longest = way
 
