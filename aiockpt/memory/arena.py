@@ -196,24 +196,23 @@ class PageChooser:
         if every and start < first:
             touch(start, first, self._huge)
         for at in range(first, stop, _STRIDE):
-            self._map_stride(touch, at, min(at + _STRIDE, stop), every=every)
-
-    def _map_stride(self, touch: Touch, at: int, stop: int, *, every: bool) -> None:
-        self._settled -= stop - at
-        if self._settled <= 0:
-            self._huge = True
-        if not self._huge:
-            touch(at, stop, False)  # noqa: FBT003 - the kind of the pages
-            return
-        sampled = at + _SAMPLE
-        took = touch(at, sampled, True)  # noqa: FBT003
-        if took > _QUICK and self._settled <= 0 and sampled + _SAMPLE <= stop:
-            self._settled = self._distance
-            self._distance = min(2 * self._distance, _COMPARE[1])
-            self._huge = touch(sampled, sampled + _SAMPLE, False) >= took  # noqa: FBT003
-            sampled += _SAMPLE
-        if sampled < stop and (every or took > _QUICK):
-            touch(sampled, stop, self._huge)
+            end = min(at + _STRIDE, stop)
+            self._settled -= end - at
+            if self._settled <= 0:
+                self._huge = True
+            if not self._huge:
+                touch(at, end, False)  # noqa: FBT003 - the kind of the pages
+                continue
+            sampled = at + _SAMPLE
+            took = touch(at, sampled, True)  # noqa: FBT003
+            if took > _QUICK and self._settled <= 0 and sampled + _SAMPLE <= end:
+                self._settled = self._distance
+                self._distance = min(2 * self._distance, _COMPARE[1])
+                small = touch(sampled, sampled + _SAMPLE, False)  # noqa: FBT003
+                self._huge = small >= took
+                sampled += _SAMPLE
+            if sampled < end and (every or took > _QUICK):
+                touch(sampled, end, self._huge)
 
 
 class Arena:
