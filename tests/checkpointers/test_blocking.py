@@ -153,6 +153,8 @@ class TestSave:
     ) -> None:
         """Ctrl-C ends the wait for earlier saves; those are written."""
         handles = [gated.save(state(n), tmp_path / f"step-{n}") for n in (1, 2)]
+        # A shell that starts the tests in the background has the signal ignored.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         try:
@@ -160,6 +162,7 @@ class TestSave:
                 gated.save(state(3), tmp_path / "step-3")
         finally:
             timer.cancel()  # or the signal would end the tests
+            signal.signal(signal.SIGINT, before)
         gate.open(3)
         assert all(each.result(timeout=PATIENCE) for each in handles)
         gated.close()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import aiockpt
 from faultrecord import Record
 from faultrows import row
 from rankprocesses import SUPPORT
@@ -25,7 +28,14 @@ STACKS_MIB = 40  # of threads that began meanwhile; an arena has 64
 def found(mode: str) -> dict[str, Any]:
     """Return what the program found, which runs by itself for its figures."""
     program = [sys.executable, str(SUPPORT / "fork_weight.py"), mode]
-    ended = subprocess.run(program, capture_output=True, timeout=120, check=False)
+    paths = os.pathsep.join([str(Path(aiockpt.__file__).parents[1]), str(SUPPORT)])
+    ended = subprocess.run(
+        program,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stderr.decode()
     facts: dict[str, Any] = json.loads(ended.stdout)
     return facts
