@@ -108,6 +108,23 @@ def test_a_flat_option_is_told_from_a_record() -> None:
         aiockpt.HTTPTransport(server="process")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("wrong", ["open-sesame", {"token": "open-sesame"}])
+def test_a_token_in_the_place_of_a_record_is_not_shown(wrong: object) -> None:
+    """The message names the type only."""
+    with pytest.raises(
+        TypeError, match=r"auth must be a Auth, got (str|dict)"
+    ) as caught:
+        aiockpt.HTTPTransport(auth=wrong)  # type: ignore[arg-type]
+    assert "sesame" not in str(caught.value)
+
+
+@pytest.mark.parametrize("token", [False, 0, b"", b"open-sesame"])
+def test_a_token_is_a_string(token: object) -> None:
+    """Anything else would become a string that is easily guessed."""
+    with pytest.raises(TypeError, match=r"token must be a str, got (bool|int|bytes)"):
+        aiockpt.Auth(token=token)  # type: ignore[arg-type]
+
+
 def test_a_record_does_not_show_the_token() -> None:
     """Whoever logs the options logs no secret."""
     auth = aiockpt.Auth(token="open-sesame", manifest_key="k" * 16)

@@ -9,11 +9,7 @@ import sys
 import threading
 import weakref
 
-import pytest
-
 from aiockpt.memory.device import keep_until
-
-pytestmark = [pytest.mark.torch_free]
 
 
 class Memory:

@@ -60,6 +60,7 @@ __all__ = ["CheckpointProcess"]
 
 logger = logging.getLogger("aiockpt")
 
+_MAX_SECONDS: Final = 1e9  # JSON has no infinity
 _CLOSING: Final = 5.0
 
 _TRIES: Final = 3
@@ -298,7 +299,11 @@ class CheckpointProcess(BackgroundWriter):
             WorkerError: it cannot be started.
         """
         while self._running is None:
-            child = self._child = self._child or Child(self._recipe)
+            try:
+                child = self._child = self._child or Child(self._recipe)
+            except OSError as error:  # no descriptor is left
+                detail = f"the checkpoint process cannot be started: {error}"
+                raise WorkerError(detail) from error
             try:
                 await self._bridge.run(child.launch)
             except (OSError, AiockptError) as error:
@@ -532,8 +537,8 @@ def _setup(rank_info: RankInfo, config: CheckpointProcessConfig) -> Setup:
         trainer=os.getpid(),
         nice=config.nice,
         io_idle=config.io_idle,
-        write_timeout=config.write_timeout_secs,
-        keep_last=config.keep_last_seconds,
+        write_timeout=min(config.write_timeout_secs, _MAX_SECONDS),
+        keep_last=min(config.keep_last_seconds, _MAX_SECONDS),
         runtime_dir=socket_directory(config.runtime_dir),
         rank=rank_info.global_rank,
     )

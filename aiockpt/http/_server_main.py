@@ -7,6 +7,7 @@ if it is to keep the last checkpoint for receivers that come later.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
 import signal
@@ -54,6 +55,7 @@ T = TypeVar("T")
 Tell: TypeAlias = Callable[[FromServer], None]
 
 _TICK: Final = 0.1  # seconds between two looks at the counters
+_PR_SET_PDEATHSIG: Final = 1  # see prctl(2)
 
 
 class _RetractedError(Exception):
@@ -63,6 +65,9 @@ class _RetractedError(Exception):
 def main(fd: int) -> None:
     """Serve what the trainer at the other end of a socket publishes, until its end."""
     leave_terminal()
+    # The trainer may die while it has paused this process.
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
     asyncio.run(_run(ServerMain(socket.socket(fileno=fd))))
 
 

@@ -83,7 +83,7 @@ _UNKNOWN = 0.5  # seconds for a run, for a peer that never brought one
 _VAIN = 3  # steals of one run, from the same peer, between which no byte came
 _REST = 0.1  # seconds that a connection rests after a steal; they double each time
 _LONGEST_REST = 2.0
-_ALL_PEERS = 4  # connections of all peers run_all, in times those of a single one
+_ALL_PEERS = 4  # most connections to all peers, as a multiple of those to a single one
 _AHEAD = 64 << 20  # bytes of memory that all requests together prepare ahead
 _STEP = 8 << 20  # bytes that are prepared at a time, by whole strides of the arena
 _LOOK = 0.02  # seconds between two looks at how much has come
@@ -388,6 +388,8 @@ class Download:
         self._chunks = len(whole)
         if not self._chunks:
             return
+        if not self._left():
+            raise verdict(self._peers)
         self._queue.append(whole)
         try:
             self._connections = [
@@ -674,14 +676,15 @@ class Download:
 
 def _check_range(reply: Reply, start: int, stop: int, size: int) -> None:
     """Raise unless a 206 holds exactly the wanted ``[start, stop)`` of ``size``."""
-    request, headers = reply.request, reply.headers
-    tag = parse_etag(headers.get(hdrs.ETAG))
+    request = reply.request
+    # The headers are no variable: a peer may repeat the request's token in them.
+    tag = parse_etag(reply.headers.get(hdrs.ETAG))
     if tag is not None and tag != request.snapshot_id:
         raise CheckpointChangedError(
             expected=request.snapshot_id or "", actual=tag, url=request.url
         )
     with reply.blamed():
-        given = parse_content_range(headers.get(hdrs.CONTENT_RANGE))
+        given = parse_content_range(reply.headers.get(hdrs.CONTENT_RANGE))
     if given != (start, stop, size):
         raise RemoteProtocolError(
             f"{request.url} sent bytes {given[0]} to {given[1]} of {given[2]} "

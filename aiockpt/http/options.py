@@ -32,7 +32,8 @@ def require_type(kind: type[object], **options: object) -> None:
     """Raise ``TypeError`` that names the first option that is no ``kind``."""
     for name, value in options.items():
         if not isinstance(value, kind):
-            raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
+            got = type(value).__name__  # not the value, which may be a token
+            raise TypeError(f"{name} must be a {kind.__name__}, got {got}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +120,7 @@ class Auth:
 
     def __post_init__(self) -> None:
         if self.token is not None:  # whoever prints this record does not print it
+            require_type(str, token=self.token)
             object.__setattr__(self, "token", Token(self.token))
 
 

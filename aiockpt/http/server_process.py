@@ -24,6 +24,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from socket import SHUT_RDWR, socket
 from typing import Final, TypeAlias
@@ -71,7 +72,7 @@ _CODE: Final = (
     "from aiockpt.http._server_main import main; main(int(sys.argv[1]))"
 )
 _LOGGERS: Final = ("aiockpt", "aiockpt.runtime.bridge", "aiockpt.audit", "aiockpt.http")
-_MAX_GRACE: Final = 1e9  # seconds; JSON has no infinity
+_MAX_SECONDS: Final = 1e9  # JSON has no infinity
 
 _STARTING: Final = 60.0  # seconds until a new process must serve, on a busy machine
 _TRIES: Final = 3  # processes in a row that may die before they serve
@@ -318,16 +319,19 @@ class ServerProcess:
         tries, how, cause = 0, "", None
         while not self._closed and tries < _TRIES:
             self._become(_State.STARTING)
-            child, served = _Child(self._hear), False
+            child: _Child | None = None
+            served = False
             try:
+                child = _Child(self._hear)
                 await child.launch(self._bridge)
                 served = await self._live(child, sockets)
                 cause = None
             except (OSError, AiockptError) as error:
                 how, cause = str(error), error
             finally:
-                ended = await child.reaped()
-                how = ended if cause is None else how
+                if child is not None:
+                    ended = await child.reaped()
+                    how = ended if cause is None else how
                 self._child = None
                 self._clean_up()
             tries = 0 if served else tries + 1
@@ -374,13 +378,19 @@ class ServerProcess:
             child.kill()
 
     def _setup(self) -> Setup:
+        config = self._config.for_server(PREFIX)
         return Setup(
             trainer=os.getpid(),
-            keep_last=self._config.options.keep_last,
+            keep_last=min(self._config.options.keep_last, _MAX_SECONDS),
             nice=self._config.options.nice,
             lends=self._config.lends,
             levels={n: logging.getLogger(n).getEffectiveLevel() for n in _LOGGERS},
-            config=self._config.for_server(PREFIX),
+            config=replace(
+                config,
+                default_wait=min(config.default_wait, _MAX_SECONDS),
+                max_wait=min(config.max_wait, _MAX_SECONDS),
+                stall_timeout=min(config.stall_timeout, _MAX_SECONDS),
+            ),
         )
 
     def _clean_up(self) -> None:
@@ -435,9 +445,9 @@ class ServerProcess:
             raise
         # Nothing is awaited from here on: what a dying process does not hear, the
         # next one is told.
-        self._current, self._failure = number, None
         if number not in self._given:  # it has died, and the next one may run by now
             self._give(number, snapshot, _pack(snapshot))
+        self._current, self._failure = number, None
         self._tell(Publish(number))
 
     def fail(self, failure: Failure | None) -> None:
@@ -457,14 +467,18 @@ class ServerProcess:
             self._take_back(*self._given)
         elif self._given:
             doomed, number = tuple(self._given), next(self._numbers)
-            self._tell(Retract(number, min(grace, _MAX_GRACE)))
+            self._tell(Retract(number, min(grace, _MAX_SECONDS)))
             if not await self._answered(number, grace + _MARGIN):
                 await self._revoke(doomed)
 
     def _give(self, number: int, snapshot: Snapshot, parcel: int) -> None:
         snapshot.acquire()
         self._given[number] = snapshot
-        self._tell_prepare(number, snapshot, parcel)
+        try:
+            self._tell_prepare(number, snapshot, parcel)
+        except BaseException:  # no descriptor is left
+            self._take_back(number)
+            raise
 
     def _take_back(self, *numbers: int) -> None:
         for number in numbers:
@@ -484,7 +498,8 @@ class ServerProcess:
         while not await self._answered(number, _PATIENCE):
             if self._shrinking and loop.time() < hung:
                 continue  # the process is stopped because it was paused
-            if loop.time() >= hung or await self._is_stopped():
+            stopped = await self._is_stopped()
+            if loop.time() >= hung or (stopped and not self._shrinking):
                 self._kill()
 
     async def _answered(self, number: int, patience: float) -> bool:
@@ -565,8 +580,10 @@ class ServerProcess:
 
     def _tell_prepare(self, number: int, snapshot: Snapshot, parcel: int) -> None:
         assert snapshot.arena is not None, "the snapshot is in one piece"
-        self._tell(Prepare(number), [parcel, snapshot.arena.fd])
-        os.close(parcel)
+        try:
+            self._tell(Prepare(number), [parcel, snapshot.arena.fd])
+        finally:
+            os.close(parcel)
 
     def _hear(self, data: bytes, _: list[int]) -> None:
         message = decode_from_server(data)

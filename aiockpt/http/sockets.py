@@ -48,6 +48,7 @@ T = TypeVar("T")
 _INTERNET: Final = (socket.AF_INET, socket.AF_INET6)
 _STREAMS: Final = (*_INTERNET, getattr(socket, "AF_UNIX", -1))
 _LINGER_0: Final = struct.pack("ii", 1, 0)  # struct linger: on, 0 seconds
+_LONGEST: Final = 2**31 - 1  # milliseconds that the kernel takes
 _CLASSIC: Final = b"reno"  # everybody may choose it
 _LONGEST_NAME: Final = 16
 
@@ -213,7 +214,7 @@ def tune(
     if sock is None or sock.family not in _INTERNET:
         return
     if hasattr(socket, "TCP_USER_TIMEOUT"):
-        milliseconds = max(int(dead_after * 1000), 1)
+        milliseconds = int(max(1, min(dead_after * 1000, _LONGEST)))
         _try_set(sock, socket.TCP_USER_TIMEOUT, milliseconds)
     if hasattr(socket, "TCP_CONGESTION"):
         if is_same_host(transport):

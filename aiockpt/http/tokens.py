@@ -135,6 +135,7 @@ def format_mac(mac: hmac.HMAC) -> str:
     return f"{_ALGORITHM}={mac.hexdigest()}"
 
 
+@discreet
 def check_manifest_mac(
     key: bytes, header: bytes | bytearray | memoryview, value: str | None, *, url: str
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias, cast
 
 import torch
 
+from aiockpt.errors import StagingError
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import leave_behind, start_daemon
 
@@ -189,7 +190,7 @@ def keep_until(drain: Callable[[], object]) -> None:
     """
     try:
         leave_behind(start_daemon("aiockpt-drain", _attempt, drain))
-    except RuntimeError:  # no thread is available: blocking is better than freed memory
+    except (RuntimeError, StagingError):  # no thread: blocking beats freed memory
         _attempt(drain)
 
 

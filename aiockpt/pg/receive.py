@@ -101,11 +101,10 @@ class Receive:
                 async with converse() as peer:
                     offer = await self._hear_offer(peer)
                     async with peer.answering(Kind.ACCEPT, self._step):
-                        header = await self._consider(offer)
-                    await peer.fill(header)
+                        header = [await self._consider(offer)]
+                    await peer.fill(header[0])
                     async with peer.answering(Kind.ACCEPT, self._step):
                         coming = await self._accept(header)
-                    del header  # it may be long
                     destination, grid = coming.destination, coming.grid
                     memory = destination.memory
                     digests = self._medium.digests(memory, grid, self._on_chunk())
@@ -188,10 +187,14 @@ class Receive:
         enforce("the header's length", offer.nbytes, limit)
         return await self._bridge.run(_allocate_header, offer.nbytes)
 
-    async def _accept(self, header: mmap) -> _Coming:
-        """Read the header, and allocate the memory of what it describes."""
+    async def _accept(self, header: list[mmap]) -> _Coming:
+        """Read the header, and allocate the memory of what it describes.
+
+        It is taken out of the list: it may be long, and goes before memory is at its
+        fullest.
+        """
         limits = self._options.terms.limits
-        offered = await self._bridge.run(self._medium.read, header, limits)
+        offered = await self._bridge.run(self._medium.read, header.pop(), limits)
         found, placement = offered.manifest, offered.placement
         del offered
         if not isinstance(found, Manifest) or found.step != self._step:

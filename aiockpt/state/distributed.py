@@ -323,8 +323,12 @@ def _of_one(mesh: Mesh) -> DeviceMesh:
     """Return a mesh without dimensions, whose tensors are whole and need no group."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    rank = torch.tensor(mesh.grid.ranks[0], dtype=torch.int)
-    return DeviceMesh(mesh.device_type, rank, _init_backend=False)
+    _this_rank(str(mesh))
+    try:
+        rank = torch.tensor(mesh.grid.ranks[0], dtype=torch.int)
+        return DeviceMesh(mesh.device_type, rank, _init_backend=False)
+    except (RuntimeError, ValueError) as error:  # a rank or a device that torch lacks
+        raise DeviceMeshError(str(mesh), str(error)) from error
 
 
 def _group_along(mesh: Mesh, dim: int) -> dist.ProcessGroup:

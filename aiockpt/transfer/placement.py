@@ -7,7 +7,8 @@ thread, in turns. Bytes that nobody wants go there, too, and are forgotten.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
@@ -40,6 +41,7 @@ class Placement:
 
     def __init__(self, segment: Segment, ranges: Ranges) -> None:
         self.ranges = ranges
+        self._stops = [last for _, last in ranges]
         self.memory: Memory = segment.arena
         self._arena = segment.arena
 
@@ -55,9 +57,15 @@ class Placement:
 
         Only ranges that are wanted get pages.
         """
-        for first, last in self.ranges:
-            if first < stop and start < last:
-                self._arena.populate(max(first, start), min(last, stop))
+        for first, last in self._from(start):
+            if first >= stop:
+                break
+            self._arena.populate(max(first, start), min(last, stop))
+
+    def _from(self, start: int) -> Iterator[tuple[int, int]]:
+        """Return the ranges that end after ``start``."""
+        first = bisect_right(self._stops, start)
+        return (self.ranges[at] for at in range(first, len(self.ranges)))
 
     def send(self, start: int, stop: int, window: torch.Tensor) -> list[Event]:
         """Enqueue the copies to devices; ``window`` has the bytes of the range."""
@@ -71,9 +79,7 @@ class Placement:
         """Return memory for ``[start, stop)``."""
         found: list[memoryview] = []
         at, block = start, None
-        for first, last in self.ranges:
-            if last <= at:
-                continue
+        for first, last in self._from(start):
             if first >= stop:
                 break
             if at < first:

@@ -1,0 +1,89 @@
+"""Child processes where descriptors run out, and where a time has no end."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.checkpointers import CheckpointProcessConfig, RankInfo
+from aiockpt.checkpointers.process import CheckpointProcess
+from aiockpt.errors import WorkerError
+from aiockpt.testing import assert_same
+from exhaustion import exhausted_fds
+from transports import receive, transport, weights
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
+
+ALONE = RankInfo(global_rank=0, global_world_size=1)
+
+
+@pytest.mark.allow_error_logs
+async def test_a_server_process_without_descriptors_may_be_started_again() -> None:
+    """The first start says why, and a later one works."""
+    sender = transport(process=True, timeout=60)
+    try:
+        sender.metadata()  # which takes the port
+        with exhausted_fds(left=0), pytest.raises(WorkerError, match="Too many open"):
+            await sender.start()
+        async with transport() as receiver:
+            await sender.send_checkpoint([], 1, weights())
+            assert_same(await receive(sender, receiver), weights())
+    finally:
+        await sender.shutdown()
+
+
+async def until_it_fails(made: CheckpointProcess) -> None:
+    """Ask for the process until its end was noticed."""
+    while True:
+        await made.ready()
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.allow_error_logs
+async def test_a_checkpoint_process_without_descriptors_is_started_again(
+    tmp_path: Path,
+) -> None:
+    """It died while there were none: who waits is told, and a later save is written."""
+    state: dict[str, Any] = {"w": torch.ones(8)}
+    made = CheckpointProcess(ALONE)
+    try:
+        await made.ready()
+        assert made.pid is not None
+        with exhausted_fds(left=0):
+            os.kill(made.pid, signal.SIGKILL)
+            with pytest.raises(WorkerError):
+                await until_it_fails(made)
+        await made.write(state, tmp_path / "step-1")
+    finally:
+        await made.close()
+    assert_same(aiockpt.load(tmp_path / "step-1"), state)
+
+
+async def test_a_server_process_takes_times_without_end() -> None:
+    """As a server on the loop does."""
+    endless = {"timeout": math.inf, "stall_timeout": math.inf, "keep_last": math.inf}
+    async with transport(process=True, **endless) as sender, transport() as receiver:
+        await sender.send_checkpoint([], 1, weights(), timeout=60)
+        assert_same(await receive(sender, receiver), weights())
+
+
+async def test_a_checkpoint_process_takes_times_without_end(tmp_path: Path) -> None:
+    """None of its own is shorter then."""
+    config = CheckpointProcessConfig(
+        write_timeout_secs=math.inf, keep_last_seconds=math.inf
+    )
+    state: dict[str, Any] = {"w": torch.ones(8)}
+    made = CheckpointProcess(ALONE, config)
+    try:
+        await made.write(state, tmp_path / "step-1")
+    finally:
+        await made.close()
+    assert_same(aiockpt.load(tmp_path / "step-1"), state)
