@@ -34,10 +34,10 @@ from aiockpt.http.memory_protocol import (
     Offer,
     format_offer,
     format_probe,
+    identity,
     parse_offer,
 )
 from aiockpt.http.protocol import parse_metadata
-from aiockpt.http.shared_memory import identity
 from aiockpt.memory.arena import CAN_LEND, LENT_SEALS
 from aiockpt.runtime.ipc import arrival
 from aiockpt.runtime.ipc import receive as packet_of

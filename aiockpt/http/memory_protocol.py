@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import re
+import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -26,6 +30,7 @@ __all__ = [
     "Offer",
     "format_offer",
     "format_probe",
+    "identity",
     "is_probe_of",
     "parse_offer",
 ]
@@ -36,6 +41,9 @@ OFFER_HEADER: Final = "Aiockpt-Lends"
 MAX_MESSAGE: Final = 4096
 RETURNED: Final = b"returned"
 """What a receiver says that has read everything, and has the memory no more."""
+
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+_NAMESPACES: Final = ("net", "user")
 
 _PURPOSE: Final = b"aiockpt same host\n"
 _NONCE_BYTES: Final = 16
@@ -71,6 +79,24 @@ class Offer:
     def address(self) -> str:
         """The Unix socket, in the abstract namespace: no file, no path to choose."""
         return f"\0aiockpt-{self.name}"
+
+
+def identity() -> bytes | None:
+    """Return an identity of this host, for processes that can share memory.
+
+    Two processes with one identity run on one kernel since its start, see the same
+    Unix sockets, and mean the same user by the same number. None if the system does
+    not tell. It reads files, so it runs in a thread.
+    """
+    if sys.platform != "linux":
+        return None
+    with suppress(OSError):
+        words = [_BOOT.read_text().strip()]
+        for kind in _NAMESPACES:
+            namespace = os.stat(f"/proc/self/ns/{kind}")
+            words.append(f"{namespace.st_dev}:{namespace.st_ino}")
+        return hashlib.sha256("\n".join(words).encode()).digest()
+    return None
 
 
 def format_probe(identity: bytes, nonce: bytes) -> str:

@@ -11,16 +11,12 @@ again, and waits for nobody.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-import os
 import secrets
 import socket
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -35,6 +31,7 @@ from aiockpt.http.memory_protocol import (
     Lent,
     Offer,
     format_offer,
+    identity,
     is_probe_of,
 )
 from aiockpt.http.protocol import Lease
@@ -43,14 +40,12 @@ from aiockpt.http.store import Publication, Store
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.ipc import arrival, is_ours, owner_of, receive
 
-__all__ = ["Lender", "identity"]
+__all__ = ["Lender"]
 
 _TICKETS: Final = 1024  # the most that are valid at a time
 _VALID: Final = 30.0  # seconds
 _PATIENCE: Final = 5.0  # seconds in which a guest must show its ticket
 _PAUSE: Final = 1.0  # seconds until the next try to accept, if no descriptor is left
-_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
-_NAMESPACES: Final = ("net", "user")
 
 logger = logging.getLogger("aiockpt")
 
@@ -64,24 +59,6 @@ class _Ticket:
     receiver: str
     until: float
     lease: Lease | None
-
-
-def identity() -> bytes | None:
-    """Return an identity of this host, for processes that can share memory.
-
-    Two processes with one identity run on one kernel since its start, see the same
-    Unix sockets, and mean the same user by the same number. None if the system does
-    not tell. It reads files, so it runs in a thread.
-    """
-    if sys.platform != "linux":
-        return None
-    with suppress(OSError):
-        words = [_BOOT.read_text().strip()]
-        for kind in _NAMESPACES:
-            namespace = os.stat(f"/proc/self/ns/{kind}")
-            words.append(f"{namespace.st_dev}:{namespace.st_ino}")
-        return hashlib.sha256("\n".join(words).encode()).digest()
-    return None
 
 
 class Lender:

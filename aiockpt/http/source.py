@@ -36,10 +36,10 @@ from aiockpt.http.memory_protocol import (
     Ask,
     Lent,
     format_probe,
+    identity,
     parse_offer,
 )
 from aiockpt.http.retry import OnRetry
-from aiockpt.http.shared_memory import identity
 from aiockpt.http.sockets import close_in_forks
 from aiockpt.http.sources import Sources, keeping
 from aiockpt.memory.arena import LENT_SEALS, Arena, Borrowed

@@ -18,7 +18,7 @@ import torch
 from aiockpt import HTTPTransport, Server
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.http import shared_memory
-from aiockpt.http.shared_memory import identity
+from aiockpt.http.memory_protocol import identity
 
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 WAIT = 30.0
