@@ -708,7 +708,7 @@ def test_point_17_no_default_group_is_needed(pair: Pair) -> None:
 KILLED_SOURCE = """
 import os, signal, socket, sys, time
 from urllib.parse import urlsplit
-import torch
+import aiockpt, torch
 from aiockpt.torchft import HTTPTransport
 ends = os.pipe()
 if (source := os.fork()) == 0:
