@@ -81,6 +81,10 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "too long a text with commas": lambda: header(
         b'"%b"' % (WIDE + (b"a" * 99 + b",") * (15 * MIB // 100))
     ),
+    "names": lambda: header(
+        b'["tensors",%b,%b]'
+        % (join([b'"n%d"' % n for n in range(240_000)]), join([b"0"] * 240_000))
+    ),
     "views": lambda: header(b"null", views=99_000),
     "too many views": lambda: header(b"null", views=350_000),
     "entries": lambda: header(b"null", entries=100_000),
