@@ -104,7 +104,7 @@ def test_the_options_fit_on_a_screen() -> None:
 
 def test_a_flat_option_is_told_from_a_record() -> None:
     """Such as a text in the place of a `Server`."""
-    with pytest.raises(TypeError, match="server must be a Server"):
+    with pytest.raises(TypeError, match="server must be of type Server"):
         aiockpt.HTTPTransport(server="process")  # type: ignore[arg-type]
 
 
@@ -112,7 +112,7 @@ def test_a_flat_option_is_told_from_a_record() -> None:
 def test_a_token_in_the_place_of_a_record_is_not_shown(wrong: object) -> None:
     """The message names the type only."""
     with pytest.raises(
-        TypeError, match=r"auth must be a Auth, got (str|dict)"
+        TypeError, match=r"auth must be of type Auth, got (str|dict)"
     ) as caught:
         aiockpt.HTTPTransport(auth=wrong)  # type: ignore[arg-type]
     assert "sesame" not in str(caught.value)
@@ -121,7 +121,9 @@ def test_a_token_in_the_place_of_a_record_is_not_shown(wrong: object) -> None:
 @pytest.mark.parametrize("token", [False, 0, b"", b"open-sesame"])
 def test_a_token_is_a_string(token: object) -> None:
     """Anything else would become a string that is easily guessed."""
-    with pytest.raises(TypeError, match=r"token must be a str, got (bool|int|bytes)"):
+    with pytest.raises(
+        TypeError, match=r"token must be of type str, got (bool|int|bytes)"
+    ):
         aiockpt.Auth(token=token)  # type: ignore[arg-type]
 
 

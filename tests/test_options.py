@@ -38,7 +38,7 @@ def test_an_impossible_option_is_named(option: str, value: Any) -> None:
 @pytest.mark.parametrize("limits", [None, 5, {}])
 def test_limits_of_another_type_are_refused(limits: Any) -> None:
     """At once, and not by the first receive."""
-    with pytest.raises(TypeError, match="limits must be a Limits"):
+    with pytest.raises(TypeError, match="limits must be of type Limits"):
         HTTPTransport(receive=Receive(limits=limits))
 
 

@@ -33,7 +33,7 @@ def require_type(kind: type[object], **options: object) -> None:
     for name, value in options.items():
         if not isinstance(value, kind):
             got = type(value).__name__  # not the value, which may be a token
-            raise TypeError(f"{name} must be a {kind.__name__}, got {got}")
+            raise TypeError(f"{name} must be of type {kind.__name__}, got {got}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
