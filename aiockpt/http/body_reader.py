@@ -17,14 +17,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
 
 import aiohttp
 from aiohttp import ClientResponse, StreamReader
 
 from aiockpt.errors import LocalProtocolError
-from aiockpt.http.sockets import MIN_TURN_BYTES, IOThreads, Turn, duplicate
+from aiockpt.http.sockets import MIN_TURN_BYTES, Turn, duplicate
+from aiockpt.runtime.bridge import Bridge
 
 __all__ = ["BodyWriter", "Buffers", "Observer", "read_body"]
 
@@ -265,7 +265,7 @@ def _no_buffers(start: int, stop: int) -> Sequence[memoryview]:
 
 
 async def read_body(
-    response: ClientResponse, writer: BodyWriter, threads: IOThreads | None
+    response: ClientResponse, writer: BodyWriter, threads: Bridge | None
 ) -> None:
     """Read a body, which must be exactly as long as what remains of ``writer``.
 
@@ -331,7 +331,7 @@ class _DirectReader(asyncio.BufferedProtocol):
     """Takes the place of aiohttp's protocol while a body arrives."""
 
     def __init__(
-        self, writer: BodyWriter, connection: _Connection, threads: IOThreads
+        self, writer: BodyWriter, connection: _Connection, threads: Bridge
     ) -> None:
         self._writer = writer
         self._connection = connection
@@ -356,8 +356,9 @@ class _DirectReader(asyncio.BufferedProtocol):
             while writer.remaining:
                 # Other requests may have taken the last free thread meanwhile.
                 if self._sock is not None and self._threads.free:
-                    work = partial(_receive, self._sock, writer, self._report_soon)
-                    await self._threads.turn(work)
+                    await self._threads.run(
+                        _receive, self._sock, writer, self._report_soon, Turn()
+                    )
                     self._report()
                     self._check()
                 if writer.remaining:

@@ -39,10 +39,10 @@ from aiockpt.http import sockets
 from aiockpt.http.sockets import (
     MIN_TURN_BYTES,
     IdleClock,
-    IOThreads,
     Turn,
     duplicate,
 )
+from aiockpt.runtime.bridge import Bridge
 
 __all__ = ["BodySender", "Outcome", "Views"]
 
@@ -91,7 +91,7 @@ class BodySender:
         views: Views,
         *,
         stall_timeout: float,
-        threads: IOThreads | None = None,
+        threads: Bridge | None = None,
     ) -> None:
         self.sent = 0
         self.outcome: Outcome | None = None
@@ -155,8 +155,8 @@ class BodySender:
                 while self.outcome is None:
                     must_wait = True
                     if self._threads is not None and self._is_worth_a_turn():
-                        must_wait = await self._threads.turn(
-                            lambda turn: self._write_in_thread(sock, turn)
+                        must_wait = await self._threads.run(
+                            self._write_in_thread, sock, Turn()
                         )
                     if self._is_complete:
                         self._end(Outcome.SENT)

@@ -44,7 +44,8 @@ from aiockpt.http.problems import from_problem
 from aiockpt.http.protocol import LEASE_HEADER, Source
 from aiockpt.http.retry import HostLimitError, OnRetry, Patience, Retries
 from aiockpt.http.security import CheckedResolver, Reach, Security
-from aiockpt.http.sockets import IdleClock, IOThreads
+from aiockpt.http.sockets import IO_THREADS, IdleClock
+from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.secrets import severed
 from aiockpt.runtime.system import is_callers, is_hosts, refused_by_host
 
@@ -159,7 +160,7 @@ class Reply:
         request: Request,
         response: ClientResponse,
         timer: _StallTimer,
-        threads: IOThreads | None,
+        threads: Bridge | None,
     ) -> None:
         self.request = request
         self.status = response.status
@@ -243,7 +244,7 @@ class CheckpointClient:
         self._owns_session = session is None
         self._reach = Reach(config.security)
         self._resolver: CheckedResolver | None = None
-        self._threads = IOThreads("aiockpt-receive")
+        self._threads = Bridge(threads=IO_THREADS, name="aiockpt-receive")
         self._closed = False
         self._end = asyncio.Event()
 
@@ -254,7 +255,7 @@ class CheckpointClient:
         """Close the client's own session. Calls still under way fail; idempotent."""
         self._closed = True
         self._end.set()
-        self._threads.close()
+        self._threads.close(wait=False)
         session, self._session = self._session, None
         if self._owns_session and session is not None:
             await session.close()

@@ -47,6 +47,7 @@ from aiockpt.http.responses import (
 from aiockpt.http.shared_memory import Lender
 from aiockpt.http.store import Publication, Servable, Store
 from aiockpt.http.tokens import ManifestMacs
+from aiockpt.runtime.bridge import Bridge
 
 __all__ = [
     "SMALL_BYTES",
@@ -146,7 +147,7 @@ class CheckpointService:
         self.store = store
         self.config = config
         self._lender = lender
-        self._threads = sockets.IOThreads("aiockpt-serve")
+        self._threads = Bridge(threads=sockets.IO_THREADS, name="aiockpt-serve")
         self._rounds = _Rounds()
         self._bodies: set[BodySender] = set()
         self._readers = 0
@@ -171,7 +172,7 @@ class CheckpointService:
         self._closed = True
         for body in tuple(self._bodies):
             body.evict()
-        self._threads.close()
+        self._threads.close(wait=False)
 
     async def resource(self, request: web.Request) -> web.StreamResponse:
         """Answer a request for ``{step}/{what}``, or ``latest/{what}``."""

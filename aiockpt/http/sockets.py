@@ -16,19 +16,17 @@ import struct
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, Final, Protocol, TypeVar
-
-from aiockpt.runtime.bridge import Bridge
+from collections.abc import Iterable
+from typing import Any, Final, Protocol
 
 if sys.platform != "win32":
     import fcntl
     import termios
 
 __all__ = [
+    "IO_THREADS",
     "MIN_TURN_BYTES",
     "Connected",
-    "IOThreads",
     "IdleClock",
     "Turn",
     "begin_classic",
@@ -43,8 +41,6 @@ __all__ = [
     "unacknowledged",
 ]
 
-T = TypeVar("T")
-
 _INTERNET: Final = (socket.AF_INET, socket.AF_INET6)
 _STREAMS: Final = (*_INTERNET, getattr(socket, "AF_UNIX", -1))
 _LINGER_0: Final = struct.pack("ii", 1, 0)  # struct linger: on, 0 seconds
@@ -55,7 +51,6 @@ _LONGEST_NAME: Final = 16
 MIN_TURN_BYTES: Final = 2 << 20
 """A thread's turn costs more than it saves for fewer bytes."""
 
-_THREADS: Final = 4
 _TURN: Final = 0.5  # seconds after which another connection may get the thread
 _PATIENCE: Final = 10  # milliseconds that a thread waits for a peer
 
@@ -243,54 +238,23 @@ def _try_set(sock: Any, option: int, value: int | bytes) -> None:
 # --------------------------------------------------------------- I/O threads
 
 
-class IOThreads:
-    """A few threads that move bytes between sockets and memory, for a turn each.
+IO_THREADS: Final = 4
+"""How many threads move bytes between sockets and memory, at each end.
 
-    An event loop that moves the bytes of two connections keeps one core busy and wakes
-    for each mebibyte. Threads that wait in the kernel move half as many bytes again.
-    But the way back from a thread costs the loop a millisecond or more when all cores
-    are busy. So a turn is long, as long as the peer keeps up and nobody cancels. The
-    loop waits for a slow peer, and does the work when no thread is free.
-
-    Args:
-        name: The name of the threads.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._bridge = Bridge(threads=_THREADS, name=name)
-        self._free = _THREADS
-        self._closed = False
-
-    def __repr__(self) -> str:
-        return f"<IOThreads free={self._free}>"
-
-    @property
-    def free(self) -> bool:
-        """Whether a thread could begin at once."""
-        return self._free > 0 and not self._closed
-
-    async def turn(self, work: Callable[[Turn], T]) -> T:
-        """Return ``work(turn)``, which a thread does until its turn is over.
-
-        If cancelled, the turn is over, and ends before this raises.
-
-        Raises:
-            ClosedError: :meth:`close` was called.
-        """
-        self._free -= 1
-        try:
-            return await self._bridge.run(work, Turn())
-        finally:
-            self._free += 1
-
-    def close(self) -> None:
-        """Let no thread begin again; each ends after its turn. Idempotent."""
-        self._closed = True
-        self._bridge.close(wait=False)
+An event loop that moves the bytes of two connections keeps one core busy and wakes for
+each mebibyte. Threads that wait in the kernel move half as many bytes again. But the
+way back from a thread costs the loop a millisecond or more when all cores are busy. So
+a turn is long, as long as the peer keeps up and nobody cancels. The loop waits for a
+slow peer, and does the work when no thread is free.
+"""
 
 
 class Turn:
-    """What the current task lets a thread do with a socket that does not block."""
+    """What the current task lets a thread do with a socket that does not block.
+
+    A turn begins when it is made. It is over when the task is cancelled, so that the
+    thread ends soon.
+    """
 
     def __init__(self) -> None:
         task = asyncio.current_task()

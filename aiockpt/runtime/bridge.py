@@ -166,6 +166,11 @@ class Bridge:
         self._cancelling = 0
         self._closed = False
 
+    @property
+    def free(self) -> bool:
+        """Whether a thread could begin with another call at once."""
+        return not self._closed and len(self._works) < self._threads
+
     async def run(self, fn: Callable[[*Args], T], *args: *Args) -> T:
         """Call ``fn(*args)`` in a thread; return or raise what it does.
 
@@ -182,7 +187,12 @@ class Bridge:
         work = self._submit(call)
         cancel = None
         try:
-            cancel = await self._outlast(work, call)
+            try:
+                await _end_of(work)
+            except asyncio.CancelledError as error:
+                call.called_off = True
+                # A call that no thread has taken yet can still be withdrawn.
+                cancel = error if work.cancel() else await self._absorb(work, error)
             if cancel is not None:
                 raise cancel from self._logged(call.error)
             if work.cancelled():
@@ -210,7 +220,7 @@ class Bridge:
         thread = start_daemon(f"{self._name}-apart", _end_into, call, ended)
         self._works.add(ended)
         try:
-            await _ended(ended)
+            await _end_of(ended)
             if ended.cancelled():
                 raise ClosedError(self._name)
             return call.result()
@@ -274,7 +284,7 @@ class Bridge:
         closer = start_daemon(f"{self._name}-closer", self._close_into, ended)
         try:
             async with asyncio.timeout(timeout):
-                await _ended(ended)
+                await _end_of(ended)
         except TimeoutError:
             logger.warning("%s: a thread still works; it was not waited for", self)
         else:
@@ -316,21 +326,10 @@ class Bridge:
         self._works.add(work)
         return work
 
-    async def _outlast(
-        self, work: Future[None], call: _Call[T]
-    ) -> asyncio.CancelledError | None:
-        """Wait until ``work`` has ended; return the cancel that came meanwhile."""
-        try:
-            await _ended(work)
-        except asyncio.CancelledError as cancel:
-            call.called_off = True
-            # A call that no thread has taken yet can still be withdrawn.
-            return cancel if work.cancel() else await self._absorb(work, cancel)
-        return None
-
     async def _absorb(
         self, work: Future[None], cancel: asyncio.CancelledError
     ) -> asyncio.CancelledError:
+        """Wait until ``work`` has ended; return the last cancel that came meanwhile."""
         self._cancelling += 1
         try:
             # A cancelled anyio scope repeats its cancel on every iteration of the
@@ -340,7 +339,7 @@ class Bridge:
             with anyio.CancelScope(shield=True):
                 while not work.done():
                     try:
-                        await _ended(work)
+                        await _end_of(work)
                     except asyncio.CancelledError as again:
                         cancel = again
             return cancel
@@ -429,7 +428,8 @@ def _end_into(call: _Call[T], ended: Future[None]) -> None:
         call.clear()
 
 
-async def _ended(work: Future[None]) -> None:
+def _end_of(work: Future[None]) -> asyncio.Future[None]:
+    """Return a future of the running loop that is done when ``work`` has ended."""
     loop = asyncio.get_running_loop()
     woken = loop.create_future()
 
@@ -439,7 +439,7 @@ async def _ended(work: Future[None]) -> None:
             loop.call_soon_threadsafe(_resolve, woken)
 
     work.add_done_callback(wake)
-    await woken
+    return woken
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

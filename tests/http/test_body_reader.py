@@ -16,20 +16,20 @@ from hypothesis import strategies as st
 from aiockpt.errors import LocalProtocolError
 from aiockpt.http import body_reader
 from aiockpt.http.body_reader import BodyWriter, Buffers, read_body
-from aiockpt.http.sockets import IOThreads
-from rangepeer import noise
+from aiockpt.runtime.bridge import Bridge
+from rangepeer import io_threads, noise
 
 pytestmark = [pytest.mark.torch_free]
 
 
 @pytest.fixture(params=["threads", "loop", "portable"])
-def pumps(request, monkeypatch) -> Iterator[IOThreads | None]:
+def pumps(request, monkeypatch) -> Iterator[Bridge | None]:
     """Receive in threads, where none is free, or as if there were no plain socket."""
     if request.param == "portable":
         yield None
         return
     monkeypatch.setattr(body_reader, "MIN_TURN_BYTES", 1)
-    with closing(IOThreads("test-receive")) as pumps:
+    with io_threads() as pumps:
         if request.param == "loop":
             pumps.close()
         yield pumps

@@ -8,7 +8,7 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 
 import pytest
 import trustme
@@ -16,7 +16,8 @@ from aiohttp import web
 
 from aiockpt.http import body_writer as module
 from aiockpt.http.body_writer import BodySender, Outcome
-from aiockpt.http.sockets import IOThreads
+from aiockpt.runtime.bridge import Bridge
+from rangepeer import io_threads
 from serving import Peer, settle
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
@@ -47,7 +48,7 @@ class Memory:
 class Stage:
     """A server whose every response is one body, sent the way under test."""
 
-    threads: IOThreads | None = None
+    threads: Bridge | None = None
 
     def __init__(self, body: Memory, *, stall_timeout: float) -> None:
         self.body = body
@@ -87,7 +88,7 @@ class Stage:
 @pytest.fixture(params=["threads", "socket", "portable"])
 def way(request, monkeypatch):
     """Send on the socket, with threads or without, or as if there were none."""
-    with closing(IOThreads("test-serve")) as threads:
+    with io_threads() as threads:
         if request.param == "portable":
             monkeypatch.setattr(module, "duplicate", lambda _: None)
         elif request.param == "threads":

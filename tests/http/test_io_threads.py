@@ -24,8 +24,9 @@ from aiockpt.http import body_reader, sockets
 from aiockpt.http.body_reader import BodyWriter, read_body
 from aiockpt.http.body_writer import BodySender, Outcome
 from aiockpt.http.listen import open_sockets
-from aiockpt.http.sockets import IOThreads, Turn
-from rangepeer import noise
+from aiockpt.http.sockets import IO_THREADS, Turn
+from aiockpt.runtime.bridge import Bridge
+from rangepeer import io_threads, noise
 from serving import Peer, settle
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
@@ -61,7 +62,7 @@ class Service:
 
     body: type[Body] = Body
 
-    def __init__(self, threads: IOThreads) -> None:
+    def __init__(self, threads: Bridge) -> None:
         self.threads = threads
         self.bodies: list[Body] = []
         self.sendings: list[BodySender] = []
@@ -89,7 +90,7 @@ class Service:
 @asynccontextmanager
 async def serving() -> AsyncIterator[Service]:
     """Serve on loopback."""
-    with closing(IOThreads("test-serve")) as threads:
+    with io_threads() as threads:
         service, app = Service(threads), web.Application()
         app.router.add_get("/", service.handle)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
@@ -104,7 +105,7 @@ async def serving() -> AsyncIterator[Service]:
 
 
 async def get(
-    session: ClientSession, port: int, fill: BodyWriter, threads: IOThreads
+    session: ClientSession, port: int, fill: BodyWriter, threads: Bridge
 ) -> None:
     """Receive what is answered."""
     url = f"http://127.0.0.1:{port}/"
@@ -154,29 +155,29 @@ class TestIOThreads:
         self,
     ) -> None:
         """Errors, too."""
-        with closing(IOThreads("test-pump")) as threads:
-            ident = await threads.turn(lambda _: threading.get_ident())
+        with io_threads() as threads:
+            ident = await threads.run(threading.get_ident)
             assert ident != threading.get_ident()
             with pytest.raises(ZeroDivisionError):
-                await threads.turn(lambda _: 1 // 0)
+                await threads.run(lambda: 1 // 0)
             assert threads.free
 
     async def test_none_is_free_while_all_are_at_work(self) -> None:
         """Nor once it is closed, which waits for nobody."""
         go = threading.Event()
-        threads, turns_taken = IOThreads("test-pump"), 0
+        threads, turns_taken = Bridge(threads=IO_THREADS, name="test-pump"), 0
         works = []
         while threads.free:
-            works.append(asyncio.create_task(threads.turn(lambda _: go.wait())))
+            works.append(asyncio.create_task(threads.run(go.wait)))
             turns_taken += 1
             await asyncio.sleep(0)
         assert 2 <= turns_taken <= 8
-        threads.close()
+        threads.close(wait=False)
         go.set()
         assert all(await asyncio.gather(*works))
         assert not threads.free
         with pytest.raises(ClosedError):
-            await threads.turn(lambda _: go.wait())
+            await threads.run(go.wait)
 
     async def test_a_turn_ends_and_a_silent_peer_is_not_waited_for(self) -> None:
         """But for a moment, which ends as soon as the peer does something."""
@@ -202,14 +203,14 @@ class TestIOThreads:
             while not turn.over:
                 time.sleep(0.001)
 
-        async def survive(threads: IOThreads) -> None:
+        async def survive(threads: Bridge) -> None:
             with suppress(asyncio.CancelledError):
-                await threads.turn(work)
+                await threads.run(work, Turn())
             again.set()
-            await threads.turn(work)
+            await threads.run(work, Turn())
 
         again = asyncio.Event()
-        with closing(IOThreads("test-pump")) as threads:
+        with io_threads() as threads:
             task = asyncio.create_task(survive(threads))
             assert await asyncio.to_thread(begun.wait, 30)
             begun.clear()
@@ -220,7 +221,7 @@ class TestIOThreads:
             with pytest.raises(asyncio.CancelledError):
                 await task
             with anyio.move_on_after(0.05) as scope:
-                await threads.turn(work)
+                await threads.run(work, Turn())
             assert scope.cancelled_caught
             assert threads.free
 
@@ -247,7 +248,7 @@ class TestReceiving:
             return [memoryview(memory)[start:stop]]
 
         fill = BodyWriter(buffers, 0, len(BODY), Witness())
-        with closing(IOThreads("test-receive")) as threads:
+        with io_threads() as threads:
             async with serving() as service, ClientSession() as session:
                 await get(session, service.port, fill, threads)
         assert memory == BODY
@@ -261,14 +262,14 @@ class TestReceiving:
         """None waits for the turn of another."""
         count = 12
         memories = [bytearray(len(BODY)) for _ in range(count)]
-        with closing(IOThreads("test-receive")) as threads:
-            least, turn = [99], threads.turn
+        with io_threads() as threads:
+            free, run = list[bool](), threads.run
 
-            async def noted(work):
-                least.append(threads._free - 1)
-                return await turn(work)
+            async def noted(*call: Any) -> None:
+                free.append(threads.free)
+                await run(*call)
 
-            threads.turn = noted  # type: ignore[method-assign]
+            threads.run = noted  # type: ignore[assignment, method-assign]
 
             def filling(memory: bytearray) -> BodyWriter:
                 return BodyWriter(lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY))
@@ -278,7 +279,7 @@ class TestReceiving:
                 gets = [get(session, service.port, fill, threads) for fill in fills]
                 await asyncio.gather(*gets)
         assert all(memory == BODY for memory in memories)
-        assert min(least) >= 0
+        assert all(free)
 
     async def test_a_cancelled_receive_does_not_go_on_to_the_end(
         self, monkeypatch: pytest.MonkeyPatch
@@ -306,7 +307,7 @@ class TestReceiving:
         gone = asyncio.Event()
         fill = BodyWriter(again, 0, body)
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        with closing(IOThreads("test-receive")) as threads:
+        with io_threads() as threads:
             async with server, ClientSession() as session:
                 port = server.sockets[0].getsockname()[1]
                 task = asyncio.create_task(get(session, port, fill, threads))
@@ -338,7 +339,7 @@ class TestReceiving:
         fill = BodyWriter(
             lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY), Failing()
         )
-        with closing(IOThreads("test-receive")) as threads:
+        with io_threads() as threads:
             async with serving() as service, ClientSession() as session:
                 with pytest.raises(ZeroDivisionError):
                     await get(session, service.port, fill, threads)
@@ -371,7 +372,7 @@ class TestReceiving:
         monkeypatch.setattr(body_reader, "duplicate", lambda _: None)
         memory = bytearray(len(BODY))
         fill = BodyWriter(lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY))
-        with closing(IOThreads("test-receive")) as threads:
+        with io_threads() as threads:
             async with serving() as service, ClientSession() as session:
                 await get(session, service.port, fill, threads)
         assert memory == BODY
@@ -398,7 +399,7 @@ class TestReceiving:
         fill = BodyWriter(lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY))
         closed = asyncio.Event()
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        with closing(IOThreads("test-receive")) as threads:
+        with io_threads() as threads:
             async with server, ClientSession() as session:
                 port = server.sockets[0].getsockname()[1]
                 await get(session, port, fill, threads)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -24,12 +24,24 @@ from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.download import Download, Peer, Target
 from aiockpt.http.protocol import Source
 from aiockpt.http.retry import OnRetry
+from aiockpt.http.sockets import IO_THREADS
+from aiockpt.runtime.bridge import Bridge
 
 T = TypeVar("T")
 Meddle = Callable[["RangePeer", web.Request], Awaitable[web.StreamResponse | None]]
 
 STEP = 7
 TOKEN = "s3cret-capability"
+
+
+@contextmanager
+def io_threads() -> Iterator[Bridge]:
+    """Give the threads that one end moves bytes with; wait for none of them."""
+    threads = Bridge(threads=IO_THREADS, name="test-io")
+    try:
+        yield threads
+    finally:
+        threads.close(wait=False)
 
 
 def noise(size: int, *, seed: int = 0) -> bytes:
