@@ -122,7 +122,7 @@ class TestLoad:
     def device(self, monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
         """Take all memory of templates for a device's."""
         device = FakeAccelerator()
-        monkeypatch.setattr("aiockpt.http.receiver.port_for", device.port_for)
+        monkeypatch.setattr("aiockpt.http.transport.port_for", device.port_for)
         return device
 
     @pytest.mark.parametrize("direct", [False, True])

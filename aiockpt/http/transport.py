@@ -2,36 +2,95 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Sequence,
+)
+from dataclasses import replace
 from functools import partial
-from typing import Self
+from typing import NamedTuple, Self, cast
 
+from aiockpt.errors import AiockptError, LocalProtocolError, TransportError
+from aiockpt.events import Progress
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.handlers import CheckpointService
+from aiockpt.http.manifests import PATIENCE, SUPERSEDED, Steps, chase
 from aiockpt.http.offering import Offering
 from aiockpt.http.options import Auth, Receive, Server, require_type
-from aiockpt.http.protocol import format_metadata
-from aiockpt.http.receiver import Receiver
+from aiockpt.http.protocol import Lease, Source, format_metadata, parse_metadata
 from aiockpt.http.security import Security
 from aiockpt.http.server import EndpointConfig
 from aiockpt.http.server_process import endpoint_for
-from aiockpt.http.statistics import TransportStatistics, survey
+from aiockpt.http.source import HttpSource, Sharing
+from aiockpt.http.sources import Sources, sources_of
 from aiockpt.memory.arena import CAN_LEND, ArenaPool
-from aiockpt.runtime.bridge import Bridge
+from aiockpt.memory.device import port_for
+from aiockpt.runtime.bridge import Bridge, BridgeStatistics
 from aiockpt.runtime.lifetime import Deadline, Lifetime
+from aiockpt.runtime.system import failing_here
+from aiockpt.state.selection import Select, listed
+from aiockpt.transfer.destination import Terms
+from aiockpt.transfer.receive import Receive as Attempt
+from aiockpt.transfer.receive import Request
 from aiockpt.transfer.stager import Stager, StagerOptions
-from aiockpt.transport import REQUIRED, T, Timeout, require_given, seconds
+from aiockpt.transport import (
+    REQUIRED,
+    CheckpointTransport,
+    T,
+    Timeout,
+    exact_step,
+    require_given,
+    seconds,
+)
 
-__all__ = ["HTTPTransport"]
+__all__ = ["HTTPTransport", "TransportStatistics"]
 
 _THREADS = 2
 _CLOSING = 5.0  # for what is under way, and then for the threads
 
 
-class HTTPTransport(Receiver[T]):
+class TransportStatistics(NamedTuple):
+    """The state of a transport at one moment; counters count from its beginning.
+
+    Attributes:
+        step: The published step; None if there is none.
+        readers: Bodies that are being sent, of any checkpoint.
+        oldest_reader: Seconds since the oldest of them began.
+        superseded: Checkpoints that were replaced and are still being read.
+        waiting: Requests that wait for a step.
+        requests: Requests that came.
+        refused: Requests that were answered with an error.
+        bytes_sent: Bytes of bodies that were sent.
+        gone: Bodies whose client left, or whose connection broke.
+        stalled: Bodies that were aborted because nothing moved.
+        evicted: Readers that were cut off when their grace was over.
+        lent: Checkpoints that processes of this host took as memory.
+        threads: The calls in the threads that stage, verify and load.
+    """
+
+    step: int | None
+    readers: int
+    oldest_reader: float
+    superseded: int
+    waiting: int
+    requests: int
+    refused: int
+    bytes_sent: int
+    gone: int
+    stalled: int
+    evicted: int
+    lent: int
+    threads: BridgeStatistics
+
+
+class HTTPTransport(CheckpointTransport[T]):
     """Serves the last checkpoint that was sent, and receives from its like.
 
     Use it as an async context manager, or call :meth:`start` and :meth:`shutdown`.
@@ -132,7 +191,22 @@ class HTTPTransport(Receiver[T]):
 
     def statistics(self) -> TransportStatistics:
         """Return what is offered, what was served and what works, as one record."""
-        return survey(self._endpoint, self._bridge)
+        store, served = self._endpoint.store.statistics(), self._endpoint.statistics()
+        return TransportStatistics(
+            step=store.step,
+            readers=store.readers,
+            oldest_reader=store.oldest_reader,
+            superseded=store.superseded,
+            waiting=served.waiting,
+            requests=served.requests,
+            refused=served.refused,
+            bytes_sent=served.bytes_sent,
+            gone=served.gone,
+            stalled=served.stalled,
+            evicted=store.evicted,
+            lent=self._endpoint.lent,
+            threads=self._bridge.statistics(),
+        )
 
     def metadata(self) -> str:
         """Return the URL to fetch from, with the token in its fragment.
@@ -237,6 +311,201 @@ class HTTPTransport(Receiver[T]):
         self._lifetime.bind()
         await self._offering.withdraw()
 
+    async def recv_checkpoint(
+        self,
+        src_rank: int = 0,
+        metadata: str | Sequence[str] = REQUIRED,
+        step: int | None = None,
+        timeout: Timeout | None = None,
+        *,
+        into: T | None = None,
+        direct: bool = False,
+        have: T | bool | None = None,
+        select: Select | None = None,
+        share: bool = False,
+        verify_shared: bool = False,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> T:
+        """Fetch ``step`` from the transport, or the transports, of ``metadata``.
+
+        Waits for a step that is not there yet, resumes after broken connections, and
+        returns only bytes whose digests matched the manifest. The sender keeps the
+        snapshot until the receive ends, even if it publishes newer ones meanwhile: see
+        its ``keep_superseded``.
+
+        Args:
+            src_rank: Means nothing over HTTP.
+            metadata: What the sender's :meth:`metadata` returned; or a list of what
+                several returned that hold the same checkpoint. Each is asked for a
+                share that fits its speed. The first that answers says which
+                checkpoint it is. A source that fails for good, sends a wrong chunk, or
+                has another checkpoint is dropped, and the receive goes on while one
+                is left.
+            step: The step that the sender was given. None: what is served now; when the
+                sender replaces it meanwhile, the newest is received in its place, and
+                ``progress`` begins anew.
+            timeout: Deadline of the whole call, in seconds or as a ``timedelta``.
+            into: A state dict to fill: its tensors in place, its dicts and lists with
+                the other values. It is checked before a byte moves, touched only
+                when everything has been verified, and returned.
+            direct: With ``into``: receive straight into its memory. A receive that
+                fails then says in a note whether the template was modified. What
+                accelerators have of it is copied there chunk by chunk, as each is
+                fetched and verified, while later ones travel (but with ``select``),
+                once the current stream has done what it was given before; leave it
+                alone meanwhile. What comes from ``have`` is copied at the end.
+            have: A state dict that holds some of it already, such as an earlier step;
+                True: the template is one. Chunks of it that have the right digest are
+                not fetched, and with True not even copied. What has another path,
+                dtype or shape is fetched. It may be written to meanwhile only if it
+                is not the template.
+            select: Only these dotted paths, and what is below them; or a function of
+                the path that is asked for each value. Chunks that hold none of it are
+                not fetched. With ``into``, which may then have more or fewer keys,
+                it is filled where selected, and returned; it is checked once the
+                values that are no tensors have come.
+            share: Return tensors in the sender's own memory, where it is a process of
+                this user on this host that lends it (``same_host=True``). Nothing is
+                copied but the pages that are written to, which then are this
+                process's. The memory is sealed: it never changes, whatever the
+                sender does. Elsewhere the bytes come over HTTP, as without it.
+            verify_shared: Compare the digests of what is shared, too; that reads it
+                all.
+            progress: Called with :class:`.Progress` as bytes arrive.
+
+        Raises:
+            ValueError: ``share`` with ``into``, which has memory of its own.
+            TransferTimeoutError: the deadline passed.
+            StepNotFoundError: the sender has replaced ``step``, and keeps another
+                snapshot that has been read longer.
+            PeerFailedError: the sender could not send it.
+            TemplateMismatchError: ``into`` does not fit.
+            UnsupportedLeafError: ``into`` or ``have`` has what no checkpoint can hold.
+            LocalProtocolError: ``have=True`` without a template.
+            MissingKeysError: the checkpoint, or ``into``, lacks a path of ``select``.
+            DeviceMeshError: a distributed tensor has no place among the ranks here.
+            StagingError: this host cannot: a copy failed, or memory is short.
+            TransportError, ProtocolError, AuthenticationError: see the error tree.
+                Of several sources the most telling error, with the others as notes.
+            ValueError: ``metadata`` is an empty list.
+        """
+        require_given("recv_checkpoint", metadata=metadata)
+        try:
+            sources = sources_of(metadata)
+        finally:
+            del metadata  # a traceback with local variables would show the token
+        request, sharing = self._request(
+            into=into,
+            have=have,
+            select=select,
+            progress=progress,
+            share=share,
+            direct=direct,
+            verify_shared=verify_shared,
+        )
+        limit = self._timeout if timeout is None else seconds(timeout)
+        return await self._receive(sources, step, request, sharing, limit)
+
+    def follow(
+        self,
+        metadata: str,
+        *,
+        after: int | None = None,
+        into: T | None = None,
+        have: T | bool | None = None,
+        select: Select | None = None,
+        share: bool = False,
+        timeout: Timeout | None = None,
+        reconnect_timeout: Timeout | None = None,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> AsyncGenerator[tuple[int, T]]:
+        """Return the newest checkpoint of a peer, as ``(step, state_dict)``, for ever.
+
+        The iterator waits for a step newer than the last one, receives it and gives it.
+        Steps that were published meanwhile are skipped. When the sender replaces the
+        step during the receive, the iterator goes on to the newest one. When the sender
+        is away, or a receive takes longer than ``timeout``, it tries again after random
+        delays of 2 seconds at most; events and the log tell of each. No step is given
+        twice, and none of which a part is missing.
+
+        A sender that has started again, and goes on from a lower step, is followed from
+        there; an event (``restart``) and a warning say so. Nobody is followed whose
+        token has changed: give both ends the same ``token``.
+
+        Between two steps nothing is under way. If cancelled while it waits or receives,
+        the iterator has ended, the template is as it was or holds the whole step, and
+        another iterator may go on with ``after``. It is for one task at a time.
+
+        Args:
+            metadata: What the sender's :meth:`metadata` returned.
+            after: A step; only later ones are given. None: whatever is served first.
+            into, have, select, share, progress: As of :meth:`recv_checkpoint`.
+                ``progress`` begins anew with each receive. ``into`` is filled, and
+                given, each time.
+            timeout: Deadline of one receive, in seconds or as a ``timedelta``.
+            reconnect_timeout: How long a sender that does not answer is asked for its
+                next step, in seconds or as a ``timedelta``; None: for ever.
+
+        Raises:
+            ClosedError: after, or because of, :meth:`shutdown`.
+            TransportError: the sender did not answer for ``reconnect_timeout``.
+            AuthenticationError, ProtocolError, StateDictError, StagingError: as of
+                :meth:`recv_checkpoint`.
+        """
+        try:
+            source = parse_metadata(metadata)
+        finally:
+            del metadata  # a traceback with local variables would show the token
+        steps = self._steps(source, after, reconnect_timeout)
+        request, sharing = self._request(
+            into=into, have=have, select=select, progress=progress, share=share
+        )
+        limit = self._timeout if timeout is None else seconds(timeout)
+        return self._follow(source, steps, request, sharing, limit)
+
+    def steps(
+        self,
+        metadata: str,
+        after: int | None = None,
+        *,
+        reconnect_timeout: Timeout | None = None,
+    ) -> AsyncIterator[int]:
+        """Return the steps that a peer publishes, to be iterated over as they come.
+
+        The peer tells of each one at once, and nothing is polled. Only the newest is
+        given: those that were published while nobody asked are skipped, and one that
+        was given may be gone when it is received (``StepNotFoundError``); the next
+        one is there then. :meth:`follow` receives them, too.
+
+        A sender that has started again, and goes on from a lower step, is noticed: the
+        lower step is given, and an event (``restart``) and a warning say so.
+
+        A peer that breaks off, is silent or starts again at the same address is asked
+        again, after random delays of 2 seconds at most. Silent is who sends nothing
+        for the stall timeout after the 30 seconds for which it was asked to wait. The
+        waiting itself has no deadline: put ``asyncio.timeout`` around it. If that, or
+        a cancel, ends it, no step is lost, and the iterator can be used again. It is
+        for one task: a second one that waits gets a ``LocalProtocolError``.
+
+        Args:
+            metadata: What the peer's :meth:`metadata` returned.
+            after: A step; only later ones are given. None: whatever is served first.
+            reconnect_timeout: How long a peer that does not answer is asked again, in
+                seconds or as a ``timedelta``; None: for ever.
+
+        Raises:
+            AuthenticationError: the peer refuses; one that has started again has
+                another token in its metadata, unless both were given one (``token=``).
+            TransportError: the peer did not answer for ``reconnect_timeout``.
+            RemoteProtocolError: it is no aiockpt server, three times in a row.
+            ClosedError: after, or because of, :meth:`shutdown`.
+        """
+        try:
+            source = parse_metadata(metadata)
+        finally:
+            del metadata  # a traceback with local variables would show the token
+        return self._steps(source, after, reconnect_timeout)
+
     async def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
         """Stop serving and close everything; ``wait=False`` gives readers no grace.
 
@@ -258,3 +527,130 @@ class HTTPTransport(Receiver[T]):
     async def _keep_nothing(self) -> None:
         if self._warm is not None:
             self._bridge.post(self._warm.close)
+
+    def _steps(
+        self, source: Source, after: int | None, reconnect_timeout: Timeout | None
+    ) -> Steps:
+        silent = math.inf if reconnect_timeout is None else seconds(reconnect_timeout)
+        after = None if after is None else exact_step(after)
+        self._lifetime.check()
+        return Steps(
+            self._client,
+            source,
+            self._lifetime,
+            after=after,
+            reconnect_timeout=silent,
+        )
+
+    async def _follow(
+        self,
+        source: Source,
+        steps: Steps,
+        request: Request,
+        sharing: Sharing,
+        limit: float,
+    ) -> AsyncGenerator[tuple[int, T]]:
+        survives = (*SUPERSEDED, TransportError)
+        source = replace(source, patience=PATIENCE)
+
+        async def receive(step: int) -> T:
+            try:
+                return await self._receive([source], step, request, sharing, limit)
+            except survives:
+                steps.again()
+                raise
+
+        pause = self._client.pause
+        while True:
+            yield await chase(steps.__anext__, receive, pause=pause, survives=survives)
+
+    def _request(
+        self,
+        *,
+        into: T | None,
+        have: T | bool | None,
+        select: Select | None,
+        progress: Callable[[Progress], None] | None,
+        share: bool,
+        direct: bool = False,
+        verify_shared: bool = False,
+    ) -> tuple[Request, Sharing]:
+        if share and into is not None:
+            raise ValueError("share=True returns new tensors: leave out into=")
+        if share and have is not None:
+            raise ValueError("share=True moves no bytes: leave out have=")
+        terms = Terms(
+            limits=self._limits,
+            allow_pickle=self._allow_pickle,
+            direct=direct,
+            ports=port_for,
+            warm=self._warm,
+        )
+        sharing = Sharing(
+            wanted=self._same_host is not False and have is None,
+            keep=share,
+            through=into is not None and not direct,
+            verify=verify_shared,
+        )
+        request = Request(
+            into=into,
+            have=_known(have, into),
+            select=listed(select),
+            progress=progress,
+            terms=terms,
+        )
+        return request, sharing
+
+    async def _receive(
+        self,
+        sources: Sequence[Source],
+        step: int | None,
+        request: Request,
+        sharing: Sharing,
+        limit: float,
+    ) -> T:
+        """Receive ``step``, or what is served now, within ``limit`` seconds."""
+        until = asyncio.get_running_loop().time() + limit
+        lease = Lease.begin(until, receiver=self._client.name)
+        leased = [replace(source, lease=lease) for source in sources]
+        if step is None:
+            leased = [replace(source, patience=PATIENCE) for source in leased]
+        origin = Sources.of(self._client, leased)
+        asked = "a checkpoint" if step is None else f"step {step}"
+        what = f"{asked} from {origin.name}"
+        deadline = Deadline(limit, stop="fetch_manifest", what=what)
+        pause = self._client.pause
+        attempt: Attempt | None = None
+
+        async def receive(step: int) -> object:
+            nonlocal attempt
+            deadline.what = f"step {step} from {origin.name}"
+            peers = HttpSource(origin, self._bridge, sharing, deadline)
+            attempt = Attempt(peers, self._bridge, request, deadline)
+            with failing_here(f"receiving step {step}"):
+                return await attempt.run(step)
+
+        with self._lifetime.call():
+            try:
+                async with deadline:
+                    if step is not None:
+                        return cast("T", await receive(step))
+                    found = await chase(origin.newest, receive, pause=pause)
+                    return cast("T", found[1])
+            except AiockptError as error:
+                if attempt is not None:
+                    attempt.annotate(error)
+                raise
+
+
+def _known(have: object, into: object) -> object:
+    """Return the state dict that is meant by ``have``."""
+    if not isinstance(have, bool):
+        return have
+    if not have:
+        return None
+    if into is None:
+        raise LocalProtocolError(
+            "have=True says that the template holds some of it: there is no into="
+        )
+    return into

@@ -8,7 +8,7 @@ from typing import TypedDict, TypeVar, Unpack
 
 import aiockpt
 from aiockpt.http.options import Auth, Receive, Server
-from aiockpt.http.statistics import TransportStatistics
+from aiockpt.http.transport import TransportStatistics
 from aiockpt.torchft.adapter import Adapter
 from aiockpt.transport import Timeout, seconds
 
