@@ -23,10 +23,9 @@ def host_only(_: torch.device) -> Port | None:
 def planned(state: object, arena: Arena | None = None) -> tuple[CopyPlan, int]:
     """Return the copies of a state dict, and the length of its segment."""
     own = describe(state, limits=Limits(), allow_pickle=False, writing=True)
-    sizes = [storage.nbytes for storage in own.storages]
-    arena = arena or Arena(own.segment_bytes)
-    plan = CopyPlan(own.backings, own.offsets, sizes, arena=arena, port_for=host_only)
-    return plan, own.segment_bytes
+    arena = arena or Arena(own.entries.nbytes)
+    plan = CopyPlan(own.backings, own.entries, arena=arena, port_for=host_only)
+    return plan, own.entries.nbytes
 
 
 def odd_state() -> dict[str, torch.Tensor]:

@@ -151,7 +151,7 @@ class TestRoundTrip:
         """Other tools find the local part under the name of the tensor."""
         state = {"layer.weight": dtensor(mesh, Shard(0), Replicate(), shape=(4, 3))}
         found = describe(state, limits=LIMITS)
-        assert [storage.name for storage in found.storages] == ["layer.weight"]
+        assert found.entries.names == ["layer.weight"]
 
     @pytest.mark.parametrize("regular", [True, False])
     def test_ranks_of_a_large_mesh(self, *, regular: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from aiockpt.errors import LimitExceededError, StateDictError, UnsupportedLeafError
+from aiockpt.format.entries import Entry
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import COMPACTED, PARAMETER, REQUIRES_GRAD
 from aiockpt.format.references import tensor_leaves
@@ -33,7 +33,7 @@ def described(state: object, **options: Any) -> Description:
 
 def names(description: Description) -> list[str]:
     """Return the names of the entries."""
-    return [storage.name for storage in description.storages]
+    return description.entries.names
 
 
 class TestEntries:
@@ -43,15 +43,12 @@ class TestEntries:
         """Its bytes are where it has them."""
         weight = torch.ones(2, 3)
         found = described({"model": {"w": weight}})
-        (storage,), (backing,) = found.storages, found.backings
-        assert (storage.name, storage.dtype_code, storage.shape) == (
-            "model.w",
-            "F32",
-            (2, 3),
-        )
+        (backing,) = found.backings
+        assert names(found) == ["model.w"]
+        assert [*found.entries] == [Entry("F32", (2, 3), (0, 24))]
         assert (backing.address, backing.nbytes) == (weight.data_ptr(), 24)
         assert not found.views
-        assert found.segment_bytes == 24
+        assert found.entries.nbytes == 24
 
     def test_names_are_unique(self) -> None:
         """Keys that read alike, and the name that safetensors keeps for itself."""
@@ -67,50 +64,50 @@ class TestEntries:
         """Its bytes move once."""
         weight = torch.nn.Parameter(torch.ones(100))
         found = described({"a": weight, "b": weight, "c": weight.data})
-        assert found.segment_bytes == 400
+        assert found.entries.nbytes == 400
         assert len(found.views) == 2  # the parameter, which a and b are, and its data
 
     def test_views_that_overlap_are_one_entry(self) -> None:
         """It spans all of them."""
         base = torch.zeros(100)
         found = described([base[10:40], base[30:60]])
-        assert found.segment_bytes == 50 * 4
+        assert found.entries.nbytes == 50 * 4
         assert [view.offset for view in found.views] == [0, 20]
 
     def test_views_that_start_far_apart_may_overlap(self) -> None:
         """Addresses are sorted region by region, and a tensor may span several."""
         base = torch.empty(4 << 20, dtype=torch.float64)
         found = described([base[1 << 20 :], torch.ones(1), base[: 3 << 20], base[-1:]])
-        assert sorted(storage.nbytes for storage in found.storages) == [4, 32 << 20]
+        assert sorted(found.entries.sizes()) == [4, 32 << 20]
 
     def test_neighbours_in_one_storage_are_entries_of_their_own(self) -> None:
         """They share no byte."""
         base = torch.zeros(100)
         found = described([base[:50], base[50:]])
-        assert [storage.nbytes for storage in found.storages] == [200, 200]
+        assert [*found.entries.sizes()] == [200, 200]
 
     def test_a_small_slice_drags_nothing_along(self) -> None:
         """Forty bytes of a large storage are forty bytes."""
-        assert described(torch.zeros(1 << 20)[7:17]).segment_bytes == 40
+        assert described(torch.zeros(1 << 20)[7:17]).entries.nbytes == 40
 
     def test_a_sparse_view_becomes_dense(self) -> None:
         """It uses less than half of the memory that it spans."""
         found = described(torch.zeros(100)[::3])
-        assert found.segment_bytes == 34 * 4
+        assert found.entries.nbytes == 34 * 4
         assert [view.flags for view in found.views] == [COMPACTED]
-        assert described(torch.zeros(100)[::2]).segment_bytes == 99 * 4
+        assert described(torch.zeros(100)[::2]).entries.nbytes == 99 * 4
 
     def test_an_element_that_is_repeated_travels_once(self) -> None:
         """However many bytes the repetitions would be."""
         huge = torch.zeros(1).expand(2**31, 2**30)
         assert huge.nbytes == 2**63
-        assert described(huge).segment_bytes == 4
+        assert described(huge).entries.nbytes == 4
 
     def test_columns_drag_nothing_along(self) -> None:
         """Nor what lies between them; equal ones stay one."""
         base = torch.zeros(4096, 1024)
         found = described({"a": base[:, 0], "b": base[:, 1], "c": base[:, 0]})
-        assert [storage.nbytes for storage in found.storages] == [16384, 16384]
+        assert [*found.entries.sizes()] == [16384, 16384]
         assert [view.storage for view in found.views] == [0, 0, 1]
         assert all(view.flags == COMPACTED for view in found.views)
 
@@ -118,13 +115,13 @@ class TestEntries:
         """What each leaves out, another one uses."""
         base = torch.zeros(64, 4)
         found = described([base[:, 0], base[:, 1], base[:, 2:]])
-        assert [storage.nbytes for storage in found.storages] == [64 * 4 * 4]
+        assert [*found.entries.sizes()] == [64 * 4 * 4]
 
     def test_a_sparse_view_leaves_the_others_tied(self) -> None:
         """It alone would make them travel with what is not in the state dict."""
         base = torch.zeros(1000)
         found = described([base[:10], base[5:15], base[::10]])
-        assert [storage.nbytes for storage in found.storages] == [60, 400]
+        assert [*found.entries.sizes()] == [60, 400]
 
     def test_members_that_no_address_aligns_are_entries_of_their_own(self) -> None:
         """Those that the widest aligns stay with it."""
@@ -133,13 +130,13 @@ class TestEntries:
         tied = torch.frombuffer(memory, dtype=torch.int32, offset=7, count=4)
         odd = torch.frombuffer(memory, dtype=torch.int32, offset=4, count=4)
         found = described([wide, tied, odd])
-        assert [storage.nbytes for storage in found.storages] == [32, 16]
+        assert [*found.entries.sizes()] == [32, 16]
         assert [view.offset for view in found.views] == [1]
 
     def test_a_dtype_without_a_code_is_entered_as_bytes(self) -> None:
         """The view says what it is."""
         found = described(torch.zeros(3, dtype=torch.complex128))
-        assert [(s.dtype_code, s.shape) for s in found.storages] == [("U8", (48,))]
+        assert [*found.entries] == [Entry("U8", (48,), (0, 48))]
         assert found.views[0].dtype == "complex128"
 
     def test_flags_say_what_autograd_makes_of_it(self) -> None:
@@ -150,8 +147,8 @@ class TestEntries:
 
     def test_long_bytes_travel_as_a_tensor(self) -> None:
         """Not as text in the manifest."""
-        assert described(bytes(5000)).segment_bytes == 5000
-        assert described(bytes(4000)).segment_bytes == 0
+        assert described(bytes(5000)).entries.nbytes == 5000
+        assert described(bytes(4000)).entries.nbytes == 0
 
     @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd dtypes
     @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=50)
@@ -162,14 +159,13 @@ class TestEntries:
         numbers = dict(tensor_leaves(found.tree))
         for index, tensor in enumerate(state["tensors"]):
             number, itemsize = numbers["tensors", index], tensor.itemsize
-            if number < len(found.storages):
-                start = found.offsets[number]
+            if number < len(found.entries):
+                start = found.entries.starts[number]
             else:
-                view = found.views[number - len(found.storages)]
-                start = found.offsets[view.storage] + view.offset * itemsize
+                view = found.views[number - len(found.entries)]
+                start = found.entries.starts[view.storage] + view.offset * itemsize
             assert start % itemsize == 0
-        sizes = [storage.nbytes for storage in found.storages]
-        assert [*accumulate(sizes, initial=0)] == [*found.offsets, found.segment_bytes]
+        assert [0, *found.entries.stops[:-1]] == [*found.entries.starts]
 
 
 def _freed() -> torch.Tensor:

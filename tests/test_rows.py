@@ -33,9 +33,8 @@ def facts(found: Description) -> tuple[object, ...]:
     """Return everything that two descriptions must agree on."""
     return (
         found.tree,
-        [*found.storages],
-        [*found.offsets],
-        found.segment_bytes,
+        found.entries.names,
+        [*found.entries],
         [(each.address, each.nbytes, len(each.parts)) for each in found.backings],
         [*found.views],
     )
@@ -128,7 +127,7 @@ def test_tensors_that_overlap_across_rows_are_found() -> None:
     row = plain()
     found = describe({"a": row, "b": {"v": row["layer.5"][1:]}}, limits=LIMITS)
     assert len(found.views) == 1
-    assert len(found.storages) == LONG
+    assert len(found.entries) == LONG
 
 
 def test_a_row_counts_towards_the_limits() -> None:

@@ -155,7 +155,7 @@ class TestTorch:
         found = read(tmp_path / "f")
         assert torch.equal(found["m"]["w"], torch.ones(3))
         assert found["n"] == 1
-        assert describe(found, limits=LIMITS, allow_pickle=False).segment_bytes == 16
+        assert describe(found, limits=LIMITS, allow_pickle=False).entries.nbytes == 16
 
     def test_code_is_not_run(self, tmp_path: Path) -> None:
         """A pickle that calls something is refused, and says what it would call."""

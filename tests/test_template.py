@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import tracemalloc
-from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -28,14 +27,7 @@ def fill(state: object, template: object, *, direct: bool) -> None:
     manifest, segment = staged(state)
     found = Template(template, limits=LIMITS, allow_pickle=False).match(manifest)
     arena = Arena(len(segment))
-    offsets = [entry.data_offsets for entry in manifest.entries]
-    plan = CopyPlan(
-        found.backings,
-        [start for start, _ in offsets],
-        [stop - start for start, stop in offsets],
-        arena=arena,
-        port_for=host_only,
-    )
+    plan = CopyPlan(found.backings, manifest.entries, arena=arena, port_for=host_only)
     memory = plan.in_place() if direct else arena
     for view in memory.buffers(0, len(segment)):
         view[:] = segment[: view.nbytes]
@@ -224,8 +216,6 @@ def test_many_tensors_take_little_memory() -> None:
     state = {f"layer.{n}": torch.zeros(4) for n in range(count)}
     manifest, _ = staged(state)
     kept, arena = [], Arena(manifest.segment_bytes)
-    starts = array("q", range(0, 16 * count, 16))
-    sizes = array("q", [16]) * count
 
     def takes(kept_bytes: int, peak_bytes: int, make: Callable[[], object]) -> bool:
         """Say whether it takes no more for each tensor."""
@@ -249,7 +239,7 @@ def test_many_tensors_take_little_memory() -> None:
             50,
             60,
             lambda: CopyPlan(
-                found.backings, starts, sizes, arena=arena, port_for=host_only
+                found.backings, manifest.entries, arena=arena, port_for=host_only
             ),
         )
     finally:

@@ -15,12 +15,12 @@ import rangepeer
 from aiockpt import PGTransport, StorageError, register_leaf
 from aiockpt.errors import PeerFailedError, RemoteProtocolError, UnsupportedLeafError
 from aiockpt.format.chunks import digest
-from aiockpt.format.entries import Storage
 from aiockpt.format.header import build_manifest
 from aiockpt.format.manifest import TensorSpec
 from aiockpt.storage.statefile import read_state_file
 from aiockpt.testing import assert_same
 from groups import both, moved, transports
+from headers import entries_of
 from mutations import header_of, parts_of
 from pipeline import LIMITS
 from saved import load, save
@@ -39,7 +39,7 @@ def header_with_view(dtype: str) -> bytes:
     good = build_manifest(
         step=STEP,
         chunk_bytes=64,
-        storages=[Storage("weight", "U8", (64,), 64, 1)],
+        entries=entries_of(("weight", "U8", (64,), 64)),
         views=[view],
         tree=["dict", ["weight"], [["tensor", 1]]],
         digests=[digest([SEGMENT])],

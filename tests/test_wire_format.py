@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from aiockpt.format.chunks import digest
-from aiockpt.format.entries import Storage
 from aiockpt.format.header import build_manifest, decode_header
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest, TensorSpec
+from headers import entries_of
 
 PAGE = (Path(__file__).parents[1] / "docs/reference/wire-format.md").read_text()
 SEGMENT = struct.pack("<4f", 1, 2, 3, 4)
@@ -39,7 +39,7 @@ def test_package_writes_the_published_bytes() -> None:
     manifest = build_manifest(
         step=7,
         chunk_bytes=1 << 22,
-        storages=[Storage("w", "F32", (2, 2), len(SEGMENT), 4)],
+        entries=entries_of(("w", "F32", (2, 2), len(SEGMENT))),
         views=[TensorSpec(0, "float32", (2, 2), (1, 2), 0, 0)],
         tree=["dict", ["w", "t", "lr"], [["tensor", 0], ["tensor", 1], 0.1]],
         digests=[digest([SEGMENT])],

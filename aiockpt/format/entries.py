@@ -1,4 +1,4 @@
-"""The entries of a header and the storages that they describe, column by column.
+"""The entries of a header, column by column.
 
 A checkpoint may have 100,000 tensors. One object for each, with its tuple of offsets,
 would weigh 340 bytes; a row of columns weighs about 100. Checks and sums go through a
@@ -8,12 +8,11 @@ column inside a C function.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, starmap
 from mmap import mmap
-from operator import attrgetter, mod, neg
-from typing import Annotated, Final, Self, TypeAlias
+from operator import mod, neg, sub
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -28,12 +27,9 @@ __all__ = [
     "Entries",
     "Entry",
     "Shape",
-    "Storage",
-    "Storages",
     "decode_entries",
     "encode_entries",
-    "make_entries",
-    "plan_segment",
+    "place",
 ]
 
 INT64_MAX: Final = 2**63 - 1
@@ -126,115 +122,59 @@ class Entries:
         dtypes, shapes = self.dtypes[first:last], self.shapes[first:last]
         return starmap(Entry, zip(dtypes, shapes, offsets, strict=True))
 
+    def sizes(self) -> array[int]:
+        """Return how many bytes each entry has."""
+        return array("q", map(sub, self.stops, self.starts))
+
     @property
     def nbytes(self) -> int:
         """The length of the data segment."""
         return self.stops[-1] if self.stops else 0
 
 
-class Storage(msgspec.Struct, frozen=True, gc=False):
-    """A storage that needs a place in the data segment.
+def place(
+    names: Sequence[str],
+    codes: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    sizes: Sequence[int],
+    aligns: Sequence[int],
+) -> tuple[Sequence[int], Entries]:
+    """Place entries without holes so that each is aligned: widest elements first.
 
-    ``align`` is the element size of the widest tensor in it. ``nbytes`` must be a
-    multiple of it, or whatever follows would not be aligned.
-    """
+    Each argument is a column, with one item for each entry.
 
-    name: str
-    dtype_code: str
-    shape: tuple[int, ...]
-    nbytes: int
-    align: int
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Storages:
-    """Storages by number; a column per field of a `Storage`."""
-
-    names: Sequence[str]
-    codes: Sequence[str]
-    shapes: Sequence[tuple[int, ...]]
-    sizes: array[int]
-    aligns: Sequence[int]
-
-    @classmethod
-    def of(cls, storages: Iterable[Storage]) -> Self:
-        """Return the columns of ``storages``."""
-        rows = [*storages]
-        return cls(
-            [*map(attrgetter("name"), rows)],
-            [*map(attrgetter("dtype_code"), rows)],
-            [*map(attrgetter("shape"), rows)],
-            array("q", map(attrgetter("nbytes"), rows)),
-            [*map(attrgetter("align"), rows)],
-        )
-
-    def __repr__(self) -> str:
-        return f"<Storages {len(self)}>"
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __getitem__(self, number: int) -> Storage:
-        name, code, shape = self.names[number], self.codes[number], self.shapes[number]
-        return Storage(name, code, shape, self.sizes[number], self.aligns[number])
-
-    def __iter__(self) -> Iterator[Storage]:
-        return map(self.__getitem__, range(len(self)))
-
-    def taken(self, order: Sequence[int]) -> Storages:
-        """Return the storages with these numbers, in this order."""
-        if order == range(len(self)):
-            return self
-        return Storages(
-            [*map(self.names.__getitem__, order)],
-            [*map(self.codes.__getitem__, order)],
-            [*map(self.shapes.__getitem__, order)],
-            array("q", map(self.sizes.__getitem__, order)),
-            [*map(self.aligns.__getitem__, order)],
-        )
-
-
-def plan_segment(
-    storages: Storages,
-) -> tuple[Sequence[int], Sequence[int], int]:
-    """Place storages without holes so that each is aligned: widest elements first.
+    Args:
+        names: Their names.
+        codes: Their safetensors codes.
+        shapes: Their shapes.
+        sizes: Their bytes.
+        aligns: The element size of the widest tensor in each.
 
     Returns:
-        ``(order, offsets, segment_bytes)``: ``order[k]`` is the index of the storage
-        that comes k-th, and ``offsets[k]`` is where *that one* starts.
+        ``(order, entries)``: ``order[k]`` is where the k-th entry is in the columns.
 
     Raises:
-        LocalProtocolError: the size of a storage is no multiple of its alignment.
+        LocalProtocolError: the size of an entry is no multiple of its alignment, so
+            that whatever follows it would not be aligned.
     """
-    sizes, aligns = storages.sizes, storages.aligns
-    if any(map(mod, sizes, aligns)):
-        odd = next(each for each in storages if each.nbytes % each.align)
+    if any(rests := [*map(mod, sizes, aligns)]):
+        odd = rests.index(max(rests))
         raise LocalProtocolError(
-            f"storage {odd.name!r}: {odd.nbytes} bytes are no multiple of "
-            f"its alignment of {odd.align}"
+            f"entry {names[odd]!r}: {sizes[odd]} bytes are no multiple of "
+            f"its alignment of {aligns[odd]}"
         )
-    order: Sequence[int] = range(len(storages))
+    order: Sequence[int] = range(len(names))
     if len(set(aligns)) > 1:
         order = sorted(order, key=[*map(neg, aligns)].__getitem__)
-    bounds = array("q", accumulate(map(sizes.__getitem__, order), initial=0))
-    return order, bounds[:-1], bounds[-1]
-
-
-def make_entries(storages: Storages) -> Entries:
-    """Return the entries of storages that are in segment order.
-
-    Raises:
-        LocalProtocolError: two have the same name.
-    """
+        names = [*map(names.__getitem__, order)]
+        codes = [*map(codes.__getitem__, order)]
+        shapes = [*map(shapes.__getitem__, order)]
+        sizes = [*map(sizes.__getitem__, order)]
     entries = Entries()
-    entries.names = [*storages.names]
-    entries.dtypes = [*storages.codes]
-    entries.shapes = [*storages.shapes]
-    bounds = array("q", accumulate(storages.sizes, initial=0))
+    entries.names, entries.dtypes, entries.shapes = [*names], [*codes], [*shapes]
+    bounds = array("q", accumulate(sizes, initial=0))
     entries.starts, entries.stops = bounds[:-1], bounds[1:]
-    if len(set(entries.names)) != len(entries):
-        raise LocalProtocolError("two storages have the same name")
-    return entries
+    return order, entries
 
 
 def encode_entries(entries: Entries) -> Iterator[bytes]:

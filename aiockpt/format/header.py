@@ -26,11 +26,8 @@ from aiockpt.format.entries import (
     Bytes,
     Entries,
     Entry,
-    Storage,
-    Storages,
     decode_entries,
     encode_entries,
-    make_entries,
 )
 from aiockpt.format.limits import Limits, enforce, enforce_values, raise_if_cancelled
 from aiockpt.format.manifest import (
@@ -77,7 +74,7 @@ def build_manifest(
     *,
     step: int,
     chunk_bytes: int,
-    storages: Storages | Sequence[Storage],
+    entries: Entries,
     views: Sequence[TensorSpec] = (),
     tree: Node,
     digests: Sequence[str],
@@ -85,28 +82,57 @@ def build_manifest(
 ) -> Manifest:
     """Return the manifest of a staged checkpoint, its header encoded.
 
-    ``storages`` are in segment order (`plan_segment`); ``digests`` are the chunks'
-    hex digests.
+    ``entries`` are in the order of the data segment (`place`), and ``digests`` are the
+    chunks' hex digests.
 
     Raises:
         LocalProtocolError: a receiver would refuse it.
     """
-    if not isinstance(storages, Storages):
-        storages = Storages.of(storages)
-    entries = make_entries(storages)
-    return _build(step, chunk_bytes, algorithm, entries, views, tree, digests)
+    encode = msgspec.json.encode
+    document = ManifestDocument(
+        version=VERSION,
+        step=step,
+        chunk_bytes=chunk_bytes,
+        algorithm=algorithm,
+        digests="".join(digests),
+        entries=len(entries),
+        views=msgspec.Raw(encode(views)) if views else msgspec.UNSET,
+        tree=msgspec.Raw(encode(tree)),
+    )
+    if fault := fault_of(document, views, entries, algorithm):
+        raise LocalProtocolError(f"cannot describe step {step}: {fault}")
+    names = {*entries.names}
+    if len(names) != len(entries):
+        raise LocalProtocolError("two entries have the same name")
+    if "__metadata__" in names:
+        raise LocalProtocolError("'__metadata__' cannot name a tensor")
+    # The text of the manifest is a JSON string; the order of the keys is normative.
+    text = encode(encode(document).decode())
+    file = bytearray(LENGTH_BYTES)
+    file += PREFIX + b"0" * DIGEST_DIGITS + _AFTER_ID + text[1:] + b"}"
+    try:
+        for piece in encode_entries(entries):
+            file += piece
+    except UnicodeEncodeError as error:
+        raise LocalProtocolError(f"a name is no valid Unicode: {error}") from None
+    file += b"}"
+    file += b" " * (-len(file) % ALIGNMENT)
+    file[:LENGTH_BYTES] = (len(file) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
+    header = memoryview(file)[LENGTH_BYTES:]
+    header[ID_SLICE] = snapshot_id_of(header).encode()
+    return _manifest(document, views, entries, tree, bytes(file))
 
 
 def with_step(manifest: Manifest, step: int) -> Manifest:
     """Return the manifest of the same memory under another step."""
-    return _build(
-        step,
-        manifest.chunk_bytes,
-        manifest.algorithm,
-        manifest.entries,
-        manifest.views,
-        manifest.tree,
-        manifest.digests,
+    return build_manifest(
+        step=step,
+        chunk_bytes=manifest.chunk_bytes,
+        entries=manifest.entries,
+        views=manifest.views,
+        tree=manifest.tree,
+        digests=manifest.digests,
+        algorithm=manifest.algorithm,
     )
 
 
@@ -194,50 +220,6 @@ def decode_header(
     if ours:
         raise RemoteProtocolError("it has no manifest of aiockpt")
     return _decode_foreign(raw, header, limits)
-
-
-# ------------------------------------------------------------------------- encode
-
-
-def _build(
-    step: int,
-    chunk_bytes: int,
-    algorithm: str,
-    entries: Entries,
-    views: Sequence[TensorSpec],
-    tree: Node,
-    digests: Sequence[str],
-) -> Manifest:
-    encode = msgspec.json.encode
-    document = ManifestDocument(
-        version=VERSION,
-        step=step,
-        chunk_bytes=chunk_bytes,
-        algorithm=algorithm,
-        digests="".join(digests),
-        entries=len(entries),
-        views=msgspec.Raw(encode(views)) if views else msgspec.UNSET,
-        tree=msgspec.Raw(encode(tree)),
-    )
-    if fault := fault_of(document, views, entries, algorithm):
-        raise LocalProtocolError(f"cannot describe step {step}: {fault}")
-    if "__metadata__" in entries.names:
-        raise LocalProtocolError("'__metadata__' cannot name a tensor")
-    # The text of the manifest is a JSON string; the order of the keys is normative.
-    text = encode(encode(document).decode())
-    file = bytearray(LENGTH_BYTES)
-    file += PREFIX + b"0" * DIGEST_DIGITS + _AFTER_ID + text[1:] + b"}"
-    try:
-        for piece in encode_entries(entries):
-            file += piece
-    except UnicodeEncodeError as error:
-        raise LocalProtocolError(f"a name is no valid Unicode: {error}") from None
-    file += b"}"
-    file += b" " * (-len(file) % ALIGNMENT)
-    file[:LENGTH_BYTES] = (len(file) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
-    header = memoryview(file)[LENGTH_BYTES:]
-    header[ID_SLICE] = snapshot_id_of(header).encode()
-    return _manifest(document, views, entries, tree, bytes(file))
 
 
 def _manifest(

@@ -26,6 +26,7 @@ from typing import Final, TypeAlias
 import msgspec
 import torch
 
+from aiockpt.format.entries import Entries
 from aiockpt.memory.arena import Arena, view_of_address
 from aiockpt.memory.device import Event, Pair, PortFor
 
@@ -212,23 +213,19 @@ class _Rows:
 
     Args:
         backings: The state dict's memory.
-        offsets: Where each entry starts in the segment, ascending.
-        sizes: Bytes of each entry.
+        entries: The entries of the segment.
         away: The devices whose memory is not the host's.
     """
 
     def __init__(
         self,
         backings: Backings,
-        offsets: Sequence[int],
-        sizes: Sequence[int],
+        entries: Entries,
         *,
         away: Collection[torch.device],
     ) -> None:
-        self.starts = array("q", offsets)
-        starts = numbers(self.starts)
-        self.stops = column(starts + numbers(array("q", sizes)))
-        self.held = column(starts + numbers(backings.sizes))
+        self.starts, self.stops = entries.starts, entries.stops
+        self.held = column(numbers(self.starts) + numbers(backings.sizes))
         self.addresses = array("Q", backings.addresses)
         if away or not bool(numbers(backings.sizes).all()):
             columns = zip(
@@ -279,8 +276,7 @@ class CopyPlan:
 
     Args:
         backings: The state dict's memory, one per entry.
-        offsets: Where each entry starts in the segment, ascending.
-        sizes: Bytes of each entry; a backing may be a few bytes shorter.
+        entries: The entries; a backing may be a few bytes shorter than its entry.
         arena: The segment; it and the backings must outlive every copy.
         port_for: Finds the port of a backing's device.
     """
@@ -288,8 +284,7 @@ class CopyPlan:
     def __init__(
         self,
         backings: Backings,
-        offsets: Sequence[int],
-        sizes: Sequence[int],
+        entries: Entries,
         *,
         arena: Arena,
         port_for: PortFor,
@@ -299,7 +294,7 @@ class CopyPlan:
         self._whole: torch.Tensor | None = None
         found = {device: port_for(device) for device in backings.devices()}
         self.ports = {device: port for device, port in found.items() if port}
-        self._rows = _Rows(backings, offsets, sizes, away=self.ports.keys())
+        self._rows = _Rows(backings, entries, away=self.ports.keys())
 
     def fences(self) -> Fences:
         """Mark on every device what the calling thread's producer has enqueued."""

@@ -31,7 +31,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from hashlib import shake_128
 from mmap import mmap
-from operator import add
 from typing import Final, NamedTuple, TypeAlias
 
 import torch
@@ -469,14 +468,12 @@ class _Staging:
 
     def __init__(self, description: Description, device: Device) -> None:
         self.description, self.device = description, device
-        starts = array("q", description.offsets)
-        self.bounds = starts, array("q", map(add, starts, description.storages.sizes))
+        self.bounds = description.entries.starts, description.entries.stops
         self.own = device.owned(description.backings)
-        self.arena = Arena(description.segment_bytes, staging=True)
+        self.arena = Arena(description.entries.nbytes, staging=True)
         self.plan = CopyPlan(
             _without(description.backings, self.own),
-            description.offsets,
-            description.storages.sizes,
+            description.entries,
             arena=self.arena,
             port_for=port_for,
         )
@@ -492,7 +489,7 @@ class _Staging:
                 to, there = once(place, source)
                 to.copy_(there, non_blocking=True)
         events = self.plan.stage_parts(fences)
-        events += self.plan.stage_device(0, self.description.segment_bytes, fences)
+        events += self.plan.stage_device(0, self.description.entries.nbytes, fences)
         host = self.plan.in_place()
         return Segment(self.device.device, host, bounds, homes), events
 
@@ -831,7 +828,7 @@ class DeviceMedium:
         return _Staging(description, self._device)
 
     async def _digest(self, staging: _Staging, memory: Segment) -> list[str]:
-        grid = ChunkGrid(staging.description.segment_bytes, self._chunk_bytes)
+        grid = ChunkGrid(staging.description.entries.nbytes, self._chunk_bytes)
         digests = [""] * len(grid)
         remaining = iter(range(len(grid)))
 
@@ -849,7 +846,7 @@ class DeviceMedium:
         return build_manifest(
             step=step,
             chunk_bytes=self._chunk_bytes,
-            storages=description.storages,
+            entries=description.entries,
             views=description.views,
             tree=description.tree,
             digests=digests,

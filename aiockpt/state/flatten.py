@@ -1,8 +1,8 @@
 """State dict → tree, entries, and the memory that they come from.
 
 `survey` looks at a state dict: `_Numbering` encodes the tree and numbers the tensors,
-`_draft` decides which tensors are entries. `lay_out` gives each entry its place in the
-data segment. `describe` does both. Nothing here copies a byte or does I/O.
+`_draft` decides which tensors are entries. `describe` also gives each entry its place
+in the data segment. Nothing here copies a byte or does I/O.
 
 Most tensors are *plain*: contiguous, alone in their memory, unknown to autograd. There
 may be 100,000 of them, so none gets an object of its own: each is one line in columns.
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, cast
 import torch
 
 from aiockpt.errors import AiockptError, StagingError, StateDictError
-from aiockpt.format.entries import Storage, Storages, plan_segment
+from aiockpt.format.entries import Entries, place
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import TensorSpec
 from aiockpt.format.paths import Node, Path, format_path
@@ -41,11 +41,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Description",
     "Drafts",
-    "Layout",
     "Survey",
     "Unready",
     "describe",
-    "lay_out",
     "register_leaf",
     "survey",
 ]
@@ -73,13 +71,11 @@ _Columns: TypeAlias = """tuple[
 class Description:
     """A state dict as data: what the manifest contains, and where the bytes are.
 
-    ``storages``, ``offsets`` and ``backings`` are in the order of the data segment.
+    ``entries`` and ``backings`` are in the order of the data segment.
     """
 
     tree: Node
-    storages: Storages
-    offsets: Sequence[int]
-    segment_bytes: int
+    entries: Entries
     backings: Backings
     views: Sequence[TensorSpec]
 
@@ -110,30 +106,38 @@ class Drafts:
     backings: Backings
     owners: Mapping[int, tuple[Group, Member]]
 
-    def entries(self) -> Sequence[int]:
-        """Return the numbers of the entries."""
+    def placed(self, names: Sequence[str]) -> tuple[Sequence[int], Entries]:
+        """Give each entry its place in the data segment.
+
+        Args:
+            names: The name of each tensor's entry, by the tensor's number.
+
+        Returns:
+            The numbers of the entries and their columns, in the order of the segment.
+        """
         if not self.owners:
-            return range(len(self.codes))
-        return [
+            codes = cast("Sequence[str]", self.codes)
+            aligns = [*map(_ITEMSIZES.__getitem__, codes)]
+            return place(names, codes, self.shapes, self.backings.sizes, aligns)
+        numbers = [
             number
             for number, code in enumerate(self.codes)
             if code is not None or self.owners[number][0].first == number
         ]
+        rows = (self._row(number, names) for number in numbers)
+        order, entries = place(*zip(*rows, strict=True))
+        return [*map(numbers.__getitem__, order)], entries
 
-    def storages(self, firsts: Sequence[int], names: Sequence[str]) -> Storages:
-        """Return the entries with numbers ``firsts``, of tensors with these names."""
-        if self.owners:
-            return Storages.of(self._storage(each, names[each]) for each in firsts)
-        codes, sizes = cast("Sequence[str]", self.codes), self.backings.sizes
-        aligns = [*map(_ITEMSIZES.__getitem__, codes)]
-        return Storages(names, codes, self.shapes, column(numbers(sizes)), aligns)
-
-    def _storage(self, number: int, name: str) -> Storage:
+    def _row(
+        self, number: int, names: Sequence[str]
+    ) -> tuple[str, str, tuple[int, ...], int, int]:
+        """Return the name, code, shape, bytes and alignment of an entry."""
         code = self.codes[number]
         if code is None:
-            return self.owners[number][0].storage
-        nbytes = self.backings.sizes[number]
-        return Storage(name, code, self.shapes[number], nbytes, _ITEMSIZES[code])
+            group, _ = self.owners[number]
+            return group.name, group.code, group.shape, group.nbytes, group.align
+        size, align = self.backings.sizes[number], _ITEMSIZES[code]
+        return names[number], code, self.shapes[number], size, align
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,27 +157,6 @@ class Survey:
     names: Sequence[str]
     drafts: Drafts
     wholes: Mapping[int, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where the tensors of a survey are in a checkpoint.
-
-    Attributes:
-        firsts: The number of each entry in the survey, in the order of the segment.
-        storages: The entries, in the order of the segment.
-        offsets: Where each entry starts.
-        segment_bytes: The size of the data segment.
-        views: What the entries do not say about tensors that are not plain.
-        numbers: Each tensor's number in the manifest, in the order of the survey.
-    """
-
-    firsts: Sequence[int]
-    storages: Storages
-    offsets: Sequence[int]
-    segment_bytes: int
-    views: Sequence[TensorSpec]
-    numbers: Sequence[int]
 
 
 def survey(
@@ -240,28 +223,11 @@ def describe(
         state_dict, limits=limits, allow_pickle=allow_pickle, writing=writing
     )
     with _looking():
-        layout = lay_out(found)
-        renumber(found.tree, layout.numbers)
-    return Description(
-        tree=found.tree,
-        storages=layout.storages,
-        offsets=layout.offsets,
-        segment_bytes=layout.segment_bytes,
-        backings=found.drafts.backings.taken(layout.firsts),
-        views=layout.views,
-    )
-
-
-def lay_out(found: Survey) -> Layout:
-    """Give every tensor its place; a user of the tree renumbers it by the result."""
-    drafts, firsts = found.drafts, found.drafts.entries()
-    storages = drafts.storages(firsts, found.names)
-    order, offsets, segment_bytes = plan_segment(storages)
-    if order != range(len(firsts)):
-        firsts = [*map(firsts.__getitem__, order)]
-    views, numbers = _number_tensors(drafts, firsts)
-    taken = storages.taken(order)
-    return Layout(firsts, taken, offsets, segment_bytes, views, numbers)
+        firsts, entries = found.drafts.placed(found.names)
+        views, numbers = _number_tensors(found.drafts, firsts)
+        renumber(found.tree, numbers)
+    backings = found.drafts.backings.taken(firsts)
+    return Description(found.tree, entries, backings, views)
 
 
 def _number_tensors(

@@ -35,7 +35,6 @@ import torch
 
 from aiockpt.errors import UnsupportedLeafError
 from aiockpt.format.dtypes import DTYPES
-from aiockpt.format.entries import Storage
 from aiockpt.format.manifest import (
     COMPACTED,
     CONJ,
@@ -182,9 +181,33 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 class Group:
-    """Members that share memory, with the entry that they become."""
+    """Members that share memory, with the entry that they become.
 
-    __slots__ = ("cover", "dense", "members", "start", "stop", "storage")
+    Attributes:
+        members: The tensors, in the order of their numbers.
+        start: The address of the entry's first byte.
+        stop: The address after the members' last byte; the entry may end later.
+        dense: Whether the entry is a dense copy of one sparse view.
+        cover: The member that the entry is by itself, if there is one.
+        name: The entry's name.
+        code: Its safetensors code.
+        shape: Its shape.
+        nbytes: Its bytes.
+        align: The element size of the widest member.
+    """
+
+    __slots__ = (
+        "align",
+        "code",
+        "cover",
+        "dense",
+        "members",
+        "name",
+        "nbytes",
+        "shape",
+        "start",
+        "stop",
+    )
 
     def __init__(self, members: Iterable[Member], *, dense: bool = False) -> None:
         self.members = sorted(members, key=attrgetter("number"))
@@ -192,39 +215,33 @@ class Group:
         self.stop = max(member.stop for member in self.members)
         self.dense = dense
         self.cover: Member | None = self.members[0]
-        self.storage = self._compact() if dense else self._span()
+        if dense:
+            self.align = self.cover.itemsize
+            self.nbytes = self.cover.tensor.nbytes
+        else:
+            widest = _widest(self.members)
+            self.align = widest.itemsize
+            # Not the storage's start: buffers of other libraries overlap at any byte.
+            self.start -= (self.start - widest.start) % self.align
+            assert all((m.start - self.start) % m.itemsize == 0 for m in self.members)
+            span = self.stop - self.start
+            covers = (member for member in self.members if self._is_covered_by(member))
+            self.cover = None if span % self.align else next(covers, None)
+            self.nbytes = span + -span % self.align
+        named = self.cover or self.members[0]
+        self.name, code = named.name, named.code
+        self.shape: tuple[int, ...]
+        if code is not None and self.cover is not None:
+            self.code, self.shape = code, tuple(map(int, named.tensor.shape))
+        elif code is not None and self.nbytes % named.itemsize == 0:
+            self.code, self.shape = code, (self.nbytes // named.itemsize,)
+        else:
+            self.code, self.shape = "U8", (self.nbytes,)
 
     @property
     def first(self) -> int:
         """The number of the first member."""
         return self.members[0].number
-
-    def _compact(self) -> Storage:
-        first = self.members[0]
-        return self._storage(first, first.tensor.nbytes, first.itemsize)
-
-    def _span(self) -> Storage:
-        widest = _widest(self.members)
-        align = widest.itemsize
-        # Not the storage's start: buffers of other libraries overlap at any byte.
-        self.start -= (self.start - widest.start) % align
-        assert all((m.start - self.start) % m.itemsize == 0 for m in self.members)
-        nbytes = self.stop - self.start
-        covers = (member for member in self.members if self._is_covered_by(member))
-        self.cover = None if nbytes % align else next(covers, None)
-        named = self.cover or self.members[0]
-        return self._storage(named, nbytes + -nbytes % align, align)
-
-    def _storage(self, member: Member, nbytes: int, align: int) -> Storage:
-        code = member.code
-        shape: tuple[int, ...]
-        if code is not None and member is self.cover:
-            shape = tuple(map(int, member.tensor.shape))
-        elif code is not None and nbytes % member.itemsize == 0:
-            shape = (nbytes // member.itemsize,)
-        else:
-            code, shape = "U8", (nbytes,)
-        return Storage(member.name, code, shape, nbytes, align)
 
     def _is_covered_by(self, member: Member) -> bool:
         return (

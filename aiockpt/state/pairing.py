@@ -334,6 +334,6 @@ def _fitting(manifest: Manifest, drafts: Drafts, there: array[int]) -> Iterator[
     for mine, start, stop in columns:
         fits = mine >= 0
         if fits and drafts.codes[mine] is None:
-            storage = drafts.owners[mine][0].storage
-            fits = storage.nbytes == stop - start and start % storage.align == 0
+            group, _ = drafts.owners[mine]
+            fits = group.nbytes == stop - start and start % group.align == 0
         yield mine if fits else _NONE

@@ -8,7 +8,6 @@ byte of a template is written (unless ``direct`` has let them in already).
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import (
@@ -18,7 +17,6 @@ from contextlib import (
 )
 from dataclasses import dataclass
 from functools import partial
-from operator import sub
 from typing import Final, Protocol
 
 import torch
@@ -257,8 +255,7 @@ class InTemplate:
         self.arena = self._loan.arena
         self.copies = CopyPlan(
             match.backings,
-            entries.starts,
-            array("q", map(sub, entries.stops, entries.starts)),
+            entries,
             arena=self.arena,
             port_for=terms.ports,
         )

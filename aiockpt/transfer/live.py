@@ -60,8 +60,8 @@ class LiveState:
     ) -> None:
         found = describe(state_dict, limits=FILE_LIMITS, allow_pickle=allow_pickle)
         self._description, self._step = found, step
-        self.segment_bytes = found.segment_bytes
-        self._grid = ChunkGrid(found.segment_bytes, chunk_bytes)
+        self.segment_bytes = found.entries.nbytes
+        self._grid = ChunkGrid(found.entries.nbytes, chunk_bytes)
         self._hasher = ChunkHasher(self._grid)
         self._digests = [UNSEALED] * len(self._grid)
         self._digesting = SerialThread("aiockpt-digest")
@@ -76,8 +76,7 @@ class LiveState:
         )
         self._plan = CopyPlan(
             found.backings,
-            found.offsets,
-            found.storages.sizes,
+            found.entries,
             arena=self._arena,
             port_for=ports,
         )
@@ -120,7 +119,7 @@ class LiveState:
         return build_manifest(
             step=self._step,
             chunk_bytes=self._grid.chunk_bytes,
-            storages=self._description.storages,
+            entries=self._description.entries,
             views=self._description.views,
             tree=self._description.tree,
             digests=self._digests,

@@ -114,13 +114,10 @@ class PlannedPlacement(Placement):
     """
 
     def __init__(self, segment: Segment, plan: LoadPlan, ports: PortFor) -> None:
-        entries = segment.manifest.entries
-        sizes = [b - a for a, b in zip(entries.starts, entries.stops, strict=True)]
         super().__init__(segment, plan.ranges)
         self._copies = CopyPlan(
             plan.backings,
-            entries.starts,
-            sizes,
+            segment.manifest.entries,
             arena=segment.arena,
             port_for=ports,
         )

@@ -15,10 +15,8 @@ is fetched at the end.
 from __future__ import annotations
 
 import ctypes
-from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from operator import sub
 from typing import Final, TypeAlias
 
 from aiockpt.format.chunks import chunks_over, digest
@@ -56,13 +54,15 @@ class Held:
     def __init__(
         self, manifest: Manifest, backings: Backings, *, arena: Arena, ports: PortFor
     ) -> None:
-        starts, stops = manifest.entries.starts, manifest.entries.stops
-        sizes = array("q", map(sub, stops, starts))
+        entries = manifest.entries
+        starts, stops = entries.starts, entries.stops
         self.grid, self._digests = manifest.grid, manifest.digests
-        self._plan = CopyPlan(backings, starts, sizes, arena=arena, port_for=ports)
+        self._plan = CopyPlan(backings, entries, arena=arena, port_for=ports)
         self._memory = self._plan.in_place()
         self._arena = arena
-        shorter = [e for e, size in enumerate(sizes) if backings.sizes[e] < size]
+        shorter = [
+            e for e, size in enumerate(entries.sizes()) if backings.sizes[e] < size
+        ]
         lacking = ((starts[e], stops[e]) for e in shorter if not backings.sizes[e])
         self._unknown = {*chunks_over(self.grid, lacking)}
         padded = [entry for entry in shorter if backings.sizes[entry]]

@@ -84,7 +84,7 @@ class _Job:
         return build_manifest(
             step=step,
             chunk_bytes=self.grid.chunk_bytes,
-            storages=self.description.storages,
+            entries=self.description.entries,
             views=self.description.views,
             tree=self.description.tree,
             digests=digests,
@@ -155,7 +155,7 @@ class Stager:
         """
         with failing_here(f"staging step {step}"):
             description = await self._bridge.run(self._describe, state_dict)
-            arena = await self._take(description.segment_bytes)
+            arena = await self._take(description.entries.nbytes)
         plans: list[CopyPlan] = []
         free = partial(self._free, arena, plans)
         try:
@@ -167,7 +167,7 @@ class Stager:
             free()
             raise
         plans.clear()
-        arena.touched = max(arena.touched, description.segment_bytes)
+        arena.touched = max(arena.touched, description.entries.nbytes)
         return Snapshot(manifest, job.memory, live=job.live, on_free=free)
 
     async def relabel(self, snapshot: Snapshot, *, step: int) -> Snapshot:
@@ -235,8 +235,7 @@ class Stager:
     ) -> _Job:
         plan = CopyPlan(
             description.backings,
-            description.offsets,
-            description.storages.sizes,
+            description.entries,
             arena=arena,
             port_for=self._ports,
         )
@@ -246,7 +245,7 @@ class Stager:
         memory = plan.in_place() if self._zero_copy else arena
         if isinstance(memory, InPlace) and not self._options.seal:
             memory.watch()  # the process that computes the digests asks for changes
-        grid = ChunkGrid(description.segment_bytes, self._chunk_bytes)
+        grid = ChunkGrid(description.entries.nbytes, self._chunk_bytes)
         return _Job(description, grid, plan, memory, self._zero_copy)
 
     async def _copy(self, job: _Job) -> list[str]:

@@ -16,13 +16,13 @@ from typing import NoReturn
 import pytest
 
 import aiockpt
-from aiockpt.format.entries import Storage
 from aiockpt.format.header import build_manifest
 from aiockpt.testing import assert_same
 from exhaustion import exhausted_fds
 from faultrecord import Record
 from faultrows import row
 from floods import CONTINUE, HINTS, flooding, stalls
+from headers import entries_of
 from transports import MIB, pair, receive, transport, weights
 
 pytestmark = [
@@ -67,7 +67,7 @@ def manifest() -> bytes:
     made = build_manifest(
         step=1,
         chunk_bytes=CHUNK,
-        storages=[Storage("w", "U8", (CLAIMED,), CLAIMED, 1)],
+        entries=entries_of(("w", "U8", (CLAIMED,), CLAIMED)),
         views=[],
         tree=["tensors", ["w"], [0]],
         digests=["0" * 32] * (CLAIMED // CHUNK),

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from aiockpt.format.chunks import ChunkGrid, digest
-from aiockpt.format.entries import Storage
 from aiockpt.format.header import ID_SLICE, PREFIX, build_manifest, snapshot_id_of
 from aiockpt.format.manifest import Manifest, TensorSpec
+from headers import entries_of
 
 CHUNK_BYTES = 64 * 1024
 Forge = Callable[..., bytes]
@@ -21,15 +21,15 @@ Forge = Callable[..., bytes]
 @pytest.fixture
 def manifest() -> Manifest:
     """A small checkpoint with two entries, a view, and all that a header can say."""
-    storages = [
-        Storage("layer.weight", "F32", (2, 3), 24, 4),
-        Storage("layer.scale", "BF16", (4,), 8, 2),
-    ]
+    entries = entries_of(
+        ("layer.weight", "F32", (2, 3), 24),
+        ("layer.scale", "BF16", (4,), 8),
+    )
     tree = ["dict", ["layer", "step"], [["tensors", ["weight", "t"], [0, 2]], 7]]
     return build_manifest(
         step=7,
         chunk_bytes=CHUNK_BYTES,
-        storages=storages,
+        entries=entries,
         views=[TensorSpec(0, "float32", (3, 2), (1, 3), 0, 3)],
         tree=tree,  # type: ignore[arg-type]
         digests=[digest([bytes(32)])],

@@ -22,7 +22,7 @@ from aiockpt.errors import (
 )
 from aiockpt.format import dtypes
 from aiockpt.format.chunks import UNSEALED, ChunkGrid, digest
-from aiockpt.format.entries import Storage, Storages, plan_segment
+from aiockpt.format.entries import place
 from aiockpt.format.header import (
     ID_SLICE,
     PREFIX,
@@ -47,6 +47,7 @@ from aiockpt.format.manifest import (
     TensorSpec,
     dense_stride,
 )
+from headers import entries_of
 
 Forge = Callable[..., bytes]
 CHUNK = 1 << 16
@@ -57,7 +58,7 @@ NAMES = st.text(max_size=6).filter(lambda name: name != "__metadata__")
 VALID: dict[str, Any] = {
     "step": 1,
     "chunk_bytes": CHUNK,
-    "storages": [Storage("a", "F32", (4,), 16, 4)],
+    "entries": entries_of(("a", "F32", (4,), 16)),
     "views": [],
     "tree": ["tensor", 0],
     "digests": ["0" * 32],
@@ -67,16 +68,10 @@ VIEW = TensorSpec(0, "float32", (2, 2), (2, 1), 0, COMPACTED)
 
 def again(manifest: Manifest, **changes: Any) -> Manifest:
     """Describe the same checkpoint once more, from what its manifest says."""
-    entries = zip(manifest.names, manifest.entries, strict=True)
-    storages = [
-        Storage(name, entry.dtype, entry.shape, stop - start, 1)
-        for name, entry in entries
-        for start, stop in [entry.data_offsets]
-    ]
     facts: dict[str, Any] = {
         "step": manifest.step,
         "chunk_bytes": manifest.chunk_bytes,
-        "storages": storages,
+        "entries": manifest.entries,
         "views": manifest.views,
         "tree": manifest.tree,
         "digests": manifest.digests,
@@ -159,7 +154,7 @@ class TestManifest:
         """A state dict may hold nothing but a step."""
         tree: Any = ["dict", [], []]
         manifest = build_manifest(
-            step=0, chunk_bytes=64, storages=[], tree=tree, digests=[]
+            step=0, chunk_bytes=64, entries=entries_of(), tree=tree, digests=[]
         )
         assert manifest.segment_bytes == len(manifest.grid) == 0
         assert decode_header(manifest.header, limits=LIMITS) == manifest
@@ -174,9 +169,9 @@ class TestManifest:
             {"digests": ["0" * 31]},
             {"digests": ["0" * 32, "0" * 32]},
             {"digests": ["G" * 32]},
-            {"storages": [Storage("a", "F32", (4,), 12, 4)]},
-            {"storages": [Storage("a", "C128", (1,), 16, 4)]},
-            {"storages": [Storage("a", "F4", (32,), 16, 1)]},
+            {"entries": entries_of(("a", "F32", (4,), 12))},
+            {"entries": entries_of(("a", "C128", (1,), 16))},
+            {"entries": entries_of(("a", "F4", (32,), 16))},
             {"views": [msgspec.structs.replace(VIEW, offset=1)]},
             {"views": [msgspec.structs.replace(VIEW, storage=1)]},
             {"views": [msgspec.structs.replace(VIEW, dtype="float")]},
@@ -206,9 +201,9 @@ class TestManifest:
         self, names: list[str], why: str
     ) -> None:
         """It is our bug, not the receiver's puzzle."""
-        storages = [Storage(name, "U8", (1,), 1, 1) for name in names]
+        entries = entries_of(*((name, "U8", (1,), 1) for name in names))
         with pytest.raises(LocalProtocolError, match=why):
-            build_manifest(**VALID | {"storages": storages})
+            build_manifest(**VALID | {"entries": entries})
 
 
 def golden() -> bytes:
@@ -238,8 +233,8 @@ def test_version_1_is_written_as_ever() -> None:
 
 
 @st.composite
-def storages(draw: st.DrawFn) -> list[Storage]:
-    """Return storages as a state dict may have them, in any order."""
+def rows(draw: st.DrawFn) -> list[tuple[str, str, tuple[int, ...], int, int]]:
+    """Return entries as a state dict may have them, in any order."""
     found = []
     for name in draw(st.lists(NAMES, unique=True, max_size=8)):
         code = draw(st.sampled_from(sorted(CODES)))
@@ -247,41 +242,42 @@ def storages(draw: st.DrawFn) -> list[Storage]:
         nbytes = prod(shape) * CODES[code]
         wider = [size for size in (16, 8, 4, 2, 1) if nbytes % size == 0]
         align = draw(st.sampled_from([s for s in wider if s >= CODES[code]] or [1]))
-        found.append(Storage(name, code, shape, nbytes, align))
+        found.append((name, code, shape, nbytes, align))
     return found
 
 
 class TestLayout:
     """The segment has no holes, and every tensor in it is aligned."""
 
-    @given(storages())
-    def test_storages_tile_the_segment_aligned(self, found: list[Storage]) -> None:
+    @given(rows())
+    def test_entries_tile_the_segment_aligned(
+        self, found: list[tuple[str, str, tuple[int, ...], int, int]]
+    ) -> None:
         """The widest come first and equals keep their order; the header tells it."""
-        order, offsets, segment_bytes = plan_segment(Storages.of(found))
-        assert list(order) == sorted(
-            range(len(found)), key=lambda i: (-found[i].align, i)
-        )
+        columns = zip(*found, strict=True) if found else [[]] * 5
+        order, entries = place(*columns)
+        assert list(order) == sorted(range(len(found)), key=lambda i: (-found[i][4], i))
         end = 0
-        for index, offset in zip(order, offsets, strict=True):
+        for index, offset in zip(order, entries.starts, strict=True):
+            *_, nbytes, align = found[index]
             assert offset == end
-            assert offset % found[index].align == 0
-            end = offset + found[index].nbytes
-        assert end == segment_bytes
+            assert offset % align == 0
+            end = offset + nbytes
+        assert end == entries.nbytes
         manifest = build_manifest(
             step=1,
             chunk_bytes=CHUNK,
-            storages=Storages.of(found).taken(order),
+            entries=entries,
             tree=["list", [["tensor", index] for index in range(len(found))]],
-            digests=[digest([bytes(segment_bytes)])] * len(ChunkGrid(end, CHUNK)),
+            digests=[digest([bytes(end)])] * len(ChunkGrid(end, CHUNK)),
         )
-        assert [*manifest.entries.starts] == [*offsets]
-        assert manifest.segment_bytes == segment_bytes
+        assert manifest.segment_bytes == end
         assert decode_header(manifest.header, limits=LIMITS) == manifest
 
-    def test_a_ragged_storage_is_refused(self) -> None:
+    def test_a_ragged_entry_is_refused(self) -> None:
         """Whatever follows it would not be aligned."""
-        with pytest.raises(LocalProtocolError, match="alignment"):
-            plan_segment(Storages.of([Storage("a", "U8", (10,), 10, 8)]))
+        with pytest.raises(LocalProtocolError, match=r"'b': 10 bytes.* alignment of 8"):
+            place(["a", "b"], ["U8"] * 2, [(8,), (10,)], [8, 10], [8, 8])
 
     def test_the_keys_of_a_header_are_in_order(self, manifest: Manifest) -> None:
         """The bytes of version 1 do not depend on how a dict was made."""
@@ -318,7 +314,7 @@ def large(**changes: Any) -> Manifest:
     facts: dict[str, Any] = {
         "step": 1,
         "chunk_bytes": CHUNK,
-        "storages": [Storage(name, "F32", (1,), 4, 4) for name in names],
+        "entries": entries_of(*((name, "F32", (1,), 4) for name in names)),
         "tree": ["tensors", names, [*range(MANY)]],
         "digests": [UNSEALED],
     }
@@ -335,8 +331,8 @@ class TestPieces:
     )
     def test_no_name_is_taken_for_the_border_of_entries(self, name: str) -> None:
         """An encoder that takes all at once writes the same bytes."""
-        storages = [Storage(name.format(n), "F32", (1,), 4, 4) for n in range(MANY)]
-        manifest = large(storages=storages)
+        rows = ((name.format(n), "F32", (1,), 4) for n in range(MANY))
+        manifest = large(entries=entries_of(*rows))
         text = text_of(bytes(manifest.header))
         assert msgspec.json.encode(msgspec.json.decode(text)) == text
         assert decode_header(manifest.header, limits=LIMITS) == manifest
@@ -573,25 +569,26 @@ class TestLimits:
         """In whichever piece it is: text, views, entries, tree."""
         views = [VIEW] * MANY
         tree: Any = ["list", [["list", ["x" * 100] * 5 * MANY]]]
-        storages = [Storage(f"layer.{n}", "F32", (4,), 16, 4) for n in range(MANY)]
+        entries = entries_of(*((f"layer.{n}", "F32", (4,), 16) for n in range(MANY)))
         header = large(
-            storages=storages, views=views, tree=tree, digests=[UNSEALED] * 3
+            entries=entries, views=views, tree=tree, digests=[UNSEALED] * 3
         ).header
         pieces = asked_while_decoding(header)
         assert pieces > 20
         for allowed in range(pieces):
             assert asked_while_decoding(header, allowed) == allowed + 1
 
-    @pytest.mark.parametrize("long", ["tree", "views", "storages"])
+    @pytest.mark.parametrize("long", ["tree", "views", "entries"])
     def test_every_long_part_is_decoded_in_pieces(self, long: str) -> None:
         """An event loop of this process gets its turn in between."""
+        rows = ((f"a{n}", "F32", (4,), 16) for n in range(5 * MANY))
         changes: dict[str, Any] = {
             "tree": ["list", [["list", [n / 7 for n in range(5 * MANY)]]]],
             "views": [VIEW] * 5 * MANY,
-            "storages": [Storage(f"a{n}", "F32", (4,), 16, 4) for n in range(5 * MANY)],
+            "entries": entries_of(*rows),
         }
         facts = VALID | {long: changes[long]}
-        if long == "storages":
+        if long == "entries":
             facts["digests"] = [UNSEALED] * len(ChunkGrid(16 * 5 * MANY, CHUNK))
         before = asked_while_decoding(build_manifest(**VALID).header)
         assert asked_while_decoding(build_manifest(**facts).header) > before + 8

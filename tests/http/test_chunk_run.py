@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.format.chunks import ChunkGrid, digest
-from aiockpt.format.entries import Storage
 from aiockpt.format.header import build_manifest
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.chunk_run import ChunkRun
+from headers import entries_of
 
 CHUNK = 64 << 10
 
@@ -22,11 +22,11 @@ def manifest_of(segment: bytes, *, chunk_bytes: int = CHUNK) -> Manifest:
     """Return the manifest of a checkpoint that is one run of bytes."""
     grid = ChunkGrid(len(segment), chunk_bytes)
     ranges = [grid.range(chunk) for chunk in range(len(grid))]
-    storage = Storage("bytes", "U8", (len(segment),), len(segment), align=1)
+    storage = ("bytes", "U8", (len(segment),), len(segment))
     return build_manifest(
         step=1,
         chunk_bytes=chunk_bytes,
-        storages=[storage],
+        entries=entries_of(storage),
         tree=["tensor", 0],
         digests=[digest([segment[start:stop]]) for start, stop in ranges],
     )

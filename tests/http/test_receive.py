@@ -17,7 +17,6 @@ from aiockpt.errors import (
     StagingError,
     TransferInterruptedError,
 )
-from aiockpt.format.entries import Storage
 from aiockpt.format.header import build_manifest
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest, Outline
@@ -29,6 +28,7 @@ from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.transfer.destination import Terms
 from aiockpt.transfer.receive import Receive, Request
+from headers import entries_of
 
 pytestmark = pytest.mark.asyncio
 
@@ -41,10 +41,10 @@ def manifest_of(beside: int, value: Node) -> Manifest:
     return build_manifest(
         step=1,
         chunk_bytes=chunk,
-        storages=[
-            Storage("w", "F32", (4,), 16, 4),
-            Storage("x", "U8", (beside,), beside, 1),
-        ],
+        entries=entries_of(
+            ("w", "F32", (4,), 16),
+            ("x", "U8", (beside,), beside),
+        ),
         views=[],
         tree=["dict", ["w", "x"], [["tensor", 0], value]],
         digests=[DIGEST] * -(-(16 + beside) // chunk),

@@ -16,9 +16,9 @@ import msgspec
 from aiohttp import web
 
 from aiockpt.format.chunks import digest
-from aiockpt.format.entries import Storage
 from aiockpt.format.header import build_manifest
 from aiockpt.format.manifest import Manifest
+from headers import entries_of
 from mutations import header_of, parts_of
 from rangepeer import RangePeer, serving
 
@@ -65,7 +65,7 @@ def manifest_with(tree: Any, segment: bytes = SEGMENT) -> Manifest:
     return build_manifest(
         step=STEP,
         chunk_bytes=64 << 10,
-        storages=[Storage("weight", "U8", (len(segment),), len(segment), 1)],
+        entries=entries_of(("weight", "U8", (len(segment),), len(segment))),
         tree=tree,
         digests=[digest([segment])],
     )

@@ -15,7 +15,6 @@ from aiohttp import ClientSession, web
 
 from aiockpt.errors import AiockptError
 from aiockpt.format.chunks import digest
-from aiockpt.format.entries import Storage
 from aiockpt.format.header import build_manifest
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest, Outline
@@ -26,6 +25,7 @@ from aiockpt.http.protocol import Source
 from aiockpt.http.retry import OnRetry
 from aiockpt.http.sockets import IO_THREADS
 from aiockpt.runtime.bridge import Bridge
+from headers import entries_of
 
 T = TypeVar("T")
 Meddle = Callable[["RangePeer", web.Request], Awaitable[web.StreamResponse | None]]
@@ -57,7 +57,7 @@ def describe(segment: bytes, *, step: int = STEP, chunk_bytes: int = 0) -> Manif
     return build_manifest(
         step=step,
         chunk_bytes=chunk_bytes,
-        storages=[Storage("weight", "U8", (size,), size, 1)] if size else [],
+        entries=entries_of(*[("weight", "U8", (size,), size)] if size else []),
         tree=["dict", ["weight"], [["tensor", 0]]] if size else None,
         digests=[digest([segment[start : start + chunk_bytes]]) for start in slices],
     )

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from aiockpt.format.chunks import ChunkGrid, digest
-from aiockpt.format.entries import Storage
 from aiockpt.format.header import build_manifest
 from aiockpt.http.handlers import ServerConfig
 from aiockpt.http.listen import open_sockets
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.store import Store
+from headers import entries_of
 
 TOKEN = "a-token"
 
@@ -50,13 +50,13 @@ class Memory:
         self.live = live
         self.arena = None
         self.references = 0
-        storage = Storage("weight", "U8", (nbytes,), nbytes, 1)
+        storage = ("weight", "U8", (nbytes,), nbytes)
         grid = ChunkGrid(nbytes, chunk_bytes)
         ranges = [grid.range(index) for index in range(len(grid))]
         self.manifest = build_manifest(
             step=step,
             chunk_bytes=chunk_bytes,
-            storages=[storage],
+            entries=entries_of(storage),
             tree=["tensors", ["weight"], [0]],
             digests=[digest([memoryview(self.data)[a:b]]) for a, b in ranges],
         )

@@ -19,12 +19,12 @@ from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.errors import StorageError
 from aiockpt.format.chunks import digest
-from aiockpt.format.entries import Storage
 from aiockpt.format.header import build_manifest
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.storage.checkpoint_file import read_header, verify_chunks
 from aiockpt.storage.directory import checkpoint_at, find_checkpoint, list_checkpoints
+from headers import entries_of
 from system_calls import SystemCallFault, system_call_faults
 
 CALLS = (
@@ -68,7 +68,7 @@ class Bytes:
         self.manifest = build_manifest(
             step=value,
             chunk_bytes=CHUNK,
-            storages=[Storage("a", "U8", (SIZE,), SIZE, align=1)],
+            entries=entries_of(("a", "U8", (SIZE,), SIZE)),
             tree=["tensors", ["a"], [0]],
             digests=[digest([self._segment[at : at + CHUNK]]) for at in chunks],
         )

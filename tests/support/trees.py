@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from aiockpt.format.chunks import digest
-from aiockpt.format.entries import Storage
 from aiockpt.format.header import build_manifest
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest, TensorSpec
 from aiockpt.format.paths import Node
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
+from headers import entries_of
 from pipeline import LIMITS
 
 SIZE: Node = ["ext", "torch.Size", ["tuple", [2, 2]]]
@@ -29,7 +29,7 @@ def manifest_of(
     return build_manifest(
         step=1,
         chunk_bytes=64 << 10,
-        storages=[Storage("t", code, shape, len(segment), 1)] if segment else [],
+        entries=entries_of(*[("t", code, shape, len(segment))] if segment else []),
         views=views,
         tree=tree,
         digests=[digest([segment])] if segment else [],
