@@ -83,15 +83,17 @@ MIB = 1 << 20
 class Host:
     """Memory whose pages take as long as a test says, and who mapped which."""
 
-    def __init__(self, huge: float, small: float, *, cold_from: int = 0) -> None:
+    def __init__(
+        self, huge: float, small: float, *, cold: range = range(1 << 60)
+    ) -> None:
         self.rates = {True: huge * 1e9, False: small * 1e9}
-        self.cold_from = cold_from
+        self.cold = cold
         self.seconds = 0.0
         self.kinds: dict[int, bool] = {}
 
     def rate(self, at: int, *, huge: bool) -> float:
-        """Return the bytes per second of a page; before ``cold_from`` it is warm."""
-        return self.rates[huge] if at >= self.cold_from else (7e9 if huge else 1.8e9)
+        """Return the bytes per second of a page; outside of ``cold`` it is warm."""
+        return self.rates[huge] if at in self.cold else (7e9 if huge else 3.2e9)
 
     def touch(self, start: int, stop: int, huge: bool) -> float:
         """Map pages; return how long that took."""
@@ -133,12 +135,20 @@ class TestPageChooser:
 
     def test_the_kind_follows_the_host(self) -> None:
         """Free memory is warm at first, and cold where the host has taken it back."""
-        host = Host(0.5, 1.7, cold_from=256 * MIB)
+        host = Host(0.5, 1.7, cold=range(256 * MIB, 512 * MIB))
         host.fill(512 * MIB)
         warm = [kind for page, kind in host.kinds.items() if page < 128]
         cold = [kind for page, kind in host.kinds.items() if page >= 128]
         assert all(warm)
         assert cold.count(False) > 0.9 * len(cold)
+
+    def test_a_few_cold_pages_do_not_hide_warm_ones(self) -> None:
+        """Small pages that come quickly are a sign that huge ones would, too."""
+        host = Host(0.5, 1.7, cold=range(16 * MIB))
+        host.fill(512 * MIB)
+        small = [page for page, kind in host.kinds.items() if not kind]
+        assert small
+        assert len(small) * 2 * MIB <= 48 * MIB
 
     def test_warm_pages_are_left_to_the_bytes(self) -> None:
         """But for the sample that begins each stride."""

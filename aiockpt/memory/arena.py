@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import mmap
 import os
 import sys
@@ -59,7 +60,9 @@ _MADV_POPULATE_WRITE: Final = 23
 # Bytes per call, since other threads that map memory wait until the call has ended.
 _SAMPLE: Final = 2 << 20  # one huge page
 _STRIDE: Final = 8 << 20
-_COMPARE: Final = (64 << 20, 256 << 20)  # the first and the longest distance
+# Half of the first distance between comparisons, where small pages are slow and quick.
+_DISTANCES: Final = (32 << 20, 8 << 20)
+_FARTHEST: Final = 256 << 20
 _QUICK: Final = 1e-3  # seconds for a sample, that is 2 GB/s
 
 
@@ -168,16 +171,19 @@ class PageChooser:
     Warm huge pages are several times faster than small ones. But a virtual machine that
     gives free memory back to its host has cold ones, and each first touch of a cold
     huge page takes milliseconds: here huge pages came at 0.5 GB/s then, small ones at
-    1.7, and warm huge ones at 3.4 to 7.6. Nothing tells which pages come next. So each
+    1.7, and warm huge ones at 3.4 to 12. Nothing tells which pages come next. So each
     stride begins with one huge page, timed. If it is slow, the same number of bytes in
-    small pages is timed, and the faster kind is used until the next comparison. The
-    distance between comparisons doubles, since each costs a page of the slower kind.
+    small pages is timed, and the faster kind is used until the next comparison.
+
+    A comparison costs a huge page that may be cold. So the distance between comparisons
+    doubles. It is short where small pages come quickly, too: they are cut from memory
+    that is warm, and the huge pages behind a few cold ones are often warm again.
     """
 
     def __init__(self) -> None:
         self._huge = True
-        self._settled = 0  # bytes until the kinds are compared again
-        self._distance, _ = _COMPARE
+        self._since = math.inf  # bytes since the kinds were compared
+        self._cold, self._warm = _DISTANCES
 
     def map(self, touch: Touch, start: int, stop: int, *, every: bool) -> None:
         """Map ``[start, stop)``, rounded to samples, as far as it saves time.
@@ -197,22 +203,24 @@ class PageChooser:
             touch(start, first, self._huge)
         for at in range(first, stop, _STRIDE):
             end = min(at + _STRIDE, stop)
-            self._settled -= end - at
-            if self._settled <= 0:
-                self._huge = True
+            self._since += end - at
             if not self._huge:
-                touch(at, end, False)  # noqa: FBT003 - the kind of the pages
+                took = touch(at, end, False) * _SAMPLE / (end - at)  # noqa: FBT003
+                if self._since >= (self._warm if took <= _QUICK else self._cold):
+                    self._huge, self._since = True, math.inf
                 continue
-            sampled = at + _SAMPLE
-            took = touch(at, sampled, True)  # noqa: FBT003
-            if took > _QUICK and self._settled <= 0 and sampled + _SAMPLE <= end:
-                self._settled = self._distance
-                self._distance = min(2 * self._distance, _COMPARE[1])
-                small = touch(sampled, sampled + _SAMPLE, False)  # noqa: FBT003
-                self._huge = small >= took
-                sampled += _SAMPLE
-            if sampled < end and (every or took > _QUICK):
-                touch(sampled, end, self._huge)
+            mapped = at + _SAMPLE
+            took = touch(at, mapped, True)  # noqa: FBT003 - the kind of the pages
+            if took <= _QUICK:
+                self._warm = _DISTANCES[1]
+            elif self._since >= self._cold and mapped + _SAMPLE <= end:
+                small = touch(mapped, mapped + _SAMPLE, False)  # noqa: FBT003
+                mapped += _SAMPLE
+                self._huge, self._since = small >= took, 0
+                self._cold = min(2 * self._cold, _FARTHEST)
+                self._warm = min(2 * self._warm, _FARTHEST)
+            if mapped < end and (every or took > _QUICK):
+                touch(mapped, end, self._huge)
 
 
 class Arena:
