@@ -16,9 +16,8 @@ from benchmarks.state import shape_of
 MIB = 1 << 20
 
 
-@pytest.mark.timeout(
-    300
-)  # two processes @pytest.mark.skipif(bool(hindrance()), reason=hindrance())
+@pytest.mark.timeout(300)  # two processes import torch
+@pytest.mark.skipif(bool(hindrance()), reason=hindrance())
 def test_a_tiny_run_over_a_line_yields_its_table() -> None:
     """The line is laid, everything is received over it, and it is taken up."""
     shape = shape_of("1m", 4 * MIB)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from aiockpt import StepNotFoundError
 from aiockpt.errors import ClosedError, LocalProtocolError, TransferTimeoutError
@@ -20,11 +19,6 @@ from serving import Peer
 from transports import MIB, Transport, port_of, receive, transport, weights
 
 asynchronous = pytest.mark.asyncio
-
-
-def many_leaves() -> dict[str, Any]:
-    """Return a state dict that takes a while to describe."""
-    return {f"k{number}": torch.zeros(4) for number in range(10_000)}
 
 
 class Gate:

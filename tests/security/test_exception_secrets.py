@@ -23,7 +23,6 @@ from transports import grouped, transport
 SECRET = "s3cret-0f-the-sender"
 HERE = Path(__file__).parents[1]
 
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Behaviour = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 STEP = b"Aiockpt-Step: 1\r\n"

@@ -83,22 +83,6 @@ class Troubled(CheckpointWriter):
         super().write_snapshot(path, snapshot, **kwargs)
 
 
-class Forking(CheckpointWriter):
-    """Leaves a forked child beside each write, which waits at a gate."""
-
-    def __init__(self, rank_info: RankInfo, gate: str, note: str) -> None:
-        super().__init__(CheckpointWriterConfig(), rank_info)
-        self._gate, self._note = gate, note
-
-    def write_snapshot(self, path: Any, snapshot: Any, /, **kwargs: Any) -> None:
-        forked = os.fork()
-        if not forked:
-            pass_gate(self._gate)
-            os._exit(0)
-        Path(self._note).write_text(str(forked))
-        super().write_snapshot(path, snapshot, **kwargs)
-
-
 class Forsaken:
     """Writes down which saves the others are told not to wait for."""
 
@@ -192,21 +176,6 @@ def die_between_meetings(mark: str) -> None:
 def refuse() -> None:
     """Fail to initialise."""
     raise LookupError("no such environment")
-
-
-def refuse_once(path: str) -> None:
-    """Fail to initialise, but for the second time."""
-    known = Path(path).exists()
-    note_pid(path)
-    if not known:
-        refuse()
-
-
-def refuse_and_tell(path: str) -> None:
-    """Fail to initialise, and leave a line of it."""
-    with open(path, "a") as file:
-        print(os.getpid(), file=file)
-    refuse()
 
 
 def loaded(path: Path, rank: int = 0) -> Any:
