@@ -8,9 +8,11 @@ import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from aiockpt.checkpointers.sources import Reading
+from aiockpt.errors import AiockptError
 from aiockpt.format.chunks import chunks_over
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.auth import find_credentials
@@ -27,6 +29,7 @@ from aiockpt.http.manifests import (
 from aiockpt.http.protocol import Lease, Source, parse_address
 from aiockpt.memory.arena import Memory
 from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.sync_facade import run_blocking
 from aiockpt.transfer.placement import Placement
 from aiockpt.transfer.segment import Segment
@@ -39,6 +42,9 @@ _CONNECTIONS: Final = 4
 _STALL_TIMEOUT: Final = 10.0
 _BEAT: Final = 0.1
 
+_PATIENCE: Final = 60.0
+"""Seconds in which the manifest must come, and then each next byte of the chunks."""
+
 
 @contextmanager
 def open_peer(text: str, reading: Reading) -> Iterator[PeerSource]:
@@ -46,6 +52,7 @@ def open_peer(text: str, reading: Reading) -> Iterator[PeerSource]:
 
     Raises:
         StepNotFoundError: it does not serve that step.
+        TransferTimeoutError: nothing new came for 60 seconds, whatever it answered.
         TransportError, AuthenticationError: it could not be asked.
         LocalProtocolError: this is no such URL.
     """
@@ -106,19 +113,30 @@ class _Peer:
 
     async def find(self, on_bytes: OnBytes | None) -> Manifest:
         """Return the manifest."""
+        asked = "a checkpoint" if self.step is None else f"step {self.step}"
+        deadline = self._deadline("fetch_manifest", asked)
+        note = partial(_note, deadline)
         with closing(Bridge(threads=1, name="aiockpt-peer")) as bridge:
             async with (
                 aclosing(self._client(bridge)) as client,
-                _Meter(on_bytes).raising(),
+                deadline,
+                _Meter(on_bytes, deadline).raising(),
             ):
 
                 async def ask(step: int) -> Manifest:
                     source = replace(self.source, patience=0.0)  # waits for no step
-                    reply = await fetch_manifest(client, source, step, deadline=0.0)
+                    try:
+                        reply = await fetch_manifest(
+                            client, source, step, deadline=0.0, on_retry=note
+                        )
+                    except AiockptError as error:
+                        note(error)
+                        raise
                     return reply.manifest
 
                 async def newest() -> int:
-                    return (await fetch_latest(client, self.source)).step
+                    found = await fetch_latest(client, self.source, on_retry=note)
+                    return found.step
 
                 if self.step is not None:
                     return await ask(self.step)
@@ -138,9 +156,10 @@ class _Peer:
         on_bytes: OnBytes | None,
     ) -> None:
         """Fetch chunks into ``target``."""
+        deadline = self._deadline("fetch_chunk", f"step {manifest.step}")
         with closing(Bridge(threads=_THREADS, name="aiockpt-peer")) as bridge:
-            async with aclosing(self._client(bridge)) as client:
-                meter = _Meter(on_bytes)
+            async with aclosing(self._client(bridge)) as client, deadline:
+                meter = _Meter(on_bytes, deadline)
                 async with meter.raising():
                     download = Download(
                         client,
@@ -148,27 +167,44 @@ class _Peer:
                         manifest.outline,
                         target,
                         on_progress=meter.add,
+                        on_retry=partial(_note, deadline),
                     )
                     await download.run(chunks)
 
+    def _deadline(self, stop: str, asked: str) -> Deadline:
+        what = f"{asked} from {self.source.base_url}"
+        return Deadline(_PATIENCE, stop=stop, what=what)
+
     def _client(self, bridge: Bridge) -> CheckpointClient:
         return CheckpointClient(self.config, None, run=bridge.run)
+
+
+def _note(deadline: Deadline, error: AiockptError) -> None:
+    """Have the error of the deadline tell what went wrong last."""
+    deadline.last_error = str(error)
 
 
 class _Meter:
     """Hands on how many bytes came; what the listener raises ends the fetch.
 
     A listener hears of nothing while a peer is silent: it is told of no bytes, then,
-    so that it can end that, too.
+    so that it can end that, too. Bytes beyond all that came before renew the deadline.
+    Those that come once more, because they were wrong, do not.
     """
 
-    def __init__(self, on_bytes: OnBytes | None) -> None:
+    def __init__(self, on_bytes: OnBytes | None, deadline: Deadline) -> None:
         self._on_bytes = on_bytes
+        self._deadline = deadline
+        self._come = self._most = 0
         self._task = asyncio.current_task()
         self._failure: BaseException | None = None
 
     def add(self, nbytes: int, chunks: int) -> None:
         del chunks
+        self._come += nbytes
+        if self._come > self._most:
+            self._most = self._come
+            self._deadline.renew()
         if self._on_bytes is None or self._failure is not None:
             return
         try:

@@ -107,6 +107,7 @@ class CheckpointReader:
             WorldSizeMismatchError: more or fewer ranks wrote it, and no ``rank`` was
                 given.
             StorageError: it cannot be read.
+            TransferTimeoutError: a peer gave nothing new for 60 seconds.
             IntegrityError: a chunk has a wrong digest. A note says whether tensors of
                 the template may hold bytes of it.
             StateDictError: ``map_location`` names no device of this host.

@@ -63,6 +63,12 @@ class Deadline(AbstractAsyncContextManager["Deadline"]):
                 raise self._expired() from late
             raise
 
+    def renew(self) -> None:
+        """Begin the timeout anew, in the block, because something was achieved."""
+        if self._scope is not None and not self._scope.expired():
+            self.when = asyncio.get_running_loop().time() + self.timeout
+            self._scope.reschedule(self.when)
+
     def _expired(self) -> TransferTimeoutError:
         return TransferTimeoutError(
             self.stop, self.timeout, what=self.what, last_error=self.last_error

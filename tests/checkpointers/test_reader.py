@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import os
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,10 +20,12 @@ from typing import Any
 
 import pytest
 import torch
+from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from safetensors.torch import save_file
 
 from aiockpt import HTTPTransport, Server
+from aiockpt.checkpointers import peer as peers
 from aiockpt.checkpointers import reader, sources
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader, device_of
@@ -35,6 +38,7 @@ from aiockpt.errors import (
     StepNotFoundError,
     StorageError,
     TemplateMismatchError,
+    TransferTimeoutError,
     WorldSizeMismatchError,
 )
 from aiockpt.format.limits import Limits
@@ -44,6 +48,7 @@ from aiockpt.storage.directory import MARKER
 from aiockpt.testing import assert_same
 from aiockpt.testing.devices import FakeAccelerator
 from commandline import beside
+from rangepeer import RangePeer, serving
 from saved import (
     ALONE,
     CHUNK,
@@ -799,6 +804,62 @@ class TestPeer:
             loader = CheckpointReader(ALONE, ports=device.port_for)
             assert_same(loader.read(metadata, map_location="fake")[0], state)
         assert device.copied
+
+    @pytest.mark.parametrize(
+        ("refused", "status", "doing"),
+        [
+            ("", 502, "waiting for a checkpoint"),
+            ("7/metadata", 404, "waiting for a checkpoint"),
+            ("7/full", 502, "fetching step 7"),
+        ],
+    )
+    def test_a_peer_that_never_gives_anything_new_is_given_up(
+        self, monkeypatch: pytest.MonkeyPatch, refused: str, status: int, doing: str
+    ) -> None:
+        """Though it answers each request; the error tells its last answer."""
+        monkeypatch.setattr(peers, "_PATIENCE", 0.5)
+
+        async def meddle(
+            peer: RangePeer, request: web.Request
+        ) -> web.StreamResponse | None:
+            if refused in request.path:
+                return web.Response(status=status)
+            if not request.path.endswith("latest"):
+                return None
+            tag = f'"{peer.manifest.snapshot_id}"'
+            return web.Response(headers={"ETag": tag, "Aiockpt-Step": "7"})
+
+        @contextlib.asynccontextmanager
+        async def refusing() -> AsyncIterator[str]:
+            async with serving(bytes(1000), meddle=meddle) as peer:
+                yield peer.base_url
+
+        with beside(refusing()) as url:
+            begun = time.monotonic()
+            with pytest.raises(TransferTimeoutError, match=doing) as caught:
+                load(url)
+            assert time.monotonic() - begun < 10
+        assert url in caught.value.last_error
+
+    def test_a_peer_that_is_slow_has_its_time(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each new byte renews the deadline."""
+        monkeypatch.setattr(peers, "_PATIENCE", 1.0)
+        monkeypatch.setattr(peers, "_CONNECTIONS", 1)  # which makes two requests
+
+        async def meddle(peer: RangePeer, request: web.Request) -> None:
+            await asyncio.sleep(0.6)
+
+        @contextlib.asynccontextmanager
+        async def slow() -> AsyncIterator[str]:
+            async with serving(
+                bytes(10 * CHUNK), chunk_bytes=CHUNK, meddle=meddle
+            ) as peer:
+                yield f"{peer.base_url}7"
+
+        with beside(slow()) as url:
+            assert not load(url)["weight"].any()
 
     def test_what_goes_wrong(
         self, caplog: pytest.LogCaptureFixture, tmp_path: Path
