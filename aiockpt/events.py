@@ -146,11 +146,15 @@ def call_guarded(callback: Callable[[T], None], fact: T) -> None:
 
 
 class Meter:
-    """Counts the bytes and chunks of one receive for the caller's ``progress``."""
+    """Counts the bytes and chunks of one receive for the caller's ``progress``.
+
+    Attributes:
+        state: How far the receive is.
+    """
 
     def __init__(self, report: Callable[[Progress], None] | None) -> None:
         self._report = report
-        self._state = Progress(stop="fetch_manifest")
+        self.state = Progress(stop="fetch_manifest")
         self._started = 0.0
 
     def at(self, stop: str) -> None:
@@ -161,8 +165,8 @@ class Meter:
 
     def expect(self, nbytes: int, chunks: int) -> None:
         """Raise the totals, without a report."""
-        state = self._state
-        self._state = replace(
+        state = self.state
+        self.state = replace(
             state,
             bytes_total=state.bytes_total + nbytes,
             chunks_total=state.chunks_total + chunks,
@@ -170,23 +174,23 @@ class Meter:
 
     def add(self, nbytes: int, chunks: int) -> None:
         """Report that more has arrived."""
-        done = self._state.bytes_done + nbytes
+        done = self.state.bytes_done + nbytes
         elapsed = max(time.monotonic() - self._started, 1e-6)
         self._update(
             bytes_done=done,
-            chunks_done=self._state.chunks_done + chunks,
-            rate=(done - self._state.bytes_reused) / elapsed,
+            chunks_done=self.state.chunks_done + chunks,
+            rate=(done - self.state.bytes_reused) / elapsed,
         )
 
     def reuse(self, nbytes: int, chunks: int) -> None:
         """Report bytes that were there already and need not arrive."""
         self._update(
-            bytes_done=self._state.bytes_done + nbytes,
-            bytes_reused=self._state.bytes_reused + nbytes,
-            chunks_done=self._state.chunks_done + chunks,
+            bytes_done=self.state.bytes_done + nbytes,
+            bytes_reused=self.state.bytes_reused + nbytes,
+            chunks_done=self.state.chunks_done + chunks,
         )
 
     def _update(self, **changes: Any) -> None:
-        self._state = replace(self._state, **changes)
+        self.state = replace(self.state, **changes)
         if self._report is not None:
-            call_guarded(self._report, self._state)
+            call_guarded(self._report, self.state)

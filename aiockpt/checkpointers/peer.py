@@ -33,7 +33,7 @@ from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.sync_facade import run_blocking
 from aiockpt.transfer.placement import Placement
 from aiockpt.transfer.segment import Segment
-from aiockpt.transfer.source import OnBytes, Verify
+from aiockpt.transfer.source import OnBytes, PlainTarget, Verify
 
 __all__ = ["PeerSource", "open_peer"]
 
@@ -165,7 +165,7 @@ class _Peer:
                         client,
                         [DownloadPeer(self.source, joined=True)],
                         manifest.outline,
-                        target,
+                        PlainTarget(target),
                         on_progress=meter.add,
                         on_retry=partial(_note, deadline),
                     )

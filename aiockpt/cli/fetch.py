@@ -150,6 +150,7 @@ class _Download:
         self, part: PartFile, manifest: Manifest, origin: Sources, reconnect: float
     ) -> Sources:
         from aiockpt.http.sources import keeping
+        from aiockpt.transfer.source import PlainTarget
 
         async with aclosing(self.peer.client(reconnect=reconnect)) as client:
             origin = origin.through(client)
@@ -158,7 +159,7 @@ class _Download:
             self.fetching_since = time.monotonic()
             self._at("fetch_chunk")
             await origin.fetch_chunks(
-                manifest.outline, part, missing, on_progress=self._count
+                manifest.outline, PlainTarget(part), missing, on_progress=self._count
             )
             await origin.end_lease(manifest.step)
         return origin

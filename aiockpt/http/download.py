@@ -16,13 +16,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from math import inf
 from statistics import median
-from typing import Protocol
 
 import anyio
 from aiohttp import hdrs
@@ -56,17 +55,14 @@ from aiockpt.http.protocol import (
 from aiockpt.http.retry import OnRetry, Patience, Retries
 from aiockpt.runtime.system import failing_here, of_caller
 from aiockpt.runtime.tasks import Notifier, beside, run_all
+from aiockpt.transfer.source import OnProgress, PlainTarget, Target
 
 __all__ = [
     "Assignment",
     "Connection",
     "Download",
-    "OnProgress",
-    "OnVerified",
     "OtherSnapshotError",
     "Peer",
-    "Prepare",
-    "Target",
     "choose",
     "verdict",
 ]
@@ -88,20 +84,9 @@ _AHEAD = 64 << 20  # bytes of memory that all requests together prepare ahead
 _STEP = 8 << 20  # bytes that are prepared at a time, by whole strides of the arena
 _LOOK = 0.02  # seconds between two looks at how much has come
 
-OnProgress = Callable[[int, int], None]
-OnVerified = Callable[[int], None]
-Prepare = Callable[[int, int], Awaitable[None]]
-
-
-class Target(Protocol):
-    """Memory that chunks are received into."""
-
-    def buffers(self, start: int, stop: int) -> list[memoryview]:
-        """Return writable views of bytes for ``[start, stop)`` of the data segment."""
-
 
 class _Closed:
-    """The target of a download that has ended."""
+    """The memory of a download that has ended."""
 
     def buffers(self, start: int, stop: int) -> list[memoryview]:
         raise AssertionError(f"bytes {start} to {stop} come after the download")
@@ -322,15 +307,10 @@ class Download:
         peers: Those that are left. One that has not joined is asked for its manifest
             first.
         outline: Of the checkpoint.
-        target: Where the bytes go.
+        target: Where the bytes go. Its memory is prepared a little ahead of them.
         deadline: In loop time; a peer that has not joined may take until then.
-        on_progress: Gets newly arrived bytes (negative when bytes are thrown away) and
-            newly verified chunks; it must be quick and not raise.
+        on_progress: Gets newly arrived bytes and newly verified chunks.
         on_retry: Called with each error that is followed by another attempt.
-        prepare: ``prepare(start, stop)`` gets that memory of the data segment ready, a
-            little ahead of its bytes.
-        on_verified: Gets the number of each verified chunk, whose bytes are in
-            ``target`` when the loop goes on, and stay as they are. It only takes note.
     """
 
     def __init__(
@@ -343,12 +323,9 @@ class Download:
         on_progress: OnProgress,
         deadline: float = inf,
         on_retry: OnRetry | None = None,
-        prepare: Prepare | None = None,
-        on_verified: OnVerified | None = None,
     ) -> None:
         self._client, self._peers, self._outline = client, peers, outline
-        self._target, self._prepare = target, prepare
-        self._on_progress, self._on_verified = of_caller(on_progress), on_verified
+        self._target, self._on_progress = target, of_caller(on_progress)
         self._deadline, self._on_retry = deadline, on_retry
         self._most = client.config.max_concurrency
         self._chunks = 0
@@ -406,7 +383,7 @@ class Download:
                 self._forget(run.assign(None, _ignore))
             # Tracebacks of requests that were cancelled keep this object, which must
             # not keep the memory.
-            self._target, self._prepare, self._on_verified = _Closed(), None, None
+            self._target = PlainTarget(_Closed())
         assert self._is_done, "a chunk was left out"
 
     @property
@@ -585,23 +562,20 @@ class Download:
         async with self._client.request(request, count) as reply:
             reply.place = run.place()
             _check_range(reply, head + start, head + stop, outline.total_bytes)
-            writer = BodyWriter(self._target.buffers, start, stop, run)
+            target, read = self._target, Notifier()
+            writer = BodyWriter(target.memory.buffers, start, stop, run)
             try:
-                if self._prepare is None:
+                async with beside(
+                    partial(self._keep_ready, target, writer, start, read)
+                ):
                     await reply.read_into(writer)
-                else:
-                    read = Notifier()
-                    async with beside(
-                        partial(self._keep_ready, self._prepare, writer, start, read)
-                    ):
-                        await reply.read_into(writer)
-                        read.notify()
+                    read.notify()
             finally:
                 run.note()
                 reply.place = run.place()
 
     async def _keep_ready(
-        self, prepare: Prepare, writer: BodyWriter, start: int, read: Notifier
+        self, target: Target, writer: BodyWriter, start: int, read: Notifier
     ) -> None:
         """Prepare memory from ``start`` on, a little ahead of what ``writer`` gets.
 
@@ -616,7 +590,7 @@ class Download:
                 continue
             end = min(at - at % _STEP + _STEP, stop)
             with failing_here("preparing memory"):  # not the fault of the peer
-                await prepare(at, end)
+                await target.prepare(at, end)
             at = end
 
     async def _steal(self, thief: Connection, victim: Assignment) -> None:
@@ -641,8 +615,7 @@ class Download:
         start, stop = self._outline.grid.range(chunk)
         peer.given += stop - start
         self._on_progress(0, 1)
-        if self._on_verified is not None:
-            self._on_verified(chunk)
+        self._target.complete(chunk)
 
     def _forget(self, nbytes: int) -> None:
         """Take back from the progress what has to come once more."""

@@ -16,7 +16,8 @@ import sys
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, TypedDict, TypeVar
+from types import TracebackType
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -29,7 +30,6 @@ from aiockpt.errors import (
 from aiockpt.format.chunks import ChunkHasher, HashedChunk
 from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest, Outline
-from aiockpt.http.download import OnProgress, OnVerified, Prepare, Target
 from aiockpt.http.memory_protocol import (
     MAX_MESSAGE,
     RETURNED,
@@ -39,7 +39,6 @@ from aiockpt.http.memory_protocol import (
     identity,
     parse_offer,
 )
-from aiockpt.http.retry import OnRetry
 from aiockpt.http.sockets import close_in_forks
 from aiockpt.http.sources import Sources, keeping
 from aiockpt.memory.arena import LENT_SEALS, Arena, Borrowed
@@ -47,6 +46,9 @@ from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.ipc import arrival, is_ours, receive
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.tasks import Over, map_in_threads
+from aiockpt.state.template import Template
+from aiockpt.transfer.destination import Destination, Terms, destination_of
+from aiockpt.transfer.source import OnProgress, Target
 
 if sys.platform == "linux":
     import fcntl
@@ -85,15 +87,6 @@ class Sharing:
     verify: bool
 
 
-class _Manner(TypedDict):
-    """How chunks are fetched, as `Sources` takes it."""
-
-    on_progress: OnProgress
-    on_retry: OnRetry
-    prepare: Prepare | None
-    on_verified: OnVerified | None
-
-
 class HttpSource:
     """One checkpoint of some peers, as a `aiockpt.transfer.source.Source`.
 
@@ -110,12 +103,30 @@ class HttpSource:
         self.arena: Arena | None = None
         self._peers, self._bridge = peers, bridge
         self._sharing, self._deadline = sharing, deadline
-        self._found = False
+        self._step: int | None = None  # of which the manifest has come
         self._offer: str | None = None
         self._lent: LentMemory | None = None
 
     def __repr__(self) -> str:
         return f"<HttpSource {self.name} by {self.medium}>"
+
+    async def __aenter__(self) -> HttpSource:
+        """Begin a receive."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Let go of mapped memory; tell the sender of a failure, unless it is lost."""
+        told = isinstance(error, AiockptError) and not isinstance(error, _BROKEN)
+        try:
+            if told and self._step is not None:
+                await self.end(self._step)
+        finally:
+            self.close()
 
     async def manifest(self, step: int) -> Manifest:
         """Return the manifest; learn whether there is memory to be had."""
@@ -127,7 +138,7 @@ class HttpSource:
             probe=None if here is None else format_probe(here, os.urandom(16)),
         )
         self._offer = None if here is None else reply.offer
-        self._found = True
+        self._step = step
         return reply.manifest
 
     async def map(self, outline: Outline, *, most: int | None) -> None:
@@ -153,15 +164,21 @@ class HttpSource:
         else:
             self.medium = _MEMORY
 
+    def destination(
+        self, manifest: Manifest, template: Template | None, terms: Terms
+    ) -> Destination:
+        """Return where a whole checkpoint goes; see `destination_of`."""
+        return destination_of(manifest, template, terms, self._bridge, self.arena)
+
+    async def accept(self, step: int) -> None:
+        """Do nothing: a server waits for nothing but requests."""
+
     async def read(
         self,
         outline: Outline,
         target: Target,
         chunks: Sequence[int],
-        *,
         on_progress: OnProgress,
-        prepare: Prepare | None = None,
-        on_verified: OnVerified | None = None,
     ) -> None:
         """Fetch chunks into ``target``, and verify them.
 
@@ -169,27 +186,17 @@ class HttpSource:
             AiockptError: see `Download`.
         """
         left: Sequence[int] = chunks
-        more: _Manner = {
-            "on_progress": on_progress,
-            "on_retry": self._remember,
-            "prepare": prepare,
-            "on_verified": on_verified,
-        }
         if self._lent is not None:
-            left = await self._take(self._lent, outline, target, chunks, more)
+            left = await self._take(self._lent, outline, target, chunks, on_progress)
         if left:
-            await self._peers.fetch_chunks(outline, target, left, **more)
+            await self._peers.fetch_chunks(
+                outline, target, left, on_progress=on_progress, on_retry=self._remember
+            )
 
     async def end(self, step: int) -> None:
         """Tell the sender that all bytes have come, unless it has lent its memory."""
         if self.medium == _HTTP:
             await self._peers.end_lease(step)
-
-    async def refuse(self, step: int, error: BaseException) -> None:
-        """Tell the sender that the receive has failed, unless the sender is lost."""
-        told = isinstance(error, AiockptError) and not isinstance(error, _BROKEN)
-        if told and self._found:
-            await self.end(step)
 
     async def keep(self, step: int, work: Awaitable[V]) -> V:
         """Await what takes a while and asks the sender nothing; keep its snapshot."""
@@ -223,11 +230,10 @@ class HttpSource:
         outline: Outline,
         target: Target,
         chunks: Sequence[int],
-        manner: _Manner,
+        on_progress: OnProgress,
     ) -> list[int]:
         """Take chunks from the memory; return those that are bad."""
         grid = outline.grid
-        on_progress, on_verified = manner["on_progress"], manner["on_verified"]
         if self._sharing.keep and not self._sharing.verify:
             on_progress(sum(map(_size, map(grid.range, chunks))), len(chunks))
             return []
@@ -242,8 +248,7 @@ class HttpSource:
                 bad.append(chunk)
                 return
             on_progress(_size(grid.range(chunk)), 1)
-            if on_verified is not None:
-                on_verified(chunk)
+            target.complete(chunk)
 
         await map_in_threads(self._bridge, _WORKERS, take, chunks, taken)
         if bad:
@@ -266,7 +271,7 @@ class HttpSource:
             for at in range(start, stop, _SPAN):
                 if over():
                     break
-                views = target.buffers(at, min(at + _SPAN, stop))
+                views = target.memory.buffers(at, min(at + _SPAN, stop))
                 for chunk in take(views, at, hasher):
                     return chunk.digest
         except OSError as error:

@@ -28,12 +28,8 @@ from aiockpt.format.manifest import Outline
 from aiockpt.http.client import CheckpointClient
 from aiockpt.http.download import (
     Download,
-    OnProgress,
-    OnVerified,
     OtherSnapshotError,
     Peer,
-    Prepare,
-    Target,
     verdict,
 )
 from aiockpt.http.manifests import (
@@ -48,6 +44,7 @@ from aiockpt.http.protocol import Source, parse_metadata
 from aiockpt.http.retry import OnRetry, poll
 from aiockpt.runtime.secrets import discreet
 from aiockpt.runtime.tasks import Notifier, run_all
+from aiockpt.transfer.source import OnProgress, Target
 
 __all__ = ["Sources", "distinct", "keeping", "sources_of"]
 
@@ -177,8 +174,6 @@ class Sources:
         *,
         on_progress: OnProgress,
         on_retry: OnRetry | None = None,
-        prepare: Prepare | None = None,
-        on_verified: OnVerified | None = None,
     ) -> None:
         """Fetch chunks from all sources that are left; see `Download`."""
         began, peers = _now(), self._left()
@@ -192,8 +187,6 @@ class Sources:
             on_progress=on_progress,
             deadline=self._deadline,
             on_retry=on_retry,
-            prepare=prepare,
-            on_verified=on_verified,
         )
         await download.run(chunks)
         if len(self.peers) > 1:

@@ -9,6 +9,7 @@ import time
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
+    Awaitable,
     Callable,
     Sequence,
 )
@@ -16,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Self, cast
 
-from aiockpt.errors import AiockptError, LocalProtocolError, TransportError
+from aiockpt.errors import LocalProtocolError, TransportError
 from aiockpt.events import Progress
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient, ClientConfig
@@ -34,11 +35,10 @@ from aiockpt.memory.arena import CAN_LEND, ArenaPool
 from aiockpt.memory.device import port_for
 from aiockpt.runtime.bridge import Bridge, BridgeStatistics
 from aiockpt.runtime.lifetime import Deadline, Lifetime
-from aiockpt.runtime.system import failing_here
 from aiockpt.state.selection import Select, listed
 from aiockpt.transfer.destination import Terms
-from aiockpt.transfer.receive import Receive as Attempt
-from aiockpt.transfer.receive import Request
+from aiockpt.transfer.receive import ReceiveOptions
+from aiockpt.transfer.receive import receive as receive_from
 from aiockpt.transfer.stager import Stager, StagerOptions
 from aiockpt.transport import (
     REQUIRED,
@@ -394,7 +394,7 @@ class HTTPTransport(CheckpointTransport[T]):
             sources = sources_of(metadata)
         finally:
             del metadata  # a traceback with local variables would show the token
-        request, sharing = self._request(
+        options, sharing = self._options(
             into=into,
             have=have,
             select=select,
@@ -404,7 +404,7 @@ class HTTPTransport(CheckpointTransport[T]):
             verify_shared=verify_shared,
         )
         limit = self._timeout if timeout is None else seconds(timeout)
-        return await self._receive(sources, step, request, sharing, limit)
+        return await self._receive(sources, step, options, sharing, limit)
 
     def follow(
         self,
@@ -457,11 +457,11 @@ class HTTPTransport(CheckpointTransport[T]):
         finally:
             del metadata  # a traceback with local variables would show the token
         steps = self._steps(source, after, reconnect_timeout)
-        request, sharing = self._request(
+        options, sharing = self._options(
             into=into, have=have, select=select, progress=progress, share=share
         )
         limit = self._timeout if timeout is None else seconds(timeout)
-        return self._follow(source, steps, request, sharing, limit)
+        return self._follow(source, steps, options, sharing, limit)
 
     def steps(
         self,
@@ -546,7 +546,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self,
         source: Source,
         steps: Steps,
-        request: Request,
+        options: ReceiveOptions,
         sharing: Sharing,
         limit: float,
     ) -> AsyncGenerator[tuple[int, T]]:
@@ -555,7 +555,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
         async def receive(step: int) -> T:
             try:
-                return await self._receive([source], step, request, sharing, limit)
+                return await self._receive([source], step, options, sharing, limit)
             except survives:
                 steps.again()
                 raise
@@ -564,7 +564,7 @@ class HTTPTransport(CheckpointTransport[T]):
         while True:
             yield await chase(steps.__anext__, receive, pause=pause, survives=survives)
 
-    def _request(
+    def _options(
         self,
         *,
         into: T | None,
@@ -574,7 +574,7 @@ class HTTPTransport(CheckpointTransport[T]):
         share: bool,
         direct: bool = False,
         verify_shared: bool = False,
-    ) -> tuple[Request, Sharing]:
+    ) -> tuple[ReceiveOptions, Sharing]:
         if share and into is not None:
             raise ValueError("share=True returns new tensors: leave out into=")
         if share and have is not None:
@@ -592,20 +592,20 @@ class HTTPTransport(CheckpointTransport[T]):
             through=into is not None and not direct,
             verify=verify_shared,
         )
-        request = Request(
+        options = ReceiveOptions(
             into=into,
             have=_known(have, into),
             select=listed(select),
             progress=progress,
             terms=terms,
         )
-        return request, sharing
+        return options, sharing
 
     async def _receive(
         self,
         sources: Sequence[Source],
         step: int | None,
-        request: Request,
+        options: ReceiveOptions,
         sharing: Sharing,
         limit: float,
     ) -> T:
@@ -620,27 +620,18 @@ class HTTPTransport(CheckpointTransport[T]):
         what = f"{asked} from {origin.name}"
         deadline = Deadline(limit, stop="fetch_manifest", what=what)
         pause = self._client.pause
-        attempt: Attempt | None = None
 
-        async def receive(step: int) -> object:
-            nonlocal attempt
+        def receive(step: int) -> Awaitable[object]:
             deadline.what = f"step {step} from {origin.name}"
             peers = HttpSource(origin, self._bridge, sharing, deadline)
-            attempt = Attempt(peers, self._bridge, request, deadline)
-            with failing_here(f"receiving step {step}"):
-                return await attempt.run(step)
+            return receive_from(peers, step, options, self._bridge, deadline)
 
         with self._lifetime.call():
-            try:
-                async with deadline:
-                    if step is not None:
-                        return cast("T", await receive(step))
-                    found = await chase(origin.newest, receive, pause=pause)
-                    return cast("T", found[1])
-            except AiockptError as error:
-                if attempt is not None:
-                    attempt.annotate(error)
-                raise
+            async with deadline:
+                if step is not None:
+                    return cast("T", await receive(step))
+                found = await chase(origin.newest, receive, pause=pause)
+                return cast("T", found[1])
 
 
 def _known(have: object, into: object) -> object:

@@ -25,7 +25,8 @@ class Deadline(AbstractAsyncContextManager["Deadline"]):
 
     A timeout of 0 fails on entry, before any I/O. The call keeps two attributes up to
     date for the error's message: ``stop`` says where the call is, and ``last_error``
-    what failed last. ``what`` names the step and the peer.
+    what failed last. ``what`` names the step and the peer. The error has the notes of
+    what left the block.
     """
 
     def __init__(self, timeout: float, *, stop: str, what: str = "") -> None:
@@ -60,7 +61,7 @@ class Deadline(AbstractAsyncContextManager["Deadline"]):
             await self._scope.__aexit__(kind, error, trace)
         except TimeoutError as late:
             if self._scope.expired():
-                raise self._expired() from late
+                raise self._expired(*getattr(error, "__notes__", ())) from late
             raise
 
     def renew(self) -> None:
@@ -69,10 +70,13 @@ class Deadline(AbstractAsyncContextManager["Deadline"]):
             self.when = asyncio.get_running_loop().time() + self.timeout
             self._scope.reschedule(self.when)
 
-    def _expired(self) -> TransferTimeoutError:
-        return TransferTimeoutError(
+    def _expired(self, *notes: str) -> TransferTimeoutError:
+        error = TransferTimeoutError(
             self.stop, self.timeout, what=self.what, last_error=self.last_error
         )
+        for note in notes:
+            error.add_note(note)
+        return error
 
 
 class Lifetime:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     asynccontextmanager,
@@ -92,8 +92,8 @@ class Destination(Protocol):
         """Whether a template may have been modified."""
 
     @property
-    def on_verified(self) -> Callable[[int], None] | None:
-        """What is told of verified chunks in `receiving`; on the loop."""
+    def is_early(self) -> bool:
+        """Whether something of it goes to a device while other chunks travel."""
 
     def plan(self) -> Sequence[int]:
         """Return the other chunks that are wanted; for a thread."""
@@ -102,10 +102,13 @@ class Destination(Protocol):
         """Say that bytes are on their way, outside of `receiving`."""
 
     def receiving(self) -> AbstractAsyncContextManager[None]:
-        """Begin; load early what `on_verified` is told of in the block."""
+        """Begin; load early what `complete` is told of in the block."""
 
     async def prepare(self, start: int, stop: int) -> None:
         """Have the memory of ``[start, stop)`` ready for its bytes."""
+
+    def complete(self, chunk: int) -> None:
+        """Take note, in `receiving`, that a chunk is verified; on the loop."""
 
     async def assemble(self) -> object:
         """Return the state dict, all of whose bytes have been verified."""
@@ -158,8 +161,7 @@ class Fresh:
     Those that are ``away`` have other memory.
     """
 
-    touched = False
-    on_verified = None
+    touched = is_early = False
     values: Sequence[int] = ()
 
     def __init__(
@@ -198,6 +200,9 @@ class Fresh:
         """Have the pages mapped, which may take longer than their bytes."""
         touch = partial(self.arena.populate, every=self._terms.ahead)
         await self._bridge.run(touch, start, stop)
+
+    def complete(self, chunk: int) -> None:
+        """Do nothing: it is where it belongs."""
 
     async def assemble(self) -> object:
         """Put the tensors into the tree."""
@@ -282,9 +287,14 @@ class InTemplate:
         self.touched = self._terms.direct and bool(self.match.tensors)
 
     @property
-    def on_verified(self) -> Callable[[int], None] | None:
-        """For devices whose tensors are received into directly."""
-        return self._loading.add if self._loading.is_early else None
+    def is_early(self) -> bool:
+        """Whether devices have tensors that are received into directly."""
+        return self._loading.is_early
+
+    def complete(self, chunk: int) -> None:
+        """Have devices get it."""
+        if self._loading.is_early:
+            self._loading.add(chunk)
 
     @asynccontextmanager
     async def receiving(self) -> AsyncIterator[None]:

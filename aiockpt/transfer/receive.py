@@ -1,4 +1,7 @@
-"""One receive, stop by stop, from a peer's manifest to a state dict."""
+"""One receive, stop by stop, from a peer's manifest to a state dict.
+
+`receive` is the page to read. What differs between transports is the `Source`.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +10,31 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
-from aiockpt.errors import AiockptError
 from aiockpt.events import Meter, Progress, TransferEvent, emit
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.memory.arena import return_freed
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
+from aiockpt.runtime.system import failing_here
 from aiockpt.runtime.tasks import run_all
 from aiockpt.state.flatten import Survey, survey
 from aiockpt.state.selection import Select
 from aiockpt.state.template import Template
-from aiockpt.transfer.destination import Destination, InTemplate, Terms, destination_of
+from aiockpt.transfer.destination import Destination, InTemplate, Terms
 from aiockpt.transfer.reuse import Delta, Held, HeldInTemplate
 from aiockpt.transfer.selected import Selected
 from aiockpt.transfer.source import Source
 from aiockpt.transport import exact_step
 
-__all__ = ["Receive", "Request"]
+__all__ = ["ReceiveOptions", "receive"]
 
 _MANY = 1 << 20  # bytes of a header: thousands of tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ReceiveOptions:
     """What a caller wants of a checkpoint, and where.
 
     ``have`` may be the very object that ``into`` is.
@@ -43,217 +47,219 @@ class Request:
     terms: Terms
 
 
-class Receive:
-    """One call of ``recv_checkpoint``."""
+async def receive(
+    source: Source,
+    step: int,
+    options: ReceiveOptions,
+    bridge: Bridge,
+    deadline: Deadline,
+) -> object:
+    """Return the state dict of ``step``.
+
+    If it fails or is cancelled, a template is as it was or holds all that was asked
+    for, unless ``direct`` lets bytes into it as they arrive. A note of the error says
+    whether the template was modified.
+    """
+    report = _Report(options.progress, deadline)
+    room: _Room | None = None
+    touched, asked = False, time.monotonic()
+    try:
+        step = exact_step(step)
+        with failing_here(f"receiving step {step}"):
+            known = _Known()
+            if options.into is not None or options.have is not None:
+                report.at("allocate")
+                known = await bridge.run(_describe, options)
+            async with source:
+                report.at("fetch_manifest")
+                known.manifest = await source.manifest(step)
+                outline, started = known.manifest.outline, time.monotonic()
+
+                report.at("allocate")
+                # A part may be less than the checkpoint: its plan looks at its size.
+                limits, whole = options.terms.limits, options.select is None
+                await source.map(outline, most=limits.max_bytes if whole else None)
+                make = partial(_make_room, source, options, bridge, report)
+                room = await bridge.run(make, known)
+                await source.accept(step)
+
+                # The plan of a selection looks at values, so their chunks come first.
+                await _fetch(source, outline, room, room.goal.values, report)
+                report.at("allocate")
+                rest = await bridge.run(room.goal.plan)
+                await _fetch(source, outline, room, rest, report)
+
+                report.at("rebuild")
+                # All that a peer can make fail comes before a template is written.
+                state = await room.goal.assemble()
+                await source.end(step)
+
+                report.at("load")
+                await room.goal.load()
+                touched = room.goal.touched
+                made, room = [room], None
+                await bridge.run(_release, source, made)
+    except BaseException as error:
+        if room is not None:
+            touched = room.goal.touched
+            room.goal.abandon()
+            # Where a loop has dropped this coroutine, threads go on.
+            if not isinstance(error, GeneratorExit):
+                # A device may still copy what the receiver had.
+                room.goal.discard(late=room.delta is not None)
+        room = None  # tracebacks keep this frame until the collector runs
+        if options.into is not None:
+            done = "was modified" if touched else "was not modified"
+            error.add_note(f"the template {done}")
+        raise
+    found = f"found after {started - asked:.3f} s"
+    counts = report.state
+    emit(
+        TransferEvent(
+            stop="recv",
+            step=step,
+            peer=source.name,
+            nbytes=counts.bytes_total - counts.bytes_reused,
+            reused=counts.bytes_reused,
+            seconds=time.monotonic() - started,
+            detail=", ".join(filter(None, [found, source.remark])),
+            level=logging.INFO,
+            medium=source.medium,
+        )
+    )
+    return state
+
+
+class _Report(Meter):
+    """Says where the receive is, to its caller and to the error of its deadline."""
 
     def __init__(
-        self, source: Source, bridge: Bridge, request: Request, deadline: Deadline
+        self, report: Callable[[Progress], None] | None, deadline: Deadline
     ) -> None:
-        self._source = source
-        self._bridge = bridge
-        self._request = request
+        super().__init__(report)
         self._deadline = deadline
-        self._progress = Meter(request.progress)
-        self._template: Template | None = None
-        self._own: Survey | None = None
-        self._manifest: Manifest | None = None
-        self._goal: Destination | None = None
-        self._delta: Delta | None = None
-        self._received = self._reused = 0
-        self._touched = False
 
-    async def run(self, step: int) -> object:
-        """Return the state dict.
+    def at(self, stop: str) -> None:
+        """Report that the receive is at another stop."""
+        self._deadline.stop = stop
+        super().at(stop)
 
-        If it fails or is cancelled, a template is as it was or holds all that was asked
-        for, unless ``direct`` lets bytes into it as they arrive.
-        """
-        step = exact_step(step)
-        asked = time.monotonic()
-        request, source = self._request, self._source
-        try:
-            if request.into is not None or request.have is not None:
-                self._stop("allocate")
-                await self._bridge.run(self._describe)
-            self._stop("fetch_manifest")
-            manifest = await source.manifest(step)
-            outline, self._manifest = manifest.outline, manifest
-            del manifest  # which weighs much, and goes as soon as there is a plan
-            started = time.monotonic()
 
-            self._stop("allocate")
-            # A part may be less than the checkpoint: its plan looks at its own size.
-            most = request.terms.limits.max_bytes if request.select is None else None
-            await source.map(outline, most=most)
-            goal = self._goal = await self._bridge.run(self._make_room)
+@dataclass(slots=True)
+class _Known:
+    """What a plan is made of; it weighs much, and `_make_room` takes it out."""
 
-            # The plan of a selection looks at values, so their chunks come first.
-            await self._fetch(outline, goal, goal.values)
-            self._stop("allocate")
-            await self._fetch(outline, goal, await self._bridge.run(goal.plan))
-            await source.end(step)
+    template: Template | None = None
+    held: Survey | None = None
+    manifest: Manifest | None = None
 
-            self._stop("rebuild")
-            # Whatever the peer can make fail comes before the first byte is written.
-            state = await goal.assemble()
-            self._stop("load")
-            await goal.load()
-            self._touched = goal.touched
-            del goal
-            await self._bridge.run(self._release)
-        except BaseException as error:
-            self._abandon(error)
-            await source.refuse(step, error)
-            raise
-        finally:
-            source.close()
-        self._tell(step, asked, started)
-        return state
 
-    def annotate(self, error: AiockptError) -> None:
-        """Say in the error what a receive into a template leaves behind."""
-        if self._request.into is not None:
-            done = "was modified" if self._touched else "was not modified"
-            error.add_note(f"the template {done}")
+class _Room(NamedTuple):
+    """Where a checkpoint goes, and what finds the chunks that are there already."""
 
-    def _describe(self) -> None:
-        """Look at the template, and at what there is already."""
-        request, terms = self._request, self._request.terms
-        if request.into is not None and request.select is None:
-            self._template = Template(
-                request.into, limits=terms.limits, allow_pickle=terms.allow_pickle
-            )
-        if request.have is None:
-            return
-        if request.have is request.into and self._template is not None:
-            self._own = self._template.own
-            return
-        self._own = survey(
-            request.have,
-            limits=terms.limits,
-            allow_pickle=terms.allow_pickle,
-            writing=False,
-            reading=True,
+    goal: Destination
+    delta: Delta | None
+
+
+def _describe(options: ReceiveOptions) -> _Known:
+    """Look at the template, and at what there is already."""
+    terms, template = options.terms, None
+    if options.into is not None and options.select is None:
+        template = Template(
+            options.into, limits=terms.limits, allow_pickle=terms.allow_pickle
         )
+    if options.have is None:
+        return _Known(template)
+    if options.have is options.into and template is not None:
+        return _Known(template, template.own)
+    held = survey(
+        options.have,
+        limits=terms.limits,
+        allow_pickle=terms.allow_pickle,
+        writing=False,
+        reading=True,
+    )
+    return _Known(template, held)
 
-    def _make_room(self) -> Destination:
-        """Plan where the checkpoint goes, and what of it is there already."""
-        # What nobody needs any more goes before memory is at its fullest.
-        manifest, self._manifest = self._manifest, None
-        template, self._template = self._template, None
-        own, self._own = self._own, None
-        assert manifest is not None
-        many = manifest.header_bytes > _MANY
-        manifest = manifest.without_header()
-        goal = self._destination(manifest, template)
-        if own is not None:
-            held = self._held(manifest, own, goal)
-            self._delta = Delta(held, self._bridge, self._reuse)
-        del manifest, template, own
-        if many:
-            return_freed()
-        return goal
 
-    def _destination(
-        self, manifest: Manifest, template: Template | None
-    ) -> Destination:
-        request, arena = self._request, self._source.arena
-        if request.select is None:
-            return destination_of(
-                manifest, template, request.terms, self._bridge, arena
-            )
-        return Selected(
+def _make_room(
+    source: Source,
+    options: ReceiveOptions,
+    bridge: Bridge,
+    report: Meter,
+    known: _Known,
+) -> _Room:
+    """Plan where the checkpoint goes, and what of it is there already."""
+    # What nobody needs any more goes before memory is at its fullest.
+    manifest, template, own = known.manifest, known.template, known.held
+    known.manifest = known.template = known.held = None
+    assert manifest is not None
+    many = manifest.header_bytes > _MANY
+    manifest = manifest.without_header()
+    goal: Destination
+    if options.select is None:
+        goal = source.destination(manifest, template, options.terms)
+    else:
+        goal = Selected(
             manifest,
-            request.select,
-            request.into,
-            request.terms,
-            self._bridge,
-            name=self._source.name,
-            arena=arena,
+            options.select,
+            options.into,
+            options.terms,
+            bridge,
+            name=source.name,
+            arena=source.arena,
         )
+    delta = None
+    if own is not None:
+        ports = options.terms.ports
+        if options.have is options.into and isinstance(goal, InTemplate):
+            held: Held = HeldInTemplate(manifest, own, goal, ports=ports)
+        else:
+            held = Held.of(manifest, own, arena=goal.arena, ports=ports)
+        delta = Delta(held, bridge, report.reuse)
+    del manifest, template, own
+    if many:
+        return_freed()
+    return _Room(goal, delta)
 
-    def _held(self, manifest: Manifest, own: Survey, goal: Destination) -> Held:
-        request, ports = self._request, self._request.terms.ports
-        if request.have is request.into and isinstance(goal, InTemplate):
-            return HeldInTemplate(manifest, own, goal, ports=ports)
-        return Held.of(manifest, own, arena=goal.arena, ports=ports)
 
-    async def _fetch(
-        self, outline: Outline, goal: Destination, chunks: Sequence[int]
-    ) -> None:
-        """Have chunks where they belong: those that are held, and those to be read."""
-        if not chunks:
-            return
-        nbytes = sum(stop - start for start, stop in map(outline.grid.range, chunks))
-        self._received += nbytes
-        self._progress.expect(nbytes, len(chunks))
-        delta, there = self._delta, list[int]()
-        if delta is not None:
-            self._stop("plan")
-            there = await self._source.keep(outline.step, delta.plan(chunks))
-        self._stop("fetch_chunk")
-        read = partial(
-            self._source.read,
-            outline,
-            goal.memory,
-            on_progress=self._progress.add,
-            prepare=goal.prepare,
-            on_verified=goal.on_verified,
-        )
-        async with goal.receiving():
-            if delta is None:
-                await read(chunks)
-            else:
-                target = None if goal.memory is goal.arena else goal.memory
-                missing = _without(chunks, there)
-                jobs = partial(read, missing), partial(delta.copy, there, target)
-                _, copied = await run_all(jobs)
-                # What has changed since its digest was computed.
-                await read(_without(there, copied))
-            if goal.on_verified is not None:
-                self._stop("load")  # only devices are still to be waited for
+async def _fetch(
+    source: Source,
+    outline: Outline,
+    room: _Room,
+    chunks: Sequence[int],
+    report: Meter,
+) -> None:
+    """Have chunks where they belong: those that are held, and those to be read."""
+    if not chunks:
+        return
+    goal, delta = room
+    nbytes = sum(stop - start for start, stop in map(outline.grid.range, chunks))
+    report.expect(nbytes, len(chunks))
+    there = list[int]()
+    if delta is not None:
+        report.at("plan")
+        there = await source.keep(outline.step, delta.plan(chunks))
+    report.at("fetch_chunk")
+    async with goal.receiving():
+        missing = _without(chunks, there)
+        read = partial(source.read, outline, goal, missing, report.add)
+        if delta is None:
+            await read()
+        else:
+            target = None if goal.memory is goal.arena else goal.memory
+            _, copied = await run_all([read, partial(delta.copy, there, target)])
+            # What has changed since its digest was computed.
+            changed = _without(there, copied)
+            await source.read(outline, goal, changed, report.add)
+        if goal.is_early:
+            report.at("load")  # only devices are still to be waited for
 
-    def _abandon(self, error: BaseException) -> None:
-        """Let go of the memory: tracebacks keep this until the collector runs."""
-        goal, delta = self._goal, self._delta
-        self._goal = self._delta = None
-        if goal is None:
-            return
-        self._touched = goal.touched
-        goal.abandon()
-        # Where a loop has dropped this coroutine, threads go on.
-        if not isinstance(error, GeneratorExit):
-            # A device may still copy what the receiver had.
-            goal.discard(late=delta is not None)
 
-    def _release(self) -> None:
-        """Free what 100,000 tensors were described with, where no loop waits for it."""
-        self._goal = self._delta = None
-        self._source.give_back()
-
-    def _tell(self, step: int, asked: float, started: float) -> None:
-        found = f"found after {started - asked:.3f} s"
-        emit(
-            TransferEvent(
-                stop="recv",
-                step=step,
-                peer=self._source.name,
-                nbytes=self._received - self._reused,
-                reused=self._reused,
-                seconds=time.monotonic() - started,
-                detail=", ".join(filter(None, [found, self._source.remark])),
-                level=logging.INFO,
-                medium=self._source.medium,
-            )
-        )
-
-    def _reuse(self, nbytes: int, chunks: int) -> None:
-        self._reused += nbytes
-        self._progress.reuse(nbytes, chunks)
-
-    def _stop(self, name: str) -> None:
-        self._deadline.stop = name
-        self._progress.at(name)
+def _release(source: Source, made: list[_Room]) -> None:
+    """Free what 100,000 tensors were described with, where no loop waits for it."""
+    made.clear()
+    source.give_back()
 
 
 def _without(chunks: Sequence[int], others: Sequence[int]) -> list[int]:

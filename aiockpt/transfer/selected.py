@@ -38,7 +38,7 @@ class Selected:
         arena: Memory that has the data segment already; None: a new arena.
     """
 
-    on_verified = None
+    is_early = False
 
     def __init__(
         self,
@@ -116,6 +116,9 @@ class Selected:
         if not self._terms.direct:
             touch = partial(self.arena.populate, every=self._terms.ahead)
             await self._bridge.run(touch, start, stop)
+
+    def complete(self, chunk: int) -> None:
+        """Do nothing: nothing is loaded early."""
 
     async def assemble(self) -> object:
         """Return the state dict, which `load` completes."""

@@ -7,20 +7,26 @@ and serves a load from files, or from a peer without a loop.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal, Protocol, TypeAlias, TypeVar, get_args
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.memory.arena import Arena, Memory
-from aiockpt.transfer.placement import Placement
-from aiockpt.transfer.segment import Segment
+
+if TYPE_CHECKING:  # a fetch into a file does without torch
+    from aiockpt.state.template import Template
+    from aiockpt.transfer.destination import Destination, Terms
+    from aiockpt.transfer.placement import Placement
+    from aiockpt.transfer.segment import Segment
 
 __all__ = [
     "OnBytes",
     "OnProgress",
-    "OnVerified",
-    "Prepare",
+    "PlainTarget",
     "SegmentSource",
     "Source",
+    "Target",
     "Verify",
     "check_verify",
 ]
@@ -29,27 +35,58 @@ Verify: TypeAlias = Literal["full", "none"]
 """Which digests are compared: of every chunk that is read, or of none."""
 
 OnBytes: TypeAlias = Callable[[int], None]
-
+"""Is told how many bytes were read. What it raises ends the reading."""
 
 OnProgress: TypeAlias = Callable[[int, int], None]
-"""Is told of bytes and chunks that have arrived and were verified."""
+"""Is told of bytes that have arrived and of chunks that are whole, on the loop.
 
-OnVerified: TypeAlias = Callable[[int], None]
-"""Is told of each verified chunk."""
-
-Prepare: TypeAlias = Callable[[int, int], Awaitable[None]]
-"""Has the memory of a range ready for its bytes."""
+The bytes are negative where some were thrown away. It must be quick.
+"""
 
 V = TypeVar("V")
 
 
-class Source(Protocol):
+class Target(Protocol):
+    """What a source fills with chunks."""
+
+    @property
+    def memory(self) -> Memory:
+        """The data segment."""
+
+    async def prepare(self, start: int, stop: int) -> None:
+        """Have the memory of ``[start, stop)`` ready for its bytes."""
+
+    def complete(self, chunk: int) -> None:
+        """Take note that a chunk is there and verified, and stays as it is.
+
+        On the loop.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class PlainTarget:
+    """Memory that is ready, and needs nothing but its bytes."""
+
+    memory: Memory
+
+    async def prepare(self, start: int, stop: int) -> None:
+        """Do nothing."""
+
+    def complete(self, chunk: int) -> None:
+        """Do nothing."""
+
+
+class Source(AbstractAsyncContextManager[object], Protocol):
     """One checkpoint that is received, from its manifest to its last chunk.
+
+    The receive is a block, in which the methods are called in this order. If the block
+    fails, its end tells the peer, if the peer can be told. It also lets go of memory
+    that is mapped.
 
     Attributes:
         name: Who is asked, without tokens.
-        medium: How the bytes come.
-        remark: Why they do not come as they should, if so.
+        medium: How the bytes come, for the event of the receive.
+        remark: Why the bytes do not come as they should, if so.
         arena: Memory that holds the data segment already, or from which it is copied
             as a whole; None: the bytes are read into memory of the receiver.
     """
@@ -69,18 +106,26 @@ class Source(Protocol):
             LimitExceededError: they are more than ``most``.
         """
 
+    def destination(
+        self, manifest: Manifest, template: Template | None, terms: Terms
+    ) -> Destination:
+        """Return where a whole checkpoint goes. For a thread.
+
+        Most sources return what `destination_of` does; see there for what it raises.
+        """
+
+    async def accept(self, step: int) -> None:
+        """Tell the peer that the checkpoint fits, if the peer waits for that."""
+
     async def keep(self, step: int, work: Awaitable[V]) -> V:
         """Await what asks the peer nothing; the peer keeps the checkpoint meanwhile."""
 
     async def read(
         self,
         outline: Outline,
-        target: Memory,
+        target: Target,
         chunks: Sequence[int],
-        *,
         on_progress: OnProgress,
-        prepare: Prepare | None = None,
-        on_verified: OnVerified | None = None,
     ) -> None:
         """Have chunks in ``target``, each with the digest of the manifest.
 
@@ -90,16 +135,10 @@ class Source(Protocol):
         """
 
     async def end(self, step: int) -> None:
-        """Tell the peer that everything has arrived."""
-
-    async def refuse(self, step: int, error: BaseException) -> None:
-        """Tell the peer that the receive has failed, if the peer can be told."""
+        """Tell the peer that everything has arrived, and is what the peer sent."""
 
     def give_back(self) -> None:
         """Give the mapped memory back, unless tensors lie in it. For threads."""
-
-    def close(self) -> None:
-        """Let go of the mapped memory, which may be in use. Idempotent."""
 
 
 class SegmentSource(Protocol):

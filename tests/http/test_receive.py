@@ -27,7 +27,8 @@ from aiockpt.memory.device import port_for
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.transfer.destination import Terms
-from aiockpt.transfer.receive import Receive, Request
+from aiockpt.transfer.receive import ReceiveOptions
+from aiockpt.transfer.receive import receive as receive_from
 from headers import entries_of
 
 pytestmark = pytest.mark.asyncio
@@ -71,7 +72,7 @@ class Peer:
         self, outline: Outline, target: Any, *__: object, **___: object
     ) -> None:
         """Fill the target."""
-        for view in target.buffers(0, outline.grid.segment_bytes):
+        for view in target.memory.buffers(0, outline.grid.segment_bytes):
             view[:] = b"\1" * view.nbytes
         if self._fail is not None:
             raise self._fail
@@ -91,15 +92,12 @@ def receive() -> Iterator[Receiving]:
 async def _receive(bridge: Bridge, peer: Peer, into: object, *, direct: bool) -> Any:
     terms = Terms(limits=Limits(), allow_pickle=False, direct=direct, ports=port_for)
     sharing = Sharing(wanted=False, keep=False, through=not direct, verify=False)
-    request = Request(into=into, have=None, select=None, progress=None, terms=terms)
+    options = ReceiveOptions(
+        into=into, have=None, select=None, progress=None, terms=terms
+    )
     deadline = Deadline(20, stop="test")
     source = HttpSource(peer, bridge, sharing, deadline)  # type: ignore[arg-type]
-    call = Receive(source, bridge, request, deadline)
-    try:
-        return await call.run(1)
-    except AiockptError as error:
-        call.annotate(error)
-        raise
+    return await receive_from(source, 1, options, bridge, deadline)
 
 
 LIES: dict[str, Node] = {

@@ -20,11 +20,13 @@ from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http import manifests
 from aiockpt.http.client import CheckpointClient, ClientConfig
-from aiockpt.http.download import Download, Peer, Target
+from aiockpt.http.download import Download, Peer
 from aiockpt.http.protocol import Source
 from aiockpt.http.retry import OnRetry
 from aiockpt.http.sockets import IO_THREADS
+from aiockpt.memory.arena import Memory as PlainMemory
 from aiockpt.runtime.bridge import Bridge
+from aiockpt.transfer.source import PlainTarget
 from headers import entries_of
 
 T = TypeVar("T")
@@ -224,12 +226,12 @@ async def fetch_chunks(
     client: CheckpointClient,
     source: Source,
     outline: Outline,
-    target: Target,
+    memory: PlainMemory,
     chunks: Sequence[int],
     **options: Any,
 ) -> None:
     """Fetch chunks from one peer; see `Download` for the options."""
-    peer = Peer(source, joined=True)
+    peer, target = Peer(source, joined=True), PlainTarget(memory)
     await Download(client, [peer], outline, target, **options).run(chunks)
 
 

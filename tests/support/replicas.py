@@ -12,6 +12,7 @@ from aiockpt.http.client import CheckpointClient
 from aiockpt.http.protocol import Source
 from aiockpt.http.sources import Sources
 from aiockpt.testing.faults import Fault, FaultProxy, Pipe
+from aiockpt.transfer.source import PlainTarget
 from rangepeer import Memory as Target
 from serving import TOKEN, Memory, Site, serving
 
@@ -98,7 +99,7 @@ class Fetch:
             self.target = Target(manifest.segment_bytes)
             await self.origin.fetch_chunks(
                 manifest.outline,
-                self.target,
+                PlainTarget(self.target),
                 chunks or range(len(manifest.grid)),
                 on_progress=self.count,
                 on_retry=self.target.errors.append,
