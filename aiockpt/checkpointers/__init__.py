@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from aiockpt.checkpointers.sync import SyncCheckpointer
     from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook, Written
     from aiockpt.storage.directory import Checkpoint, RankFile, latest, list_checkpoints
-    from aiockpt.storage.write import Source, Viewed
+    from aiockpt.storage.write import SnapshotSource, Source
 
 __all__ = [
     "AsyncCheckpointer",
@@ -101,12 +101,12 @@ __all__ = [
     "RankInfo",
     "Recovered",
     "SaveHandle",
+    "SnapshotSource",
     "Source",
     "StagedState",
     "Submission",
     "SyncCheckpointer",
     "TCPStoreBarrier",
-    "Viewed",
     "WriterHook",
     "Written",
     "create_barrier_from_config",
@@ -144,12 +144,12 @@ _HOMES = {
     "RankInfo": "aiockpt.checkpointers.config",
     "Recovered": "aiockpt.checkpointers.recovery",
     "SaveHandle": "aiockpt.checkpointers.async_checkpointer",
+    "SnapshotSource": "aiockpt.storage.write",
     "Source": "aiockpt.storage.write",
     "StagedState": "aiockpt.checkpointers.stager",
     "Submission": "aiockpt.checkpointers.submission",
     "SyncCheckpointer": "aiockpt.checkpointers.sync",
     "TCPStoreBarrier": "aiockpt.checkpointers.barriers",
-    "Viewed": "aiockpt.storage.write",
     "WriterHook": "aiockpt.checkpointers.writer",
     "Written": "aiockpt.checkpointers.writer",
     "create_barrier_from_config": "aiockpt.checkpointers.barriers",

@@ -47,8 +47,8 @@ from aiockpt.checkpointers.submission import (
 )
 from aiockpt.checkpointers.writer import (
     Written,
+    configured_writer,
     default_subprocess_init_fn,
-    default_writer_init_fn,
 )
 from aiockpt.errors import AiockptError, ClosedError, WorkerError, WorkerTimeoutError
 from aiockpt.events import TransferEvent, emit
@@ -110,7 +110,7 @@ class CheckpointProcess(BackgroundWriter):
         config: CheckpointProcessConfig = CheckpointProcessConfig(),  # noqa: B008 - frozen
         subprocess_init_fn: Callable[..., object] = default_subprocess_init_fn,
         subprocess_init_args: tuple[Any, ...] = (),
-        checkpoint_writer_init_fn: Callable[..., Any] = default_writer_init_fn,
+        checkpoint_writer_init_fn: Callable[..., Any] = configured_writer,
         checkpoint_writer_init_args: Mapping[str, Any] | None = None,
         *,
         staging_config: CheckpointStagerConfig = CheckpointStagerConfig(),  # noqa: B008 - frozen

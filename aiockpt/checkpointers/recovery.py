@@ -32,7 +32,6 @@ import msgspec
 
 from aiockpt.checkpointers.barriers import default_rank_info
 from aiockpt.checkpointers.config import RankInfo
-from aiockpt.checkpointers.writer import seal
 from aiockpt.errors import (
     CheckpointNotFoundError,
     IntegrityError,
@@ -46,6 +45,7 @@ from aiockpt.memory.snapshot import MappedSnapshot, trusted_header
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.ipc import encode, is_ours, pack, receive, unpack
 from aiockpt.storage.files import named
+from aiockpt.storage.write import SnapshotSource
 from aiockpt.transport import Timeout, seconds
 
 __all__ = ["LastSnapshot", "Recovered", "recover", "socket_directory"]
@@ -388,7 +388,7 @@ class LastSnapshot:
 def _sealed(held: _Held) -> Manifest:
     snapshot = MappedSnapshot(trusted_header(held.header), held.arena)
     try:
-        return seal(snapshot)
+        return SnapshotSource(snapshot).seal()
     finally:
         snapshot.close()
 

@@ -13,7 +13,6 @@ from aiockpt.checkpointers.base import (
     Account,
     Checkpointer,
     CheckpointerStatistics,
-    meter,
     step_for,
 )
 from aiockpt.checkpointers.reader import CheckpointReader
@@ -77,12 +76,12 @@ class SyncCheckpointer(Checkpointer):
             ClosedError: after :meth:`close`.
         """
         self._check()
-        step, report = step_for(path, kwargs), _Report(progress)
+        step = step_for(path, kwargs)
         began, written = time.monotonic(), Written()
         self._account.saves += 1
         try:
             if type(self._writer).write is CheckpointWriter.write:
-                written = self._writer.write_watched(path, state_dict, report, **kwargs)
+                written = self._writer.write_live(path, state_dict, progress, **kwargs)
             else:
                 self._writer.write(path, state_dict, **kwargs)
         except BaseException:
@@ -92,7 +91,7 @@ class SyncCheckpointer(Checkpointer):
         self._account.note_written(
             os.fspath(path),
             step,
-            report.nbytes,
+            written.nbytes,
             self._account.stall_seconds,
             warning=written.warning,
             content=written.content,
@@ -148,22 +147,6 @@ class SyncCheckpointer(Checkpointer):
     def _check(self) -> None:
         if self._closed:
             raise ClosedError("the checkpointer")
-
-
-class _Report:
-    """Learns how many bytes one save has, and reports its progress to the caller."""
-
-    def __init__(self, progress: Callable[[Progress], None] | None) -> None:
-        self.nbytes = 0
-        self._progress = progress
-        self._tell: Callable[[int], None] | None = None
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._tell is None:
-            self.nbytes = total
-            self._tell = meter(self._progress, total)
-        if self._tell is not None:
-            self._tell(done)
 
 
 def _without_token(path: StrPath) -> str:

@@ -201,7 +201,6 @@ class CheckpointThread(BackgroundWriter):
             keywords,
             memory=partial(_memory, snapshot),
             report=lambda done: _tell(loop, submission.advance, done),
-            on_seal=lambda _: None,
         )
 
     def _tell_ranks(self, path: str, step: int, reason: str) -> None:

@@ -1,5 +1,9 @@
 """One rank's writer: its file, durable; then the commit with the other ranks.
 
+`CheckpointWriter._save` is the whole path of a write, from top to bottom. A live state
+dict comes to it by `write`, and what was staged by `write_staged` and `write_source`.
+`_Save` is what a write says to the other ranks, and hears from them.
+
 Nothing here needs torch, except to write a live state dict: the checkpoint process
 writes from a snapshot and starts without torch.
 """
@@ -13,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiockpt.checkpointers.barriers import (
     Barrier,
@@ -21,7 +25,7 @@ from aiockpt.checkpointers.barriers import (
     Phase,
     create_barrier_from_config,
 )
-from aiockpt.checkpointers.base import step_for
+from aiockpt.checkpointers.base import meter, step_for
 from aiockpt.checkpointers.config import (
     BarrierConfig,
     CheckpointWriterConfig,
@@ -33,18 +37,16 @@ from aiockpt.errors import (
     TransferTimeoutError,
     TransportError,
 )
-from aiockpt.events import TransferEvent, emit
-from aiockpt.format.chunks import ChunkHasher, digest
-from aiockpt.format.header import with_digests
+from aiockpt.events import Progress, TransferEvent, emit
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.arena import ArenaPool
-from aiockpt.memory.snapshot import TRUSTED
+from aiockpt.memory.snapshot import TRUSTED, MappedSnapshot, Snapshot
 from aiockpt.runtime.sync_facade import run_blocking
 from aiockpt.storage.commit import Draft
 from aiockpt.storage.directory import MARKER, StrPath, part_of, settle
 from aiockpt.storage.files import remove_tree
 from aiockpt.storage.retention import retire, sweep
-from aiockpt.storage.write import Sealed, Source, Viewed, write_source
+from aiockpt.storage.write import SnapshotSource, Source, write_source
 from aiockpt.transfer.repeats import content_of
 
 if TYPE_CHECKING:
@@ -52,13 +54,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointWriter",
-    "Report",
     "WriterHook",
     "Written",
     "configured_writer",
     "default_subprocess_init_fn",
-    "default_writer_init_fn",
-    "seal",
     "tell_ranks",
     "write_staged",
 ]
@@ -66,9 +65,6 @@ __all__ = [
 logger = logging.getLogger("aiockpt")
 
 _PHASES: Final = ("written", "committed")
-
-Report: TypeAlias = Callable[[int, int], None]
-"""Is called with how many bytes, of how many, the writer has taken."""
 
 
 class WriterHook(ABC):
@@ -94,17 +90,21 @@ class Written(NamedTuple):
         warning: Why not every rank has confirmed the commit; or empty.
         content: Equal for two checkpoints whose tensors hold the same bytes; empty if
             there are no tensors, or the writer does not know.
+        nbytes: The bytes of this rank's tensors; 0 if the writer does not know.
     """
 
     warning: str = ""
     content: str = ""
+    nbytes: int = 0
 
 
 class CheckpointWriter:
     """Writes one rank's share of a checkpoint, and commits it with the other ranks.
 
     At the path there is either the whole old checkpoint or the whole new one, at any
-    time and whatever dies. A subclass may write otherwise: it overrides :meth:`write`.
+    time and whatever dies. A subclass may write otherwise. It overrides :meth:`write`,
+    which gets a state dict, or :meth:`write_source`, which gets what a checkpointer has
+    staged.
 
     Args:
         config: How to write.
@@ -151,7 +151,7 @@ class CheckpointWriter:
                 before. Or this rank cannot find out whether rank 0 has committed it;
                 the message says so.
         """
-        written = self.write_watched(path, state_dict, None, **kwargs)
+        written = self.write_live(path, state_dict, None, **kwargs)
         if written.warning:
             step = step_for(path, kwargs)
             emit(
@@ -163,10 +163,18 @@ class CheckpointWriter:
                 )
             )
 
-    def write_watched(
-        self, path: StrPath, state_dict: Any, report: Report | None, /, **kwargs: Any
+    def write_live(
+        self,
+        path: StrPath,
+        state_dict: Any,
+        progress: Callable[[Progress], None] | None,
+        /,
+        **kwargs: Any,
     ) -> Written:
-        """Write as :meth:`write` does, and report how many bytes are taken."""
+        """Write as :meth:`write` does, with progress; return what :meth:`write` logs.
+
+        It blocks, and raises what :meth:`write` raises.
+        """
         from aiockpt.transfer.live import LiveState
 
         save = self._begin(path, step_for(path, kwargs))
@@ -179,30 +187,21 @@ class CheckpointWriter:
                 pool=self._pool,
             )
         with source:
-            told = source if report is None else _Reporting(source, report)
-            written = self._save(path, save, told, kwargs)
-            if report is not None:
-                report(source.segment_bytes, source.segment_bytes)
+            report = meter(progress, source.segment_bytes)
+            if report is None:
+                return self._save(path, save, source, kwargs)
+            written = self._save(path, save, _Reporting(source, report), kwargs)
+            report(source.segment_bytes)
         return written
-
-    def write_snapshot(
-        self, path: StrPath, snapshot: Viewed, /, **kwargs: Any
-    ) -> Written | None:
-        """Write a snapshot that has its digests already; else as :meth:`write`.
-
-        Raises:
-            StorageError: see :meth:`write`.
-        """
-        save = self._begin(path, snapshot.manifest.step)
-        return self._save(path, save, Sealed(snapshot), kwargs)
 
     def write_source(
         self, path: StrPath, source: Source, step: int, /, **kwargs: Any
     ) -> Written | None:
-        """Write a source that computes its digests while it is read.
+        """Write a source, which computes its digests while it is read.
 
-        A checkpointer calls this, unless a subclass overrides :meth:`write` or
-        :meth:`write_snapshot`.
+        A checkpointer calls this with a :class:`.SnapshotSource`, unless a subclass
+        overrides :meth:`write`. An override that needs the digests before the bytes
+        calls the source's ``seal()`` first.
 
         Raises:
             StorageError: see :meth:`write`.
@@ -268,7 +267,7 @@ class CheckpointWriter:
             if not rank:
                 self._retire(save.target)
         content = content_of(header) if isinstance(header, Manifest) else ""
-        return Written(warning, content)
+        return Written(warning, content, source.segment_bytes)
 
     def _retire(self, target: Path) -> None:
         config = self._config
@@ -288,7 +287,7 @@ class CheckpointWriter:
 class _Reporting:
     """A source that reports how far its reader is."""
 
-    def __init__(self, source: Source, report: Report) -> None:
+    def __init__(self, source: Source, report: Callable[[int], object]) -> None:
         self.header_bytes = source.header_bytes
         self.segment_bytes = source.segment_bytes
         self.seal = source.seal
@@ -298,7 +297,7 @@ class _Reporting:
         return f"<Reporting {self._source!r}>"
 
     def views(self, start: int, stop: int) -> Sequence[memoryview]:
-        self._report(start, self.segment_bytes)
+        self._report(start)
         return self._source.views(start, stop)
 
 
@@ -425,17 +424,16 @@ def _unresolved(path: StrPath) -> Path:
 def write_staged(
     writer: Any,
     path: str,
-    snapshot: Viewed,
+    snapshot: Snapshot | MappedSnapshot,
     keywords: Mapping[str, Any],
     *,
     memory: Callable[[], mmap | memoryview],
     report: Callable[[int], object],
-    on_seal: Callable[[Manifest], object],
+    on_seal: Callable[[Manifest], object] | None = None,
 ) -> Written:
     """Have a writer, perhaps the user's own, write what was staged.
 
-    A writer that overrides ``write_snapshot`` gets the snapshot with its digests. A
-    writer with a ``write`` of its own gets a state dict over ``memory()``, which it
+    A writer with a ``write`` of its own gets a state dict over ``memory()``, which it
     may change until it returns.
 
     Args:
@@ -447,28 +445,17 @@ def write_staged(
         report: Is called with the number of bytes that the writer has taken.
         on_seal: Is called with the manifest once it has the digests.
     """
-    overridden = {
-        name
-        for name in ("write", "write_snapshot")
-        if getattr(type(writer), name, None) is not getattr(CheckpointWriter, name)
-    }
-    if not overridden:
-        source = _Digesting(snapshot, report, on_seal)
-        told = writer.write_source(path, source, snapshot.manifest.step, **keywords)
+    source = SnapshotSource(snapshot, report=report, on_seal=on_seal)
+    if getattr(type(writer), "write", None) is CheckpointWriter.write:
+        told = writer.write_source(path, source, source.step, **keywords)
         return told if isinstance(told, Written) else Written()
-    manifest = seal(snapshot)
-    on_seal(manifest)
-    by_content = Written(content=content_of(manifest))
-    if "write" not in overridden:
-        sealed = _SealedSnapshot(snapshot, manifest, report)
-        told = writer.write_snapshot(path, sealed, **keywords)
-        return told if isinstance(told, Written) else by_content
+    manifest = source.seal()
     from aiockpt.state.rebuild import Frame, assemble, tensors_over
 
     tensors = tensors_over(manifest, memory())
     state = assemble(Frame.of(manifest), tensors, limits=TRUSTED)
     writer.write(path=path, state_dict=state, **keywords)
-    return by_content
+    return Written(content=content_of(manifest), nbytes=manifest.segment_bytes)
 
 
 def tell_ranks(
@@ -485,66 +472,11 @@ def tell_ranks(
             logger.warning("the other ranks were not told", exc_info=True)
 
 
-def seal(snapshot: Viewed) -> Manifest:
-    """Return the snapshot's manifest with the digest of every chunk."""
-    grid = snapshot.manifest.grid
-    chunks = range(len(grid))
-    digests = [digest(snapshot.views(*grid.range(chunk))) for chunk in chunks]
-    return with_digests(snapshot.manifest, digests)
-
-
-class _SealedSnapshot:
-    """A snapshot with its digests, which reports how far its reader is."""
-
-    def __init__(
-        self, snapshot: Viewed, manifest: Manifest, report: Callable[[int], object]
-    ) -> None:
-        self.manifest = manifest
-        self._snapshot, self._report = snapshot, report
-
-    def views(self, start: int, stop: int) -> Sequence[memoryview]:
-        self._report(start)
-        return self._snapshot.views(start, stop)
-
-
-class _Digesting:
-    """A snapshot as a `storage` source: each block is digested as it is read."""
-
-    def __init__(
-        self,
-        snapshot: Viewed,
-        report: Callable[[int], object],
-        on_seal: Callable[[Manifest], object],
-    ) -> None:
-        manifest = snapshot.manifest
-        self.header_bytes = manifest.header_bytes
-        self.segment_bytes = manifest.segment_bytes
-        self._snapshot, self._report, self._on_seal = snapshot, report, on_seal
-        self._hasher = ChunkHasher(manifest.grid)
-        self._digests: list[str] = []
-
-    def views(self, start: int, stop: int) -> Sequence[memoryview]:
-        self._report(start)
-        views = self._snapshot.views(start, stop)
-        self._digests += [each.digest for each in self._hasher.update(start, *views)]
-        return views
-
-    def seal(self) -> Manifest:
-        manifest = with_digests(self._snapshot.manifest, self._digests)
-        self._on_seal(manifest)
-        return manifest
-
-
 # --------------------------------------- what the checkpoint process calls by default
 
 
 def default_subprocess_init_fn(*_: object) -> None:
     """Do nothing in the new process."""
-
-
-def default_writer_init_fn(rank_info: RankInfo) -> CheckpointWriter:
-    """Make a writer with the default options."""
-    return configured_writer(rank_info)
 
 
 def configured_writer(

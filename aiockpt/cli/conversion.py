@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import shlex
@@ -21,10 +20,9 @@ from aiockpt.errors import StateDictError, StorageError
 from aiockpt.memory.arena import ArenaPool
 from aiockpt.state.equality import assert_same
 from aiockpt.storage.directory import MARKER, find_checkpoint
-from aiockpt.storage.files import is_at, lock, named, rename_to_new, sync_directory
+from aiockpt.storage.files import named, open_locked, rename_to_new, sync_directory
 from aiockpt.storage.partfile import TAKEN, check_target
-from aiockpt.storage.plainfile import PlainSource
-from aiockpt.storage.write import write_source
+from aiockpt.storage.write import PlainSource, write_source
 from aiockpt.transfer.live import LiveState
 
 __all__ = ["convert"]
@@ -109,18 +107,12 @@ def _write_file(
 @contextmanager
 def _opened_locked(temporary: Path) -> Iterator[int]:
     """Open what a dead conversion may have left; if the block fails, remove it."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(temporary, flags, 0o666)
+    fd = open_locked(temporary, busy="another process is writing it", empty=True)
     try:
-        if not lock(fd) or not is_at(temporary, fd):
-            raise BlockingIOError(errno.EAGAIN, "another process is writing it")
-        try:
-            os.ftruncate(fd, 0)
-            yield fd
-        finally:
-            with suppress(OSError):
-                temporary.unlink()
+        yield fd
     finally:
+        with suppress(OSError):
+            temporary.unlink()
         os.close(fd)
 
 

@@ -13,7 +13,6 @@ import errno
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -30,7 +29,14 @@ from aiockpt.storage.directory import (
     part_of,
     rank_file,
 )
-from aiockpt.storage.files import exchange, is_at, lock, named, sync_directory, trash
+from aiockpt.storage.files import (
+    exchange,
+    is_at,
+    named,
+    open_locked,
+    sync_directory,
+    trash,
+)
 
 __all__ = ["Draft"]
 
@@ -39,8 +45,8 @@ _OCCUPIED: Final = {errno.ENOTEMPTY, errno.EEXIST}
 _HEAD_BYTES: Final = 4096  # the step is in this much of a header
 _STEP_SAID = re.compile(rb'\\"step\\":([0-9]{1,19})')
 
-_LOCK_TRIES: Final = 20
-_LOCK_PAUSE: Final = 0.05  # a sweep locks a file just long enough to remove it
+_PATIENCE: Final = 1.0  # a sweep locks a file just long enough to remove it
+_TRIES: Final = 20
 
 
 class Draft:
@@ -51,6 +57,13 @@ class Draft:
         rank: The rank whose file this is.
         durable: Have the disk confirm each step before the next one.
 
+    Attributes:
+        target: The checkpoint's final path.
+        part: The directory in which the checkpoint is built.
+        path: The file's path in ``part`` once it is complete.
+        temporary: The file's path in ``part`` while it is being filled.
+        fd: The file, locked; -1 once the draft is closed.
+
     Raises:
         StorageError: nothing can be built there; whatever was there is untouched.
     """
@@ -60,7 +73,7 @@ class Draft:
         self.part = part_of(target)
         self.path = self.part / rank_file(rank)
         self._durable = durable
-        self._temporary = self.part / f"{self.path.name}.tmp"
+        self.temporary = self.part / f"{self.path.name}.tmp"
         _check_free(target)
         with named(target):
             self._make_parents()
@@ -80,18 +93,13 @@ class Draft:
     def __repr__(self) -> str:
         return f"<Draft {self.path}>"
 
-    @property
-    def temporary(self) -> Path:
-        """The file's path while it is being filled."""
-        return self._temporary
-
     def keep_file(self) -> None:
         """Give the file its name; if durable, with the directory entry on the disk."""
         with named(self.path):
             if not self._durable:
                 # A network file system reports late errors when a file is closed.
                 os.close(os.dup(self.fd))
-            os.rename(self._temporary, self.path)
+            os.rename(self.temporary, self.path)
             self._sync(self.part)
 
     def commit(self, step: int, world_size: int) -> list[Path]:
@@ -105,10 +113,8 @@ class Draft:
                 failed. At the name is what was there before.
         """
         with named(self.target):
-            files = {
-                path.name: _described(path, step)
-                for path in map(self._file_of, range(world_size))
-            }
+            paths = [self.part / rank_file(rank) for rank in range(world_size)]
+            files = {path.name: _described(path, step) for path in paths}
             self._remove_others(files)
             try:
                 self._put_marker(encode_commit(step, files))
@@ -129,7 +135,7 @@ class Draft:
 
     def discard(self) -> None:
         """Remove what this rank has written. Never raises."""
-        for path in (self._temporary, self.path):
+        for path in (self.temporary, self.path):
             with suppress(OSError):
                 if is_at(path, self.fd):
                     path.unlink()
@@ -143,9 +149,6 @@ class Draft:
             with suppress(OSError):
                 os.close(fd)
 
-    def _file_of(self, rank: int) -> Path:
-        return self.part / rank_file(rank)
-
     def _make_parents(self) -> None:
         parent = self.target.parent
         missing = [parent, *parent.parents]
@@ -155,18 +158,15 @@ class Draft:
             self._sync(each.parent)
 
     def _open_locked(self) -> int:
-        for _ in range(_LOCK_TRIES):
-            # A sweep may remove the directory or an abandoned file at the same time.
+        busy = "another process is writing it"
+        for _ in range(_TRIES):
             self.part.mkdir(exist_ok=True)
+            # A sweep may remove the directory at the same time.
             with suppress(FileNotFoundError):
-                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-                fd = os.open(self._temporary, flags, 0o666)
-                if lock(fd) and is_at(self._temporary, fd):
-                    os.ftruncate(fd, 0)
-                    return fd
-                os.close(fd)
-            time.sleep(_LOCK_PAUSE)
-        raise StorageError(str(self._temporary), "another process is writing it")
+                return open_locked(
+                    self.temporary, busy=busy, empty=True, patience=_PATIENCE
+                )
+        raise StorageError(str(self.temporary), busy)
 
     def _remove_others(self, files: Mapping[str, RankFile]) -> None:
         """Remove what a failed save, or one by more ranks, has left here."""

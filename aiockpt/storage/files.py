@@ -1,6 +1,7 @@
-"""What storage is made of: named errors, locks, names moved in one step, writes.
+"""System calls on files: named errors, names moved in one step, locks, space, writes.
 
-Everything here blocks. Nothing needs tensors.
+Everything here blocks. Nothing needs tensors. No other module of this room locks a
+file, reserves space, or says that a disk is full.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,6 +26,7 @@ __all__ = [
     "is_at",
     "lock",
     "named",
+    "open_locked",
     "remove_tree",
     "rename_to_new",
     "reserve",
@@ -45,6 +48,8 @@ _MAX_VIEWS: Final = 1024  # of one call, by the kernel
 
 _LONG: Final = 40
 
+_LOCK_PAUSE: Final = 0.05
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -63,22 +68,25 @@ def named(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def saying_what_is_free(path: Path, fd: int, size: int) -> Iterator[None]:
+def saying_what_is_free(
+    path: Path, fd: int, size: int, *, keep: int = 0
+) -> Iterator[None]:
     """Turn a full disk into an error that says how much is needed, and how much free.
 
-    The open file is emptied first: what was written would count as used.
+    The open file is first cut to its first ``keep`` bytes: what was added to it would
+    count as used.
     """
     try:
         yield
     except OSError as error:
         if error.errno not in _FULL or isinstance(error, StorageError):
             raise
-        os.ftruncate(fd, 0)
+        os.ftruncate(fd, keep)
         system = os.fstatvfs(fd)
         free = system.f_bavail * system.f_frsize
         detail = (
             f"{os.strerror(error.errno)}: {size / 1e6:.1f} MB are needed and "
-            f"{free / 1e6:.1f} MB are free"
+            f"{free / 1e6:.1f} MB are free; make room or choose another place"
         )
         raise StorageError(str(path), detail) from error
 
@@ -153,6 +161,44 @@ def lock(fd: int) -> bool:
     return True
 
 
+def open_locked(
+    path: Path, *, busy: str, empty: bool = False, patience: float = 0.0
+) -> int:
+    """Open a file that no other process has open so, or make it; lock it.
+
+    Closing the descriptor unlocks it.
+
+    Args:
+        path: The file; a link is refused.
+        busy: What to say if another process has the file locked.
+        empty: Remove what an earlier process has left in it.
+        patience: For how long to try, in seconds.
+
+    Raises:
+        StorageError: another process has it locked.
+        OSError: it cannot be opened.
+    """
+    until = time.monotonic() + patience
+    while True:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(path, flags, 0o666)
+        try:
+            locked = lock(fd)
+            if locked and is_at(path, fd):
+                if empty:
+                    os.ftruncate(fd, 0)
+                ours, fd = fd, -1
+                return ours
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        # A locked file without its name was renamed or removed meanwhile: open anew.
+        if not locked:
+            if time.monotonic() >= until:
+                raise StorageError(str(path), busy)
+            time.sleep(_LOCK_PAUSE)
+
+
 def is_at(path: Path, fd: int) -> bool:
     """Tell whether the open file still has this name."""
     with suppress(FileNotFoundError):
@@ -160,12 +206,16 @@ def is_at(path: Path, fd: int) -> bool:
     return False
 
 
-def reserve(fd: int, size: int) -> None:
-    """Allocate the blocks of a file at once, where the system can.
+def reserve(fd: int, size: int, *, always: bool = False) -> None:
+    """Allocate the blocks of a file at once, where the file system can.
 
-    Writing is faster then, and a full disk is noticed before a byte is written. (The C
-    library's ``posix_fallocate`` would write zeros where the file system cannot.)
+    Writing is faster then, and a full disk is noticed before a byte is written. With
+    ``always``, the C library writes zeros where the file system cannot: a mapping of
+    the file needs that, since a byte that finds no room there kills the process.
     """
+    if always:
+        os.posix_fallocate(fd, 0, size)
+        return
     if not size or not hasattr(_libc, "fallocate64"):
         return
     offset = ctypes.c_int64

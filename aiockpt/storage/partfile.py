@@ -11,7 +11,6 @@ Everything here blocks.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
@@ -24,14 +23,20 @@ from aiockpt.errors import StorageError
 from aiockpt.format.header import LENGTH_BYTES, PREFIX
 from aiockpt.format.manifest import Manifest
 from aiockpt.storage.checkpoint_file import digest_of
-from aiockpt.storage.files import is_at, named, rename_to_new, sync_directory
+from aiockpt.storage.files import (
+    named,
+    open_locked,
+    rename_to_new,
+    reserve,
+    saying_what_is_free,
+    sync_directory,
+)
 
 __all__ = ["TAKEN", "PartFile", "check_target"]
 
 TAKEN: Final = "it is there already; choose another name, or replace it by --overwrite"
 """What is said of a file that a command would replace without having been told to."""
 
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 _PERMISSIONS = 0o777
 _OURS = stat.S_IRUSR | stat.S_IWUSR
 
@@ -95,7 +100,7 @@ class PartFile:
         target = check_target(target)
         path = target.with_name(f"{target.name}.part")
         with named(path):
-            fd = _open_locked(path)
+            fd = open_locked(path, busy="another process is receiving into it")
             try:
                 _check_ours(path, fd)
                 # Before a byte arrives that only the file's readers may see.
@@ -168,21 +173,6 @@ def _chunks_within(manifest: Manifest, size: int) -> int:
     return -(-present // manifest.chunk_bytes) if present > 0 else 0
 
 
-def _open_locked(path: Path) -> int:
-    while True:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(path, flags, 0o666)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if is_at(path, fd):
-                return fd
-        except BlockingIOError:
-            os.close(fd)
-            detail = "another process is receiving into it"
-            raise StorageError(str(path), detail) from None
-        os.close(fd)
-
-
 def _check_ours(path: Path, fd: int) -> None:
     """Refuse to overwrite what another program left under the same name."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -213,22 +203,11 @@ def _reserve(path: Path, fd: int, size: int) -> None:
     """Give the file ``size`` bytes that are really there, or leave it as it was."""
     before = os.fstat(fd).st_size
     try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
+        with saying_what_is_free(path, fd, size, keep=before):
+            reserve(fd, size, always=True)
+    except OSError:
         os.ftruncate(fd, before)
-        free = _free_space(fd)
         if not before:
             path.unlink()
-        if error.errno not in _FULL:
-            raise
-        detail = (
-            f"{os.strerror(error.errno or 0)}: {size / 1e6:.1f} MB are needed and "
-            f"{free / 1e6:.1f} MB are free; make room or choose another file"
-        )
-        raise StorageError(str(path), detail) from error
+        raise
     os.ftruncate(fd, size)
-
-
-def _free_space(fd: int) -> int:
-    system = os.fstatvfs(fd)
-    return system.f_bavail * system.f_frsize

@@ -1,19 +1,28 @@
-"""Write a header and a data segment into one open file.
+"""Writes a header and a data segment into one open file.
 
-The segment goes to the file in large blocks, straight from the memory where it lies.
-The header comes last: it holds the digests, which may be computed while the blocks are
-written. Everything here blocks, and releases the interpreter lock meanwhile. Nothing
-needs tensors.
+`write_source` writes any `Source`. The segment goes to the file in large blocks,
+straight from the memory where it lies. The header comes last: it holds the digests,
+which may be computed while the blocks are written. `SnapshotSource` is a snapshot to
+be written, and `PlainSource` turns a source into a file that has nothing of ours.
+
+Everything here blocks, and releases the interpreter lock meanwhile. Nothing needs
+tensors. A live state dict as a source is `transfer.live.LiveState`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
+from aiockpt.errors import StateDictError
+from aiockpt.format.chunks import UNSEALED, ChunkHasher
+from aiockpt.format.entries import encode_entries
+from aiockpt.format.header import LENGTH_BYTES, with_digests
 from aiockpt.format.manifest import ForeignHeader, Manifest
+from aiockpt.format.references import tensor_paths
+from aiockpt.memory.snapshot import MappedSnapshot, Snapshot
 from aiockpt.storage.files import (
     named,
     reserve,
@@ -22,23 +31,12 @@ from aiockpt.storage.files import (
     write_at,
 )
 
-__all__ = ["BLOCK", "Sealed", "Source", "Viewed", "write_source"]
+__all__ = ["BLOCK", "PlainSource", "SnapshotSource", "Source", "write_source"]
 
 BLOCK: Final = 4 << 20
 """How many bytes are asked for, digested and written at once: they fit the cache."""
 
 _WRITEBACK: Final = 32 << 20
-
-
-class Viewed(Protocol):
-    """A snapshot, as far as a file needs it."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """Its manifest."""
-
-    def views(self, start: int, stop: int) -> Sequence[memoryview]:
-        """Return the bytes ``[start, stop)`` of the data segment, in order."""
 
 
 class Source(Protocol):
@@ -59,21 +57,122 @@ class Source(Protocol):
         """Return the header; called after all bytes were asked for."""
 
 
-class Sealed:
-    """A snapshot whose manifest has its digests, as a source."""
+class SnapshotSource:
+    """A snapshot as a source. Its chunks are digested as they are read, if need be.
 
-    def __init__(self, snapshot: Viewed) -> None:
-        self._snapshot = snapshot
-        self.header_bytes = snapshot.manifest.header_bytes
-        self.segment_bytes = snapshot.manifest.segment_bytes
+    Args:
+        snapshot: What is written.
+        report: Called with the number of bytes that the reader has taken.
+        on_seal: Called once with the manifest, as soon as it has its digests.
+    """
+
+    def __init__(
+        self,
+        snapshot: Snapshot | MappedSnapshot,
+        *,
+        report: Callable[[int], object] | None = None,
+        on_seal: Callable[[Manifest], object] | None = None,
+    ) -> None:
+        manifest = snapshot.manifest
+        self.step = manifest.step
+        self.header_bytes = manifest.header_bytes
+        self.segment_bytes = manifest.segment_bytes
+        self._snapshot, self._manifest = snapshot, manifest
+        self._report, self._on_seal = report, on_seal
+        self._is_sealed = UNSEALED not in manifest.digests
+        self._hasher = ChunkHasher(manifest.grid)
+        self._digests: list[str] = []
+
+    def __repr__(self) -> str:
+        return f"<SnapshotSource {self._snapshot!r}>"
 
     def views(self, start: int, stop: int) -> Sequence[memoryview]:
         """Return ``[start, stop)``."""
-        return self._snapshot.views(start, stop)
+        if self._report is not None:
+            self._report(start)
+        views = self._snapshot.views(start, stop)
+        if not self._is_sealed:
+            self._digest(start, views)
+        return views
 
     def seal(self) -> Manifest:
-        """Return the manifest."""
-        return self._snapshot.manifest
+        """Return the manifest with its digests.
+
+        Here, unlike with other sources, it can be asked for at any time. What was not
+        read yet is then read for its digests.
+        """
+        if not self._is_sealed:
+            for start in range(self._hasher.position, self.segment_bytes, BLOCK):
+                stop = min(start + BLOCK, self.segment_bytes)
+                self._digest(start, self._snapshot.views(start, stop))
+            self._manifest = with_digests(self._manifest, self._digests)
+            self._is_sealed = True
+        if self._on_seal is not None:
+            self._on_seal(self._manifest)
+            self._on_seal = None
+        return self._manifest
+
+    def _digest(self, start: int, views: Sequence[memoryview]) -> None:
+        self._digests += [each.digest for each in self._hasher.update(start, *views)]
+
+
+class PlainSource:
+    """A flat state dict as a safetensors file with nothing of ours in it.
+
+    Args:
+        source: The state dict as a source; `seal` says already what it holds.
+        state: The state dict.
+
+    Raises:
+        StateDictError: it is no dict of names and tensors, or one of the tensors is
+            more than a dtype, a shape and bytes of its own.
+    """
+
+    def __init__(self, source: Source, state: Any) -> None:
+        manifest = source.seal()
+        assert isinstance(manifest, Manifest)
+        _check_plain(manifest, state)
+        text = b'{"__metadata__":{"format":"pt"}'
+        text += b"".join(encode_entries(manifest.entries)) + b"}"
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(LENGTH_BYTES, "little") + text
+        self._header = ForeignHeader(manifest.entries, {"format": "pt"}, header)
+        self.header_bytes = self._header.header_bytes
+        self.segment_bytes = source.segment_bytes
+        self.views = source.views
+
+    def __repr__(self) -> str:
+        return f"<PlainSource bytes={self.segment_bytes}>"
+
+    def seal(self) -> ForeignHeader:
+        """Return the header."""
+        return self._header
+
+
+def _check_plain(manifest: Manifest, state: Any) -> None:
+    if type(state) is not dict:
+        kind = type(state).__name__
+        detail = f"a plain safetensors file holds a dict of tensors, this is a {kind}"
+        raise StateDictError(detail)
+    for name, value in state.items():
+        if type(name) is not str or not hasattr(value, "dtype"):
+            kind = type(value).__name__
+            fault = f"{name!r} has the type {kind}, not Tensor"
+            if type(name) is not str:
+                fault = f"the key {name!r} has the type {type(name).__name__}, not str"
+            raise StateDictError(
+                f"{fault}: a plain safetensors file has no place for it"
+            )
+    paths = tensor_paths(manifest.tree)
+    entries = len(manifest.entries)
+    for number, path in paths.items():
+        if number >= entries:
+            raise StateDictError(
+                f"{path} shares memory, is a parameter, or is not contiguous, which a "
+                "plain safetensors file cannot say"
+            )
+    if sorted(manifest.names) != sorted(state):
+        raise StateDictError("a plain safetensors file cannot hold all of its names")
 
 
 def write_source(

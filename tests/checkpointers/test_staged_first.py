@@ -204,19 +204,19 @@ async def test_other_ranks_are_told_of_a_save_that_is_cancelled(
 
 
 class Careful(CheckpointWriter):
-    """A writer with a ``write_snapshot`` of its own."""
+    """A writer that looks at the digests before it writes a byte."""
 
     seen: ClassVar[list[Any]] = []
 
     def __init__(self, rank_info: RankInfo) -> None:
         super().__init__(CheckpointWriterConfig(), rank_info)
 
-    def write_snapshot(self, path: Any, snapshot: Any, /, **kwargs: Any) -> None:
-        self.seen.append(snapshot.manifest.digests)
-        super().write_snapshot(path, snapshot, **kwargs)
+    def write_source(self, path: Any, source: Any, step: int, /, **kwargs: Any) -> None:
+        self.seen.append(source.seal().digests)
+        super().write_source(path, source, step, **kwargs)
 
 
-async def test_a_writer_of_ones_own_gets_a_snapshot_with_its_digests(
+async def test_a_writer_of_ones_own_gets_the_digests_before_it_writes(
     tmp_path: Path,
 ) -> None:
     """It need not compute them."""

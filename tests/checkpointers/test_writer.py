@@ -32,10 +32,11 @@ from aiockpt.memory.arena import ArenaPool
 from aiockpt.storage import commit
 from aiockpt.storage.checkpoint_file import read_header, verify_chunks
 from aiockpt.storage.directory import latest
-from aiockpt.storage.write import BLOCK, write_source
+from aiockpt.storage.write import BLOCK, SnapshotSource, write_source
 from aiockpt.testing import assert_same
 from aiockpt.testing.devices import FakeAccelerator
 from aiockpt.transfer.live import LiveState
+from aiockpt.transfer.stager import StagerOptions
 from disks import small_disk
 from pipeline import stager
 from saved import (
@@ -204,7 +205,7 @@ class TestFile:
             async with stager() as staging:
                 snapshot = await staging.stage(state, step=12)
                 writer = CheckpointWriter(config(), ALONE)
-                writer.write_snapshot(tmp_path / "s", snapshot)
+                writer.write_source(tmp_path / "s", SnapshotSource(snapshot), 12)
                 snapshot.release()
 
         asyncio.run(staged())
@@ -495,3 +496,39 @@ def test_reprs(tmp_path: Path) -> None:
     with sync_checkpointer() as checkpointer:
         assert repr(checkpointer) == "<SyncCheckpointer <CheckpointWriter rank=0/1>>"
     assert repr(checkpointer).endswith(" closed>")
+
+
+class TestSnapshotSource:
+    """Digests come with the bytes, or before them."""
+
+    @pytest.mark.parametrize("read", [0, 1, CHUNK - 1, CHUNK, 2 * CHUNK + 5, None])
+    def test_digests_are_the_same_whenever_they_are_asked_for(
+        self, read: int | None
+    ) -> None:
+        """Before the first byte, after some, or after the last one."""
+        state = {"a": torch.arange(3 * CHUNK + 7, dtype=torch.uint8)}
+
+        async def staged() -> tuple[Manifest, Manifest, list[int], list[Manifest]]:
+            hurried = StagerOptions(seal=False)
+            async with stager() as staging, stager(options=hurried) as hasty:
+                expected = await staging.stage(state, step=3)
+                snapshot = await hasty.stage(state, step=3)
+                taken: list[int] = []
+                sealed: list[Manifest] = []
+                source = SnapshotSource(
+                    snapshot, report=taken.append, on_seal=sealed.append
+                )
+                stop = source.segment_bytes if read is None else read
+                for start in range(0, stop, CHUNK // 2):
+                    source.views(start, min(start + CHUNK // 2, stop))
+                found = source.seal()
+                assert source.seal() is found
+                expected.release()
+                snapshot.release()
+                return expected.manifest, found, taken, sealed
+
+        expected, found, taken, sealed = asyncio.run(staged())
+        assert found.header == expected.header
+        assert found.digests == expected.digests
+        assert taken == sorted(taken)
+        assert sealed == [found]

@@ -67,8 +67,8 @@ class Troubled(CheckpointWriter):
     def __init__(self, rank_info: RankInfo) -> None:
         super().__init__(CheckpointWriterConfig(), rank_info)
 
-    def write_snapshot(
-        self, path: Any, snapshot: Any, /, trouble: str = "", **kwargs: Any
+    def write_source(
+        self, path: Any, source: Any, step: int, /, trouble: str = "", **kwargs: Any
     ) -> None:
         if trouble == "die":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -80,7 +80,7 @@ class Troubled(CheckpointWriter):
             raise ZeroDivisionError("on purpose")
         if trouble == "system-exit":
             raise SystemExit(4)
-        super().write_snapshot(path, snapshot, **kwargs)
+        super().write_source(path, source, step, **kwargs)
 
 
 class Forsaken:

@@ -60,7 +60,7 @@ _NAMES = ("last", "step-2")
 
 
 class Bytes:
-    """A snapshot of one tensor of equal bytes; no torch is needed."""
+    """One tensor of equal bytes as a source; no torch is needed."""
 
     def __init__(self, value: int) -> None:
         self._segment = memoryview(bytes([value]) * SIZE)
@@ -73,15 +73,21 @@ class Bytes:
             digests=[digest([self._segment[at : at + CHUNK]]) for at in chunks],
         )
 
+        self.header_bytes = self.manifest.header_bytes
+        self.segment_bytes = SIZE
+
     def views(self, start: int, stop: int) -> list[memoryview]:
         return [self._segment[start:stop]]
+
+    def seal(self) -> Manifest:
+        return self.manifest
 
 
 def write(directory: Path, value: int) -> None:
     """Save under both names."""
     writer = CheckpointWriter(CheckpointWriterConfig(), RankInfo(0, 1))
     for name in _NAMES:
-        writer.write_snapshot(directory / name, Bytes(value))
+        writer.write_source(directory / name, Bytes(value), value)
 
 
 def prepare(directory: Path) -> None:
@@ -89,7 +95,7 @@ def prepare(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     writer = CheckpointWriter(CheckpointWriterConfig(), RankInfo(0, 1))
-    writer.write_snapshot(directory / _NAMES[0], Bytes(1))
+    writer.write_source(directory / _NAMES[0], Bytes(1), 1)
 
 
 def command(directory: Path) -> list[str]:
