@@ -1,7 +1,8 @@
 """The structure of a state dict as tagged JSON: one grammar, to encode and to decode.
 
 None, bool, str, finite floats and ints below 2**53 are themselves. Everything else is
-an array ``[tag, ...]``, a form of `_GRAMMAR`. Types are exact: a subclass is refused
+an array ``[tag, ...]``. `_ENCODERS` says how each type is encoded. `_FORMS` says what
+may follow each tag, and how it is decoded. Types are exact: a subclass is refused
 unless it is registered, since what it adds would be lost on the way. The normative
 table is in the wire format's reference.
 
@@ -28,7 +29,12 @@ from aiockpt.errors import (
     RemoteProtocolError,
     UnsupportedLeafError,
 )
-from aiockpt.format.limits import Limits, WorkCancelledError, raise_if_cancelled
+from aiockpt.format.limits import (
+    Limits,
+    WorkCancelledError,
+    enforce,
+    raise_if_cancelled,
+)
 from aiockpt.format.paths import (
     NAMED_TUPLE,
     Node,
@@ -73,97 +79,6 @@ _FACTORIES: Final[dict[str, type]] = {
     each.__name__: each for each in (list, dict, int, float, set, str, bool, tuple)
 }
 _FACTORY_NAMES: Final = {factory: name for name, factory in _FACTORIES.items()}
-
-
-class _Argument(NamedTuple):
-    """One argument of a form: its JSON types, and which nodes it holds, if any."""
-
-    types: frozenset[type]
-    holds: str = ""
-
-
-_TEXT: Final = _Argument(frozenset({str}))
-_TEXT_OR_NULL: Final = _Argument(frozenset({str, type(None)}))
-_NUMBER: Final = _Argument(frozenset({int}))
-_NUMBER_OR_NULL: Final = _Argument(frozenset({int, type(None)}))
-_FLOAT: Final = _Argument(frozenset({float, list}))
-_ARRAY: Final = _Argument(frozenset({list}))
-_ITEMS: Final = _Argument(frozenset({list}), "items")
-_KEYS: Final = _Argument(frozenset({list}), "keys")
-_VALUES: Final = _Argument(frozenset({list}), "values")
-_ATTRIBUTES: Final = _Argument(frozenset({list}), "attributes")
-_NODE: Final = _Argument(_PLAIN | {list}, "node")
-
-_FORMS: Final[tuple[tuple[str, *tuple[_Argument, ...]], ...]] = (
-    ("int", _TEXT),
-    ("float", _TEXT),
-    ("complex", _FLOAT, _FLOAT),
-    ("str", _TEXT),
-    ("bytes", _TEXT),
-    ("list", _ITEMS),
-    ("tuple", _ITEMS),
-    ("set", _ITEMS),
-    ("frozenset", _ITEMS),
-    ("deque", _NUMBER_OR_NULL, _ITEMS),
-    ("dict", _KEYS, _VALUES),
-    ("odict", _KEYS, _VALUES),
-    ("odict", _KEYS, _VALUES, _ATTRIBUTES),
-    ("defaultdict", _TEXT_OR_NULL, _KEYS, _VALUES),
-    ("tensor", _NUMBER),
-    ("tensors", _ARRAY, _ARRAY),
-    ("blob", _NUMBER),
-    ("ext", _TEXT, _NODE),
-)
-_GRAMMAR: Final = {(tag, len(arguments)): arguments for tag, *arguments in _FORMS}
-_ATTRIBUTES_STEP: Final = Step("attributes")  # no key looks like it: it is no JSON
-
-
-def _form_of(node: Any) -> Sequence[_Argument] | None:
-    """Return the arguments of the form that ``node`` has; None if it is malformed."""
-    if type(node) is not list or not node or type(node[0]) is not str:
-        return None
-    form = _GRAMMAR.get((node[0], len(node) - 1))
-    if form is not None:
-        for argument, given in zip(form, node[1:], strict=True):
-            if type(given) not in argument.types:
-                return None
-    return form
-
-
-def children_of(node: Any) -> Iterator[tuple[Path, Node]]:
-    """Yield the steps to each child of a container's node, and the child.
-
-    A node that is malformed, or no container, has no children. Long bytes may be a
-    blob in a key too, so keys that are arrays are children.
-    """
-    if (form := _form_of(node)) is None:
-        return
-    keys: list[Any] = []
-    for argument, given in zip(form, node[1:], strict=True):
-        match argument.holds:
-            case "items":
-                yield from (((index,), item) for index, item in enumerate(given))
-            case "keys":
-                keys = given
-            case "values":
-                for key, value in zip(keys, given, strict=False):
-                    if isinstance(key, list):
-                        step = _step_of(key)
-                        yield (Step(f"key {step}"),), key
-                        yield (step,), value
-                    else:
-                        yield (key,), value
-            case "attributes":
-                yield (_ATTRIBUTES_STEP,), given
-            case "node":
-                yield (), given
-
-
-def _step_of(key: object) -> Step:
-    try:
-        return Step(msgspec.json.encode(key).decode())
-    except RecursionError:
-        raise RemoteProtocolError("a key in the tree is nested too deeply") from None
 
 
 # ------------------------------------------------------------------------- encode
@@ -213,26 +128,23 @@ class _Encoder:
         self.nodes = 1
 
     def encode(self, value: Any, path: Path) -> Node:
-        kind = type(value)
-        if kind not in BUILTIN_TYPES:
-            return self.other(value, path)
-        if (encode := _SCALARS.get(kind)) is not None:
-            return encode(value)
-        if kind is dict:
-            return self.mapping(value, path)
-        if kind is list or kind is tuple:
-            return [kind.__name__, self.children(enumerate(value), path)]
-        if kind is OrderedDict:
-            return self.ordered(value, path)
-        if kind is defaultdict:
-            return self.default(value, path)
-        if kind is set or kind is frozenset:
-            # Equal sets are encoded alike, in whatever order they happen to iterate.
-            nodes = self.children(enumerate(value), path)
-            return [kind.__name__, sorted(nodes, key=msgspec.json.encode)]
-        if kind is deque:
-            return ["deque", value.maxlen, self.children(enumerate(value), path)]
-        assert kind is bytes, "every builtin type has its encoding above"
+        return _ENCODERS.get(type(value), _Encoder.other)(self, value, path)
+
+    def plain(self, value: Any, path: Path) -> Node:
+        return value  # type: ignore[no-any-return]
+
+    def sequence(self, value: Any, path: Path) -> Node:
+        return [type(value).__name__, self.children(enumerate(value), path)]
+
+    def unordered(self, value: Any, path: Path) -> Node:
+        # Equal sets are encoded alike, in whatever order they happen to iterate.
+        nodes = self.children(enumerate(value), path)
+        return [type(value).__name__, sorted(nodes, key=msgspec.json.encode)]
+
+    def bounded(self, value: deque[Any], path: Path) -> Node:
+        return ["deque", value.maxlen, self.children(enumerate(value), path)]
+
+    def binary(self, value: bytes, path: Path) -> Node:
         blob = self.leaf(value, path) if len(value) > BLOB_BYTES else None
         return ["bytes", _base64(value)] if blob is None else blob
 
@@ -313,17 +225,14 @@ class _Encoder:
 
     def descend(self, path: Path) -> None:
         self.depth += 1
-        limit = self.limits.max_depth
-        if self.depth > limit:
+        if self.depth > self.limits.max_depth:
             what = f"the nesting of {format_path(path)[:200]}"
-            raise LimitExceededError(what, limit=limit, actual=self.depth)
+            enforce(what, self.depth, self.limits.max_depth)
 
     def ascend(self, nodes: int) -> None:
         self.depth -= 1
         self.nodes += nodes
-        if self.nodes > self.limits.max_nodes:
-            limit = self.limits.max_nodes
-            raise LimitExceededError("the tree", limit=limit, actual=self.nodes)
+        enforce("the tree", self.nodes, self.limits.max_nodes)
 
 
 def _are_tensors(keys: list[Any], values: list[Any]) -> bool:
@@ -409,58 +318,17 @@ class _Decoder:
     def decode(self, node: Any) -> Any:
         if type(node) in _PLAIN:
             return node
-        if _form_of(node) is None:
+        if (form := _form_of(node)) is None:
             self.fail_form(node)
-        match node:
-            case ["tensor", index]:
-                return self.tensor(index)
-            case ["tensors", names, indices]:
-                return self.row(names, indices)
-            case ["dict", keys, values]:
-                return self.mapping(keys, values)
-            case ["list", nodes]:
-                return self.items(nodes)
-            case ["tuple", nodes]:
-                return tuple(self.items(nodes))
-            case ["odict", keys, values]:
-                return OrderedDict(self.mapping(keys, values))
-            case ["odict", keys, values, attributes]:
-                return self.attributed(keys, values, attributes)
-            case ["defaultdict", factory, keys, values]:
-                if factory is not None and factory not in _FACTORIES:
-                    self.fail(f"unknown default factory {factory[:40]!r}")
-                make = None if factory is None else _FACTORIES[factory]
-                return defaultdict(make, self.mapping(keys, values))
-            case ["set", nodes]:
-                return set(self.distinct(nodes))
-            case ["frozenset", nodes]:
-                return frozenset(self.distinct(nodes))
-            case ["deque", maxlen, nodes]:
-                if maxlen is not None and not len(nodes) <= maxlen <= sys.maxsize:
-                    self.fail(f"a deque of {len(nodes)} items with maxlen {maxlen}")
-                return deque(self.items(nodes), maxlen)
-            case ["blob", index]:
-                self.tensor(index)
-                # Once per index: a tree that repeats one must not multiply its memory.
-                if index not in self.blobs:
-                    self.blobs[index] = self.read_blob(index)
-                return self.blobs[index]
-            case ["complex", real, imag]:
-                parts = [self.decode(real), self.decode(imag)]
-                if set(map(type, parts)) != {float}:
-                    self.fail("a complex whose parts are not floats")
-                return complex(*parts)
-            case ["ext", tag, payload]:
-                return self.registered(tag, payload)
-            case [tag, text]:
-                try:
-                    return _PARSERS[tag](text)
-                except ValueError as error:
-                    self.fail(str(error))
-        raise AssertionError(f"the form {node[0]!r} has no decoder")
+        return form.decode(self, *node[1:])
 
     def items(self, nodes: list[Node]) -> list[Any]:
         return self.children(nodes, range(len(nodes)))
+
+    def bounded(self, maxlen: int | None, nodes: list[Node]) -> deque[Any]:
+        if maxlen is not None and not len(nodes) <= maxlen <= sys.maxsize:
+            self.fail(f"a deque of {len(nodes)} items with maxlen {maxlen}")
+        return deque(self.items(nodes), maxlen)
 
     def distinct(self, nodes: list[Node]) -> dict[Any, Any]:
         values = self.items(nodes)
@@ -471,6 +339,14 @@ class _Decoder:
             self.fail(f"{len(keys)} keys with {len(values)} values")
         names = self.items(keys)
         return self.table(names, self.children(values, names))
+
+    def default(
+        self, factory: str | None, keys: list[Node], values: list[Node]
+    ) -> defaultdict[Any, Any]:
+        if factory is not None and factory not in _FACTORIES:
+            self.fail(f"unknown default factory {factory[:40]!r}")
+        make = None if factory is None else _FACTORIES[factory]
+        return defaultdict(make, self.mapping(keys, values))
 
     def attributed(
         self, keys: list[Node], values: list[Node], attributes: Node
@@ -515,6 +391,19 @@ class _Decoder:
             self.fail(f"{len(names)} names with {len(indices)} tensors")
         return self.table(names, [*map(self.tensors.__getitem__, indices)])
 
+    def blob(self, index: int) -> bytes:
+        self.tensor(index)
+        # Once per index: a tree that repeats one must not multiply its memory.
+        if index not in self.blobs:
+            self.blobs[index] = self.read_blob(index)
+        return self.blobs[index]
+
+    def complex_number(self, real: Node, imag: Node) -> complex:
+        parts = [self.decode(real), self.decode(imag)]
+        if set(map(type, parts)) != {float}:
+            self.fail("a complex whose parts are not floats")
+        return complex(*parts)
+
     def registered(self, tag: str, payload: Node) -> object:
         codec = self.registry.by_tag(tag)
         if codec is None:
@@ -550,13 +439,8 @@ class _Decoder:
         raise_if_cancelled()
         self.depth += 1
         self.nodes += nodes
-        limits = self.limits
-        for what, limit, actual in (
-            ("the nesting of the tree", limits.max_depth, self.depth),
-            ("the number of nodes in the tree", limits.max_nodes, self.nodes),
-        ):
-            if actual > limit:
-                raise LimitExceededError(what, limit=limit, actual=actual)
+        enforce("the nesting of the tree", self.depth, self.limits.max_depth)
+        enforce("the number of nodes in the tree", self.nodes, self.limits.max_nodes)
 
     def fail(self, why: str) -> NoReturn:
         path = format_received(self.path)
@@ -621,18 +505,139 @@ def _parse_bytes(text: str) -> bytes:
     return a2b_base64(text, strict_mode=True)
 
 
-_SCALARS: Final[dict[type, Callable[[Any], Node]]] = {
-    type(None): lambda value: value,
-    bool: lambda value: value,
-    int: _encode_int,
-    float: _encode_float,
-    complex: lambda z: ["complex", _encode_float(z.real), _encode_float(z.imag)],
-    str: _encode_str,
-}
+def _parsed(parse: Callable[[str], Any]) -> Callable[[_Decoder, str], Any]:
+    def decode(decoder: _Decoder, text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            decoder.fail(str(error))
 
-_PARSERS: Final[dict[str, Callable[[str], Any]]] = {
-    "int": _parse_int,
-    "float": _parse_float,
-    "str": _parse_str,
-    "bytes": _parse_bytes,
+    return decode
+
+
+# ------------------------------------------------------------------------ grammar
+
+_ENCODERS: Final[dict[type, Callable[[_Encoder, Any, Path], Node]]] = {
+    type(None): _Encoder.plain,
+    bool: _Encoder.plain,
+    int: lambda _, value, __: _encode_int(value),
+    float: lambda _, value, __: _encode_float(value),
+    complex: lambda _, z, __: ["complex", _encode_float(z.real), _encode_float(z.imag)],
+    str: lambda _, value, __: _encode_str(value),
+    bytes: _Encoder.binary,
+    list: _Encoder.sequence,
+    tuple: _Encoder.sequence,
+    set: _Encoder.unordered,
+    frozenset: _Encoder.unordered,
+    deque: _Encoder.bounded,
+    dict: _Encoder.mapping,
+    OrderedDict: _Encoder.ordered,
+    defaultdict: _Encoder.default,
 }
+assert _ENCODERS.keys() == BUILTIN_TYPES
+
+
+class _Argument(NamedTuple):
+    """One argument of a form: its JSON types, and which nodes it holds, if any."""
+
+    types: frozenset[type]
+    holds: str = ""
+
+
+class _Form(NamedTuple):
+    """What may follow a tag, and the method of a decoder that makes a value of it."""
+
+    decode: Callable[..., Any]
+    arguments: Sequence[_Argument]
+
+
+_TEXT: Final = _Argument(frozenset({str}))
+_TEXT_OR_NULL: Final = _Argument(frozenset({str, type(None)}))
+_NUMBER: Final = _Argument(frozenset({int}))
+_NUMBER_OR_NULL: Final = _Argument(frozenset({int, type(None)}))
+_FLOAT: Final = _Argument(frozenset({float, list}))
+_ARRAY: Final = _Argument(frozenset({list}))
+_ITEMS: Final = _Argument(frozenset({list}), "items")
+_KEYS: Final = _Argument(frozenset({list}), "keys")
+_VALUES: Final = _Argument(frozenset({list}), "values")
+_ATTRIBUTES: Final = _Argument(frozenset({list}), "attributes")
+_NODE: Final = _Argument(_PLAIN | {list}, "node")
+
+_FORMS: Final[tuple[tuple[str, Callable[..., Any], *tuple[_Argument, ...]], ...]] = (
+    ("int", _parsed(_parse_int), _TEXT),
+    ("float", _parsed(_parse_float), _TEXT),
+    ("complex", _Decoder.complex_number, _FLOAT, _FLOAT),
+    ("str", _parsed(_parse_str), _TEXT),
+    ("bytes", _parsed(_parse_bytes), _TEXT),
+    ("list", _Decoder.items, _ITEMS),
+    ("tuple", lambda decoder, nodes: tuple(decoder.items(nodes)), _ITEMS),
+    ("set", lambda decoder, nodes: set(decoder.distinct(nodes)), _ITEMS),
+    ("frozenset", lambda decoder, nodes: frozenset(decoder.distinct(nodes)), _ITEMS),
+    ("deque", _Decoder.bounded, _NUMBER_OR_NULL, _ITEMS),
+    ("dict", _Decoder.mapping, _KEYS, _VALUES),
+    (
+        "odict",
+        lambda decoder, *given: OrderedDict(decoder.mapping(*given)),
+        _KEYS,
+        _VALUES,
+    ),
+    ("odict", _Decoder.attributed, _KEYS, _VALUES, _ATTRIBUTES),
+    ("defaultdict", _Decoder.default, _TEXT_OR_NULL, _KEYS, _VALUES),
+    ("tensor", _Decoder.tensor, _NUMBER),
+    ("tensors", _Decoder.row, _ARRAY, _ARRAY),
+    ("blob", _Decoder.blob, _NUMBER),
+    ("ext", _Decoder.registered, _TEXT, _NODE),
+)
+_GRAMMAR: Final = {
+    (tag, len(arguments)): _Form(decode, arguments)
+    for tag, decode, *arguments in _FORMS
+}
+_ATTRIBUTES_STEP: Final = Step("attributes")  # no key looks like it: it is no JSON
+
+
+def _form_of(node: Any) -> _Form | None:
+    """Return the form that ``node`` has; None if it is malformed."""
+    if type(node) is not list or not node or type(node[0]) is not str:
+        return None
+    form = _GRAMMAR.get((node[0], len(node) - 1))
+    if form is not None:
+        for argument, given in zip(form.arguments, node[1:], strict=True):
+            if type(given) not in argument.types:
+                return None
+    return form
+
+
+def children_of(node: Any) -> Iterator[tuple[Path, Node]]:
+    """Yield the steps to each child of a container's node, and the child.
+
+    A node that is malformed, or no container, has no children. Long bytes may be a
+    blob in a key too, so keys that are arrays are children.
+    """
+    if (form := _form_of(node)) is None:
+        return
+    keys: list[Any] = []
+    for argument, given in zip(form.arguments, node[1:], strict=True):
+        match argument.holds:
+            case "items":
+                yield from (((index,), item) for index, item in enumerate(given))
+            case "keys":
+                keys = given
+            case "values":
+                for key, value in zip(keys, given, strict=False):
+                    if isinstance(key, list):
+                        step = _step_of(key)
+                        yield (Step(f"key {step}"),), key
+                        yield (step,), value
+                    else:
+                        yield (key,), value
+            case "attributes":
+                yield (_ATTRIBUTES_STEP,), given
+            case "node":
+                yield (), given
+
+
+def _step_of(key: object) -> Step:
+    try:
+        return Step(msgspec.json.encode(key).decode())
+    except RecursionError:
+        raise RemoteProtocolError("a key in the tree is nested too deeply") from None
