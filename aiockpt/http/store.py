@@ -527,17 +527,16 @@ class Store:
             evicted = True
             evict()
 
-        held = await publication.lock.acquire_read(evict=evict_and_count)
         try:
-            if not publication.kept:
-                now = self._current.snapshot_id if self._current else None
-                raise CheckpointChangedError(
-                    expected=publication.snapshot_id, actual=now
-                )
-            with publication.reading(lease, evict_and_count):
-                yield publication
+            with await publication.lock.acquire_read(evict=evict_and_count):
+                if not publication.kept:
+                    now = self._current.snapshot_id if self._current else None
+                    raise CheckpointChangedError(
+                        expected=publication.snapshot_id, actual=now
+                    )
+                with publication.reading(lease, evict_and_count):
+                    yield publication
         finally:
-            held.release()
             self._tidy()
 
     def _held(self) -> list[Publication]:
@@ -574,10 +573,9 @@ class Store:
         deadline = _now() + grace
         for each in publications:
             left = max(deadline - _now(), 0.0)
-            held = await each.lock.acquire_write(grace=left)
-            # The lock is ours: nobody reads, and no later reader will be admitted.
-            each.let_go()
-            held.release()
+            with await each.lock.acquire_write(grace=left):
+                # Nobody reads, and no later reader will be admitted.
+                each.let_go()
             self._superseded.discard(each)
 
 

@@ -12,9 +12,9 @@ Four rules say who enters:
 So nobody starves. A reader waits for at most one writer. A writer waits for one phase
 of readers before each writer ahead of it, and for one before itself.
 
-No hold belongs to a task. Acquiring returns a `Lease`, and any task may release it.
-The lock is not re-entrant: a task that holds a lease and acquires again queues like
-any other, behind a writer that may be waiting for that very lease.
+No hold belongs to a task. Acquiring returns a `Hold`, and any task may release it.
+The lock is not re-entrant: a task that has a hold and acquires again queues like
+any other, behind a writer that may be waiting for that very hold.
 
 Plain functions make the decisions, and the one who leaves hands the hold over. The only
 suspension point is the one await in ``RWLock._wait``.
@@ -23,19 +23,16 @@ suspension point is the one await in ``RWLock._wait``.
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from aiockpt.errors import AiockptError, ClosedError
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
 
-__all__ = ["Lease", "RWLock", "RWLockStatistics"]
+__all__ = ["Hold", "RWLock", "RWLockStatistics"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,16 +45,18 @@ class RWLockStatistics(NamedTuple):
     waiting_readers: int
     waiting_writers: int
     oldest_reader: float
-    evicted: int
 
 
-class Lease:
-    """One hold on a lock; any task of the loop may release it."""
+class Hold:
+    """One hold on a lock; any task of the loop may release it.
+
+    As a context manager it is released at the end of the block.
+    """
 
     __slots__ = ("_end", "since")
 
-    def __init__(self, end: Callable[[Lease], None]) -> None:
-        self._end: Callable[[Lease], None] | None = end
+    def __init__(self, end: Callable[[Hold], None]) -> None:
+        self._end: Callable[[Hold], None] | None = end
         self.since = time.monotonic()
 
     def release(self) -> None:
@@ -66,36 +65,27 @@ class Lease:
         if end is not None:
             end(self)
 
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
     def __repr__(self) -> str:
-        return f"<Lease {'held' if self._end else 'released'}>"
+        return f"<Hold {'held' if self._end else 'released'}>"
 
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """A place in the queue. Its future gets a lease, or None if the lock closes."""
+    """A place in the queue, and the hold that it gets."""
 
     writes: bool
     evict: Callable[[], object] | None = None
     grace: float | None = None
     clock: asyncio.TimerHandle | None = None
-    future: asyncio.Future[Lease | None] = field(
+    future: asyncio.Future[Hold] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-
-
-class _Holding:
-    """Holds the lock for the length of an ``async with`` block."""
-
-    def __init__(self, acquiring: Coroutine[None, None, Lease]) -> None:
-        self._acquiring = acquiring
-        self._lease: Lease
-
-    async def __aenter__(self) -> Lease:
-        self._lease = await self._acquiring
-        return self._lease
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        self._lease.release()
 
 
 class RWLock:
@@ -106,16 +96,14 @@ class RWLock:
 
     def __init__(self) -> None:
         # The value evicts the reader; None: it cannot be evicted, or was already.
-        self._readers: dict[Lease, Callable[[], object] | None] = {}
-        self._writer: Lease | None = None
+        self._readers: dict[Hold, Callable[[], object] | None] = {}
+        self._writer: Hold | None = None
         self._queue: OrderedDict[_Waiter, None] = OrderedDict()
         self._graceful: set[_Waiter] = set()  # the queued writers with a grace
-        self._evicted = 0
-        self._closed: AiockptError | None = None
         # The first loop on which a caller had to wait; another loop is refused.
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def acquire_read(self, *, evict: Callable[[], object] | None = None) -> Lease:
+    async def acquire_read(self, *, evict: Callable[[], object] | None = None) -> Hold:
         """Hold the lock together with other readers.
 
         Returns without suspending if the lock is free for readers. If cancelled, the
@@ -125,15 +113,12 @@ class RWLock:
             evict: Called at most once, on the loop, if this reader still holds when a
                 writer's grace has passed, even if this call has not returned by then.
                 It should make the reader release soon.
-
-        Raises:
-            ClosedError: the lock is closed, or was closed meanwhile (see `close`).
         """
-        if self._writer is None and not self._queue and self._closed is None:
+        if self._writer is None and not self._queue:
             return self._hold_read(evict)
         return await self._wait(_Waiter(writes=False, evict=evict))
 
-    async def acquire_write(self, *, grace: float | None = None) -> Lease:
+    async def acquire_write(self, *, grace: float | None = None) -> Hold:
         """Hold the lock alone.
 
         Returns without suspending if nobody holds the lock. If cancelled, the lock is
@@ -143,38 +128,13 @@ class RWLock:
             grace: After so many seconds, each reader that still holds is evicted; this
                 call still waits until they have released. Readers that enter first,
                 since a writer left, have their own grace. None: nobody is evicted.
-
-        Raises:
-            ClosedError: see `acquire_read`.
         """
-        if not (self._readers or self._writer or self._queue or self._closed):
+        if not (self._readers or self._writer or self._queue):
             return self._hold_write()
         return await self._wait(_Waiter(writes=True, grace=grace))
 
-    def read(self, *, evict: Callable[[], object] | None = None) -> _Holding:
-        """`acquire_read` as an async context manager."""
-        return _Holding(self.acquire_read(evict=evict))
-
-    def write(self, *, grace: float | None = None) -> _Holding:
-        """`acquire_write` as an async context manager."""
-        return _Holding(self.acquire_write(grace=grace))
-
-    def close(self, error: AiockptError | None = None) -> None:
-        """Fail all waiters and newcomers; leases that are held stay valid.
-
-        Each of them gets a copy of ``error`` (default: a `ClosedError`). Idempotent.
-        """
-        if self._closed is None:
-            self._closed = error or ClosedError("the lock")
-        for waiter in list(self._queue):
-            self._forget(waiter)
-            if not waiter.future.done():
-                # Not set_exception: a waiter that is cancelled as well would never
-                # retrieve it, and asyncio would log that as an error.
-                waiter.future.set_result(None)
-
     def statistics(self) -> RWLockStatistics:
-        """Count the holders, the waiters, and the readers that were ever evicted."""
+        """Count the holders and the waiters."""
         # A cancelled waiter stays queued until its task runs; it no longer waits.
         waiting = [w.writes for w in self._queue if not w.future.done()]
         oldest = next(iter(self._readers), None)
@@ -184,30 +144,23 @@ class RWLock:
             waiting_readers=waiting.count(False),
             waiting_writers=waiting.count(True),
             oldest_reader=0.0 if oldest is None else time.monotonic() - oldest.since,
-            evicted=self._evicted,
         )
 
     def __repr__(self) -> str:
         now = self.statistics()
         holds = "writing" if now.writers else f"readers={now.readers}"
-        closed = " closed" if self._closed else ""
         waiting = now.waiting_readers + now.waiting_writers
-        return f"<RWLock {holds} waiting={waiting}{closed}>"
+        return f"<RWLock {holds} waiting={waiting}>"
 
-    async def _wait(self, waiter: _Waiter) -> Lease:
+    async def _wait(self, waiter: _Waiter) -> Hold:
         self._enqueue(waiter)
         try:
-            lease = await waiter.future
+            return await waiter.future
         except BaseException:
             self._withdraw(waiter)
             raise
-        if lease is None:
-            raise self._error()
-        return lease
 
     def _enqueue(self, waiter: _Waiter) -> None:
-        if self._closed is not None:
-            raise self._error()
         loop = waiter.future.get_loop()
         if self._loop is None:
             self._loop = loop
@@ -222,36 +175,32 @@ class RWLock:
     def _withdraw(self, waiter: _Waiter) -> None:
         """Take out a waiter whose await was cut short, in whatever state it is."""
         future = waiter.future
-        lease = future.result() if future.done() and not future.cancelled() else None
+        hold = future.result() if future.done() and not future.cancelled() else None
         if waiter in self._queue:
             self._forget(waiter)
-        elif lease is not None and lease is self._writer:
+        elif hold is not None and hold is self._writer:
             # This writer never entered, so it does not leave either: no rule 3.
             self._writer = None
-        elif lease is not None:
-            lease.release()
+        elif hold is not None:
+            hold.release()
         self._admit()
 
-    def _error(self) -> AiockptError:
-        # One instance raised in many tasks would mix their tracebacks.
-        return copy.copy(self._closed or ClosedError("the lock"))
+    def _hold_read(self, evict: Callable[[], object] | None) -> Hold:
+        hold = Hold(self._end_read)
+        self._readers[hold] = evict
+        return hold
 
-    def _hold_read(self, evict: Callable[[], object] | None) -> Lease:
-        lease = Lease(self._end_read)
-        self._readers[lease] = evict
-        return lease
+    def _hold_write(self) -> Hold:
+        self._writer = hold = Hold(self._end_write)
+        return hold
 
-    def _hold_write(self) -> Lease:
-        self._writer = lease = Lease(self._end_write)
-        return lease
-
-    def _end_read(self, lease: Lease) -> None:
-        del self._readers[lease]
+    def _end_read(self, hold: Hold) -> None:
+        del self._readers[hold]
         if self._queue and not self._readers:
             self._admit()
 
-    def _end_write(self, lease: Lease) -> None:
-        assert self._writer is lease
+    def _end_write(self, hold: Hold) -> None:
+        assert self._writer is hold
         self._writer = None
         for waiter in [w for w in self._queue if not w.writes]:
             self._enter(waiter)
@@ -270,8 +219,8 @@ class RWLock:
         self._forget(waiter)
         if waiter.future.done():
             return  # cancelled; its task has not run yet, and will find itself gone
-        lease = self._hold_write() if waiter.writes else self._hold_read(waiter.evict)
-        waiter.future.set_result(lease)
+        hold = self._hold_write() if waiter.writes else self._hold_read(waiter.evict)
+        waiter.future.set_result(hold)
 
     def _forget(self, waiter: _Waiter) -> None:
         del self._queue[waiter]
@@ -290,12 +239,11 @@ class RWLock:
         waiter.clock = None
         if waiter.future.done():
             return  # cancelled; its task has not run yet
-        for lease, evict in list(self._readers.items()):
+        for hold, evict in list(self._readers.items()):
             # An eviction before this one may have released this reader too.
-            if evict is None or lease not in self._readers:
+            if evict is None or hold not in self._readers:
                 continue
-            self._readers[lease] = None
-            self._evicted += 1
+            self._readers[hold] = None
             try:
                 evict()
             except Exception:

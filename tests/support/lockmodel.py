@@ -6,15 +6,16 @@ import asyncio
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from aiockpt.runtime.rwlock import Lease, RWLock, RWLockStatistics
+from aiockpt.runtime.rwlock import Hold, RWLock, RWLockStatistics
 
-IDLE = RWLockStatistics(0, 0, 0, 0, 0.0, 0)
+IDLE = RWLockStatistics(0, 0, 0, 0, 0.0)
 
 
 class TroubleError(Exception):
@@ -27,23 +28,23 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def queue(acquiring: Coroutine[None, None, Lease]) -> asyncio.Task[Lease]:
+async def queue(acquiring: Coroutine[None, None, Hold]) -> asyncio.Task[Hold]:
     """Start an acquire as a task and let it get as far as it can."""
     task = asyncio.create_task(acquiring)
     await settle()
     return task
 
 
-def acquire(lock: RWLock, kind: str) -> Coroutine[None, None, Lease]:
+def acquire(lock: RWLock, kind: str) -> Coroutine[None, None, Hold]:
     """Acquire as a reader ("R") or as a writer ("W")."""
     return lock.acquire_read() if kind == "R" else lock.acquire_write()
 
 
-def at_once(acquiring: Coroutine[None, None, Lease]) -> Lease:
+def at_once(acquiring: Coroutine[None, None, Hold]) -> Hold:
     """Give the lease of an acquire that must not suspend."""
     with pytest.raises(StopIteration) as end:
         acquiring.send(None)
-    lease: Lease = end.value.value
+    lease: Hold = end.value.value
     return lease
 
 
@@ -60,6 +61,7 @@ class Storm:
     lock: RWLock = field(default_factory=RWLock)
     inside: list[str] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    evicted: int = 0
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -68,8 +70,11 @@ class Storm:
         task = asyncio.current_task()
         assert task is not None
         grace = self.random.choice([None, 0.0])
-        holding = self.lock.read(evict=task.cancel) if kind == "R" else None
-        async with holding or self.lock.write(grace=grace):
+        if kind == "R":
+            acquiring = self.lock.acquire_read(evict=partial(self.evict, task))
+        else:
+            acquiring = self.lock.acquire_write(grace=grace)
+        with await acquiring:
             assert "W" not in self.inside, "beside a writer"
             assert kind == "R" or not self.inside, "a writer beside others"
             self.inside.append(kind)
@@ -77,6 +82,10 @@ class Storm:
                 await self.linger()
             finally:
                 self.inside.remove(kind)
+
+    def evict(self, task: asyncio.Task[None]) -> None:
+        self.evicted += 1
+        task.cancel()
 
     async def linger(self) -> None:
         for _ in range(self.random.randrange(4)):
@@ -104,7 +113,7 @@ class Storm:
         assert all(task.done() for task in self.tasks), "a visitor is stranded"
         errors = [task.exception() for task in self.tasks if not task.cancelled()]
         assert {type(error) for error in errors} <= {type(None), TroubleError}
-        assert facts(self.lock)._replace(evicted=0) == IDLE
+        assert facts(self.lock) == IDLE
         at_once(self.lock.acquire_write()).release()
 
 
@@ -114,9 +123,9 @@ class Visitor:
 
     kind: str
     grace: float | None = None
-    where: str = "waiting"  # then: inside, gone, cancelled, closed
+    where: str = "waiting"  # then: inside, gone, cancelled
     evictions: int = 0
-    task: asyncio.Task[Lease] | None = None
+    task: asyncio.Task[Hold] | None = None
 
     def evict(self) -> None:
         self.evictions += 1
@@ -128,15 +137,12 @@ class Model:
     def __init__(self) -> None:
         self.everyone: list[Visitor] = []
         self.evicted: set[Visitor] = set()
-        self.closed = False
 
     def at(self, where: str, kind: str = "RW") -> list[Visitor]:
         return [v for v in self.everyone if v.where == where and v.kind in kind]
 
     def come(self, visitor: Visitor) -> None:
         self.everyone.append(visitor)
-        if self.closed:
-            visitor.where = "closed"
         self.admit()
 
     def leave(self, visitor: Visitor) -> None:
@@ -149,11 +155,6 @@ class Model:
     def cancel(self, visitor: Visitor) -> None:
         visitor.where = "cancelled"
         self.admit()
-
-    def close(self) -> None:
-        self.closed = True
-        for visitor in self.at("waiting"):
-            visitor.where = "closed"
 
     def admit(self) -> None:
         for visitor in self.at("waiting"):
@@ -212,12 +213,6 @@ class LockMachine(RuleBasedStateMachine):
     def leave_again(self, data: Any) -> None:
         self.result(data.draw(st.sampled_from(self.model.at("gone")))).release()
 
-    @precondition(lambda self: len(self.model.everyone) > 10)
-    @rule()
-    def close(self) -> None:
-        self.lock.close()
-        self.model.close()
-
     @invariant()
     def everyone_is_where_the_model_says(self) -> None:
         self.runner.run(settle())
@@ -234,7 +229,6 @@ class LockMachine(RuleBasedStateMachine):
             waiting_readers=len(self.model.at("waiting", "R")),
             waiting_writers=len(self.model.at("waiting", "W")),
             oldest_reader=0.0,
-            evicted=len(self.model.evicted),
         )
 
     def teardown(self) -> None:
@@ -243,7 +237,7 @@ class LockMachine(RuleBasedStateMachine):
                 self.release(inside[0])
                 self.everyone_is_where_the_model_says()
             assert not self.model.at("waiting")
-            assert facts(self.lock)._replace(evicted=0) == IDLE
+            assert facts(self.lock) == IDLE
 
     def release(self, visitor: Visitor) -> None:
         self.result(visitor).release()
@@ -254,7 +248,7 @@ class LockMachine(RuleBasedStateMachine):
         visitor.task.cancel()
         self.model.cancel(visitor)
 
-    def result(self, visitor: Visitor) -> Lease:
+    def result(self, visitor: Visitor) -> Hold:
         assert visitor.task is not None
         return visitor.task.result()
 
@@ -265,6 +259,4 @@ class LockMachine(RuleBasedStateMachine):
             return "waiting"
         if task.cancelled():
             return "cancelled"
-        if task.exception() is not None:
-            return type(task.exception()).__name__.removesuffix("Error").lower()
-        return "inside" if repr(task.result()) == "<Lease held>" else "gone"
+        return "inside" if repr(task.result()) == "<Hold held>" else "gone"
