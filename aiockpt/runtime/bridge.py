@@ -36,6 +36,7 @@ __all__ = [
     "Bridge",
     "BridgeStatistics",
     "Inline",
+    "Outcome",
     "SerialThread",
     "leave_behind",
     "run_in_thread",
@@ -110,19 +111,47 @@ class BridgeStatistics(NamedTuple):
     cancelling: int
 
 
-class _Call(Generic[T]):
-    """A function on its way through the pool, and its result or error.
+class Outcome(Generic[T]):
+    """The result or error of a call in another thread, until its caller clears it.
+
+    In a future, an error and its traceback would refer to each other. What its frames
+    hold, such as a state dict, would stay in memory until the garbage collector runs.
+    """
+
+    __slots__ = ("_result", "error")
+
+    def __init__(self) -> None:
+        self._result: list[T] = []
+        self.error: BaseException | None = None
+
+    def set_result(self, result: T) -> None:
+        """Keep what the call has returned."""
+        self._result.append(result)
+
+    def result(self) -> T:
+        """Return the result, or raise the error."""
+        if self.error is not None:
+            raise self.error
+        return self._result[0]
+
+    def clear(self) -> None:
+        """Drop the result and the error, even if something still refers to this."""
+        self.error = None
+        self._result.clear()
+
+
+class _Call(Outcome[T]):
+    """A function on its way through the pool, and its outcome.
 
     A worker refers to its work item for a moment after it has reported the end. So the
     caller clears the call, and may then close or reuse its memory at once.
     """
 
-    __slots__ = ("_result", "_todo", "called_off", "error")
+    __slots__ = ("_todo", "called_off")
 
     def __init__(self, todo: Callable[[], T]) -> None:
+        super().__init__()
         self._todo: Callable[[], T] | None = todo
-        self._result: list[T] = []
-        self.error: BaseException | None = None
         self.called_off = False  # its caller was cancelled
 
     @classmethod
@@ -136,18 +165,13 @@ class _Call(Generic[T]):
     def __call__(self) -> None:
         assert self._todo is not None
         try:
-            self._result.append(self._todo())
+            self.set_result(self._todo())
         except BaseException as error:  # noqa: BLE001 - it travels to the caller
             self.error = error
 
-    def result(self) -> T:
-        if self.error is not None:
-            raise self.error
-        return self._result[0]
-
     def clear(self) -> None:
-        self._todo = self.error = None
-        self._result.clear()
+        self._todo = None
+        super().clear()
 
 
 class Bridge:

@@ -101,11 +101,10 @@ def receive(
 
 async def arrival(sock: socket.socket) -> None:
     """Wait until the socket has a packet to receive, or its end."""
-    loop = asyncio.get_running_loop()
-    arrived = loop.create_future()
-    loop.add_reader(sock, _resolve, arrived)
+    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sock, arrived.set)
     try:
-        await arrived
+        await arrived.wait()
     finally:
         loop.remove_reader(sock)
 
@@ -235,8 +234,3 @@ class Channel:
 def _close_all(fds: Sequence[int]) -> None:
     for fd in fds:
         os.close(fd)
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

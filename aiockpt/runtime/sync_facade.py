@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from aiockpt.errors import (
     AiockptError,
@@ -28,7 +28,7 @@ from aiockpt.errors import (
     TransferTimeoutError,
     TransportError,
 )
-from aiockpt.runtime.bridge import run_in_thread, start_daemon
+from aiockpt.runtime.bridge import Outcome, run_in_thread, start_daemon
 
 __all__ = ["SyncFacade", "run_blocking"]
 
@@ -42,47 +42,6 @@ _LEAVING = 0.5  # seconds that the interpreter's exit waits
 _MARGIN = 5.0  # seconds after its timeout at which a call is abandoned
 
 _open: weakref.WeakSet[SyncFacade] = weakref.WeakSet()
-
-
-class _Outcome(Generic[T]):
-    """The result or error of a coroutine, for the thread that waits for it.
-
-    In a future, an error and its traceback would refer to each other. A state dict that
-    could not be sent would then stay in memory until the garbage collector runs.
-    """
-
-    __slots__ = ("_result", "error")
-
-    def __init__(self) -> None:
-        self._result: list[T] = []
-        self.error: Exception | None = None
-
-    async def take(self, fn: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        """Await ``fn()`` and keep its outcome; only a cancel is raised.
-
-        A `BaseException` would end the loop, or the trainer, so it becomes the cause of
-        an `AiockptError`.
-        """
-        try:
-            self._result.append(await fn())
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:  # noqa: BLE001 - it travels to the caller
-            self.error = error
-        except BaseException as error:  # noqa: BLE001 - see above
-            self.error = AiockptError(f"{type(error).__name__}: {error}")
-            self.error.__cause__ = error
-
-    def get(self) -> T:
-        """Return the result, or raise the error."""
-        if self.error is not None:
-            raise self.error
-        return self._result[0]
-
-    def clear(self) -> None:
-        """Drop the outcome, even if something still refers to this object."""
-        self.error = None
-        self._result.clear()
 
 
 class SyncFacade:
@@ -127,10 +86,10 @@ class SyncFacade:
             TransferTimeoutError: the coroutine did not end; ``stop`` names it.
         """
         self._check()
-        outcome = _Outcome[T]()
+        outcome = Outcome[T]()
         with self._turn:
             self._check_open()
-            coroutine = outcome.take(fn)
+            coroutine = _into(outcome, fn)
             try:
                 work = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
             except RuntimeError as error:  # something has ended the loop
@@ -139,7 +98,7 @@ class SyncFacade:
             self._check_open()  # or a signal's handler has closed it just now
         try:
             work.result(min(timeout + _MARGIN, threading.TIMEOUT_MAX))
-            return outcome.get()
+            return outcome.result()
         except Exception as error:
             if error is outcome.error:
                 raise
@@ -202,6 +161,23 @@ class SyncFacade:
             await last()
         except Exception:
             logger.exception("%s did not close as it should", self._what)
+
+
+async def _into(outcome: Outcome[T], fn: Callable[[], Coroutine[Any, Any, T]]) -> None:
+    """Await ``fn()`` and keep its outcome; only a cancel is raised.
+
+    A `BaseException` would end the loop, or the trainer, so it becomes the cause of an
+    `AiockptError`.
+    """
+    try:
+        outcome.set_result(await fn())
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:  # noqa: BLE001 - it travels to the caller
+        outcome.error = error
+    except BaseException as error:  # noqa: BLE001 - see above
+        outcome.error = AiockptError(f"{type(error).__name__}: {error}")
+        outcome.error.__cause__ = error
 
 
 @atexit.register
