@@ -3,11 +3,12 @@
 A send ends when its receivers have the checkpoint, so nothing is published here. The
 room uses `torch.distributed` only through `messages.Group`, and knows nothing of HTTP.
 The path begins at `transport.PGTransport`: `send_checkpoint` stages a snapshot and
-holds one conversation with each receiver; `recv_checkpoint` holds the other end of it.
+holds one conversation with each receiver. `recv_checkpoint` is the receive of every
+transport, `transfer.receive`, whose source holds the other end of the conversation.
 
 ============ ================================================================
 transport    `PGTransport`: the public verbs, and the path of a send
-receive      the path of a receive: from a rank's offer to a state dict
+source       what one rank offers, as the source of a receive
 conversation what both ends say beside the bytes, and how a group breaks
 medium       how checkpoints are staged and received in host memory
 device       the same in the memory of a device

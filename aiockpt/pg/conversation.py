@@ -40,19 +40,23 @@ import re
 import struct
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    asynccontextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Final, TypeVar, TypeVarTuple
 
 from aiockpt.errors import (
     AiockptError,
-    IntegrityError,
     PeerFailedError,
     ProcessGroupError,
     RemoteProtocolError,
 )
-from aiockpt.pg.messages import Channel, Digests, Memory, damage
+from aiockpt.pg.medium import Medium
+from aiockpt.pg.messages import Channel, Digests, Group, Memory, compare
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.tasks import beside
@@ -61,9 +65,9 @@ __all__ = [
     "FRAME_BYTES",
     "Conversation",
     "Frame",
-    "Health",
     "Kind",
     "OutdatedError",
+    "Ranks",
     "leave_word",
 ]
 
@@ -148,19 +152,27 @@ class Frame:
 # ------------------------------------------------------------------- the group
 
 
-class Health:
-    """Says whether a group may still be used; once broken, it stays so.
+class Ranks:
+    """The other ranks of a group: whose turn it is, and whether the group is well.
 
-    ``remains`` keeps the messages that are under way and awaited by nobody.
+    Once the group is broken it stays so. ``remains`` keeps the messages that are under
+    way and awaited by nobody.
+
+    Args:
+        group: The group.
+        medium: The memory that messages are made of.
+        bridge: Where threads come from.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: Group, medium: Medium, bridge: Bridge) -> None:
         self.remains: list[object] = []
+        self._group, self._medium, self._bridge = group, medium, bridge
+        self._turns: dict[tuple[bool, int], asyncio.Lock] = {}
         self._why = ""
         self._rank: int | None = None
 
     def __repr__(self) -> str:
-        return f"<Health {self._why or 'well'}>"
+        return f"<Ranks {self._why or 'well'}>"
 
     @property
     def broken(self) -> bool:
@@ -182,6 +194,24 @@ class Health:
         elif isinstance(error, ProcessGroupError):
             why = error.detail
         self._rank, self._why = rank, f"an earlier one was the last: {why}"
+
+    @asynccontextmanager
+    async def turn(self, rank: int, *, sending: bool) -> AsyncIterator[Channel]:
+        """Wait until no other call talks to ``rank``, then lend a channel to it.
+
+        Messages of host memory have tags. A communicator of a device has an order only,
+        which both ends must keep: one thing at a time.
+        """
+        key = (sending, rank) if self._medium.tagged else (True, -1)
+        async with self._turns.setdefault(key, asyncio.Lock()):
+            self.check()
+            yield self._medium.channel(self._group, rank, sending=sending)
+
+    def converse(
+        self, channel: Channel, deadline: Deadline
+    ) -> AbstractAsyncContextManager[Conversation]:
+        """Hold a conversation for the length of a block; see `Conversation.held`."""
+        return Conversation(channel, self, self._bridge, deadline).held()
 
 
 # ------------------------------------------------------------- one conversation
@@ -208,11 +238,11 @@ class Conversation:
     """
 
     def __init__(
-        self, channel: Channel, health: Health, bridge: Bridge, deadline: Deadline
+        self, channel: Channel, ranks: Ranks, bridge: Bridge, deadline: Deadline
     ) -> None:
         self.rank = channel.rank
         self._channel = channel
-        self._health = health
+        self._ranks = ranks
         self._bridge = bridge
         self._deadline = deadline
         self._over = True  # both ends know that nothing more is said
@@ -286,17 +316,25 @@ class Conversation:
 
     @asynccontextmanager
     async def answering(self, kind: Kind, step: int) -> AsyncIterator[None]:
-        """Say ``kind`` when the block ends, or why it failed."""
+        """Say ``kind`` when the block ends, or why it failed.
+
+        Nothing is said in a group that is broken.
+        """
         try:
             yield
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            try:
-                await self.say(Kind.FAILED, step, text=why)
-            except AiockptError as lost:
-                error.add_note(f"the sender could not be told: {lost}")
+            if not self._ranks.broken:
+                try:
+                    await self.refuse(step, error)
+                except AiockptError as lost:
+                    error.add_note(f"the sender could not be told: {lost}")
             raise
         await self.say(kind, step)
+
+    async def refuse(self, step: int, error: Exception) -> None:
+        """Say why this end fails, which ends the conversation."""
+        why = f"{type(error).__name__}: {error}"
+        await self.say(Kind.FAILED, step, text=why)
 
     async def send(self, data: bytearray) -> None:
         """Send bytes in one message."""
@@ -317,16 +355,18 @@ class Conversation:
 
     async def receive_segment(
         self, memory: Memory, messages: Iterable[tuple[int, int]], digests: Digests
-    ) -> IntegrityError | None:
-        """Receive the data segment; return the error of what was damaged on the way."""
+    ) -> None:
+        """Receive the data segment, and the digests of what was sent.
+
+        Raises:
+            IntegrityError: a chunk has another digest; the group is well.
+        """
         receive = self._channel.receive_segment
         await self._in_thread(receive, memory, messages, digests)
-        found = await digests.digits()
-        if not found:
-            return None
-        sent = bytearray(len(found))
-        await self.fill(sent)
-        return damage(sent, found)
+        if found := await digests.digits():
+            sent = bytearray(len(found))
+            await self.fill(sent)
+            compare(sent, found)
 
     async def _in_thread(self, move: Callable[[float, *Args], T], *args: *Args) -> T:
         """Call a method of the channel in a thread of its own, until the deadline."""
@@ -338,7 +378,7 @@ class Conversation:
             self._over = False  # also if it was the first word: the peer may have it
             if isinstance(error, asyncio.CancelledError):
                 self._deadline.last_error = f"rank {self.rank} was still waited for"
-            self._health.break_off(self.rank, error)
+            self._ranks.break_off(self.rank, error)
             raise
 
     async def _watch_peer(self) -> None:
@@ -348,7 +388,7 @@ class Conversation:
             frame = Frame.decode(data)
             if frame.kind is not Kind.BYE:
                 error = ProcessGroupError(frame.text, rank=self.rank)
-                self._health.break_off(self.rank, error)
+                self._ranks.break_off(self.rank, error)
                 raise error
         except ProcessGroupError:
             if not self._ended:
@@ -356,10 +396,10 @@ class Conversation:
 
     def _break_off(self, error: BaseException) -> None:
         """Let nobody use the group any more; tell the peer, which may wait long."""
-        self._health.break_off(self.rank, error)
+        self._ranks.break_off(self.rank, error)
         self._channel.abandon()
         if not self._channel.tagged:
-            self._health.remains.append(self._channel)
+            self._ranks.remains.append(self._channel)
             return
         cut = isinstance(error, asyncio.CancelledError)
         why = "it was cut short" if cut else str(error)
@@ -367,4 +407,4 @@ class Conversation:
         self._bridge.post(self._give_up, frame.encode())
 
     def _give_up(self, frame: bytearray) -> None:
-        self._health.remains.append(self._channel.give_up(frame))
+        self._ranks.remains.append(self._channel.give_up(frame))

@@ -42,7 +42,7 @@ __all__ = [
     "OnChunk",
     "Outgoing",
     "Pending",
-    "damage",
+    "compare",
     "messages_of",
     "plan_messages",
     "rank_in",
@@ -322,16 +322,15 @@ class HostDigests:
         return bytearray("".join(self._digests).encode())
 
 
-def damage(sent: bytearray, found: bytearray) -> IntegrityError | None:
-    """Return the error of the first chunk whose digests differ, or None."""
+def compare(sent: bytearray, found: bytearray) -> None:
+    """Raise ``IntegrityError`` for the first chunk whose digests differ."""
     if sent == found:
-        return None
+        return
     for chunk, at in enumerate(range(0, len(found), DIGEST_DIGITS)):
         digests = (digits[at : at + DIGEST_DIGITS] for digits in (sent, found))
         expected, actual = (each.decode("ascii", "replace") for each in digests)
         if expected != actual:
-            return IntegrityError(expected=expected, actual=actual, chunk=chunk)
-    return None
+            raise IntegrityError(expected=expected, actual=actual, chunk=chunk)
 
 
 # ------------------------------------------------------------- posting and waiting

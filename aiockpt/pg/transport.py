@@ -5,12 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    asynccontextmanager,
-    contextmanager,
-)
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
 from typing import Final, cast
@@ -21,17 +17,18 @@ from aiockpt.errors import AiockptError, LocalProtocolError, ProcessGroupError
 from aiockpt.events import Progress, TransferEvent, emit
 from aiockpt.format.limits import Limits
 from aiockpt.memory.device import Accelerator, numbered, port_for
-from aiockpt.pg.conversation import Conversation, Health, Kind, leave_word
+from aiockpt.pg.conversation import Kind, Ranks, leave_word
 from aiockpt.pg.device import Device, DeviceMedium
 from aiockpt.pg.medium import HostMedium, Medium, Parcel
-from aiockpt.pg.messages import Channel, Group, rank_in
-from aiockpt.pg.receive import Receive, ReceiveOptions
+from aiockpt.pg.messages import Group, rank_in
+from aiockpt.pg.source import GroupSource
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline, Lifetime
 from aiockpt.runtime.system import failing_here
 from aiockpt.runtime.tasks import run_all
 from aiockpt.state.selection import Select
 from aiockpt.transfer.destination import Terms
+from aiockpt.transfer.receive import ReceiveOptions, receive
 from aiockpt.transport import (
     REQUIRED,
     CheckpointTransport,
@@ -95,11 +92,9 @@ class PGTransport(CheckpointTransport[T]):
         self._state_dict = state_dict
         self._limits = limits
         self._allow_pickle = allow_pickle
-        self._health = Health()
         self._lifetime = Lifetime("the transport")
         self._staging = asyncio.Lock()
         self._sends: set[asyncio.Future[None]] = set()
-        self._turns: dict[tuple[bool, int], asyncio.Lock] = {}
         self._bridge = Bridge(threads=_THREADS, name="aiockpt-pg")
         self._medium = _medium_of(
             device,
@@ -108,9 +103,10 @@ class PGTransport(CheckpointTransport[T]):
             allow_pickle=allow_pickle,
             limits=limits,
         )
+        self._ranks = Ranks(pg, self._medium, self._bridge)
 
     def __repr__(self) -> str:
-        broken = " broken" if self._health.broken else ""
+        broken = " broken" if self._ranks.broken else ""
         try:
             return f"<PGTransport ranks={self._size()}{broken}>"
         except ProcessGroupError:
@@ -169,7 +165,7 @@ class PGTransport(CheckpointTransport[T]):
         started = time.monotonic()
         here = failing_here(f"sending step {step}")
         with self._lifetime.call(), self._under_way(), here:
-            self._health.check()
+            self._ranks.check()
             async with deadline:
                 try:
                     async with self._staging:  # so that two sends keep their order
@@ -271,23 +267,21 @@ class PGTransport(CheckpointTransport[T]):
             ahead=True,  # gloo has one thread, for the wire and for the pages
         )
         options = ReceiveOptions(
-            into=into, template=self._state_dict, progress=progress, terms=terms
+            into=into,
+            have=None,
+            select=None,
+            progress=progress,
+            terms=terms,
+            template=self._state_dict,
         )
-        receive = Receive(step, self._medium, self._bridge, options, deadline)
-        here = failing_here(f"receiving step {step}")
+        source = GroupSource(
+            step, rank, self._ranks, self._medium, self._bridge, self._limits, deadline
+        )
         with self._lifetime.call():
-            self._health.check()
-            try:
-                with here:
-                    async with (
-                        deadline,
-                        self._channel(rank, sending=False) as channel,
-                    ):
-                        converse = partial(self._converse, channel, deadline)
-                        return cast("T", await receive.run(rank, converse))
-            except BaseException as error:
-                receive.abandon(error)
-                raise
+            self._ranks.check()
+            async with deadline:
+                state = await receive(source, step, options, self._bridge, deadline)
+                return cast("T", state)
 
     async def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
         """Close everything but the group, which is the caller's.
@@ -338,8 +332,8 @@ class PGTransport(CheckpointTransport[T]):
 
     async def _deliver(self, rank: int, parcel: Parcel, deadline: Deadline) -> None:
         async with (
-            self._channel(rank, sending=True) as channel,
-            self._converse(channel, deadline) as peer,
+            self._ranks.turn(rank, sending=True) as channel,
+            self._ranks.converse(channel, deadline) as peer,
         ):
             await peer.say(Kind.OFFER, parcel.manifest.step, len(parcel.offer))
             await peer.hear(Kind.ACCEPT)
@@ -355,12 +349,12 @@ class PGTransport(CheckpointTransport[T]):
         why = f"{type(error).__name__}: {error}"
 
         async def tell(rank: int) -> None:
-            async with self._channel(rank, sending=True) as channel:
+            async with self._ranks.turn(rank, sending=True) as channel:
                 if channel.tagged:
                     await leave_word(channel, self._bridge, step, why)
                     return
-                async with self._converse(channel, deadline) as peer:
-                    await peer.say(Kind.FAILED, step, text=why)
+                async with self._ranks.converse(channel, deadline) as peer:
+                    await peer.refuse(step, error)
 
         try:
             untold = await _with_each(ranks, tell)
@@ -371,21 +365,6 @@ class PGTransport(CheckpointTransport[T]):
             return
         for lost in untold:
             error.add_note(f"could not be told: {lost}")
-
-    def _converse(
-        self, channel: Channel, deadline: Deadline
-    ) -> AbstractAsyncContextManager[Conversation]:
-        return Conversation(channel, self._health, self._bridge, deadline).held()
-
-    @asynccontextmanager
-    async def _channel(self, rank: int, *, sending: bool) -> AsyncIterator[Channel]:
-        """Wait until no other call talks to ``rank``, then lend a channel to it."""
-        # Messages of host memory have tags. A communicator of a device has an order
-        # only, which both ends must keep: one thing at a time.
-        key = (sending, rank) if self._medium.tagged else (True, -1)
-        async with self._turns.setdefault(key, asyncio.Lock()):
-            self._health.check()
-            yield self._medium.channel(self._group, rank, sending=sending)
 
 
 async def _with_each(

@@ -37,7 +37,8 @@ _MANY = 1 << 20  # bytes of a header: thousands of tensors
 class ReceiveOptions:
     """What a caller wants of a checkpoint, and where.
 
-    ``have`` may be the very object that ``into`` is.
+    ``have`` may be the very object that ``into`` is. Without ``into``, ``template`` is
+    called on the loop; what it returns is received into as far as the checkpoint fits.
     """
 
     into: object | None
@@ -45,6 +46,7 @@ class ReceiveOptions:
     select: Select | None
     progress: Callable[[Progress], None] | None
     terms: Terms
+    template: Callable[[], object] | None = None
 
 
 async def receive(
@@ -62,15 +64,17 @@ async def receive(
     """
     report = _Report(options.progress, deadline)
     room: _Room | None = None
-    touched, asked = False, time.monotonic()
+    into, touched, asked = options.into, False, time.monotonic()
     try:
         step = exact_step(step)
         with failing_here(f"receiving step {step}"):
-            known = _Known()
-            if options.into is not None or options.have is not None:
-                report.at("allocate")
-                known = await bridge.run(_describe, options)
             async with source:
+                known = _Known()
+                if into is None and options.template is not None:
+                    into = options.template()
+                if into is not None or options.have is not None:
+                    report.at("allocate")
+                    known = await bridge.run(_describe, options, into)
                 report.at("fetch_manifest")
                 known.manifest = await source.manifest(step)
                 outline, started = known.manifest.outline, time.monotonic()
@@ -108,7 +112,7 @@ async def receive(
                 # A device may still copy what the receiver had.
                 room.goal.discard(late=room.delta is not None)
         room = None  # tracebacks keep this frame until the collector runs
-        if options.into is not None:
+        if into is not None:
             done = "was modified" if touched else "was not modified"
             error.add_note(f"the template {done}")
         raise
@@ -161,12 +165,15 @@ class _Room(NamedTuple):
     delta: Delta | None
 
 
-def _describe(options: ReceiveOptions) -> _Known:
+def _describe(options: ReceiveOptions, into: object | None) -> _Known:
     """Look at the template, and at what there is already."""
     terms, template = options.terms, None
-    if options.into is not None and options.select is None:
+    if into is not None and options.select is None:
         template = Template(
-            options.into, limits=terms.limits, allow_pickle=terms.allow_pickle
+            into,
+            limits=terms.limits,
+            allow_pickle=terms.allow_pickle,
+            exact=options.into is not None,
         )
     if options.have is None:
         return _Known(template)

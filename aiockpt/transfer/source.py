@@ -80,8 +80,8 @@ class Source(AbstractAsyncContextManager[object], Protocol):
     """One checkpoint that is received, from its manifest to its last chunk.
 
     The receive is a block, in which the methods are called in this order. If the block
-    fails, its end tells the peer, if the peer can be told. It also lets go of memory
-    that is mapped.
+    fails, its end tells the peer, if the peer can be told, also before the first call.
+    It also lets go of memory that is mapped.
 
     Attributes:
         name: Who is asked, without tokens.

@@ -307,7 +307,7 @@ async def test_what_is_under_way_is_kept_after_a_failure(
             await receiver.recv_checkpoint(0, "", 1, timeout=0.2)
         with pytest.raises(ProcessGroupError):
             await receiver.recv_checkpoint(0, "", 1)
-        (channel,) = receiver._health.remains
+        (channel,) = receiver._ranks.remains
         assert isinstance(channel, DeviceChannel)
         assert [message.tensor.nbytes for message in channel._under_way.values()] == [
             1024

@@ -86,6 +86,20 @@ async def test_a_template_that_does_not_fit_is_told() -> None:
             assert type(got).__name__ in sent.reason
 
 
+@LEFT
+async def test_a_template_that_does_not_fit_has_nobody_to_be_told() -> None:
+    """What is raised is what is wrong with it, not that no sender came."""
+    async with transports() as (_, receiver):
+        with pytest.raises(UnsupportedLeafError) as caught:
+            await receiver.recv_checkpoint(0, "", 1, SOON, into={"w": object()})
+        assert caught.value.__notes__ == [
+            "the sender could not be told in time",
+            "the template was not modified",
+        ]
+        with pytest.raises(ProcessGroupError):
+            await receiver.recv_checkpoint(0, "", 1)
+
+
 @pytest.mark.parametrize(
     "limits", [Limits(max_header_bytes=64), Limits(max_bytes=10)], ids=["header", "all"]
 )

@@ -1,0 +1,210 @@
+"""One rank of a process group as the source of a receive."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
+from mmap import mmap
+from types import TracebackType
+from typing import TypeVar
+
+from aiockpt.errors import AiockptError, RemoteProtocolError, StepNotFoundError
+from aiockpt.format.chunks import ChunkGrid
+from aiockpt.format.limits import Limits, enforce
+from aiockpt.format.manifest import Manifest, Outline
+from aiockpt.memory.arena import Arena
+from aiockpt.pg.conversation import Conversation, Frame, Kind, OutdatedError, Ranks
+from aiockpt.pg.medium import Medium
+from aiockpt.pg.messages import messages_of
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.lifetime import Deadline
+from aiockpt.runtime.system import allocating
+from aiockpt.runtime.tasks import beside
+from aiockpt.state.template import Template
+from aiockpt.transfer.destination import Destination, Terms
+from aiockpt.transfer.source import OnProgress, Target
+
+__all__ = ["GroupSource"]
+
+V = TypeVar("V")
+
+logger = logging.getLogger("aiockpt")
+
+
+class GroupSource:
+    """What one rank sends, as a `aiockpt.transfer.source.Source`.
+
+    The whole checkpoint comes at once, and nothing is said to the sender meanwhile.
+
+    Args:
+        step: Which checkpoint is wanted.
+        rank: The sender.
+        ranks: Where conversations are held.
+        medium: The memory that messages are received into.
+        bridge: Where threads come from.
+        limits: What is accepted.
+        deadline: That of the whole call.
+    """
+
+    medium = remark = ""
+    arena: Arena | None = None
+
+    def __init__(
+        self,
+        step: int,
+        rank: int,
+        ranks: Ranks,
+        medium: Medium,
+        bridge: Bridge,
+        limits: Limits,
+        deadline: Deadline,
+    ) -> None:
+        self.name = f"rank {rank}"
+        self._rank, self._ranks = rank, ranks
+        self._memory, self._bridge = medium, bridge
+        self._limits, self._deadline = limits, deadline
+        self._step, self._asked = step, False
+        self._talk = AsyncExitStack()  # the conversation
+        self._peer: Conversation | None = None
+        self._messages: Sequence[tuple[int, int]] = ()
+        self._placement: Sequence[int] = ()
+
+    def __repr__(self) -> str:
+        return f"<GroupSource {self.name}>"
+
+    async def __aenter__(self) -> GroupSource:
+        """Begin a receive."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Tell the sender of a failure; a sender who has not come is waited for."""
+        if isinstance(error, Exception) and not self._asked:
+            await self._decline(error)
+        await self._talk.__aexit__(kind, error, trace)
+
+    async def manifest(self, step: int) -> Manifest:
+        """Begin the conversation in which the sender offers ``step``; have the header.
+
+        The header may be long, and goes before memory is at its fullest.
+        """
+        self._asked = True
+        peer, offer = await self._talk.enter_async_context(self._offer())
+        await self._talk.enter_async_context(peer.answering(Kind.DONE, step))
+        self._peer = peer
+        if offer.step != step:
+            raise StepNotFoundError(step, serving=offer.step)
+        if not offer.nbytes:
+            raise RemoteProtocolError("the offer has no header")
+        enforce("the header's length", offer.nbytes, self._limits.max_header_bytes)
+        header = await self._bridge.run(_allocate_header, offer.nbytes)
+        await peer.say(Kind.ACCEPT, step)
+        await peer.fill(header)
+        return await self._bridge.run(self._read, header)
+
+    async def map(self, outline: Outline, *, most: int | None) -> None:
+        """Do nothing: a rank lends no memory."""
+
+    def destination(
+        self, manifest: Manifest, template: Template | None, terms: Terms
+    ) -> Destination:
+        """Return where it goes, on a device or in host memory."""
+        return self._memory.destination(manifest, self._placement, template, terms)
+
+    async def accept(self, step: int) -> None:
+        """Let the sender begin."""
+        assert self._peer is not None
+        await self._peer.say(Kind.ACCEPT, step)
+
+    async def keep(self, step: int, work: Awaitable[V]) -> V:
+        """Await it: the sender keeps its checkpoint until the conversation ends."""
+        return await work
+
+    async def read(
+        self,
+        outline: Outline,
+        target: Target,
+        chunks: Sequence[int],
+        on_progress: OnProgress,
+    ) -> None:
+        """Receive all chunks, and compare their digests at the end.
+
+        ``chunks`` are all that there are, and ``target`` is told of none: a sender says
+        its digests last.
+
+        Raises:
+            IntegrityError: one differs.
+            ProcessGroupError: the group is broken.
+        """
+        assert self._peer is not None
+        grid, loop = outline.grid, asyncio.get_running_loop()
+
+        def tell(nbytes: int) -> None:
+            with suppress(RuntimeError):  # a closed loop has nobody to tell
+                loop.call_soon_threadsafe(on_progress, nbytes, 1)
+
+        digests = self._memory.digests(target.memory, grid, tell)
+        async with beside(partial(_prepare, target, grid)):
+            # It cannot be called off, so all of it comes, damaged or not.
+            await self._peer.receive_segment(target.memory, self._messages, digests)
+
+    async def end(self, step: int) -> None:
+        """Tell the sender that all is well, which ends the conversation."""
+        await self._talk.aclose()
+
+    def give_back(self) -> None:
+        """Do nothing: there is no mapped memory."""
+
+    async def _decline(self, error: Exception) -> None:
+        """Wait for the sender, and say why this receive fails."""
+        try:
+            async with self._offer() as (peer, _):
+                await peer.refuse(self._step, error)
+        except AiockptError as lost:
+            error.add_note(f"the sender could not be told: {lost}")
+        except asyncio.CancelledError:
+            if not self._deadline.expired:
+                raise
+            error.add_note("the sender could not be told in time")
+
+    @asynccontextmanager
+    async def _offer(self) -> AsyncIterator[tuple[Conversation, Frame]]:
+        """Hold the conversation that begins with an offer, for a block.
+
+        Conversations about earlier steps, which the sender gave up, are skipped.
+        """
+        async with self._ranks.turn(self._rank, sending=False) as channel:
+            while True:
+                try:
+                    async with self._ranks.converse(channel, self._deadline) as peer:
+                        yield peer, await peer.hear(Kind.OFFER, step=self._step)
+                    return
+                except OutdatedError as error:
+                    logger.info("waiting for step %d: %s", self._step, error)
+
+    def _read(self, header: mmap) -> Manifest:
+        offered = self._memory.read(header, self._limits)
+        manifest = offered.manifest
+        if not isinstance(manifest, Manifest) or manifest.step != self._step:
+            raise RemoteProtocolError("the header is not that of the offer")
+        self._messages = messages_of(manifest, self._memory.message_bytes)
+        self._placement = offered.placement
+        return manifest
+
+
+async def _prepare(target: Target, grid: ChunkGrid) -> None:
+    """Have memory ready ahead of the bytes: gloo has one thread for both."""
+    for chunk in range(len(grid)):
+        await target.prepare(*grid.range(chunk))
+
+
+def _allocate_header(nbytes: int) -> mmap:
+    with allocating("a header", nbytes):
+        return mmap(-1, nbytes)
