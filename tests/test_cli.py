@@ -741,6 +741,32 @@ class TestVerify:
         save_file({"a": torch.ones(2)}, tmp_path / "f")
         assert "no digests to verify" in error_of(capsys, "verify", tmp_path / "f")
 
+    def test_a_peer(self, server: Serving, capsys: pytest.CaptureFixture[str]) -> None:
+        """What it serves is read and not kept; the name holds no token."""
+        assert main(["verify", server.metadata]) == 0
+        assert capsys.readouterr().out.startswith(
+            f"{server.base}: 3 chunks of 16.8 MB and the header are intact; step 7, "
+        )
+        assert main(["verify", server.metadata, "--step", "8"]) == 1
+        assert "step 8 is not published" in capsys.readouterr().err
+
+    def test_a_peer_that_sends_what_is_damaged(
+        self, server: Serving, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The chunk is named."""
+        fault = FlipAlways()
+        with beside(FaultProxy("127.0.0.1", server.port, otherwise=fault)) as proxy:
+            url = proxy.url(f"/checkpoint/#{server.token}")
+            error = error_of(capsys, "verify", url)
+        assert re.match(r"chunk \d from http://127.0.0.1:\d+/checkpoint/ has", error)
+
+    def test_a_step_of_a_file(
+        self, file: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A file holds one."""
+        error = error_of(capsys, "verify", file, "--step", 7, code=2)
+        assert error.startswith("--step is for URLs")
+
 
 class TestInspect:
     """What a checkpoint holds, for people and for programs."""

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt.cli import conversion, main
+from aiockpt.cli import convert, main
 from commandline import ENVIRONMENT
 from disks import small_disk
 from saved import flip, load, names, save, save_by_two
@@ -208,13 +208,13 @@ class TestInTheWay:
         self, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Also in the last moment."""
-        target, compare = tmp_path / "m.pt", conversion._compare
+        target, compare = tmp_path / "m.pt", convert._compare
 
         def late(*args: Any) -> None:
             compare(*args)
             target.write_text("precious")
 
-        monkeypatch.setattr(conversion, "_compare", late)
+        monkeypatch.setattr(convert, "_compare", late)
         assert main(["convert", str(source), str(target)]) == 1
         assert target.read_text() == "precious"
         assert names(tmp_path) == ["m.pt", "s-1"]

@@ -377,10 +377,11 @@ class TestExitCodes:
             ("inspect", "ftp://host/"),
             ("inspect", "http://host/", "--rank", 0),
             ("inspect", tmp_path / "f", "--step", 0),
+            ("follow", "http://h/1", "-o", tmp_path / "d"),
         ):
             said(2, *arguments)
 
-    @pytest.mark.parametrize("command", ["verify", "ls", "serve", "convert"])
+    @pytest.mark.parametrize("command", ["ls", "serve", "convert"])
     def test_a_url_where_a_file_is_asked_for(self, command: str) -> None:
         """It is not taken for a missing file, and its token is not repeated."""
         more = ["copy.pt"] if command == "convert" else []

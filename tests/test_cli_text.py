@@ -7,8 +7,8 @@ import io
 
 import pytest
 
+from aiockpt.cli.arguments import address, size
 from aiockpt.cli.inspect import outline
-from aiockpt.cli.options import address, size
 from aiockpt.cli.text import (
     ProgressBar,
     format_bytes,

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from aiockpt.cli import main
-from aiockpt.cli.demo import find_model
-from aiockpt.cli.demo_transfer import fingerprints, training_state
+from aiockpt.cli.demo import find_model, fingerprints, training_state
 from aiockpt.errors import StateDictError, StorageError
 from commandline import run_aiockpt
 

@@ -1,44 +1,27 @@
-"""The command line: ``aiockpt serve | fetch | ls | inspect | verify | convert | ...``.
+"""The command line: ``aiockpt serve | fetch | follow | ls | inspect | verify | ...``.
 
-Each command is a module: ``configure`` adds its arguments, ``run`` does it and returns
-the exit code. Nothing that needs torch or aiohttp is imported before a command runs.
+`main` parses the arguments (`arguments.py`), imports the module of the command that was
+given, and calls its ``run``, which does the work and returns the exit code. A path of
+this host becomes files in `paths.py`, a URL becomes a `Peer` in `peer.py`, and
+`text.py` has what people read.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NoReturn
+from importlib import import_module
 
-from aiockpt import __version__
-from aiockpt.cli import (
-    bench,
-    convert,
-    demo,
-    doctor,
-    fetch,
-    inspect,
-    ls,
-    serve,
-    verify,
-)
-from aiockpt.cli.options import UsageError
+from aiockpt.cli.arguments import UsageError, parse
 from aiockpt.cli.text import printable
 from aiockpt.errors import AiockptError
 
 __all__ = ["main"]
 
 _STANDARD = (0, 1, 2)  # descriptors
-
-_EXITS = """\
-exit codes:
-  0    done           1    failed, and said why           2    wrong usage
-  130  interrupted    141  nobody reads the output any more
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,10 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     What went wrong is one line on stderr; only a bug shows a traceback.
     """
     _replace_closed_streams()
-    given = list(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(format="aiockpt: %(message)s", level=logging.WARNING)
     try:
-        code = _run(given)
+        given = parse(sys.argv[1:] if arguments is None else arguments)
+        # Now, so that no other command's frameworks are loaded.
+        code: int = import_module(f"{__name__}.{given.command}").run(given)
         sys.stdout.flush()  # now, while a reader that went away is still an answer
     except KeyboardInterrupt as error:
         for note in getattr(error, "__notes__", ()):
@@ -84,36 +68,6 @@ def _replace_closed_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-
-
-def _run(given: list[str]) -> int:
-    arguments = _parser().parse_args(given)
-    code: int = arguments.run(arguments)
-    return code
-
-
-class _Parser(argparse.ArgumentParser):
-    """Complains in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"aiockpt: error: {message} (see {self.prog} --help)\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="aiockpt",
-        description="Move checkpoints between processes: verified, at wire speed.",
-        epilog=_EXITS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (
-        *(serve, fetch, ls, inspect, verify, convert),
-        *(bench, doctor, demo),
-    ):
-        command.configure(commands)
-    return parser
 
 
 def _sentence(error: Exception) -> str:

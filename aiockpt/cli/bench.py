@@ -15,24 +15,31 @@ import math
 import os
 import socket
 import ssl
-import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
-from aiockpt.cli.doctor import describe_machine
-from aiockpt.cli.options import Address, Commands, address, size
-from aiockpt.errors import PeerUnreachableError, WorkerError
-from aiockpt.events import Progress
+import torch
 
-__all__ = ["configure", "run", "serve"]
+from aiockpt.cli.arguments import Address
+from aiockpt.cli.child import answer, run_child
+from aiockpt.cli.doctor import describe_machine
+from aiockpt.errors import PeerUnreachableError
+from aiockpt.events import Progress
+from aiockpt.http.auth import find_credentials
+from aiockpt.http.options import Server
+from aiockpt.http.protocol import format_metadata
+from aiockpt.http.transport import HTTPTransport
+from aiockpt.memory.arena import Arena
+from aiockpt.runtime.bridge import Bridge
+
+__all__ = ["run", "send"]
 
 _MIB = 1 << 20
-_SIZE = "256MiB"
 _SECONDS = 20.0  # in which rounds begin; the first one is always made
 _MOMENT = 0.5  # seconds of an idle loop
 _PERIOD = 0.005  # seconds between the ticks that show how late a loop is
@@ -44,39 +51,6 @@ _PATIENCE = 5.0  # seconds to find another host in
 _OF_RAW_IN_PLACE, _OF_RAW_FRESH, _OF_MEMCPY = 0.75, 0.9, 0.85
 _MAX_LAG = 5.0  # ms
 _FILLS, _SLOWER = 1.3, 0.8  # of a plain GET's speed
-
-
-def configure(commands: Commands) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "bench",
-        help="measure this machine, or the line to another host",
-        description="Measure receives on this machine beside a raw socket and memcpy, "
-        "or from another host beside a plain GET, and say in three lines what to make "
-        "of it. It takes less than a minute.",
-    )
-    parser.add_argument(
-        "--size", type=size, default=size(_SIZE), help=f"of the state dict ({_SIZE})"
-    )
-    parser.add_argument(
-        "--repeat", type=_count, default=3, metavar="N", help="rounds at most; 3"
-    )
-    parser.add_argument(
-        "--url",
-        type=address,
-        help="measure receives from another host, which runs aiockpt serve: the URL "
-        "that it prints",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print all samples as one JSON object"
-    )
-    parser.set_defaults(run=run)
-
-
-def _count(text: str) -> int:
-    if not 1 <= (count := int(text)) <= 1000:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 to 1000")
-    return count
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -162,21 +136,20 @@ class _Ticker:
 
 
 async def _measure_machine(nbytes: int, repeat: int) -> _Samples:
-    from aiockpt.http.transport import HTTPTransport
-    from aiockpt.memory.arena import Arena
-    from aiockpt.runtime.bridge import Bridge
-
     found = _Samples(nbytes)
     touched = memoryview(bytearray(b"\1") * nbytes)
     bridge = Bridge(threads=1, name="bench")
     transport: HTTPTransport[Any] = HTTPTransport(_TIMEOUT)
     try:
-        async with _sender(nbytes) as ask:
+        async with run_child(f"{__name__}:send", nbytes) as ask:
             offer = await ask("offer")
 
             async def receive(into: object = None) -> object:
                 return await transport.recv_checkpoint(
-                    0, offer["metadata"], _SENDS, into=into, direct=into is not None
+                    metadata=offer["metadata"],
+                    step=_SENDS,
+                    into=into,
+                    direct=into is not None,
                 )
 
             async def late() -> Sequence[float]:
@@ -187,10 +160,7 @@ async def _measure_machine(nbytes: int, repeat: int) -> _Samples:
                 return lambda: bridge.run(_receive_raw, offer["port"], memory())
 
             template = await receive()  # connections and threads are no part of it
-            found.seconds["stage"], found.seconds["memcpy"] = (
-                offer["stage"],
-                offer["memcpy"],
-            )
+            found.seconds |= {name: offer[name] for name in ("stage", "memcpy")}
             await found.take_turns(
                 repeat,
                 {
@@ -257,53 +227,12 @@ def _receive_raw(port: int, memory: memoryview) -> None:
             memory = memory[count:]
 
 
-@asynccontextmanager
-async def _sender(nbytes: int) -> AsyncIterator[Callable[[str], Awaitable[Any]]]:
-    """Give what asks a new sending process, which ends with the block."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", "from aiockpt.cli.bench import serve; serve()"),
-        str(nbytes),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        limit=1 << 24,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    requests, answers = process.stdin, process.stdout
-
-    async def ask(what: str) -> Any:
-        with suppress(ConnectionError):
-            requests.write(f"{what}\n".encode())
-            await requests.drain()
-        if not (answer := await answers.readline()):
-            code = await process.wait()
-            raise WorkerError("the sending process has ended", exitcode=code)
-        return json.loads(answer)
-
-    try:
-        yield ask
-    finally:
-        requests.close()
-        await process.wait()
-
-
-def serve() -> None:
-    """Send as many bytes as the only argument says, until the input ends."""
-    asyncio.run(_serve(int(sys.argv[1])))
-
-
-async def _serve(nbytes: int) -> None:
-    import torch
-
-    from aiockpt.http.options import Server
-    from aiockpt.http.transport import HTTPTransport
-    from aiockpt.runtime.bridge import Bridge
-
+async def send(size: str) -> None:
+    """Send ``size`` bytes, in every way, until the parent is done."""
+    nbytes = int(size)
     state = {f"layers.{i}": torch.ones(_MIB // 4) for i in range(nbytes // _MIB)}
     memory, other = (memoryview(bytearray(b"\1") * nbytes) for _ in range(2))
-    stage: list[float] = []
-    memcpy: list[float] = []
-    bridge = Bridge(threads=2, name="bench")  # to send, and to read
+    bridge = Bridge(threads=1, name="bench")
     listener = socket.create_server(("127.0.0.1", 0))
     sending = asyncio.create_task(bridge.run(_send_raw, listener, memory))
     ticker = _Ticker()
@@ -315,17 +244,18 @@ async def _serve(nbytes: int) -> None:
             started = time.perf_counter()
             other[:] = memory
             copied = time.perf_counter()
-            await transport.send_checkpoint([1], step, state)
-            memcpy, stage = [copied - started], [time.perf_counter() - copied]
-        offer = {
-            "metadata": transport.metadata(),
-            "port": listener.getsockname()[1],
-            "stage": stage,
-            "memcpy": memcpy,
-        }
-        while line := await bridge.run(sys.stdin.readline):
-            answer = offer if line == "offer\n" else await ticker.late()
-            print(json.dumps(answer), flush=True)
+            await transport.send_checkpoint(step=step, state_dict=state)
+            staged = time.perf_counter()
+
+        async def offer() -> dict[str, Any]:
+            return {
+                "metadata": transport.metadata(),
+                "port": listener.getsockname()[1],
+                "stage": [staged - copied],
+                "memcpy": [copied - started],
+            }
+
+        await answer({"offer": offer, "late": ticker.late})
     ticker.close()
     listener.shutdown(socket.SHUT_RDWR)  # which ends the thread's accept
     await sending
@@ -346,11 +276,6 @@ def _send_raw(listener: socket.socket, memory: memoryview) -> None:
 
 
 async def _measure_line(peer: Address, repeat: int) -> _Samples:
-    from aiockpt.http.auth import find_credentials
-    from aiockpt.http.protocol import format_metadata
-    from aiockpt.http.transport import HTTPTransport
-    from aiockpt.runtime.bridge import Bridge
-
     source, bridge = peer.source, Bridge(threads=1, name="bench")
     known = find_credentials(None, insecure=False, env=os.environ)
     metadata = format_metadata(source.base_url, source.token)
@@ -364,7 +289,8 @@ async def _measure_line(peer: Address, repeat: int) -> _Samples:
 
         async def receive(into: object = None) -> object:
             return await transport.recv_checkpoint(
-                *(0, metadata, step),
+                metadata=metadata,
+                step=step,
                 into=into,
                 direct=into is not None,
                 progress=seen.append,

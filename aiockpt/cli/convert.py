@@ -1,75 +1,172 @@
-"""``aiockpt convert``: a checkpoint as another kind of file, exactly or not at all."""
+"""``aiockpt convert``: a checkpoint as another kind of file, exactly or not at all.
+
+What was written is read back and compared before it gets its name.
+"""
 
 from __future__ import annotations
 
 import argparse
-import re
+import io
+import os
+import shlex
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from aiockpt.cli.options import Commands, add_overwrite_option, local_path, step
+import torch
+
+from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
+from aiockpt.checkpointers.reader import CheckpointReader
+from aiockpt.checkpointers.writer import CheckpointWriter
+from aiockpt.cli.arguments import UsageError
+from aiockpt.cli.paths import one_file, pointing_below
 from aiockpt.cli.text import printable
+from aiockpt.errors import StateDictError, StorageError
+from aiockpt.memory.arena import ArenaPool
+from aiockpt.state.equality import assert_same
+from aiockpt.storage.directory import MARKER, find_checkpoint
+from aiockpt.storage.files import named, open_locked, rename_to_new, sync_directory
+from aiockpt.storage.partfile import TAKEN, check_target
+from aiockpt.storage.write import PlainSource, write_source
+from aiockpt.transfer.live import LiveState
 
-__all__ = ["configure", "run"]
+__all__ = ["run"]
 
-_FORMS = (".pt", ".safetensors")
-_SUFFIX = re.compile(r"\.[a-z][a-z0-9_]*")  # "llama-3.1" has none
-
-
-def configure(commands: Commands) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "convert",
-        help="convert a checkpoint from or to .pt and plain safetensors",
-        description="Convert a checkpoint. FROM is a checkpoint directory, any "
-        "safetensors file, a directory of such, or a file of torch.save. TO says by "
-        "its name what it becomes: .pt for torch.save, .safetensors for a plain file "
-        "of any tool's, a name without a suffix (or that ends with a slash) for a "
-        "checkpoint directory. What was written is read back and compared, so a "
-        "conversion is exact, or refused.",
-    )
-    parser.add_argument("source", metavar="FROM", type=local_path)
-    parser.add_argument("target", metavar="TO", type=_target)
-    add_overwrite_option(parser)
-    parser.add_argument(
-        "--rank",
-        type=step,
-        metavar="N",
-        help="of a checkpoint by several ranks",
-    )
-    parser.add_argument(
-        "--step",
-        type=step,
-        metavar="N",
-        help="the step of a checkpoint directory (the number at the end of its name)",
-    )
-    parser.set_defaults(run=run)
-
-
-def _target(text: str) -> Path:
-    """Return what is to be written; a suffix that means nothing is refused."""
-    path = Path(text)
-    suffix = path.suffix.lower()
-    known = suffix in _FORMS or _SUFFIX.fullmatch(suffix) is None
-    if known or text.endswith("/"):
-        return path
-    raise argparse.ArgumentTypeError(
-        f"{text!r} has the suffix of no known kind of file: name a file .pt or "
-        f".safetensors, or write {text + '/'!r} for a checkpoint directory"
-    )
+_ALONE = RankInfo(0, 1)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert; the summary goes to stderr."""
-    from aiockpt.cli.conversion import convert
+    """Write what the source holds, in the form that the target's name asks for.
 
+    Raises:
+        StorageError: it cannot be read or written, or the target is there already.
+        StateDictError: the other form cannot hold it exactly; nothing was written.
+        UsageError: ``--rank`` or ``--step`` mean nothing here.
+    """
+    source: Path = arguments.source
     target: Path = arguments.target
-    convert(
-        arguments.source,
-        target,
-        rank=arguments.rank,
-        step=arguments.step,
-        replace=arguments.overwrite,
-    )
+    rank, step, replace = arguments.rank, arguments.step, arguments.overwrite
+    write = _FORMS.get(target.suffix.lower())
+    if write is None:
+        _check_directory(target, replace=replace)
+        state = _load(source, rank)
+        writer = CheckpointWriter(CheckpointWriterConfig(), _ALONE)
+        writer.write(target, state, step=step)
+        _compare(target, state)
+    elif step is not None:
+        raise UsageError("--step is for checkpoint directories")
+    else:
+        file = check_target(target, replace=replace)
+        try:
+            _write_file(file, _load(source, rank), write, replace=replace)
+        except StateDictError as error:
+            command = ["aiockpt", "convert", str(source), str(target.with_suffix(""))]
+            command += [] if rank is None else ["--rank", str(rank)]
+            how = f"to convert it to a checkpoint directory: {shlex.join(command)}"
+            raise StateDictError(f"{source}: {error}; {how}") from error
     print(f"wrote {printable(str(target))}", file=sys.stderr)
     return 0
+
+
+def _check_directory(target: Path, *, replace: bool) -> None:
+    if not os.path.lexists(target):
+        return
+    if not replace:
+        raise StorageError(str(target), TAKEN)
+    if find_checkpoint(target) is None:
+        detail = "it is no checkpoint, and --overwrite replaces nothing else"
+        raise StorageError(str(target), detail)
+
+
+def _load(source: Path, rank: int | None) -> Any:
+    with named(source):
+        if source.is_file() or (source / MARKER).exists():
+            source, rank = one_file(source, rank), None
+    with pointing_below(source):
+        return _read(source, rank=rank)
+
+
+def _read(path: Path, *, rank: int | None = None) -> Any:
+    return CheckpointReader(_ALONE).read(path, mmap=True, rank=rank)[0]
+
+
+def _write_file(
+    target: Path,
+    state: Any,
+    write: Callable[[Path, int, Any], None],
+    *,
+    replace: bool,
+) -> None:
+    """Write a file under another name, and rename it when it is found to be exact."""
+    temporary = target.with_name(f".{target.name}.tmp")
+    with named(target), _opened_locked(temporary) as fd:
+        write(target, fd, state)
+        _compare(temporary, state)
+        os.fsync(fd)
+        (os.replace if replace else rename_to_new)(temporary, target)
+        sync_directory(target.parent)
+
+
+@contextmanager
+def _opened_locked(temporary: Path) -> Iterator[int]:
+    """Open what a dead conversion may have left; if the block fails, remove it."""
+    fd = open_locked(temporary, busy="another process is writing it", empty=True)
+    try:
+        yield fd
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+        os.close(fd)
+
+
+class _Noting(io.FileIO):
+    """A file that remembers why it could not be written: torch says something else."""
+
+    failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            rest = memoryview(data).cast("B")
+            while rest:
+                rest = rest[super().write(rest) or 0 :]
+        except OSError as error:
+            self.failure = error
+            raise
+        return len(memoryview(data).cast("B"))
+
+
+def _write_torch(path: Path, fd: int, state: Any) -> None:
+    with named(path), _Noting(fd, "wb", closefd=False) as file:
+        try:
+            torch.save(state, file)  # noqa: TID251 - somebody else's format was asked for
+        except Exception as error:
+            # Taken from the file, which torch keeps for ever after a failure.
+            failure, file.failure = file.failure, None
+            if failure is not None:
+                raise failure from None
+            raise StateDictError(f"torch cannot save it: {error}") from error
+
+
+def _write_plain(path: Path, fd: int, state: Any) -> None:
+    pool = ArenaPool(keep=0)
+    with LiveState(
+        state, step=0, chunk_bytes=1 << 20, allow_pickle=False, pool=pool
+    ) as live:
+        write_source(path, fd, PlainSource(live, state), durable=False)
+
+
+_FORMS = {".pt": _write_torch, ".safetensors": _write_plain}
+
+
+def _compare(path: Path, state: Any) -> None:
+    try:
+        found = _read(path)
+        if path.name.endswith(".safetensors.tmp"):  # its tensors have no order
+            found = {name: found[name] for name in state}
+        assert_same(found, state)
+    except (AssertionError, RecursionError, StorageError) as error:
+        why = error.detail if isinstance(error, StorageError) else error
+        detail = f"that form cannot hold it exactly: {why}"
+        raise StateDictError(detail) from error

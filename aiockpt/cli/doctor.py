@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Final
 
 import aiockpt
-from aiockpt.cli.options import Commands
 from aiockpt.cli.text import printable
 from aiockpt.runtime.system import available_memory, usable_cores
 
@@ -28,7 +27,6 @@ __all__ = [
     "Finding",
     "Settings",
     "as_text",
-    "configure",
     "describe_machine",
     "judge",
     "read_settings",
@@ -47,21 +45,6 @@ _NETWORK: Final = Path("/sys/class/net")
 _HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage")
 _QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")
 _SHM: Final = "/dev/shm"  # noqa: S108 - it is only asked for its size
-
-
-def configure(commands: Commands) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "doctor",
-        help="say what limits transfers on this machine",
-        description="Say what limits transfers on this machine, and what to set: a "
-        "line marked with ! has a remedy below. It changes nothing and measures "
-        "nothing: aiockpt bench measures this machine, and the line to another host.",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print everything as one JSON object"
-    )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,19 +8,13 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
 
-from aiockpt.cli.options import (
-    Commands,
-    UsageError,
-    add_client_options,
-    address,
-    one_file,
-    step,
-)
+from aiockpt.cli.arguments import Address, UsageError
+from aiockpt.cli.paths import one_file
 from aiockpt.cli.text import counted, format_bytes, format_table, printable
 from aiockpt.format.dtypes import CODES, itemsize
 from aiockpt.format.limits import FILE_LIMITS
@@ -37,7 +31,7 @@ from aiockpt.format.paths import Node, format_path
 from aiockpt.format.references import tensor_leaves
 from aiockpt.storage.checkpoint_file import read_header
 
-__all__ = ["configure", "outline", "run"]
+__all__ = ["outline", "run"]
 
 _FLAGS = {
     PARAMETER: "parameter",
@@ -48,25 +42,6 @@ _FLAGS = {
 }
 _DIGESTS_SHOWN = 8
 _MAX_LINES = 30
-
-
-def configure(commands: Commands) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "inspect",
-        help="show what a checkpoint holds",
-        description="Show the tensors, the tree and the digests of a checkpoint, at a "
-        "peer, in a checkpoint directory or in a file; any safetensors file will do. "
-        "Only its header is read.",
-    )
-    parser.add_argument(
-        "what", metavar="URL|PATH", help="a peer's URL, a directory, or a file"
-    )
-    parser.add_argument("--rank", type=step, metavar="N", help="of a directory")
-    parser.add_argument("--step", type=step, metavar="N", help="the step at a peer")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    add_client_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,45 +57,36 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read(arguments: argparse.Namespace) -> tuple[str, Manifest | ForeignHeader]:
     """Return the header, and a name for it that holds no token."""
-    what: str = arguments.what
-    if "://" not in what:
-        if arguments.step is not None:
-            raise UsageError("--step is for URLs: a file holds one step")
-        path = one_file(Path(what), arguments.rank)
-        return str(path), read_header(path, limits=FILE_LIMITS)
-    try:
-        peer = address(what)
-    except argparse.ArgumentTypeError as error:
-        raise UsageError(str(error)) from None
-    if arguments.rank is not None:
-        raise UsageError("--rank is for checkpoint directories")
-    arguments.urls = [peer]
-    return peer.source.base_url, asyncio.run(_ask(arguments))
+    what: Path | Address = arguments.what
+    if isinstance(what, Address):
+        if arguments.rank is not None:
+            raise UsageError("--rank is for checkpoint directories")
+        return what.source.base_url, asyncio.run(_ask(what, arguments))
+    if arguments.step is not None:
+        raise UsageError("--step is for URLs: a file holds one step")
+    path = one_file(what, arguments.rank)
+    return str(path), read_header(path, limits=FILE_LIMITS)
 
 
-async def _ask(arguments: argparse.Namespace) -> Manifest:
-    from aiockpt.cli.remote import peer_of
-    from aiockpt.runtime.lifetime import Deadline
+async def _ask(address: Address, arguments: argparse.Namespace) -> Manifest:
+    from aiockpt.cli.peer import open_peer  # needs aiohttp, and a file does not
 
-    async with (
-        Deadline(arguments.timeout, stop="fetch_manifest") as deadline,
-        peer_of(arguments) as peer,
-    ):
+    async with open_peer([address], arguments) as peer:
 
         async def find(step: int) -> Manifest:
-            return (await peer.find(step, deadline, wait=arguments.wait)).manifest
+            return (await peer.find(step)).manifest
 
-        return await peer.receive(find, deadline, wait=arguments.wait)
+        return await peer.receive(find)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """One line of the table."""
+    """One line of the table, and an object of the JSON document."""
 
     path: str
     dtype: str
     shape: tuple[int, ...]
-    nbytes: int
+    bytes: int
     entry: str
     flags: tuple[str, ...] = ()
 
@@ -139,7 +105,7 @@ def _as_json(name: str, header: Manifest | ForeignHeader) -> dict[str, object]:
         "source": name,
         "header_bytes": header.header_bytes,
         "segment_bytes": header.segment_bytes,
-        "tensors": [_tensor_object(tensor) for tensor in _tensors(header)],
+        "tensors": [asdict(tensor) for tensor in _tensors(header)],
     }
     if isinstance(header, ForeignHeader):
         return {"format": "safetensors", **report, "metadata": header.metadata}
@@ -152,17 +118,6 @@ def _as_json(name: str, header: Manifest | ForeignHeader) -> dict[str, object]:
         "tree": header.tree,
     }
     return {"format": "aiockpt", **report, **facts}
-
-
-def _tensor_object(tensor: _Tensor) -> dict[str, object]:
-    return {
-        "path": tensor.path,
-        "dtype": tensor.dtype,
-        "shape": list(tensor.shape),
-        "bytes": tensor.nbytes,
-        "entry": tensor.entry,
-        "flags": list(tensor.flags),
-    }
 
 
 def _tensors(header: Manifest | ForeignHeader) -> Iterator[_Tensor]:
@@ -222,7 +177,7 @@ def _table(header: Manifest | ForeignHeader) -> str:
             printable(tensor.path) or "(the whole)",
             tensor.dtype,
             " x ".join(map(str, tensor.shape)) or "scalar",
-            format_bytes(tensor.nbytes),
+            format_bytes(tensor.bytes),
             _remarks(tensor),
         )
         for tensor in _tensors(header)

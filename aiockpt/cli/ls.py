@@ -11,7 +11,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from aiockpt.cli.options import Commands, local_path
 from aiockpt.cli.text import counted, format_bytes, format_table, printable
 from aiockpt.errors import StorageError
 from aiockpt.storage.directory import (
@@ -22,22 +21,9 @@ from aiockpt.storage.directory import (
 )
 from aiockpt.storage.files import named
 
-__all__ = ["configure", "run"]
+__all__ = ["run"]
 
 _HEADS = ("NAME", "STEP", "RANKS", "SIZE", "SAVED")
-
-
-def configure(commands: Commands) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "ls",
-        help="list the checkpoints of a directory",
-        description="List the whole checkpoints in a directory by step. What looks "
-        "like one and is not whole, because a save did not finish, is named on stderr.",
-    )
-    parser.add_argument("directory", metavar="DIR", type=local_path)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

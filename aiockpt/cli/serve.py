@@ -15,71 +15,27 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
-from aiockpt.cli.options import (
-    Commands,
-    UsageError,
-    local_path,
-    one_file,
-    port,
-    step,
-)
+from aiockpt.checkpointers.config import RankInfo
+from aiockpt.checkpointers.reader import CheckpointReader
+from aiockpt.cli.arguments import UsageError
+from aiockpt.cli.paths import one_file
 from aiockpt.cli.text import format_bytes, printable
 from aiockpt.errors import CheckpointNotFoundError, LocalProtocolError, StorageError
 from aiockpt.format.limits import FILE_LIMITS
+from aiockpt.http.options import Auth, Server
 from aiockpt.http.protocol import parse_metadata
-from aiockpt.runtime.secrets import Token
+from aiockpt.http.transport import HTTPTransport
 from aiockpt.storage.directory import find_checkpoint, list_checkpoints
 from aiockpt.storage.files import named
+from aiockpt.storage.statefile import StateFile, read_state_file
 
-if TYPE_CHECKING:
-    from aiockpt.http.transport import HTTPTransport
-    from aiockpt.storage.statefile import StateFile
+__all__ = ["run"]
 
-__all__ = ["configure", "run"]
-
+_ENDS = (signal.SIGINT, signal.SIGTERM)
 _READABLE = re.compile(r".*\.safetensors|checkpoint_[0-9]+\.pt")
-
-
-def configure(commands: Commands) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "serve",
-        help="serve a checkpoint",
-        description="Serve a checkpoint until interrupted: a checkpoint directory, the "
-        "latest of a directory of such, a file (.safetensors, aiockpt's or any other; "
-        ".pt with tensors and plain values), or a directory of another tool's "
-        "safetensors files. Prints the commands that fetch it; whoever has them may.",
-    )
-    parser.add_argument("path", metavar="PATH", type=local_path)
-    parser.add_argument(
-        "--step", type=step, metavar="N", help="the step to serve it as (its own, or 0)"
-    )
-    parser.add_argument(
-        "--rank", type=step, metavar="N", help="of a checkpoint by several ranks"
-    )
-    _add_network_options(parser.add_argument_group("where"))
-    _add_access_options(parser.add_argument_group("who may fetch"))
-    parser.set_defaults(run=run)
-
-
-def _add_network_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--host", help="address to bind (every interface)")
-    group.add_argument("--port", type=port, default=0, help="port to bind (a free one)")
-    group.add_argument("--advertise", metavar="HOST", help="host name to tell others")
-    group.add_argument("--interface", help="network interface whose address to tell")
-
-
-def _add_access_options(group: argparse._ArgumentGroup) -> None:
-    who = group.add_mutually_exclusive_group()
-    who.add_argument(
-        "--token", type=Token, help="a token of your own, in place of a random one"
-    )
-    who.add_argument("--insecure", action="store_true", help="let anybody fetch")
-    group.add_argument("--tls-cert", metavar="FILE", help="serve https with it (PEM)")
-    group.add_argument("--tls-key", metavar="FILE", help="its key, if kept apart")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -123,13 +79,16 @@ async def _serve(
     state: object,
     number: int,
 ) -> None:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
     try:
-        await transport.send_checkpoint([], number, state, timeout=math.inf)
-        stop = _stop_signal()
+        await transport.send_checkpoint(step=number, state_dict=state, timeout=math.inf)
+        for each in _ENDS:
+            loop.add_signal_handler(each, stop.set)
         text = _announcement(arguments, chosen, transport.metadata(), number)
         print(text, flush=True)
         await stop.wait()
-        _die_of_the_next_signal()
+        for each in _ENDS:  # readers get a grace now; the next signal ends that, too
+            loop.remove_signal_handler(each)
     finally:
         await transport.shutdown()
 
@@ -137,9 +96,6 @@ async def _serve(
 def _transport(
     arguments: argparse.Namespace, context: ssl.SSLContext | None
 ) -> HTTPTransport[Any]:
-    from aiockpt.http.options import Auth, Server
-    from aiockpt.http.transport import HTTPTransport
-
     try:
         return HTTPTransport(
             advertise=arguments.advertise,
@@ -152,21 +108,6 @@ def _transport(
         )
     except (ValueError, LocalProtocolError) as error:
         raise UsageError(str(error)) from None
-
-
-def _stop_signal() -> asyncio.Event:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    return stop
-
-
-def _die_of_the_next_signal() -> None:
-    """Readers get a grace now; who interrupts again does not want to wait for it."""
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.remove_signal_handler(number)
 
 
 def _announcement(
@@ -260,10 +201,6 @@ class _Chosen:
 
     def read(self) -> StateFile:
         """Return the state dict; the digests of our own files are verified first."""
-        from aiockpt.checkpointers.config import RankInfo
-        from aiockpt.checkpointers.reader import CheckpointReader
-        from aiockpt.storage.statefile import StateFile, read_state_file
-
         if not self.file.is_dir():
             return read_state_file(self.file, limits=FILE_LIMITS)
         reader = CheckpointReader(RankInfo(0, 1))

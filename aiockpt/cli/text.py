@@ -108,28 +108,27 @@ class ProgressBar:
     Args:
         stream: Where to draw; a terminal gets a bar, anything else plain lines.
         quiet: Draw nothing.
+
+    Attributes:
+        last: What it was told last.
     """
 
     def __init__(self, stream: TextIO, *, quiet: bool = False) -> None:
+        self.last = Progress(stop="fetch_manifest")
         self._stream = stream
         self._quiet = quiet
         self._bar = not quiet and stream.isatty()
         self._pause = _FRAME if self._bar else _LINE_EVERY
-        self._last: Progress | None = None
+        self._moves = False
         self._next = time.monotonic() + (0 if self._bar else self._pause)
 
     def __call__(self, progress: Progress) -> None:
         """Show ``progress``, unless the last one was shown a moment ago."""
-        self._last = progress
+        self.last, self._moves = progress, True
         now = time.monotonic()
         if not self._quiet and now >= self._next:
             self._next = now + self._pause
-            self._draw(progress)
-
-    @property
-    def chunks_done(self) -> int:
-        """How many chunks have been verified, as far as it was told."""
-        return self._last.chunks_done if self._last is not None else 0
+            self._draw()
 
     def note(self, text: str) -> None:
         """Write a line of text, above the bar."""
@@ -138,16 +137,16 @@ class ProgressBar:
 
     def close(self) -> None:
         """Leave the bar as it was in the end, and the cursor on a line of its own."""
-        if self._bar and self._last is not None:
-            self._draw(self._last)
+        if self._bar and self._moves:
+            self._draw()
             self._write("\n")
-        self._last = None
+        self._moves = False
 
-    def _draw(self, progress: Progress) -> None:
+    def _draw(self) -> None:
         if self._bar:
-            self._write(_CLEAR + render(progress, self._width() - 1))
+            self._write(_CLEAR + render(self.last, self._width() - 1))
         else:
-            self._write(f"{render(progress, 200)}\n")
+            self._write(f"{render(self.last, 200)}\n")
 
     def _write(self, text: str) -> None:
         try:

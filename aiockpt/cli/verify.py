@@ -1,39 +1,37 @@
-"""``aiockpt verify``: every chunk of a file, or of a checkpoint, by its digest."""
+"""``aiockpt verify``: every chunk of a checkpoint, by its digest."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import mmap
 import sys
 from pathlib import Path
 
-from aiockpt.cli.options import Commands, checkpoint_or_file, local_path
+from aiockpt.cli.arguments import Address, UsageError
+from aiockpt.cli.paths import checkpoint_or_file
 from aiockpt.cli.text import counted, format_bytes, printable
 from aiockpt.errors import IntegrityError
 from aiockpt.format.limits import FILE_LIMITS
 from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.storage.checkpoint_file import read_header, verify_chunks
 
-__all__ = ["configure", "run"]
+__all__ = ["run"]
 
 _SHOWN = 10
-
-
-def configure(commands: Commands) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "verify",
-        help="verify every chunk of a file or a checkpoint directory",
-        description="Verify the header and every chunk of a file that aiockpt wrote, "
-        "or of all files of a checkpoint directory. Fails if something is damaged, and "
-        "if the file has no digests, as those of other tools have none.",
-    )
-    parser.add_argument("file", metavar="PATH", type=local_path)
-    parser.set_defaults(run=run)
+_WINDOW = 256 << 20  # bytes of a peer's checkpoint that are in memory at a time
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify everything, also after the first damage."""
-    found = checkpoint_or_file(arguments.file)
+    what: Path | Address = arguments.what
+    if isinstance(what, Address):
+        manifest = asyncio.run(_read_all(what, arguments))
+        print(_intact(what.source.base_url, manifest))
+        return 0
+    if arguments.step is not None:
+        raise UsageError("--step is for URLs: a file holds one step")
+    found = checkpoint_or_file(what)
     if isinstance(found, Path):
         return _verify(found)
     codes = [
@@ -46,25 +44,25 @@ def run(arguments: argparse.Namespace) -> int:
 def _verify(path: Path, *, expected: str | None = None) -> int:
     """Verify one file; ``expected`` is the snapshot that it must be."""
     header = read_header(path, limits=FILE_LIMITS)
-    shown = printable(str(path))
     if isinstance(header, ForeignHeader):
-        detail = "well formed, but it has no digests to verify"
-        print(f"aiockpt: error: {shown}: {detail}", file=sys.stderr)
-        return 1
-    if expected not in (None, header.snapshot_id):
-        detail = f"it is snapshot {header.snapshot_id}, the marker names {expected}"
-        print(f"aiockpt: error: {shown}: {detail}", file=sys.stderr)
-        return 1
-    damage = list(verify_chunks(path, header))
-    if damage:
-        print(f"aiockpt: error: {shown}: {_describe(damage, header)}", file=sys.stderr)
-        return 1
-    print(
-        f"{shown}: {counted(len(header.grid), 'chunk')} of "
-        f"{format_bytes(header.chunk_bytes)} and "
-        f"the header are intact; step {header.step}, snapshot {header.snapshot_id}"
+        wrong = "well formed, but it has no digests to verify"
+    elif expected not in (None, header.snapshot_id):
+        wrong = f"it is snapshot {header.snapshot_id}, the marker names {expected}"
+    elif damage := list(verify_chunks(path, header)):
+        wrong = _describe(damage, header)
+    else:
+        print(_intact(str(path), header))
+        return 0
+    print(f"aiockpt: error: {printable(str(path))}: {wrong}", file=sys.stderr)
+    return 1
+
+
+def _intact(name: str, manifest: Manifest) -> str:
+    return (
+        f"{printable(name)}: {counted(len(manifest.grid), 'chunk')} of "
+        f"{format_bytes(manifest.chunk_bytes)} and the header are intact; "
+        f"step {manifest.step}, snapshot {manifest.snapshot_id}"
     )
-    return 0
 
 
 def _describe(damage: list[IntegrityError], manifest: Manifest) -> str:
@@ -81,3 +79,51 @@ def _describe(damage: list[IntegrityError], manifest: Manifest) -> str:
         more = ", ..." if len(others) > _SHOWN else ""
         text += f"; {len(others)} more are damaged: {named}{more}"
     return text
+
+
+# ---------------------------------------------------------------------------- a peer
+
+
+class _Window:
+    """Memory for some of the chunks, which is used again for those after them."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.start = 0
+        self._memory = memoryview(mmap.mmap(-1, max(nbytes, 1)))
+
+    def buffers(self, start: int, stop: int) -> list[memoryview]:
+        """Return where the bytes ``[start, stop)`` of the data segment go."""
+        return [self._memory[start - self.start : stop - self.start]]
+
+
+async def _read_all(address: Address, arguments: argparse.Namespace) -> Manifest:
+    """Receive every chunk, which verifies it, and keep none.
+
+    If cancelled, nothing is left behind.
+
+    Raises:
+        IntegrityError: a chunk came three times with a wrong digest.
+    """
+    from aiockpt.cli.peer import open_peer  # needs aiohttp, and a file does not
+    from aiockpt.transfer.source import PlainTarget
+
+    async with open_peer([address], arguments) as peer:
+
+        async def read(step: int) -> Manifest:
+            found = await peer.find(step, keep=True)
+            manifest = found.manifest
+            count = len(manifest.grid)
+            many = max(_WINDOW // manifest.chunk_bytes, 1)
+            window = _Window(min(many * manifest.chunk_bytes, manifest.segment_bytes))
+            target = PlainTarget(window)
+            peer.deadline.stop = "fetch_chunk"
+            async with peer.reading(found) as sources:
+                for first in range(0, count, many):
+                    chunks = range(first, min(first + many, count))
+                    window.start = manifest.grid.range(first)[0]
+                    await sources.fetch_chunks(
+                        manifest.outline, target, chunks, on_progress=lambda *_: None
+                    )
+            return manifest
+
+        return await peer.receive(read)

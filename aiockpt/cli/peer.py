@@ -1,4 +1,4 @@
-"""A peer as the command line sees it; needs aiohttp, and no torch."""
+"""The senders that a command's URLs name; needs aiohttp, and no torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple, TypeVar
 
-from aiockpt.cli.options import Address, UsageError
+from aiockpt.cli.arguments import Address, UsageError
 from aiockpt.cli.text import format_bytes
 from aiockpt.errors import (
     AiockptError,
@@ -32,7 +31,7 @@ from aiockpt.http.sources import Sources, distinct
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
 
-__all__ = ["Found", "Peer", "peer_of"]
+__all__ = ["Found", "Peer", "open_peer"]
 
 V = TypeVar("V")
 
@@ -45,88 +44,105 @@ class Found(NamedTuple):
     """A checkpoint, and who has it."""
 
     manifest: Manifest
-    origin: Sources
+    sources: Sources
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Where to fetch, which step (None: what is served), and by what means."""
+    """One sender of a checkpoint, or several, and how they are asked.
+
+    Attributes:
+        sources: Where they are.
+        step: Which step was named; None: what is served now.
+        wait: Seconds that a sender, or a step, may take to appear.
+        config: How clients behave that read a checkpoint.
+        bridge: Threads for what blocks.
+        deadline: Of the whole command.
+    """
 
     sources: list[Source]
     step: int | None
+    wait: float
     config: ClientConfig
     bridge: Bridge
+    deadline: Deadline
 
-    def client(self, *, reconnect: float) -> CheckpointClient:
-        """Return a client that tries for ``reconnect`` seconds to reach the peer."""
-        config = replace(self.config, reconnect_timeout=reconnect)
-        return CheckpointClient(config, None, run=self.bridge.run)
-
-    async def receive(
-        self,
-        receive: Callable[[int], Awaitable[V]],
-        deadline: Deadline,
-        *,
-        wait: float,
-    ) -> V:
+    async def receive(self, receive: Callable[[int], Awaitable[V]]) -> V:
         """Await ``receive`` with the step that was named, or with what is served now.
 
         When the sender replaces what is served now, ``receive`` is called with the
-        newest step. A peer or a step may take ``wait`` seconds to appear.
+        newest step.
         """
         if self.step is not None:
             return await receive(self.step)
-        find = partial(self._newest, deadline, wait=wait)
-        return (await chase(find, receive, pause=asyncio.sleep))[1]
+        return (await chase(self._newest, receive, pause=asyncio.sleep))[1]
 
-    async def find(self, step: int, deadline: Deadline, *, wait: float) -> Found:
-        """Return a checkpoint; the peer or the step may take ``wait`` seconds to come.
+    async def find(self, step: int, *, keep: bool = False) -> Found:
+        """Return a checkpoint; ``keep`` asks the senders not to drop it meanwhile.
 
-        ``deadline`` is told what is looked for, and what went wrong.
+        The deadline's message then says what was looked for, and what went wrong.
 
         Raises:
             StepNotFoundError: it is not served by then, or a newer step is.
             LimitExceededError: it is larger than ``--max-size``, or absurd.
         """
-        last = _now() + wait
+        last = _now() + self.wait
+        lease = Lease.begin(self.deadline.when) if keep else None
 
         def give_up(error: AiockptError) -> None:
-            deadline.last_error = str(error)
+            self.deadline.last_error = str(error)
             # The client itself would wait for the step until it is cancelled.
-            if isinstance(error, StepNotFoundError) and _late(last):
+            if isinstance(error, StepNotFoundError) and _now() >= last:
                 raise error
 
-        async with aclosing(self.client(reconnect=wait)) as client:
-            origin = Sources.of(client, self.sources)
-            deadline.what = f"step {step} from {origin.name}"
+        async with aclosing(self.client(reconnect=self.wait)) as client:
+            sources = Sources.of(
+                client, [replace(each, lease=lease) for each in self.sources]
+            )
+            self.deadline.what = f"step {step} from {sources.name}"
             try:
-                reply = await origin.fetch_manifest(
-                    step, deadline=min(last, deadline.when), on_retry=give_up
+                reply = await sources.fetch_manifest(
+                    step, deadline=min(last, self.deadline.when), on_retry=give_up
                 )
             except LimitExceededError as error:
                 if error.limit != self.config.limits.max_bytes:
                     raise
                 limit, actual = error.limit, error.actual
                 raise _TooLargeError(error.what, limit=limit, actual=actual) from error
-        return Found(reply.manifest, origin)
+        return Found(reply.manifest, sources)
 
-    async def _newest(self, deadline: Deadline, *, wait: float) -> int:
-        last = _now() + wait
+    @asynccontextmanager
+    async def reading(self, found: Found) -> AsyncIterator[Sources]:
+        """Give what reads the chunks of a checkpoint; end its lease afterwards."""
+        async with aclosing(self.client()) as client:
+            sources = found.sources.through(client)
+            yield sources
+            await sources.end_lease(found.manifest.step)
+
+    def client(self, *, reconnect: float | None = None) -> CheckpointClient:
+        """Return a client that tries for ``reconnect`` seconds to reach the peer."""
+        config = self.config
+        if reconnect is not None:
+            config = replace(config, reconnect_timeout=reconnect)
+        return CheckpointClient(config, None, run=self.bridge.run)
+
+    async def _newest(self) -> int:
+        last = _now() + self.wait
 
         def note(error: AiockptError) -> None:
-            deadline.last_error = str(error)
+            self.deadline.last_error = str(error)
 
-        async with aclosing(self.client(reconnect=wait)) as client:
-            origin = Sources.of(client, self.sources)
-            deadline.what = f"a checkpoint from {origin.name}"
+        async with aclosing(self.client(reconnect=self.wait)) as client:
+            sources = Sources.of(client, self.sources)
+            self.deadline.what = f"a checkpoint from {sources.name}"
 
             async def ask() -> LatestInfo | None:
                 left = max(last - _now(), 0.0)
                 try:
-                    return await origin.fetch_latest(wait=left, on_retry=note)
+                    return await sources.fetch_latest(wait=left, on_retry=note)
                 except StepNotFoundError as error:
                     note(error)
-                    if _late(last):
+                    if _now() >= last:
                         raise
                 return None
 
@@ -145,30 +161,44 @@ class _TooLargeError(LimitExceededError):
 
 
 @asynccontextmanager
-async def peer_of(
-    arguments: argparse.Namespace, lease: Lease | None = None
+async def open_peer(
+    addresses: Sequence[Address], arguments: argparse.Namespace
 ) -> AsyncIterator[Peer]:
-    """Give the peer that a command's arguments name; end its threads afterwards.
-
-    ``lease`` keeps what is received while newer steps are published.
+    """Give the peer that URLs name, until the deadline of ``--timeout``.
 
     Raises:
         UsageError: the arguments contradict each other.
+        StorageError: there is no certificate to trust.
     """
-    given: list[Address] = arguments.urls
-    step = _step_of(given, getattr(arguments, "step", None))
+    options = vars(arguments)  # not all commands have all options
+    step = _step_of(addresses, options.get("step"))
     patience = PATIENCE if step is None else math.inf
+    sources = distinct(each.source for each in addresses)
+    timeout = options.get("timeout", math.inf)
+    try:
+        known = find_credentials(arguments.token, insecure=False, env=os.environ)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    config = ClientConfig(
+        max_concurrency=_CONNECTIONS,
+        stall_timeout=_STALL_TIMEOUT,
+        connect_timeout=_STALL_TIMEOUT,
+        reconnect_timeout=arguments.reconnect,
+        token=known.token if known.shared else None,
+        limits=Limits(max_bytes=options.get("max_size")),
+        ssl_context=_trusting(arguments.cafile),
+    )
     bridge = Bridge(threads=_THREADS, name="aiockpt")
     try:
-        yield Peer(
-            [
-                replace(each, lease=lease, patience=patience)
-                for each in distinct(a.source for a in given)
-            ],
-            step,
-            _config_of(arguments),
-            bridge,
-        )
+        async with Deadline(timeout, stop="fetch_manifest") as deadline:
+            yield Peer(
+                [replace(each, patience=patience) for each in sources],
+                step,
+                options.get("wait", 0.0),
+                config,
+                bridge,
+                deadline,
+            )
     finally:
         bridge.close()
 
@@ -182,23 +212,6 @@ def _step_of(given: Sequence[Address], step: int | None) -> int | None:
             f"the URL names step {named[0]} and --step says {step}; leave one out"
         )
     return named[0] if named else step
-
-
-def _config_of(arguments: argparse.Namespace) -> ClientConfig:
-    try:
-        known = find_credentials(arguments.token, insecure=False, env=os.environ)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    return ClientConfig(
-        max_concurrency=_CONNECTIONS,
-        stall_timeout=_STALL_TIMEOUT,
-        connect_timeout=_STALL_TIMEOUT,
-        reconnect_timeout=arguments.reconnect,
-        token=known.token if known.shared else None,
-        limits=Limits(max_bytes=getattr(arguments, "max_size", None)),
-        ssl_context=_trusting(arguments.cafile),
-        fast_path=True,
-    )
 
 
 def _trusting(cafile: str | None) -> ssl.SSLContext | None:
@@ -216,7 +229,3 @@ def _trusting(cafile: str | None) -> ssl.SSLContext | None:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _late(deadline: float) -> bool:
-    return _now() >= deadline

@@ -1,0 +1,81 @@
+"""``aiockpt follow``: each newer step of a trainer, as a file of its own."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from contextlib import aclosing
+from pathlib import Path
+
+from aiockpt.cli.arguments import UsageError
+from aiockpt.cli.fetch import save
+from aiockpt.cli.peer import open_peer
+from aiockpt.cli.text import ProgressBar
+from aiockpt.errors import TransportError
+from aiockpt.format.limits import FILE_LIMITS
+from aiockpt.http.manifests import SUPERSEDED, Steps, chase
+from aiockpt.runtime.lifetime import Lifetime
+from aiockpt.storage.checkpoint_file import read_header
+from aiockpt.storage.files import named
+from aiockpt.storage.partfile import check_target
+
+__all__ = ["run"]
+
+_SURVIVES = (*SUPERSEDED, TransportError)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Fetch until interrupted; print the name of each file once it is complete."""
+    if arguments.url.step is not None:
+        raise UsageError(f"the URL names step {arguments.url.step}; leave it out")
+    with named(arguments.output):
+        arguments.output.mkdir(exist_ok=True)
+    bar = ProgressBar(sys.stderr, quiet=arguments.quiet)
+    try:
+        asyncio.run(_follow(arguments, bar))
+    finally:
+        bar.close()
+    raise AssertionError("it is endless")
+
+
+async def _follow(arguments: argparse.Namespace, bar: ProgressBar) -> None:
+    """Fetch what is served, and then each newer step.
+
+    If cancelled, what was verified of the last step stays in its part file.
+    """
+    place: Path = arguments.output
+    async with (
+        open_peer([arguments.url], arguments) as peer,
+        aclosing(peer.client()) as client,
+    ):
+        steps = Steps(client, peer.sources[0], Lifetime("the command"), after=None)
+
+        async def fetch(step: int) -> Path:
+            target = place / f"step-{step}.safetensors"
+            try:
+                found = await peer.find(step, keep=True)
+                if await peer.bridge.run(_holds, target, found.manifest.snapshot_id):
+                    return target
+                check_target(target, replace=arguments.overwrite)
+                bar.note(
+                    await save(peer, found, target, bar, replace=arguments.overwrite)
+                )
+            except _SURVIVES:
+                steps.again()
+                raise
+            return target
+
+        while True:
+            _, target = await chase(
+                steps.__anext__, fetch, pause=client.pause, survives=_SURVIVES
+            )
+            print(target, flush=True)
+
+
+def _holds(path: Path, snapshot: str) -> bool:
+    """Tell whether a file is there that an earlier run has fetched whole."""
+    if not path.exists():
+        return False
+    header = read_header(path, limits=FILE_LIMITS)
+    return getattr(header, "snapshot_id", None) == snapshot
