@@ -17,16 +17,17 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import aiohttp
 from aiohttp import ClientResponse, StreamReader
 
 from aiockpt.errors import LocalProtocolError
+from aiockpt.http.chunk_run import ChunkRun, Place
 from aiockpt.http.sockets import MIN_TURN_BYTES, Turn, duplicate
 from aiockpt.runtime.bridge import Bridge
 
-__all__ = ["BodyWriter", "Buffers", "Observer", "read_body"]
+__all__ = ["BodyWriter", "Buffers", "read_body"]
 
 Buffers: TypeAlias = Callable[[int, int], Sequence[memoryview]]
 
@@ -50,19 +51,6 @@ _KNOWN_SYSTEM = sys.platform != "win32"
 _NEEDED = ("set_protocol", "get_protocol", "pause_reading", "resume_reading", "abort")
 
 
-class Observer(Protocol):
-    """Sees bytes as they come, in order, while they are in the processor's cache."""
-
-    def take(self, data: memoryview) -> bool:
-        """See bytes; say whether they should be put in their place now."""
-
-    def placed(self) -> None:
-        """Learn that all that was taken is in its place."""
-
-    def note(self) -> None:
-        """Make known, on the loop, what was placed."""
-
-
 class BodyWriter:
     """Writes the bytes of a body into memory, in order, as they arrive.
 
@@ -76,11 +64,13 @@ class BodyWriter:
             ``B``, in order.
         start: The first byte to write.
         stop: The byte after the last one.
-        observer: Sees the bytes as they come.
+        run: Digests the bytes as they come, while they are in the processor's cache.
 
     Attributes:
         size: How many bytes there are to write.
         filled: How many have come.
+        place: How much has come of the chunk that the run has reached, or of all; as
+            of the last `report`.
     """
 
     __slots__ = (
@@ -88,12 +78,13 @@ class BodyWriter:
         "_asked",
         "_buffers",
         "_index",
-        "_observer",
         "_offset",
+        "_run",
         "_scratch",
         "_staged",
         "_stop",
         "filled",
+        "place",
         "size",
     )
 
@@ -102,17 +93,18 @@ class BodyWriter:
         buffers: Buffers,
         start: int,
         stop: int,
-        observer: Observer | None = None,
+        run: ChunkRun | None = None,
     ) -> None:
         self.size = stop - start
         self.filled = 0
         self._ask = buffers
-        self._observer = observer
+        self._run = run
         self._asked, self._stop = start, stop
         self._buffers: Sequence[memoryview] = ()
         self._index = self._offset = 0
         self._scratch: memoryview | None = None
         self._staged = 0
+        self.place = self._reached()
         self._settle()
 
     @property
@@ -140,18 +132,19 @@ class BodyWriter:
         """Note that ``count`` bytes are in what was returned.
 
         Returns:
-            Whether the observer has something to `report`.
+            Whether a chunk has ended, so that there is something to `report`.
         """
         self.filled += count
         wanted = self._staged_more(count) if self._scratch else self._came(count)
-        if wanted and self._observer is not None:
-            self._observer.placed()
+        if wanted and self._run is not None:
+            self._run.placed()
         return wanted
 
     def report(self) -> None:
-        """Have the observer make known what was placed, on the loop."""
-        if self._observer is not None:
-            self._observer.note()
+        """Have the run make known, on the loop, which chunks were placed."""
+        if self._run is not None:
+            self._run.note()
+        self.place = self._reached()
 
     def write(self, data: bytes | memoryview) -> None:
         """Copy ``data``, which is no longer than what remains."""
@@ -159,10 +152,9 @@ class BodyWriter:
         view = memoryview(data)
         self._scatter(view)
         self.filled += len(data)
-        if self._observer is not None:
-            if self._observer.take(view):
-                self._observer.placed()
-            self._observer.note()
+        if self._run is not None and self._run.take(view):
+            self._run.placed()
+        self.report()
 
     def close(self) -> None:
         """Bring all bytes to their place and let go of the memory; idempotent.
@@ -171,7 +163,17 @@ class BodyWriter:
         too, which its owner may want to unmap.
         """
         self._flush()
-        self._buffers, self._ask, self._observer = (), _no_buffers, None
+        if self._ask is _no_buffers:
+            return
+        try:
+            self.report()
+        finally:
+            self._buffers, self._ask, self._run = (), _no_buffers, None
+
+    def _reached(self) -> Place:
+        if self._run is None:
+            return Place(None, self.filled, self.size)
+        return self._run.place()
 
     def _flush(self) -> None:
         if self._scratch is not None:
@@ -193,7 +195,7 @@ class BodyWriter:
     def _staged_more(self, count: int) -> bool:
         assert self._scratch is not None
         start, self._staged = self._staged, self._staged + count
-        wanted = self._observe(self._scratch[start : self._staged])
+        wanted = self._digest(self._scratch[start : self._staged])
         if wanted or self._staged == len(self._scratch):
             self._flush()
         return wanted
@@ -204,12 +206,12 @@ class BodyWriter:
             piece = self._next_whole()[:count]
             self._offset += len(piece)
             count -= len(piece)
-            wanted |= self._observe(piece)
+            wanted |= self._digest(piece)
             self._settle()
         return wanted
 
-    def _observe(self, data: memoryview) -> bool:
-        return self._observer is not None and self._observer.take(data)
+    def _digest(self, data: memoryview) -> bool:
+        return self._run is not None and self._run.take(data)
 
     def _small_ahead(self) -> int:
         """Return the bytes of the small buffers ahead; 0 if there is at most one."""
@@ -277,25 +279,38 @@ async def read_body(
         ConnectionError: the connection ended before the body did.
         aiohttp.ClientError: as aiohttp found it.
     """
-    content = response.content
-    connection = _plain_connection(response) if threads is not None else None
+    content, direct = response.content, None
     try:
+        connection = _plain_connection(response) if threads is not None else None
         if connection is not None:
             # Reading may make the parser give out more, and the transport resume.
             # Nothing arrives in between, because nothing here awaits.
             while data := content.read_nowait():
                 writer.write(data)
-            if content.is_eof() or connection.transport.is_closing():
-                connection = None  # what is left to come is an error
-        if connection is None or threads is None:
+            # Once the body has ended, what is left to come is an error.
+            if not (content.is_eof() or connection.transport.is_closing()):
+                direct = _DirectReader(writer, connection, threads)
+        if direct is None or threads is None:
             while writer.remaining:
                 data = await content.readany()
                 if not data:
                     raise ConnectionResetError("the body ended early")
                 writer.write(data)
-        else:
-            await _DirectReader(writer, connection, threads).run()
-            content.feed_eof()  # aiohttp takes the connection back
+            return
+        with direct as sock:
+            await direct.read_on_loop()
+            while writer.remaining:
+                # Other requests may have taken the last free thread meanwhile.
+                if sock is not None and threads.free:
+                    await threads.run(
+                        _receive, sock, writer, direct.report_soon, Turn()
+                    )
+                    direct.report()
+                    direct.check()
+                if writer.remaining:
+                    direct.resume()  # for more, or for why there is none
+                    await direct.read_on_loop()
+        content.feed_eof()  # aiohttp takes the connection back
     except BaseException:
         response.close()  # never to the pool: nobody knows what is still to come
         raise
@@ -328,13 +343,13 @@ def _plain_connection(response: ClientResponse) -> _Connection | None:
 
 
 class _DirectReader(asyncio.BufferedProtocol):
-    """Takes the place of aiohttp's protocol while a body arrives."""
+    """Takes the place of aiohttp's protocol for a block, while a body arrives."""
 
     def __init__(
-        self, writer: BodyWriter, connection: _Connection, threads: Bridge
+        self, writer: BodyWriter, connection: _Connection, threads: Bridge | None
     ) -> None:
         self._writer = writer
-        self._connection = connection
+        self._transport, self._protocol = connection
         self._threads = threads
         self._loop = asyncio.get_running_loop()
         self._sock: socket.socket | None = None
@@ -342,54 +357,46 @@ class _DirectReader(asyncio.BufferedProtocol):
         self._lost: Exception | None = None
         self._failed: Exception | None = None
 
-    async def run(self) -> None:
-        """Receive until the writer is full, then give the protocol back.
-
-        A thread takes a turn whenever bytes have come.
-        """
-        writer, transport = self._writer, self._connection.transport
-        if writer.remaining >= MIN_TURN_BYTES:
-            self._sock = duplicate(transport)
+    def __enter__(self) -> socket.socket | None:
+        """Take over; return a socket for threads, where that is worth a descriptor."""
+        if self._writer.remaining >= MIN_TURN_BYTES:
+            self._sock = duplicate(self._transport)
         self._install(self)
-        try:
-            await self._read_on_loop()
-            while writer.remaining:
-                # Other requests may have taken the last free thread meanwhile.
-                if self._sock is not None and self._threads.free:
-                    await self._threads.run(
-                        _receive, self._sock, writer, self._report_soon, Turn()
-                    )
-                    self._report()
-                    self._check()
-                if writer.remaining:
-                    transport.resume_reading()  # for more, or why there is none
-                    await self._read_on_loop()
-        except BaseException:
-            transport.abort()  # from here on no byte is received
-            raise
-        finally:
-            self._install(self._connection.protocol)
-            if self._sock is not None:
-                self._sock.close()
+        return self._sock
 
-    async def _read_on_loop(self) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Give the connection back; after a failure, no byte is received any more."""
+        if kind is not None:
+            self._transport.abort()
+        self._install(self._protocol)
+        if self._sock is not None:
+            self._sock.close()
+
+    def resume(self) -> None:
+        """Have the loop receive again."""
+        self._transport.resume_reading()
+
+    async def read_on_loop(self) -> None:
         """Receive until all has come, or a thread could go on; then reading pauses."""
         self._waiter = self._loop.create_future()
         if self._lost is not None:
             self._wake()
         await self._waiter
-        self._check()
+        self.check()
 
-    def _report_soon(self) -> None:
-        self._loop.call_soon_threadsafe(self._report)
+    def report_soon(self) -> None:
+        """Have the loop `report`; for a thread."""
+        self._loop.call_soon_threadsafe(self.report)
 
-    def _report(self) -> None:
+    def report(self) -> None:
+        """Make known what came; an error is for `check` to raise."""
         try:
             self._writer.report()
         except Exception as error:  # noqa: BLE001 - belongs to the caller, not the loop
             self._failed = error
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise what has gone wrong, if the body is not whole."""
         if self._failed is not None:
             raise self._failed
         if self._lost is not None and self._writer.remaining:
@@ -397,27 +404,26 @@ class _DirectReader(asyncio.BufferedProtocol):
 
     def _install(self, protocol: asyncio.BaseProtocol) -> None:
         # uvloop chooses between the kinds of protocol when reading starts.
-        transport = self._connection.transport
-        transport.pause_reading()
-        transport.set_protocol(protocol)
-        transport.resume_reading()
+        self._transport.pause_reading()
+        self._transport.set_protocol(protocol)
+        self._transport.resume_reading()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._writer.next_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
         self._writer.advance(nbytes)
-        self._report()
+        self.report()
         if self._failed or not self._writer.remaining or self._is_worth_a_turn():
-            self._connection.transport.pause_reading()
+            self._transport.pause_reading()
             self._wake()
 
     def _is_worth_a_turn(self) -> bool:
         worth = self._sock is not None and self._writer.remaining >= MIN_TURN_BYTES
-        return worth and self._threads.free
+        return worth and self._threads is not None and self._threads.free
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._connection.protocol.connection_lost(exc)
+        self._protocol.connection_lost(exc)
         self._lost = exc or ConnectionResetError("the body ended early")
         self._wake()
 

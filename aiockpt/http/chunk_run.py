@@ -10,13 +10,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import islice
+from typing import NamedTuple
 
 from aiockpt.errors import IntegrityError
 from aiockpt.format.chunks import ChunkHasher, HashedChunk
 from aiockpt.format.manifest import Outline
-from aiockpt.http.client import Place
 
-__all__ = ["ChunkRun"]
+__all__ = ["ChunkRun", "Place"]
+
+
+class Place(NamedTuple):
+    """How much has come of a chunk, or of a whole body, for an error."""
+
+    chunk: int | None
+    received: int
+    expected: int
 
 
 class ChunkRun:

@@ -1,9 +1,10 @@
 """The client: sends one request to a peer and yields the reply.
 
 This is the only module of the client that knows aiohttp's errors: two tables translate
-them, one for before the answer and one for its body. A token goes to the origin that
-it was given for and nowhere else: no redirect is followed, and the token is a header of
-single requests only.
+them, one for before the answer and one for its body. Informational answers (HTTP 1xx)
+are bounded at a gate before aiohttp's parser. A token goes to the origin that it was
+given for and nowhere else: no redirect is followed, and the token is a header of single
+requests only.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import TracebackType
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import aiohttp
 from aiohttp import ClientResponse, ClientSession, hdrs
@@ -38,7 +39,7 @@ from aiockpt.errors import (
 from aiockpt.events import TransferEvent, emit
 from aiockpt.format.limits import Limits
 from aiockpt.http.body_reader import BodyWriter, read_body
-from aiockpt.http.connecting import Connector
+from aiockpt.http.chunk_run import Place
 from aiockpt.http.options import require, require_type
 from aiockpt.http.problems import from_problem
 from aiockpt.http.protocol import LEASE_HEADER, Source
@@ -49,7 +50,7 @@ from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.secrets import severed
 from aiockpt.runtime.system import is_callers, is_hosts, refused_by_host
 
-__all__ = ["CheckpointClient", "ClientConfig", "Place", "Reply", "Request", "Run"]
+__all__ = ["CheckpointClient", "ClientConfig", "Reply", "Request", "Run"]
 
 T = TypeVar("T")
 
@@ -59,6 +60,12 @@ _MAX_PROBLEM = 64 << 10
 _SHORTEST = 1e-3  # seconds
 _ANY_HOST = Security()
 _TOKEN = re.compile(r"[\x21-\x7e]+")
+_MAX_INFORMATIONAL = 64 << 10  # bytes of informational answers to one request
+_START = b"HTTP/1.1 1"
+_INFORMATIONAL = re.compile(rb"HTTP/\d\.\d 1(?!01)\d\d")
+_DECIDED = len(b"HTTP/1.1 100")
+_END = re.compile(rb"\n\r?\n")
+_BLANK = re.compile(rb"[\r\n]*")
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")  # as OpenSSL puts it
 
 
@@ -137,14 +144,6 @@ class Request:
         return self.source.base_url + self.path
 
 
-class Place(NamedTuple):
-    """How much has come of a chunk, or of a whole body, for an error."""
-
-    chunk: int | None
-    received: int
-    expected: int
-
-
 class Reply:
     """An answer with the right status, whose body has not been read.
 
@@ -152,7 +151,7 @@ class Reply:
         request: What was asked.
         status: The HTTP status.
         headers: The headers.
-        place: What the error says had come, if the body breaks off.
+        writer: What the body is read into, once that has begun.
     """
 
     def __init__(
@@ -165,7 +164,7 @@ class Reply:
         self.request = request
         self.status = response.status
         self.headers: Mapping[str, str] = response.headers
-        self.place = Place(request.chunk, 0, 0)
+        self.writer: BodyWriter | None = None
         self._response, self._timer, self._threads = response, timer, threads
 
     def __repr__(self) -> str:
@@ -191,12 +190,8 @@ class Reply:
 
         If cancelled, the connection is closed, and nothing writes to the memory.
         """
-        self._timer.writer = writer
-        try:
-            await read_body(self._response, writer, self._threads)
-        finally:
-            received = self.place.received + writer.filled
-            self.place = self.place._replace(received=received)
+        self.writer = self._timer.writer = writer
+        await read_body(self._response, writer, self._threads)
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
@@ -383,7 +378,7 @@ class CheckpointClient:
             # waits in the pool would look like a peer that says nothing.
             self._resolver = CheckedResolver(self._reach)
             self._session = ClientSession(
-                connector=Connector(limit=0, resolver=self._resolver),
+                connector=_Connector(limit=0, resolver=self._resolver),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 response_class=_Response,
                 trust_env=False,
@@ -611,8 +606,124 @@ def _translating(reply: Reply) -> Iterator[None]:
 
 
 def _interrupted(reply: Reply) -> TransferInterruptedError:
-    chunk, received, expected = reply.place
+    place = Place(reply.request.chunk, 0, 0)
+    if reply.writer is not None:
+        place = reply.writer.place
+    chunk, received, expected = place
     url = reply.request.url
     return TransferInterruptedError(
         url, received=received, expected=expected, chunk=chunk
+    )
+
+
+# ----------------------------------------------------- informational answers (1xx)
+#
+# aiohttp reads as many of them as a peer sends, without bound. A flood of them keeps
+# its parser, and so the loop, busy for as long as the peer likes.
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Gives connections on which informational answers are bounded, and dropped."""
+
+    async def connect(
+        self, req: aiohttp.ClientRequest, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return a connection for one request; see `aiohttp.BaseConnector`.
+
+        Raises:
+            RemoteProtocolError: the peer has sent something without being asked.
+        """
+        connection = await super().connect(req, *args, **kwargs)
+        transport, protocol = connection.transport, connection.protocol
+        if transport is None or protocol is None or transport.is_closing():
+            return connection  # aiohttp finds out why
+        peer = str(req.url.origin())
+        if protocol.should_close:
+            connection.close()
+            raise RemoteProtocolError(
+                f"{peer} sent bytes before it was asked; is that an aiockpt server?"
+            )
+        transport.set_protocol(_Gate(peer, transport, protocol))
+        return connection
+
+
+class _Gate(asyncio.Protocol):
+    """Takes the place of aiohttp's protocol until a final answer begins."""
+
+    def __init__(
+        self, peer: str, transport: asyncio.Transport, protocol: asyncio.Protocol
+    ) -> None:
+        self._peer, self._transport, self._protocol = peer, transport, protocol
+        self._fault: RemoteProtocolError | None = None
+        self._data = bytearray()
+        self._dropped = self._looked = 0
+
+    def data_received(self, data: bytes) -> None:
+        if self._fault is not None:
+            return
+        self._data += data
+        while self._drop():
+            pass
+
+    def _drop(self) -> bool:
+        """Drop an informational answer from the front; say whether to go on."""
+        data = self._data
+        if not self._looked:
+            blank = _BLANK.match(data)
+            if blank is not None and not self._count(blank.end()):
+                return False
+            if len(data) < _DECIDED and _is_start(data):
+                return False
+            if _INFORMATIONAL.match(data) is None:
+                self._open()
+                return False
+        found = _END.search(data, max(self._looked - 2, 0))
+        if found is None:
+            self._looked = len(data)
+            if self._dropped + len(data) > _MAX_INFORMATIONAL:
+                self._refuse()
+            return False
+        self._looked = 0
+        return self._count(found.end()) and bool(data)
+
+    def _count(self, nbytes: int) -> bool:
+        """Drop so many bytes from the front; refuse the peer if these are too many."""
+        self._dropped += nbytes
+        if self._dropped > _MAX_INFORMATIONAL:
+            self._refuse()
+            return False
+        del self._data[:nbytes]
+        return True
+
+    def _open(self) -> None:
+        self._transport.set_protocol(self._protocol)
+        self._protocol.data_received(bytes(self._data))
+
+    def _refuse(self) -> None:
+        self._fault = RemoteProtocolError(
+            f"{self._peer} sent more than {_MAX_INFORMATIONAL} bytes of informational "
+            "answers (HTTP 1xx) or empty lines, and no other answer; is that an "
+            "aiockpt server?"
+        )
+        self._data.clear()
+        self._transport.abort()
+
+    def eof_received(self) -> bool | None:
+        return self._protocol.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._protocol.connection_lost(self._fault or exc)
+
+    def pause_writing(self) -> None:
+        self._protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._protocol.resume_writing()
+
+
+def _is_start(data: bytearray) -> bool:
+    """Whether an informational answer may begin so."""
+    return all(
+        byte == known or (known in b"0123456789" and byte in b"0123456789")
+        for byte, known in zip(data, _START, strict=False)
     )

@@ -560,19 +560,13 @@ class Download:
             self._on_progress(new, 0)
 
         async with self._client.request(request, count) as reply:
-            reply.place = run.place()
             _check_range(reply, head + start, head + stop, outline.total_bytes)
             target, read = self._target, Notifier()
             writer = BodyWriter(target.memory.buffers, start, stop, run)
-            try:
-                async with beside(
-                    partial(self._keep_ready, target, writer, start, read)
-                ):
-                    await reply.read_into(writer)
-                    read.notify()
-            finally:
-                run.note()
-                reply.place = run.place()
+            ready = partial(self._keep_ready, target, writer, start, read)
+            async with beside(ready):
+                await reply.read_into(writer)
+                read.notify()
 
     async def _keep_ready(
         self, target: Target, writer: BodyWriter, start: int, read: Notifier

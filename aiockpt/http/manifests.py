@@ -33,7 +33,7 @@ from aiockpt.format.header import LENGTH_BYTES, decode_header
 from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.body_reader import BodyWriter
-from aiockpt.http.client import CheckpointClient, Place, Reply, Request
+from aiockpt.http.client import CheckpointClient, Reply, Request
 from aiockpt.http.memory_protocol import OFFER_HEADER, PROBE_HEADER
 from aiockpt.http.protocol import (
     INCARNATION_HEADER,
@@ -184,7 +184,6 @@ async def _ask_manifest(
         if (given := _step_of(reply)) != step:
             raise RemoteProtocolError(f"{request.url} sends step {given}")
         size = reply.length()
-        reply.place = Place(None, 0, size)
         enforce("the size of the header", size, limits.max_header_bytes + LENGTH_BYTES)
         header = room_for(size)
         view = memoryview(header)

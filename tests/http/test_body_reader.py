@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from aiockpt.errors import LocalProtocolError
 from aiockpt.http import body_reader
 from aiockpt.http.body_reader import BodyWriter, Buffers, read_body
+from aiockpt.http.chunk_run import Place
 from aiockpt.runtime.bridge import Bridge
 from rangepeer import io_threads, noise
 
@@ -138,7 +139,15 @@ class TestBodyWriter:
             def note(self) -> None:
                 pass
 
-        fill = BodyWriter(cutting(memory, [100] * 500), 0, 50_000, Late())
+            def place(self) -> Place:
+                return Place(None, 0, 0)
+
+        fill = BodyWriter(
+            cutting(memory, [100] * 500),
+            0,
+            50_000,
+            Late(),  # type: ignore[arg-type]
+        )
         for start, stop in pairwise([0, 10_000, 20_050, 50_000]):
             if how == "written":
                 fill.write(source[start:stop])

@@ -23,6 +23,7 @@ from aiockpt.errors import ClosedError
 from aiockpt.http import body_reader, sockets
 from aiockpt.http.body_reader import BodyWriter, read_body
 from aiockpt.http.body_writer import BodySender, Outcome
+from aiockpt.http.chunk_run import Place
 from aiockpt.http.listen import open_sockets
 from aiockpt.http.sockets import IO_THREADS, Turn
 from aiockpt.runtime.bridge import Bridge
@@ -244,10 +245,13 @@ class TestReceiving:
             def note(self) -> None:
                 told.append((threading.get_ident(), fill.filled))
 
+            def place(self) -> Place:
+                return Place(None, 0, 0)
+
         def buffers(start: int, stop: int) -> list[memoryview]:
             return [memoryview(memory)[start:stop]]
 
-        fill = BodyWriter(buffers, 0, len(BODY), Witness())
+        fill = BodyWriter(buffers, 0, len(BODY), Witness())  # type: ignore[arg-type]
         with io_threads() as threads:
             async with serving() as service, ClientSession() as session:
                 await get(session, service.port, fill, threads)
@@ -318,7 +322,7 @@ class TestReceiving:
                 await gone.wait()
             assert threads.free
 
-    async def test_an_observer_that_fails_ends_the_receive(self) -> None:
+    async def test_a_run_that_fails_ends_the_receive(self) -> None:
         """With its own error, whether a thread or the loop receives."""
 
         class Failing:
@@ -335,9 +339,15 @@ class TestReceiving:
                 if self.noted == 2:
                     raise ZeroDivisionError
 
+            def place(self) -> Place:
+                return Place(None, 0, 0)
+
         memory = bytearray(len(BODY))
         fill = BodyWriter(
-            lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY), Failing()
+            lambda a, b: [memoryview(memory)[a:b]],
+            0,
+            len(BODY),
+            Failing(),  # type: ignore[arg-type]
         )
         with io_threads() as threads:
             async with serving() as service, ClientSession() as session:
