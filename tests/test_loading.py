@@ -112,13 +112,18 @@ async def begun(device: FakeAccelerator, copies: int = 1) -> None:
 
 @pytest.mark.parametrize("make", [one, many])
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "portable"])
+@pytest.mark.parametrize("select", [None, [""]], ids=["all", "selected"])
 async def test_the_first_chunk_is_copied_before_the_last_one_comes(
-    device: FakeAccelerator, make: Any, fast: bool, monkeypatch: pytest.MonkeyPatch
+    device: FakeAccelerator,
+    make: Any,
+    fast: bool,
+    select: list[str] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A tensor in several chunks part by part, also small ones that come in a run."""
     monkeypatch.setattr("aiockpt.http.body_reader._KNOWN_SYSTEM", fast)
     device.held = False
-    async with held(make, direct=True) as receiving:
+    async with held(make, direct=True, select=select) as receiving:
         await settle(lambda: device.copied >= SEGMENT // 2)
         assert not receiving.fault.gate.is_set()
         assert not receiving.task.done()
@@ -233,7 +238,7 @@ async def test_memory_outlives_the_copies_of_a_state_that_cannot_be_made(
     def refuse(*_: object, **__: object) -> None:
         raise RemoteProtocolError("no such type")
 
-    monkeypatch.setattr("aiockpt.transfer.destination._put", refuse)
+    monkeypatch.setattr("aiockpt.state.load_plan.assemble", refuse)
     async with held(direct=True) as receiving:
         receiving.fault.gate.set()
         await begun(device)

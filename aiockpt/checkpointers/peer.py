@@ -31,8 +31,8 @@ from aiockpt.memory.arena import Memory
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.sync_facade import run_blocking
+from aiockpt.state.segment import Segment
 from aiockpt.transfer.placement import Placement
-from aiockpt.transfer.segment import Segment
 from aiockpt.transfer.source import OnBytes, PlainTarget, Verify
 
 __all__ = ["PeerSource", "open_peer"]

@@ -15,13 +15,14 @@ from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.sources import Found, Reading, is_url, open_sources
 from aiockpt.errors import AiockptError, MissingKeysError, StateDictError
 from aiockpt.format.limits import FILE_LIMITS, Limits
+from aiockpt.memory.copies import mark_changed
 from aiockpt.memory.device import PortFor, port_for
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.state.selection import Select, Selection
+from aiockpt.state.load_plan import Ranges, Selected, state_over
+from aiockpt.state.segment import check_memory
+from aiockpt.state.selection import Select
 from aiockpt.storage.directory import StrPath
-from aiockpt.transfer.partial import PartialLoad, state_over
-from aiockpt.transfer.placement import Placement, Ranges, VerifyOnly
-from aiockpt.transfer.segment import check_memory
+from aiockpt.transfer.placement import Placement, PlannedPlacement, VerifyOnly
 from aiockpt.transfer.source import OnBytes, SegmentSource, Verify, check_verify
 
 __all__ = ["CheckpointReader", "MapLocation", "load"]
@@ -133,25 +134,22 @@ class CheckpointReader:
             if state_dict is None and select is None and device is None:
                 return _whole(found, reading), []
             shown = os.fspath(path)
-            task = _Load(
+            part = Selected(
+                found.segments,
+                found.values,
+                select=select,
+                template=state_dict,
+                device=device,
                 # A URL's token stays ours.
-                shown.partition("#")[0] if is_url(path) else shown,
-                found,
-                reading,
-                PartialLoad(
-                    found.segments,
-                    found.values,
-                    selection=Selection(select),
-                    template=state_dict,
-                    device=device,
-                    ports=self._ports,
-                ),
+                name=shown.partition("#")[0] if is_url(path) else shown,
             )
-            return task.run(has_template=state_dict is not None, strict=strict)
+            return _part(found, part, reading, self._ports, strict=strict)
 
 
 def _whole(found: Found, how: Reading) -> object:
     """Read everything into memory of its own."""
+    if not found.sources:
+        return found.values
     for source in found.sources:
         segment = source.segment
         size = segment.manifest.segment_bytes
@@ -162,7 +160,45 @@ def _whole(found: Found, how: Reading) -> object:
             check_memory(ranges, how.limits)
             placement = Placement(segment, ranges)
             source.read(placement, verify=how.verify, on_bytes=how.on_bytes)
-    return state_over(found.segments, found.values)
+    trees = [segment.manifest.tree for segment in found.segments]
+    return state_over(found.segments, trees)
+
+
+def _part(
+    found: Found, part: Selected, how: Reading, ports: PortFor, *, strict: bool
+) -> tuple[object, list[str]]:
+    """Read what is wanted, to where it is wanted."""
+    for source, ranges in zip(found.sources, part.value_ranges(), strict=True):
+        if ranges and not source.segment.is_there:
+            values = Placement(source.segment, ranges)
+            source.read(values, verify=how.verify, on_bytes=how.on_bytes)
+    plans = part.plans()
+    missing = part.unmet()
+    if missing and strict:
+        raise MissingKeysError(part.name, missing)
+    if missing:
+        shown = ", ".join(missing[:_SHOWN])
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        logger.warning("%s is missing keys: %s%s", part.name, shown, more)
+    touched = False
+    try:
+        check_memory((each for plan in plans for each in plan.ranges), how.limits)
+        touched = bool(part.changed())
+        mark_changed(part.changed())
+        for source, plan in zip(found.sources, plans, strict=True):
+            placement = PlannedPlacement(source.segment, plan, ports)
+            if source.segment.is_there:
+                _verify(source, plan.ranges, how)
+                placement.load(plan.ranges, host=True)
+            elif plan.ranges:
+                source.read(placement, verify=how.verify, on_bytes=how.on_bytes)
+    except AiockptError as error:
+        if part.has_template:
+            done = "was modified" if touched else "was not modified"
+            error.add_note(f"the template {done}")
+        raise
+    part.finish()
+    return part.assemble(), missing
 
 
 def _verify(source: SegmentSource, ranges: Ranges, how: Reading) -> None:
@@ -171,54 +207,6 @@ def _verify(source: SegmentSource, ranges: Ranges, how: Reading) -> None:
     if how.verify != "none" and segment.manifest.digests:
         placement = VerifyOnly(segment, ranges)
         source.read(placement, verify=how.verify, on_bytes=how.on_bytes)
-
-
-class _Load:
-    """One call of `CheckpointReader.read` that does not take everything."""
-
-    def __init__(
-        self, path: str, found: Found, reading: Reading, part: PartialLoad
-    ) -> None:
-        self._path, self._found, self._how = path, found, reading
-        self._part = part
-
-    def run(self, *, has_template: bool, strict: bool) -> tuple[object, list[str]]:
-        """Read what is wanted, to where it is wanted."""
-        how = self._how
-        for source in self._found.sources:
-            values = Placement(source.segment, source.segment.value_ranges())
-            if values.ranges and not source.segment.is_there:
-                source.read(values, verify=how.verify, on_bytes=how.on_bytes)
-        self._part.plan()
-        missing = self._part.unmet()
-        self._report(missing, strict=strict)
-        try:
-            self._read()
-        except AiockptError as error:
-            if has_template:
-                done = "was modified" if self._part.touched else "was not modified"
-                error.add_note(f"the template {done}")
-            raise
-        return self._part.finish(), missing
-
-    def _read(self) -> None:
-        how, placements = self._how, self._part.place()
-        check_memory((each for one in placements for each in one.ranges), how.limits)
-        self._part.begin()
-        for source, placement in zip(self._found.sources, placements, strict=True):
-            if source.segment.is_there:
-                _verify(source, placement.ranges, how)
-                placement.load(placement.ranges, host=True)
-            elif placement.ranges:
-                source.read(placement, verify=how.verify, on_bytes=how.on_bytes)
-
-    def _report(self, missing: list[str], *, strict: bool) -> None:
-        if missing and strict:
-            raise MissingKeysError(self._path, missing)
-        if missing:
-            shown = ", ".join(missing[:_SHOWN])
-            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-            logger.warning("%s is missing keys: %s%s", self._path, shown, more)
 
 
 def device_of(map_location: MapLocation) -> torch.device | None:

@@ -19,6 +19,7 @@ from aiockpt.errors import (
     WorldSizeMismatchError,
 )
 from aiockpt.format.limits import Limits
+from aiockpt.state.segment import Segment
 from aiockpt.storage.checkpoint_file import opened
 from aiockpt.storage.directory import (
     MARKER,
@@ -32,7 +33,6 @@ from aiockpt.storage.directory import (
 from aiockpt.storage.files import named
 from aiockpt.storage.read import FileSource, manifest_of_file
 from aiockpt.storage.statefile import is_torch_file, load_torch
-from aiockpt.transfer.segment import Segment
 from aiockpt.transfer.source import OnBytes, SegmentSource, Verify
 
 __all__ = ["Found", "Reading", "is_url", "open_sources"]

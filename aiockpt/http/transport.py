@@ -351,9 +351,9 @@ class HTTPTransport(CheckpointTransport[T]):
             direct: With ``into``: receive straight into its memory. A receive that
                 fails then says in a note whether the template was modified. What
                 accelerators have of it is copied there chunk by chunk, as each is
-                fetched and verified, while later ones travel (but with ``select``),
-                once the current stream has done what it was given before; leave it
-                alone meanwhile. What comes from ``have`` is copied at the end.
+                fetched and verified, while later ones travel, once the current stream
+                has done what it was given before; leave it alone meanwhile. What comes
+                from ``have``, or with values of a selection, is copied at the end.
             have: A state dict that holds some of it already, such as an earlier step;
                 True: the template is one. Chunks of it that have the right digest are
                 not fetched, and with True not even copied. What has another path,

@@ -86,9 +86,13 @@ from aiockpt.pg.messages import (
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.tasks import run_all
 from aiockpt.state.flatten import Description, describe
-from aiockpt.state.rebuild import Frame, check_meshes
-from aiockpt.state.template import Match, Template
-from aiockpt.transfer.destination import Destination, Fresh, InTemplate, Terms
+from aiockpt.state.template import Template
+from aiockpt.transfer.destination import (
+    Destination,
+    Terms,
+    into_template,
+    new_tensors,
+)
 
 __all__ = [
     "ROW_BYTES",
@@ -549,86 +553,70 @@ def _destination_of(
     ``placement`` says which entries the sender has on its device. They go to this one,
     except where a template has them.
     """
+    bounds = _bounds(manifest)
     if template is None:
-        check_meshes(Frame.of(manifest), limits=terms.limits)
-        return _Fresh(manifest, placement, device, terms, bridge)
-    match = template.match(manifest)
-    return _InTemplate(manifest, placement, device, match, terms, bridge)
-
-
-class _Fresh(Fresh):
-    """Tensors of its own: on the device, where they are on the sender's."""
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        placement: Iterable[int],
-        device: Device,
-        terms: Terms,
-        bridge: Bridge,
-    ) -> None:
-        bounds = _bounds(manifest)
         homes = _blocks(device, bounds, placement, _viewed(manifest))
-        super().__init__(manifest, terms, bridge, away=_bytes(homes, bounds))
-        self._device = device
-        self._segment = Segment(device.device, self.memory, bounds, homes)
-        self.memory = self._segment
+        return new_tensors(manifest, terms, bridge, share=_Share(device, bounds, homes))
+    match = template.match(manifest)
+    own = device.owned(match.backings)
+    there = in_state(match.backings, bounds, own) if terms.direct else {}
+    copied = [entry for entry in own if entry not in there]
+    # What is no tensor of the template is made anew, where the sender has it.
+    values = [e for e in placement if not match.backings.tensors[e].numel()]
+    viewed = _viewed(manifest) if match.fresh else set()
+    made = _blocks(device, bounds, {*copied, *values}, viewed)
+    share = _Share(device, bounds, there | made, match.backings, copied)
+    others = replace(match, backings=_without(match.backings, own))
+    return into_template(manifest, others, terms, bridge, share=share)
 
-    def begin(self) -> None:
-        self._segment.after = self._device.line.fence()
 
-    async def prepare(self, start: int, stop: int) -> None:
-        """Do nothing: what is for the host is copied there, not received."""
+class _Share:
+    """The entries of a checkpoint that this device receives, as a `Share`.
 
-
-class _InTemplate(InTemplate):
-    """The tensors of a template, of which some are on the device."""
+    Args:
+        device: The device.
+        bounds: Where each entry starts and ends in the segment.
+        homes: Where each of its entries is received.
+        backings: A template's memory, if there is one.
+        copied: The entries that are copied from there to the template.
+    """
 
     def __init__(
         self,
-        manifest: Manifest,
-        placement: Iterable[int],
         device: Device,
-        match: Match,
-        terms: Terms,
-        bridge: Bridge,
+        bounds: Bounds,
+        homes: Homes,
+        backings: Backings | None = None,
+        copied: Sequence[int] = (),
     ) -> None:
-        self._device, self._own = device, match.backings
-        self._bounds = bounds = _bounds(manifest)
-        own = device.owned(match.backings)
-        there = in_state(match.backings, bounds, own) if terms.direct else {}
-        self._copied = [entry for entry in own if entry not in there]
-        # What is no tensor of the template is made anew, where the sender has it.
-        values = [e for e in placement if not match.backings.tensors[e].numel()]
-        viewed = _viewed(manifest) if match.fresh else set()
-        made = _blocks(device, bounds, {*self._copied, *values}, viewed)
-        self._homes = there | made
-        away = _bytes(self._homes, bounds)
-        others = replace(match, backings=_without(match.backings, own))
-        super().__init__(manifest, others, terms, bridge, away=away)
-        self._segment = Segment(device.device, self.memory, bounds, self._homes)
-        self.memory = self._segment
+        self._device, self._bounds, self._homes = device, bounds, homes
+        self._backings, self._copied = backings, copied
+        self._segment: Segment | None = None
+        self.away = {
+            entry: home.bytes(bounds[1][entry] - bounds[0][entry])
+            for entry, home in homes.items()
+        }
+
+    def beside(self, memory: Memory) -> Memory:
+        self._segment = Segment(self._device.device, memory, self._bounds, self._homes)
+        return self._segment
 
     def begin(self) -> None:
-        super().begin()
+        assert self._segment is not None
         self._segment.after = self._device.line.fence()
 
-    async def prepare(self, start: int, stop: int) -> None:
-        """Do nothing: what is for the host is copied there, not received."""
+    def fences(self) -> Fences:
+        return {self._device.device: self._device.port.fence()}
 
-    def _fences(self) -> Fences:
-        return {**super()._fences(), self._device.device: self._device.port.fence()}
-
-    def _load(self, fences: Fences) -> list[Event]:
-        events = super()._load(fences)
-        found = pairs(self._own, self._bounds, self._homes, self._copied)
+    def load(self, fences: Fences) -> list[Event]:
+        if self._backings is None:
+            return []
+        found = pairs(self._backings, self._bounds, self._homes, self._copied)
         copies = (once(state, place) for place, state in found)
-        events.append(self._device.port.copy(copies, after=fences[self._device.device]))
-        return events
+        return [self._device.port.copy(copies, after=fences[self._device.device])]
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         self._device.port.synchronize()
-        super()._drain()
 
 
 def _bounds(manifest: Manifest) -> Bounds:
@@ -647,13 +635,6 @@ def _blocks(
     # What this thread's stream still does with memory that was freed comes first.
     with device.line.aside(device.line.fence()):
         return homes
-
-
-def _bytes(homes: Homes, bounds: Bounds) -> dict[int, torch.Tensor]:
-    return {
-        entry: home.bytes(bounds[1][entry] - bounds[0][entry])
-        for entry, home in homes.items()
-    }
 
 
 # ------------------------------------------------------------------------- messages

@@ -1,11 +1,19 @@
-"""Which bytes of a checkpoint belong into which memory, as its values tell.
+"""Which bytes of a checkpoint belong into which memory.
 
-`ValueWalk` walks the values of a checkpoint beside a template or a selection, and finds
-out what is wanted, and where. `LoadPlanner` takes that down, tensor by tensor. A dense
+A `LoadPlan` is the answer for one data segment, and a `Rule` finds it. There are three:
+
+* `EverythingNew` makes tensors over an arena.
+* `IntoTemplate` fills a template that a checkpoint has to fit, tensor by tensor.
+* `Selected` takes what is selected, or the keys of a template, or both.
+
+`IntoTemplate` needs no values for its plan, and no object for each tensor. `Selected`
+does: `ValueWalk` walks the values of a checkpoint beside the template, and finds out
+what is wanted, and where. `LoadPlanner` takes that down, tensor by tensor. A dense
 tensor of a template, in host memory or on a device, gets its bytes straight from the
 source, if it is alone in its entry. Everything else arrives in the arena of the data
-segment; what a template has of it is copied when everything has been read. Nothing is
-read or changed here before `finish`.
+segment; what a template has of it is copied when everything has been read.
+
+Nothing is read here, and nothing is changed before `Rule.finish`.
 """
 
 from __future__ import annotations
@@ -14,25 +22,53 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import zip_longest
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 
 from aiockpt.errors import (
+    MissingKeysError,
     StateDictError,
     TemplateMismatchError,
     UnsupportedLeafError,
 )
+from aiockpt.format.entries import Entries
+from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
+from aiockpt.format.paths import Node
 from aiockpt.format.tree import remedy_for, unsupported
-from aiockpt.memory.copies import Backings, mark_changed, once
+from aiockpt.memory.arena import Arena
+from aiockpt.memory.copies import Backings, CopyPlan, once
+from aiockpt.memory.device import PortFor
+from aiockpt.runtime.system import collector_paused
 from aiockpt.state.containers import DICTS, Containers, children
 from aiockpt.state.distributed import has_version, take_apart
-from aiockpt.state.nodes import opened
-from aiockpt.state.selection import Selection, below, item
+from aiockpt.state.nodes import decoders_for, opened
+from aiockpt.state.rebuild import (
+    Away,
+    Frame,
+    assemble,
+    parts_over,
+    tensors_over,
+)
+from aiockpt.state.segment import Segment
+from aiockpt.state.selection import Select, Selection, below, item, pruned
+from aiockpt.state.template import Match
 
-__all__ = ["PLAIN", "LoadPlan", "LoadPlanner", "ValueWalk"]
+__all__ = [
+    "PLAIN",
+    "EverythingNew",
+    "IntoTemplate",
+    "LoadPlan",
+    "LoadPlanner",
+    "Ranges",
+    "Rule",
+    "Selected",
+    "ValueWalk",
+    "state_over",
+]
 
 _NOTHING: Final = object()
 
@@ -40,32 +76,318 @@ PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that have nothing in them but their elements."""
 
 
+Ranges: TypeAlias = Sequence[tuple[int, int]]
+"""Half-open ranges of a data segment: ascending and apart."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
     """Where the bytes of one data segment go.
 
     Attributes:
-        ranges: The bytes that are wanted: ascending, apart, neighbours joined.
+        ranges: The bytes that are wanted, neighbours joined.
+        entries: The entries of the segment.
         backings: The memory that an entry's bytes go straight to; zero bytes for an
-            entry that has none.
+            entry that has none. None: all of them stay in the arena.
         kept: For each entry, whether its bytes stay in the arena.
     """
 
-    ranges: Sequence[tuple[int, int]]
-    backings: Backings
-    kept: bytearray
+    ranges: Ranges
+    entries: Entries
+    backings: Backings | None = None
+    kept: Sequence[int] = ()
+
+    def copies(self, arena: Arena, ports: PortFor) -> CopyPlan | None:
+        """Return the copies between the arena and the backings; None: there are none.
+
+        The copies to a device wait for what this thread gives it before `fences`.
+        """
+        if self.backings is None:
+            return None
+        return CopyPlan(self.backings, self.entries, arena=arena, port_for=ports)
 
 
-class Segment(Protocol):
-    """A data segment in memory: where its bytes are, and what they mean."""
+class Rule(Protocol):
+    """How a data segment becomes a state dict."""
 
-    manifest: Manifest
+    @property
+    def values(self) -> Ranges:
+        """The bytes that must be there before `plan` is called."""
 
-    def offset_of(self, address: int) -> int | None:
-        """Return where an address is in the segment; None if it is elsewhere."""
+    @property
+    def uses_arena(self) -> bool:
+        """Whether the state dict has memory of the arena."""
 
-    def entry_at(self, offset: int) -> int:
-        """Return the entry that has a byte."""
+    def plan(self) -> LoadPlan:
+        """Return where the bytes go."""
+
+    def changed(self) -> Iterable[torch.Tensor]:
+        """Return the tensors of the template that have other elements once filled."""
+
+    def assemble(self) -> object:
+        """Return the state dict, whose bytes are there; `finish` completes it.
+
+        Raises:
+            RemoteProtocolError: its tree is malformed, or has what this process has
+                not registered.
+        """
+
+    def finish(self) -> None:
+        """Put into the template what is no tensor's own bytes."""
+
+
+class EverythingNew:
+    """A state dict over the arena: its tensors exist before their bytes have come.
+
+    Nothing refers to ``manifest`` afterwards.
+
+    Args:
+        manifest: The checkpoint.
+        buffer: The memory of the arena.
+        limits: Bound the tree.
+        allow_pickle: Accept leaves that only pickle carries.
+        away: Entries that have other memory.
+
+    Raises:
+        RemoteProtocolError: torch has no such tensor.
+    """
+
+    values: Ranges = ()
+    uses_arena = True
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        buffer: memoryview,
+        *,
+        limits: Limits,
+        allow_pickle: bool,
+        away: Away | None = None,
+    ) -> None:
+        self._limits, self._allow_pickle = limits, allow_pickle
+        self._tensors = tensors_over(manifest, buffer, away=away)
+        self._frame = Frame.of(manifest)
+        self._whole = (0, manifest.segment_bytes)
+
+    def plan(self) -> LoadPlan:
+        """Return that everything is wanted."""
+        return LoadPlan([self._whole], Entries())
+
+    def changed(self) -> Iterable[torch.Tensor]:
+        """Return nothing: there is no template."""
+        return ()
+
+    def assemble(self) -> object:
+        """Put the tensors into the tree."""
+        return assemble(
+            self._frame,
+            self._tensors,
+            limits=self._limits,
+            allow_pickle=self._allow_pickle,
+        )
+
+    def finish(self) -> None:
+        """Do nothing: everything is in its place."""
+
+
+class IntoTemplate:
+    """A template, filled with a checkpoint that fits it.
+
+    Args:
+        manifest: The checkpoint.
+        match: What of the template is what of the checkpoint.
+        buffer: The memory of the arena.
+        limits: Bound the tree.
+        allow_pickle: Accept leaves that only pickle carries.
+        away: Entries that have other memory.
+    """
+
+    values: Ranges = ()
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        match: Match,
+        buffer: memoryview,
+        *,
+        limits: Limits,
+        allow_pickle: bool,
+        away: Away | None = None,
+    ) -> None:
+        self._match, self._buffer, self._away = match, buffer, away
+        self._limits, self._allow_pickle = limits, allow_pickle
+        self._frame = Frame.of(manifest)
+        self._whole = (0, manifest.segment_bytes)
+        self._entries = manifest.entries
+        # Whoever has no tensors to make needs no more of the manifest.
+        makes = match.parts or match.blobs or match.fresh
+        self._manifest = manifest if makes else None
+        self.uses_arena = bool(match.fresh)
+
+    def plan(self) -> LoadPlan:
+        """Return that everything is wanted, and most of it in the template; once."""
+        entries, self._entries = self._entries, Entries()  # which weigh much
+        return LoadPlan([self._whole], entries, self._match.backings)
+
+    def changed(self) -> Iterable[torch.Tensor]:
+        """Return the tensors of the template."""
+        return self._match.changed()
+
+    def assemble(self) -> object:
+        """Return the template, once `finish` has put the values into it."""
+        match, values = self._match, dict[int, torch.Tensor]()
+        if self._manifest is not None:
+            values = parts_over(
+                self._manifest,
+                self._buffer,
+                parts=match.parts,
+                blobs=match.blobs,
+                fresh=match.fresh,
+                away=self._away,
+            )
+        state = assemble(
+            self._frame,
+            match.tensors.beside(values),
+            limits=self._limits,
+            allow_pickle=self._allow_pickle,
+            wholes=match.wholes,
+            nodes=match.nodes,
+        )
+        return state if match.adoption is None else match.adoption.plan(state)
+
+    def finish(self) -> None:
+        """Put the values into the template."""
+        if self._match.adoption is not None:
+            self._match.adoption.finish()
+
+
+class Selected:
+    """What is selected of some data segments, or the keys of a template, or both.
+
+    The plan looks at values, so their bytes come first. Values that are not selected
+    cost nothing: they need not be known here, nor is what they are made of read.
+
+    Args:
+        segments: The data segments; several are shards of flat dicts.
+        state: The state dict itself, where there are no segments.
+        select: What is wanted.
+        template: What is filled; None: the result is new.
+        device: Where tensors go that have no place in the template; None: they stay in
+            the memory of their segment.
+        name: Whose checkpoint it is, for errors.
+
+    Attributes:
+        name: Whose checkpoint it is.
+        has_template: Whether something is filled.
+    """
+
+    uses_arena = True
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        state: object | None = None,
+        *,
+        select: Select | None,
+        template: object | None,
+        device: torch.device | None = None,
+        name: str = "",
+    ) -> None:
+        if callable(select):
+            select = cache(select)  # it is asked here, and again by the walk
+        self._segments, self._state = segments, state
+        self._template, self.name = template, name
+        self.has_template = template is not None
+        self._there, self._selection = Selection(select), Selection(select)
+        self._trees = [
+            each.manifest.tree
+            if select is None
+            else pruned(each.manifest.tree, self._there)
+            for each in segments
+        ]
+        self._planner = LoadPlanner(segments, device=device)
+        self._walk = ValueWalk(self._selection, self._planner)
+        self._result: object = None
+
+    def __repr__(self) -> str:
+        return f"<Selected {self._planner}>"
+
+    @property
+    def values(self) -> Ranges:
+        """The bytes of values, where there is one segment."""
+        (found,) = self.value_ranges()
+        return found
+
+    def value_ranges(self) -> list[Ranges]:
+        """Return the bytes of each segment that values other than tensors are of."""
+        pairs = zip(self._segments, self._trees, strict=True)
+        return [segment.value_ranges(tree) for segment, tree in pairs]
+
+    def plan(self) -> LoadPlan:
+        """Return where the bytes of the only segment go.
+
+        Raises:
+            MissingKeysError: the checkpoint lacks what is selected, or keys of the
+                template.
+            TemplateMismatchError: the template lacks what is selected, or differs.
+        """
+        (found,) = self.plans()
+        unmet = self._selection.unmet()
+        nowhere = {*unmet}.intersection(self._there.unmet())
+        if missing := {*self._walk.missing, *nowhere}:
+            raise MissingKeysError(self.name, sorted(missing))
+        for path in unmet:
+            raise TemplateMismatchError(path, expected="a value", actual="nothing")
+        return found
+
+    def plans(self) -> list[LoadPlan]:
+        """Return where the bytes of each segment go.
+
+        Raises:
+            TemplateMismatchError: a value of the template is of another type, shape or
+                dtype.
+            UnsupportedLeafError: a tensor of the template is not dense.
+        """
+        with collector_paused():  # there may be 100,000 tensors
+            found = self._state
+            if self._segments:
+                found = state_over(self._segments, self._trees, self._template)
+            self._result = self._walk.plan(self._template, found)
+            return self._planner.plans()
+
+    def unmet(self) -> list[str]:
+        """Return what was wanted, and was not found or has no place in the template."""
+        return self._walk.unmet()
+
+    def changed(self) -> Sequence[torch.Tensor]:
+        """Return the tensors of the template that have other elements once filled."""
+        return self._planner.changed
+
+    def assemble(self) -> object:
+        """Return the state dict, which has been there since it was planned."""
+        return self._result
+
+    def finish(self) -> None:
+        """Copy what has not arrived where it belongs; put values into the template."""
+        self._planner.finish()
+        self._walk.finish()
+
+
+def state_over(
+    segments: Sequence[Segment], trees: Sequence[Node], template: object = None
+) -> object:
+    """Return the state dict over some segments, which may not be filled yet.
+
+    Named tuples and pytree nodes are of the template's types.
+    """
+    nodes = decoders_for(template)
+    pairs = zip(segments, trees, strict=True)
+    first, *others = (segment.assemble(tree, nodes) for segment, tree in pairs)
+    for other in others:  # shards of another tool's: flat dicts of tensors
+        assert isinstance(first, dict)
+        assert isinstance(other, dict)
+        first.update(other)
+    return first
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +417,19 @@ class LoadPlanner:
         segments: What it reads from.
         device: Where tensors go that have no place in a template; None: they stay in
             the memory of their segment.
+
+    Attributes:
+        changed: The tensors of the template that have other elements once filled.
     """
 
     def __init__(
         self, segments: Sequence[Segment], *, device: torch.device | None
     ) -> None:
-        self.touched = False
+        self.changed: list[torch.Tensor] = []
         self._device = device
         self._segments = segments
         self._wants: list[dict[int, list[_Want]]] = [{} for _ in segments]
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._changed: list[torch.Tensor] = []
         self._bases: dict[int, torch.Tensor] = {}
         self._replicas: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -138,9 +462,9 @@ class LoadPlanner:
         """Want the elements of a segment's tensor in one of a template."""
         if not source.numel():
             return
-        self._changed.append(target)
+        self.changed.append(target)
         if whole is not None and has_version(whole):
-            self._changed.append(whole)
+            self.changed.append(whole)
         alike = is_dense(target) and is_dense(source) and _are_alike(target, source)
         if not (alike and self._want(source, target.detach())):
             self.keep(source)
@@ -149,11 +473,6 @@ class LoadPlanner:
     def plans(self) -> list[LoadPlan]:
         """Return the plan of each segment."""
         return [*map(self._plan, self._segments, self._wants)]
-
-    def begin(self) -> None:
-        """Say that the template changes from now on."""
-        self.touched = bool(self._changed)
-        mark_changed(self._changed)
 
     def finish(self) -> None:
         """Copy what has not arrived where it belongs."""
@@ -214,7 +533,8 @@ class LoadPlanner:
                     for want in distinct
                     if want.target is not None
                 )
-        return LoadPlan(_joined(ranges), _backings(len(starts), straight), kept)
+        backings = _backings(len(starts), straight)
+        return LoadPlan(_joined(ranges), segment.manifest.entries, backings, kept)
 
 
 def _backings(count: int, straight: dict[int, _Want]) -> Backings:

@@ -23,10 +23,11 @@ from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.format.paths import Node
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
+from aiockpt.state.load_plan import Ranges
+from aiockpt.state.segment import Segment
 from aiockpt.storage.checkpoint_file import header_of
 from aiockpt.storage.files import after, named
-from aiockpt.transfer.placement import Placement, Ranges, Spare
-from aiockpt.transfer.segment import Segment
+from aiockpt.transfer.placement import Placement, Spare
 from aiockpt.transfer.source import OnBytes, Verify
 
 __all__ = ["FileMapping", "FileSource", "manifest_of_file"]

@@ -53,7 +53,7 @@ def read_state_file(path: Path, *, limits: Limits) -> StateFile:
             path, fd, manifest, limits=limits, allow_pickle=False, mapped=True
         )
         step = manifest.step if manifest.snapshot_id else None
-        return StateFile(source.segment.assemble(), step)
+        return StateFile(source.segment.assemble(source.segment.manifest.tree), step)
 
 
 def is_torch_file(path: Path, fd: int) -> bool:

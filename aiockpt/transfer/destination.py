@@ -1,25 +1,19 @@
-"""Where a checkpoint goes: into tensors of its own, or into those of a template.
+"""Where a checkpoint goes: memory for its data segment, and the way on from there.
 
-Either kind has the memory that the data segment is received into, and gives the state
-dict afterwards. Whatever a peer can make fail happens in ``assemble``, before the first
-byte of a template is written (unless ``direct`` has let them in already).
+A `Rule` of `aiockpt.state.load_plan` says what is wanted, and where. Whatever a peer
+can make fail happens before `Destination.load`, which writes the first byte of a
+template (unless ``direct`` has let bytes into it already).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    asynccontextmanager,
-    nullcontext,
-)
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
-
-import torch
 
 from aiockpt.format.chunks import ChunkGrid, chunks_over
 from aiockpt.format.limits import Limits
@@ -29,26 +23,21 @@ from aiockpt.memory.copies import Backings, CopyPlan, Fences, mark_changed
 from aiockpt.memory.device import Event, PortFor, completed, keep_until
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.tasks import beside
-from aiockpt.state.nodes import Decoders
-from aiockpt.state.rebuild import (
-    Away,
-    Frame,
-    assemble,
-    check_meshes,
-    parts_over,
-    tensors_over,
-)
+from aiockpt.state.load_plan import EverythingNew, IntoTemplate, Rule, Selected
+from aiockpt.state.rebuild import Away, Frame, check_meshes
+from aiockpt.state.segment import Segment, check_memory
+from aiockpt.state.selection import Select
 from aiockpt.state.template import Match, Template
 
 __all__ = [
     "Destination",
-    "Fresh",
-    "InTemplate",
+    "Share",
     "Terms",
     "destination_of",
+    "into_template",
+    "new_tensors",
+    "selected",
 ]
-
-_NOTHING: Final[Away] = {}
 
 # Page-locked memory is there as a whole: at least so much of it has to be of use.
 _USED: Final = 0.75
@@ -70,64 +59,27 @@ class Terms:
     ahead: bool = False
 
 
-class Destination(Protocol):
-    """Somewhere to receive into.
-
-    Attributes:
-        values: The chunks that must be there before `plan` is called.
-    """
-
-    values: Sequence[int]
+class Share(Protocol):
+    """The entries of a checkpoint that a device receives by itself."""
 
     @property
-    def memory(self) -> Memory:
-        """The data segment."""
+    def away(self) -> Away:
+        """Their bytes on the device."""
 
-    @property
-    def arena(self) -> Arena:
-        """Where the data segment is, as far as it is in no template's memory."""
-
-    @property
-    def touched(self) -> bool:
-        """Whether a template may have been modified."""
-
-    @property
-    def is_early(self) -> bool:
-        """Whether something of it goes to a device while other chunks travel."""
-
-    def plan(self) -> Sequence[int]:
-        """Return the other chunks that are wanted; for a thread."""
+    def beside(self, memory: Memory) -> Memory:
+        """Return the data segment, whose other entries are in ``memory``."""
 
     def begin(self) -> None:
-        """Say that bytes are on their way, outside of `receiving`."""
+        """Let the device's receives wait for what has been enqueued until now."""
 
-    def receiving(self) -> AbstractAsyncContextManager[None]:
-        """Begin; load early what `complete` is told of in the block."""
+    def fences(self) -> Fences:
+        """Mark what has been enqueued on the device until now."""
 
-    async def prepare(self, start: int, stop: int) -> None:
-        """Have the memory of ``[start, stop)`` ready for its bytes."""
+    def load(self, fences: Fences) -> list[Event]:
+        """Copy what has arrived beside a template into it; for a thread."""
 
-    def complete(self, chunk: int) -> None:
-        """Take note, in `receiving`, that a chunk is verified; on the loop."""
-
-    async def assemble(self) -> object:
-        """Return the state dict, all of whose bytes have been verified."""
-
-    async def load(self) -> None:
-        """Bring to a template what is not there yet."""
-
-    def abandon(self) -> None:
-        """Keep the memory as long as something is copied from it, and no longer.
-
-        For who goes no further, once all that was called here has ended or failed.
-        """
-
-    def discard(self, *, late: bool) -> None:
-        """Free the memory after `abandon`: tracebacks may keep this for a while.
-
-        For who knows that nobody writes to it any more. A device that still copies to
-        it (``late``) needs its addresses, but not what is there.
-        """
+    def drain(self) -> None:
+        """Block until nothing is in flight."""
 
 
 def destination_of(
@@ -137,7 +89,7 @@ def destination_of(
     bridge: Bridge,
     arena: Arena | None = None,
 ) -> Destination:
-    """Return where the checkpoint goes; for a thread.
+    """Return where a whole checkpoint goes; for a thread.
 
     Without a template nothing refers to ``manifest`` afterwards. ``arena`` is memory
     that has the data segment already; None takes new memory.
@@ -149,169 +101,255 @@ def destination_of(
         DeviceMeshError: a distributed tensor has no place in this process.
     """
     if template is None:
-        check_meshes(Frame.of(manifest), limits=terms.limits)
-        return Fresh(manifest, terms, bridge, arena=arena)
-    match = template.match(manifest)
-    return InTemplate(manifest, match, terms, bridge, arena=arena)
+        return new_tensors(manifest, terms, bridge, arena=arena)
+    return into_template(manifest, template.match(manifest), terms, bridge, arena=arena)
 
 
-class Fresh:
-    """Tensors over an arena of their own, made before their bytes arrive.
+def new_tensors(
+    manifest: Manifest,
+    terms: Terms,
+    bridge: Bridge,
+    *,
+    share: Share | None = None,
+    arena: Arena | None = None,
+) -> Destination:
+    """Return tensors over an arena, but for a device's share; see `destination_of`."""
+    check_meshes(Frame.of(manifest), limits=terms.limits)
+    away = None if share is None else share.away
+    used = manifest.segment_bytes - _nbytes_of(away)
+    loan = Loan(arena) if arena else _allocate(manifest, used, terms)
+    rule = EverythingNew(
+        manifest,
+        loan.buffer,
+        limits=terms.limits,
+        allow_pickle=terms.allow_pickle,
+        away=away,
+    )
+    return Destination(
+        manifest.grid, rule, loan, terms, bridge, owns=arena is None, share=share
+    )
 
-    Those that are ``away`` have other memory.
+
+def into_template(
+    manifest: Manifest,
+    match: Match,
+    terms: Terms,
+    bridge: Bridge,
+    *,
+    share: Share | None = None,
+    arena: Arena | None = None,
+) -> Destination:
+    """Return the tensors of a template; see `destination_of`.
+
+    ``match`` has nothing for the entries of a device's share.
+    """
+    away = None if share is None else share.away
+    used = manifest.segment_bytes - _nbytes_of(away)
+    if terms.direct:
+        used -= _at_home(match.backings, terms.ports)
+    loan = Loan(arena) if arena else _allocate(manifest, used, terms)
+    rule = IntoTemplate(
+        manifest,
+        match,
+        loan.buffer,
+        limits=terms.limits,
+        allow_pickle=terms.allow_pickle,
+        away=away,
+    )
+    pinned = terms.warm is not None and used >= _USED * manifest.segment_bytes
+    return Destination(
+        manifest.grid,
+        rule,
+        loan,
+        terms,
+        bridge,
+        owns=arena is None,
+        pinned=pinned,
+        share=share,
+    )
+
+
+def selected(
+    manifest: Manifest,
+    select: Select,
+    template: object | None,
+    terms: Terms,
+    bridge: Bridge,
+    *,
+    name: str,
+    arena: Arena | None = None,
+) -> Destination:
+    """Return where a selection goes: new tensors, or those of a template.
+
+    Chunks are received whole, since only whole chunks can be verified.
+
+    Args:
+        manifest: The checkpoint.
+        select: What is wanted.
+        template: A state dict to fill, which may have more or fewer keys; or None.
+        terms: What is accepted.
+        bridge: Where the template is filled.
+        name: Whose checkpoint it is, for errors.
+        arena: Memory that has the data segment already; None: a new arena.
+    """
+    segment = Segment(
+        manifest, limits=terms.limits, allow_pickle=terms.allow_pickle, arena=arena
+    )
+    rule = Selected([segment], select=select, template=template, name=name)
+    return Destination(
+        manifest.grid,
+        rule,
+        Loan(segment.arena),
+        terms,
+        bridge,
+        owns=arena is None,
+        bounded=terms.limits,
+    )
+
+
+class Destination:
+    """The memory that one checkpoint is received into, and what comes of it.
+
+    The methods are called in the order in which they are here. If one fails, or is
+    cancelled, `abandon` is called, and then `discard`.
+
+    Args:
+        grid: The chunks.
+        rule: Says what is wanted, and where.
+        loan: Memory for the data segment.
+        terms: What is accepted.
+        bridge: Where memory is prepared and a template is filled.
+        owns: Whether the memory may be freed here.
+        pinned: Whether to page-lock the memory, since it is going to be used again.
+        bounded: Bound what is wanted; None: the memory was bounded when it was lent.
+        share: What a device receives by itself.
+
+    Attributes:
+        values: The chunks that must be there before `place` is called.
+        memory: The data segment.
+        arena: Where the data segment is, as far as it is in no template's memory.
+        backings: A template's memory for each entry, if there is a template.
+        copies: Between the arena and that memory.
+        home: The chunks that are in the template already, or on their way. Whoever
+            finds one there adds it.
+        touched: Whether a template may have been modified.
     """
 
-    touched = is_early = False
-    values: Sequence[int] = ()
+    backings: Backings | None = None
+    copies: CopyPlan | None = None
+    touched = False
 
     def __init__(
         self,
-        manifest: Manifest,
+        grid: ChunkGrid,
+        rule: Rule,
+        loan: Loan,
         terms: Terms,
         bridge: Bridge,
-        away: Away = _NOTHING,
         *,
-        arena: Arena | None = None,
+        owns: bool,
+        pinned: bool = False,
+        bounded: Limits | None = None,
+        share: Share | None = None,
     ) -> None:
+        self._grid, self._rule, self._loan = grid, rule, loan
         self._terms, self._bridge = terms, bridge
-        used = manifest.segment_bytes - _nbytes_of(away)
-        self._owns = arena is None
-        self._loan = Loan(arena) if arena else _allocate(manifest, used, terms)
-        self.arena = self._loan.arena
+        self._owns, self._pinned, self._bounded = owns, pinned, bounded
+        self._share = share
+        self.arena = loan.arena
         self.memory: Memory = self.arena
-        self._tensors = tensors_over(manifest, self._loan.buffer, away=away)
-        self._frame = Frame.of(manifest)
-        self._chunks = range(len(manifest.grid))
+        self.home: set[int] = set()
+        self._chunks: Sequence[int] = ()
+        self._loading: _Loading | None = None
+        self.values: Sequence[int] = chunks_over(grid, rule.values)
+        self._check_memory(self.values)
+        if not self.values:
+            self._place()
 
-    def plan(self) -> Sequence[int]:
-        """Return every chunk."""
+    def __repr__(self) -> str:
+        return f"<Destination of {len(self._grid)} chunks by {self._rule}>"
+
+    def place(self) -> Sequence[int]:
+        """Return the chunks that are wanted beside ``values``. For a thread.
+
+        Raises:
+            StateDictError: the template does not fit what is selected; see `Selected`.
+            LimitExceededError: there is no memory for it.
+        """
+        if self.values:
+            self._place()
         return self._chunks
 
-    def begin(self) -> None:
-        """Do nothing: nobody has the tensors yet."""
+    def _place(self) -> None:
+        plan = self._rule.plan()
+        values = {*self.values}
+        wanted = chunks_over(self._grid, plan.ranges)
+        self._chunks = [chunk for chunk in wanted if chunk not in values]
+        self._check_memory([*self._chunks, *values])
+        self.backings = plan.backings
+        self.copies = plan.copies(self.arena, self._terms.ports)
+        if self.copies is not None:
+            if self._terms.direct:
+                self.memory = self.copies.in_place()
+            self._loading = _Loading(
+                self.copies,
+                self._grid,
+                self._bridge,
+                self.home,
+                direct=self._terms.direct,
+                pinned=self.arena if self._pinned else None,
+            )
+        if self._share is not None:
+            self.memory = self._share.beside(self.memory)
 
-    @asynccontextmanager
-    async def receiving(self) -> AsyncIterator[None]:
-        """Do nothing beside the block."""
-        self.begin()
-        yield
-
-    async def prepare(self, start: int, stop: int) -> None:
-        """Have the pages mapped, which may take longer than their bytes."""
-        touch = partial(self.arena.populate, every=self._terms.ahead)
-        await self._bridge.run(touch, start, stop)
-
-    def complete(self, chunk: int) -> None:
-        """Do nothing: it is where it belongs."""
-
-    async def assemble(self) -> object:
-        """Put the tensors into the tree."""
-        self._loan.finish()
-        return await self._bridge.run(_put, self._frame, self._tensors, self._terms)
-
-    async def load(self) -> None:
-        """Do nothing: everything is in its place."""
-
-    def abandon(self) -> None:
-        """Do nothing: nothing is copied."""
-
-    def discard(self, *, late: bool) -> None:
-        """Let go of the tensors, and unmap what is under them."""
-        gone = self._owns and not self._loan.finished
-        self._tensors = []
-        del self._loan
-        if gone:
-            self._bridge.post(
-                self.arena.empty if late else self.arena.close
-            )  # a view that is left prevents it
-
-
-class InTemplate:
-    """The tensors of a template, at the end or (``direct``) from the beginning.
-
-    Entries that are ``away`` are somebody else's, and ``match`` has nothing for them.
-    Chunks that are added to ``home`` are in the template already.
-    """
-
-    values: Sequence[int] = ()
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        match: Match,
-        terms: Terms,
-        bridge: Bridge,
-        *,
-        away: Away = _NOTHING,
-        arena: Arena | None = None,
-    ) -> None:
-        self._away = away
-        self.match, self._terms, self._bridge = match, terms, bridge
-        self._frame = Frame.of(manifest)
-        self._chunks = range(len(manifest.grid))
-        # Whoever has no tensors to make needs no more of the manifest.
-        makes = match.parts or match.blobs or match.fresh
-        self._manifest = manifest if makes else None
-        entries, used = manifest.entries, manifest.segment_bytes - _nbytes_of(away)
-        if terms.direct:
-            used -= _at_home(match.backings, terms.ports)
-        self._owns = arena is None
-        self._loan = Loan(arena) if arena else _allocate(manifest, used, terms)
-        self.arena = self._loan.arena
-        self.copies = CopyPlan(
-            match.backings,
-            entries,
-            arena=self.arena,
-            port_for=terms.ports,
-        )
-        self.memory: Memory = self.arena
-        if terms.direct:
-            self.memory = self.copies.in_place()
-        self.touched = False
-        kept = terms.warm is not None and used >= _USED * manifest.segment_bytes
-        self._loading = _Loading(
-            self.copies,
-            manifest.grid,
-            bridge,
-            direct=terms.direct,
-            pinned=self.arena if kept else None,
-        )
-        self.home = self._loading.home
-
-    def plan(self) -> Sequence[int]:
-        """Return every chunk."""
-        return self._chunks
-
-    def begin(self) -> None:
-        """Say that the template changes from now on, if it does."""
-        self.touched = self._terms.direct and bool(self.match.tensors)
+    def _check_memory(self, chunks: Iterable[int]) -> None:
+        if self._bounded is not None:
+            check_memory(map(self._grid.range, chunks), self._bounded)
 
     @property
     def is_early(self) -> bool:
-        """Whether devices have tensors that are received into directly."""
-        return self._loading.is_early
-
-    def complete(self, chunk: int) -> None:
-        """Have devices get it."""
-        if self._loading.is_early:
-            self._loading.add(chunk)
+        """Whether something of it goes to a device while other chunks travel."""
+        return self._loading is not None and self._loading.is_early
 
     @asynccontextmanager
     async def receiving(self) -> AsyncIterator[None]:
-        """Begin; what is verified in the block goes to devices meanwhile."""
+        """Let bytes in; what is complete in the block goes to devices meanwhile."""
         self.begin()
-        async with self._loading.early() if self._loading.is_early else nullcontext():
+        if self._loading is not None and self._loading.is_early:
+            async with self._loading.early():
+                yield
+        else:
             yield
 
+    def begin(self) -> None:
+        """Say that bytes are on their way: some may go into a template."""
+        if self._terms.direct and self._loading is not None:
+            self.touched = any(True for _ in self._rule.changed())
+        if self._share is not None:
+            self._share.begin()
+
     async def prepare(self, start: int, stop: int) -> None:
-        """Have the arena's pages mapped; those of a template are there."""
-        if not self._terms.direct:
+        """Have the arena's pages mapped; those of a template are there.
+
+        Mapping them may take longer than their bytes do.
+        """
+        if self.memory is self.arena:
             touch = partial(self.arena.populate, every=self._terms.ahead)
             await self._bridge.run(touch, start, stop)
 
+    def complete(self, chunk: int) -> None:
+        """Take note, in `receiving`, that a chunk is verified; on the loop."""
+        if self._loading is not None and self._loading.is_early:
+            self._loading.add(chunk)
+
     async def assemble(self) -> object:
-        """Return the template, once `load` has brought the peer's values into it."""
-        return await self._bridge.run(self._put_together)
+        """Return the state dict, all of whose bytes have been verified.
+
+        `load` brings to a template what is not there yet.
+        """
+        if self._loading is None:
+            self._loan.finish()
+        return await self._bridge.run(self._rule.assemble)
 
     async def load(self) -> None:
         """Bring to the template what is still in the arena only, all of it or nothing.
@@ -320,71 +358,70 @@ class InTemplate:
         to its end, also if cancelled (on a device, in the background), so that a
         template is never half filled.
         """
+        if self._loading is None:
+            return
         fences = self._fences()
         await completed(*fences.values())
-        await completed(*await self._bridge.run(self._load_all, fences))
-        if self._terms.warm is None:
-            if self.match.fresh:  # which keep the arena: free what they do not use
-                await self._bridge.run(self.copies.discard)
-            await self._bridge.run(self.arena.close)
-        else:
-            self._loan.finish()
+        await completed(*await self._bridge.run(self._load, fences))
+        self._loan.finish()
+        if self._terms.warm is None or self._bounded is not None:
+            await self._bridge.run(self._let_go)
 
     def abandon(self) -> None:
-        """Have it kept by a thread that waits; say what may have changed."""
+        """Keep the memory as long as something is copied from it, and no longer.
+
+        For who goes no further, once all that was called here has ended or failed.
+        """
         if self.touched:
-            mark_changed(self.match.changed())
-        if self._loading.has_sent:
+            mark_changed(self._rule.changed())
+        if self._loading is not None and self._loading.has_sent:
             keep_until(self._drain)
 
     def discard(self, *, late: bool) -> None:
-        """Unmap the arena, unless a device may still copy from it."""
-        gone = self._owns and not (self._loan.finished or self._loading.has_sent)
-        del self._loan
+        """Free the memory after `abandon`: tracebacks may keep this for a while.
+
+        For who knows that nobody writes to it any more. A device that still copies to
+        it (``late``) needs its addresses, but not what is there.
+        """
+        sent = self._loading is not None and self._loading.has_sent
+        gone = self._owns and not (self._loan.finished or sent)
+        del self._loan, self._rule
         if gone:
-            self._bridge.post(self.arena.empty if late else self.arena.close)
-
-    def _put_together(self) -> object:
-        tensors = self.match.tensors.beside(self._values())
-        match = self.match
-        state = _put(self._frame, tensors, self._terms, match.wholes, match.nodes)
-        adoption = self.match.adoption
-        return state if adoption is None else adoption.plan(state)
-
-    def _values(self) -> dict[int, torch.Tensor]:
-        if self._manifest is None:
-            return {}
-        return parts_over(
-            self._manifest,
-            self._loan.buffer,
-            parts=self.match.parts,
-            blobs=self.match.blobs,
-            fresh=self.match.fresh,
-            away=self._away,
-        )
+            self._bridge.post(self.arena.empty)
+            if not late:
+                self._bridge.post(self.arena.close)  # a view that is left prevents it
 
     def _fences(self) -> Fences:
-        return self.copies.fences()
+        assert self.copies is not None
+        more = {} if self._share is None else self._share.fences()
+        return self.copies.fences() | more
 
     def _drain(self) -> None:
+        assert self.copies is not None
+        if self._share is not None:
+            self._share.drain()
         self.copies.drain()
 
-    def _load_all(self, fences: Fences) -> list[Event]:
+    def _load(self, fences: Fences) -> list[Event]:
         """Fill the tensors, then put the values beside them; nothing comes between."""
-        events = self._load(fences)
-        if self.match.adoption is not None:
-            self.match.adoption.finish()
+        assert self._loading is not None
+        mark_changed(self._rule.changed())
+        self.touched = True
+        events = self._loading.finish(fences, self._chunks, before=self.values)
+        if self._share is not None:
+            events += self._share.load(fences)
+        self._rule.finish()
         return events
 
-    def _load(self, fences: Fences) -> list[Event]:
-        mark_changed(self.match.changed())
-        self.touched = True
-        return self._loading.finish(fences)
+    def _let_go(self) -> None:
+        if self._rule.uses_arena and self.copies is not None and self._owns:
+            self.copies.discard()  # what the state dict does not use
+        self.arena.close()
 
 
-def _nbytes_of(away: Away) -> int:
+def _nbytes_of(away: Away | None) -> int:
     """Return how many bytes are in other memory."""
-    return sum(data.numel() for data in away.values())
+    return sum(data.numel() for data in (away or {}).values())
 
 
 def _allocate(manifest: Manifest, nbytes: int, terms: Terms) -> Loan:
@@ -404,24 +441,6 @@ def _at_home(backings: Backings, ports: PortFor) -> int:
     return nbytes
 
 
-def _put(
-    frame: Frame,
-    tensors: Sequence[torch.Tensor],
-    terms: Terms,
-    wholes: Mapping[int, torch.Tensor] | None = None,
-    nodes: Decoders | None = None,
-) -> object:
-    """Put tensors into the tree of a checkpoint; see `assemble`."""
-    return assemble(
-        frame,
-        tensors,
-        limits=terms.limits,
-        allow_pickle=terms.allow_pickle,
-        wholes=wholes,
-        nodes=nodes,
-    )
-
-
 class _Loading:
     """The way of one checkpoint from its arena to a template.
 
@@ -429,11 +448,11 @@ class _Loading:
         copies: Between the two; they outlive all copies.
         grid: The chunks.
         bridge: Where copies run, or are enqueued.
+        home: The chunks that are in the template already, or on their way.
         direct: What has a host's memory for its own has been received there.
         pinned: Memory to page-lock, since it is going to be used again.
 
     Attributes:
-        home: The chunks that are in the template already, or on their way.
         has_sent: Whether devices may copy from the arena, or have done so.
     """
 
@@ -442,19 +461,19 @@ class _Loading:
         copies: CopyPlan,
         grid: ChunkGrid,
         bridge: Bridge,
+        home: set[int],
         *,
         direct: bool,
         pinned: Arena | None,
     ) -> None:
-        self.home: set[int] = set()
         self._copies, self._grid, self._bridge = copies, grid, bridge
-        self._direct, self._pinned = direct, pinned
+        self._home, self._direct, self._pinned = home, direct, pinned
         self._parts: _Unfinished | None = None
         self._verified: asyncio.Queue[int | None] = asyncio.Queue()
         self.has_sent = False
 
     def __repr__(self) -> str:
-        return f"<_Loading home={len(self.home)} of {len(self._grid)} chunks>"
+        return f"<_Loading home={len(self._home)} of {len(self._grid)} chunks>"
 
     @property
     def is_early(self) -> bool:
@@ -477,16 +496,24 @@ class _Loading:
             yield
             self._verified.put_nowait(None)
 
-    def finish(self, fences: Fences) -> list[Event]:
-        """Load what is left; return what is to be waited for. For a thread."""
+    def finish(
+        self, fences: Fences, chunks: Iterable[int], *, before: Collection[int]
+    ) -> list[Event]:
+        """Load what is left; return what is to be waited for. For a thread.
+
+        Args:
+            fences: What the copies to devices wait for.
+            chunks: What has arrived by the plan.
+            before: What has arrived before there was a plan, and so in the arena.
+        """
         self.has_sent = self.has_sent or bool(fences)
         left = None if self._parts is None else self._parts.left()
         self._copies.load_parts(left, fences)
-        for chunk in range(len(self._grid)):
-            if chunk in self.home:
+        for chunk in (*before, *chunks):
+            if chunk in self._home:
                 continue
             start, stop = self._grid.range(chunk)
-            if not self._direct:
+            if not self._direct or chunk in before:
                 self._copies.load_host(start, stop)
             self._copies.load_device(start, stop, fences)
         return [port.mark() for port in self._copies.ports.values()]
@@ -509,7 +536,7 @@ class _Loading:
         self._copies.load_device(*self._grid.range(chunk), fences)
         assert self._parts is not None
         self._copies.load_parts(self._parts.add(chunk), fences)
-        self.home.add(chunk)
+        self._home.add(chunk)
 
 
 class _Unfinished:

@@ -14,17 +14,13 @@ from typing import Final
 import torch
 
 from aiockpt.memory.arena import Arena, Memory
-from aiockpt.memory.copies import CopyPlan
 from aiockpt.memory.device import Event, Port, PortFor
-from aiockpt.state.load_plan import LoadPlan
-from aiockpt.transfer.segment import Segment
+from aiockpt.state.load_plan import LoadPlan, Ranges
+from aiockpt.state.segment import Segment
 
-__all__ = ["Placement", "PlannedPlacement", "Ranges", "Spare", "VerifyOnly"]
+__all__ = ["Placement", "PlannedPlacement", "Spare", "VerifyOnly"]
 
 _TURNS: Final = 2
-
-Ranges = Sequence[tuple[int, int]]
-"""Half-open ranges of a data segment: ascending and apart."""
 
 
 class Placement:
@@ -115,13 +111,9 @@ class PlannedPlacement(Placement):
 
     def __init__(self, segment: Segment, plan: LoadPlan, ports: PortFor) -> None:
         super().__init__(segment, plan.ranges)
-        self._copies = CopyPlan(
-            plan.backings,
-            segment.manifest.entries,
-            arena=segment.arena,
-            port_for=ports,
-        )
-        self._kept = plan.kept
+        copies = plan.copies(segment.arena, ports)
+        assert copies is not None
+        self._copies, self._kept = copies, plan.kept
         self.memory = self._home = self._copies.in_place()
         self._fences = self._copies.fences()
 
@@ -139,10 +131,6 @@ class PlannedPlacement(Placement):
     def send(self, start: int, stop: int, window: torch.Tensor) -> list[Event]:
         """Enqueue the copies to devices; ``window`` has the bytes of the range."""
         return self._copies.load_device(start, stop, self._fences, window=window)
-
-    def fence(self) -> None:
-        """Let copies to devices wait for what this thread has enqueued until now."""
-        self._fences = self._copies.fences()
 
     def load(self, ranges: Ranges, *, host: bool) -> None:
         """Bring home what has arrived in the arena; wait for the devices.

@@ -22,9 +22,8 @@ from aiockpt.runtime.tasks import run_all
 from aiockpt.state.flatten import Survey, survey
 from aiockpt.state.selection import Select
 from aiockpt.state.template import Template
-from aiockpt.transfer.destination import Destination, InTemplate, Terms
+from aiockpt.transfer.destination import Destination, Terms, selected
 from aiockpt.transfer.reuse import Delta, Held, HeldInTemplate
-from aiockpt.transfer.selected import Selected
 from aiockpt.transfer.source import Source
 from aiockpt.transport import exact_step
 
@@ -90,7 +89,7 @@ async def receive(
                 # The plan of a selection looks at values, so their chunks come first.
                 await _fetch(source, outline, room, room.goal.values, report)
                 report.at("allocate")
-                rest = await bridge.run(room.goal.plan)
+                rest = await bridge.run(room.goal.place)
                 await _fetch(source, outline, room, rest, report)
 
                 report.at("rebuild")
@@ -203,11 +202,10 @@ def _make_room(
     assert manifest is not None
     many = manifest.header_bytes > _MANY
     manifest = manifest.without_header()
-    goal: Destination
     if options.select is None:
         goal = source.destination(manifest, template, options.terms)
     else:
-        goal = Selected(
+        goal = selected(
             manifest,
             options.select,
             options.into,
@@ -219,7 +217,7 @@ def _make_room(
     delta = None
     if own is not None:
         ports = options.terms.ports
-        if options.have is options.into and isinstance(goal, InTemplate):
+        if options.have is options.into and template is not None:
             held: Held = HeldInTemplate(manifest, own, goal, ports=ports)
         else:
             held = Held.of(manifest, own, arena=goal.arena, ports=ports)

@@ -28,7 +28,7 @@ from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.tasks import run_all
 from aiockpt.state.flatten import Survey
 from aiockpt.state.pairing import alike
-from aiockpt.transfer.destination import InTemplate
+from aiockpt.transfer.destination import Destination
 
 __all__ = ["Delta", "Held", "HeldInTemplate", "OnReuse"]
 
@@ -142,12 +142,13 @@ class HeldInTemplate(Held):
     """
 
     def __init__(
-        self, manifest: Manifest, own: Survey, goal: InTemplate, *, ports: PortFor
+        self, manifest: Manifest, own: Survey, goal: Destination, *, ports: PortFor
     ) -> None:
-        mine = goal.match.backings
-        merged, values = mine, list[int]()
-        if goal.match.parts or goal.match.blobs:
-            merged, values = _merged(mine, alike(manifest, own))
+        assert goal.backings is not None
+        assert goal.copies is not None
+        merged, values = goal.backings, list[int]()
+        if not all(merged.sizes):
+            merged, values = _merged(merged, alike(manifest, own))
         super().__init__(manifest, merged, arena=goal.arena, ports=ports)
         entries = manifest.entries
         self._values = _Ranges((entries.starts[e], entries.stops[e]) for e in values)

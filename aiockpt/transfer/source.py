@@ -15,10 +15,10 @@ from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.memory.arena import Arena, Memory
 
 if TYPE_CHECKING:  # a fetch into a file does without torch
+    from aiockpt.state.segment import Segment
     from aiockpt.state.template import Template
     from aiockpt.transfer.destination import Destination, Terms
     from aiockpt.transfer.placement import Placement
-    from aiockpt.transfer.segment import Segment
 
 __all__ = [
     "OnBytes",

@@ -22,9 +22,9 @@ from aiockpt.errors import (
 )
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.format.chunks import ChunkGrid, chunks_over
+from aiockpt.state import load_plan
 from aiockpt.state.selection import Selection, pruned
 from aiockpt.testing import Drip, FakeAccelerator, FlipBit, assert_same
-from aiockpt.transfer.partial import PartialLoad
 from transports import (
     Transport,
     in_the_middle,
@@ -150,16 +150,10 @@ PATHS = [
 
 def as_a_load(state: dict[str, Any], select: Any, template: Any = None) -> Any:
     """Return what the checkpointers' rules make of a state that is here already."""
-    load = PartialLoad(
-        [],
-        state,
-        selection=Selection(select),
-        template=template,
-        device=None,
-        ports=lambda device: None,
-    )
-    load.plan()
-    return load.finish()
+    rule = load_plan.Selected([], state, select=select, template=template)
+    rule.plans()
+    rule.finish()
+    return rule.assemble()
 
 
 @pytest.mark.asyncio

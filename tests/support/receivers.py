@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from aiockpt.memory.arena import Arena
-from aiockpt.transfer import destination
-from aiockpt.transfer.destination import InTemplate
-from aiockpt.transfer.selected import Selected
+from aiockpt.state.load_plan import EverythingNew
+from aiockpt.transfer.destination import Destination
 from transports import Transport, weights
 
 __all__ = [
@@ -39,9 +38,9 @@ _PARTS = {"select": [f"w{n}" for n in range(COUNT // 2, COUNT)]}
 _HELD = [f"w{n}" for n in range(COUNT // 2)]
 
 Places = tuple[tuple[Any, str], ...]
-FILLING: Places = ((InTemplate, "_load"), (Selected, "_finish"))
+FILLING: Places = ((Destination, "_load"),)
 """Where a template is filled, which is one call in a thread."""
-SHARING: Places = ((destination, "_put"),)
+SHARING: Places = ((EverythingNew, "assemble"),)
 """Where a state dict is made, for which the memory is there by then."""
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from dataclasses import replace
 
 from aiockpt.format.limits import Limits, enforce
 from aiockpt.format.manifest import Manifest
+from aiockpt.format.paths import Node
 from aiockpt.format.references import mentions
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.system import allocating, spare_memory
@@ -61,12 +63,12 @@ class Segment:
         """Return the entry that has a byte."""
         return bisect_right(self.manifest.entries.starts, offset) - 1
 
-    def value_ranges(self) -> list[tuple[int, int]]:
-        """Return the bytes that values other than tensors are made of."""
+    def value_ranges(self, tree: Node) -> list[tuple[int, int]]:
+        """Return the bytes that a tree's values other than tensors are made of."""
         entries, views = self.manifest.entries, self.manifest.views
         found = {
             number if number < len(entries) else views[number - len(entries)].storage
-            for mention in mentions(self.manifest.tree)
+            for mention in mentions(tree)
             if not is_filled(mention)
             for number in mention.numbers
             if 0 <= number < self.manifest.tensor_count
@@ -75,8 +77,8 @@ class Segment:
             (entries.starts[entry], entries.stops[entry]) for entry in sorted(found)
         ]
 
-    def assemble(self, nodes: Decoders | None = None) -> object:
-        """Return the state dict over the memory, filled or not.
+    def assemble(self, tree: Node, nodes: Decoders | None = None) -> object:
+        """Return what a tree is over the memory, filled or not.
 
         ``nodes`` are those of a template; see `decoders_for`.
 
@@ -84,7 +86,7 @@ class Segment:
             RemoteProtocolError: its tree has what this process has not registered.
         """
         return assemble(
-            Frame.of(self.manifest),
+            replace(Frame.of(self.manifest), tree=tree),
             self._tensors,
             limits=self._limits,
             allow_pickle=self._allow_pickle,
