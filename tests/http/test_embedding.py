@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -16,7 +17,7 @@ import aiockpt.http
 from aiockpt import HTTPTransport
 from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.testing import assert_same
-from serving import Peer
+from serving import Peer, settle
 from transports import MIB, Transport, receive, transport, weights
 
 pytestmark = pytest.mark.asyncio
@@ -110,6 +111,62 @@ class TestSetup:
             await sender.send_checkpoint([], 1, weights())
             with pytest.raises(LocalProtocolError, match="advertise="):
                 sender.metadata()
+
+
+class TestHost:
+    """What a host application does to all its responses, and what its clients do."""
+
+    async def test_a_hook_that_comes_late_does_no_harm(self) -> None:
+        """It touches a response whose headers are made already."""
+
+        async def meddle(_: web.Request, response: web.StreamResponse) -> None:
+            response.headers["X-Host"] = "was here"
+            response.enable_compression()
+
+        listening, port = listener()
+        app = web.Application()
+        app.on_response_prepare.append(meddle)
+        sender = mounted(port)
+        aiockpt.http.setup(app, sender)
+        async with running(app, listening), transport() as receiver:
+            await sender.send_checkpoint([], 1, weights())
+            assert_same(await receive(sender, receiver), weights())
+
+    async def test_a_client_that_leaves_is_forgotten(self) -> None:
+        """The runner of most applications cancels no handler, so it must be noticed."""
+        listening, port = listener()
+        app = web.Application()
+        sender = mounted(port, insecure=True)
+        aiockpt.http.setup(app, sender)
+        now = sender.statistics
+        async with running(app, listening):
+            await sender.send_checkpoint([], 1, weights(mib=64))
+            async with (
+                Peer(port, token=None) as early,
+                Peer(port, token=None) as follower,
+                Peer(port, token=None, receive_buffer=4096) as slow,
+            ):
+                await early.request("/checkpoint/9/full", Prefer="wait=30")
+                await follower.request("/checkpoint/latest?after=1", Prefer="wait=30")
+                await slow.request("/checkpoint/1/full")
+                await settle(lambda: (now().waiting, now().readers) == (2, 1))
+            await settle(lambda: (now().waiting, now().readers) == (0, 0))
+            assert now().gone == 3
+
+    async def test_a_transport_that_has_ended_does_not_say_when_to_come_back(
+        self,
+    ) -> None:
+        """A receiver that is told to wait would only learn later that it is gone."""
+        listening, port = listener()
+        app = web.Application()
+        sender = mounted(port, insecure=True)
+        app.add_routes(aiockpt.http.routes(sender))
+        async with running(app, listening), Peer(port, token=None) as peer:
+            await sender.shutdown()
+            answer = await peer.ask("/checkpoint/7/full")
+        kind = json.loads(answer.body)["type"]
+        assert (answer.status, kind) == (503, "tag:aiockpt,2025:closing")
+        assert "Retry-After" not in answer.headers
 
 
 class TestSubApplication:

@@ -7,14 +7,10 @@ import json
 import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 
 import pytest
-from aiohttp import web
 
-from aiockpt.http.handlers import CheckpointService, routes
-from aiockpt.http.store import Store
-from serving import CONFIG, Memory, Peer, Site, serving, settle
+from serving import Memory, Peer, Site, serving, settle
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
 
@@ -187,23 +183,3 @@ async def test_a_waiting_request_costs_its_handler_only():
         await site.store.publish(Memory(1000, step=8), grace=0)
         answers = [await peer.answer() for peer in peers]
     assert [answer.status for answer in answers] == [200] * count
-
-
-async def test_a_client_that_leaves_is_forgotten_by_an_application_too():
-    """Nobody cancels a handler there, so it looks for itself."""
-    store = Store()
-    service = CheckpointService(store, replace(CONFIG, prefix="/checkpoint"))
-    app = web.Application()
-    app.add_routes(routes(service, "/checkpoint"))
-    runner = web.AppRunner(app, handler_cancellation=False)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        async with Peer(site.port) as peer:
-            await peer.request(f"{PATH}?after=7", Prefer=LONG)
-            await settle(lambda: service.statistics().waiting == 1)
-        await settle(lambda: service.statistics().waiting == 0)
-    finally:
-        await runner.cleanup()
-        await store.close()

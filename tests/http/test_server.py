@@ -220,7 +220,8 @@ async def test_the_wrong_token_is_refused(path, authorization):
     async with serving(Memory(1000)) as site, site.peer(token=None) as peer:
         answer = await peer.ask(path, **fields)
         missing = await peer.ask("/checkpoint/99/full", **fields)
-    assert answer.status == missing.status == 401
+        posted = await peer.ask(path, method="POST", **fields)
+    assert answer.status == missing.status == posted.status == 401
     assert answer.headers["WWW-Authenticate"] == "Bearer"
     assert TOKEN not in repr(answer)
 
