@@ -11,9 +11,9 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.cases import embedded, group, http, trainer
+from benchmarks.cases import http, trainer
 from benchmarks.cases.embedded import during
-from benchmarks.cases.pair import rows_of_memory, rows_of_ticker
+from benchmarks.cases.pair import rows_of_ticker
 from benchmarks.cases.trainer import LOOP, PROCESS
 from benchmarks.measures import (
     BenchmarkError,
@@ -33,11 +33,10 @@ from benchmarks.report import (
     as_text,
     rows_of_trees,
 )
-from benchmarks.state import SHAPES, TOUCHED, cut, looks_right, numbered, shape_of
+from benchmarks.state import SHAPES, cut, looks_right, numbered, shape_of
 from benchmarks.worker import HERE, Worker
 
 MIB = 1 << 20
-OURS_BY_GROUP = ("aiockpt, fresh", "aiockpt, in place")
 
 
 def series(name: str, *seconds: float, nbytes: int = 10**9) -> Series:
@@ -141,22 +140,6 @@ def test_only_requests_beside_the_transfer_count() -> None:
     cost: Cost = {"began": 10.0, "seconds": 1.0, "cpu": 0.0, "lags": []}
     visits = [(9.8, 0.1), (9.9, 0.2), (10.5, 0.3), (10.9, 0.4), (11.1, 0.5)]
     assert during(cost, visits) == [0.2, 0.3, 0.4]
-
-
-def test_small_requests_have_no_target() -> None:
-    """They are shown beside those of the app that does nothing else."""
-    requests = {"with": [0.001] * 98 + [0.5, 0.8], "without": [0.001] * 99 + [0.2]}
-    found = {
-        f"the app {how} the transfer": Series(
-            how, 10**9, [Sample(seconds=2.0, latencies=latencies)]
-        )
-        for how, latencies in requests.items()
-    }
-    found["the transfer without requests"] = series("x", 1.0)
-    rows = list(embedded.rows(shape_of("1m", MIB), found))
-    values = [(row.value, row.reference_value) for row in rows]
-    assert values == [(1, 1), (500, 1), (800, 200), (0.5, 1)]
-    assert {row.verdict for row in rows} == {""}
 
 
 def test_too_little_memory_is_an_error_before_anything_starts(
@@ -285,12 +268,6 @@ def test_a_shape_is_cut_and_recognized(key: str, size: int) -> None:
     assert not looks_right(state, shape)
 
 
-def test_the_shapes_of_two_gibibytes_are_those_that_are_announced() -> None:
-    """The default measures what the documentation says."""
-    shapes = [str(shape_of(key, 2 << 30)) for key in SHAPES]
-    assert shapes == ["2,048 x 1 MiB", "8 x 256 MiB", "1 x 2048 MiB", "100,000 x 4 KiB"]
-
-
 def test_rows_compare_with_the_references() -> None:
     """Targets hold for torchft's best setting, raw sockets, and memcpy."""
     shape = shape_of("1m", MIB)
@@ -320,125 +297,6 @@ def test_rows_compare_with_the_references() -> None:
     verdicts = ["ok", "MISSED", "", "", "ok", "", "MISSED", "MISSED", ""]
     assert [row.verdict for row in rows] == verdicts
     assert {row.verdict for row in rows_of_ticker(shape, found, 5.0)} == {"ok"}
-
-
-@pytest.mark.parametrize(
-    ("key", "cpu", "verdicts"),
-    [("1m", 0.54, ["ok", "ok"]), ("1m", 0.6, ["ok", "MISSED"]), ("100k", 9, ["", ""])],
-)
-def test_processor_seconds_of_both_ends_are_compared_with_the_fastest_raw_ones(
-    key: str, cpu: float, verdicts: Sequence[str]
-) -> None:
-    """A tenth more is allowed, where bytes decide; less is as good as it gets."""
-    costs = {
-        "raw socket, fresh, as the library's, x1": (1.0, 3.0),
-        "raw socket, touched, x1": (2.0, 0.1),
-        "raw socket, touched, x4": (1.0, 0.5),
-        "raw socket and digests, touched, x4": (0.5, 0.4),
-        "aiockpt, fresh": (1.0, 0.5),
-        "aiockpt, in place": (1.0, cpu),
-    }
-    found = {
-        name: Series(
-            name,
-            10**9,
-            [Sample(seconds=took, sender_cpu=spent / 2, receiver_cpu=spent / 2)],
-        )
-        for name, (took, spent) in costs.items()
-    }
-    fresh, in_place, digested = http.rows_of_cost(shape_of(key, MIB), found)
-    assert [fresh.verdict, in_place.verdict] == verdicts
-    assert (in_place.reference, in_place.value) == ("raw socket, touched, x4", cpu)
-    assert in_place.target == ("at most 1.1" if key == "1m" else "")
-    assert digested.ratio == pytest.approx(cpu / 0.4)
-    assert digested.target == ""
-
-
-@pytest.mark.parametrize(
-    ("key", "shared", "verdicts"),
-    [("1m", 0.05, ["ok", "ok"]), ("1m", 0.06, ["MISSED", "ok"]), ("100k", 1, ["", ""])],
-)
-def test_lent_memory_has_targets(
-    key: str, shared: float, verdicts: Sequence[str]
-) -> None:
-    """A time where nothing is copied, a part of memcpy's speed where everything is."""
-    found = {
-        name: series(name, seconds)
-        for name, seconds in {
-            "aiockpt, same host, shared": shared,
-            "aiockpt, same host, in place": 1.0,
-            "memcpy beside them": 0.8,
-        }.items()
-    }
-    rows = list(http.rows_of_same_host(shape_of(key, MIB), found))
-    assert [row.verdict for row in rows] == verdicts
-    assert rows[0].value == pytest.approx(1000 * shared)
-    assert list(http.rows_of_same_host(shape_of(key, MIB), {})) == []
-
-
-@pytest.mark.parametrize(
-    ("key", "seconds", "verdicts"),
-    [
-        ("1m", 1.0, ["ok", "ok", "ok", "ok", ""]),
-        ("1m", 1.2, ["MISSED", "ok", "MISSED", "MISSED", ""]),
-        ("100k", 0.25, ["ok", "ok", "MISSED", "ok", ""]),
-    ],
-)
-def test_a_process_group_is_compared_with_two_others(
-    key: str, seconds: float, verdicts: Sequence[str]
-) -> None:
-    """Twice as fast as torchft into fresh memory, eight times with small tensors."""
-    others = {
-        "torchft, fresh": 2.0,
-        "torch's own, fresh": 2.0,
-        "torchft, in place": 1.0,
-        "torch's own, in place": 1.0,
-        f"raw socket, {TOUCHED}, x1": 1.0,
-    }
-    found = {name: series(name, each) for name, each in others.items()}
-    found |= {name: series(name, seconds) for name in OURS_BY_GROUP}
-    rows = list(group.rows_of_speed(shape_of(key, 2**31), found))
-    assert [row.verdict for row in rows] == verdicts
-
-
-def test_many_small_tensors_have_one_speed_target() -> None:
-    """There, the number of tensors decides, so raw bytes are no measure."""
-    row = Row(what="w", shape="s", value=1.0, unit="GB/s", reference_value=2.0)
-    assert (row.ratio, row.target, row.verdict) == (0.5, "", "")
-
-
-@pytest.mark.parametrize(
-    ("size", "seconds", "verdict"),
-    [(2 << 30, 0.35, "ok"), (2 << 30, 0.36, "MISSED"), (MIB, 1.0, "")],
-)
-def test_the_time_of_many_small_tensors_has_a_target(
-    size: int, seconds: float, verdict: str
-) -> None:
-    """Where there are as many as are announced; torchft's best stands beside it."""
-    found = {"aiockpt, fresh": series("x", seconds)}
-    (alone,) = http.rows_of_many(shape_of("100k", size), found)
-    found |= {f"torchft, {n}": series(f"torchft, {n}", n) for n in (9.0, 8.0)}
-    (row,) = http.rows_of_many(shape_of("100k", size), found)
-    assert (alone.reference, row.reference) == ("", "torchft, 8.0")
-    assert (alone.verdict, row.verdict) == (verdict, verdict)
-    assert list(http.rows_of_many(shape_of("1m", size), found)) == []
-
-
-def test_memory_has_ceilings() -> None:
-    """Percent of the state dict when fresh, MiB when in place."""
-
-    def memory(state: int, beyond: int) -> Series:
-        figures = {"state": state * MIB, "beyond": beyond * MIB}
-        return Series("x", MIB, [Sample(seconds=1.0, figures=figures)])
-
-    found = {"memory, fresh": memory(0, 105), "memory, in place": memory(100, 65)}
-    rows = list(rows_of_memory(shape_of("1m", MIB), found, "torchft"))
-    assert [row.verdict for row in rows] == ["ok", "MISSED"]
-    assert [row.value for row in rows] == [5, 65]
-    assert [row.target for row in rows] == ["at most 5 %", "at most 64 MiB"]
-    found["memory, torchft"] = memory(0, 200)
-    rows = list(rows_of_memory(shape_of("1m", MIB), found, "torchft"))
-    assert rows[0].reference_value == 100
 
 
 def test_another_tree_is_compared_by_speed_and_figures() -> None:

@@ -10,7 +10,7 @@ from benchmarks.cases.delta import rows
 from benchmarks.cases.pair import Plan
 from benchmarks.ends import CHUNK_BYTES, changed_chunks
 from benchmarks.link import Link, hindrance
-from benchmarks.measures import BenchmarkError, Sample, Series
+from benchmarks.measures import BenchmarkError
 from benchmarks.state import shape_of
 
 MIB = 1 << 20
@@ -50,33 +50,6 @@ def test_without_root_it_says_so(
     assert "needs root" in capsys.readouterr().err
     monkeypatch.setattr("benchmarks.link.shutil.which", lambda _: None)
     assert "iproute2" in hindrance()
-
-
-def test_only_the_share_that_is_asked_for_has_a_target() -> None:
-    """What has changed wholly, or not at all, is for information."""
-    shape = shape_of("1m", MIB)
-    names = {
-        "all of it, in place": 10.0,
-        "all of it, fresh": 10.0,
-        **{
-            f"{what} changed, {way}": seconds
-            for what, seconds in {
-                "nothing": 0.1,
-                "2 % of chunks": 0.5,
-                "every chunk": 10.0,
-            }.items()
-            for way in ("in place", "fresh")
-        },
-    }
-    found = {
-        name: Series(name, 10**9, [Sample(seconds=each)])
-        for name, each in names.items()
-    }
-    table = [*rows(shape, found)]
-    assert [row.ratio for row in table] == [
-        pytest.approx(each) for each in (100, 100, 20, 20, 1, 1)
-    ]
-    assert [row.verdict for row in table] == ["", "", "ok", "ok", "", ""]
 
 
 @pytest.mark.parametrize(

@@ -106,33 +106,10 @@ def series(name: str, lost: float, stall: float, *seconds: float) -> dict[str, S
     return {name: Series(name, 10**9, [sample])}
 
 
-WAITED = "time without a core or the lock"
 BEYOND = "steps lost beyond those to an unrelated process"
 OTHERS = series(f"{RAW}, x2", 1.0, 5.0, 1.0, 0.8)
 OTHERS |= series(ELSEWHERE, 2.0, 6.0, 1.0, 0.5)
 TORCHFT = series("torchft, num_chunks=0", 59.0, 775.0, 4.0, 2.0)
-
-
-@pytest.mark.parametrize(
-    ("lost", "stall", "seconds", "missed"),
-    [
-        (3.0, 10.0, 1.2, []),
-        (4.0, 10.0, 1.2, ["steps lost", WAITED]),
-        (5.5, 10.0, 1.2, ["steps lost", WAITED, BEYOND]),
-        (1.0, 11.0, 1.2, ["longest stall"]),
-        (1.0, 1.0, 1.3, ["receive while it trains"]),
-    ],
-)
-def test_a_server_process_has_targets(
-    lost: float, stall: float, seconds: float, missed: Sequence[str]
-) -> None:
-    """A server in the trainer has none, however it does."""
-    found = series(LOOP, 50.0, 100.0, 9.0, 1.0) | OTHERS
-    found |= series(PROCESS, lost, stall, seconds, 1.0)
-    found_rows = list(rows(shape_of("1m", 10**9), found))
-    named = dict.fromkeys(row.what for row in found_rows if row.missed)
-    assert list(named) == [f"{what}, {PROCESS}" for what in missed]
-    assert {row.target for row in found_rows if LOOP in row.what} == {""}
 
 
 def test_serving_a_loop_is_compared_with_other_senders_and_torchft() -> None:
