@@ -134,6 +134,15 @@ async def serving(
     """Serve a segment on a port of its own."""
     manifest = describe(segment, step=step, chunk_bytes=chunk_bytes)
     peer = RangePeer(segment, manifest, meddle)
+    async with serving_peer(peer, ssl_context=ssl_context):
+        yield peer
+
+
+@asynccontextmanager
+async def serving_peer(
+    peer: RangePeer, *, ssl_context: ssl.SSLContext | None = None
+) -> AsyncIterator[RangePeer]:
+    """Let a peer serve on a port of its own, whatever its manifest says."""
     app = web.Application()
     app.router.add_get("/checkpoint/{tail:.*}", peer.handle)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
