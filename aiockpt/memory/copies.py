@@ -60,9 +60,9 @@ _VERSION: Final = attrgetter("_version")
 # How many tensors a C function looks at in a row, since it holds the interpreter lock.
 _SLICE: Final = 1000
 
-# An entry's address in host memory (0: it is not copied from there), its first byte in
-# the segment, the end of the bytes that the state dict has of it, and its end.
-_Row: TypeAlias = tuple[int, int, int, int]
+# An entry's number, its address in host memory (0: it is not copied from there), its
+# first byte in the segment, the end of what the state dict has of it, and its end.
+_Row: TypeAlias = tuple[int, int, int, int, int]
 
 # Torch cannot copy some dtypes, and copying a float may change a NaN; words are safe.
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -128,24 +128,18 @@ class Backings:
         if order == range(len(self)):
             return self
         nothing = torch.empty(0)
+        addresses, sizes, parts = self.addresses, self.sizes, self.parts
+        places = enumerate(order) if parts else ()
         return Backings(
             [nothing if entry < 0 else self.tensors[entry] for entry in order],
-            _taken(self.addresses, order),
-            _taken(self.sizes, order),
-            self._taken_parts(order) if self.parts else {},
+            array("Q", (0 if entry < 0 else addresses[entry] for entry in order)),
+            array("Q", (0 if entry < 0 else sizes[entry] for entry in order)),
+            {place: parts[entry] for place, entry in places if entry in parts},
         )
 
-    def _taken_parts(self, order: Iterable[int]) -> dict[int, tuple[Part, ...]]:
-        return {
-            place: self.parts[entry]
-            for place, entry in enumerate(order)
-            if entry in self.parts
-        }
 
-
-def _taken(column: array[int], order: Iterable[int]) -> array[int]:
-    found = (0 if entry < 0 else column[entry] for entry in order)
-    return array(column.typecode, found)
+def _move(target: int, source: int, nbytes: int) -> None:
+    (_move_small if nbytes < _SMALL else _move_large)(target, source, nbytes)
 
 
 def numbers(column: array[int]) -> torch.Tensor:
@@ -226,40 +220,30 @@ class _Rows:
     ) -> None:
         self.starts, self.stops = entries.starts, entries.stops
         self.held = column(numbers(self.starts) + numbers(backings.sizes))
-        self.addresses = array("Q", backings.addresses)
-        if away or not bool(numbers(backings.sizes).all()):
-            columns = zip(
-                backings.tensors, backings.addresses, backings.sizes, strict=True
-            )
-            self.addresses = array(
-                "Q",
-                (
-                    0 if not size or (away and tensor.device in away) else address
-                    for tensor, address, size in columns
-                ),
-            )
+        own = numbers(backings.sizes) != 0
+        self.addresses = column(numbers(backings.addresses) * own, "Q")
+        for entry, tensor in enumerate(backings.tensors if away else ()):
+            if tensor.device in away:
+                self.addresses[entry] = 0
         for entry in backings.parts:
             self.held[entry] = self.stops[entry]
             self.addresses[entry] = 0
 
     def between(self, start: int, stop: int) -> list[_Row]:
         """Return the entries that reach into a range, the outer ones cut to it."""
-        near = slice(*self.near(start, stop))
+        lowest = max(bisect_right(self.starts, start) - 1, 0)
+        near = range(lowest, bisect_left(self.starts, stop, lowest))
         columns = (self.addresses, self.starts, self.held, self.stops)
-        rows = [*zip(*(column[near] for column in columns), strict=True)]
+        some = (column[near.start : near.stop] for column in columns)
+        rows = [*zip(near, *some, strict=True)]
         if rows:
-            address, first, held, last = rows[-1]
-            rows[-1] = address, first, min(held, stop), min(last, stop)
-            address, first, held, last = rows[0]
+            entry, address, first, held, last = rows[-1]
+            rows[-1] = entry, address, first, min(held, stop), min(last, stop)
+            entry, address, first, held, last = rows[0]
             address += max(start - first, 0) if address else 0
             first = max(first, start)
-            rows[0] = address, first, max(held, first), max(last, first)
+            rows[0] = entry, address, first, max(held, first), max(last, first)
         return rows
-
-    def near(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the first of these entries, and the one after the last."""
-        first = max(bisect_right(self.starts, start) - 1, 0)
-        return first, bisect_left(self.starts, stop, first)
 
     def span(self) -> tuple[int, int]:
         """Return the addresses between which all host memory of the state is."""
@@ -308,11 +292,10 @@ class CopyPlan:
     def staged(self, start: int, stop: int, block: int = sys.maxsize) -> Iterator[int]:
         """Do what `stage_host` does; yield how far it is, every ``block`` bytes."""
         arena, done = self._arena.address, start
-        for address, first, held, last in self._rows.between(start, stop):
+        for _, address, first, held, last in self._rows.between(start, stop):
             for at in range(first, held, block) if address else ():
                 nbytes = min(block, held - at)
-                move = _move_small if nbytes < _SMALL else _move_large
-                move(arena + at, address + at - first, nbytes)
+                _move(arena + at, address + at - first, nbytes)
                 if at + nbytes - done >= block:
                     done = at + nbytes
                     yield done
@@ -324,11 +307,9 @@ class CopyPlan:
     def load_host(self, start: int, stop: int) -> None:
         """Copy the host bytes of ``[start, stop)`` from the arena into the state."""
         arena = self._arena.address
-        for address, first, held, _ in self._rows.between(start, stop):
+        for _, address, first, held, _ in self._rows.between(start, stop):
             if address:
-                nbytes = held - first
-                move = _move_small if nbytes < _SMALL else _move_large
-                move(address, arena + first, nbytes)
+                _move(address, arena + first, held - first)
 
     def stage_device(self, start: int, stop: int, after: Fences) -> list[Event]:
         """Enqueue the copies of devices' bytes in ``[start, stop)`` to the arena."""
@@ -433,9 +414,7 @@ class CopyPlan:
         stop: int,
         window: torch.Tensor | None = None,
     ) -> Iterator[Pair]:
-        entries = range(*self._rows.near(start, stop))
-        rows = self._rows.between(start, stop)
-        for entry, (_, first, held, _) in zip(entries, rows, strict=True):
+        for entry, _, first, held, _ in self._rows.between(start, stop):
             backing = self._backings[entry]
             if backing.parts or backing.tensor.device != device or first >= held:
                 continue
@@ -477,7 +456,7 @@ class InPlace:
     def buffers(self, start: int, stop: int) -> list[memoryview]:
         """Return the writable views that hold ``[start, stop)``, in order."""
         found = []
-        for address, first, held, last in self._rows.between(start, stop):
+        for _, address, first, held, last in self._rows.between(start, stop):
             own = held if address else first
             if first < own:
                 found.append(self._own(address, own - first))
@@ -497,9 +476,7 @@ class InPlace:
         stop = start + spare.nbytes
         found: list[memoryview] = []
         at = start
-        entries = range(*self._rows.near(start, stop))
-        for entry, row in zip(entries, self._rows.between(start, stop), strict=True):
-            address, first, held, last = row
+        for entry, address, first, held, last in self._rows.between(start, stop):
             own = last if kept[entry] else held if address else first
             if first >= own:
                 continue
