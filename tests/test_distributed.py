@@ -29,10 +29,9 @@ from aiockpt.errors import (
     UnsupportedLeafError,
 )
 from aiockpt.format.manifest import Manifest
-from aiockpt.state.distributed import encode_ranks
+from aiockpt.state.distributed import ranks_of
 from aiockpt.state.flatten import describe
 from aiockpt.state.rebuild import Frame, assemble, check_meshes, tensors_over
-from aiockpt.state.sharding import Ranks
 from aiockpt.state.template import Template
 from aiockpt.testing import assert_same
 from pipeline import LIMITS
@@ -160,9 +159,9 @@ class TestRoundTrip:
         if not regular:
             ranks = ranks.clone()
             ranks[0, 0, :2] = ranks[0, 0, :2].flip(0)
-        sizes, strides, some = found = encode_ranks(ranks)
+        found = ranks_of(ranks)
         assert (len(repr(found)) < 100) is regular
-        assert Ranks(sizes, strides, some).flat() == ranks.flatten().tolist()
+        assert found.flat() == ranks.flatten().tolist()
 
 
 class TestRefusedToSend:
@@ -174,6 +173,12 @@ class TestRefusedToSend:
         with pytest.raises(UnsupportedLeafError, match="redistribute") as caught:
             describe({"x": [sent]}, limits=LIMITS)
         assert caught.value.path == "x[0]"
+
+    def test_a_reduction_that_no_receiver_knows(self, mesh: DeviceMesh) -> None:
+        """The sender hears of it, not every receiver."""
+        sent = dtensor(mesh, Partial("median"), Replicate(), shape=(2, 3))
+        with pytest.raises(UnsupportedLeafError, match="placement Partial"):
+            describe({"x": sent}, limits=LIMITS)
 
     def test_a_local_tensor_that_is_not_plain(self, mesh: DeviceMesh) -> None:
         """What it is would be lost."""

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,17 +37,20 @@ from aiockpt.format.registry import Registry
 from aiockpt.format.tree import decode_tree
 from aiockpt.state.leaves import DTYPE_NAMES, DTYPES
 from aiockpt.state.sharding import (
-    DTENSOR,
-    SHARDED,
+    LAYOUTS,
+    OPERATIONS,
     DTensorLayout,
     Layout,
     Mesh,
     Partial,
     Placement,
     Ranks,
+    Replicate,
+    Shard,
     ShardedLayout,
     Split,
     StridedSplit,
+    encode_layout,
     parse_layout,
 )
 
@@ -54,52 +58,62 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
-    "TAGS",
     "Layout",
     "Meshes",
     "Parts",
     "check_places",
     "decoders",
-    "encode_mesh",
-    "encode_ranks",
     "has_version",
     "is_plain",
     "layouts",
+    "mesh_of",
+    "ranks_of",
     "take_apart",
 ]
 
 _Sizes: TypeAlias = tuple[int, ...]
 
-TAGS: Final = frozenset({DTENSOR, SHARDED})
-
 # Comparing shards with each other takes time that grows with their square.
 _SHARDS, _SHARDS_PER_RANK = 1024, 16
 
-# Encoding a mesh takes long, and most tensors of a state dict have the same one.
-_MESHES: WeakKeyDictionary[DeviceMesh, tuple[object, ...]] = WeakKeyDictionary()
+# Describing a mesh takes long, and most tensors of a state dict have the same one.
+_MESHES: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
 
 
 class Parts(NamedTuple):
-    """A distributed tensor (``whole``) as a payload, with the local tensors in it."""
+    """A distributed tensor taken apart: its layout and its local tensors."""
 
-    tag: str
-    payload: tuple[object, ...]
+    layout: Layout
     tensors: tuple[torch.Tensor, ...]
-    whole: torch.Tensor
+
+    @property
+    def payload(self) -> tuple[object, ...]:
+        """What stands for the tensor in the tree."""
+        held = (
+            self.tensors if isinstance(self.layout, ShardedLayout) else self.tensors[0]
+        )
+        return held, *encode_layout(self.layout)
 
 
-def take_apart(value: object, path: Path) -> Parts | None:
-    """Return the payload of a distributed tensor; None for any other value.
+class _RefusedError(Exception):
+    """Says why a distributed tensor cannot travel."""
+
+
+def take_apart(tensor: torch.Tensor, path: Path) -> Parts | None:
+    """Return the parts of a distributed tensor; None for any other tensor.
 
     Raises:
         UnsupportedLeafError: the tensor is distributed in a way that cannot travel.
     """
-    if isinstance(value, torch.Tensor):
-        if has_version(value):
-            return _Sender(value, path).dtensor()
+    try:
+        if has_version(tensor):
+            return _dtensor_parts(tensor)
         module = "torch.distributed._shard.sharded_tensor"
-        if type(value) is _loaded(module, "ShardedTensor"):
-            return _Sender(value, path).sharded()
+        if type(tensor) is _loaded(module, "ShardedTensor"):
+            return _sharded_parts(tensor)
+    except _RefusedError as error:
+        name, why = type(tensor).__name__, str(error)
+        raise UnsupportedLeafError(format_path(path), name, why) from None
     return None
 
 
@@ -113,90 +127,71 @@ def _loaded(module: str, name: str) -> object:
     return getattr(sys.modules.get(module), name, None)
 
 
-class _Sender:
-    """Takes one distributed tensor apart."""
+def _dtensor_parts(value: Any) -> Parts:
+    spec, local = value._spec, _local(value._local_tensor)  # noqa: SLF001
+    meta = spec.tensor_meta
+    if meta is None or meta.dtype != local.dtype:
+        raise _RefusedError("it does not say what the whole tensor is")
+    if spec.mesh not in _MESHES:
+        _MESHES[spec.mesh] = mesh_of(spec.mesh)
+    at = spec.mesh.get_coordinate()
+    layout = DTensorLayout(
+        mesh=_MESHES[spec.mesh],
+        coordinate=None if at is None else tuple(at),
+        placements=tuple(map(_described, spec.placements)),
+        order=_order(spec),
+        shape=tuple(meta.shape),
+        stride=tuple(meta.stride),
+        flags=_flags(value, requires_grad=value.requires_grad),
+    )
+    return Parts(layout, (local,))
 
-    def __init__(self, value: Any, path: Path) -> None:
-        self._value = value
-        self._path = path
 
-    def dtensor(self) -> Parts:
-        spec, local = self._value._spec, self._local(self._value._local_tensor)  # noqa: SLF001
-        meta = spec.tensor_meta
-        if meta is None or meta.dtype != local.dtype:
-            raise self._refused("it does not say what the whole tensor is")
-        if spec.mesh not in _MESHES:
-            _MESHES[spec.mesh] = encode_mesh(spec.mesh)
-        at = spec.mesh.get_coordinate()
-        payload = (
-            local,
-            _MESHES[spec.mesh],
-            None if at is None else tuple(at),
-            tuple(map(self._placement, spec.placements)),
-            _order(spec),
-            tuple(meta.shape),
-            tuple(meta.stride),
-            self._flags(requires_grad=self._value.requires_grad),
-        )
-        return Parts(DTENSOR, payload, (local,), self._value)
+def _sharded_parts(value: Any) -> Parts:
+    metadata, local = value.metadata(), value.local_shards()
+    shards = tuple(map(_shard, metadata.shards_metadata))
+    mine = [_shard(each.metadata) for each in local]
+    if any(shard not in shards for shard in mine):
+        raise _RefusedError("a local shard of it is not in its metadata")
+    tensors = tuple(_local(each.tensor) for each in local)
+    ranks = torch.distributed.get_process_group_ranks(value._process_group)  # noqa: SLF001
+    properties = metadata.tensor_properties
+    layout = ShardedLayout(
+        held=tuple(map(shards.index, mine)),
+        shards=shards,
+        size=tuple(metadata.size),
+        dtype=DTYPE_NAMES[properties.dtype],
+        group=ranks_of(torch.tensor(ranks)),
+        rank=_this_rank("a ShardedTensor"),
+        flags=_flags(value, requires_grad=properties.requires_grad),
+    )
+    return Parts(layout, tensors)
 
-    def _placement(self, placement: Any) -> tuple[object, ...]:
-        from torch.distributed.tensor import placement_types as kinds
 
-        if type(placement) is kinds.Replicate:
-            return ("replicate",)
-        if type(placement) is kinds.Shard:
-            return ("shard", placement.dim)
-        if type(placement) is kinds._StridedShard:  # noqa: SLF001 - FSDP over tensor parallel
-            return ("strided", placement.dim, int(placement.split_factor))
-        if type(placement) is kinds.Partial:
-            return ("partial", placement.reduce_op)
-        name = type(placement).__name__
-        raise self._refused(f"its placement {name} cannot travel; redistribute it")
+def _shard(metadata: Any) -> Shard:
+    placement = metadata.placement
+    if placement is None or placement.rank() is None:
+        raise _RefusedError("a shard of it is not placed on a rank")
+    return Shard(
+        offsets=tuple(metadata.shard_offsets),
+        sizes=tuple(metadata.shard_sizes),
+        rank=placement.rank(),
+        device=str(placement.device()),
+    )
 
-    def sharded(self) -> Parts:
-        value = self._value
-        metadata = value.metadata()
-        shards = tuple(map(self._shard, metadata.shards_metadata))
-        mine = [self._shard(shard.metadata) for shard in value.local_shards()]
-        if any(shard not in shards for shard in mine):
-            raise self._refused("a local shard of it is not in its metadata")
-        tensors = tuple(self._local(shard.tensor) for shard in value.local_shards())
-        ranks = torch.distributed.get_process_group_ranks(value._process_group)  # noqa: SLF001
-        payload = (
-            tensors,
-            tuple(map(shards.index, mine)),
-            shards,
-            tuple(metadata.size),
-            DTYPE_NAMES[metadata.tensor_properties.dtype],
-            encode_ranks(torch.tensor(ranks)),
-            _this_rank("a ShardedTensor"),
-            self._flags(requires_grad=metadata.tensor_properties.requires_grad),
-        )
-        return Parts(SHARDED, payload, tensors, value)
 
-    def _shard(self, metadata: Any) -> tuple[object, ...]:
-        placement = metadata.placement
-        if placement is None or placement.rank() is None:
-            raise self._refused("a shard of it is not placed on a rank")
-        offsets, sizes = tuple(metadata.shard_offsets), tuple(metadata.shard_sizes)
-        return offsets, sizes, placement.rank(), str(placement.device())
+def _flags(value: object, *, requires_grad: bool) -> int:
+    flags = REQUIRES_GRAD if requires_grad else 0
+    return flags | (PARAMETER if getattr(value, "_is_param", False) else 0)
 
-    def _flags(self, *, requires_grad: bool) -> int:
-        flags = REQUIRES_GRAD if requires_grad else 0
-        return flags | (PARAMETER if getattr(self._value, "_is_param", False) else 0)
 
-    def _local(self, tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor).__name__ == "AsyncCollectiveTensor":
-            tensor = tensor.wait()  # type: ignore[attr-defined]
-        if not is_plain(tensor):
-            kind = f"{type(tensor).__name__} with layout {tensor.layout}"
-            raise self._refused(f"its local tensor is a {kind}")
-        return tensor.detach() if tensor.requires_grad else tensor
-
-    def _refused(self, why: str) -> UnsupportedLeafError:
-        name = type(self._value).__name__
-        return UnsupportedLeafError(format_path(self._path), name, why)
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor).__name__ == "AsyncCollectiveTensor":
+        tensor = tensor.wait()  # type: ignore[attr-defined]
+    if not is_plain(tensor):
+        kind = f"{type(tensor).__name__} with layout {tensor.layout}"
+        raise _RefusedError(f"its local tensor is a {kind}")
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def is_plain(tensor: object) -> bool:
@@ -209,13 +204,63 @@ def is_plain(tensor: object) -> bool:
     )
 
 
-def _order(spec: Any) -> tuple[object, ...] | None:
+def _order(spec: Any) -> tuple[tuple[int, _Sizes], ...] | None:
     """Return the order of the splits; None if the placements imply it."""
     plain = type(spec)(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta)
     order = getattr(spec, "shard_order", None)
     if order is None or order == plain.shard_order:
         return None
     return tuple((entry.tensor_dim, tuple(entry.mesh_dims)) for entry in order)
+
+
+def mesh_of(mesh: DeviceMesh) -> Mesh:
+    """Return a mesh as data."""
+    root = mesh._get_root_mesh()  # noqa: SLF001 - a mesh that was cut out has a root
+    cut_out_of = None if root is mesh or root == mesh else mesh_of(root)
+    names, grid = mesh.mesh_dim_names, ranks_of(mesh.mesh)
+    return Mesh(mesh.device_type, names, grid, cut_out_of)
+
+
+def ranks_of(ranks: torch.Tensor) -> Ranks:
+    """Return a grid of ranks as data; short if it is regular."""
+    sizes, first = tuple(ranks.shape), int(ranks.flatten()[0])
+    nexts = [ranks.select(dim, min(1, size - 1)) for dim, size in enumerate(sizes)]
+    strides = tuple(int(each.flatten()[0]) - first for each in nexts)
+    regular = Ranks(sizes, strides, (first,))
+    if regular.flat() == (flat := ranks.flatten().tolist()):
+        return regular
+    return Ranks(sizes, None, tuple(flat))
+
+
+def _described(placement: Any) -> Placement:
+    """Return a placement of torch's as data."""
+    from torch.distributed.tensor import placement_types as kinds
+
+    if type(placement) is kinds.Replicate:
+        return Replicate()
+    if type(placement) is kinds.Shard:
+        return Split(placement.dim)
+    if type(placement) is kinds._StridedShard:  # noqa: SLF001 - FSDP over tensor parallel
+        return StridedSplit(placement.dim, int(placement.split_factor))
+    operation: Any = getattr(placement, "reduce_op", None)
+    if type(placement) is kinds.Partial and operation in OPERATIONS:
+        return Partial(operation)
+    name = type(placement).__name__
+    raise _RefusedError(f"its placement {name} cannot travel; redistribute it")
+
+
+def _placement(placement: Placement) -> Any:
+    """Return torch's placement; the inverse of `_described`."""
+    from torch.distributed.tensor import placement_types as kinds
+
+    match placement:
+        case Split(dim):
+            return kinds.Shard(dim)
+        case StridedSplit(dim, pieces):
+            return kinds._StridedShard(dim, split_factor=pieces)  # noqa: SLF001
+        case Partial(operation):
+            return kinds.Partial(operation)
+    return kinds.Replicate()
 
 
 # ------------------------------------------------------- rebuilding: process groups
@@ -367,23 +412,6 @@ def _find_group(
     return next(iter([*described, *found]), None)
 
 
-def encode_mesh(mesh: DeviceMesh) -> tuple[object, ...]:
-    """Return a mesh as it is in the payload of a leaf."""
-    root = mesh._get_root_mesh()  # noqa: SLF001 - a mesh that was cut out has a root
-    own = (mesh.device_type, mesh.mesh_dim_names, encode_ranks(mesh.mesh))
-    return (*own, None if root is mesh or root == mesh else encode_mesh(root))
-
-
-def encode_ranks(ranks: torch.Tensor) -> tuple[_Sizes, _Sizes | None, _Sizes]:
-    """Return a grid of ranks as it is in a payload; short if it is regular."""
-    sizes, first = tuple(ranks.shape), int(ranks.flatten()[0])
-    nexts = [ranks.select(dim, min(1, size - 1)) for dim, size in enumerate(sizes)]
-    strides = tuple(int(each.flatten()[0]) - first for each in nexts)
-    if Ranks(sizes, strides, (first,)).flat() == (flat := ranks.flatten().tolist()):
-        return sizes, strides, (first,)
-    return sizes, None, tuple(flat)
-
-
 # ------------------------------------------------------------- rebuilding: tensors
 
 
@@ -401,7 +429,7 @@ def layouts(tree: Node, *, count: int, limits: Limits) -> dict[Path, Layout]:
     return {
         path: _layout(path, tag, node, range(count), limits)
         for path, tag, node in registered(tree)
-        if tag in TAGS
+        if tag in LAYOUTS
     }
 
 
@@ -409,7 +437,7 @@ def _layout(path: Path, tag: str, node: Node, numbers: range, limits: Limits) ->
     nothing = Registry()  # a layout contains no other leaves
     try:
         payload = decode_tree(node, registry=nothing, tensors=numbers, limits=limits)
-        return parse_layout(tag, payload)
+        return parse_layout(LAYOUTS[tag], payload)
     except (TypeError, ValueError, RemoteProtocolError) as error:
         where = format_path(path)[:200] or "the root"
         raise RemoteProtocolError(f"malformed {tag} at {where}: {error}") from error
@@ -444,7 +472,7 @@ def decoders(
             They are taken as they are.
     """
     builder = _Builder(wholes)
-    return {DTENSOR: builder.dtensor, SHARDED: builder.sharded}
+    return {tag: partial(builder.build, kind) for tag, kind in LAYOUTS.items()}
 
 
 class _Builder:
@@ -456,22 +484,27 @@ class _Builder:
         # A tensor that the state dict holds twice becomes one tensor again.
         self._built: dict[tuple[object, Layout], torch.Tensor] = {}
 
-    def dtensor(self, payload: Any) -> torch.Tensor:
-        layout = parse_layout(DTENSOR, payload)
-        assert isinstance(layout, DTensorLayout)  # what the tag says
-        local: torch.Tensor = payload[0]
-        if (whole := self._wholes.get(id(local))) is not None:
+    def build(self, kind: type[Layout], payload: Any) -> torch.Tensor:
+        layout = parse_layout(kind, payload)
+        held = payload[0] if isinstance(layout, ShardedLayout) else payload[:1]
+        if held and (whole := self._wholes.get(id(held[0]))) is not None:
             return whole
-        key = id(local), layout
+        key = tuple(map(id, held)), layout
         if key not in self._built:
-            _check_local(local, layout)
-            self._built[key] = _as_parameter(self._dtensor(local, layout), layout.flags)
+            if isinstance(layout, ShardedLayout):
+                made = _sharded(held, layout)
+            else:
+                made = self._dtensor(held[0], layout)
+            if layout.flags & PARAMETER:
+                made = torch.nn.Parameter(made, bool(layout.flags & REQUIRES_GRAD))
+            self._built[key] = made
         return self._built[key]
 
     def _dtensor(self, local: torch.Tensor, layout: DTensorLayout) -> torch.Tensor:
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+        _check_local(local, layout)
         mesh = self._meshes.find(layout)
         meta = TensorMeta(torch.Size(layout.shape), layout.stride, local.dtype)
         placements = tuple(map(_placement, layout.placements))
@@ -479,17 +512,6 @@ class _Builder:
         spec = DTensorSpec(mesh, placements, tensor_meta=meta, **more)
         requires_grad = bool(layout.flags & REQUIRES_GRAD)
         return DTensor(local, spec, requires_grad=requires_grad)  # type: ignore[no-untyped-call]
-
-    def sharded(self, payload: Any) -> torch.Tensor:
-        layout = parse_layout(SHARDED, payload)
-        assert isinstance(layout, ShardedLayout)  # what the tag says
-        tensors: tuple[torch.Tensor, ...] = payload[0]
-        if tensors and (whole := self._wholes.get(id(tensors[0]))) is not None:
-            return whole
-        key = tuple(map(id, tensors)), layout
-        if key not in self._built:
-            self._built[key] = _as_parameter(_sharded(tensors, layout), layout.flags)
-        return self._built[key]
 
 
 def _check_local(local: torch.Tensor, layout: DTensorLayout) -> None:
@@ -502,30 +524,11 @@ def _check_local(local: torch.Tensor, layout: DTensorLayout) -> None:
         raise ValueError(f"{list(local.shape)} is no part of {list(layout.shape)}")
 
 
-def _placement(placement: Placement) -> Any:
-    from torch.distributed.tensor import placement_types as kinds
-
-    match placement:
-        case Split(dim):
-            return kinds.Shard(dim)
-        case StridedSplit(dim, pieces):
-            return kinds._StridedShard(dim, split_factor=pieces)  # noqa: SLF001
-        case Partial(operation):
-            return kinds.Partial(operation)
-    return kinds.Replicate()
-
-
 def _ordered(order: tuple[tuple[int, tuple[int, ...]], ...]) -> dict[str, Any]:
     from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
 
     entries = tuple(ShardOrderEntry(dim, by) for dim, by in order)
     return {"shard_order": entries, "use_strided_shard_as_shard_order": False}
-
-
-def _as_parameter(tensor: torch.Tensor, flags: int) -> torch.Tensor:
-    if flags & PARAMETER:
-        return torch.nn.Parameter(tensor, bool(flags & REQUIRES_GRAD))
-    return tensor
 
 
 def _placed(layout: ShardedLayout) -> tuple[list[int], Any]:
@@ -560,7 +563,7 @@ def _sharded(tensors: tuple[torch.Tensor, ...], layout: ShardedLayout) -> torch.
         ShardedTensorMetadata,
         TensorProperties,
     )
-    from torch.distributed._shard.sharded_tensor.shard import Shard
+    from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 
     if len(tensors) != len(layout.held) or not all(map(is_plain, tensors)):
         raise TypeError("the local tensors are not plain, or not those of its shards")
@@ -580,7 +583,7 @@ def _sharded(tensors: tuple[torch.Tensor, ...], layout: ShardedLayout) -> torch.
     )
     return api.ShardedTensor._init_from_local_shards_and_global_metadata(  # noqa: SLF001
         [
-            Shard(tensor.requires_grad_(requires_grad), places[index])
+            LocalShard(tensor.requires_grad_(requires_grad), places[index])
             for index, tensor in zip(layout.held, tensors, strict=True)
         ],
         ShardedTensorMetadata(places, torch.Size(layout.size), properties),

@@ -290,12 +290,15 @@ class _Numbering:
             if self._reading and value.is_meta:
                 return _EMPTY
             return ["tensor", self._number(value, path)]
-        if (parts := take_apart(value, path)) is not None:
+        if (
+            isinstance(value, torch.Tensor)
+            and (parts := take_apart(value, path)) is not None
+        ):
             for tensor in parts.tensors:
                 self._number(tensor, path)  # the entry has the name of the whole
-                self.wholes[id(tensor)] = parts.whole
-            self.wholes.setdefault(id(parts.whole), parts.whole)
-            return ["ext", parts.tag, self.encode(parts.payload, path)]
+                self.wholes[id(tensor)] = value
+            self.wholes.setdefault(id(value), value)
+            return ["ext", parts.layout.tag, self.encode(parts.payload, path)]
         if (inside := opened(value)) is not None:
             return ["ext", inside.tag, self.encode(inside.payload, path)]
         if type(value) is bytes:

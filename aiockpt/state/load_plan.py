@@ -779,7 +779,8 @@ class ValueWalk(Containers):
             return target
         if mine is None or theirs is None or not _same_layout(mine, theirs):
             kinds = [
-                "a tensor" if each is None else each.tag for each in (theirs, mine)
+                "a tensor" if each is None else each.layout.tag
+                for each in (theirs, mine)
             ]
             layouts = [f"{kind} of another layout" for kind in kinds]
             expected, actual = layouts if kinds[0] == kinds[1] else kinds
@@ -803,10 +804,10 @@ def _is_meta(target: torch.Tensor) -> bool:
 
 
 def _same_layout(mine: Any, theirs: Any) -> bool:
-    """Compare what two distributed tensors travel as, but for their tensors."""
-    if mine.tag != theirs.tag or len(mine.tensors) != len(theirs.tensors):
+    """Say whether the parts of one may take the places of the other's."""
+    if len(mine.tensors) != len(theirs.tensors):
         return False
-    return bool(mine.payload[1:-1] == theirs.payload[1:-1])
+    return bool(mine.layout.comparable() == theirs.layout.comparable())
 
 
 def _check_layout(target: torch.Tensor, path: str) -> None:

@@ -29,9 +29,9 @@ from aiockpt.format.paths import Node, Path, format_path
 from aiockpt.format.references import Mention, Reference, mentions
 from aiockpt.memory.copies import Backings
 from aiockpt.runtime.system import collector_paused
-from aiockpt.state.distributed import TAGS
 from aiockpt.state.flatten import Drafts, Survey
 from aiockpt.state.leaves import DTYPE_NAMES
+from aiockpt.state.sharding import LAYOUTS
 
 __all__ = [
     "Misfit",
@@ -191,7 +191,7 @@ def is_filled(mention: Mention | Reference) -> bool:
 
     The local parts of a distributed tensor are such.
     """
-    own = mention.leaf is None or mention.leaf[1] in TAGS
+    own = mention.leaf is None or mention.leaf[1] in LAYOUTS
     return mention.kind == "tensor" and own
 
 

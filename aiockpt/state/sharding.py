@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import product
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, ClassVar, Final, Literal, TypeAlias, get_args
 
-from msgspec import Meta, Struct, convert
+from msgspec import Meta, Struct, convert, to_builtins
 
 __all__ = [
-    "DTENSOR",
-    "SHARDED",
+    "LAYOUTS",
+    "OPERATIONS",
     "DTensorLayout",
     "Layout",
     "Mesh",
@@ -29,11 +29,9 @@ __all__ = [
     "ShardedLayout",
     "Split",
     "StridedSplit",
+    "encode_layout",
     "parse_layout",
 ]
-
-DTENSOR: Final = "torch.DTensor"
-SHARDED: Final = "torch.ShardedTensor"
 
 _MAX: Final = 2**63 - 1
 _MAX_ELEMENTS: Final = 2**56
@@ -42,6 +40,10 @@ _Natural: TypeAlias = Annotated[int, Meta(ge=0, le=_MAX)]
 _Positive: TypeAlias = Annotated[int, Meta(ge=1, le=_MAX)]
 _Signed: TypeAlias = Annotated[int, Meta(ge=-_MAX, le=_MAX)]
 _Flags: TypeAlias = Annotated[int, Meta(ge=0, le=3)]
+_Operation: TypeAlias = Literal[
+    "sum", "avg", "min", "max", "product", "band", "bor", "bxor"
+]
+OPERATIONS: Final = get_args(_Operation)
 # One number for each dimension; torch's tensors have at most 64.
 _Dims: TypeAlias = Annotated[tuple[_Natural, ...], Meta(max_length=64)]
 
@@ -167,7 +169,7 @@ class Partial(
 ):
     """Every rank of the mesh dimension has a term of ``operation``."""
 
-    operation: Literal["sum", "avg", "min", "max", "product", "band", "bor", "bxor"]
+    operation: _Operation
 
     def __str__(self) -> str:
         return f"partial {self.operation}"
@@ -189,6 +191,8 @@ class DTensorLayout(Struct, frozen=True, array_like=True, forbid_unknown_fields=
         stride: The stride of the whole tensor.
         flags: The flags of the wire format's tensors.
     """
+
+    tag: ClassVar[str] = "torch.DTensor"
 
     mesh: Mesh
     coordinate: _Dims | None
@@ -261,6 +265,8 @@ class Shard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 class ShardedLayout(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A ShardedTensor without its local tensors, which are the shards ``held``."""
 
+    tag: ClassVar[str] = "torch.ShardedTensor"
+
     held: tuple[_Natural, ...]
     shards: Annotated[tuple[Shard, ...], Meta(min_length=1)]
     size: _Dims
@@ -292,8 +298,26 @@ class ShardedLayout(Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 Layout: TypeAlias = DTensorLayout | ShardedLayout
 
+LAYOUTS: Final[dict[str, type[Layout]]] = {
+    kind.tag: kind for kind in (DTensorLayout, ShardedLayout)
+}
+"""The layouts by the tags of their leaves."""
 
-def parse_layout(tag: str, payload: object) -> Layout:
+
+def encode_layout(layout: Layout) -> tuple[object, ...]:
+    """Return a layout as it is in the payload of an ``ext`` node, behind the tensors.
+
+    `parse_layout` is the inverse.
+    """
+    return tuple(map(_plain, to_builtins(layout)))
+
+
+def _plain(value: object) -> object:
+    # msgspec makes lists of structs; a payload has tuples only.
+    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
+
+
+def parse_layout(kind: type[Layout], payload: object) -> Layout:
     """Return the layout in the payload of an ``ext`` node.
 
     The first item of the payload, the local tensors, is not looked at.
@@ -303,7 +327,6 @@ def parse_layout(tag: str, payload: object) -> Layout:
     """
     if type(payload) is not tuple or not _is_plain(payload[1:]):
         raise TypeError("a layout consists of tuples, integers and strings")
-    kind: type[Layout] = DTensorLayout if tag == DTENSOR else ShardedLayout
     return convert(payload[1:], kind)
 
 
