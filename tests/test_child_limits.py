@@ -15,7 +15,8 @@ import torch
 import aiockpt
 from aiockpt.checkpointers import CheckpointProcessConfig, RankInfo
 from aiockpt.checkpointers.process import CheckpointProcess
-from aiockpt.errors import WorkerError
+from aiockpt.checkpointers.stager import DefaultStager
+from aiockpt.errors import StagingError, WorkerError
 from aiockpt.testing import assert_same
 from exhaustion import exhausted_fds
 from transports import receive, transport, weights
@@ -65,6 +66,33 @@ async def test_a_checkpoint_process_without_descriptors_is_started_again(
     finally:
         await made.close()
     assert_same(aiockpt.load(tmp_path / "step-1"), state)
+
+
+async def test_a_write_that_has_to_wait_without_descriptors_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The socket to the process is full, and the message needs copies of its own."""
+    state: dict[str, Any] = {"w": torch.ones(8)}
+    monkeypatch.setattr("aiockpt.runtime.ipc._BUFFER", 1)  # the kernel takes a few
+    made, stager = CheckpointProcess(ALONE), DefaultStager()
+    try:
+        await made.ready()
+        assert made.pid is not None
+        os.kill(made.pid, signal.SIGSTOP)
+        with await stager.stage(state, step=1) as staged:
+            paths = [str(tmp_path / f"step-{n}") for n in range(20)]
+            others = [await made.submit(staged, path, {}) for path in paths]
+            with exhausted_fds(left=1):
+                lost = await made.submit(staged, str(tmp_path / "lost"), {})
+            with pytest.raises(StagingError, match="Too many open files"):
+                await lost.written()
+        os.kill(made.pid, signal.SIGCONT)
+        assert all([await each.written() for each in others])
+        assert made.restarts == 0
+    finally:
+        await stager.close()
+        await made.close()
+    assert_same(aiockpt.load(paths[-1]), state)
 
 
 async def test_a_server_process_takes_times_without_end() -> None:

@@ -2,8 +2,8 @@
 
 The trainer sends `Setup` first, then a `Write` for each save. The process answers with
 `Progressed` while it works and with one `Ended` for the setup and for each write.
-`runtime.channel` says how messages travel. Paths are bytes, since not every path is
-text that JSON can hold.
+`runtime.ipc` says how messages travel. Paths are bytes, since not every path is text
+that a message can hold.
 
 Exceptions and keyword arguments become data here, too.
 """
@@ -53,12 +53,8 @@ _LONGEST_PART: Final = 8 << 10  # of a failure
 
 
 class Setup(msgspec.Struct, tag=True, frozen=True):
-    """The first message. Its parcel holds the init functions.
+    """The first message. Its parcel holds the init functions: see `spawning`."""
 
-    ``trainer`` is the process to outlive. The other fields are the config's.
-    """
-
-    trainer: int
     nice: int
     io_idle: bool
     write_timeout: float
@@ -220,5 +216,5 @@ def decode_keywords(text: bytes) -> dict[str, Any]:
 ToWorker: TypeAlias = Setup | Write | Forsake | Drop | Close
 FromWorker: TypeAlias = Progressed | Ended
 
-decode_to_worker = msgspec.json.Decoder(ToWorker).decode
-decode_from_worker = msgspec.json.Decoder(FromWorker).decode
+decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode

@@ -24,7 +24,6 @@ from aiockpt.checkpointers.config import (
     CheckpointStagerConfig,
     RankInfo,
 )
-from aiockpt.checkpointers.launch import Child, Recipe
 from aiockpt.checkpointers.messages import (
     LONGEST_TEXT,
     Close,
@@ -39,6 +38,7 @@ from aiockpt.checkpointers.messages import (
     plain,
 )
 from aiockpt.checkpointers.recovery import socket_directory
+from aiockpt.checkpointers.spawning import Recipe
 from aiockpt.checkpointers.submission import (
     BackgroundWriter,
     Handover,
@@ -52,15 +52,15 @@ from aiockpt.checkpointers.writer import (
 )
 from aiockpt.errors import AiockptError, ClosedError, WorkerError, WorkerTimeoutError
 from aiockpt.events import TransferEvent, emit
-from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.ipc import Channel
+from aiockpt.runtime.bridge import Bridge, Future
+from aiockpt.runtime.children import Child
 from aiockpt.runtime.lifetime import Lifetime
+from aiockpt.runtime.system import refused_by_host
 
 __all__ = ["CheckpointProcess"]
 
 logger = logging.getLogger("aiockpt")
 
-_MAX_SECONDS: Final = 1e9  # JSON has no infinity
 _CLOSING: Final = 5.0
 
 _TRIES: Final = 3
@@ -120,10 +120,9 @@ class CheckpointProcess(BackgroundWriter):
             subprocess_init_args,
             checkpoint_writer_init_fn,
             {"rank_info": rank_info, **(checkpoint_writer_init_args or {})},
-            partial(_setup, rank_info, config),
         )
+        self._rank_info = rank_info
         self._restarts = 0
-        self._ranks = rank_info.global_world_size
         self._config = config
         self._lifetime = Lifetime("the checkpoint process")
         self._bridge = Bridge(threads=2, name="aiockpt-process")
@@ -136,8 +135,7 @@ class CheckpointProcess(BackgroundWriter):
         self._closing = False
         self._close_by = float("inf")
         # A process takes a while to start, so it starts before there is a loop.
-        self._child: Child | None = Child(self._recipe)
-        self._bridge.post(_launch_quietly, self._child)
+        self._starting: Future[Child] | None = self._start()
 
     def __repr__(self) -> str:
         return f"<CheckpointProcess pid={self.pid} writes={len(self._writes)}>"
@@ -145,8 +143,12 @@ class CheckpointProcess(BackgroundWriter):
     @property
     def pid(self) -> int | None:
         """The child's process id, while there is a child."""
-        child = self._running.child if self._running else self._child
-        return child.pid if child else None
+        if self._running is not None:
+            return self._running.child.pid
+        starting = self._starting
+        if starting is None or not starting.done() or starting.exception():
+            return None
+        return starting.result().pid
 
     @property
     def restarts(self) -> int:
@@ -219,7 +221,7 @@ class CheckpointProcess(BackgroundWriter):
                 )
                 write = _Write(submission, message, parcel)
                 self._writes[self._count] = write
-                running.post(write)
+                self._post(running, write)
             finally:
                 snapshot.release()
         return submission
@@ -227,18 +229,18 @@ class CheckpointProcess(BackgroundWriter):
     def drop(self, submission: Submission) -> None:
         """Call off a submission, unless it has begun. It ends either way."""
         if not submission.begun and self._running is not None:
-            self._running.channel.send(Drop(submission.number))
+            self._running.child.send(Drop(submission.number))
 
     async def forsake(self, path: str, step: int, reason: str) -> None:
         """Tell the other ranks, if there are any, that this one saves nothing."""
-        if self._ranks == 1:
+        if self._rank_info.global_world_size == 1:
             return
         message = Forsake(
             os.fsencode(known_as(path)), step, plain(reason)[:LONGEST_TEXT]
         )
         # Without a process, the other ranks cannot be told.
         with suppress(WorkerError, ClosedError), self._lifetime.call():
-            (await self._reach()).channel.send(message)
+            (await self._reach()).child.send(message)
 
     async def close(self) -> None:
         """Let the child finish what it was given, and end it.
@@ -269,12 +271,13 @@ class CheckpointProcess(BackgroundWriter):
 
     async def _finish(self) -> None:
         self._closing = True
-        if self._child is not None:  # it was launched, and never used
-            await self._reach()
+        if self._starting is not None:  # it was started, and never used
+            with suppress(AiockptError):  # or it could not be, and nothing is left
+                await self._reach()
         if self._running is not None:
             limit = self._config.subprocess_shutdown_timeout_secs
             self._close_by = asyncio.get_running_loop().time() + limit
-            self._running.channel.send(Close())
+            self._running.child.send(Close())
             self._running.changed.set()
         if self._supervision is not None:
             await asyncio.wait({self._supervision})
@@ -282,11 +285,12 @@ class CheckpointProcess(BackgroundWriter):
     async def _leave(self) -> None:
         self._closing = True
         running = await self._reach()
-        running.channel.send(Close(keep=True))
+        running.child.send(Close(keep=True))
         if self._supervision is not None:
             self._supervision.cancel()
             await asyncio.wait({self._supervision})
-        running.leave()
+        running.child.read()  # what it said last
+        running.child.close()
         detail = "it was left to the checkpoint process, which this process has left"
         self._fail([*self._writes.values()], WorkerError(detail))
 
@@ -299,23 +303,16 @@ class CheckpointProcess(BackgroundWriter):
             WorkerError: it cannot be started.
         """
         while self._running is None:
+            starting = self._starting
+            if starting is None or (starting.done() and starting.exception()):
+                starting = self._starting = self._start()
             try:
-                child = self._child = self._child or Child(self._recipe)
-            except OSError as error:  # no descriptor is left
+                child = await self._bridge.run(starting.result)
+            except OSError as error:
                 detail = f"the checkpoint process cannot be started: {error}"
                 raise WorkerError(detail) from error
-            try:
-                await self._bridge.run(child.launch)
-            except (OSError, AiockptError) as error:
-                child.close()
-                if self._child is child:
-                    self._child = None
-                if isinstance(error, AiockptError):
-                    raise
-                detail = f"the checkpoint process cannot be started: {error}"
-                raise WorkerError(detail) from error
-            if self._child is child:  # and no other call has taken it meanwhile
-                self._child = None
+            if self._starting is starting:  # and no other call has taken it meanwhile
+                self._starting = None
                 self._running = _Running(child, self._writes, self._config)
                 self._take_over(self._running)
                 if self._supervision is None or self._supervision.done():
@@ -323,24 +320,37 @@ class CheckpointProcess(BackgroundWriter):
                     self._supervision = loop.create_task(self._supervise())
         return self._running
 
+    def _start(self) -> Future[Child]:
+        """Start a process in a thread. The first call that needs it is told why not."""
+        rank_info, config = self._rank_info, self._config
+        return self._bridge.begin(lambda: self._recipe.start(_setup(rank_info, config)))
+
     def _take_over(self, running: _Running) -> None:
         """Give a new process what the one before it has left."""
         for message in self._untold:
-            running.channel.send(message)
+            running.child.send(message)
         self._untold.clear()
         for write in [*self._writes.values()]:
             if write.tries < _TRIES:
-                running.post(write)
+                self._post(running, write)
             else:
                 detail = "each checkpoint process dies before it begins this write"
                 self._fail([write], WorkerError(detail))
+
+    def _post(self, running: _Running, write: _Write) -> None:
+        """Send a write to a process, or fail it if no descriptor is left for it."""
+        try:
+            running.post(write)
+        except OSError as error:
+            what = "handing over what was staged"
+            self._fail([write], refused_by_host(what, error))
 
     async def _supervise(self) -> None:
         """Replace each process that ends, until one is to end or cannot be started."""
         while (running := self._running) is not None:
             overdue = await self._until_gone(running)
-            exitcode = await self._bridge.run(running.child.reap)
-            running.leave()
+            exitcode = await running.child.exitcode(_DYING)
+            running.child.close()
             error = running.failure or _why_gone(overdue, exitcode)
             if isinstance(error, WorkerError):
                 error.exitcode = exitcode
@@ -364,14 +374,14 @@ class CheckpointProcess(BackgroundWriter):
 
     async def _until_gone(self, running: _Running) -> str:
         """Wait for the end of a process; kill it, and say why, if it is overdue."""
-        while not running.gone.is_set():
+        while not running.child.gone.is_set():
             running.changed.clear()
             overdue, when = running.overdue(self._close_by)
             if overdue:
                 running.child.kill()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_DYING):
-                        await running.gone.wait()
+                        await running.child.gone.wait()
                 return overdue
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(when):
@@ -400,10 +410,8 @@ class _Running:
 
     Attributes:
         child: The process.
-        channel: The socket to it.
         ready: Whether its init functions have returned.
         settled: Set when it is ready, or gone without.
-        gone: Set when it has ended, or is not listened to any more.
         changed: Set when something has happened that may move a deadline.
         failure: Why it is gone, or is about to be.
     """
@@ -414,7 +422,6 @@ class _Running:
         self.child = child
         self.ready = False
         self.settled = asyncio.Event()
-        self.gone = asyncio.Event()
         self.changed = asyncio.Event()
         self.failure: AiockptError | None = None
         self._writes = writes
@@ -423,28 +430,31 @@ class _Running:
         self._loop = asyncio.get_running_loop()
         self._heard = self._loop.time()
         self._ready_by = self._heard + config.subprocess_init_timeout_secs
-        self.channel = Channel(child.socket, self._hear, self._end)
-        if child.pidfd >= 0:
-            self._loop.add_reader(child.pidfd, self._end)
+        child.listen(self._hear, self.changed.set)
 
     def __repr__(self) -> str:
-        state = "gone" if self.gone.is_set() else "ready" if self.ready else "starting"
+        state = "ready" if self.ready else "starting"
+        state = "gone" if self.child.gone.is_set() else state
         return f"<Running {self.child!r} {state}>"
 
     def post(self, write: _Write) -> None:
-        """Send a write to the process."""
+        """Send a write to the process.
+
+        Raises:
+            OSError: the message has to wait, and no descriptor is left for it.
+        """
         arena = write.submission.snapshot.arena
         assert arena is not None
+        self.child.send(write.message, [write.parcel, arena.fd])
         if not self._posted:
             self._heard = self._loop.time()  # it need not have said anything before
         write.tries += 1
         self._posted.add(write.submission.number)
-        self.channel.send(write.message, [write.parcel, arena.fd])
         self.changed.set()
 
     def overdue(self, close_by: float) -> tuple[str, float]:
         """Return what did not happen in time, and when to look again."""
-        self.channel.read()  # perhaps this loop stood still, and not the process
+        self.child.read()  # perhaps this loop stood still, and not the process
         config, waits = self._config, []
         if not self.ready:
             waits.append((self._ready_by, "did not start", "subprocess_init"))
@@ -461,24 +471,7 @@ class _Running:
         limit = getattr(config, f"{option}_timeout_secs")
         return f"{what} within {limit:g} s ({option}_timeout_secs)", when
 
-    def leave(self) -> None:
-        """Release the process."""
-        self.channel.read()
-        self._end()
-        self.channel.close()
-        self.child.close()
-
-    def _end(self) -> None:
-        if not self.gone.is_set():
-            self.gone.set()
-            if self.child.pidfd >= 0:
-                self._loop.remove_reader(self.child.pidfd)
-            self.channel.read()  # what it said last
-            self.changed.set()
-
-    def _hear(self, data: bytes, fds: list[int]) -> None:
-        for fd in fds:
-            os.close(fd)
+    def _hear(self, data: bytes) -> None:
         self._heard = self._loop.time()
         message = decode_from_worker(data)
         if message.number:
@@ -526,19 +519,12 @@ def _why_gone(overdue: str, exitcode: int | None) -> WorkerError:
     return WorkerError(f"the checkpoint process ended {how}")
 
 
-def _launch_quietly(child: Child) -> None:
-    """Start it. The first call that needs it is told why that did not work."""
-    with suppress(OSError, AiockptError):
-        child.launch()
-
-
 def _setup(rank_info: RankInfo, config: CheckpointProcessConfig) -> Setup:
     return Setup(
-        trainer=os.getpid(),
         nice=config.nice,
         io_idle=config.io_idle,
-        write_timeout=min(config.write_timeout_secs, _MAX_SECONDS),
-        keep_last=min(config.keep_last_seconds, _MAX_SECONDS),
+        write_timeout=config.write_timeout_secs,
+        keep_last=config.keep_last_seconds,
         runtime_dir=socket_directory(config.runtime_dir),
         rank=rank_info.global_rank,
     )

@@ -158,7 +158,7 @@ def _take(
         state = _rebuilt(manifest, arena, directory, allow_pickle=allow_pickle)
     finally:
         os.close(arena)
-    offer = msgspec.json.decode(data, type=_Offer)
+    offer = msgspec.msgpack.decode(data, type=_Offer)
     return Recovered(state, offer.step, os.fsdecode(offer.path))
 
 

@@ -11,7 +11,6 @@ import asyncio
 import ctypes
 import logging
 import mmap
-import multiprocessing.spawn  # noqa: TID251 - this is the checkpoint process
 import os
 import platform
 import signal
@@ -22,10 +21,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.reduction import ForkingPickler  # noqa: TID251 - as above
 from typing import Any, Final, Self, TypeAlias
-
-import msgspec
 
 from aiockpt.checkpointers.messages import (
     LONGEST_TEXT,
@@ -43,12 +39,13 @@ from aiockpt.checkpointers.messages import (
     plain,
 )
 from aiockpt.checkpointers.recovery import LastSnapshot
+from aiockpt.checkpointers.spawning import make_writer
 from aiockpt.checkpointers.writer import Written, tell_ranks, write_staged
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.snapshot import MappedSnapshot, trusted_header
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.ipc import Channel, unpack
-from aiockpt.runtime.system import leave_terminal
+from aiockpt.runtime.children import Parent, leave_terminal
+from aiockpt.runtime.ipc import unpack
 
 __all__ = ["main"]
 
@@ -65,9 +62,9 @@ _IOPRIO_WHO_PROCESS: Final = 1
 _IOPRIO_IDLE: Final = 3 << 13
 
 
-def main(fd: int) -> None:
-    """Serve the trainer at the other end of a socket until it is gone, or says so."""
-    control = _Control(socket.socket(fileno=fd), _divert_signals())
+def main(fd: int, trainer: int) -> None:
+    """Serve the trainer until it is gone, or says so; see `Parent`."""
+    control = _Control(fd, trainer, _divert_signals())
     bridge = Bridge(threads=1, name="aiockpt-control")
     bridge.post(control.run)
     try:
@@ -143,26 +140,10 @@ def _work(control: _Control) -> None:
 def _prepare(preparation: _Preparation) -> Any:
     """Call the init functions; return the writer."""
     spared = _threads() - {threading.get_native_id()}
-    content = unpack(preparation.parcel)
-    size = int.from_bytes(content[:8], "little")
-    facts = msgspec.json.decode(content[8 : 8 + size])
-    init, init_args, make_writer, writer_args = _imported(facts, content[8 + size :])
-    init(*init_args)
-    writer = make_writer(**writer_args)
+    writer = make_writer(preparation.parcel)
     # Not before: beside busy processes the imports alone would take minutes.
     _lower_priority(preparation.setup, _threads() - spared)
     return writer
-
-
-def _imported(facts: dict[str, Any], pickled: bytes) -> Any:
-    own: Any = multiprocessing.process.current_process()
-    own._inheriting = True  # noqa: SLF001 - so that a process made now is refused
-    try:
-        # This imports the trainer's main module, too, if the functions are in it.
-        multiprocessing.spawn.prepare(facts)
-        return ForkingPickler.loads(pickled)
-    finally:
-        del own._inheriting  # noqa: SLF001 - as above
 
 
 def _write(writer: Any, job: _Job, control: _Control) -> None:
@@ -278,12 +259,12 @@ class _Control:
     """Hears the trainer until it closes the process, or is gone.
 
     Args:
-        sock: The process's end of the socket.
+        fd, trainer: As of `Parent`.
         signals: Readable when the process was told to exit.
     """
 
-    def __init__(self, sock: socket.socket, signals: int) -> None:
-        self._sock = sock
+    def __init__(self, fd: int, trainer: int, signals: int) -> None:
+        self._fd, self._pid = fd, trainer
         self._signals = signals
         self._tasks_changed = threading.Condition()
         self._tasks: deque[_Task] = deque()
@@ -294,7 +275,6 @@ class _Control:
         self._patience = _BEAT
         self._limit: asyncio.TimerHandle | None = None
         self._last: LastSnapshot | None = None
-        self._trainer = -1
 
     def __repr__(self) -> str:
         return f"<Control waiting={len(self._tasks)} ending={self._ending}>"
@@ -325,7 +305,7 @@ class _Control:
     def send(self, message: FromWorker) -> None:
         """Tell the trainer soon."""
         self._started.wait()
-        self._loop.call_soon_threadsafe(self._channel.send, message)
+        self._loop.call_soon_threadsafe(self._trainer.send, message)
 
     def send_now(self, message: FromWorker) -> None:
         """Tell the trainer before this returns: the process may die of what follows."""
@@ -349,7 +329,7 @@ class _Control:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._finished = asyncio.Event()
-        self._channel = Channel(self._sock, self._hear, self._trainer_gone)
+        self._trainer = Parent(self._fd, self._pid, self._hear, self._trainer_gone)
         self._loop.add_reader(self._signals, self._told_to_exit)
         self._started.set()
         beat = self._loop.create_task(self._beat())
@@ -362,25 +342,22 @@ class _Control:
         finally:
             beat.cancel()
             await self._drain()
-            self._channel.close()
+            self._trainer.close()
             if self._last is not None:
                 self._last.close()
-            if self._trainer >= 0:
-                self._loop.remove_reader(self._trainer)
-                os.close(self._trainer)
 
     async def _drain(self) -> None:
         """Wait a second at most until the last messages are sent."""
         for _ in range(100):
-            if not self._channel.full:
+            if not self._trainer.full:
                 return
             await asyncio.sleep(0.01)
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(_BEAT)
-            if (self._at_work or self._tasks) and not self._channel.full:
-                self._channel.send(Progressed())
+            if (self._at_work or self._tasks) and not self._trainer.full:
+                self._trainer.send(Progressed())
 
     def _hear(self, data: bytes, fds: list[int]) -> None:
         message = decode_to_worker(data)
@@ -405,15 +382,7 @@ class _Control:
         self._patience = setup.write_timeout
         if setup.keep_last:
             self._last = LastSnapshot(setup.runtime_dir, setup.rank, setup.keep_last)
-        # First: a trainer that is gone already has left writes, which come after it.
         self._put(_Preparation(setup, parcel))
-        # The socket alone does not tell: a process that the trainer has forked holds
-        # it open after the trainer's death.
-        with suppress(OSError):
-            self._trainer = os.pidfd_open(setup.trainer)
-            self._loop.add_reader(self._trainer, self._trainer_gone)
-        if os.getppid() != setup.trainer:
-            self._trainer_gone()
 
     def _put(self, task: _Task) -> None:
         with self._tasks_changed:
@@ -434,7 +403,7 @@ class _Control:
             if self._last is not None:
                 self._last.drop(number)
             job.close()
-            self._channel.send(Ended(number, dropped=True))
+            self._trainer.send(Ended(number, dropped=True))
 
     def _told_to_exit(self) -> None:
         with suppress(BlockingIOError):
@@ -444,9 +413,6 @@ class _Control:
 
     def _trainer_gone(self) -> None:
         """Finish what was handed over, and keep the last snapshot if told to."""
-        if self._trainer >= 0:  # else the loop would call this again and again
-            self._loop.remove_reader(self._trainer)
-        self._channel.read()  # what it said last
         if self._ending:
             return
         self._trainer_died = True

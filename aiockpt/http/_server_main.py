@@ -44,8 +44,8 @@ from aiockpt.http.store import Store
 from aiockpt.memory.arena import sealed
 from aiockpt.memory.snapshot import MappedSnapshot, trusted_header
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.ipc import Channel, unpack
-from aiockpt.runtime.system import leave_terminal
+from aiockpt.runtime.children import Parent, leave_terminal
+from aiockpt.runtime.ipc import unpack
 
 __all__ = ["ServerMain", "main"]
 
@@ -62,16 +62,17 @@ class _RetractedError(Exception):
     """The trainer retracted a snapshot before this process had prepared it."""
 
 
-def main(fd: int) -> None:
-    """Serve what the trainer at the other end of a socket publishes, until its end."""
+def main(fd: int, trainer: int) -> None:
+    """Serve what the trainer publishes, until its end; see `Parent`."""
     leave_terminal()
     # The trainer may die while it has paused this process.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
-    asyncio.run(_run(ServerMain(socket.socket(fileno=fd))))
+    asyncio.run(_serve(fd, trainer))
 
 
-async def _run(server: ServerMain) -> None:
+async def _serve(fd: int, trainer: int) -> None:
+    server = ServerMain(fd, trainer)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.end)
     await server.run()
 
@@ -80,11 +81,12 @@ class ServerMain:
     """The life of a server process: set up, serve, end.
 
     Args:
-        sock: This process's end of the channel to the trainer.
+        fd, trainer: As of `Parent`.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(self, fd: int, trainer: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         self._ended = asyncio.Event()
         self._store = Store()
         self._bridge = Bridge(threads=1, name="aiockpt-serve")
@@ -94,17 +96,13 @@ class ServerMain:
         self._told: Counters | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._prepared: dict[int, asyncio.Task[TrainersSnapshot]] = {}
-        self._trainer = -1  # a descriptor of the trainer's process
-        self._is_orphan = False
+        self._trainer = Parent(fd, trainer, self._hear, self._outlive_trainer)
 
     def __repr__(self) -> str:
         return f"<ServerMain {self._server}>"
 
     async def run(self) -> None:
         """Serve until the trainer ends this process, or has gone."""
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
-        self._channel = Channel(self._sock, self._hear, self._trainer_gone)
         counting = self._loop.create_task(self._tell_counters())
         try:
             await self._ended.wait()
@@ -126,35 +124,28 @@ class ServerMain:
         finally:
             for preparing in self._prepared.values():
                 preparing.add_done_callback(_release)
-            self._channel.close()
-            if self._trainer >= 0:
-                self._loop.remove_reader(self._trainer)
-                os.close(self._trainer)
+            self._trainer.close()
             await self._bridge.aclose(timeout=_TICK)
 
     # ------------------------------------------------------- to the trainer
 
-    def _tell(self, message: FromServer) -> None:
-        if not self._is_orphan:
-            self._channel.send(message)
-
     def _tell_from_any_thread(self, message: FromServer) -> None:
         if threading.get_ident() == self._thread:
-            self._tell(message)
+            self._trainer.send(message)
         else:
             with suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._tell, message)
+                self._loop.call_soon_threadsafe(self._trainer.send, message)
 
     async def _tell_counters(self) -> None:
         while True:
             await asyncio.sleep(_TICK)
-            if self._server is None or self._channel.full:
+            if self._server is None or self._trainer.full:
                 continue
             lent = self._lender.count if self._lender else 0
             now = Counters(self._store.statistics(), self._server.statistics(), lent)
             if now != self._told:
                 self._told = now
-                self._tell(now)
+                self._trainer.send(now)
 
     # ----------------------------------------------------- from the trainer
 
@@ -192,12 +183,6 @@ class ServerMain:
     async def _set_up(self, setup: Setup, sockets: list[socket.socket]) -> None:
         self._setup = setup
         _forward_logs(setup.levels, self._tell_from_any_thread)
-        # A process that the trainer has forked keeps the channel open after its death.
-        with suppress(OSError, AttributeError):
-            self._trainer = os.pidfd_open(setup.trainer)
-            self._loop.add_reader(self._trainer, self._trainer_gone)
-        if os.getppid() != setup.trainer:
-            self._trainer_gone()
         if setup.lends:
             most = setup.config.max_readers
             self._lender = Lender(self._store, self._bridge, most=most)
@@ -208,19 +193,19 @@ class ServerMain:
         self._store.keep_superseded = setup.config.keep_superseded
         self._server = CheckpointServer(self._store, setup.config, self._lender)
         await self._server.start(sockets)
-        self._tell(Ready())
+        self._trainer.send(Ready())
 
     async def _prepare(self, number: int, header: int, arena: int) -> TrainersSnapshot:
         try:
             manifest = await self._bridge.run(trusted_header, unpack(header))
-            lends = self._lender is not None
-            return TrainersSnapshot(manifest, arena, number, self._tell, lends=lends)
+            tell, lends = self._trainer.send, self._lender is not None
+            return TrainersSnapshot(manifest, arena, number, tell, lends=lends)
         except ValueError:  # the memory has shrunk: the trainer has taken it back
-            self._tell(Released(number))
+            self._trainer.send(Released(number))
             raise _RetractedError from None
         finally:
             os.close(arena)
-            self._tell(Done(number))
+            self._trainer.send(Done(number))
 
     def _publish(self, preparing: asyncio.Task[TrainersSnapshot]) -> None:
         before = self._store.retractions
@@ -238,23 +223,17 @@ class ServerMain:
 
     async def _retract(self, message: Retract) -> None:
         await self._store.retract(grace=message.grace)
-        self._tell(Done(message.number))
+        self._trainer.send(Done(message.number))
 
-    def _trainer_gone(self) -> None:
+    def _outlive_trainer(self) -> None:
         """End, or keep the last checkpoint for receivers that come later."""
-        if self._is_orphan:
-            return
-        self._channel.read()  # its last messages
-        self._is_orphan = True
-        if self._trainer >= 0:
-            self._loop.remove_reader(self._trainer)
         if self._setup is None or not self._setup.keep_last or not self._store.latest:
             self._ended.set()
         else:
             _close_stderr()
-            self._spawn(self._outlive(self._setup.keep_last))
+            self._spawn(self._serve_on(self._setup.keep_last))
 
-    async def _outlive(self, keep_last: float) -> None:
+    async def _serve_on(self, keep_last: float) -> None:
         """Serve until nobody has read anything for ``keep_last`` seconds."""
         until = self._loop.time() + keep_last
         seen = 0

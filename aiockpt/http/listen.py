@@ -27,8 +27,9 @@ from urllib.parse import urlsplit
 
 from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.http.protocol import url_fault
-from aiockpt.http.sockets import begin_classic, close_in_forks
+from aiockpt.http.sockets import begin_classic
 from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.children import close_in_forks
 
 if sys.platform == "linux":
     import fcntl

@@ -28,9 +28,10 @@ from aiockpt.http.listen import Address, check_advertised, check_public_path
 from aiockpt.http.options import Server
 from aiockpt.http.responses import COMMON_HEADERS
 from aiockpt.http.shared_memory import Lender
-from aiockpt.http.sockets import close_in_forks, cut_off_in_forks, descriptor_of
+from aiockpt.http.sockets import descriptor_of
 from aiockpt.http.store import Store
 from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.children import close_in_forks, cut_off_in_forks
 
 __all__ = ["PREFIX", "CheckpointServer", "Endpoint", "EndpointConfig"]
 

@@ -1,4 +1,4 @@
-"""The messages between a trainer and its server process: plain data, sent as JSON.
+"""The messages between a trainer and its server process, as plain data.
 
 Large data travels beside a message, as a descriptor of memory that both can map.
 """
@@ -39,7 +39,6 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     """The first message; the listening sockets travel with it.
 
     Attributes:
-        trainer: The id of the trainer's process.
         keep_last: Seconds that the server outlives a dead trainer after its last
             request.
         nice: Added to the server's niceness.
@@ -48,7 +47,6 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
         config: What the handlers need to know.
     """
 
-    trainer: int
     keep_last: float
     nice: int
     lends: bool
@@ -135,5 +133,5 @@ class LogLine(msgspec.Struct, tag=True, frozen=True):
 ToServer: TypeAlias = Setup | Prepare | Publish | Forget | Retract | Fail
 FromServer: TypeAlias = Ready | Done | Released | Spent | Counters | Event | LogLine
 
-decode_to_server = msgspec.json.Decoder(ToServer).decode
-decode_from_server = msgspec.json.Decoder(FromServer).decode
+decode_to_server = msgspec.msgpack.Decoder(ToServer).decode
+decode_from_server = msgspec.msgpack.Decoder(FromServer).decode

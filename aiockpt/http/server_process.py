@@ -18,14 +18,10 @@ import asyncio
 import enum
 import itertools
 import logging
+import math
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
 from socket import SHUT_RDWR, socket
 from typing import Final, TypeAlias
 
@@ -57,22 +53,17 @@ from aiockpt.http.server_messages import (
     Spent,
     decode_from_server,
 )
-from aiockpt.http.sockets import close_in_forks
 from aiockpt.http.store import Failure, StoreStatistics
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.ipc import Channel, pack, pair
+from aiockpt.runtime.children import Child
+from aiockpt.runtime.ipc import pack
 
 __all__ = ["AnyEndpoint", "ProcessEndpoint", "endpoint_for"]
 
 logger = logging.getLogger("aiockpt")
 
-_CODE: Final = (
-    "import sys; sys.path[:] = sys.argv[2:]; "
-    "from aiockpt.http._server_main import main; main(int(sys.argv[1]))"
-)
 _LOGGERS: Final = ("aiockpt", "aiockpt.runtime.bridge", "aiockpt.audit", "aiockpt.http")
-_MAX_SECONDS: Final = 1e9  # JSON has no infinity
 
 _STARTING: Final = 60.0  # seconds until a new process must serve, on a busy machine
 _TRIES: Final = 3  # processes in a row that may die before they serve
@@ -211,7 +202,7 @@ class ServerProcess:
         self._config = config
         self._state = _State.NEW
         self._settled = asyncio.Event()  # it is serving, broken or closed
-        self._child: _Child | None = None
+        self._child: Child | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._error: WorkerError | None = None
         self._numbers = itertools.count(1)
@@ -319,18 +310,17 @@ class ServerProcess:
         tries, how, cause = 0, "", None
         while not self._closed and tries < _TRIES:
             self._become(_State.STARTING)
-            child: _Child | None = None
+            started: list[Child] = []
             served = False
             try:
-                child = _Child(self._hear)
-                await child.launch(self._bridge)
-                served = await self._live(child, sockets)
+                await self._bridge.run(_start_into, started)
+                served = await self._live(started[0], sockets)
                 cause = None
             except (OSError, AiockptError) as error:
                 how, cause = str(error), error
             finally:
-                if child is not None:
-                    ended = await child.reaped()
+                for child in started:
+                    ended = await self._end_of(child)
                     how = ended if cause is None else how
                 self._child = None
                 self._clean_up()
@@ -349,15 +339,15 @@ class ServerProcess:
             with suppress(OSError):
                 each.shutdown(SHUT_RDWR)
 
-    async def _live(self, child: _Child, sockets: Sequence[socket]) -> bool:
+    async def _live(self, child: Child, sockets: Sequence[socket]) -> bool:
         """Tell a new process everything, and wait for its end; say if it served."""
         if self._closed:
-            child.kill()
             return False
         loop = asyncio.get_running_loop()
         late = loop.call_later(_STARTING, self._kill_if_starting, child)
         try:
             # Nothing is awaited from here until the process has been told all.
+            child.listen(self._hear)
             self._child = child
             self._tell(self._setup(), [each.fileno() for each in sockets])
             if self._failure is not None:
@@ -366,31 +356,35 @@ class ServerProcess:
                 snapshot = self._given[self._current]
                 self._tell_prepare(self._current, snapshot, _pack(snapshot))
                 self._tell(Publish(self._current))
-            await child.gone()
+            await child.gone.wait()
         finally:
             late.cancel()
             served = self._state is _State.SERVING
             self._become(_State.STARTING)
         return served
 
-    def _kill_if_starting(self, child: _Child) -> None:
+    async def _end_of(self, child: Child) -> str:
+        """Wait for the end of a process, kill it if need be; say how it ended."""
+        if not child.gone.is_set():
+            child.kill()
+        code = await child.exitcode(_PATIENCE)
+        if code is None:
+            child.kill()
+            code = await child.exitcode(math.inf)
+        child.close()
+        return f"exit code {code}"
+
+    def _kill_if_starting(self, child: Child) -> None:
         if self._state is _State.STARTING:
             child.kill()
 
     def _setup(self) -> Setup:
-        config = self._config.for_server(PREFIX)
         return Setup(
-            trainer=os.getpid(),
-            keep_last=min(self._config.options.keep_last, _MAX_SECONDS),
+            keep_last=self._config.options.keep_last,
             nice=self._config.options.nice,
             lends=self._config.lends,
             levels={n: logging.getLogger(n).getEffectiveLevel() for n in _LOGGERS},
-            config=replace(
-                config,
-                default_wait=min(config.default_wait, _MAX_SECONDS),
-                max_wait=min(config.max_wait, _MAX_SECONDS),
-                stall_timeout=min(config.stall_timeout, _MAX_SECONDS),
-            ),
+            config=self._config.for_server(PREFIX),
         )
 
     def _clean_up(self) -> None:
@@ -467,7 +461,7 @@ class ServerProcess:
             self._take_back(*self._given)
         elif self._given:
             doomed, number = tuple(self._given), next(self._numbers)
-            self._tell(Retract(number, min(grace, _MAX_SECONDS)))
+            self._tell(Retract(number, grace))
             if not await self._answered(number, grace + _MARGIN):
                 await self._revoke(doomed)
 
@@ -496,10 +490,8 @@ class ServerProcess:
         loop = asyncio.get_running_loop()
         hung = loop.time() + _HUNG
         while not await self._answered(number, _PATIENCE):
-            if self._shrinking and loop.time() < hung:
-                continue  # the process is stopped because it was paused
-            stopped = await self._is_stopped()
-            if loop.time() >= hung or (stopped and not self._shrinking):
+            # A process that was paused is stopped, too, and goes on soon.
+            if loop.time() >= hung or (self._is_stopped and not self._shrinking):
                 self._kill()
 
     async def _answered(self, number: int, patience: float) -> bool:
@@ -525,11 +517,7 @@ class ServerProcess:
         that is stopped, and one whose memory was lent, which is sealed and cannot
         shrink.
         """
-        try:
-            is_stopped = not self._shrinking and await self._is_stopped()
-        except ClosedError:  # the transport is closing
-            is_stopped = True
-        if is_stopped:
+        if self._is_stopped and not self._shrinking:
             self._kill()
             return
         revoked = {n: self._given[n] for n in numbers if n in self._given}
@@ -542,7 +530,8 @@ class ServerProcess:
         if shrinking.done() or child is None:
             return
         child.pause()
-        while not (shrinking.done() or child.is_paused):  # noqa: ASYNC110 - nothing tells
+        over = child.gone.is_set
+        while not (shrinking.done() or child.is_stopped or over()):  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(_POLL)
 
     async def _shrink(self, revoked: Mapping[int, Snapshot]) -> None:
@@ -563,9 +552,9 @@ class ServerProcess:
             for snapshot in revoked.values():
                 snapshot.release()
 
-    async def _is_stopped(self) -> bool:
-        """Return whether a signal has stopped the process, which never answers then."""
-        return await self._bridge.run(_is_stopped, self.pid)
+    @property
+    def _is_stopped(self) -> bool:
+        return self._child is not None and self._child.is_stopped
 
     def _kill(self) -> None:
         if self._child is not None:
@@ -576,7 +565,7 @@ class ServerProcess:
 
     def _tell(self, message: object, fds: Sequence[int] = ()) -> None:
         if self._child is not None:
-            self._child.channel.send(message, fds)
+            self._child.send(message, fds)
 
     def _tell_prepare(self, number: int, snapshot: Snapshot, parcel: int) -> None:
         assert snapshot.arena is not None, "the snapshot is in one piece"
@@ -585,7 +574,7 @@ class ServerProcess:
         finally:
             os.close(parcel)
 
-    def _hear(self, data: bytes, _: list[int]) -> None:
+    def _hear(self, data: bytes) -> None:
         message = decode_from_server(data)
         if isinstance(message, Ready):
             self._become(_State.SERVING)
@@ -613,116 +602,6 @@ def _pack(snapshot: Snapshot) -> int:
     return pack(snapshot.manifest.header)
 
 
-def _is_stopped(pid: int | None) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return False
-    return stat.rpartition(b")")[2].split()[0] in (b"T", b"t")
-
-
-class _Child:
-    """One process, from its launch until it was reaped.
-
-    Args:
-        on_message: Called with each message and its descriptors.
-    """
-
-    def __init__(self, on_message: Callable[[bytes, list[int]], None]) -> None:
-        self._silent = asyncio.Event()
-        ours, self._theirs = pair()
-        close_in_forks([ours])
-        self.channel = Channel(ours, on_message, self._silent.set)
-        self._popen: subprocess.Popen[bytes] | None = None
-
-    def __repr__(self) -> str:
-        return f"<_Child pid={self.pid}>"
-
-    @property
-    def pid(self) -> int | None:
-        """Its process id, once it was launched."""
-        return self._popen.pid if self._popen else None
-
-    async def launch(self, bridge: Bridge) -> None:
-        """Start the process.
-
-        Raises:
-            OSError: the system refused.
-        """
-        try:
-            await bridge.run(self._launch)
-        finally:
-            self._theirs.close()  # or we would not notice the end of the process
-
-    def _launch(self) -> None:
-        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
-        theirs = self._theirs.fileno()
-        self._popen = subprocess.Popen(  # noqa: S603 - this very interpreter
-            [sys.executable, *flags, "-c", _CODE, str(theirs), *map(str, sys.path)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=(theirs,),
-            # Signals to the trainer's group, such as Ctrl-C, must not reach it. But
-            # in a session of its own its niceness would not count (autogroups).
-            process_group=0,
-        )
-
-    async def gone(self) -> None:
-        """Wait until the process sends no further message."""
-        await self._silent.wait()
-
-    def kill(self) -> None:
-        """End the process at once, whatever it does."""
-        if self._popen is not None:
-            self._popen.kill()
-
-    def pause(self) -> None:
-        """Have the process do nothing until `resume`; it stops a moment later."""
-        if self._popen is not None:
-            self._popen.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Let a paused process go on; a process that runs is not affected."""
-        if self._popen is not None:
-            self._popen.send_signal(signal.SIGCONT)
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether all threads of the process have stopped, or it has ended."""
-        if self.pid is None:
-            return True
-        try:
-            look = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT
-            return os.waitid(os.P_PID, self.pid, look) is not None
-        except ChildProcessError:  # it was reaped
-            return True
-
-    async def reaped(self) -> str:
-        """Wait for the end of the process, kill it if need be; say how it ended."""
-        self.channel.close()
-        self._theirs.close()
-        if self._popen is None:
-            return "it was not started"
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_PATIENCE):
-                return await self._exit_of(self._popen)
-        self.kill()
-        return await self._exit_of(self._popen)
-
-    async def _exit_of(self, popen: subprocess.Popen[bytes]) -> str:
-        with suppress(OSError, AttributeError):  # an old kernel: only the loop below
-            await _wait_for_exit(popen.pid)
-        while popen.poll() is None:  # noqa: ASYNC110 - nothing else tells
-            await asyncio.sleep(_POLL)
-        return f"exit code {popen.returncode}"
-
-
-async def _wait_for_exit(pid: int) -> None:
-    loop, exited = asyncio.get_running_loop(), asyncio.Event()
-    fd = os.pidfd_open(pid)
-    loop.add_reader(fd, exited.set)
-    try:
-        await exited.wait()
-    finally:
-        loop.remove_reader(fd)
-        os.close(fd)
+def _start_into(started: list[Child]) -> None:
+    # A cancelled call returns nothing, so the thread leaves its result in a list.
+    started.append(Child("aiockpt.http._server_main", quiet=True))

@@ -35,9 +35,9 @@ from aiockpt.http.memory_protocol import (
     is_probe_of,
 )
 from aiockpt.http.protocol import Lease
-from aiockpt.http.sockets import close_in_forks
 from aiockpt.http.store import Publication, Store
 from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.children import close_in_forks
 from aiockpt.runtime.ipc import arrival, is_ours, owner_of, receive
 
 __all__ = ["Lender"]

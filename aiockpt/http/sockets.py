@@ -1,4 +1,4 @@
-"""Sockets: duplicate, tune and cut connections, notice stalls; I/O threads; forks.
+"""Sockets: duplicate, tune and cut connections, notice stalls; I/O threads.
 
 Everything here works on the socket under an asyncio transport, and everything that
 the system may lack is optional.
@@ -15,9 +15,9 @@ import socket
 import struct
 import sys
 import time
-import weakref
-from collections.abc import Iterable
-from typing import Any, Final, Protocol
+from typing import Any, Final
+
+from aiockpt.runtime.children import close_in_forks
 
 if sys.platform != "win32":
     import fcntl
@@ -26,13 +26,10 @@ if sys.platform != "win32":
 __all__ = [
     "IO_THREADS",
     "MIN_TURN_BYTES",
-    "Connected",
     "IdleClock",
     "Turn",
     "begin_classic",
-    "close_in_forks",
     "cut",
-    "cut_off_in_forks",
     "descriptor_of",
     "duplicate",
     "is_same_host",
@@ -275,51 +272,3 @@ class Turn:
         """Wait 10 ms for ``event``, a flag of ``select``; return whether it came."""
         self._poll.register(sock, event)
         return bool(self._poll.poll(_PATIENCE))
-
-
-# -------------------------------------------------------------- fork hygiene
-#
-# A forked child, such as a worker of a data loader, must not keep listening sockets
-# and connections open. If it did, the port would outlive the parent: a receiver that
-# connects would not be refused, and one that reads would not be cut off; both would
-# hang.
-
-
-class Connected(Protocol):
-    """An object with connections whose sockets belong to others."""
-
-    def descriptors(self) -> list[int]:
-        """Return the descriptors of the open connections."""
-
-
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-_connected: weakref.WeakSet[Connected] = weakref.WeakSet()
-
-
-def close_in_forks(sockets: Iterable[socket.socket]) -> None:
-    """Close these sockets in every child that is forked from now on."""
-    _sockets.update(sockets)
-
-
-def cut_off_in_forks(connected: Connected) -> None:
-    """Let a forked child drop the connections that are open at that moment."""
-    _connected.add(connected)
-
-
-def _cut_off_child() -> None:
-    # A child inherits the loop and never runs it. The loop would close a descriptor a
-    # second time, when it may belong to somebody else, and uvloop keeps a socket from
-    # closing. So the descriptors are made to point nowhere.
-    found = [sock.fileno() for sock in tuple(_sockets)]
-    for connected in tuple(_connected):
-        found += connected.descriptors()
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in found:
-        if descriptor >= 0:
-            with contextlib.suppress(OSError):
-                os.dup2(nowhere, descriptor, inheritable=False)
-    os.close(nowhere)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_cut_off_child)

@@ -39,10 +39,10 @@ from aiockpt.http.memory_protocol import (
     identity,
     parse_offer,
 )
-from aiockpt.http.sockets import close_in_forks
 from aiockpt.http.sources import Sources, keeping
 from aiockpt.memory.arena import LENT_SEALS, Arena, Borrowed
 from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.children import close_in_forks
 from aiockpt.runtime.ipc import arrival, is_ours, receive
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.tasks import Over, map_in_threads

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Bridge",
     "BridgeStatistics",
+    "Future",
     "Inline",
     "Outcome",
     "SerialThread",
@@ -273,6 +274,22 @@ class Bridge:
             self._pool.submit(todo)
         except RuntimeError:  # shut down
             self._do_apart(todo)
+
+    def begin(self, fn: Callable[[*Args], T], *args: *Args) -> Future[T]:
+        """Call ``fn(*args)`` as `post` does; return what will have its result or error.
+
+        No cancel loses the result: ``await run(future.result)`` waits for it.
+        """
+        begun: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                begun.set_result(fn(*args))
+            except BaseException as error:  # noqa: BLE001 - it travels to the caller
+                begun.set_exception(error)
+
+        self.post(call)
+        return begun
 
     def _do_apart(self, todo: Callable[[], None]) -> None:
         # No loop runs here, or no thread can be started.

@@ -2,8 +2,9 @@
 
 The socket carries packets, not a stream. A message arrives whole with its descriptors,
 or not at all. A packet that the trainer has sent can be read even if the trainer is
-killed right after. A message is JSON. Anything large is put into shared memory, whose
-descriptor travels with the message: an arena, or a *parcel* of bytes (`pack`).
+killed right after. A message is MessagePack, which has bytes and infinite numbers.
+Anything large is put into shared memory, whose descriptor travels with the message: an
+arena, or a *parcel* of bytes (`pack`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import socket
 import struct
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from mmap import mmap
 from typing import Final
 
@@ -26,12 +27,14 @@ __all__ = [
     "MAX_MESSAGE",
     "Channel",
     "arrival",
+    "close_all",
     "encode",
     "is_ours",
     "owner_of",
     "pack",
     "pair",
     "receive",
+    "send",
     "unpack",
 ]
 
@@ -48,7 +51,7 @@ def _plain(value: object) -> str:
     raise TypeError(f"a message cannot contain a {type(value).__name__}")
 
 
-encode = msgspec.json.Encoder(enc_hook=_plain).encode
+encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -94,9 +97,19 @@ def receive(
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             found.frombytes(content[: len(content) // found.itemsize * found.itemsize])
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(found) > fds:
-        _close_all(found)
+        close_all(found)
         raise OSError("a message was cut short")
     return data, [*found]
+
+
+def send(sock: socket.socket, message: object, fds: Sequence[int] = ()) -> None:
+    """Send a message with descriptors, which stay the caller's.
+
+    Raises:
+        BlockingIOError: the socket is full, and does not block.
+        OSError: the other end is gone.
+    """
+    socket.send_fds(sock, [encode(message)], list(fds))
 
 
 async def arrival(sock: socket.socket) -> None:
@@ -163,20 +176,24 @@ class Channel:
         """Send as soon as the socket accepts it; the caller keeps its descriptors.
 
         A message to an end that is gone is dropped; ``on_end`` reports that end.
+
+        Raises:
+            OSError: the message has to wait, and no descriptor is left for copies of
+                its own. Then nothing is sent.
         """
-        data = encode(message)
         if self._ended:
             return
-        if self._queue:
-            self._enqueue(data, fds)
-            return
-        try:
-            socket.send_fds(self._sock, [data], list(fds))
-        except BlockingIOError:
-            self._loop.add_writer(self._sock, self._flush)
-            self._enqueue(data, fds)
-        except OSError:
-            pass  # the end is gone; what it sent before can still be read
+        if not self._queue:
+            try:
+                send(self._sock, message, fds)
+            except BlockingIOError:
+                pass
+            except OSError:
+                return  # the end is gone; what it sent before can still be read
+            else:
+                return
+        self._queue.append((encode(message), _duplicates(fds)))
+        self._loop.add_writer(self._sock, self._flush)
 
     @property
     def full(self) -> bool:
@@ -207,11 +224,8 @@ class Channel:
             self._loop.remove_writer(self._sock)
             self._sock.close()
         for _, fds in self._queue:
-            _close_all(fds)
+            close_all(fds)
         self._queue.clear()
-
-    def _enqueue(self, data: bytes, fds: Sequence[int]) -> None:
-        self._queue.append((data, [os.dup(fd) for fd in fds]))
 
     def _flush(self) -> None:
         while self._queue:
@@ -223,7 +237,7 @@ class Channel:
             except OSError:
                 pass
             self._queue.popleft()
-            _close_all(fds)
+            close_all(fds)
         self._loop.remove_writer(self._sock)
 
     def _end(self) -> None:
@@ -231,6 +245,18 @@ class Channel:
         self._on_end()
 
 
-def _close_all(fds: Sequence[int]) -> None:
+def close_all(fds: Iterable[int]) -> None:
+    """Close descriptors."""
     for fd in fds:
         os.close(fd)
+
+
+def _duplicates(fds: Sequence[int]) -> list[int]:
+    made: list[int] = []
+    try:
+        for fd in fds:
+            made.append(os.dup(fd))  # noqa: PERF401 - what was made is closed again
+    except OSError:
+        close_all(made)
+        raise
+    return made

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
@@ -25,7 +24,6 @@ __all__ = [
     "failing_here",
     "is_callers",
     "is_hosts",
-    "leave_terminal",
     "of_caller",
     "refused_by_host",
     "spare_memory",
@@ -254,13 +252,3 @@ def collector_paused() -> Iterator[None]:
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
-
-
-def leave_terminal() -> None:
-    """Make this process ignore the signals that a terminal sends to its group.
-
-    Ctrl-C and a hangup are meant for the trainer. A shell that would continue a stopped
-    process does not know this one.
-    """
-    for each in (signal.SIGINT, signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU):
-        signal.signal(each, signal.SIG_IGN)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import ssl
 import subprocess
@@ -270,13 +271,13 @@ class TestItsDeath:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Of the call that needs it."""
-        monkeypatch.setattr("aiockpt.http.server_process._CODE", "raise SystemExit(3)")
+        monkeypatch.setattr(sys, "executable", shutil.which("false"))
         sender = apart()
         with pytest.raises(
             aiockpt.errors.WorkerError, match="no server process can be started"
         ):
             await sender.start()
-        with pytest.raises(aiockpt.errors.WorkerError, match="exit code 3"):
+        with pytest.raises(aiockpt.errors.WorkerError, match="exit code 1"):
             await sender.send_checkpoint([1], 1, STATE)
         await sender.shutdown()
 
@@ -289,10 +290,8 @@ class TestItsDeath:
             sender = apart()
             metadata = sender.metadata()
             with monkeypatch.context() as broken:
-                broken.setattr(
-                    "aiockpt.http.server_process._CODE", "raise SystemExit(3)"
-                )
-                with pytest.raises(aiockpt.errors.WorkerError, match="exit code 3"):
+                broken.setattr(sys, "executable", shutil.which("false"))
+                with pytest.raises(aiockpt.errors.WorkerError, match="exit code 1"):
                     await sender.start()
             await sender.send_checkpoint([1], 1, STATE)
             assert sender.metadata() == metadata

@@ -1,0 +1,128 @@
+"""How the init functions get to the checkpoint process: pickled, as spawn does it.
+
+``multiprocessing`` could start that process, too. But it runs the trainer's main module
+again in every process that it spawns, guarded or not, and waits for each of them at the
+exit. Here, the main module is imported only if an init function is defined in it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.spawn  # noqa: TID251 - this is the checkpoint process
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing import context, process  # noqa: TID251 - as above
+from multiprocessing.reduction import ForkingPickler  # noqa: TID251 - as above
+from typing import Any
+
+import msgspec
+
+from aiockpt.errors import LocalProtocolError
+from aiockpt.runtime.children import Child
+from aiockpt.runtime.ipc import pack, unpack
+
+__all__ = ["Recipe", "make_writer"]
+
+
+@dataclass(slots=True)
+class _Spawning:
+    """Takes the place of multiprocessing's launcher while arguments are pickled."""
+
+    fds: list[int] = field(default_factory=list)
+
+    def duplicate_for_child(self, fd: int) -> int:
+        """Let the child inherit a descriptor under the same number."""
+        self.fds.append(fd)
+        return fd
+
+
+class Recipe:
+    """The init functions and their arguments, which are pickled for each process.
+
+    Raises:
+        LocalProtocolError: a function or an argument cannot be pickled. Or this is a
+            checkpoint process that has imported an unguarded main module.
+    """
+
+    def __init__(
+        self,
+        init: Callable[..., object],
+        init_args: tuple[Any, ...],
+        make_writer: Callable[..., Any],
+        writer_args: Mapping[str, Any],
+    ) -> None:
+        self._content = (init, init_args, make_writer, dict(writer_args))
+        _refuse_to_nest()
+        self._pickled(_Spawning())
+
+    def __repr__(self) -> str:
+        return f"<Recipe {self._content[2]!r}>"
+
+    def start(self, setup: object) -> Child:
+        """Start a process whose first message is ``setup``, with the functions.
+
+        Raises:
+            OSError: the system refuses.
+            LocalProtocolError: an argument cannot be pickled any more.
+        """
+        spawning = _Spawning()
+        pickled = self._pickled(spawning)
+        facts = msgspec.json.encode(_preparation(imports_main=b"__main__" in pickled))
+        parcel = pack(len(facts).to_bytes(8, "little"), facts, pickled)
+        try:
+            return Child(
+                "aiockpt.checkpointers.worker",
+                greeting=setup,
+                fds=[parcel],
+                inherited=spawning.fds,
+                program=multiprocessing.spawn.get_executable(),
+            )
+        finally:
+            os.close(parcel)
+
+    def _pickled(self, spawning: _Spawning) -> bytes:
+        context.set_spawning_popen(spawning)  # type: ignore[arg-type]
+        try:
+            return bytes(ForkingPickler.dumps(self._content))
+        except Exception as error:
+            raise LocalProtocolError(
+                "an init function of the checkpoint process, or an argument of it, "
+                f"cannot be pickled: {error}"
+            ) from error
+        finally:
+            context.set_spawning_popen(None)
+
+
+def make_writer(parcel: int) -> Any:
+    """Call the init functions of a recipe, in its process; return the writer."""
+    content = unpack(parcel)
+    size = int.from_bytes(content[:8], "little")
+    facts = msgspec.json.decode(content[8 : 8 + size])
+    own: Any = process.current_process()
+    own._inheriting = True  # noqa: SLF001 - see _refuse_to_nest
+    try:
+        # This imports the trainer's main module, too, if the functions are in it.
+        multiprocessing.spawn.prepare(facts)
+        init, init_args, make, writer_args = ForkingPickler.loads(content[8 + size :])
+    finally:
+        del own._inheriting  # noqa: SLF001 - as above
+    init(*init_args)
+    return make(**writer_args)
+
+
+def _refuse_to_nest() -> None:
+    if getattr(process.current_process(), "_inheriting", False):
+        raise LocalProtocolError(
+            "the checkpoint process has imported the main module, which makes a "
+            "checkpointer at once: guard it by `if __name__ == '__main__':`"
+        )
+
+
+def _preparation(*, imports_main: bool) -> dict[str, Any]:
+    """Return what ``multiprocessing.spawn.prepare`` needs there."""
+    found = multiprocessing.spawn.get_preparation_data("aiockpt-checkpoint")
+    wanted = {"log_to_stderr", "log_level", "name", "sys_path", "sys_argv", "dir"}
+    wanted.add("orig_dir")
+    if imports_main:
+        wanted |= {"init_main_from_name", "init_main_from_path"}
+    return {key: value for key, value in found.items() if key in wanted}

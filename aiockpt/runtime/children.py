@@ -1,0 +1,307 @@
+"""Child processes: start one, talk to it, notice its end, and leave nothing of it.
+
+`Child` is a process as seen by the one that started it, and `Parent` is that one as
+seen by its child. A socket connects them; `ipc` says what travels on it. Each of them
+watches the other's process as well. The socket alone does not tell of a death, because
+a process that the dead one has forked may hold it open.
+
+The last part is about forked children, such as the workers of a data loader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from socket import socket
+from typing import Final, Protocol
+
+from aiockpt.runtime.ipc import Channel, close_all, pair, send
+
+__all__ = [
+    "Child",
+    "Parent",
+    "close_in_forks",
+    "cut_off_in_forks",
+    "leave_terminal",
+]
+
+_CODE: Final = (
+    "import sys; sys.path[:] = sys.argv[3:]; "
+    "from {module} import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+)
+_POLL: Final = 0.01  # seconds between two looks for an exit code
+
+
+class Child:
+    """A process of this interpreter that runs ``main(fd, pid)`` of a module.
+
+    ``fd`` is its end of the socket, and ``pid`` is this process: see `Parent`. To make
+    a child blocks until the process has begun, so it is made in a thread. The other
+    methods are for one event loop, from :meth:`listen` on.
+
+    Args:
+        module: The module that has ``main``.
+        greeting: The first message to the process, if any.
+        fds: The descriptors that travel with the greeting; they stay the caller's.
+        inherited: Descriptors that the process has under the same numbers.
+        quiet: Whether the process has no standard output.
+        program: The interpreter; None: the one that runs this process.
+
+    Attributes:
+        gone: Set when the process has ended, or has closed its end of the socket. All
+            that it has said was heard by then.
+
+    Raises:
+        OSError: the system refuses another process, or a descriptor.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        *,
+        greeting: object = None,
+        fds: Sequence[int] = (),
+        inherited: Sequence[int] = (),
+        quiet: bool = False,
+        program: str | bytes | None = None,
+    ) -> None:
+        self.gone = asyncio.Event()
+        self._pidfd = -1
+        self._channel: Channel | None = None
+        self._socket, theirs = pair()
+        close_in_forks([self._socket, theirs])
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
+        code = _CODE.format(module=module)
+        arguments = [str(theirs.fileno()), str(os.getpid()), *map(str, sys.path)]
+        try:
+            if greeting is not None:
+                send(self._socket, greeting, fds)
+            self._popen = subprocess.Popen(  # noqa: S603 - this very interpreter
+                [program or sys.executable, *flags, "-c", code, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL if quiet else None,
+                pass_fds=(theirs.fileno(), *inherited),
+                # Ctrl-C, and what ends this process's group, must not end it. In a
+                # session of its own, its niceness would not count (autogroups).
+                process_group=0,
+            )
+        except BaseException:
+            self._socket.close()
+            raise
+        finally:
+            theirs.close()  # or the end of the process would not close the socket
+        with suppress(OSError, AttributeError):  # an old kernel; the socket tells, too
+            self._pidfd = os.pidfd_open(self._popen.pid)
+
+    def __repr__(self) -> str:
+        return f"<Child pid={self.pid}>"
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._popen.pid
+
+    # ------------------------------------------------------------------ messages
+
+    def listen(
+        self,
+        on_message: Callable[[bytes], None],
+        on_gone: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Call back on this loop with each message, and once when it is ``gone``."""
+
+        def hear(data: bytes, fds: list[int]) -> None:
+            close_all(fds)  # a child sends none
+            on_message(data)
+
+        def end() -> None:
+            if self.gone.is_set():
+                return
+            self.gone.set()
+            loop.remove_reader(self._pidfd)
+            channel.read()  # what it said last
+            on_gone()
+
+        loop = asyncio.get_running_loop()
+        self._channel = channel = Channel(self._socket, hear, end)
+        if self._pidfd >= 0:
+            loop.add_reader(self._pidfd, end)
+
+    def send(self, message: object, fds: Sequence[int] = ()) -> None:
+        """Send a message; see `Channel.send`."""
+        assert self._channel is not None, "nobody listens to the process yet"
+        self._channel.send(message, fds)
+
+    def read(self) -> None:
+        """Call back with everything that has arrived, without waiting for the loop."""
+        assert self._channel is not None, "nobody listens to the process yet"
+        self._channel.read()
+
+    # ------------------------------------------------------------- life and death
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does."""
+        self._popen.kill()
+
+    def pause(self) -> None:
+        """Have the process do nothing until `resume`; it stops a moment later."""
+        self._popen.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a paused process go on; a process that runs is not affected."""
+        self._popen.send_signal(signal.SIGCONT)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped all of its threads, so that it never answers."""
+        look = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+        with suppress(ChildProcessError):  # it was reaped
+            return os.waitid(os.P_PID, self.pid, look) is not None
+        return False
+
+    async def exitcode(self, patience: float) -> int | None:
+        """Wait for the end of a process that is gone, or was killed.
+
+        Returns its exit code: minus the number of the signal that has ended it; None
+        if it still runs after ``patience`` seconds, inside a system call.
+        """
+        until = asyncio.get_running_loop().time() + patience
+        while (found := self._popen.poll()) is None:
+            if asyncio.get_running_loop().time() >= until:
+                break
+            await asyncio.sleep(_POLL)
+        return found
+
+    def close(self) -> None:
+        """Release it. A process that still runs is left to itself. Idempotent."""
+        if self._channel is not None:
+            self._channel.close()
+        self._socket.close()
+        if self._pidfd >= 0:
+            if self._channel is not None:
+                asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if self._popen.poll() is None:
+            self._popen.returncode = 0  # or subprocess would warn about it later
+
+
+class Parent:
+    """The process that has started this one; made on the event loop that serves it.
+
+    Args:
+        fd: This end of the socket, as ``main`` got it.
+        pid: The parent's process id, as ``main`` got it.
+        on_message: Called with each message and its descriptors, which it owns.
+        on_gone: Called once when the parent has died, after its last message.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        pid: int,
+        on_message: Callable[[bytes, list[int]], None],
+        on_gone: Callable[[], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_gone = on_gone
+        self._is_gone = False
+        self._pidfd = -1
+        self._channel = Channel(socket(fileno=fd), on_message, self._end)
+        with suppress(OSError, AttributeError):
+            self._pidfd = os.pidfd_open(pid)
+            self._loop.add_reader(self._pidfd, self._end)
+        if os.getppid() != pid:
+            self._loop.call_soon(self._end)
+
+    def __repr__(self) -> str:
+        return f"<Parent{' gone' if self._is_gone else ''}>"
+
+    @property
+    def full(self) -> bool:
+        """Whether the next message would have to wait."""
+        return self._channel.full
+
+    def send(self, message: object) -> None:
+        """Send a message; to a parent that is gone, nothing is sent."""
+        self._channel.send(message)
+
+    def close(self) -> None:
+        """Close this end, and watch the parent no more. Idempotent."""
+        self._channel.close()
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _end(self) -> None:
+        if self._is_gone:
+            return
+        self._is_gone = True
+        self._channel.read()  # what it said last
+        self.close()
+        self._on_gone()
+
+
+def leave_terminal() -> None:
+    """Make this process ignore the signals that a terminal sends to its group.
+
+    Ctrl-C and a hangup are meant for the trainer. A shell that would continue a stopped
+    process does not know this one.
+    """
+    for each in (signal.SIGINT, signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU):
+        signal.signal(each, signal.SIG_IGN)
+
+
+# ----------------------------------------------------------- forked children
+#
+# A forked child, such as a worker of a data loader, must not keep listening sockets
+# and connections open. If it did, the port would outlive the parent: a receiver that
+# connects would not be refused, and one that reads would not be cut off; both would
+# hang.
+
+
+class Connected(Protocol):
+    """An object with connections whose sockets belong to others."""
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors of the open connections."""
+
+
+_sockets: weakref.WeakSet[socket] = weakref.WeakSet()
+_connected: weakref.WeakSet[Connected] = weakref.WeakSet()
+
+
+def close_in_forks(sockets: Iterable[socket]) -> None:
+    """Close these sockets in every child that is forked from now on."""
+    _sockets.update(sockets)
+
+
+def cut_off_in_forks(connected: Connected) -> None:
+    """Let a forked child drop the connections that are open at that moment."""
+    _connected.add(connected)
+
+
+def _cut_off_child() -> None:
+    # A child inherits the loop and never runs it. The loop would close a descriptor a
+    # second time, when it may belong to somebody else, and uvloop keeps a socket from
+    # closing. So the descriptors are made to point nowhere.
+    found = [sock.fileno() for sock in tuple(_sockets)]
+    for connected in tuple(_connected):
+        found += connected.descriptors()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in found:
+        if descriptor >= 0:
+            with suppress(OSError):
+                os.dup2(nowhere, descriptor, inheritable=False)
+    os.close(nowhere)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_cut_off_child)
