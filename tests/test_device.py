@@ -10,10 +10,11 @@ import pytest
 import pytest_asyncio
 import torch
 
+from accelerators import FakeAccelerator
 from aiockpt import HTTPTransport, Server
 from aiockpt.errors import TransferTimeoutError
 from aiockpt.memory.device import completed, port_for
-from aiockpt.testing import FakeAccelerator, assert_same
+from aiockpt.testing import assert_same
 from serving import settle
 
 

@@ -16,7 +16,7 @@ from aiockpt import AuthenticationError, TemplateMismatchError, TransferEvent
 from aiockpt.errors import ClosedError, TransferTimeoutError
 from aiockpt.events import add_hook
 from aiockpt.testing import CutAfter, StallAfter
-from aiockpt.testing.fault_kinds import Drip
+from aiockpt.testing.faults import Drip
 from aiockpt.transfer.reuse import Delta
 from commandline import aiockpt_command
 from followers import MIB, TOKEN, Trainer, attempts, check, publish, soon, state_of

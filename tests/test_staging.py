@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from accelerators import FakeAccelerator
 from aiockpt.errors import StagingError, UnsupportedLeafError
 from aiockpt.format.chunks import digest
-from aiockpt.testing import FakeAccelerator, assert_same
+from aiockpt.testing import assert_same
 from aiockpt.transfer.stager import Snapshot
 from pipeline import file_of, rebuilt, stager
 from serving import settle

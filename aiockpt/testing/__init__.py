@@ -12,10 +12,10 @@ from aiockpt._lazy import lazy
 
 if TYPE_CHECKING:
     from aiockpt.state.equality import assert_same
-    from aiockpt.testing.checkpointers import CheckpointerConformance
-    from aiockpt.testing.clocks import WallClock, monotonic_ahead, wall_clock_jumped
-    from aiockpt.testing.conformance import TransportConformance
-    from aiockpt.testing.devices import FakeAccelerator
+    from aiockpt.testing.conformance import (
+        CheckpointerConformance,
+        TransportConformance,
+    )
     from aiockpt.testing.faults import (
         Answer,
         BlackHole,
@@ -34,9 +34,15 @@ if TYPE_CHECKING:
         interrupted,
         interruptions,
     )
-    from aiockpt.testing.lag import LaggingLoop, busy_interpreter
-    from aiockpt.testing.processes import PeerProcess
-    from aiockpt.testing.unavailable import FaultUnavailableError
+    from aiockpt.testing.processes import (
+        FaultUnavailableError,
+        LaggingLoop,
+        PeerProcess,
+        WallClock,
+        busy_interpreter,
+        monotonic_ahead,
+        wall_clock_jumped,
+    )
 
 __all__ = [
     "Answer",
@@ -46,7 +52,6 @@ __all__ = [
     "Delay",
     "Drip",
     "Drop",
-    "FakeAccelerator",
     "Fault",
     "FaultProxy",
     "FaultUnavailableError",
@@ -66,23 +71,23 @@ __all__ = [
     "wall_clock_jumped",
 ]
 
-_FAULTS = "aiockpt.testing.faults"
 _HOMES = {
-    **dict.fromkeys(__all__, _FAULTS),
-    "FakeAccelerator": "aiockpt.testing.devices",
-    "FaultUnavailableError": "aiockpt.testing.unavailable",
-    "Interruption": "aiockpt.testing.interrupting",
-    "LaggingLoop": "aiockpt.testing.lag",
-    "PeerProcess": "aiockpt.testing.processes",
-    "CheckpointerConformance": "aiockpt.testing.checkpointers",
-    "TransportConformance": "aiockpt.testing.conformance",
-    "WallClock": "aiockpt.testing.clocks",
+    **dict.fromkeys(__all__, "aiockpt.testing.faults"),
+    **dict.fromkeys(
+        ("CheckpointerConformance", "TransportConformance"),
+        "aiockpt.testing.conformance",
+    ),
+    **dict.fromkeys(
+        ("Interruption", "interrupted", "interruptions"), "aiockpt.testing.interrupting"
+    ),
+    **dict.fromkeys(
+        (
+            *("FaultUnavailableError", "LaggingLoop", "PeerProcess", "WallClock"),
+            *("busy_interpreter", "monotonic_ahead", "wall_clock_jumped"),
+        ),
+        "aiockpt.testing.processes",
+    ),
     "assert_same": "aiockpt.state.equality",
-    "busy_interpreter": "aiockpt.testing.lag",
-    "interrupted": "aiockpt.testing.interrupting",
-    "interruptions": "aiockpt.testing.interrupting",
-    "monotonic_ahead": "aiockpt.testing.clocks",
-    "wall_clock_jumped": "aiockpt.testing.clocks",
 }
 
 if not TYPE_CHECKING:

@@ -1,6 +1,7 @@
-"""A peer in a process of its own, which can be killed, stopped and started again.
+"""Breaks processes, loops and clocks: kills and stops, blocks, moves the time.
 
-::
+`PeerProcess` is a peer in a process of its own, which can be killed, stopped and
+started again::
 
     async with PeerProcess([sys.executable, "serve.py"]) as peer:
         address = await peer.line()
@@ -8,23 +9,61 @@
         peer.resume()
         await peer.kill()  # SIGKILL
         await peer.start()  # the same program once more
+
+The clock of the machine itself is never touched.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import threading
+import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-__all__ = ["PeerProcess"]
+from aiockpt.runtime.bridge import start_daemon
+
+__all__ = [
+    "FaultUnavailableError",
+    "LaggingLoop",
+    "PeerProcess",
+    "WallClock",
+    "busy_interpreter",
+    "monotonic_ahead",
+    "wall_clock_jumped",
+]
 
 _POLL = 0.001
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+_FAKETIME = "faketime/libfaketimeMT.so.1"
+_PLACES = ("/usr/lib", "/usr/local/lib", "/usr/lib64")
+
+
+class FaultUnavailableError(RuntimeError):
+    """This machine does not permit a fault; ``fault`` is which, ``reason`` is why.
+
+    It is no failure of what was to be tested: skip the test, and say the reason.
+    """
+
+    def __init__(self, fault: str, reason: str) -> None:
+        super().__init__(fault, reason)
+        self.fault = fault
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"no {self.fault} here: {self.reason}"
+
+
+# --------------------------------------------------------------------------- processes
 
 
 class PeerProcess:
@@ -138,9 +177,6 @@ class PeerProcess:
         return self._process
 
 
-_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-
-
 def _stands_still(pid: int) -> bool:
     """Tell whether every thread of a process is stopped."""
     try:
@@ -148,3 +184,157 @@ def _stands_still(pid: int) -> bool:
     except OSError:
         return False  # a thread ended meanwhile
     return all(task.rpartition(")")[2].split()[0] == "T" for task in tasks)
+
+
+# -------------------------------------------------------------- loops and interpreters
+
+
+class LaggingLoop:
+    """Blocks the running loop for ``seconds``, again and again; a context manager.
+
+    It is what a training step does that somebody calls on the loop.
+
+    Args:
+        seconds: How long the loop stands still each time.
+        pause: How long it runs in between.
+    """
+
+    def __init__(self, seconds: float, *, pause: float) -> None:
+        self.seconds = seconds
+        self.pause = pause
+        self.count = 0
+        self._next: asyncio.Handle | None = None
+
+    def __enter__(self) -> LaggingLoop:
+        self._next = asyncio.get_running_loop().call_soon(self._block)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._next is not None:
+            self._next.cancel()
+
+    def __repr__(self) -> str:
+        return f"<LaggingLoop seconds={self.seconds} count={self.count}>"
+
+    def _block(self) -> None:
+        time.sleep(self.seconds)
+        self.count += 1
+        loop = asyncio.get_running_loop()
+        self._next = loop.call_later(self.pause, self._block)
+
+
+@contextmanager
+def busy_interpreter(threads: int = 1, *, hold: float | None = None) -> Iterator[None]:
+    """Have threads compute in Python until the end of the block.
+
+    Args:
+        threads: How many.
+        hold: Seconds for which one keeps the interpreter lock each time that it has
+            it, as an extension does that does not let go of it; else Python's own.
+    """
+    interval, stop = sys.getswitchinterval(), threading.Event()
+    if hold is not None:
+        sys.setswitchinterval(hold)
+    spinning = [start_daemon("busy", _spin, stop) for _ in range(threads)]
+    try:
+        yield
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+        for thread in spinning:
+            thread.join()
+
+
+def _spin(stop: threading.Event) -> None:
+    while not stop.is_set():
+        for _ in range(1000):
+            pass
+
+
+# ------------------------------------------------------------------------------ clocks
+
+
+@contextmanager
+def wall_clock_jumped(seconds: float) -> Iterator[None]:
+    """Have ``time.time`` and ``time.time_ns`` of this process tell another time.
+
+    That is what Python code sees which calls them by these names. What has imported
+    the function itself, or is written in C, sees the real time: see `WallClock`.
+    """
+    real, real_ns = time.time, time.time_ns
+    time.time = lambda: real() + seconds
+    time.time_ns = lambda: real_ns() + int(seconds * 1e9)
+    try:
+        yield
+    finally:
+        time.time, time.time_ns = real, real_ns
+
+
+class WallClock:
+    """The wall clock of the processes that are started with its variables.
+
+    It jumps while they run. It needs libfaketime (``apt install libfaketime``). With
+    0.9.10 ``time.sleep`` fails (EINVAL) and threads wait for ever, so it is for
+    programs without both. What killed processes leave of it in ``/dev/shm`` is swept at
+    the end of the block.
+
+    Args:
+        file: Where the offset is written; the processes read it.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.jump(0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for left in Path("/dev/shm").glob("*faketime_*"):
+            if not Path("/proc", left.name.rpartition("_")[2]).exists():
+                left.unlink(missing_ok=True)
+
+    def jump(self, seconds: float) -> None:
+        """Be so many seconds ahead of the machine's clock from now on."""
+        self._file.write_text(f"{seconds:+f}\n")
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables to start a process with.
+
+        Raises:
+            FaultUnavailableError: libfaketime is not installed.
+        """
+        found = [path for place in _PLACES for path in _libraries(Path(place))]
+        if not found:
+            raise FaultUnavailableError("wall clock that jumps", "no libfaketime")
+        return {
+            "LD_PRELOAD": str(found[0]),
+            "FAKETIME_TIMESTAMP_FILE": str(self._file),
+            "FAKETIME_NO_CACHE": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+            "DONT_FAKE_MONOTONIC": "1",
+        }
+
+
+def _libraries(place: Path) -> list[Path]:
+    return [*place.glob(_FAKETIME), *place.glob(f"*/{_FAKETIME}")]
+
+
+def monotonic_ahead(seconds: int, program: Sequence[str]) -> list[str]:
+    """Return the command of a program whose monotonic clock is ahead of the machine's.
+
+    As after a restart of the host, two processes then disagree on it. It needs root.
+
+    Raises:
+        FaultUnavailableError: this process may not make a time namespace.
+    """
+    clocks = [f"--{clock}={seconds}" for clock in ("monotonic", "boottime")]
+    prefix = ["unshare", "--time", "--fork", "--kill-child", *clocks]
+    reason = "unshare is not installed"
+    if shutil.which("unshare"):
+        tried = [*prefix, "true"]
+        done = subprocess.run(tried, capture_output=True, text=True, check=False)
+        reason = done.stderr.strip() if done.returncode else ""
+    if reason:
+        raise FaultUnavailableError("monotonic clock that differs", reason)
+    return [*prefix, *program]

@@ -24,6 +24,7 @@ from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from safetensors.torch import save_file
 
+from accelerators import FakeAccelerator
 from aiockpt import HTTPTransport, Server
 from aiockpt.checkpointers import peer as peers
 from aiockpt.checkpointers import reader, sources
@@ -46,7 +47,6 @@ from aiockpt.memory.arena import Arena
 from aiockpt.storage import directory
 from aiockpt.storage.directory import MARKER
 from aiockpt.testing import assert_same
-from aiockpt.testing.devices import FakeAccelerator
 from commandline import beside
 from rangepeer import RangePeer, serving
 from saved import (

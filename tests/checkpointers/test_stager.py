@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from accelerators import FakeAccelerator
 from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer
 from aiockpt.checkpointers.config import CheckpointStagerConfig, RankInfo
 from aiockpt.checkpointers.process import CheckpointProcess
@@ -18,7 +19,7 @@ from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.stager import CheckpointStager, DefaultStager
 from aiockpt.errors import ClosedError, UnsupportedLeafError
 from aiockpt.format.chunks import UNSEALED
-from aiockpt.testing import FakeAccelerator, assert_same
+from aiockpt.testing import assert_same
 from checkpointing import loaded
 from serving import settle
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from safetensors.torch import load_file
 
+from accelerators import FakeAccelerator
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.sync import SyncCheckpointer
@@ -34,7 +35,6 @@ from aiockpt.storage.checkpoint_file import read_header, verify_chunks
 from aiockpt.storage.directory import latest
 from aiockpt.storage.write import BLOCK, SnapshotSource, write_source
 from aiockpt.testing import assert_same
-from aiockpt.testing.devices import FakeAccelerator
 from aiockpt.transfer.live import LiveState
 from aiockpt.transfer.stager import StagerOptions
 from disks import small_disk

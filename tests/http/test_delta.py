@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from accelerators import FakeAccelerator
 from aiockpt import IntegrityError, Progress, TransportError, make_sync_checkpointer
 from aiockpt.checkpointers import CheckpointReader, RankInfo
 from aiockpt.errors import (
@@ -24,7 +25,6 @@ from aiockpt.errors import (
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.testing import (
     CutAfter,
-    FakeAccelerator,
     FlipBit,
     Refuse,
     StallAfter,

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accelerators import FakeAccelerator
 from aiockpt import IntegrityError, Limits
 from aiockpt.errors import (
     CheckpointChangedError,
@@ -24,7 +25,7 @@ from aiockpt.events import TransferEvent, add_hook
 from aiockpt.format.chunks import ChunkGrid, chunks_over
 from aiockpt.state import load_plan
 from aiockpt.state.selection import Selection, pruned
-from aiockpt.testing import Drip, FakeAccelerator, FlipBit, assert_same
+from aiockpt.testing import Drip, FlipBit, assert_same
 from transports import (
     Transport,
     in_the_middle,

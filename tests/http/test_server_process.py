@@ -26,8 +26,7 @@ from aiockpt.errors import LocalProtocolError, UnsupportedLeafError
 from aiockpt.events import add_hook
 from aiockpt.http import setup
 from aiockpt.testing import assert_same, interruptions
-from aiockpt.testing.suite.endings import Endings
-from aiockpt.testing.suite.offers import Offers
+from aiockpt.testing.conformance import Endings, Offers
 from terminals import FROM_A_TERMINAL, ignored
 from transports import Transport, receive, transport
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from accelerators import FakeAccelerator
 from aiockpt import Progress, StepNotFoundError, TemplateMismatchError
 from aiockpt.errors import (
     PeerFailedError,
@@ -22,7 +23,7 @@ from aiockpt.memory.arena import Arena
 from aiockpt.pg import transport as room
 from aiockpt.pg.conversation import FRAME_BYTES
 from aiockpt.pg.messages import Channel
-from aiockpt.testing import FakeAccelerator, assert_same
+from aiockpt.testing import assert_same
 from groups import (
     Transport,
     both,

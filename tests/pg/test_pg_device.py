@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accelerators import FakeAccelerator
 from aiockpt import IntegrityError
 from aiockpt.errors import (
     PeerFailedError,
@@ -29,8 +30,8 @@ from aiockpt.pg.device import (
     fold,
     keys,
 )
-from aiockpt.testing import FakeAccelerator, assert_same
-from aiockpt.testing.suite.base import sample
+from aiockpt.testing import assert_same
+from aiockpt.testing.conformance.transports import sample
 from boards import CPU, FakeBoard, device_transports
 from groups import Transport, both, flip_bits, moved, watch_leaving
 from rendezvous import Rendezvous

@@ -31,7 +31,7 @@ from aiockpt.errors import (
 from aiockpt.events import add_hook
 from aiockpt.pg.conversation import Frame, Kind
 from aiockpt.testing import assert_same
-from aiockpt.testing.suite.base import TURNS, cancelled_after, sample
+from aiockpt.testing.conformance.transports import TURNS, cancelled_after, sample
 from groups import Transport, both, flip_bits, gloo_groups, moved, transports
 from transports import weights
 

@@ -12,7 +12,7 @@ import torch
 
 from aiockpt.errors import PeerFailedError, TransferTimeoutError, UnsupportedLeafError
 from aiockpt.testing import assert_same
-from aiockpt.testing.suite.base import sample
+from aiockpt.testing.conformance.transports import sample
 from groups import Transport, gloo_groups, moved, transports
 
 pytestmark = pytest.mark.asyncio

@@ -20,7 +20,7 @@ from aiockpt import (
 )
 from aiockpt.checkpointers import peer
 from aiockpt.testing import CutAfter, FaultProxy, Refuse
-from aiockpt.testing.fault_kinds import Fault
+from aiockpt.testing.faults import Fault
 from cells import proves
 from outcomes import Cell
 from rankprocesses import process

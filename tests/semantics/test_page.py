@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from aiockpt.testing import TransportConformance
-from aiockpt.testing.suite.endings import Endings
-from aiockpt.testing.suite.offers import Offers
+from aiockpt.testing.conformance import Endings, Offers
 from cells import CELLS
 from outcomes import ENDINGS
 

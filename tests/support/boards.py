@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from accelerators import FakeAccelerator
 from aiockpt.pg.device import Device, DeviceMedium
-from aiockpt.testing import FakeAccelerator
 from groups import Transport, gloo_groups
 
 CPU = torch.device("cpu")

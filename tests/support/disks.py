@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from aiockpt.testing.unavailable import FaultUnavailableError
+from aiockpt.testing.processes import FaultUnavailableError
 
 __all__ = ["in_small_shm", "small_disk"]
 

@@ -25,7 +25,7 @@ from heapq import heappop, heappush
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
-from aiockpt.testing.unavailable import FaultUnavailableError
+from aiockpt.testing.processes import FaultUnavailableError
 from namespaces import Namespace, configure
 
 __all__ = ["Link", "LinkStatistics"]

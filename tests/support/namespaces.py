@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from aiockpt.testing.unavailable import FaultUnavailableError
+from aiockpt.testing.processes import FaultUnavailableError
 
 __all__ = ["Namespace", "configure", "few_ports"]
 

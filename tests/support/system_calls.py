@@ -22,7 +22,7 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 
-from aiockpt.testing.unavailable import FaultUnavailableError
+from aiockpt.testing.processes import FaultUnavailableError
 
 __all__ = ["SystemCallFault", "system_call_faults"]
 

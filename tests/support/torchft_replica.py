@@ -33,7 +33,7 @@ from torchft.coordination import LighthouseServer
 
 import aiockpt.torchft
 from aiockpt.runtime.sync_facade import SyncFacade
-from aiockpt.testing import FaultProxy, fault_kinds
+from aiockpt.testing import FaultProxy, faults
 
 State = dict[str, Any]
 
@@ -164,7 +164,7 @@ class HTTP(Watched, aiockpt.torchft.HTTPTransport[State]):
         super().__init__(timeout, stall_timeout=1.0, advertise=told)
         self.failing = failing
         self._told = super().metadata()
-        self._faults = [eval(each, vars(fault_kinds)) for each in options.faults]
+        self._faults = [eval(each, vars(faults)) for each in options.faults]
         if self._faults:
             self._facade_of_proxy = SyncFacade("the proxy", at_exit=nothing)
             self._told = self._facade_of_proxy.call(
@@ -183,7 +183,7 @@ class HTTP(Watched, aiockpt.torchft.HTTPTransport[State]):
         """Let the next connections go wrong."""
         if self._faults:
             before = self._proxy.statistics().connections
-            self._proxy.faults = [fault_kinds.Fault()] * before + self._faults
+            self._proxy.faults = [faults.Fault()] * before + self._faults
             tell("armed", before=before)
             self._faults = []
 

@@ -38,7 +38,7 @@ from aiockpt.errors import (
 )
 from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.testing import FaultProxy, Refuse, StallAfter, assert_same
-from aiockpt.testing.fault_kinds import Fault
+from aiockpt.testing.faults import Fault
 from aiockpt.torchft import HTTPTransport, PGTransport, adapt
 from aiockpt.torchft.http import HTTPOptions
 

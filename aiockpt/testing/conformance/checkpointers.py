@@ -37,7 +37,7 @@ from aiockpt.errors import (
 from aiockpt.events import Progress, TransferEvent, add_hook
 from aiockpt.state.equality import assert_same
 from aiockpt.storage.directory import checkpoint_at, latest, list_checkpoints
-from aiockpt.testing.suite.base import sample
+from aiockpt.testing.conformance.transports import sample
 
 __all__ = ["CheckpointerConformance"]
 

@@ -191,7 +191,7 @@ class _Place:
         self._dtype = tensor.dtype
 
     def tensor(self) -> torch.Tensor:
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)  # noqa: SLF001 - torch has no public way
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         if storage is None:
             raise RuntimeError("a copy ran after its memory had been freed")
         return torch.empty(0, dtype=self._dtype).set_(storage, *self._layout)
