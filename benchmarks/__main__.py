@@ -96,8 +96,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("case", nargs="?", choices=CASES, default="http",
         help="transfers over HTTP or a process group (pg), saving (checkpointer), what "
         "a transfer costs the app that serves it (embedded) or a training loop "
-        "(trainer), receives of what has changed over 1 Gb/s (delta, as root); "
-        "http")  # fmt: skip
+        "(trainer); as root: receives into memory that the host has taken back, over "
+        "10 Gb/s (cold), or of what has changed, over 1 Gb/s (delta)")  # fmt: skip
     add("--size", type=_size, metavar="GIB", help=f"of a state dict; {_SIZE:g}")
     add("--repeat", type=_count, metavar="N", help=f"of each candidate; {_REPEAT}")
     add("--shapes", nargs="+", choices=SHAPES, help="of tensors; all, or 1m")

@@ -38,6 +38,7 @@ from benchmarks.state import (
     TOUCHED,
     Shape,
     State,
+    await_cold_memory,
     bytes_of,
     cut,
     forget_peak,
@@ -133,9 +134,9 @@ class Sender:
         await transport.send_checkpoint([1], 1, self._state, _TIMEOUT)
         return transport.metadata()
 
-    async def offer_raw(self) -> int:
+    async def offer_raw(self, host: str = "127.0.0.1") -> int:
         """Serve the same bytes through bare sockets; return the port."""
-        self._raw = self._raw or RawServer(bytes_of(self._flat))
+        self._raw = self._raw or RawServer(bytes_of(self._flat), host)
         return self._raw.port
 
     async def offer_torchft(self, num_chunks: int) -> str:
@@ -226,10 +227,16 @@ class Receiver:
         self._template, self._flat = {}, torch.empty(0, dtype=torch.uint8)
         gc.collect()
 
-    async def ready(self, touched: bool) -> None:  # noqa: FBT001 - from JSON
+    async def ready(
+        self,
+        touched: bool,  # noqa: FBT001 - from JSON
+        cold: bool = False,  # noqa: FBT001, FBT002 - from JSON
+    ) -> None:
         """Make the memory ready that will be received into."""
         gc.collect()
-        if touched:
+        if cold:
+            await_cold_memory()
+        elif touched:
             ctypes.memset(self._flat.data_ptr(), 0, self._flat.nbytes)
         else:
             warm_host(self._shape.nbytes)
@@ -245,6 +252,7 @@ class Receiver:
         connections: int,
         kind: str,
         digest: bool = False,  # noqa: FBT001, FBT002 - from JSON
+        host: str = "127.0.0.1",
     ) -> Cost:
         """Receive the bare bytes into memory of a kind."""
 
@@ -253,7 +261,7 @@ class Receiver:
                 memory = bytes_of(self._flat)
             else:
                 memory = fresh(kind, self._shape.nbytes)
-            await fetch_raw(port, connections, memory, digest=digest)
+            await fetch_raw((host, port), connections, memory, digest=digest)
 
         _, cost = await timed(receive)
         return cost

@@ -77,7 +77,7 @@ class Link:
         _run(f"ip link set {near} up")
         _run(f"ip -n {space} addr add {self._there}/30 dev {far}")
         _run(f"ip -n {space} link set {far} up")
-        bucket = f"tbf rate {self._rate} burst 256k latency 50ms"
+        bucket = f"tbf rate {self._rate} burst 4m latency 50ms"
         _run(f"tc qdisc add dev {near} root {bucket}")
 
     def _remove(self) -> None:

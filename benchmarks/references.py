@@ -113,9 +113,9 @@ def write_raw(path: Path, memory: memoryview, *, fsync: bool) -> float:
 class RawServer:
     """Sends ranges of touched memory, each connection in a thread of its own."""
 
-    def __init__(self, memory: memoryview) -> None:
+    def __init__(self, memory: memoryview, host: str) -> None:
         self._memory = memory
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server((host, 0))
         with suppress(OSError, AttributeError):  # accepted sockets inherit it
             self._listener.setsockopt(
                 socket.IPPROTO_TCP, socket.TCP_CONGESTION, _CONGESTION
@@ -147,13 +147,17 @@ class RawServer:
 
 
 async def fetch_raw(
-    port: int, connections: int, memory: memoryview, *, digest: bool = False
+    address: tuple[str, int],
+    connections: int,
+    memory: memoryview,
+    *,
+    digest: bool = False,
 ) -> None:
     """Receive all of ``memory``, a part of it over each connection."""
 
     def work(start: int) -> None:
         rest, state = memory[start : start + size], xxh3_128()
-        with socket.create_connection(("127.0.0.1", port)) as sock:
+        with socket.create_connection(address) as sock:
             sock.sendall(_RANGE.pack(start, start + rest.nbytes))
             while rest.nbytes:
                 count = sock.recv_into(rest[:_PIECE])

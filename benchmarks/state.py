@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ __all__ = [
     "State",
     "address_of",
     "available_memory",
+    "await_cold_memory",
     "bytes_of",
     "cut",
     "forget_peak",
@@ -50,6 +52,7 @@ KINDS = (TOUCHED, FRESH, HUGE, SMALL)
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _CHECKED = 32  # tensors that are looked at
+_UNTIL_COLD = 6.0  # seconds; a host is told of free pages every 2 s
 _SPARE = 3  # times the memory that is touched before a measurement
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
@@ -167,6 +170,15 @@ def warm_host(nbytes: int) -> None:
     """
     most = max(nbytes, available_memory() // 2)
     touch(fresh(HUGE, min(_SPARE * nbytes, most)))
+
+
+def await_cold_memory() -> None:
+    """Give the host time to take back what is free, if it does that; see `warm_host`.
+
+    Nothing tells whether it has. Pages of several kinds, touched after the same wait,
+    show it.
+    """
+    time.sleep(_UNTIL_COLD)
 
 
 def available_memory() -> int:

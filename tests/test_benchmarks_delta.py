@@ -1,4 +1,4 @@
-"""The benchmark over a slow line: it runs, and its figures are right."""
+"""The benchmarks over a line: they run, and their figures are right."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.cases import CASES, measure
-from benchmarks.cases.delta import rows
 from benchmarks.cases.pair import Plan
 from benchmarks.ends import CHUNK_BYTES, changed_chunks
 from benchmarks.link import Link, hindrance
@@ -18,18 +17,19 @@ MIB = 1 << 20
 
 @pytest.mark.timeout(300)  # two processes import torch
 @pytest.mark.skipif(bool(hindrance()), reason=hindrance())
-def test_a_tiny_run_over_a_line_yields_its_table() -> None:
+@pytest.mark.parametrize(("case", "count"), [("delta", 6), ("cold", 3)])
+def test_a_tiny_run_over_a_line_yields_its_table(case: str, count: int) -> None:
     """The line is laid, everything is received over it, and it is taken up."""
     shape = shape_of("1m", 4 * MIB)
     try:
         plan = Plan(size=4 * MIB, repeat=1, connections=(1,), torchft=False)
-        found = measure(CASES["delta"], shape, plan, None, lambda _: None)
+        found = measure(CASES[case], shape, plan, None, lambda _: None)
     except BenchmarkError as error:
         if "ip " in str(error) or "tc " in str(error):
             pytest.skip(f"no network namespaces here: {error}")
         raise
-    table = [*rows(shape, found)]
-    assert len(table) == 6
+    table = [*CASES[case].rows(shape, found)]
+    assert len(table) == count
     assert all(row.ratio for row in table)
 
 

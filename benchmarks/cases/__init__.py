@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.cases import delta, embedded, group, http, saving, trainer
+from benchmarks.cases import cold, delta, embedded, group, http, saving, trainer
 from benchmarks.cases.pair import Phases, Plan
 from benchmarks.measures import Note, Series, take_turns
 from benchmarks.report import OTHER_TREE, Row
@@ -36,6 +36,7 @@ CASES: Mapping[str, Case] = {
     "checkpointer": Case(saving.phases, saving.rows),
     "embedded": Case(embedded.phases, embedded.rows),
     "trainer": Case(trainer.phases, trainer.rows),
+    "cold": Case(cold.phases, cold.rows),
     "delta": Case(delta.phases, delta.rows),
 }
 

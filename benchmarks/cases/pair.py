@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.measures import Candidate, Cost, Sample, Series, percentile
 from benchmarks.references import TORCHFT_CHUNKS
@@ -72,10 +73,15 @@ class Pair:
             end.call("prepare", key=shape.key, size=plan.size)
 
     def received(
-        self, do: str, *, touched: bool = False, **arguments: object
+        self,
+        do: str,
+        *,
+        touched: bool = False,
+        cold: bool = False,
+        **arguments: Any,
     ) -> Sample:
         """Have the receiver do it; count what it costs both."""
-        self.receiver.call("ready", touched=touched)
+        self.receiver.call("ready", touched=touched, cold=cold)
         self.sender.call("watch")
         try:
             mine: Cost = self.receiver.call(do, **arguments)
@@ -96,7 +102,7 @@ class Pair:
             "idle", lambda: self.received("idle", seconds=_IDLE), empty=True
         )
 
-    def ours(self, name: str, *, into: bool, **arguments: object) -> Candidate:
+    def ours(self, name: str, *, into: bool, **arguments: Any) -> Candidate:
         """Return a receive by this library of what the sender offers now."""
         metadata = self.sender.call("offer")
         return Candidate(
