@@ -18,9 +18,8 @@ from typing import Any, Final, Self, TypeVar
 from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer, SaveHandle
 from aiockpt.checkpointers.base import Checkpointer, CheckpointerStatistics
 from aiockpt.events import Progress
-from aiockpt.memory.device import settle
 from aiockpt.runtime.sync_facade import SyncFacade
-from aiockpt.state.flatten import Unready
+from aiockpt.state.flatten import ready_for_threads
 from aiockpt.transport import Timeout, seconds
 
 __all__ = ["BackgroundCheckpointer"]
@@ -90,13 +89,9 @@ class BackgroundCheckpointer(
 
         If interrupted (Ctrl-C), nothing is saved; other ranks are told.
         """
-        try:
-            settle()  # the copies wait for a stream of the other thread only
-        except Exception as error:  # noqa: BLE001 - the staging raises it
-            state_dict = Unready(error)
         save = partial(
             self._checkpointer.save,
-            state_dict,
+            ready_for_threads(state_dict),
             path,
             timeout=timeout,
             progress=progress,

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import add, attrgetter, le, mul
-from typing import TYPE_CHECKING, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -29,6 +29,7 @@ from aiockpt.format.references import renumber
 from aiockpt.format.registry import REGISTRY, register_leaf
 from aiockpt.format.tree import encode_tree
 from aiockpt.memory.copies import Backings, Part, column, numbers
+from aiockpt.memory.device import settle
 from aiockpt.runtime.system import collector_paused
 from aiockpt.state.distributed import take_apart
 from aiockpt.state.leaves import DTYPE_NAMES, extension
@@ -44,9 +45,12 @@ __all__ = [
     "Survey",
     "Unready",
     "describe",
+    "ready_for_threads",
     "register_leaf",
     "survey",
 ]
+
+T = TypeVar("T")
 
 _DENSE_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _ITEMSIZES: Final = {code: dtype.itemsize for dtype, code in CODES.items() if code}
@@ -85,6 +89,20 @@ class Unready:
     """Stands for a state dict whose computation failed; receivers get the error."""
 
     error: Exception
+
+
+def ready_for_threads(state_dict: T) -> T | Unready:
+    """Wait for the device work that computes a state dict; return the state dict.
+
+    Another thread's copies wait for a stream of that thread only. So a caller who hands
+    a state dict to another thread calls this first, in its own thread. Work that has
+    failed is no error here: the staging raises it, which tells those who wait.
+    """
+    try:
+        settle()
+    except Exception as error:  # noqa: BLE001 - see above
+        return Unready(error)
+    return state_dict
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,8 @@ from aiockpt.errors import (
     TransferStalledError,
     TransferTimeoutError,
 )
-from aiockpt.memory.device import settle
 from aiockpt.runtime.sync_facade import SyncFacade
-from aiockpt.state.flatten import Unready
+from aiockpt.state.flatten import ready_for_threads
 from aiockpt.transport import Timeout, seconds
 
 __all__ = ["Adapter", "adapt", "passes", "receive"]
@@ -109,11 +108,7 @@ class Adapter(CheckpointTransport[T]):
         the receivers that wait are told.
         """
         limit = self._timeout if timeout is None else seconds(timeout)
-        sent: Any = state_dict
-        try:
-            settle()
-        except Exception as error:  # noqa: BLE001 - it is raised by the send
-            sent = Unready(error)
+        sent: Any = ready_for_threads(state_dict)
         send = partial(self._transport.send_checkpoint, dst_ranks, step, sent)
         offer = partial(self._offer, partial(send, limit))
         self._facade.call(offer, timeout=limit, stop="stage")

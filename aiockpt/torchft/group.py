@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 from torchft.checkpointing.transport import CheckpointTransport
 
 import aiockpt
 from aiockpt.format.limits import Limits
-from aiockpt.memory.device import settle
 from aiockpt.pg.messages import Group
 from aiockpt.runtime.sync_facade import SyncFacade
+from aiockpt.state.flatten import ready_for_threads
 from aiockpt.transport import Timeout, seconds
 
 __all__ = ["GroupOptions", "PGTransport"]
@@ -88,11 +88,11 @@ class PGTransport(CheckpointTransport[T]):
 
         If this fails, they are told, unless it is the group that has failed.
         """
-        settle()
+        sent: Any = ready_for_threads(state_dict)
         limit = self._limit(timeout)
         self._idle.clear()
         try:
-            send = partial(self._send, dst_ranks, step, state_dict, limit)
+            send = partial(self._send, dst_ranks, step, sent, limit)
             self._facade.call(send, timeout=limit, stop="serve")
         finally:
             self._idle.set()

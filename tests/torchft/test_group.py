@@ -21,6 +21,7 @@ from aiockpt.errors import (
     AiockptError,
     ClosedError,
     PeerFailedError,
+    StagingError,
     StepNotFoundError,
     UnsupportedLeafError,
 )
@@ -243,6 +244,29 @@ def test_a_forked_child_does_not_wait_for_its_parent_s_send(quorums: Quorums) ->
         assert os.waitpid(child, 0)[1] == 0
         heir.recv_checkpoint(0, source.metadata(), 1, LIMIT)
         assert sent.result(20) is None
+    source.shutdown()
+    heir.shutdown()
+
+
+def test_that_a_stream_has_failed_is_told(
+    quorums: Quorums, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was to compute can never be sent, and the receiver need not wait."""
+
+    class Stream:
+        def synchronize(self) -> None:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    source, heir = quorums.transports()
+    quorums.next()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_stream", Stream)
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(heir.recv_checkpoint, 0, source.metadata(), 1, LIMIT)
+        with pytest.raises(StagingError, match="illegal memory access"):
+            source.send_checkpoint([1], 1, state(), LIMIT)
+        with pytest.raises(PeerFailedError, match="stream failed: an illegal"):
+            got.result(5)
     source.shutdown()
     heir.shutdown()
 
