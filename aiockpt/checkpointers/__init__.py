@@ -48,7 +48,11 @@ if TYPE_CHECKING:
         create_barrier_from_config,
         register_barrier,
     )
-    from aiockpt.checkpointers.base import Checkpointer, CheckpointerStatistics
+    from aiockpt.checkpointers.base import (
+        Checkpointer,
+        CheckpointerStatistics,
+        Written,
+    )
     from aiockpt.checkpointers.config import (
         BarrierConfig,
         CheckpointerConfig,
@@ -73,7 +77,7 @@ if TYPE_CHECKING:
     )
     from aiockpt.checkpointers.submission import BackgroundWriter, Submission
     from aiockpt.checkpointers.sync import SyncCheckpointer
-    from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook, Written
+    from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
     from aiockpt.storage.directory import Checkpoint, RankFile, latest, list_checkpoints
     from aiockpt.storage.write import SnapshotSource, Source
 
@@ -151,7 +155,7 @@ _HOMES = {
     "SyncCheckpointer": "aiockpt.checkpointers.sync",
     "TCPStoreBarrier": "aiockpt.checkpointers.barriers",
     "WriterHook": "aiockpt.checkpointers.writer",
-    "Written": "aiockpt.checkpointers.writer",
+    "Written": "aiockpt.checkpointers.base",
     "create_barrier_from_config": "aiockpt.checkpointers.barriers",
     "latest": "aiockpt.storage.directory",
     "list_checkpoints": "aiockpt.storage.directory",

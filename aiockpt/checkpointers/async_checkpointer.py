@@ -242,12 +242,13 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         began = time.monotonic()
         submission: Submission | None = None
         try:
-            async with self._in_time(timeout), self._its_turn():
-                if await self._find_room(handle):
-                    submission = await self._stage_and_submit(
-                        handle, state_dict, progress, kwargs
-                    )
-                    self._note_staged(handle, submission, began)
+            async with self._its_turn(timeout):
+                if not await self._find_room(handle):
+                    return handle
+                keywords = {"step": handle.step, **kwargs}
+                staged = await self._stager.stage(state_dict, **keywords)
+                submission = await self._submit(staged, handle, progress, kwargs)
+                self._note_staged(handle, submission, began)
         except (SaveInProgressError, ClosedError, LocalProtocolError):
             raise
         except asyncio.CancelledError:
@@ -291,9 +292,10 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
 
     def statistics(self) -> CheckpointerStatistics:
         """Return how many saves there were, and what they took."""
-        restarts = getattr(self._writer, "restarts", 0)
-        under_way = len(self._under_way)
-        return self._account.statistics(under_way=under_way, restarts=restarts)
+        return self._account.now._replace(
+            under_way=len(self._under_way),
+            restarts=getattr(self._writer, "restarts", 0),
+        )
 
     async def close(self) -> tuple[BaseException, ...]:
         """Write what was handed over, and close everything.
@@ -314,16 +316,16 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
 
     # ----------------------------------------------------------------- saving
 
-    def _in_time(self, timeout: Timeout | None) -> AbstractAsyncContextManager[object]:
-        if timeout is None:
-            return nullcontext()
-        return Deadline(seconds(timeout), stop="save")
-
     @asynccontextmanager
-    async def _its_turn(self) -> AsyncIterator[None]:
-        with self._lifetime.call():
-            async with self._turn:
-                yield
+    async def _its_turn(self, timeout: Timeout | None) -> AsyncIterator[None]:
+        """Enter when no other save is being staged, and leave before the deadline."""
+        limit: AbstractAsyncContextManager[object] = nullcontext()
+        if timeout is not None:
+            limit = Deadline(seconds(timeout), stop="save")
+        async with limit:
+            with self._lifetime.call():
+                async with self._turn:
+                    yield
 
     async def _find_room(self, handle: SaveHandle) -> bool:
         """Wait for earlier saves; return False if the policy says to skip this one."""
@@ -340,27 +342,24 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
             await asyncio.sleep(0)  # lets their callbacks remove them
         return True
 
-    async def _stage_and_submit(
+    async def _submit(
         self,
+        staged: Any,
         handle: SaveHandle,
-        state_dict: Any,
         progress: Callable[[Progress], None] | None,
         kwargs: dict[str, Any],
     ) -> Submission:
-        keywords = {"step": handle.step, **kwargs}
-        staged = await self._stager.stage(state_dict, **keywords)
-        nbytes = staged.nbytes if isinstance(staged, StagedState) else 0
-        report = meter(progress, nbytes)
+        """Hand over what was staged, and release what need not be kept any longer."""
+        ours = staged if isinstance(staged, StagedState) else None
+        report = meter(progress, ours.nbytes if ours else 0)
+        unused = ours
         try:
             submission = await self._writer.submit(staged, handle.path, kwargs, report)
-        except BaseException:
-            _release(staged)
-            raise
-        if not self._keeps:
-            _release(staged)
-        else:
-            _release(self._last)  # a newer one was handed over
-            self._last = staged if isinstance(staged, StagedState) else None
+            if self._keeps:
+                unused, self._last = self._last, ours
+        finally:
+            if unused is not None:
+                unused.release()
         return submission
 
     def _note_staged(
@@ -368,8 +367,8 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
     ) -> None:
         handle.staged = True
         now = time.monotonic()
-        self._account.saves += 1
-        self._account.stall_seconds = now - began
+        self._account.count("saves")
+        self._account.note_stall(now - began)
         emit(
             TransferEvent(
                 stop="stage",
@@ -382,51 +381,41 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
             # The last one: the one before it is being written, or about to be.
             self._writer.drop(next(reversed(self._under_way)))
         self._under_way[submission] = handle
-
-        def end(ended: asyncio.Future[bool]) -> None:
-            del self._under_way[submission]
-            if (error := ended.exception()) is not None:
-                self._note_failed(handle, error)
-            elif ended.result():
-                self._note_written(handle, submission, time.monotonic() - now)
-            else:
-                self._note_replaced(handle)
-
-        submission.ended.add_done_callback(end)
+        submission.ended.add_done_callback(
+            lambda _: self._note_end(handle, submission, time.monotonic() - now)
+        )
 
     # -------------------------------------------------------- how a save ended
 
-    def _note_written(
+    def _note_end(
         self, handle: SaveHandle, submission: Submission, took: float
     ) -> None:
-        handle.unchanged = self._account.note_written(
-            handle.path,
-            handle.step,
-            submission.nbytes,
-            took,
-            warning=submission.outcome.warning,
-            content=submission.outcome.content,
-        )
+        """Count a save that was handed over, announce its end, and end its handle."""
+        del self._under_way[submission]
+        if (error := submission.ended.exception()) is not None:
+            self._note_failed(handle, error)
+            return
+        written = submission.ended.result()
+        if written is None:
+            handle.replaced = True
+            self._account.count("replaced")
+            _announce(handle, "skip", "a newer save takes its place", logging.WARNING)
+        else:
+            written = written._replace(nbytes=submission.nbytes)
+            handle.unchanged = self._account.note_written(
+                handle.path, handle.step, written, took
+            )
         handle.end()
 
     def _note_skipped(self, handle: SaveHandle) -> None:
         handle.skipped = True
-        self._account.saves += 1
-        self._account.skipped += 1
+        self._account.count("saves", "skipped")
         _announce(handle, "skip", "two saves are under way", logging.WARNING)
-        handle.end()
-
-    def _note_replaced(self, handle: SaveHandle) -> None:
-        handle.replaced = True
-        self._account.replaced += 1
-        _announce(handle, "skip", "a newer save takes its place", logging.WARNING)
         handle.end()
 
     def _note_failed(self, handle: SaveHandle, error: BaseException) -> None:
         """Log the failure, and remember it until somebody asks for it."""
-        if not handle.staged:
-            self._account.saves += 1
-        self._account.failed += 1
+        self._account.count("failed", *([] if handle.staged else ["saves"]))
         self._failures = [one for one in self._failures if not one.observed]
         self._failures.append(handle)
         detail = f"{handle.path} is not saved: {type(error).__name__}: {error}"
@@ -461,15 +450,10 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
     async def _settle(self) -> None:
         """Let the handles' callbacks run, and release the last snapshot."""
         await asyncio.sleep(0)
-        _release(self._last)
-        self._last = None
+        if self._last is not None:
+            self._last.release()
+            self._last = None
 
 
 def _announce(handle: SaveHandle, stop: str, detail: str, level: int) -> None:
     emit(TransferEvent(stop=stop, step=handle.step, detail=detail, level=level))
-
-
-def _release(staged: Any) -> None:
-    """Release what a stager has returned, if its memory is ours."""
-    if isinstance(staged, StagedState):
-        staged.release()

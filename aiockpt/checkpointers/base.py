@@ -6,7 +6,6 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from aiockpt.events import Progress, TransferEvent, call_guarded, emit
@@ -14,7 +13,14 @@ from aiockpt.storage.directory import StrPath, step_of
 from aiockpt.transfer.repeats import Repeats
 from aiockpt.transport import exact_step
 
-__all__ = ["Account", "Checkpointer", "CheckpointerStatistics", "meter", "step_for"]
+__all__ = [
+    "Account",
+    "Checkpointer",
+    "CheckpointerStatistics",
+    "Written",
+    "meter",
+    "step_for",
+]
 
 
 class Checkpointer(ABC):
@@ -71,77 +77,78 @@ class CheckpointerStatistics(NamedTuple):
         restarts: How often the checkpoint process was replaced.
     """
 
-    saves: int
-    written: int
-    failed: int
-    skipped: int
-    replaced: int
-    under_way: int
-    bytes_written: int
-    stall_seconds: float
-    write_seconds: float
-    restarts: int
-
-
-@dataclass(slots=True)
-class Account:
-    """Counts the saves of one checkpointer, and announces those that are written."""
-
     saves: int = 0
     written: int = 0
     failed: int = 0
     skipped: int = 0
     replaced: int = 0
+    under_way: int = 0
     bytes_written: int = 0
     stall_seconds: float = 0.0
     write_seconds: float = 0.0
-    _repeats: Repeats = field(default_factory=lambda: Repeats("save"))
+    restarts: int = 0
 
-    def statistics(
-        self, *, under_way: int, restarts: int = 0
-    ) -> CheckpointerStatistics:
-        """Return the numbers as they are now."""
-        return CheckpointerStatistics(
-            saves=self.saves,
-            written=self.written,
-            failed=self.failed,
-            skipped=self.skipped,
-            replaced=self.replaced,
-            under_way=under_way,
-            bytes_written=self.bytes_written,
-            stall_seconds=self.stall_seconds,
-            write_seconds=self.write_seconds,
-            restarts=restarts,
-        )
+
+class Written(NamedTuple):
+    """What there is to say about a checkpoint that was committed.
+
+    Attributes:
+        warning: Why not every rank has confirmed the commit; or empty.
+        content: Equal for two checkpoints whose tensors hold the same bytes; empty if
+            there are no tensors, or the writer does not know.
+        nbytes: The bytes of this rank's tensors; 0 if the writer does not know.
+    """
+
+    warning: str = ""
+    content: str = ""
+    nbytes: int = 0
+
+
+class Account:
+    """Counts the saves of one checkpointer, and announces those that are written.
+
+    Attributes:
+        now: The figures; the checkpointer adds ``under_way`` and ``restarts``.
+    """
+
+    def __init__(self) -> None:
+        self.now = CheckpointerStatistics()
+        self._repeats = Repeats("save")
+
+    def __repr__(self) -> str:
+        return f"<Account {self.now}>"
+
+    def count(self, *names: str) -> None:
+        """Add 1 to figures."""
+        more: dict[str, Any] = {name: getattr(self.now, name) + 1 for name in names}
+        self.now = self.now._replace(**more)
+
+    def note_stall(self, seconds: float) -> None:
+        """Note how long the last save kept its caller from mutating the state."""
+        self.now = self.now._replace(stall_seconds=seconds)
 
     def note_written(
-        self,
-        path: str,
-        step: int,
-        nbytes: int,
-        seconds: float,
-        *,
-        warning: str,
-        content: str,
-        detail: str = "",
+        self, path: str, step: int, written: Written, seconds: float, detail: str = ""
     ) -> bool:
         """Count and announce a save that is committed.
 
         Returns:
             Whether all tensors hold the same bytes as in the save before it.
         """
-        self.written += 1
-        self.bytes_written += nbytes
-        self.write_seconds = seconds
+        self.count("written")
+        self.now = self.now._replace(
+            bytes_written=self.now.bytes_written + written.nbytes,
+            write_seconds=seconds,
+        )
         event = TransferEvent(
             stop="write",
             step=step,
-            nbytes=nbytes,
+            nbytes=written.nbytes,
             seconds=seconds,
-            detail="; ".join(filter(None, (detail, warning))),
-            level=logging.WARNING if warning else logging.INFO,
+            detail="; ".join(filter(None, (detail, written.warning))),
+            level=logging.WARNING if written.warning else logging.INFO,
         )
-        event = self._repeats.told(event, content, path)
+        event = self._repeats.told(event, written.content, path)
         emit(event)
         return event.unchanged
 

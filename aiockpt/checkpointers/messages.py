@@ -116,11 +116,10 @@ class Progressed(msgspec.Struct, tag=True, frozen=True):
 class Ended(msgspec.Struct, tag=True, frozen=True):
     """The setup (0) or a write has ended: well, with a failure, or dropped.
 
-    ``warning`` and ``content`` are those of `writer.Written`.
+    ``warning`` and ``content`` are those of `base.Written`.
     """
 
     number: int
-    seconds: float = 0.0
     failure: Failure | None = None
     dropped: bool = False
     warning: str = ""

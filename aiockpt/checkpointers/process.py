@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from aiockpt.checkpointers.base import step_for
+from aiockpt.checkpointers.base import Written, step_for
 from aiockpt.checkpointers.config import (
     CheckpointProcessConfig,
     CheckpointStagerConfig,
@@ -46,7 +46,6 @@ from aiockpt.checkpointers.submission import (
     known_as,
 )
 from aiockpt.checkpointers.writer import (
-    Written,
     configured_writer,
     default_subprocess_init_fn,
 )
@@ -188,10 +187,16 @@ class CheckpointProcess(BackgroundWriter):
         except BaseException as error:
             await self.forsake(text, step, str(error) or type(error).__name__)
             raise
-        await submission.written()
-        if warning := submission.outcome.warning:
-            level = logging.WARNING
-            emit(TransferEvent(stop="write", step=step, detail=warning, level=level))
+        outcome = await submission.written()
+        if outcome is not None and outcome.warning:
+            emit(
+                TransferEvent(
+                    stop="write",
+                    step=step,
+                    detail=outcome.warning,
+                    level=logging.WARNING,
+                )
+            )
 
     async def submit(
         self,
@@ -497,17 +502,17 @@ class _Running:
                 submission.advance(message.nbytes)
             else:
                 write.deadline = self._heard + self._config.write_timeout_secs
-                submission.begin()
+                submission.begun = True
             return
         self._posted.discard(message.number)
         del self._writes[message.number]
         os.close(write.parcel)
-        submission.seconds = message.seconds
-        submission.outcome = Written(message.warning, message.content)
-        error = None
         if message.failure is not None:
-            error = error_of(message.failure, f"writing {submission.path}")
-        submission.finish(error, written=not message.dropped)
+            submission.finish(error_of(message.failure, f"writing {submission.path}"))
+        elif message.dropped:
+            submission.finish(None)
+        else:
+            submission.finish(Written(message.warning, message.content))
 
 
 def _why_gone(overdue: str, exitcode: int | None) -> WorkerError:

@@ -10,22 +10,22 @@ import asyncio
 import errno
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
-from aiockpt.checkpointers.base import step_for
+from aiockpt.checkpointers.base import Written, step_for
 from aiockpt.checkpointers.config import CheckpointStagerConfig
 from aiockpt.checkpointers.messages import encode_keywords
 from aiockpt.checkpointers.stager import StagedState, stager_of
-from aiockpt.checkpointers.writer import Written
 from aiockpt.errors import StorageError
 from aiockpt.events import call_guarded
 from aiockpt.memory.arena import Arena
 from aiockpt.memory.snapshot import Snapshot
-from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.bridge import Bridge, obtain
 from aiockpt.runtime.ipc import pack
 from aiockpt.runtime.system import failing_here
+from aiockpt.storage.files import write_at
 
 __all__ = ["BackgroundWriter", "Handover", "Submission", "absolute_path", "known_as"]
 
@@ -75,11 +75,13 @@ class Submission:
 
     Attributes:
         number: Counts a writer's submissions, from 1.
+        path: The checkpoint's directory.
+        step: The checkpoint's step.
+        nbytes: The bytes of its tensors.
+        snapshot: What is written; valid until the submission has ended.
         begun: Whether the writer has begun; then it cannot be dropped any more.
-        seconds: How long the writer took.
-        outcome: What there is to say about it once it is written.
-        ended: Resolves to True if it was written and to False if it was dropped, or
-            fails.
+        ended: Resolves to what there is to say about the written checkpoint, or to
+            None if the submission was dropped; or fails.
     """
 
     def __init__(
@@ -93,12 +95,10 @@ class Submission:
         self.path = path
         self.step = snapshot.manifest.step
         self.nbytes = snapshot.manifest.segment_bytes
+        self.snapshot = snapshot
         self.begun = False
-        self.seconds = 0.0
-        self.outcome = Written()
-        self.ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._settled = asyncio.Event()
-        self._snapshot = snapshot
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[Written | None] = loop.create_future()
         self._progress = progress
         snapshot.acquire()
 
@@ -106,41 +106,31 @@ class Submission:
         state = "ended" if self.ended.done() else "begun" if self.begun else "waiting"
         return f"<Submission {self.number} {self.path} {state}>"
 
-    @property
-    def snapshot(self) -> Snapshot:
-        """What is written; valid until the submission has ended."""
-        return self._snapshot
-
-    def begin(self) -> None:
-        """Note that the writer has begun."""
-        self.begun = True
-        self._settled.set()
-
     def advance(self, nbytes: int) -> None:
         """Report how far the writer is."""
         if self._progress is not None:
             call_guarded(self._progress, nbytes)
 
-    def finish(
-        self, error: BaseException | None = None, *, written: bool = True
-    ) -> None:
-        """Note the end, and release the snapshot. Only the first end counts."""
+    def finish(self, outcome: Written | BaseException | None) -> None:
+        """Note the end, and release the snapshot. Only the first end counts.
+
+        Args:
+            outcome: What ``ended`` resolves to, or the error with which it fails.
+        """
         if self.ended.done():
             return
-        if error is None:
-            self.ended.set_result(written)
-        else:
-            self.ended.set_exception(error)
+        if isinstance(outcome, BaseException):
+            self.ended.set_exception(outcome)
             # Mark it as retrieved: the checkpointer reports failures itself.
             self.ended.exception()
-            written = False
-        self._settled.set()
-        self._snapshot.release()
-        if written:
+        else:
+            self.ended.set_result(outcome)
+        self.snapshot.release()
+        if isinstance(outcome, Written):
             self.advance(self.nbytes)
 
-    async def written(self) -> bool:
-        """Wait for the end: True if it is written, False if it was dropped.
+    async def written(self) -> Written | None:
+        """Wait for the end; return what ``ended`` resolves to.
 
         Raises:
             StorageError, WorkerError: it is not written.
@@ -149,10 +139,6 @@ class Submission:
         """
         await asyncio.wait({self.ended})
         return self.ended.result()
-
-    async def settled(self) -> None:
-        """Wait until it has begun, or has ended without."""
-        await self._settled.wait()
 
 
 class Handover:
@@ -186,17 +172,15 @@ class Handover:
         if not self._shared or (arena is not None and arena.fd >= 0):
             found.acquire()
             return found
+
+        def drop(copied: Arena) -> None:
+            self._bridge.post(copied.close)
+
         with failing_here("sharing what was staged"):
-            made: list[Arena] = []  # a cancel drops the result, and this is left
-            try:
-                await self._bridge.run(_copy, found, made)
-            except BaseException:
-                for each in made:
-                    self._bridge.post(each.close)
-                raise
-        (copied,) = made
-        free = partial(self._bridge.post, copied.close)
-        return Snapshot(found.manifest, copied, live=False, on_free=free)
+            copied = await obtain(self._bridge, partial(_copied, found), drop)
+        return Snapshot(
+            found.manifest, copied, live=False, on_free=partial(drop, copied)
+        )
 
     async def parcel(
         self, snapshot: Snapshot, path: str, keywords: Mapping[str, Any]
@@ -207,15 +191,17 @@ class Handover:
             UnsupportedLeafError: a keyword is not data.
             StorageError: the path is too long for any file system.
         """
-        made: list[int] = []  # as above
-        try:
-            with failing_here("handing over what was staged"):
-                text = await self._bridge.run(_pack, made, snapshot, path, keywords)
-        except BaseException:
-            for fd in made:
-                os.close(fd)
-            raise
-        return text, made[0]
+
+        def packed() -> tuple[str, int]:
+            absolute = absolute_path(path)
+            if len(absolute) > _LONGEST_PATH:  # it would not fit a message
+                raise StorageError(
+                    f"{absolute[:100]}…", os.strerror(errno.ENAMETOOLONG)
+                )
+            return absolute, pack(snapshot.manifest.header, encode_keywords(keywords))
+
+        with failing_here("handing over what was staged"):
+            return await obtain(self._bridge, packed, lambda made: os.close(made[1]))
 
     def close(self) -> None:
         """Keep no memory from now on."""
@@ -249,30 +235,16 @@ def known_as(path: str | os.PathLike[str]) -> str:
     return text
 
 
-def _copy(snapshot: Snapshot, made: list[Arena]) -> None:
+def _copied(snapshot: Snapshot) -> Arena:
+    """Copy a snapshot to memory that another process can map."""
     size = snapshot.manifest.segment_bytes
     arena = Arena(size, shared=True, staging=True)
-    made.append(arena)
-    for start in range(0, size, _BLOCK):
-        stop = min(start + _BLOCK, size)
-        _copy_to(arena.fd, snapshot.views(start, stop), start)
-
-
-def _copy_to(fd: int, views: Iterable[memoryview], at: int) -> None:
-    # A slice assignment would hold the interpreter lock; a system call does not.
-    for view in views:
-        rest = view
-        while rest:
-            done = os.pwrite(fd, rest, at)
-            rest, at = rest[done:], at + done
-
-
-def _pack(
-    made: list[int], snapshot: Snapshot, path: str, keywords: Mapping[str, Any]
-) -> str:
-    absolute = absolute_path(path)
-    if len(absolute) > _LONGEST_PATH:  # it would not fit a message
-        raise StorageError(f"{absolute[:100]}…", os.strerror(errno.ENAMETOOLONG))
-    encoded = encode_keywords(keywords)
-    made.append(pack(snapshot.manifest.header, encoded))
-    return absolute
+    try:
+        for start in range(0, size, _BLOCK):
+            stop = min(start + _BLOCK, size)
+            # A slice assignment would hold the interpreter lock; this does not.
+            write_at(arena.fd, snapshot.views(start, stop), start)
+    except BaseException:
+        arena.close()
+        raise
+    return arena

@@ -13,10 +13,11 @@ from aiockpt.checkpointers.base import (
     Account,
     Checkpointer,
     CheckpointerStatistics,
+    Written,
     step_for,
 )
 from aiockpt.checkpointers.reader import CheckpointReader
-from aiockpt.checkpointers.writer import CheckpointWriter, Written
+from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.errors import ClosedError
 from aiockpt.events import Progress, TransferEvent, emit
 from aiockpt.storage.directory import StrPath
@@ -78,24 +79,19 @@ class SyncCheckpointer(Checkpointer):
         self._check()
         step = step_for(path, kwargs)
         began, written = time.monotonic(), Written()
-        self._account.saves += 1
+        self._account.count("saves")
         try:
             if type(self._writer).write is CheckpointWriter.write:
                 written = self._writer.write_live(path, state_dict, progress, **kwargs)
             else:
                 self._writer.write(path, state_dict, **kwargs)
         except BaseException:
-            self._account.failed += 1
+            self._account.count("failed")
             raise
-        self._account.stall_seconds = time.monotonic() - began
+        seconds = time.monotonic() - began
+        self._account.note_stall(seconds)
         self._account.note_written(
-            os.fspath(path),
-            step,
-            written.nbytes,
-            self._account.stall_seconds,
-            warning=written.warning,
-            content=written.content,
-            detail=_without_token(path),
+            os.fspath(path), step, written, seconds, _without_token(path)
         )
 
     def load(
@@ -135,8 +131,8 @@ class SyncCheckpointer(Checkpointer):
 
     def statistics(self) -> CheckpointerStatistics:
         """Return how many saves there were, and how long the last one took."""
-        now = self._account
-        return now.statistics(under_way=now.saves - now.written - now.failed)
+        now = self._account.now
+        return now._replace(under_way=now.saves - now.written - now.failed)
 
     def close(self) -> None:
         """Release the barrier and memory. Idempotent."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
+from aiockpt.checkpointers.base import Written
 from aiockpt.checkpointers.config import CheckpointStagerConfig
 from aiockpt.checkpointers.messages import (
     decode_keywords,
@@ -24,7 +24,7 @@ from aiockpt.checkpointers.submission import (
     absolute_path,
     known_as,
 )
-from aiockpt.checkpointers.writer import Written, tell_ranks, write_staged
+from aiockpt.checkpointers.writer import tell_ranks, write_staged
 from aiockpt.errors import AiockptError, WorkerError
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
@@ -68,7 +68,7 @@ class CheckpointThread(BackgroundWriter):
         self._count = 0
         self._waiting: dict[Submission, asyncio.Task[None]] = {}
         self._lock = threading.Lock()
-        self._called_off: set[Submission] = set()
+        self._queued: set[Submission] = set()  # what the thread has not begun
 
     def __repr__(self) -> str:
         return f"<CheckpointThread writes={len(self._waiting)}>"
@@ -96,13 +96,14 @@ class CheckpointThread(BackgroundWriter):
             # still reads it.
             loop = asyncio.get_running_loop()
             self._waiting[submission] = loop.create_task(self._outlast(submission))
+            self._queued.add(submission)
             self._bridge.post(self._write, loop, submission, given)
         return submission
 
     def drop(self, submission: Submission) -> None:
         """Call off a submission, unless it has begun. It ends either way."""
         if self._call_off(submission):
-            submission.finish(written=False)
+            submission.finish(None)
 
     async def forsake(self, path: str, step: int, reason: str) -> None:
         """Tell the other ranks, if there are any, that this one saves nothing."""
@@ -123,11 +124,8 @@ class CheckpointThread(BackgroundWriter):
                 await asyncio.wait({submission.ended})
         del self._waiting[submission]
 
-    def _end(
-        self, submission: Submission, seconds: float, failure: AiockptError | None
-    ) -> None:
-        submission.seconds = seconds
-        submission.finish(failure)
+    def _end(self, submission: Submission, outcome: Written | AiockptError) -> None:
+        submission.finish(outcome)
         submission.snapshot.release()
 
     async def _finish(self) -> None:
@@ -149,12 +147,17 @@ class CheckpointThread(BackgroundWriter):
         submission.finish(WorkerError(detail))
 
     def _call_off(self, submission: Submission) -> bool:
+        if self._take(submission):
+            submission.snapshot.release()  # the thread will not read it
+            return True
+        return False
+
+    def _take(self, submission: Submission) -> bool:
+        """Take it from the queue; return False if that was done before."""
         with self._lock:
-            if submission.begun or submission.ended.done():
-                return False
-            self._called_off.add(submission)
-        submission.snapshot.release()  # the thread will not read it
-        return True
+            is_queued = submission in self._queued
+            self._queued.discard(submission)
+        return is_queued
 
     # ---------------------------------------------------------- in the thread
 
@@ -164,28 +167,20 @@ class CheckpointThread(BackgroundWriter):
         submission: Submission,
         keywords: Mapping[str, Any],
     ) -> None:
-        if not self._begin(submission):
+        if not self._take(submission):
             return
-        began = time.monotonic()
-        failure: AiockptError | None = None
+        submission.begun = True
+        outcome: Written | AiockptError
         try:
-            _tell(loop, submission.begin)
-            submission.outcome = self._perform(loop, submission, keywords)
+            outcome = self._perform(loop, submission, keywords)
         except BaseException as error:  # noqa: BLE001 - one failed write ends nothing else
-            failure = _as_process_would(error, submission.path)
-        seconds = time.monotonic() - began
-        if not _tell(loop, self._end, submission, seconds, failure):
+            outcome = _as_process_would(error, submission.path)
+        if not _tell(loop, self._end, submission, outcome):
             # The loop was closed, so nobody else can report it.
             submission.snapshot.release()
-            if failure is not None:
-                said = f"{type(failure).__name__}: {failure}"  # which holds no frames
+            if isinstance(outcome, AiockptError):
+                said = f"{type(outcome).__name__}: {outcome}"  # which holds no frames
                 logger.error("%s is not saved: %s", submission.path, said)
-
-    def _begin(self, submission: Submission) -> bool:
-        with self._lock:
-            submission.begun = submission not in self._called_off
-            self._called_off.discard(submission)
-        return submission.begun
 
     def _perform(
         self,

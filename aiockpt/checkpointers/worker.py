@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Self, TypeAlias
 
+from aiockpt.checkpointers.base import Written
 from aiockpt.checkpointers.messages import (
     LONGEST_TEXT,
     Close,
@@ -40,7 +41,7 @@ from aiockpt.checkpointers.messages import (
 )
 from aiockpt.checkpointers.recovery import LastSnapshot
 from aiockpt.checkpointers.spawning import make_writer
-from aiockpt.checkpointers.writer import Written, tell_ranks, write_staged
+from aiockpt.checkpointers.writer import tell_ranks, write_staged
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.snapshot import MappedSnapshot, trusted_header
 from aiockpt.runtime.bridge import Bridge
@@ -148,7 +149,6 @@ def _prepare(preparation: _Preparation) -> Any:
 
 def _write(writer: Any, job: _Job, control: _Control) -> None:
     control.send_now(Progressed(job.number))
-    began = time.monotonic()
     failure, written = None, Written()
     try:
         written = _perform(writer, job, control)
@@ -159,7 +159,6 @@ def _write(writer: Any, job: _Job, control: _Control) -> None:
     control.send(
         Ended(
             job.number,
-            seconds=time.monotonic() - began,
             failure=failure,
             warning=plain(written.warning)[:LONGEST_TEXT],
             content=written.content,

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from aiockpt.checkpointers.barriers import (
     Barrier,
@@ -25,7 +25,7 @@ from aiockpt.checkpointers.barriers import (
     Phase,
     create_barrier_from_config,
 )
-from aiockpt.checkpointers.base import meter, step_for
+from aiockpt.checkpointers.base import Written, meter, step_for
 from aiockpt.checkpointers.config import (
     BarrierConfig,
     CheckpointWriterConfig,
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointWriter",
     "WriterHook",
-    "Written",
     "configured_writer",
     "default_subprocess_init_fn",
     "tell_ranks",
@@ -81,21 +80,6 @@ class WriterHook(ABC):
     @abstractmethod
     def post_commit(self, path: str, **kwargs: Any) -> Awaitable[None] | None:
         """Act when the checkpoint is committed."""
-
-
-class Written(NamedTuple):
-    """What there is to say about a checkpoint that was committed.
-
-    Attributes:
-        warning: Why not every rank has confirmed the commit; or empty.
-        content: Equal for two checkpoints whose tensors hold the same bytes; empty if
-            there are no tensors, or the writer does not know.
-        nbytes: The bytes of this rank's tensors; 0 if the writer does not know.
-    """
-
-    warning: str = ""
-    content: str = ""
-    nbytes: int = 0
 
 
 class CheckpointWriter:

@@ -4,6 +4,7 @@
 executors differ: a cancelled await returns while the thread goes on. A thread that
 fills a buffer would then write into memory that its caller has already given back.
 
+`obtain` gets what must be released from a thread, even if the caller is cancelled.
 `Inline` stands in for a bridge where the caller may block. `SerialThread` is for code
 without an event loop. `leave_behind` lets the interpreter exit beside a thread that
 waits for something that nothing can end.
@@ -40,6 +41,7 @@ __all__ = [
     "Outcome",
     "SerialThread",
     "leave_behind",
+    "obtain",
     "run_in_thread",
     "start_daemon",
 ]
@@ -398,6 +400,25 @@ class Bridge:
         if error is not None:
             logger.debug("%s: a cancelled call failed", self._name, exc_info=error)
         return error
+
+
+async def obtain(
+    bridge: Bridge | Inline, make: Callable[[], T], drop: Callable[[T], object]
+) -> T:
+    """Return what ``make()`` does in a thread of the bridge, and what must be released.
+
+    `Bridge.run` drops the result of a call whose caller was cancelled. This gives it
+    to ``drop``, on the event loop.
+    """
+    made: list[T] = []
+    try:
+        await bridge.run(lambda: made.append(make()))
+    except BaseException:
+        for each in made:
+            drop(each)
+        made.clear()  # or the error's traceback would keep it
+        raise
+    return made.pop()
 
 
 def run_in_thread(name: str, fn: Callable[[*Args], T], *args: *Args) -> T:

@@ -23,7 +23,7 @@ from aiockpt.memory.arena import Arena, ArenaPool
 from aiockpt.memory.copies import CopyPlan, Fences, InPlace
 from aiockpt.memory.device import Event, PortFor, completed, port_for
 from aiockpt.memory.snapshot import Snapshot
-from aiockpt.runtime.bridge import Bridge, Inline
+from aiockpt.runtime.bridge import Bridge, Inline, obtain
 from aiockpt.runtime.system import failing_here
 from aiockpt.runtime.tasks import map_in_threads, run_all
 from aiockpt.state.flatten import Description, describe
@@ -155,7 +155,8 @@ class Stager:
         """
         with failing_here(f"staging step {step}"):
             description = await self._bridge.run(self._describe, state_dict)
-            arena = await self._take(description.entries.nbytes)
+            take = partial(self._taken, description.entries.nbytes)
+            arena = await obtain(self._bridge, take, self._give_back)
         plans: list[CopyPlan] = []
         free = partial(self._free, arena, plans)
         try:
@@ -195,20 +196,11 @@ class Stager:
             writing=False,
         )
 
-    async def _take(self, nbytes: int) -> Arena:
-        taken: list[Arena] = []  # a call that is cancelled returns nothing
-        try:
-            await self._bridge.run(self._take_into, taken, nbytes)
-        except BaseException:
-            for arena in taken:
-                self._give_back(arena)
-            raise
-        return taken[0]
-
-    def _take_into(self, taken: list[Arena], nbytes: int) -> None:
-        # Beside live memory an arena holds a few pages only, which must start as zeros.
-        new = partial(Arena, staging=True) if self._zero_copy else self._pool.take
-        taken.append(new(nbytes))
+    def _taken(self, nbytes: int) -> Arena:
+        if self._zero_copy:
+            # The arena holds a few pages only, which must start as zeros.
+            return Arena(nbytes, staging=True)
+        return self._pool.take(nbytes)
 
     def _give_back(self, arena: Arena) -> None:
         if self._zero_copy:

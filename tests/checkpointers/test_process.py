@@ -35,6 +35,7 @@ from checkpointing import (
     OwnFormat,
     Troubled,
     eventually,
+    has_begun,
     has_torch,
     is_running,
     loaded,
@@ -218,7 +219,7 @@ class TestWriting:
                 for fill in (1.0, 2.0, 3.0)
             ]
             gate.open(3)
-            assert [await task.written() for task in tasks] == [True] * 3
+            assert all([await task.written() for task in tasks])
         assert_same(loaded(tmp_path / "a"), state(3.0))
 
     async def test_progress_is_told(self, tmp_path: Path) -> None:
@@ -292,7 +293,7 @@ class TestChild:
         """What was handed over is written; then it ends, and is replaced."""
         async with process(**gated(gate)) as made:
             submission = await made.submit(state(), str(tmp_path / "a"), {})
-            await submission.settled()
+            await has_begun(submission)
             first = made.pid
             assert first
             os.kill(first, signal.SIGTERM)
@@ -394,7 +395,7 @@ class TestDeath:
             delays = []
             for _ in range(5):
                 submission = await made.submit(state(), str(tmp_path / "a"), {})
-                await submission.settled()
+                await has_begun(submission)
                 assert made.pid
                 os.kill(made.pid, signal.SIGKILL)
                 began = time.monotonic()
@@ -410,7 +411,7 @@ class TestDeath:
         async with process(**gated(gate)) as made:
             begun = await made.submit(state(1.0), str(tmp_path / "a"), {})
             waits = await made.submit(state(2.0), str(tmp_path / "b"), {})
-            await begun.settled()
+            await has_begun(begun)
             assert made.pid
             os.kill(made.pid, signal.SIGKILL)
             with pytest.raises(WorkerError):
@@ -463,7 +464,7 @@ class TestDeath:
         config = CheckpointProcessConfig(hang_timeout_secs=2)
         async with process(config, **gated(gate)) as made:
             submission = await made.submit(state(), str(tmp_path / "a"), {})
-            await submission.settled()
+            await has_begun(submission)
             time.sleep(4)  # noqa: ASYNC251 - a training step that blocks the loop
             await asyncio.sleep(0.1)
             gate.open()
@@ -482,7 +483,7 @@ class TestEnd:
             for fill in (1.0, 2.0)
         ]
         await made.close()
-        assert [await each.written() for each in submissions] == [True, True]
+        assert all([await each.written() for each in submissions])
         assert_same(loaded(tmp_path / "2.0"), state(2.0))
 
     async def test_a_writer_that_hangs_is_killed(
@@ -492,7 +493,7 @@ class TestEnd:
         config = CheckpointProcessConfig(subprocess_shutdown_timeout_secs=0.5)
         made = CheckpointProcess(ALONE, config, **gated(gate))
         submission = await made.submit(state(), str(tmp_path / "a"), {})
-        await submission.settled()
+        await has_begun(submission)
         pid = made.pid
         assert pid
         await made.close()

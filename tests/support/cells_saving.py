@@ -204,7 +204,7 @@ PARTS: Final[Cells] = {
         ),
     ),
     **row(
-        "Submission.written, settled",
+        "Submission.written",
         (
             "as before / after",
             _PROCESS + "TestEnd::test_closing_waits_for_what_was_handed_over",

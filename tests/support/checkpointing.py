@@ -13,11 +13,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
 from aiockpt.format.limits import Limits
+
+if TYPE_CHECKING:
+    from aiockpt.checkpointers.submission import Submission
 
 PATIENCE = 60.0
 """Seconds that a slow machine may take to start a process."""
@@ -47,6 +50,13 @@ def pass_gate(gate: str) -> None:
         os.read(fd, 1)
     finally:
         os.close(fd)
+
+
+async def has_begun(submission: Submission) -> None:
+    """Wait until a background writer has begun a write."""
+    async with asyncio.timeout(PATIENCE):
+        while not submission.begun:  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.005)
 
 
 class GatedWriter(CheckpointWriter):
