@@ -160,7 +160,7 @@ class TestWire:
         async with transport() as sender:
             state = {"large": torch.zeros(MIB), **{f"s{n}": n for n in range(100)}}
             await sender.send_checkpoint([], 1, state)
-            latest = sender._endpoint.store.latest  # type: ignore[union-attr]
+            latest = sender._store.latest  # type: ignore[union-attr]
             assert latest is not None
             grid = latest.servable.manifest.grid
             sizes = {stop - start for start, stop in map(grid.range, range(len(grid)))}

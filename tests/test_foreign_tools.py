@@ -38,7 +38,7 @@ async def site() -> AsyncIterator[Site]:
     async with transport:
         await transport.send_checkpoint([1], 5, STATE)
         base, _, token = transport.metadata().partition("#")
-        published = transport._endpoint.store.latest  # type: ignore[union-attr]
+        published = transport._store.latest  # type: ignore[union-attr]
         assert published is not None
         manifest = published.servable.manifest
         views = published.servable.views(0, manifest.segment_bytes)

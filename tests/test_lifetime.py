@@ -37,7 +37,7 @@ class Gate:
 def held_up(sender: Transport, step: str, monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Let staging wait in its thread, before a function of the stager."""
     gate = Gate()
-    stager = sender._offering._stager
+    stager = sender._stager
     original: Callable[..., Any] = getattr(stager, step)
 
     def wait_first(*args: Any) -> Any:
@@ -258,7 +258,7 @@ class TestShutdown:
         await shutdown
         with pytest.raises(ClosedError):
             await send
-        assert sender._offering._stager._pool.free == []
+        assert sender._stager._pool.free == []
 
     @pytest.mark.parametrize("advertise", [None, "http://proxy.example/checkpoint"])
     async def test_nothing_works_after_it(self, advertise: str | None) -> None:

@@ -21,9 +21,8 @@ from aiockpt.events import TransferEvent, add_hook
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.audit import Access
 from aiockpt.http.handlers import SMALL_BYTES
-from aiockpt.http.server import CheckpointServer
+from aiockpt.http.server import CheckpointServer, Counters
 from aiockpt.http.server_messages import (
-    Counters,
     Done,
     Event,
     Fail,
@@ -39,7 +38,6 @@ from aiockpt.http.server_messages import (
     Spent,
     decode_to_server,
 )
-from aiockpt.http.shared_memory import Lender
 from aiockpt.http.store import Store
 from aiockpt.memory.arena import sealed
 from aiockpt.memory.snapshot import MappedSnapshot, trusted_header
@@ -88,11 +86,10 @@ class ServerMain:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._ended = asyncio.Event()
-        self._store = Store()
         self._bridge = Bridge(threads=1, name="aiockpt-serve")
         self._server: CheckpointServer | None = None
-        self._lender: Lender | None = None
-        self._setup: Setup | None = None
+        self._is_ready = False
+        self._keep_last = 0.0
         self._told: Counters | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._prepared: dict[int, asyncio.Task[TrainersSnapshot]] = {}
@@ -114,11 +111,13 @@ class ServerMain:
         """End :meth:`run`."""
         self._ended.set()
 
+    @property
+    def _store(self) -> Store:
+        assert self._server is not None, "the setup is the first message"
+        return self._server.store
+
     async def _stop(self) -> None:
         try:
-            await self._store.close()
-            if self._lender is not None:
-                await self._lender.aclose()
             if self._server is not None:
                 await self._server.stop()
         finally:
@@ -139,10 +138,9 @@ class ServerMain:
     async def _tell_counters(self) -> None:
         while True:
             await asyncio.sleep(_TICK)
-            if self._server is None or self._trainer.full:
+            if self._server is None or not self._is_ready or self._trainer.full:
                 continue
-            lent = self._lender.count if self._lender else 0
-            now = Counters(self._store.statistics(), self._server.statistics(), lent)
+            now = self._server.counters()
             if now != self._told:
                 self._told = now
                 self._trainer.send(now)
@@ -152,8 +150,11 @@ class ServerMain:
     def _hear(self, data: bytes, fds: list[int]) -> None:
         message = decode_to_server(data)
         if isinstance(message, Setup):
-            sockets = [socket.socket(fileno=fd) for fd in fds]
-            self._spawn(self._set_up(message, sockets))
+            options = message.config.options
+            self._keep_last = options.keep_last
+            self._server = CheckpointServer(message.config, self._bridge)
+            _forward_logs(message.levels, self._tell_from_any_thread)
+            self._spawn(self._start(self._server, fds, nice=options.nice))
         elif isinstance(message, Prepare):
             preparing = self._spawn(self._prepare(message.number, *fds))
             self._prepared[message.number] = preparing
@@ -180,26 +181,24 @@ class ServerMain:
             logger.error("the server process ends", exc_info=error)
             self._ended.set()
 
-    async def _set_up(self, setup: Setup, sockets: list[socket.socket]) -> None:
-        self._setup = setup
-        _forward_logs(setup.levels, self._tell_from_any_thread)
-        if setup.lends:
-            most = setup.config.max_readers
-            self._lender = Lender(self._store, self._bridge, most=most)
+    async def _start(
+        self, server: CheckpointServer, fds: list[int], *, nice: int
+    ) -> None:
         # A thread inherits the niceness of the thread that starts it. The trainer
         # waits for the bridge's thread, so that starts first and stays as it is.
         await self._bridge.run(threading.get_ident)
-        os.nice(setup.nice)
-        self._store.keep_superseded = setup.config.keep_superseded
-        self._server = CheckpointServer(self._store, setup.config, self._lender)
-        await self._server.start(sockets)
+        os.nice(nice)
+        sockets = [socket.socket(fileno=fd) for fd in fds]
+        await server.start(sockets)
+        for each in sockets:  # it has copies
+            each.close()
+        self._is_ready = True
         self._trainer.send(Ready())
 
     async def _prepare(self, number: int, header: int, arena: int) -> TrainersSnapshot:
         try:
             manifest = await self._bridge.run(trusted_header, unpack(header))
-            tell, lends = self._trainer.send, self._lender is not None
-            return TrainersSnapshot(manifest, arena, number, tell, lends=lends)
+            return TrainersSnapshot(manifest, arena, number, self._trainer.send)
         except ValueError:  # the memory has shrunk: the trainer has taken it back
             self._trainer.send(Released(number))
             raise _RetractedError from None
@@ -227,11 +226,11 @@ class ServerMain:
 
     def _outlive_trainer(self) -> None:
         """End, or keep the last checkpoint for receivers that come later."""
-        if self._setup is None or not self._setup.keep_last or not self._store.latest:
+        if not self._keep_last or not self._store.latest:
             self._ended.set()
         else:
             _close_stderr()
-            self._spawn(self._serve_on(self._setup.keep_last))
+            self._spawn(self._serve_on(self._keep_last))
 
     async def _serve_on(self, keep_last: float) -> None:
         """Serve until nobody has read anything for ``keep_last`` seconds."""
@@ -240,7 +239,7 @@ class ServerMain:
         while self._loop.time() < until:
             await asyncio.sleep(min(_TICK, keep_last))
             assert self._server is not None, "it has a checkpoint to serve"
-            now = self._server.statistics()
+            now = self._server.counters().server
             if now.readers or now.requests != seen:
                 seen, until = now.requests, self._loop.time() + keep_last
         self._ended.set()
@@ -288,18 +287,14 @@ class TrainersSnapshot:
         arena: A descriptor of its memory; it stays the caller's.
         number: The trainer's number for it.
         tell: Sends a message to the trainer.
-        lends: Whether other processes of this host may map the memory.
     """
 
     live = False
 
-    def __init__(
-        self, manifest: Manifest, arena: int, number: int, tell: Tell, *, lends: bool
-    ) -> None:
+    def __init__(self, manifest: Manifest, arena: int, number: int, tell: Tell) -> None:
         self.manifest = manifest
         self._mapped = MappedSnapshot(manifest, arena)
-        self._fd = os.dup(arena)
-        self.arena = TrainersArena(arena, number, tell) if lends else None
+        self.arena = TrainersArena(arena, number, tell)
         self._references = 1
         self._number = number
         self._tell = tell
@@ -320,7 +315,7 @@ class TrainersSnapshot:
         nbytes = stop - start
         if not 0 < nbytes <= SMALL_BYTES:
             return self._mapped.views(start, stop)
-        data = os.pread(self._fd, nbytes, start)
+        data = os.pread(self.arena.fd, nbytes, start)
         if len(data) < nbytes:
             raise ConnectionResetError("the trainer has taken the memory back")
         return [memoryview(data)]
@@ -333,10 +328,8 @@ class TrainersSnapshot:
         """Undo one :meth:`acquire`; after the last one the trainer may reuse it."""
         self._references -= 1
         if not self._references:
-            if self.arena is not None:
-                self.arena.close()
+            self.arena.close()
             self._mapped.close()
-            os.close(self._fd)
             self._tell(Released(self._number))
 
 

@@ -34,6 +34,7 @@ from aiockpt.http.audit import VISIT, Auditor
 from aiockpt.http.auth import admit
 from aiockpt.http.body_writer import BodySender, Outcome
 from aiockpt.http.memory_protocol import OFFER_HEADER, PROBE_HEADER
+from aiockpt.http.options import Server
 from aiockpt.http.problems import PeerBusy, to_problem
 from aiockpt.http.responses import (
     COMMON_HEADERS,
@@ -75,9 +76,10 @@ _LEVELS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """What a server needs to know; the defaults live with the transport.
+    """What a server needs to know of its transport; a server process gets it, too.
 
     Attributes:
+        options: How to serve.
         token: The bearer token that every request must carry; None only together
             with ``insecure``. A certificate that TLS asks for comes on top.
         insecure: Serve everybody who can connect and names the server by an IP
@@ -85,27 +87,22 @@ class ServerConfig:
         stall_timeout: Seconds without progress after which a reader is aborted.
         default_wait: Seconds to wait for a step if the request does not say.
         max_wait: The most seconds that ``Prefer: wait=N`` may ask for.
-        max_readers: Bodies sent at once; further requests are answered 503.
         hosts: Host names that an insecure server answers to.
-        prefix: The path under which the checkpoints are.
         manifest_key: The key that authenticates manifests, if any.
-        keep_superseded: How many superseded snapshots stay while they are read.
+        lends: Whether other processes of this host may map what is served.
         incarnation: The id of this start of the sender.
-        own_sockets: Whether `listen.open_sockets` made the listening sockets.
     """
 
+    options: Server
     token: str | None = field(repr=False)
     insecure: bool
     stall_timeout: float
     default_wait: float
     max_wait: float
-    max_readers: int
     hosts: frozenset[str]
-    prefix: str
     manifest_key: bytes | None = field(default=None, repr=False)
-    keep_superseded: int = 1
+    lends: bool = False
     incarnation: str = "0"
-    own_sockets: bool = False
 
     def __post_init__(self) -> None:
         if (self.token is None) != self.insecure:
@@ -139,14 +136,27 @@ class _Answer(_Stream, web.Response):
 
 
 class CheckpointService:
-    """The handlers over one store; any number of applications may route to them."""
+    """The handlers over one store; any number of applications may route to them.
+
+    Args:
+        store: What is served.
+        config: How.
+        lender: Lends the memory to processes of this host.
+        own_sockets: Whether `listen.open_sockets` made the listening sockets.
+    """
 
     def __init__(
-        self, store: Store, config: ServerConfig, lender: Lender | None = None
+        self,
+        store: Store,
+        config: ServerConfig,
+        lender: Lender | None = None,
+        *,
+        own_sockets: bool = False,
     ) -> None:
         self.store = store
         self.config = config
         self._lender = lender
+        self._own_sockets = own_sockets
         self._threads = Bridge(threads=sockets.IO_THREADS, name="aiockpt-serve")
         self._rounds = _Rounds()
         self._bodies: set[BodySender] = set()
@@ -228,7 +238,7 @@ class CheckpointService:
         sockets.tune(
             _transport_of(request),
             dead_after=2 * config.stall_timeout,
-            began_classic=config.own_sockets,
+            began_classic=self._own_sockets,
         )
 
     # --------------------------------------------------------------- handling
@@ -343,7 +353,7 @@ class CheckpointService:
         lease: http.Lease | None,
     ) -> web.StreamResponse:
         """Send the reply's part of the file that a publication is."""
-        if self._readers >= self.config.max_readers:
+        if self._readers >= self.config.options.readers:
             raise PeerBusy(retry_after=_RETRY_AFTER)
         servable, nbytes = publication.servable, reply.stop - reply.start
 

@@ -26,6 +26,7 @@ from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
 from aiockpt.errors import ClosedError, LocalProtocolError
+from aiockpt.http.options import Server
 from aiockpt.http.protocol import url_fault
 from aiockpt.http.sockets import begin_classic
 from aiockpt.runtime.bridge import Bridge
@@ -36,7 +37,8 @@ if sys.platform == "linux":
 
 __all__ = [
     "BACKLOG",
-    "Address",
+    "PREFIX",
+    "Endpoint",
     "addresses_of",
     "advertised_address",
     "check_advertised",
@@ -48,6 +50,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger("aiockpt")
+
+PREFIX: Final = "/checkpoint"
+"""The path of the checkpoints on a server of our own."""
 
 BACKLOG: Final = 512
 """Connections that the kernel may hold for us; a fleet of receivers comes at once."""
@@ -72,37 +77,30 @@ Addresses: TypeAlias = Sequence[tuple[socket.AddressFamily, tuple[Any, ...]]]
 """Socket addresses with their families; their ports mean nothing."""
 
 
-class Address:
+class Endpoint:
     """Where a transport listens, and its URL. It is bound when it is first needed.
 
     Args:
-        host, port: Where to listen.
+        options: Where to listen.
         advertise: The host to tell the receivers, or the whole URL.
-        interface: The network interface whose address to tell.
-        scheme: ``http`` or ``https``.
-        prefix: The path of the checkpoints.
+        tls: Whether it speaks TLS.
+
+    Raises:
+        LocalProtocolError: ``advertise`` is neither a host nor a URL.
     """
 
-    def __init__(
-        self,
-        host: str | None,
-        port: int,
-        *,
-        advertise: str | None,
-        interface: str | None,
-        scheme: str,
-        prefix: str,
-    ) -> None:
+    def __init__(self, options: Server, *, advertise: str | None, tls: bool) -> None:
+        if advertise:
+            check_advertised(advertise)
         self.is_mounted = False
-        self._host, self._port = host, port
-        self._advertise, self._interface = advertise, interface
-        self._scheme, self._prefix = scheme, prefix
+        self._options, self._advertise, self._tls = options, advertise, tls
+        self._port = options.port
         self._sockets: list[socket.socket] = []
         self._found: Addresses | None = None
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<Address sockets={len(self._sockets)}>"
+        return f"<Endpoint sockets={len(self._sockets)}>"
 
     def url(self) -> str:
         """Return the base URL, without the token.
@@ -125,24 +123,36 @@ class Address:
         self.listen()
         host = advertised_address(
             advertise=self._advertise,
-            interface=self._interface,
-            host=self._host,
+            interface=self._options.interface,
+            host=self._options.host,
             env=os.environ,
         )
-        return f"{self._scheme}://{url_host(host)}:{self._port}{self._prefix}/"
+        scheme = "https" if self._tls else "http"
+        return f"{scheme}://{url_host(host)}:{self._port}{PREFIX}/"
+
+    def hosts(self) -> frozenset[str]:
+        """Return the host name that the receivers were told, if any."""
+        told = self._advertise or ""
+        name = urlsplit(told).hostname if "://" in told else told
+        return frozenset({name} if name else ())
 
     def check(self) -> None:
         """Raise ``ClosedError`` after :meth:`refuse` or :meth:`close`."""
         if self._closed:
             raise ClosedError("the transport")
 
-    async def look_up(self, bridge: Bridge) -> None:
-        """Look up the name of the host, if it is one, without blocking the loop.
+    async def prepare(self, bridge: Bridge) -> None:
+        """Prepare to listen: look up the host, if it is a name, beside the loop.
+
+        Sockets on which a dead server process accepts no more are closed, so that the
+        next :meth:`listen` binds the same address again.
 
         Raises:
             OSError: the host's name is unknown.
         """
-        host = self._host
+        if not all(map(_accepts, self._sockets)):
+            self._close()
+        host = self._options.host
         if host is None or self.is_mounted or self._sockets or self._found is not None:
             return
         self._found = addresses_of(host)
@@ -157,27 +167,23 @@ class Address:
             OSError: the address cannot be bound.
         """
         if not self._sockets:
-            unknown = self._found is None and addresses_of(self._host) is None
-            if unknown and _in_loop():
+            host = self._options.host
+            if self._found is None and addresses_of(host) is None and _in_loop():
                 raise LocalProtocolError(
-                    f"host={self._host!r} is a name, and looking it up could block the "
+                    f"host={host!r} is a name, and looking it up could block the "
                     "event loop: await the transport's start() first, or pass an "
                     "address"
                 )
-            self._sockets = open_sockets(self._host, self._port, self._found)
+            check_public_path(self._advertise, PREFIX)
+            self._sockets = open_sockets(host, self._port, self._found)
             self._port = self._sockets[0].getsockname()[1]
         return self._sockets
 
-    def reopen(self) -> None:
-        """Close the sockets; the next :meth:`listen` binds the same address again."""
-        sockets, self._sockets = self._sockets, []
-        for each in sockets:
-            each.close()
-
-    def mount(self) -> None:
+    def mount(self, prefix: str) -> None:
         """Close the sockets: the application that mounts the transport has its own."""
+        check_public_path(self._advertise, prefix)
         self.is_mounted = True
-        self.reopen()
+        self._close()
 
     def refuse(self) -> None:
         """Refuse every use from now on; the sockets stay as they are."""
@@ -186,7 +192,18 @@ class Address:
     def close(self) -> None:
         """Close the sockets for good. Idempotent."""
         self._closed = True
-        self.reopen()
+        self._close()
+
+    def _close(self) -> None:
+        sockets, self._sockets = self._sockets, []
+        for each in sockets:
+            each.close()
+
+
+def _accepts(sock: socket.socket) -> bool:
+    with suppress(OSError):  # in a forked child it points nowhere
+        return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    return True
 
 
 def _in_loop() -> bool:

@@ -11,11 +11,11 @@ import msgspec
 
 from aiockpt.events import TransferEvent
 from aiockpt.http.audit import Access
-from aiockpt.http.handlers import ServerConfig, ServerStatistics
-from aiockpt.http.store import Failure, StoreStatistics
+from aiockpt.http.handlers import ServerConfig
+from aiockpt.http.server import Counters
+from aiockpt.http.store import Failure
 
 __all__ = [
-    "Counters",
     "Done",
     "Event",
     "Fail",
@@ -39,17 +39,10 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     """The first message; the listening sockets travel with it.
 
     Attributes:
-        keep_last: Seconds that the server outlives a dead trainer after its last
-            request.
-        nice: Added to the server's niceness.
-        lends: Whether the server lends its memory to other processes of this host.
         levels: The levels of the trainer's loggers.
-        config: What the handlers need to know.
+        config: What the server needs to know.
     """
 
-    keep_last: float
-    nice: int
-    lends: bool
     levels: dict[str, int]
     config: ServerConfig
 
@@ -105,14 +98,6 @@ class Spent(msgspec.Struct, tag=True, frozen=True):
     """Another process keeps the memory of a snapshot: never stage into it again."""
 
     number: int
-
-
-class Counters(msgspec.Struct, tag=True, frozen=True):
-    """The server's counters, sent when they change, at most ten times a second."""
-
-    store: StoreStatistics = StoreStatistics(None, 0, 0, 0.0, 0)
-    server: ServerStatistics = ServerStatistics(0, 0, 0, 0, 0, 0, 0, 0)
-    lent: int = 0
 
 
 class Event(msgspec.Struct, tag=True, frozen=True):

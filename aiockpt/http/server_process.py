@@ -23,9 +23,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from socket import SHUT_RDWR, socket
-from typing import Final, TypeAlias
-
-import anyio
+from typing import Final
 
 from aiockpt.errors import (
     AiockptError,
@@ -35,10 +33,9 @@ from aiockpt.errors import (
     WorkerError,
 )
 from aiockpt.events import emit
-from aiockpt.http.handlers import CheckpointService, ServerStatistics
-from aiockpt.http.server import PREFIX, Endpoint, EndpointConfig
+from aiockpt.http.handlers import CheckpointService, ServerConfig, ServerStatistics
+from aiockpt.http.server import Counters
 from aiockpt.http.server_messages import (
-    Counters,
     Done,
     Event,
     Fail,
@@ -59,7 +56,7 @@ from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.children import Child
 from aiockpt.runtime.ipc import pack
 
-__all__ = ["AnyEndpoint", "ProcessEndpoint", "endpoint_for"]
+__all__ = ["ServerProcess"]
 
 logger = logging.getLogger("aiockpt")
 
@@ -72,102 +69,6 @@ _HUNG: Final = 60.0  # seconds until a process that runs and does not answer is 
 _MARGIN: Final = 0.15  # seconds beyond the grace in which a retraction is answered
 _SHRINKING: Final = 0.05  # seconds to take memory away before the process is paused
 _POLL: Final = 0.01  # seconds between two looks at the state of a process
-
-
-def endpoint_for(
-    config: EndpointConfig, bridge: Bridge, *, zero_copy: bool
-) -> AnyEndpoint:
-    """Return the endpoint of a transport: on this loop, or in a process of its own.
-
-    Raises:
-        LocalProtocolError: two options contradict each other.
-    """
-    if not config.options.process:
-        if config.options.keep_last:
-            raise LocalProtocolError("keep_last= needs process=True")
-        return Endpoint(config, bridge)
-    if zero_copy:
-        raise LocalProtocolError(
-            "process=True serves from memory of its own: leave out zero_copy=True"
-        )
-    if config.ssl_context is not None:
-        raise LocalProtocolError(
-            "an ssl_context cannot be handed to the server process: leave out "
-            "process=True, or let a proxy speak TLS"
-        )
-    return ProcessEndpoint(config, bridge)
-
-
-class ProcessEndpoint:
-    """The address of a transport whose ``store`` is served by another process.
-
-    Args:
-        config: As for an endpoint in this process, but without TLS.
-        bridge: Runs what blocks.
-    """
-
-    def __init__(self, config: EndpointConfig, bridge: Bridge) -> None:
-        self.store = ServerProcess(config, bridge)
-        self._bridge = bridge
-        self._address = config.address()
-        self._turn = anyio.Lock()
-
-    def __repr__(self) -> str:
-        return f"<ProcessEndpoint {self.store}>"
-
-    def url(self) -> str:
-        """Return the base URL; see :meth:`Address.url`."""
-        return self._address.url()
-
-    async def start(self) -> None:
-        """Start the server process, and wait until it serves; idempotent.
-
-        If cancelled, the process starts nevertheless.
-
-        Raises:
-            ClosedError: after :meth:`stop`.
-            OSError: the address cannot be bound.
-            WorkerError: the process cannot be started; another call tries again.
-        """
-        async with self._turn:
-            self._address.check()
-            if self.store.broken:
-                self._address.reopen()  # nobody accepts on the old sockets any more
-            await self._address.look_up(self._bridge)
-            self._address.check()
-            await self.store.start(self._address.listen())
-
-    def mount(self, prefix: str) -> CheckpointService:
-        """Refuse: the handlers of an application run in its own process.
-
-        Raises:
-            LocalProtocolError: always.
-        """
-        raise LocalProtocolError(
-            f"handlers for {prefix!r} run in the application's process: leave out "
-            "process=True"
-        )
-
-    def statistics(self) -> ServerStatistics:
-        """Return the counters of all server processes, at most 0.1 s old."""
-        return self.store.counters.server
-
-    @property
-    def lent(self) -> int:
-        """How often memory was lent to a process of this host, at most 0.1 s ago."""
-        return self.store.counters.lent
-
-    async def stop(self) -> None:
-        """End the process, close the sockets; idempotent."""
-        self._address.refuse()
-        try:
-            await self.store.close()  # a hung process keeps copies of the sockets
-        finally:
-            self._address.close()
-
-
-AnyEndpoint: TypeAlias = Endpoint | ProcessEndpoint
-"""Where a transport serves its ``store``; both have the same methods."""
 
 
 class _State(enum.Enum):
@@ -183,11 +84,12 @@ class _State(enum.Enum):
 class ServerProcess:
     """One server process after another, and what they have been told to serve.
 
-    It is what a `Store` is for a transport that serves on its own loop. One task
-    supervises: it launches a process, waits for its end, and launches the next one.
+    It does what a `CheckpointServer` and its `Store` do for a transport that serves on
+    its own loop. One task supervises: it launches a process, waits for its end, and
+    launches the next one.
 
     Args:
-        config: What a server is told about serving.
+        config: What the processes need to know.
         bridge: Runs what blocks.
 
     Attributes:
@@ -195,7 +97,7 @@ class ServerProcess:
         retractions: How often it was told to serve nothing.
     """
 
-    def __init__(self, config: EndpointConfig, bridge: Bridge) -> None:
+    def __init__(self, config: ServerConfig, bridge: Bridge) -> None:
         self.restarts = 0
         self.retractions = 0
         self._bridge = bridge
@@ -226,20 +128,14 @@ class ServerProcess:
         return self._child.pid if self._child else None
 
     @property
-    def broken(self) -> bool:
-        """Whether no process could be started; :meth:`start` tries again."""
-        return self._state is _State.BROKEN
-
-    @property
     def _closed(self) -> bool:
         return self._state is _State.CLOSED
 
-    @property
     def counters(self) -> Counters:
-        """The counters of all processes so far; those of the last may be 0.1 s old."""
+        """Return the counters of all processes; the last ones may be 0.1 s old."""
         pairs = zip(self._before.server, self._last.server, strict=True)
         return Counters(
-            self._last.store,
+            self.statistics(),
             ServerStatistics(*map(sum, pairs)),
             self._before.lent + self._last.lent,
         )
@@ -250,6 +146,16 @@ class ServerProcess:
         step = current.manifest.step if current else None
         return self._last.store._replace(step=step)
 
+    def mount(self) -> CheckpointService:
+        """Refuse: the handlers of an application run in its own process.
+
+        Raises:
+            LocalProtocolError: always.
+        """
+        raise LocalProtocolError(
+            "handlers run in the application's process: leave out process=True"
+        )
+
     # --------------------------------------------------- start, replace, close
 
     async def start(self, sockets: Sequence[socket]) -> None:
@@ -258,7 +164,7 @@ class ServerProcess:
         If cancelled, the process starts nevertheless.
 
         Raises:
-            ClosedError: after :meth:`close`.
+            ClosedError: after :meth:`stop`.
             WorkerError: it cannot be started; another call tries again.
         """
         if self._state in (_State.NEW, _State.BROKEN):
@@ -267,7 +173,7 @@ class ServerProcess:
             self._supervisor = loop.create_task(self._supervise(sockets))
         await self._serves()
 
-    async def close(self) -> None:
+    async def stop(self) -> None:
         """Serve nothing for good; end the process. Idempotent.
 
         If cancelled, the process ends nevertheless.
@@ -379,17 +285,12 @@ class ServerProcess:
             child.kill()
 
     def _setup(self) -> Setup:
-        return Setup(
-            keep_last=self._config.options.keep_last,
-            nice=self._config.options.nice,
-            lends=self._config.lends,
-            levels={n: logging.getLogger(n).getEffectiveLevel() for n in _LOGGERS},
-            config=self._config.for_server(PREFIX),
-        )
+        levels = {n: logging.getLogger(n).getEffectiveLevel() for n in _LOGGERS}
+        return Setup(levels, self._config)
 
     def _clean_up(self) -> None:
         """Take back what a dead process had; nobody waits for its answers any more."""
-        now = self.counters
+        now = self.counters()
         self._before = Counters(
             server=now.server._replace(readers=0, waiting=0), lent=now.lent
         )
@@ -409,7 +310,7 @@ class ServerProcess:
         If cancelled, the server still serves the old checkpoint.
 
         Raises:
-            ClosedError: after :meth:`close`.
+            ClosedError: after :meth:`stop`.
             StepNotFoundError: :meth:`retract` was called meanwhile, and is final.
             WorkerError: no process can be started.
         """

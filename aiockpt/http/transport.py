@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import secrets
 import time
 from collections.abc import (
     AsyncGenerator,
@@ -17,20 +18,30 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Self, cast
 
-from aiockpt.errors import LocalProtocolError, TransportError
-from aiockpt.events import Progress
+import anyio
+import msgspec
+
+from aiockpt.errors import (
+    AiockptError,
+    ClosedError,
+    LocalProtocolError,
+    StepNotFoundError,
+    TransportError,
+)
+from aiockpt.events import Progress, TransferEvent, emit
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient, ClientConfig
-from aiockpt.http.handlers import CheckpointService
+from aiockpt.http.handlers import CheckpointService, ServerConfig
+from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import PATIENCE, SUPERSEDED, Steps, chase
-from aiockpt.http.offering import Offering
 from aiockpt.http.options import Auth, Receive, Server, require_type
 from aiockpt.http.protocol import Lease, Source, format_metadata, parse_metadata
 from aiockpt.http.security import Security
-from aiockpt.http.server import EndpointConfig
-from aiockpt.http.server_process import endpoint_for
+from aiockpt.http.server import CheckpointServer
+from aiockpt.http.server_process import ServerProcess
 from aiockpt.http.source import HttpSource, Sharing
 from aiockpt.http.sources import Sources, sources_of
+from aiockpt.http.store import Failure, Store
 from aiockpt.memory.arena import CAN_LEND, ArenaPool
 from aiockpt.memory.device import port_for
 from aiockpt.runtime.bridge import Bridge, BridgeStatistics
@@ -39,7 +50,8 @@ from aiockpt.state.selection import Select, listed
 from aiockpt.transfer.destination import Terms
 from aiockpt.transfer.receive import ReceiveOptions
 from aiockpt.transfer.receive import receive as receive_from
-from aiockpt.transfer.stager import Stager, StagerOptions
+from aiockpt.transfer.repeats import Repeats, content_of
+from aiockpt.transfer.stager import Snapshot, Stager, StagerOptions
 from aiockpt.transport import (
     REQUIRED,
     CheckpointTransport,
@@ -53,6 +65,7 @@ from aiockpt.transport import (
 __all__ = ["HTTPTransport", "TransportStatistics"]
 
 _THREADS = 2
+_DEFAULT_WAIT = 5.0  # seconds for which a server waits for a step
 _CLOSING = 5.0  # for what is under way, and then for the threads
 
 
@@ -145,18 +158,33 @@ class HTTPTransport(CheckpointTransport[T]):
         self._lifetime = Lifetime("the transport")
         self._allow_pickle = allow_pickle
         self._warm = ArenaPool(keep=1, staging=False) if receive.keep_arena else None
-        config = EndpointConfig(
+        tls, token = auth.ssl_context, self._credentials.token
+        self._endpoint = Endpoint(server, advertise=advertise, tls=tls is not None)
+        config = ServerConfig(
             options=server,
-            advertise=advertise,
-            ssl_context=auth.ssl_context,
-            token=self._credentials.token,
-            manifest_key=security.key,
-            timeout=self._timeout,
+            token=token,
+            insecure=token is None,
             stall_timeout=stall_timeout,
+            default_wait=min(self._timeout, _DEFAULT_WAIT),
+            max_wait=max(self._timeout, _DEFAULT_WAIT),
+            hosts=self._endpoint.hosts(),
+            manifest_key=security.key,
             lends=lends,
+            incarnation=secrets.token_hex(16),
         )
-        self._endpoint = endpoint_for(config, self._bridge, zero_copy=zero_copy)
-        stager = Stager(
+        _check_together(server, auth, zero_copy=zero_copy)
+        self._server: CheckpointServer | ServerProcess
+        self._store: Store | ServerProcess
+        if server.process:
+            self._server = self._store = ServerProcess(config, self._bridge)
+        else:
+            self._server = CheckpointServer(config, self._bridge, ssl_context=tls)
+            self._store = self._server.store
+        self._grace = server.grace
+        self._turn = anyio.Lock()  # one send at a time
+        self._offered: Snapshot | None = None
+        self._repeats = Repeats("publication")
+        self._stager = Stager(
             self._bridge,
             threads=_THREADS,
             chunk_bytes=chunk_bytes,
@@ -165,7 +193,6 @@ class HTTPTransport(CheckpointTransport[T]):
             limits=receive.limits,
             options=StagerOptions(shared=lends or server.process),
         )
-        self._offering = Offering(stager, self._endpoint, grace=server.grace)
         self._client = CheckpointClient(
             ClientConfig(
                 max_concurrency=receive.connections,
@@ -191,7 +218,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def statistics(self) -> TransportStatistics:
         """Return what is offered, what was served and what works, as one record."""
-        store, served = self._endpoint.store.statistics(), self._endpoint.statistics()
+        store, served, lent = msgspec.structs.astuple(self._server.counters())
         return TransportStatistics(
             step=store.step,
             readers=store.readers,
@@ -204,7 +231,7 @@ class HTTPTransport(CheckpointTransport[T]):
             gone=served.gone,
             stalled=served.stalled,
             evicted=store.evicted,
-            lent=self._endpoint.lent,
+            lent=lent,
             threads=self._bridge.statistics(),
         )
 
@@ -249,7 +276,20 @@ class HTTPTransport(CheckpointTransport[T]):
             OSError: the address cannot be bound; the message names it.
         """
         with self._lifetime.call():
-            await self._endpoint.start()
+            await self._serve()
+
+    async def _serve(self) -> None:
+        """Serve, unless an application does; idempotent.
+
+        If cancelled, the address stays ours, and a receiver that connects waits for a
+        later start. A server process starts nevertheless.
+        """
+        self._endpoint.check()
+        if not self._endpoint.is_mounted:
+            await self._endpoint.prepare(self._bridge)
+        self._endpoint.check()
+        if not self._endpoint.is_mounted:
+            await self._server.start(self._endpoint.listen())
 
     def mount(self, prefix: str) -> CheckpointService:
         """Return the handlers for an application that serves them below ``prefix``.
@@ -258,7 +298,9 @@ class HTTPTransport(CheckpointTransport[T]):
         Raises ``LocalProtocolError`` when it serves on a socket of its own already.
         """
         self._lifetime.check()
-        return self._endpoint.mount(prefix)
+        service = self._server.mount()
+        self._endpoint.mount(prefix)
+        return service
 
     async def send_checkpoint(
         self,
@@ -288,10 +330,30 @@ class HTTPTransport(CheckpointTransport[T]):
             ClosedError: after :meth:`shutdown`.
         """
         require_given("send_checkpoint", step=step, state_dict=state_dict)
-        limit = self._timeout if timeout is None else seconds(timeout)
+        limit, began = self._limit(timeout), time.monotonic()
         deadline = Deadline(limit, stop="stage", what=f"step {step}")
         with self._lifetime.call():
-            await self._offering.offer(state_dict, step, deadline, len(dst_ranks))
+            step, before = exact_step(step), self._store.retractions
+            self._store.fail(None)
+            try:
+                async with deadline:
+                    # Within the call, so that a withdrawal wins over the start as
+                    # well, and waiting receivers are told if that fails.
+                    await self._serve()
+                    async with self._turn:
+                        self._check_offer(step, before)
+                        snapshot = await self._stager.stage(state_dict, step=step)
+                        deadline.stop = "publish"
+                        await self._publish(snapshot, before)
+            except BaseException as error:
+                if not self._lifetime.closed and self._store.retractions == before:
+                    receivers = len(dst_ranks)
+                    failure = Failure.of(error, step=step, receivers=receivers)
+                    self._store.fail(failure)
+                raise
+        nbytes, elapsed = snapshot.manifest.segment_bytes, time.monotonic() - began
+        event = TransferEvent(stop="publish", step=step, nbytes=nbytes, seconds=elapsed)
+        emit(self._repeats.told(event, content_of(snapshot.manifest)))
 
     async def allow_checkpoint(self, step: int) -> None:
         """Offer what was sent last as ``step``, without staging it again.
@@ -300,7 +362,24 @@ class HTTPTransport(CheckpointTransport[T]):
             StepNotFoundError: nothing is offered; send first.
         """
         with self._lifetime.call():
-            await self._offering.rename(step)
+            step, before = exact_step(step), self._store.retractions
+            async with self._turn:
+                self._check_offer(step, before)
+                offered = self._offered
+                if offered is None:
+                    raise StepNotFoundError(step)
+                await self._serve()
+                if self._store.statistics().step is None:  # its server process has died
+                    raise StepNotFoundError(step)
+                self._check_offer(step, before)
+                if offered.manifest.step == step:
+                    return
+                offered.acquire()  # a withdrawal must not free it meanwhile
+                try:
+                    renamed = await self._stager.relabel(offered, step=step)
+                finally:
+                    offered.release()
+                await self._publish(renamed, before)
 
     async def disallow_checkpoint(self) -> None:
         """Stop offering; readers get the grace, then their connections are cut.
@@ -309,7 +388,37 @@ class HTTPTransport(CheckpointTransport[T]):
         ``StepNotFoundError``.
         """
         self._lifetime.bind()
-        await self._offering.withdraw()
+        await self._withdraw(self._grace)
+
+    async def _withdraw(self, grace: float) -> None:
+        offered, self._offered = self._offered, None
+        await self._store.retract(grace=grace)
+        self._stager.trim()
+        if offered is not None:
+            emit(TransferEvent(stop="retract", step=offered.manifest.step))
+
+    async def _publish(self, snapshot: Snapshot, before: int) -> None:
+        """Publish a snapshot unless a withdrawal has come since; release it."""
+        try:
+            self._check_offer(snapshot.manifest.step, before)
+            await self._store.publish(snapshot, grace=self._grace)
+            self._offered = snapshot
+        except StepNotFoundError:
+            raise self._overtaken(snapshot.manifest.step) from None
+        finally:
+            snapshot.release()  # the store has taken a reference of its own
+
+    def _check_offer(self, step: int, before: int) -> None:
+        """Raise if a withdrawal or the end has come since ``before``."""
+        if self._lifetime.closed or self._store.retractions != before:
+            raise self._overtaken(step)
+
+    def _overtaken(self, step: int) -> AiockptError:
+        if self._lifetime.closed:
+            return ClosedError("the transport")
+        error = StepNotFoundError(step)
+        error.add_note("the offer was withdrawn while this call was under way")
+        return error
 
     async def recv_checkpoint(
         self,
@@ -403,7 +512,7 @@ class HTTPTransport(CheckpointTransport[T]):
             direct=direct,
             verify_shared=verify_shared,
         )
-        limit = self._timeout if timeout is None else seconds(timeout)
+        limit = self._limit(timeout)
         return await self._receive(sources, step, options, sharing, limit)
 
     def follow(
@@ -460,7 +569,7 @@ class HTTPTransport(CheckpointTransport[T]):
         options, sharing = self._options(
             into=into, have=have, select=select, progress=progress, share=share
         )
-        limit = self._timeout if timeout is None else seconds(timeout)
+        limit = self._limit(timeout)
         return self._follow(source, steps, options, sharing, limit)
 
     def steps(
@@ -513,20 +622,34 @@ class HTTPTransport(CheckpointTransport[T]):
         """
         self._lifetime.bind()
         if self._lifetime.closed and not wait:
-            await self._offering.withdraw(grace=0.0)  # cut the grace of another call
+            await self._withdraw(0.0)  # cut the grace of another call
         self._bridge.refuse()
         await self._lifetime.end(
-            partial(self._offering.close, grace=None if wait else 0.0),
-            self._endpoint.stop,
+            partial(self._keep_nothing, self._grace if wait else 0.0),
+            self._stop_serving,
             self._client.aclose,
             partial(self._lifetime.calls_ended, timeout=_CLOSING),
-            self._keep_nothing,
+            self._drop_warm,
             partial(self._bridge.aclose, timeout=_CLOSING),
         )
 
-    async def _keep_nothing(self) -> None:
+    async def _keep_nothing(self, grace: float) -> None:
+        self._stager.close()
+        await self._withdraw(grace)
+
+    async def _stop_serving(self) -> None:
+        self._endpoint.refuse()
+        try:
+            await self._server.stop()
+        finally:
+            self._endpoint.close()  # a hung process keeps copies of the sockets
+
+    async def _drop_warm(self) -> None:
         if self._warm is not None:
             self._bridge.post(self._warm.close)
+
+    def _limit(self, timeout: Timeout | None) -> float:
+        return self._timeout if timeout is None else seconds(timeout)
 
     def _steps(
         self, source: Source, after: int | None, reconnect_timeout: Timeout | None
@@ -632,6 +755,25 @@ class HTTPTransport(CheckpointTransport[T]):
                     return cast("T", await receive(step))
                 found = await chase(origin.newest, receive, pause=pause)
                 return cast("T", found[1])
+
+
+def _check_together(server: Server, auth: Auth, *, zero_copy: bool) -> None:
+    """Refuse options that contradict each other.
+
+    Raises:
+        LocalProtocolError: some do.
+    """
+    if server.keep_last and not server.process:
+        raise LocalProtocolError("keep_last= needs process=True")
+    if server.process and zero_copy:
+        raise LocalProtocolError(
+            "process=True serves from memory of its own: leave out zero_copy=True"
+        )
+    if server.process and auth.ssl_context is not None:
+        raise LocalProtocolError(
+            "an ssl_context cannot be handed to the server process: leave out "
+            "process=True, or let a proxy speak TLS"
+        )
 
 
 def _known(have: object, into: object) -> object:

@@ -158,7 +158,7 @@ async def test_more_receivers_than_are_admitted_all_finish(record: Record) -> No
     """Those who are too many are told to come back, and do."""
     state = noise(4)
     async with AsyncExitStack() as stack:
-        peer = await stack.enter_async_context(sender(mib=4, max_readers=4))
+        peer = await stack.enter_async_context(sender(mib=4, readers=4))
         receivers = [
             await stack.enter_async_context(transport(token=TOKEN, timeout=100))
             for _ in range(record.pick(8, 32))
@@ -186,7 +186,7 @@ async def test_attackers_do_not_slow_a_good_client_down(record: Record) -> None:
     state = noise(mib)
     taken: dict[int, list[float]] = {0: [], record.pick(30, 200): []}
     # Those who read slowly have the token, and each of them takes a reader's place.
-    serving = sender(mib=mib, max_readers=128)
+    serving = sender(mib=mib, readers=128)
     async with serving as peer, transport(token=TOKEN) as receiver:
         into = noise(mib)
         for _ in range(turns):

@@ -23,7 +23,7 @@ async def waiting(site: Site, query: str) -> AsyncIterator[Peer]:
     """Give a peer whose request for news is waiting."""
     async with site.peer() as peer:
         await peer.request(f"{PATH}?{query}", Prefer=LONG)
-        await settle(lambda: site.server.statistics().waiting == 1)
+        await settle(lambda: site.server.counters().server.waiting == 1)
         yield peer
 
 
@@ -72,7 +72,7 @@ async def test_no_news_is_an_answer_without_content(method):
             assert answer.headers["Aiockpt-Step"] == "7"
             assert answer.headers["Cache-Control"] == "no-store"
             assert "Content-Length" not in answer.headers
-        assert site.server.statistics().refused == 0
+        assert site.server.counters().server.refused == 0
 
 
 async def test_nothing_at_all_is_no_news_either():
@@ -162,7 +162,7 @@ async def test_the_server_stops_under_those_who_wait():
             async with asyncio.timeout(10):
                 await site.server.stop()
                 await peer.read_all()
-        assert site.server.statistics().waiting == 0
+        assert site.server.counters().server.waiting == 0
 
 
 async def test_a_waiting_request_costs_its_handler_only():
@@ -175,7 +175,7 @@ async def test_a_waiting_request_costs_its_handler_only():
         threads = threading.active_count()
         for peer in peers:
             await peer.request(f"{PATH}?after=7", Prefer=LONG)
-        await settle(lambda: site.server.statistics().waiting == count)
+        await settle(lambda: site.server.counters().server.waiting == count)
         others = asyncio.all_tasks() - {asyncio.current_task()}
         assert len(others) <= 2 * count  # one for its connection, one for its handler
         assert all("RequestHandler" in repr(task.get_coro()) for task in others)

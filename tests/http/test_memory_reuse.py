@@ -68,4 +68,4 @@ def filled(fill: float) -> dict[str, Any]:
 
 def arena_of(sender: Transport) -> Any:
     """Return the memory of what is offered."""
-    return sender._offering._offered.arena  # type: ignore[union-attr]
+    return sender._offered.arena  # type: ignore[union-attr]

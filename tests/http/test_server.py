@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ import pytest
 from aiohttp import http_parser
 
 from aiockpt.errors import ClosedError, LocalProtocolError
-from aiockpt.http.listen import open_sockets
+from aiockpt.http.handlers import ServerStatistics
 from serving import CONFIG, TOKEN, Memory, serving, settle
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
@@ -287,11 +288,11 @@ async def test_an_early_request_waits_for_its_step():
     memory = Memory(BIG, step=9)
     async with serving() as site, site.peer() as peer:
         await peer.request("/checkpoint/9/full", Prefer="wait=30")
-        await settle(lambda: site.server.statistics().waiting == 1)
+        await settle(lambda: site.server.counters().server.waiting == 1)
         await site.store.publish(memory, grace=0)
         answer = await peer.answer()
         assert answer.body == memory.file
-        assert site.server.statistics().waiting == 0
+        assert site.server.counters().server.waiting == 0
 
 
 async def test_a_wait_is_bounded_by_request_and_server():
@@ -309,26 +310,26 @@ async def test_a_client_that_leaves_while_it_waits_is_forgotten():
     async with serving() as site:
         async with site.peer() as peer:
             await peer.request("/checkpoint/9/full", Prefer="wait=30")
-            await settle(lambda: site.server.statistics().waiting == 1)
-        await settle(lambda: site.server.statistics().waiting == 0)
+            await settle(lambda: site.server.counters().server.waiting == 1)
+        await settle(lambda: site.server.counters().server.waiting == 0)
 
 
 async def test_too_many_readers_are_asked_to_come_back():
     """Admission is bounded; HEAD and errors need none."""
     memory = Memory(64 << 20)
-    async with serving(memory, max_readers=1) as site:
+    async with serving(memory, readers=1) as site:
         async with site.peer(receive_buffer=4096) as slow, site.peer() as peer:
             await slow.request("/checkpoint/7/full")
-            await settle(lambda: site.server.statistics().readers == 1)
+            await settle(lambda: site.server.counters().server.readers == 1)
             refused = await peer.ask("/checkpoint/7/full")
             head = await peer.ask("/checkpoint/7/full", method="HEAD")
             assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
             assert head.status == 200
-        await settle(lambda: site.server.statistics().readers == 0)
+        await settle(lambda: site.server.counters().server.readers == 0)
         async with site.peer() as peer:
             admitted = await peer.ask("/checkpoint/7/0")
         assert admitted.status == 200
-        assert site.server.statistics().gone == 1
+        assert site.server.counters().server.gone == 1
 
 
 async def test_one_connection_carries_many_ranges():
@@ -461,13 +462,13 @@ async def test_retract_evicts_a_reader_that_hangs():
     memory = Memory(64 << 20, fill=1, live=True)
     async with serving(memory) as site, site.peer(receive_buffer=4096) as peer:
         await peer.request("/checkpoint/7/full")
-        await settle(lambda: site.server.statistics().readers == 1)
+        await settle(lambda: site.server.counters().server.readers == 1)
         async with asyncio.timeout(10):
             await site.store.retract(grace=0.05)
         assert memory.references == 0
         memory.overwrite(2)
         rest = await peer.read_all()
-        statistics = site.server.statistics()
+        statistics = site.server.counters().server
     assert 2 not in rest.partition(b"\r\n\r\n")[2][memory.manifest.header_bytes :]
     assert (statistics.evicted, statistics.readers) == (1, 0)
 
@@ -478,7 +479,7 @@ async def test_a_stalled_reader_is_aborted():
     async with serving(memory, stall_timeout=0.4) as site:
         async with site.peer(receive_buffer=4096) as peer:
             await peer.request("/checkpoint/7/full")
-            await settle(lambda: site.server.statistics().stalled == 1)
+            await settle(lambda: site.server.counters().server.stalled == 1)
             rest = await peer.read_all()
         assert len(rest) < len(memory.file)
         assert memory.references == 1  # the store's own
@@ -488,14 +489,14 @@ async def test_a_stalled_reader_is_aborted():
 async def test_many_stalled_peers_do_not_slow_a_good_one():
     """200 peers that read nothing, and 50 that say nothing, cost the others nothing."""
     memory = Memory(8 << 20)
-    async with serving(memory, max_readers=1000) as site:
+    async with serving(memory, readers=1000) as site:
         peers = [site.peer(receive_buffer=4096) for _ in range(250)]
         try:
             for peer in peers:
                 await peer.__aenter__()
             for peer in peers[:200]:
                 await peer.request("/checkpoint/7/full")
-            await settle(lambda: site.server.statistics().readers == 200)
+            await settle(lambda: site.server.counters().server.readers == 200)
             async with site.peer() as good, asyncio.timeout(10):
                 for _ in range(10):
                     assert (await good.ask("/checkpoint/7/full")).body == memory.file
@@ -518,12 +519,15 @@ async def test_stop_ends_waiting_sending_and_idle_connections():
         await slow.request("/checkpoint/7/full")
         await waiting.request("/checkpoint/9/full", Prefer="wait=30")
         await idle.ask("/checkpoint/7/metadata")
-        counts = site.server.statistics
+
+        def counts() -> ServerStatistics:
+            return site.server.counters().server
+
         await settle(lambda: counts().waiting == counts().readers == 1)
         async with asyncio.timeout(5):
             await site.server.stop()
         assert (counts().waiting, counts().readers) == (0, 0)
-        assert memory.references == 1  # the store's own
+        assert memory.references == 0
         for peer in (slow, waiting, idle, mute):
             await peer.read_all()
         await site.server.stop()
@@ -542,13 +546,13 @@ async def test_a_lenient_parser_is_told_of(monkeypatch, caplog):
 async def test_a_server_starts_once():
     """What was stopped stays stopped."""
     async with serving() as site:
-        sockets = open_sockets("127.0.0.1", 0)
-        with pytest.raises(ClosedError):
-            await site.server.start(sockets)
-        for each in sockets:
-            each.close()
-        async with site.peer() as peer:
-            assert (await peer.ask("/healthz")).status == 200
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            await site.server.start([other])
+            async with site.peer() as peer:
+                assert (await peer.ask("/healthz")).status == 200
+            await site.server.stop()
+            with pytest.raises(ClosedError):
+                await site.server.start([other])
 
 
 async def test_statistics_and_repr_say_what_is_going_on():
@@ -557,7 +561,7 @@ async def test_statistics_and_repr_say_what_is_going_on():
         await peer.ask("/checkpoint/7/full")
         await peer.ask("/checkpoint/8/full")
         assert repr(site.server) == "<CheckpointServer step=7 readers=0>"
-        statistics = site.server.statistics()
+        statistics = site.server.counters().server
     assert (statistics.requests, statistics.refused) == (2, 1)
     assert statistics.bytes_sent > 1000
     assert TOKEN not in repr(CONFIG)

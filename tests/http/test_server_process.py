@@ -42,7 +42,7 @@ def apart(**options: Any) -> Transport:
 
 def process_of(sender: Transport) -> Any:
     """Return what keeps the process that serves."""
-    return sender._endpoint.store
+    return sender._store
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -114,7 +114,7 @@ class TestServing:
     async def test_memory_is_reused_once_nobody_reads_it(self) -> None:
         """And given back after a retraction."""
         async with apart() as sender, transport() as receiver:
-            store: Any = sender._endpoint.store
+            store: Any = sender._store
             seen = set()
             for step in range(1, 7):
                 await sender.send_checkpoint([1], step, STATE)
@@ -191,7 +191,7 @@ class TestServing:
     async def test_a_cancel_at_any_await_leaves_one_offer(self) -> None:
         """The old one; and the memory of the new one comes back."""
         async with apart() as sender, transport() as receiver:
-            store: Any = sender._endpoint.store
+            store: Any = sender._store
             await sender.send_checkpoint([1], 1, STATE)
             new = {"weight": torch.ones(1000)}
             async for cut in interruptions(lambda: sender.send_checkpoint([1], 2, new)):
@@ -316,7 +316,7 @@ async def main():
     )
     transport = aiockpt.HTTPTransport(server=server)
     await transport.send_checkpoint([1], 1, {"weight": torch.arange(300_000.0)})
-    process = transport._endpoint.store
+    process = transport._store
     print(transport.metadata(), process.pid, flush=True)
     await asyncio.Event().wait()
 asyncio.run(main())

@@ -54,12 +54,12 @@ def came_by(events: list[TransferEvent]) -> str:
 
 def process_of(sender: Transport) -> Any:
     """Return what keeps the process that serves."""
-    return sender._endpoint.store
+    return sender._store
 
 
 def staged_into(sender: Transport) -> Any:
     """Return the memory of what is offered."""
-    return sender._offering._offered.arena  # type: ignore[union-attr]
+    return sender._offered.arena  # type: ignore[union-attr]
 
 
 async def kill(sender: Transport) -> None:

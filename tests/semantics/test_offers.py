@@ -109,7 +109,7 @@ async def test_a_start_that_fails(cell: Cell) -> None:
 @contextmanager
 def stopped(sender: Transport) -> Iterator[None]:
     """Have the process that serves, if there is one, hear of something too late."""
-    store = sender._endpoint.store
+    store = sender._store
     if not isinstance(store, ServerProcess):
         yield
         return
@@ -169,7 +169,7 @@ async def _cancelled_send(
         await cancelled(call)
         return
     task = asyncio.create_task(call)
-    store = sender._endpoint.store
+    store = sender._store
     if isinstance(store, ServerProcess):
         await settle(lambda: store._unanswered)  # the process has it
     else:

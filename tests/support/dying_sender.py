@@ -55,7 +55,7 @@ def made(name: str) -> Transport:
 
 def stage_for_ever(sender: Transport) -> None:
     """Let whatever is sent from now on be looked at for ever."""
-    sender._offering._stager._describe = lambda _: time.sleep(600)  # type: ignore[assignment,method-assign,return-value]
+    sender._stager._describe = lambda _: time.sleep(600)  # type: ignore[assignment,method-assign,return-value]
 
 
 async def main() -> None:

@@ -17,7 +17,6 @@ import time
 from asyncio.subprocess import PIPE, Process, create_subprocess_exec
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from aiockpt.http.listen import open_sockets
 from aiockpt.http.protocol import Source
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.store import Store
+from aiockpt.runtime.bridge import Bridge
 from aiockpt.testing import Fault, FaultProxy
 from aiockpt.testing.faults import Pipe
 from exhaustion import exhausted_fds
@@ -212,11 +212,12 @@ async def serve(options: dict[str, Any]) -> None:
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
-    store = Store()
-    server = CheckpointServer(store, replace(serving.CONFIG, **options))
+    config = serving.config(**options)
+    server = CheckpointServer(config, Bridge(threads=1, name="faultpeers"))
+    store = server.store
     sockets = open_sockets(host, port)
     port = sockets[0].getsockname()[1]
-    await server.start(sockets, ssl_context=None)
+    await server.start(sockets)
     await store.publish(content, grace=0)
     print(f"http://{host}:{port}/checkpoint/", flush=True)
     commands = Serving(server, store)

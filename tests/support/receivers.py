@@ -75,7 +75,7 @@ def lends(call: str) -> bool | None:
 
 def there(sender: Transport) -> str:
     """Say what is left at a sender that nobody reads from any more."""
-    store: Any = sender._endpoint.store
+    store: Any = sender._store
     spent = getattr(store.latest.servable.arena, "spent", False)
     lent = sender.statistics().lent > 0
     assert spent or not lent

@@ -15,22 +15,28 @@ from aiockpt.format.chunks import ChunkGrid, digest
 from aiockpt.format.header import build_manifest
 from aiockpt.http.handlers import ServerConfig
 from aiockpt.http.listen import open_sockets
+from aiockpt.http.options import Server
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.store import Store
+from aiockpt.runtime.bridge import Bridge
 from headers import entries_of
 
 TOKEN = "a-token"
 
 CONFIG = ServerConfig(
+    options=Server(readers=64),
     token=TOKEN,
     insecure=False,
     stall_timeout=30.0,
     default_wait=0.0,
     max_wait=30.0,
-    max_readers=64,
     hosts=frozenset(),
-    prefix="/checkpoint",
 )
+
+
+def config(*, readers: int = 64, **changes: Any) -> ServerConfig:
+    """Return ``CONFIG`` with ``changes``, for so many readers at once."""
+    return replace(CONFIG, options=Server(readers=readers), **changes)
 
 
 class Memory:
@@ -121,20 +127,22 @@ async def serving(
 
     With a small ``send_buffer`` the kernel takes little, as if the network were slow.
     """
-    store = Store()
-    server = CheckpointServer(store, replace(CONFIG, **changes))
+    bridge = Bridge(threads=1, name="serving")
+    server = CheckpointServer(config(**changes), bridge, ssl_context=ssl_context)
+    store = server.store
     sockets = open_sockets("127.0.0.1", 0)
     port = sockets[0].getsockname()[1]
     if send_buffer:  # those who are accepted inherit it
         sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    await server.start(sockets, ssl_context=ssl_context)
+    await server.start(sockets)
     try:
         if memory is not None:
             await store.publish(memory, grace=0)
         yield Site(server, store, port)
     finally:
         await server.stop()
-        await store.close()
+        for each in sockets:
+            each.close()
 
 
 @dataclass

@@ -109,7 +109,7 @@ def _interrupt_a_send(source: Transport, monkeypatch: pytest.MonkeyPatch) -> Non
         assert go.wait(PATIENCE)
         raise AssertionError("it is cancelled by then")
 
-    stager: Any = source._transport._offering._stager  # type: ignore[attr-defined]
+    stager: Any = source._transport._stager  # type: ignore[attr-defined]
     with monkeypatch.context() as patch:
         patch.setattr(stager, "_describe", describe)
         with interrupting(monkeypatch, begun.is_set):
