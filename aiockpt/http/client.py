@@ -40,11 +40,11 @@ from aiockpt.events import TransferEvent, emit
 from aiockpt.format.limits import Limits
 from aiockpt.http.body_reader import BodyWriter, read_body
 from aiockpt.http.chunk_run import Place
-from aiockpt.http.options import require, require_type
+from aiockpt.http.options import Auth, require, require_type
 from aiockpt.http.problems import from_problem
 from aiockpt.http.protocol import LEASE_HEADER, Source
 from aiockpt.http.retry import HostLimitError, OnRetry, Patience, Retries
-from aiockpt.http.security import CheckedResolver, Reach, Security
+from aiockpt.http.security import CheckedResolver, Reach
 from aiockpt.http.sockets import IO_THREADS, IdleClock
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.secrets import severed
@@ -58,7 +58,6 @@ T = TypeVar("T")
 _READ_BUFFER = 1 << 20
 _MAX_PROBLEM = 64 << 10
 _SHORTEST = 1e-3  # seconds
-_ANY_HOST = Security()
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 _MAX_INFORMATIONAL = 64 << 10  # bytes of informational answers to one request
 _START = b"HTTP/1.1 1"
@@ -91,8 +90,8 @@ class ClientConfig:
         limits: What is accepted.
         ssl_context: For ``https``; None takes the system's authorities.
         fast_path: Receive straight into the destination where that is possible.
-        security: Which hosts to connect to, and which manifests to accept. A session
-            of the caller looks names up itself, unchecked.
+        auth: Which hosts to connect to, and which manifests to accept. A session of
+            the caller looks names up itself, unchecked.
     """
 
     max_concurrency: int
@@ -103,7 +102,7 @@ class ClientConfig:
     limits: Limits
     ssl_context: ssl.SSLContext | None
     fast_path: bool = True
-    security: Security = _ANY_HOST
+    auth: Auth = Auth()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         require_type(Limits, limits=self.limits)
@@ -237,7 +236,7 @@ class CheckpointClient:
         self.name = secrets.token_hex(8)
         self._session = session
         self._owns_session = session is None
-        self._reach = Reach(config.security)
+        self._reach = Reach(config.auth.peers)
         self._resolver: CheckedResolver | None = None
         self._threads = Bridge(threads=IO_THREADS, name="aiockpt-receive")
         self._closed = False

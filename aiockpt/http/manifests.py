@@ -191,10 +191,10 @@ async def _ask_manifest(
 
     def decode() -> Manifest:
         """Check who has written the header before anything is made of it."""
-        security = client.config.security  # no frame has its key as a variable
-        if security.key is not None:
+        auth = client.config.auth  # no frame has its key as a variable
+        if auth.key is not None:
             mac = reply.headers.get(MAC_HEADER)
-            check_manifest_mac(security.key, memoryview(header), mac, url=request.url)
+            check_manifest_mac(auth.key, memoryview(header), mac, url=request.url)
         with collector_paused():
             found = decode_header(header, limits=limits, ours=True)
         assert isinstance(found, Manifest)  # ours

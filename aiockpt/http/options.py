@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from aiockpt.format.limits import Limits
+from aiockpt.http.security import check_peers
 from aiockpt.runtime.secrets import Token
 
 __all__ = ["Auth", "Receive", "Server", "require", "require_type"]
 
 _CONNECTIONS = min(4, os.cpu_count() or 4)
 _NICEST = 19
+_SHORTEST_KEY = 16
 
 
 def require(*, at_least: float = 0, **options: float) -> None:
@@ -122,6 +124,15 @@ class Auth:
         if self.token is not None:  # whoever prints this record does not print it
             require_type(str, token=self.token)
             object.__setattr__(self, "token", Token(self.token))
+        if self.key is not None and len(self.key) < _SHORTEST_KEY:
+            raise ValueError(f"manifest_key needs {_SHORTEST_KEY} bytes or more")
+        check_peers(self.peers)
+
+    @property
+    def key(self) -> bytes | None:
+        """The manifest key as bytes."""
+        given = self.manifest_key
+        return given.encode() if isinstance(given, str) else given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Options for networks that are not your own, and where a receiver may connect.
+"""Where a receiver may connect, in networks that are not your own.
 
 Metadata comes from another process, so whoever can write it can name any address that
 this host reaches. A receiver looks a name up once, checks the result, and connects to
@@ -13,7 +13,6 @@ import re
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from aiohttp import DefaultResolver
@@ -21,12 +20,11 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 from aiockpt.errors import LocalProtocolError
 
-__all__ = ["Address", "CheckedResolver", "Network", "Reach", "Security"]
+__all__ = ["CheckedResolver", "Reach", "check_peers"]
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-_SHORTEST_KEY: Final = 16
 _NAME: Final = re.compile(r"[A-Za-z0-9._*-]{1,253}")
 
 
@@ -52,56 +50,16 @@ _SERVICES: Final = frozenset(
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Security:
-    """Options of a transport for networks that are not its own.
-
-    Attributes:
-        manifest_key: A key that both ends know, 16 bytes or more. The sender proves
-            with it that a manifest is its own. The receiver accepts no other manifest:
-            it raises ``ForgedManifestError`` before it fetches any data. The key tells
-            one job from another that answers at the same address. Against an attacker
-            who can change the data on its way, use TLS too.
-        peers: The only hosts that a receive connects to: networks such as
-            ``"10.0.0.0/8"``, addresses, and names, in which ``*`` stands for anything.
-            None: any host that the metadata names, except addresses of cloud metadata
-            services, multicast addresses, and link-local addresses that the metadata
-            does not spell out.
-    """
-
-    manifest_key: str | bytes | None = field(default=None, repr=False)
-    peers: Sequence[str] | None = None
-
-    def __post_init__(self) -> None:
-        if self.key is not None and len(self.key) < _SHORTEST_KEY:
-            raise ValueError(f"manifest_key needs {_SHORTEST_KEY} bytes or more")
-        if isinstance(self.peers, str):
-            raise TypeError(
-                f"peers must be a list of hosts, got the text {self.peers!r}"
-            )
-        for each in self.peers or ():
-            if network_of(each) is None and _NAME.fullmatch(each) is None:
-                raise ValueError(f"peers: {each!r} is no network, address or host name")
-
-    @property
-    def key(self) -> bytes | None:
-        """The manifest key as bytes."""
-        given = self.manifest_key
-        return given.encode() if isinstance(given, str) else given
-
-    def names(self, host: str) -> bool:
-        """Whether ``peers`` has the name of a host."""
-        patterns = [each for each in self.peers or () if network_of(each) is None]
-        name = host.rstrip(".").lower()
-        return any(fnmatch.fnmatchcase(name, each.lower()) for each in patterns)
-
-    def holds(self, address: Address) -> bool:
-        """Whether ``peers`` has an address, by itself or in a network."""
-        networks = map(network_of, self.peers or ())
-        return any(each is not None and address in each for each in networks)
+def check_peers(peers: Sequence[str] | None) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless this is a list of hosts."""
+    if isinstance(peers, str):
+        raise TypeError(f"peers must be a list of hosts, got the text {peers!r}")
+    for each in peers or ():
+        if _network_of(each) is None and _NAME.fullmatch(each) is None:
+            raise ValueError(f"peers: {each!r} is no network, address or host name")
 
 
-def network_of(text: str) -> Network | None:
+def _network_of(text: str) -> Network | None:
     """Return the network, or the network of one address, that a text is."""
     try:
         return ipaddress.ip_network(text.strip("[]"), strict=False)
@@ -110,10 +68,24 @@ def network_of(text: str) -> Network | None:
 
 
 class Reach:
-    """Decides to which hosts and addresses a receiver connects."""
+    """Decides to which hosts and addresses a receiver connects.
 
-    def __init__(self, security: Security) -> None:
-        self._security = security
+    Args:
+        peers: The only hosts, as in `Auth`; None: any but those that are dangerous.
+    """
+
+    def __init__(self, peers: Sequence[str] | None = None) -> None:
+        self._is_limited = peers is not None
+        self._networks: list[Network] = []
+        self._names: list[str] = []
+        for each in peers or ():
+            if (network := _network_of(each)) is not None:
+                self._networks.append(network)
+            else:
+                self._names.append(each.lower())
+
+    def __repr__(self) -> str:
+        return f"<Reach names={self._names} networks={self._networks}>"
 
     def check_host(self, host: str) -> None:
         """Check the host of a URL, if it is an address.
@@ -130,10 +102,9 @@ class Reach:
         self, host: str, address: Address, *, spelled_out: bool = False
     ) -> str | None:
         """Return why ``address``, which ``host`` leads to, is not for a receiver."""
-        security = self._security
-        if security.holds(address):
+        if any(address in network for network in self._networks):
             return None
-        if security.peers is not None and not security.names(host):
+        if self._is_limited and not self._has_name(host):
             return f"{address} is none of the peers that are allowed"
         if address in _SERVICES:
             return f"{address} is where clouds keep a host's credentials"
@@ -142,6 +113,10 @@ class Reach:
         if address.is_link_local and not spelled_out:
             return f"{address} is link-local, and the metadata does not spell it out"
         return None
+
+    def _has_name(self, host: str) -> bool:
+        name = host.rstrip(".").lower()
+        return any(fnmatch.fnmatchcase(name, each) for each in self._names)
 
 
 class CheckedResolver(AbstractResolver):
@@ -190,5 +165,5 @@ def _refusal(host: str, fault: str) -> LocalProtocolError:
     """Return the error for a host that a receiver must not connect to."""
     return LocalProtocolError(
         f"the metadata leads to {host[:100]!r}, and {fault}; a receiver does not "
-        "connect there unless Security(peers=...) has it"
+        "connect there unless Auth(peers=...) has it"
     )

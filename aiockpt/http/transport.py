@@ -36,7 +36,6 @@ from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import PATIENCE, SUPERSEDED, Steps, chase
 from aiockpt.http.options import Auth, Receive, Server, require_type
 from aiockpt.http.protocol import Lease, Source, format_metadata, parse_metadata
-from aiockpt.http.security import Security
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.server_process import ServerProcess
 from aiockpt.http.source import HttpSource, Sharing
@@ -151,7 +150,6 @@ class HTTPTransport(CheckpointTransport[T]):
         self._credentials = find_credentials(
             auth.token, insecure=auth.insecure, env=os.environ
         )
-        security = Security(manifest_key=auth.manifest_key, peers=auth.peers)
         self._timeout, self._limits = seconds(timeout), receive.limits
         self._same_host, lends = same_host, bool(same_host) and CAN_LEND
         self._bridge = Bridge(threads=_THREADS, name="aiockpt")
@@ -168,7 +166,7 @@ class HTTPTransport(CheckpointTransport[T]):
             default_wait=min(self._timeout, _DEFAULT_WAIT),
             max_wait=max(self._timeout, _DEFAULT_WAIT),
             hosts=self._endpoint.hosts(),
-            manifest_key=security.key,
+            manifest_key=auth.key,
             lends=lends,
             incarnation=secrets.token_hex(16),
         )
@@ -202,7 +200,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 token=self._credentials.to_send,
                 limits=receive.limits,
                 ssl_context=auth.client_ssl_context,
-                security=security,
+                auth=auth,
             ),
             session=receive.session,
             run=self._bridge.run,

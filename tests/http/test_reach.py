@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from aiohttp.abc import AbstractResolver
 
+from aiockpt import Auth
 from aiockpt.errors import AuthenticationError, LocalProtocolError, PeerUnreachableError
 from aiockpt.http import security
 from aiockpt.http.protocol import parse_metadata
-from aiockpt.http.security import CheckedResolver, Reach, Security
+from aiockpt.http.security import CheckedResolver, Reach
 from rangepeer import STEP, fetch, fetch_manifest, receiver, serving, soon
 
 pytestmark = pytest.mark.torch_free
@@ -115,7 +116,7 @@ async def test_a_name_that_changes_is_looked_up_once(book: Book) -> None:
 @pytest.mark.parametrize("host", ["169.254.7.7", "fe80::1%eth0", "127.0.0.1", "::1"])
 def test_metadata_may_spell_out_what_is_near(host: str) -> None:
     """Hosts are joined by cables without a router, too."""
-    Reach(Security()).check_host(host)
+    Reach().check_host(host)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_metadata_may_spell_out_what_is_near(host: str) -> None:
 )
 def test_peers_are_the_only_ones(peers: list[str], host: str, allowed: bool) -> None:
     """A list says all that is allowed, also what is not without one."""
-    decide = Reach(Security(peers=peers)).check_host
+    decide = Reach(peers).check_host
     if allowed:
         decide(host)
     else:
@@ -159,7 +160,7 @@ async def test_peers_may_be_names(
     book: Book, peers: list[str], name: str, allowed: bool
 ) -> None:
     """A name that is listed, or that leads to an address that is."""
-    resolver = CheckedResolver(Reach(Security(peers=peers)))
+    resolver = CheckedResolver(Reach(peers))
     if allowed:
         assert [each["host"] for each in await resolver.resolve(name)] == ["127.0.0.1"]
     else:
@@ -218,9 +219,7 @@ async def test_an_error_page_that_shows_the_request_shows_no_token() -> None:
 def test_options_that_cannot_be_are_refused(options: Any) -> None:
     """When they are given."""
     with pytest.raises(ValueError, match=r"manifest_key|peers"):
-        Security(**options)
+        Auth(**options)
     with pytest.raises(TypeError):
-        Security(peers="10.0.0.0/8")
-    assert "topsecret-topsecret" not in repr(
-        Security(manifest_key="topsecret-topsecret")
-    )
+        Auth(peers="10.0.0.0/8")
+    assert "topsecret-topsecret" not in repr(Auth(manifest_key="topsecret-topsecret"))
