@@ -26,12 +26,13 @@ import ctypes
 import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from hashlib import shake_128
 from mmap import mmap
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 
@@ -44,10 +45,12 @@ from aiockpt.errors import (
 )
 from aiockpt.format.chunks import (
     DEVICE_ALGORITHM,
+    UNSEALED,
     ChunkGrid,
     check_chunk_bytes,
     digest,
 )
+from aiockpt.format.entries import Entries
 from aiockpt.format.header import (
     LENGTH_BYTES,
     build_manifest,
@@ -69,8 +72,6 @@ from aiockpt.memory.copies import (
 from aiockpt.memory.device import Event, Pair, Port, completed, port_for
 from aiockpt.pg.medium import Offered, Parcel, copy_header
 from aiockpt.pg.messages import (
-    LARGE_BYTES,
-    TOGETHER_BYTES,
     Channel,
     Digests,
     Group,
@@ -106,9 +107,6 @@ __all__ = [
     "keys",
 ]
 
-# What a tensor of any dtype may start at; the segment itself starts at such.
-_ALIGNMENT: Final = 64
-
 _WORDS: Final = 1 << 16
 ROW_BYTES: Final = 4 * _WORDS
 _AT_ONCE: Final = 16 * ROW_BYTES
@@ -120,22 +118,6 @@ _LAST_POLL: Final = 1e-3
 
 
 # -------------------------------------------------------------------------- digests
-
-
-@dataclass(frozen=True, slots=True)
-class _Folded:
-    """The rows of a chunk on their way to the host, where they are once ``event`` is.
-
-    ``rows`` are those on the device: they must live until then.
-    """
-
-    rows: torch.Tensor
-    arrived: torch.Tensor
-    event: Event
-
-    def digest(self) -> str:
-        """Return the chunk's digest."""
-        return digest([ctypes.string_at(self.arrived.data_ptr(), self.arrived.nbytes)])
 
 
 def keys(device: torch.device) -> torch.Tensor:
@@ -162,48 +144,52 @@ def _rows(data: torch.Tensor) -> torch.Tensor:
     return data.view(torch.int32).view(-1, _WORDS)
 
 
-class _KnownDigests:
-    """The digests that a sender has computed before it sends."""
-
-    def __init__(self, digests: Sequence[str]) -> None:
-        self._digests = digests
-
-    def add(self, start: int, data: torch.Tensor) -> None:
-        """Do nothing."""
-
-    async def digits(self) -> bytearray:
-        """Return all digests, joined."""
-        return bytearray("".join(self._digests).encode())
-
-
 class _DeviceDigests:
-    """Computes a receiver's digests when all of the segment is on the device."""
+    """Computes a segment's digests on the device, when all of it has moved.
+
+    No byte of a chunk comes to the host, only its folded rows. The digests are
+    computed once. A sender does so before it sends: a state that changes meanwhile has
+    other ones then, also if it changes before its bytes are sent.
+    """
 
     def __init__(
         self,
         device: Device,
         bridge: Bridge,
-        memory: Segment,
+        segment: Segment,
         grid: ChunkGrid,
-        on_chunk: OnChunk | None,
+        on_chunk: OnChunk | None = None,
     ) -> None:
         self._device, self._bridge = device, bridge
-        self._memory, self._grid = memory, grid
+        self._segment, self._grid = segment, grid
         self._on_chunk = on_chunk
+        self._digests: list[str] = []
 
     def add(self, start: int, data: torch.Tensor) -> None:
         """Do nothing: the device is faster by far than what brings the bytes."""
 
     async def digits(self) -> bytearray:
         """Return all digests, joined."""
-        found = bytearray()
-        for chunk in range(len(self._grid)):
-            start, stop = self._grid.range(chunk)
-            digest = self._device.digest(self._memory, start, stop, self._bridge)
-            found += (await digest).encode()
-            if self._on_chunk is not None:
-                self._on_chunk(stop - start)
-        return found
+        if not self._digests:
+            found, chunks = [""] * len(self._grid), iter(range(len(self._grid)))
+
+            async def worker() -> None:
+                for chunk in chunks:
+                    start, stop = self._grid.range(chunk)
+                    found[chunk] = await self._digest(start, stop)
+                    if self._on_chunk is not None:
+                        self._on_chunk(stop - start)
+
+            await run_all([worker] * _CHUNKS_AT_ONCE)
+            self._digests = found
+        return bytearray("".join(self._digests).encode())
+
+    async def _digest(self, start: int, stop: int) -> str:
+        fold = partial(self._device.fold, self._segment, start, stop)
+        rows, arrived, event = await self._bridge.run(fold)
+        await completed(event)
+        del rows  # on the device, and copied from until now
+        return digest([ctypes.string_at(arrived.data_ptr(), arrived.nbytes)])
 
 
 # --------------------------------------------------- the device and a segment on it
@@ -246,15 +232,14 @@ class Device:
             free, _ = torch.get_device_module(self.device).mem_get_info(self.device)
             raise LimitExceededError(what, limit=free, actual=nbytes) from error
 
-    async def digest(
-        self, segment: Segment, start: int, stop: int, bridge: Bridge
-    ) -> str:
-        """Return the digest of a chunk; no byte of it comes to the host."""
-        folded = await bridge.run(self._fold, segment, start, stop)
-        await completed(folded.event)
-        return folded.digest()
+    def fold(
+        self, segment: Segment, start: int, stop: int
+    ) -> tuple[torch.Tensor, torch.Tensor, Event]:
+        """Begin to fold a chunk on the side stream; for a thread.
 
-    def _fold(self, segment: Segment, start: int, stop: int) -> _Folded:
+        Return the rows on the device, which must live until the event, the host memory
+        that they are copied to, and the event, when they are there.
+        """
         pinned = self.device.type == "cuda"  # else the copy would block the thread
         with self.port.aside():
             if self._keys is None:
@@ -262,99 +247,49 @@ class Device:
             rows = fold(segment.take(start, stop), self._keys)
             arrived = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=pinned)
             event = self.port.copy([(arrived, rows)], after=self.port.mark())
-        return _Folded(rows, arrived, event)
+        return rows, arrived, event
+
+    def homes(self, entries: Entries, numbers: Iterable[int]) -> Homes:
+        """Return new memory on the device for some entries; messages come to it."""
+        sizes = ((n, entries.stops[n] - entries.starts[n]) for n in numbers)
+        homes = {number: self.allocate(size) for number, size in sizes}
+        # What this thread's stream still does with memory that was freed comes first.
+        with self.line.aside(self.line.fence()):
+            return homes
 
 
-class Home(NamedTuple):
-    """Where an entry starts on the device: a byte of a tensor's storage."""
-
-    tensor: torch.Tensor
-    first: int
-
-    def bytes(self, nbytes: int) -> torch.Tensor:
-        """Return that many of its bytes."""
-        return raw_bytes(self.tensor, self.first, nbytes)
+Homes: TypeAlias = dict[int, torch.Tensor]
+"""Bytes of entries on the device, by number; the other entries are in host memory."""
 
 
-Homes: TypeAlias = dict[int, Home]
-"""By the number of the entry; entries that are not here are in host memory."""
-
-Bounds: TypeAlias = "tuple[array[int], array[int]]"
-"""Where entries start and stop in the segment."""
-
-
-def in_state(backings: Backings, bounds: Bounds, own: Iterable[int]) -> Homes:
-    """Return the homes of those entries that the state has byte by byte."""
+def in_state(backings: Backings, entries: Entries, own: Iterable[int]) -> Homes:
+    """Return the memory of those entries that the state has byte by byte."""
     homes: Homes = {}
     for entry in own:
         backing = backings[entry]
-        nbytes = bounds[1][entry] - bounds[0][entry]
+        nbytes = entries.stops[entry] - entries.starts[entry]
         if not backing.parts and backing.nbytes == nbytes:
-            homes[entry] = _home(backing)
+            homes[entry] = _raw(backing)
     return homes
 
 
-def in_blocks(
-    bounds: Bounds,
-    entries: Iterable[int],
-    *,
-    apart: Set[int],
-    allocate: Callable[[int], torch.Tensor],
-) -> Homes:
-    """Allocate homes; an entry that is ``apart`` shares its storage with no other."""
-    homes: Homes = {}
-    for group in _together(bounds, entries, apart):
-        start, stop = bounds[0][group[0]], bounds[1][group[-1]]
-        lead = start % _ALIGNMENT if len(group) > 1 else 0
-        block = allocate(lead + stop - start)
-        for entry in group:
-            homes[entry] = Home(block, lead + bounds[0][entry] - start)
-    return homes
+def _raw(backing: Backing) -> torch.Tensor:
+    first = backing.address - backing.tensor.untyped_storage().data_ptr()
+    return raw_bytes(backing.tensor, first, backing.nbytes)
 
 
-def _together(
-    bounds: Bounds, entries: Iterable[int], apart: Set[int]
-) -> Iterator[list[int]]:
-    """Yield neighbours that share a block."""
-    group: list[int] = []
-    for entry in sorted(entries):
-        start, stop = bounds[0][entry], bounds[1][entry]
-        alone = entry in apart or stop - start >= LARGE_BYTES
-        if group and (
-            alone
-            or bounds[1][group[-1]] != start
-            or stop - bounds[0][group[0]] > TOGETHER_BYTES
-        ):
-            yield group
-            group = []
-        group.append(entry)
-        if alone:
-            yield group
-            group = []
-    if group:
-        yield group
-
-
-def _home(backing: Backing) -> Home:
-    storage = backing.tensor.untyped_storage()
-    return Home(backing.tensor, backing.address - storage.data_ptr())
-
-
-def pairs(
-    backings: Backings, bounds: Bounds, homes: Homes, entries: Iterable[int]
-) -> Iterator[Pair]:
+def pairs(backings: Backings, homes: Homes, numbers: Iterable[int]) -> Iterator[Pair]:
     """Yield what entries have in their homes, and where the state has it."""
-    for entry in entries:
-        backing = backings[entry]
-        place = homes[entry].bytes(bounds[1][entry] - bounds[0][entry])
+    for number in numbers:
+        backing, home = backings[number], homes[number]
         if backing.parts:
-            yield from part_pairs(backing.parts, place)
+            yield from part_pairs(backing.parts, home)
         elif backing.nbytes:
-            yield place[: backing.nbytes], _home(backing).bytes(backing.nbytes)
+            yield home[: backing.nbytes], _raw(backing)
 
 
 class Segment:
-    """A data segment, in spans that each lie in one run of device memory, or host's.
+    """A data segment of which some entries are on a device, and the rest on the host.
 
     It is the `Outgoing` and the `Incoming` of a channel whose messages are on a device.
     What it does with the device's memory is enqueued on the current stream.
@@ -369,36 +304,19 @@ class Segment:
         self,
         device: torch.device,
         host: Memory,
-        bounds: Bounds,
-        homes: Mapping[int, Home],
+        entries: Entries,
+        homes: Homes,
     ) -> None:
         self.device = device
         self.after: Event | None = None
         self._host = host
-        self._starts, self._stops = array("q"), array("q")
-        self._homes: list[Home | None] = []
-        self._buffered: dict[int, tuple[int, torch.Tensor]] = {}
-        for entry, (start, stop) in enumerate(zip(*bounds, strict=True)):
-            if start < stop:
-                self._append(start, stop, homes.get(entry))
-
-    def _append(self, start: int, stop: int, home: Home | None) -> None:
-        if self._homes and self._continues(start, home):
-            self._stops[-1] = stop
-            return
-        self._starts.append(start)
-        self._stops.append(stop)
-        self._homes.append(home)
-
-    def _continues(self, start: int, home: Home | None) -> bool:
-        last = self._homes[-1]
-        if home is None or last is None:
-            return home is last
-        run_on = last.first + start - self._starts[-1] == home.first
-        return run_on and last.tensor is home.tensor
+        own = sorted(number for number, home in homes.items() if home.numel())
+        self._starts = [entries.starts[number] for number in own]
+        self._homes = [homes[number] for number in own]
+        self._buffered: dict[int, torch.Tensor] = {}
 
     def __repr__(self) -> str:
-        return f"<Segment on {self.device} spans={len(self._homes)}>"
+        return f"<Segment on {self.device} tensors={len(self._homes)}>"
 
     def buffers(self, start: int, stop: int) -> list[memoryview]:
         """Return a range that lies in host memory."""
@@ -408,16 +326,18 @@ class Segment:
         self, start: int, stop: int
     ) -> Iterator[tuple[int, int, torch.Tensor | None]]:
         """Yield the parts of a range; None for the bytes of one in host memory."""
-        span = bisect_right(self._starts, start) - 1
+        at = max(bisect_right(self._starts, start) - 1, 0)
         while start < stop:
-            last = min(self._stops[span], stop)
-            home = self._homes[span]
-            if home is None:
-                yield start, last, None
-            else:
-                first = home.first + start - self._starts[span]
-                yield start, last, raw_bytes(home.tensor, first, last - start)
-            start, span = last, span + 1
+            first = last = stop
+            if at < len(self._homes):
+                first = min(self._starts[at], stop)
+                last = min(first + self._homes[at].numel(), stop)
+            if start < first:
+                yield start, first, None
+            begin = max(start, first)
+            if begin < last:
+                yield begin, last, self._homes[at][begin - first : last - first]
+            start, at = max(start, last), at + 1
 
     def take(self, start: int, stop: int) -> torch.Tensor:
         """Return a range as bytes on the device: the memory itself, or a copy."""
@@ -437,17 +357,16 @@ class Segment:
         first = next(self.spans(start, stop))
         if first[2] is not None and first[1] == stop:
             return first[2]
-        buffer = self.buffer(stop - start)
-        self._buffered[start] = stop, buffer
-        return buffer
+        self._buffered[start] = self.buffer(stop - start)
+        return self._buffered[start]
 
     def settle(self, start: int) -> None:
         """Copy a buffer that has been filled to its places."""
         if start not in self._buffered:
             return
-        stop, arrived = self._buffered.pop(start)
+        arrived = self._buffered.pop(start)
         places, sources = [], []
-        for first, last, data in self.spans(start, stop):
+        for first, last, data in self.spans(start, start + arrived.numel()):
             source = arrived[first - start : last - start]
             if data is None:
                 incoming = HostIncoming(self._host)
@@ -472,7 +391,6 @@ class _Staging:
 
     def __init__(self, description: Description, device: Device) -> None:
         self.description, self.device = description, device
-        self.bounds = description.entries.starts, description.entries.stops
         self.own = device.owned(description.backings)
         self.arena = Arena(description.entries.nbytes, staging=True)
         self.plan = CopyPlan(
@@ -483,22 +401,21 @@ class _Staging:
         )
 
     def begin(self, after: Event, fences: Fences) -> tuple[Segment, list[Event]]:
-        """Enqueue all copies; return the segment and the end of those to the host."""
-        backings, bounds = self.description.backings, self.bounds
-        homes = in_state(backings, bounds, self.own)
+        """Enqueue all copies; return the segment and what ends when it is complete."""
+        backings, entries = self.description.backings, self.description.entries
+        homes = in_state(backings, entries, self.own)
         rest = [entry for entry in self.own if entry not in homes]
         with self.device.port.aside(after):
-            homes |= in_blocks(bounds, rest, apart=set(), allocate=self._zeros)
-            for place, source in pairs(backings, bounds, homes, rest):
+            for entry in rest:
+                nbytes = entries.stops[entry] - entries.starts[entry]
+                homes[entry] = self.device.allocate(nbytes).zero_()
+            for place, source in pairs(backings, homes, rest):
                 to, there = once(place, source)
                 to.copy_(there, non_blocking=True)
-        events = self.plan.stage_parts(fences)
-        events += self.plan.stage_device(0, self.description.entries.nbytes, fences)
+        events = [self.device.port.mark(), *self.plan.stage_parts(fences)]
+        events += self.plan.stage_device(0, entries.nbytes, fences)
         host = self.plan.in_place()
-        return Segment(self.device.device, host, bounds, homes), events
-
-    def _zeros(self, nbytes: int) -> torch.Tensor:
-        return self.device.allocate(nbytes).zero_()
+        return Segment(self.device.device, host, entries, homes), events
 
     def abandon(self) -> None:
         """Close the arena when nothing that was left in flight writes to it."""
@@ -553,19 +470,18 @@ def _destination_of(
     ``placement`` says which entries the sender has on its device. They go to this one,
     except where a template has them.
     """
-    bounds = _bounds(manifest)
+    entries = manifest.entries
     if template is None:
-        homes = _blocks(device, bounds, placement, _viewed(manifest))
-        return new_tensors(manifest, terms, bridge, share=_Share(device, bounds, homes))
+        share = _Share(device, entries, device.homes(entries, placement))
+        return new_tensors(manifest, terms, bridge, share=share)
     match = template.match(manifest)
     own = device.owned(match.backings)
-    there = in_state(match.backings, bounds, own) if terms.direct else {}
+    there = in_state(match.backings, entries, own) if terms.direct else {}
     copied = [entry for entry in own if entry not in there]
     # What is no tensor of the template is made anew, where the sender has it.
     values = [e for e in placement if not match.backings.tensors[e].numel()]
-    viewed = _viewed(manifest) if match.fresh else set()
-    made = _blocks(device, bounds, {*copied, *values}, viewed)
-    share = _Share(device, bounds, there | made, match.backings, copied)
+    homes = there | device.homes(entries, {*copied, *values})
+    share = _Share(device, entries, homes, match.backings, copied)
     others = replace(match, backings=_without(match.backings, own))
     return into_template(manifest, others, terms, bridge, share=share)
 
@@ -575,7 +491,7 @@ class _Share:
 
     Args:
         device: The device.
-        bounds: Where each entry starts and ends in the segment.
+        entries: Where each entry is in the segment.
         homes: Where each of its entries is received.
         backings: A template's memory, if there is one.
         copied: The entries that are copied from there to the template.
@@ -584,21 +500,18 @@ class _Share:
     def __init__(
         self,
         device: Device,
-        bounds: Bounds,
+        entries: Entries,
         homes: Homes,
         backings: Backings | None = None,
         copied: Sequence[int] = (),
     ) -> None:
-        self._device, self._bounds, self._homes = device, bounds, homes
+        self._device, self._entries, self.away = device, entries, homes
         self._backings, self._copied = backings, copied
         self._segment: Segment | None = None
-        self.away = {
-            entry: home.bytes(bounds[1][entry] - bounds[0][entry])
-            for entry, home in homes.items()
-        }
 
     def beside(self, memory: Memory) -> Memory:
-        self._segment = Segment(self._device.device, memory, self._bounds, self._homes)
+        device = self._device.device
+        self._segment = Segment(device, memory, self._entries, self.away)
         return self._segment
 
     def begin(self) -> None:
@@ -611,30 +524,12 @@ class _Share:
     def load(self, fences: Fences) -> list[Event]:
         if self._backings is None:
             return []
-        found = pairs(self._backings, self._bounds, self._homes, self._copied)
+        found = pairs(self._backings, self.away, self._copied)
         copies = (once(state, place) for place, state in found)
         return [self._device.port.copy(copies, after=fences[self._device.device])]
 
     def drain(self) -> None:
         self._device.port.synchronize()
-
-
-def _bounds(manifest: Manifest) -> Bounds:
-    return manifest.entries.starts, manifest.entries.stops
-
-
-def _viewed(manifest: Manifest) -> set[int]:
-    """Return the entries that need storages of their own, because of views."""
-    return {spec.storage for spec in manifest.views}
-
-
-def _blocks(
-    device: Device, bounds: Bounds, entries: Iterable[int], apart: Set[int]
-) -> Homes:
-    homes = in_blocks(bounds, entries, apart=apart, allocate=device.allocate)
-    # What this thread's stream still does with memory that was freed comes first.
-    with device.line.aside(device.line.fence()):
-        return homes
 
 
 # ------------------------------------------------------------------------- messages
@@ -751,11 +646,12 @@ class DeviceMedium:
             memory, events = await self._bridge.run(staging.begin, after, fences)
             for event in events:
                 await completed(event)
-            digests = await self._digest(staging, memory)
-            manifest = await self._bridge.run(self._manifest, staging, step, digests)
+            manifest = await self._bridge.run(self._manifest, staging, step)
             offer = await self._bridge.run(copy_header, manifest)
-            offer += encode_placement(len(staging.bounds[0]), staging.own)
+            offer += encode_placement(len(manifest.entries), staging.own)
             messages = await self._bridge.run(messages_of, manifest, self.message_bytes)
+            digests = self.digests(memory, manifest.grid, None)
+            await digests.digits()
         except BaseException as error:
             self._bridge.post(staging.abandon)
             if isinstance(error, Exception) and not isinstance(error, AiockptError):
@@ -765,8 +661,7 @@ class DeviceMedium:
         def release() -> None:
             self._bridge.post(staging.arena.close)
 
-        known = _KnownDigests(manifest.digests)
-        return Parcel(manifest, offer, memory, messages, known, release)
+        return Parcel(manifest, offer, memory, messages, digests, release)
 
     def close(self) -> None:
         """Do nothing: no memory is kept."""
@@ -808,28 +703,15 @@ class DeviceMedium:
         description = describe(state_dict, limits=limits, allow_pickle=allow_pickle)
         return _Staging(description, self._device)
 
-    async def _digest(self, staging: _Staging, memory: Segment) -> list[str]:
-        grid = ChunkGrid(staging.description.entries.nbytes, self._chunk_bytes)
-        digests = [""] * len(grid)
-        remaining = iter(range(len(grid)))
-
-        async def worker() -> None:
-            for chunk in remaining:
-                start, stop = grid.range(chunk)
-                digest = self._device.digest(memory, start, stop, self._bridge)
-                digests[chunk] = await digest
-
-        await run_all([worker] * _CHUNKS_AT_ONCE)
-        return digests
-
-    def _manifest(self, staging: _Staging, step: int, digests: list[str]) -> Manifest:
+    def _manifest(self, staging: _Staging, step: int) -> Manifest:
         description = staging.description
+        grid = ChunkGrid(description.entries.nbytes, self._chunk_bytes)
         return build_manifest(
             step=step,
             chunk_bytes=self._chunk_bytes,
             entries=description.entries,
             views=description.views,
             tree=description.tree,
-            digests=digests,
+            digests=[UNSEALED] * len(grid),  # they are sent last
             algorithm=DEVICE_ALGORITHM,
         )
