@@ -8,7 +8,6 @@ import pytest
 
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.format.paths import Node
-from aiockpt.state.leaves import Allowance
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
 from pipeline import LIMITS
 from trees import manifest_of
@@ -41,8 +40,3 @@ class TestAmplification:
         assemble(Frame.of(once), tensors, limits=LIMITS)
         with pytest.raises(RemoteProtocolError, match="again and again"):
             assemble(Frame.of(often), tensors, limits=LIMITS)
-
-
-def test_it_says_what_is_left() -> None:
-    """The repr is for people."""
-    assert repr(Allowance(10)) == "<Allowance bytes=10>"

@@ -168,9 +168,10 @@ def _default_codec(
     leaf_type: type[Any],
 ) -> tuple[Callable[[Any], object], Callable[[Any], Any]]:
     if issubclass(leaf_type, enum.Flag):
-        return lambda flag: flag.value, _only_of(int, leaf_type)
+        return lambda flag: flag.value, lambda found: leaf_type(exactly(int, found))
     if issubclass(leaf_type, enum.Enum):
-        return lambda member: member.name, _only_of(str, leaf_type.__getitem__)
+        # An enum's own error shows the value, which may be a tensor, or very long.
+        return lambda member: member.name, lambda name: leaf_type[exactly(str, name)]
     if dataclasses.is_dataclass(leaf_type):
         names = [each.name for each in dataclasses.fields(leaf_type) if each.init]
     elif _is_named_tuple(leaf_type):
@@ -213,35 +214,21 @@ def sizes(value: object) -> tuple[int, ...]:
     return found
 
 
-def _only_of(
-    kind: type[object], decode: Callable[[Any], Any]
-) -> Callable[[object], Any]:
-    # An enum's own error shows the value, which may be a tensor, or very long.
-    def checked(value: object) -> Any:
-        if type(value) is not kind:
-            raise TypeError(f"no {kind.__name__}")
-        return decode(value)
-
-    return checked
-
-
-def _counter(value: object) -> Counter[Any]:
-    # A Counter counts the items of anything else, and a range has 2**63 of them.
-    if type(value) is not dict:
-        raise TypeError("no dict")
-    return Counter(value)
-
-
-def _bytearray(value: object) -> bytearray:
-    # bytearray(2**40) would allocate what a peer claims.
-    if not isinstance(value, bytes):
-        raise TypeError("not bytes")
-    return bytearray(value)
-
-
-# What state dicts hold of the standard library, such as a scheduler's milestones.
-register_leaf(Counter, tag="Counter", encode=dict, decode=_counter)
-register_leaf(bytearray, tag="bytearray", encode=bytes, decode=_bytearray)
+# What state dicts hold of the standard library, such as a scheduler's milestones. A
+# Counter would count the items of anything else, and a range has 2**63 of them;
+# bytearray(2**40) would allocate what a peer claims.
+register_leaf(
+    Counter,
+    tag="Counter",
+    encode=dict,
+    decode=lambda counts: Counter(exactly(dict, counts)),
+)
+register_leaf(
+    bytearray,
+    tag="bytearray",
+    encode=bytes,
+    decode=lambda content: bytearray(exactly(bytes, content)),
+)
 register_leaf(
     range,
     tag="range",

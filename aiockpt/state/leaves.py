@@ -2,7 +2,7 @@
 
 Each becomes ``["ext", tag, payload]``, with a payload that the tree codec can carry.
 A peer's tree can name the same bytes a million times, and some decoders copy them. So
-an `Allowance` counts the copies of one tree: each byte that travelled pays for one byte
+the registry of a tree counts the copies: each byte that travelled pays for one byte
 that is copied. Numpy is optional.
 """
 
@@ -28,9 +28,7 @@ from aiockpt.state.nodes import decoder_of
 __all__ = [
     "DTYPES",
     "DTYPE_NAMES",
-    "Allowance",
     "Extension",
-    "TooMuchError",
     "extension",
     "registry",
 ]
@@ -157,34 +155,6 @@ def _elements(code: str, shape: tuple[int, ...], raw: bytes) -> Any:
     return np.frombuffer(raw, dtype=dtype).reshape(shape)
 
 
-class TooMuchError(ValueError):
-    """The payloads of a tree stand for more bytes than travelled."""
-
-
-class Allowance:
-    """Limits how many bytes all decoders of one tree copy together.
-
-    Args:
-        travelled: The number of bytes that the peer sent.
-    """
-
-    def __init__(self, travelled: int) -> None:
-        self._left = travelled
-
-    def __repr__(self) -> str:
-        return f"<Allowance bytes={self._left}>"
-
-    def spend(self, copied: object) -> None:
-        """Count an item of a payload that a decoder is about to copy.
-
-        Raises:
-            TooMuchError: the decoders would copy more bytes than travelled.
-        """
-        self._left -= len(copied) if isinstance(copied, bytes) else 0
-        if self._left < 0:
-            raise TooMuchError("the same bytes are used again and again")
-
-
 _DECODERS: dict[str, Callable[[Any], object]] = {
     "numpy.scalar": _numpy_scalar,
     "numpy.ndarray": _numpy_array,
@@ -199,15 +169,21 @@ def _itself(value: object) -> object:
     return value
 
 
-class _Overlay(Registry):
-    """The shared registry, with the tags of leaves that have no exact type."""
+class _TreeRegistry(Registry):
+    """The shared registry, and the decoders of one tree's leaves without an exact type.
+
+    Args:
+        decoders: Those decoders, by tag.
+        travelled: The bytes that the peer sent. All decoders together copy at most as
+            many.
+    """
 
     def __init__(
-        self, decoders: Mapping[str, Callable[[Any], object]], allowance: Allowance
+        self, decoders: Mapping[str, Callable[[Any], object]], travelled: int
     ) -> None:
         super().__init__()
         self._decoders = decoders
-        self._allowance = allowance
+        self._left = travelled
 
     def by_type(self, leaf_type: type) -> Codec | None:
         return REGISTRY.by_type(leaf_type)
@@ -224,7 +200,10 @@ class _Overlay(Registry):
         self, tag: str, decode: Callable[[Any], object], payload: Any
     ) -> object:
         items = payload if type(payload) is tuple else (payload,)
-        self._allowance.spend(items[_COPIED[tag]])
+        copied = items[_COPIED[tag]]
+        self._left -= len(copied) if isinstance(copied, bytes) else 0
+        if self._left < 0:
+            raise ValueError("the same bytes are used again and again")
         return decode(payload)
 
 
@@ -239,4 +218,4 @@ def registry(
         travelled: The number of bytes that all decoders may allocate.
     """
     pickles = {"pickle": pickle.loads} if allow_pickle else {}
-    return _Overlay({**_DECODERS, **more, **pickles}, Allowance(travelled))
+    return _TreeRegistry({**_DECODERS, **more, **pickles}, travelled)
