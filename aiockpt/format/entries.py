@@ -196,7 +196,7 @@ def decode_entries(header: Bytes, start: int) -> Entries:
 
     Raises:
         msgspec.MsgspecError: malformed, or no entries.
-        RemoteProtocolError: two have one name, or this is not the canonical form.
+        RemoteProtocolError: this is not the canonical form.
     """
     decode = msgspec.json.Decoder(dict[str, Entry]).decode
     encode = msgspec.json.Encoder().encode
@@ -211,8 +211,6 @@ def decode_entries(header: Bytes, start: int) -> Entries:
         entries.extend(found)
     if comma != bool(len(entries)):
         raise RemoteProtocolError("the header is not in canonical form")
-    if len(set(entries.names)) != len(entries):
-        raise RemoteProtocolError("the header has two entries of the same name")
     return entries
 
 

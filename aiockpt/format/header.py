@@ -101,11 +101,6 @@ def build_manifest(
     )
     if fault := fault_of(document, views, entries, algorithm):
         raise LocalProtocolError(f"cannot describe step {step}: {fault}")
-    names = {*entries.names}
-    if len(names) != len(entries):
-        raise LocalProtocolError("two entries have the same name")
-    if "__metadata__" in names:
-        raise LocalProtocolError("'__metadata__' cannot name a tensor")
     # The text of the manifest is a JSON string; the order of the keys is normative.
     text = encode(encode(document).decode())
     file = bytearray(LENGTH_BYTES)

@@ -50,7 +50,8 @@ def fault_of(
     if document.entries != len(entries):
         return f"{len(entries)} entries instead of {document.entries}"
     return (
-        _tiling_fault(entries, _WRITTEN_BYTES, 1)
+        _names_fault(entries)
+        or _tiling_fault(entries, _WRITTEN_BYTES, 1)
         or _alignment_fault(entries)
         or _grid_fault(document, entries.nbytes, algorithm)
         or views_fault(views, entries)
@@ -60,6 +61,16 @@ def fault_of(
 def foreign_fault(entries: Entries) -> str | None:
     """Return the first inconsistency within another tool's header."""
     return _tiling_fault(entries, CODE_BITS, 8)
+
+
+def _names_fault(entries: Entries) -> str | None:
+    """The names are those of different members, and none is the metadata's."""
+    names = {*entries.names}
+    if len(names) != len(entries):
+        return "two entries have the same name"
+    if "__metadata__" in names:
+        return "'__metadata__' cannot name a tensor"
+    return None
 
 
 def _tiling_fault(entries: Entries, sizes: Mapping[str, int], unit: int) -> str | None:

@@ -95,6 +95,8 @@ def test_a_forged_header_is_otherwise_valid(forge: Forge) -> None:
         {"w": entry("F32", [4], -16, 0)},
         {"w": entry("F32", [4], 16, 0)},
         {"w": entry("F32", [4], 0, -16)},
+        # the one name that no entry may have
+        {"__metadata__": entry()},
         # overlaps, gaps, disorder
         {"a": entry(), "b": entry()},
         {"a": entry(), "b": entry(start=12, stop=28)},
