@@ -8,7 +8,6 @@ import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final
 
 from aiockpt.checkpointers.sources import Reading
@@ -18,14 +17,8 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.download import Download
-from aiockpt.http.download import Peer as DownloadPeer
-from aiockpt.http.manifests import (
-    PATIENCE,
-    chase,
-    end_lease,
-    fetch_latest,
-    fetch_manifest,
-)
+from aiockpt.http.manifests import PATIENCE, chase
+from aiockpt.http.peers import Peer, Peers
 from aiockpt.http.protocol import Lease, Source, parse_address
 from aiockpt.memory.arena import Memory
 from aiockpt.runtime.bridge import Bridge
@@ -115,28 +108,24 @@ class _Peer:
         """Return the manifest."""
         asked = "a checkpoint" if self.step is None else f"step {self.step}"
         deadline = self._deadline("fetch_manifest", asked)
-        note = partial(_note, deadline)
         with closing(Bridge(threads=1, name="aiockpt-peer")) as bridge:
             async with (
                 aclosing(self._client(bridge)) as client,
                 deadline,
                 _Meter(on_bytes, deadline).raising(),
             ):
+                source = replace(self.source, patience=0.0)  # waits for no step
+                peers = Peers.at(client, [source], deadline.note, deadline=0.0)
 
                 async def ask(step: int) -> Manifest:
-                    source = replace(self.source, patience=0.0)  # waits for no step
                     try:
-                        reply = await fetch_manifest(
-                            client, source, step, deadline=0.0, on_retry=note
-                        )
+                        return (await peers.manifest(step)).manifest
                     except AiockptError as error:
-                        note(error)
+                        deadline.note(error)
                         raise
-                    return reply.manifest
 
                 async def newest() -> int:
-                    found = await fetch_latest(client, self.source, on_retry=note)
-                    return found.step
+                    return (await peers.latest()).step
 
                 if self.step is not None:
                     return await ask(self.step)
@@ -146,7 +135,7 @@ class _Peer:
         """Tell the peer that all has come."""
         with closing(Bridge(threads=1, name="aiockpt-peer")) as bridge:
             async with aclosing(self._client(bridge)) as client:
-                await end_lease(client, self.source, step)
+                await Peers.at(client, [self.source]).end_lease(step)
 
     async def fetch(
         self,
@@ -161,15 +150,10 @@ class _Peer:
             async with aclosing(self._client(bridge)) as client, deadline:
                 meter = _Meter(on_bytes, deadline)
                 async with meter.raising():
-                    download = Download(
-                        client,
-                        [DownloadPeer(self.source, joined=True)],
-                        manifest.outline,
-                        PlainTarget(target),
-                        on_progress=meter.add,
-                        on_retry=partial(_note, deadline),
-                    )
-                    await download.run(chunks)
+                    peer = Peer(self.source, joined=True)
+                    peers = Peers(client, [peer], deadline.note)
+                    outline, memory = manifest.outline, PlainTarget(target)
+                    await Download(peers, outline, memory, chunks, meter.add).run()
 
     def _deadline(self, stop: str, asked: str) -> Deadline:
         what = f"{asked} from {self.source.base_url}"
@@ -177,11 +161,6 @@ class _Peer:
 
     def _client(self, bridge: Bridge) -> CheckpointClient:
         return CheckpointClient(self.config, None, run=bridge.run)
-
-
-def _note(deadline: Deadline, error: AiockptError) -> None:
-    """Have the error of the deadline tell what went wrong last."""
-    deadline.last_error = str(error)
 
 
 class _Meter:

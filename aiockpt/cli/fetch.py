@@ -13,7 +13,7 @@ from aiockpt.cli.peer import Found, Peer, open_peer
 from aiockpt.cli.text import ProgressBar, format_bytes
 from aiockpt.errors import AiockptError
 from aiockpt.events import Meter, Progress
-from aiockpt.http.sources import keeping
+from aiockpt.http.download import Download
 from aiockpt.storage.partfile import PartFile, check_target
 from aiockpt.transfer.source import PlainTarget
 
@@ -83,12 +83,11 @@ async def save(
         return chunks
 
     try:
-        async with peer.reading(found) as sources:
-            chunks = await keeping(sources, manifest.step, missing())
+        async with peer.reading(found) as peers:
+            chunks = await peers.keep(manifest.step, missing())
             meter.at("fetch_chunk")
-            await sources.fetch_chunks(
-                manifest.outline, PlainTarget(part), chunks, on_progress=meter.add
-            )
+            outline, filled = manifest.outline, PlainTarget(part)
+            await Download(peers, outline, filled, chunks, meter.add).run()
         meter.at("write")
         await peer.bridge.run(partial(part.commit, replace=replace))
     except BaseException:
@@ -102,7 +101,7 @@ async def save(
     resumed = f" ({format_bytes(kept)} were there already)" if kept else ""
     given = "".join(
         f"\n{format_bytes(nbytes)} of it from {url}"
-        for url, nbytes in sources.given().items()
+        for url, nbytes in peers.given().items()
     )
     return (
         f"{target}: step {manifest.step}, snapshot {manifest.snapshot_id}\n"

@@ -25,9 +25,9 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.manifests import PATIENCE, LatestInfo, chase
+from aiockpt.http.peers import Peers, distinct
 from aiockpt.http.protocol import Lease, Source
 from aiockpt.http.retry import poll
-from aiockpt.http.sources import Sources, distinct
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
 
@@ -44,7 +44,7 @@ class Found(NamedTuple):
     """A checkpoint, and who has it."""
 
     manifest: Manifest
-    sources: Sources
+    peers: Peers
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,34 +90,32 @@ class Peer:
         lease = Lease.begin(self.deadline.when) if keep else None
 
         def give_up(error: AiockptError) -> None:
-            self.deadline.last_error = str(error)
+            self.deadline.note(error)
             # The client itself would wait for the step until it is cancelled.
             if isinstance(error, StepNotFoundError) and _now() >= last:
                 raise error
 
         async with aclosing(self.client(reconnect=self.wait)) as client:
-            sources = Sources.of(
-                client, [replace(each, lease=lease) for each in self.sources]
-            )
-            self.deadline.what = f"step {step} from {sources.name}"
+            leased = [replace(each, lease=lease) for each in self.sources]
+            until = min(last, self.deadline.when)
+            peers = Peers.at(client, leased, give_up, deadline=until)
+            self.deadline.what = f"step {step} from {peers.name}"
             try:
-                reply = await sources.fetch_manifest(
-                    step, deadline=min(last, self.deadline.when), on_retry=give_up
-                )
+                reply = await peers.manifest(step)
             except LimitExceededError as error:
                 if error.limit != self.config.limits.max_bytes:
                     raise
                 limit, actual = error.limit, error.actual
                 raise _TooLargeError(error.what, limit=limit, actual=actual) from error
-        return Found(reply.manifest, sources)
+        return Found(reply.manifest, peers)
 
     @asynccontextmanager
-    async def reading(self, found: Found) -> AsyncIterator[Sources]:
+    async def reading(self, found: Found) -> AsyncIterator[Peers]:
         """Give what reads the chunks of a checkpoint; end its lease afterwards."""
         async with aclosing(self.client()) as client:
-            sources = found.sources.through(client)
-            yield sources
-            await sources.end_lease(found.manifest.step)
+            peers = replace(found.peers, client=client, on_retry=self.deadline.note)
+            yield peers
+            await peers.end_lease(found.manifest.step)
 
     def client(self, *, reconnect: float | None = None) -> CheckpointClient:
         """Return a client that tries for ``reconnect`` seconds to reach the peer."""
@@ -129,19 +127,16 @@ class Peer:
     async def _newest(self) -> int:
         last = _now() + self.wait
 
-        def note(error: AiockptError) -> None:
-            self.deadline.last_error = str(error)
-
         async with aclosing(self.client(reconnect=self.wait)) as client:
-            sources = Sources.of(client, self.sources)
-            self.deadline.what = f"a checkpoint from {sources.name}"
+            peers = Peers.at(client, self.sources, self.deadline.note)
+            self.deadline.what = f"a checkpoint from {peers.name}"
 
             async def ask() -> LatestInfo | None:
                 left = max(last - _now(), 0.0)
                 try:
-                    return await sources.fetch_latest(wait=left, on_retry=note)
+                    return await peers.latest(wait=left)
                 except StepNotFoundError as error:
-                    note(error)
+                    self.deadline.note(error)
                     if _now() >= last:
                         raise
                 return None

@@ -105,6 +105,7 @@ async def _read_all(address: Address, arguments: argparse.Namespace) -> Manifest
         IntegrityError: a chunk came three times with a wrong digest.
     """
     from aiockpt.cli.peer import open_peer  # needs aiohttp, and a file does not
+    from aiockpt.http.download import Download
     from aiockpt.transfer.source import PlainTarget
 
     async with open_peer([address], arguments) as peer:
@@ -117,13 +118,13 @@ async def _read_all(address: Address, arguments: argparse.Namespace) -> Manifest
             window = _Window(min(many * manifest.chunk_bytes, manifest.segment_bytes))
             target = PlainTarget(window)
             peer.deadline.stop = "fetch_chunk"
-            async with peer.reading(found) as sources:
+            async with peer.reading(found) as peers:
                 for first in range(0, count, many):
                     chunks = range(first, min(first + many, count))
                     window.start = manifest.grid.range(first)[0]
-                    await sources.fetch_chunks(
-                        manifest.outline, target, chunks, on_progress=lambda *_: None
-                    )
+                    await Download(
+                        peers, manifest.outline, target, chunks, lambda *_: None
+                    ).run()
             return manifest
 
         return await peer.receive(read)

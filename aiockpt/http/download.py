@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
@@ -33,14 +33,14 @@ from aiockpt.errors import (
     LocalProtocolError,
     RemoteProtocolError,
     StagingError,
-    TransportError,
 )
 from aiockpt.events import TransferEvent, emit
 from aiockpt.format.manifest import Outline
 from aiockpt.http.body_reader import BodyWriter
 from aiockpt.http.chunk_run import ChunkRun
-from aiockpt.http.client import CheckpointClient, Reply, Request
+from aiockpt.http.client import Reply, Request
 from aiockpt.http.manifests import fetch_manifest
+from aiockpt.http.peers import Peer, Peers, verdict
 from aiockpt.http.protocol import (
     Resource,
     ResourceKind,
@@ -52,19 +52,16 @@ from aiockpt.http.protocol import (
     parse_content_range,
     parse_etag,
 )
-from aiockpt.http.retry import OnRetry, Patience, Retries
+from aiockpt.http.retry import Patience, Retries
 from aiockpt.runtime.system import failing_here, of_caller
-from aiockpt.runtime.tasks import Notifier, beside, run_all
+from aiockpt.runtime.tasks import Notifier, beside, task_group
 from aiockpt.transfer.source import OnProgress, PlainTarget, Target
 
 __all__ = [
     "Assignment",
     "Connection",
     "Download",
-    "OtherSnapshotError",
-    "Peer",
     "choose",
-    "verdict",
 ]
 
 _MAX_RUN = 1 << 30  # tens of megabytes might come in the time of one request
@@ -90,79 +87,6 @@ class _Closed:
 
     def buffers(self, start: int, stop: int) -> list[memoryview]:
         raise AssertionError(f"bytes {start} to {stop} come after the download")
-
-
-class OtherSnapshotError(CheckpointChangedError):
-    """A peer serves the step, but not the snapshot that the other peers serve."""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.url} serves another snapshot of this step, {self.actual}; the "
-            f"others serve {self.expected}"
-        )
-
-
-@dataclass(eq=False, slots=True)
-class Peer:
-    """One source of a checkpoint.
-
-    Attributes:
-        source: Its address and token.
-        chunks: The chunks that it holds; None for all of them.
-        joined: Whether it is known to hold this checkpoint.
-        given: Verified bytes that came from it, in the last download.
-        error: Why it is not asked any more.
-    """
-
-    source: Source
-    chunks: Container[int] | None = None
-    joined: bool = False
-    given: int = 0
-    error: AiockptError | None = None
-
-    def has(self, run: ChunkRun) -> bool:
-        """Say whether it holds the first chunk of a run."""
-        return self.chunks is None or run.chunk is None or run.chunk in self.chunks
-
-    def require(self, expected: Outline, actual: Outline) -> None:
-        """Raise `OtherSnapshotError` if its snapshot is another one; else it joins."""
-        if actual.snapshot_id != expected.snapshot_id:
-            raise OtherSnapshotError(
-                expected=expected.snapshot_id,
-                actual=actual.snapshot_id,
-                url=self.source.base_url,
-            )
-        self.joined = True
-
-    def drop(self, error: AiockptError, step: int) -> None:
-        """Ask it no more. Only the first error counts."""
-        if self.error is not None:
-            return
-        self.error = error
-        emit(
-            TransferEvent(
-                stop="drop",
-                step=step,
-                peer=self.source.base_url,
-                nbytes=self.given,
-                detail=str(error),
-                level=logging.WARNING,
-            )
-        )
-
-
-def verdict(peers: Sequence[Peer]) -> AiockptError:
-    """Return the error that says why no peer is left; the others are its notes.
-
-    What a peer answered tells more than that another peer did not answer.
-    """
-    failed = [(peer, peer.error) for peer in peers if peer.error is not None]
-    answers = [error for _, error in failed if not isinstance(error, TransportError)]
-    chosen = [*answers, *(error for _, error in failed)][0]
-    for peer, error in failed:
-        if error is not chosen:
-            chosen.add_note(f"{peer.source.base_url} failed, too: {error}")
-    return chosen
 
 
 @dataclass(eq=False, slots=True)
@@ -303,49 +227,57 @@ class Download:
     """One download of chunks into ``target``; each chunk is verified as it arrives.
 
     Args:
-        client: Asks the peers.
-        peers: Those that are left. One that has not joined is asked for its manifest
+        peers: Of those that are left, one that has not joined is asked for its manifest
             first.
         outline: Of the checkpoint.
         target: Where the bytes go. Its memory is prepared a little ahead of them.
-        deadline: In loop time; a peer that has not joined may take until then.
+        chunks: Their numbers.
         on_progress: Gets newly arrived bytes and newly verified chunks.
-        on_retry: Called with each error that is followed by another attempt.
+
+    Raises:
+        LocalProtocolError: the checkpoint has no such chunk.
     """
 
     def __init__(
         self,
-        client: CheckpointClient,
-        peers: Sequence[Peer],
+        peers: Peers,
         outline: Outline,
         target: Target,
-        *,
+        chunks: Iterable[int],
         on_progress: OnProgress,
-        deadline: float = inf,
-        on_retry: OnRetry | None = None,
     ) -> None:
-        self._client, self._peers, self._outline = client, peers, outline
+        if len(peers.all) == 1:  # nobody gives up the only one
+            peers.all[0].error = None
+        self._all, self._peers = peers, peers.left()
+        self._client, self._outline = peers.client, outline
         self._target, self._on_progress = target, of_caller(on_progress)
-        self._deadline, self._on_retry = deadline, on_retry
-        self._most = client.config.max_concurrency
-        self._chunks = 0
-        self._queue = deque[ChunkRun]()
+        self._most = peers.client.config.max_concurrency
+        try:
+            whole = ChunkRun(outline, dict.fromkeys(chunks))
+        except IndexError as error:
+            raise LocalProtocolError(f"no such chunk: {error}") from None
+        self._chunks = len(whole)
+        self._queue = deque([whole] if self._chunks else [])
         self._assignments: list[Assignment] = []
-        self._connections: list[Connection] = []
-        self._patience = {peer: client.patience() for peer in peers}
+        self._patience = {peer: peers.client.patience() for peer in self._peers}
+        self._connections = [
+            Connection(peer, self._patience[peer])
+            for peer in self._peers
+            for _ in range(self._most)
+        ]
         self._joining: dict[Peer, anyio.CancelScope] = {}
         self._news = Notifier()
         self._looked = 0.0
-        for patience in self._patience.values():
-            patience.connected = True
+        for peer, patience in self._patience.items():
+            peer.given, patience.connected = 0, True
         self._set_alone()
 
     def __repr__(self) -> str:
         state = f"queue={len(self._queue)} assignments={len(self._assignments)}"
         return f"<Download peers={len(self._peers)} {state}>"
 
-    async def run(self, chunks: Sequence[int]) -> None:
-        """Download chunks, given by their numbers; once only.
+    async def run(self) -> None:
+        """Download the chunks; once only.
 
         If cancelled, nothing is written to the target any more, any part of it may
         have been, and no connection is left.
@@ -358,26 +290,15 @@ class Download:
                 peer was silent for the reconnect timeout.
             AuthenticationError, RemoteProtocolError: what the peer answered.
         """
-        try:
-            whole = ChunkRun(self._outline, dict.fromkeys(chunks))
-        except IndexError as error:
-            raise LocalProtocolError(f"no such chunk: {error}") from None
-        self._chunks = len(whole)
         if not self._chunks:
             return
-        if not self._left():
-            raise verdict(self._peers)
-        self._queue.append(whole)
+        if not self._peers:
+            raise verdict(self._all.all)
+        began = _now()
         try:
-            self._connections = [
-                Connection(peer, self._patience[peer])
-                for peer in self._peers
-                for _ in range(self._most)
-            ]
-            numbered = enumerate(self._connections)
-            await run_all(
-                [partial(self._work, each, n % self._most) for n, each in numbered]
-            )
+            async with task_group() as tasks:
+                for number, connection in enumerate(self._connections):
+                    tasks.start_soon(self._work, connection, number % self._most)
         finally:
             for run in self._queue:  # it failed: the beginnings of chunks do not count
                 self._forget(run.assign(None, _ignore))
@@ -385,6 +306,17 @@ class Download:
             # not keep the memory.
             self._target = PlainTarget(_Closed())
         assert self._is_done, "a chunk was left out"
+        for url, nbytes in self._all.given().items():
+            emit(
+                TransferEvent(
+                    stop="fetch_chunk",
+                    step=self._outline.step,
+                    peer=url,
+                    nbytes=nbytes,
+                    seconds=_now() - began,
+                    level=logging.INFO,
+                )
+            )
 
     @property
     def _is_done(self) -> bool:
@@ -413,8 +345,8 @@ class Download:
                     client,
                     peer.source,
                     step,
-                    deadline=self._deadline,
-                    on_retry=self._on_retry,
+                    deadline=self._all.deadline,
+                    on_retry=self._all.on_retry,
                 )
                 peer.require(outline, found.manifest.outline)
             except (ClosedError, StagingError):
@@ -488,7 +420,7 @@ class Download:
         """Fetch what is left of a run; what does not come goes back into the queue."""
         peer, patience, step = connection.peer, connection.patience, self._outline.step
         started = began = _now()
-        retries = self._client.retries(peer.source, step, patience, self._on_retry)
+        retries = self._client.retries(peer.source, step, patience, self._all.on_retry)
         mine = Assignment(connection, run, retries, anyio.CancelScope())
         self._assignments.append(mine)
 

@@ -37,7 +37,6 @@ from aiockpt.http.client import CheckpointClient, Reply, Request
 from aiockpt.http.memory_protocol import OFFER_HEADER, PROBE_HEADER
 from aiockpt.http.protocol import (
     INCARNATION_HEADER,
-    LEASE_HEADER,
     STEP_HEADER,
     Resource,
     ResourceKind,
@@ -60,10 +59,8 @@ __all__ = [
     "ManifestReply",
     "Steps",
     "chase",
-    "end_lease",
     "fetch_latest",
     "fetch_manifest",
-    "keep_lease",
     "wait_newer",
 ]
 
@@ -80,7 +77,6 @@ perhaps from a lower step, or serves another one soon.
 """
 
 _REPLY = 0.5  # seconds that the reply to a request may take once it is decided
-_FAREWELL = 1.0  # seconds in which a peer takes note that a receive has ended
 _POLL = 30.0  # seconds for which a peer is asked to wait for news
 _SMALL = 1 << 20
 
@@ -332,45 +328,6 @@ def _step_of(reply: Reply) -> int:
             f"{url} names no step in its answer; is that an aiockpt server?"
         )
     return int(text)
-
-
-async def end_lease(client: CheckpointClient, source: Source, step: int) -> None:
-    """Tell the peer that the receive of ``source.lease`` has ended.
-
-    A peer that does not hear it finds out by itself: the lease ends when nothing is
-    asked for during the peer's stall timeout.
-    """
-    assert source.lease is not None
-    left = source.lease.until - _now()  # all bytes are here, so this must not cost much
-    request = Request(
-        source=source,
-        method="HEAD",
-        path=format_resource(Resource(ResourceKind.METADATA, step)),
-        headers={LEASE_HEADER: source.lease.end},
-        status=HTTPStatus.NO_CONTENT,
-    )
-    with suppress(TimeoutError):
-        async with asyncio.timeout(min(_FAREWELL, max(left, 0.0) / 4)):
-            await _tell(client, request)
-
-
-async def keep_lease(client: CheckpointClient, source: Source, step: int) -> None:
-    """Renew ``source.lease`` until cancelled, while nothing else is asked for."""
-    request = Request(
-        source=source,
-        path=format_resource(Resource(ResourceKind.METADATA, step)),
-        headers={hdrs.IF_NONE_MATCH: "*", "Prefer": format_prefer_wait(0)},
-        status=HTTPStatus.NOT_MODIFIED,
-    )
-    while True:
-        await client.pause(client.config.stall_timeout / 4)
-        await _tell(client, request)
-
-
-async def _tell(client: CheckpointClient, request: Request) -> None:
-    with suppress(AiockptError):
-        async with client.request(request):
-            pass
 
 
 async def chase(

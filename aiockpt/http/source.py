@@ -30,6 +30,7 @@ from aiockpt.errors import (
 from aiockpt.format.chunks import ChunkHasher, HashedChunk
 from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest, Outline
+from aiockpt.http.download import Download
 from aiockpt.http.memory_protocol import (
     MAX_MESSAGE,
     RETURNED,
@@ -39,12 +40,11 @@ from aiockpt.http.memory_protocol import (
     identity,
     parse_offer,
 )
-from aiockpt.http.sources import Sources, keeping
+from aiockpt.http.peers import Peers
 from aiockpt.memory.arena import LENT_SEALS, Arena, Borrowed
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.children import close_in_forks
 from aiockpt.runtime.ipc import arrival, is_ours, receive
-from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.tasks import Over, map_in_threads
 from aiockpt.state.template import Template
 from aiockpt.transfer.destination import Destination, Terms, destination_of
@@ -96,13 +96,11 @@ class HttpSource:
         arena: The sender's memory, where the checkpoint is used in it or from it.
     """
 
-    def __init__(
-        self, peers: Sources, bridge: Bridge, sharing: Sharing, deadline: Deadline
-    ) -> None:
+    def __init__(self, peers: Peers, bridge: Bridge, sharing: Sharing) -> None:
         self.name, self.medium, self.remark = peers.name, _HTTP, ""
         self.arena: Arena | None = None
         self._peers, self._bridge = peers, bridge
-        self._sharing, self._deadline = sharing, deadline
+        self._sharing = sharing
         self._step: int | None = None  # of which the manifest has come
         self._offer: str | None = None
         self._lent: LentMemory | None = None
@@ -131,10 +129,8 @@ class HttpSource:
     async def manifest(self, step: int) -> Manifest:
         """Return the manifest; learn whether there is memory to be had."""
         here = await self._bridge.run(identity) if self._sharing.wanted else None
-        reply = await self._peers.fetch_manifest(
+        reply = await self._peers.manifest(
             step,
-            deadline=self._deadline.when,
-            on_retry=self._remember,
             probe=None if here is None else format_probe(here, os.urandom(16)),
         )
         self._offer = None if here is None else reply.offer
@@ -189,9 +185,7 @@ class HttpSource:
         if self._lent is not None:
             left = await self._take(self._lent, outline, target, chunks, on_progress)
         if left:
-            await self._peers.fetch_chunks(
-                outline, target, left, on_progress=on_progress, on_retry=self._remember
-            )
+            await Download(self._peers, outline, target, left, on_progress).run()
 
     async def end(self, step: int) -> None:
         """Tell the sender that all bytes have come, unless it has lent its memory."""
@@ -202,7 +196,7 @@ class HttpSource:
         """Await what takes a while and asks the sender nothing; keep its snapshot."""
         if self.medium != _HTTP:
             return await work
-        return await keeping(self._peers, step, work)
+        return await self._peers.keep(step, work)
 
     def give_back(self) -> None:
         """Give the memory back, unless tensors lie in it. For threads."""
@@ -220,9 +214,6 @@ class HttpSource:
         if lent is not None:
             # Not on the loop: if the lender is gone, this frees gigabytes.
             self._bridge.post(lent.close)
-
-    def _remember(self, error: AiockptError) -> None:
-        self._deadline.last_error = str(error)
 
     async def _take(
         self,

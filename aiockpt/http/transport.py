@@ -35,11 +35,11 @@ from aiockpt.http.handlers import CheckpointService, ServerConfig
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import PATIENCE, SUPERSEDED, Steps, chase
 from aiockpt.http.options import Auth, Receive, Server, require_type
+from aiockpt.http.peers import Peers, sources_of
 from aiockpt.http.protocol import Lease, Source, format_metadata, parse_metadata
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.server_process import ServerProcess
 from aiockpt.http.source import HttpSource, Sharing
-from aiockpt.http.sources import Sources, sources_of
 from aiockpt.http.store import Failure, Store
 from aiockpt.memory.arena import CAN_LEND, ArenaPool
 from aiockpt.memory.device import port_for
@@ -736,23 +736,21 @@ class HTTPTransport(CheckpointTransport[T]):
         leased = [replace(source, lease=lease) for source in sources]
         if step is None:
             leased = [replace(source, patience=PATIENCE) for source in leased]
-        origin = Sources.of(self._client, leased)
-        asked = "a checkpoint" if step is None else f"step {step}"
-        what = f"{asked} from {origin.name}"
-        deadline = Deadline(limit, stop="fetch_manifest", what=what)
-        pause = self._client.pause
+        deadline = Deadline(limit, stop="fetch_manifest")
+        peers = Peers.at(self._client, leased, deadline.note, deadline=until)
+        deadline.what = f"a checkpoint from {peers.name}"
 
         def receive(step: int) -> Awaitable[object]:
-            deadline.what = f"step {step} from {origin.name}"
-            peers = HttpSource(origin, self._bridge, sharing, deadline)
-            return receive_from(peers, step, options, self._bridge, deadline)
+            deadline.what = f"step {step} from {peers.name}"
+            source = HttpSource(peers, self._bridge, sharing)
+            return receive_from(source, step, options, self._bridge, deadline)
 
         with self._lifetime.call():
             async with deadline:
                 if step is not None:
                     return cast("T", await receive(step))
-                found = await chase(origin.newest, receive, pause=pause)
-                return cast("T", found[1])
+                pause = self._client.pause
+                return cast("T", (await chase(peers.newest, receive, pause=pause))[1])
 
 
 def _check_together(server: Server, auth: Auth, *, zero_copy: bool) -> None:

@@ -64,6 +64,10 @@ class Deadline(AbstractAsyncContextManager["Deadline"]):
                 raise self._expired(*getattr(error, "__notes__", ())) from late
             raise
 
+    def note(self, error: Exception) -> None:
+        """Note what failed last, and is tried again."""
+        self.last_error = str(error)
+
     def renew(self) -> None:
         """Begin the timeout anew, in the block, because something was achieved."""
         if self._scope is not None and not self._scope.expired():

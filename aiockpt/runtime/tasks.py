@@ -1,9 +1,8 @@
 """Concurrency inside one call: tasks that end before it returns, and many small jobs.
 
-`run_all` runs coroutines together and returns their results. `beside` runs one beside a
-block. `map_in_threads` runs a
-function over many items in a few threads. `Notifier` wakes the tasks that wait for a
-change.
+`task_group` runs coroutines until its block ends, `run_all` returns their results, and
+`beside` runs one beside a block. `map_in_threads` runs a function over many items in a
+few threads. `Notifier` wakes the tasks that wait for a change.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from anyio.abc import TaskGroup
 
 from aiockpt.runtime.bridge import Bridge, Inline
 
-__all__ = ["Notifier", "Over", "beside", "map_in_threads", "run_all"]
+__all__ = ["Notifier", "Over", "beside", "map_in_threads", "run_all", "task_group"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -74,7 +73,7 @@ async def run_all(
     async def run(at: int, job: Callable[[], Coroutine[Any, Any, object]]) -> None:
         results[at] = await job()
 
-    async with _task_group() as group:
+    async with task_group() as group:
         for at, job in enumerate(jobs):
             group.start_soon(run, at, job)
     return [results[at] for at in range(len(results))]
@@ -86,13 +85,13 @@ async def beside(job: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[
 
     The first failure cancels the other, and is raised alone. If cancelled, both are.
     """
-    async with _task_group() as group:
+    async with task_group() as group:
         group.start_soon(job)
         yield
 
 
 @asynccontextmanager
-async def _task_group() -> AsyncIterator[TaskGroup]:
+async def task_group() -> AsyncIterator[TaskGroup]:
     """Open a task group whose first failure is raised alone, with its own cause."""
     failed: BaseException | None = None
     try:

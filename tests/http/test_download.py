@@ -10,7 +10,8 @@ from aiockpt.errors import PeerUnreachableError
 from aiockpt.format.chunks import ChunkGrid
 from aiockpt.format.manifest import Outline
 from aiockpt.http.chunk_run import ChunkRun
-from aiockpt.http.download import Assignment, Connection, Peer, choose, verdict
+from aiockpt.http.download import Assignment, Connection, choose
+from aiockpt.http.peers import Peer, verdict
 from aiockpt.http.protocol import Source
 from aiockpt.http.retry import Patience, Retries
 

@@ -304,7 +304,7 @@ class TestAllFail:
             assert caught.value.url == CLOSED.base_url
             assert other.base_url in caught.value.__notes__[0]
             with pytest.raises(PeerUnreachableError):
-                await Fetch(client, [CLOSED, other]).origin.fetch_latest()
+                await Fetch(client, [CLOSED, other]).peers.latest()
 
     async def test_killed_one_after_the_other(self) -> None:
         """In the middle."""
@@ -413,9 +413,9 @@ async def test_the_newest_step_that_is_served_is_the_latest() -> None:
         sources = [source(site) for site in sites]
         for chosen in ([0, 1, 2], [2, 0], [0, 2]):
             fetch = Fetch(client, [sources[number] for number in chosen])
-            assert (await fetch.origin.fetch_latest()).step == STEP + 1
+            assert (await fetch.peers.latest()).step == STEP + 1
         fetch = Fetch(client, [CLOSED, sources[0]])
-        assert (await fetch.origin.fetch_latest()).step == STEP
+        assert (await fetch.peers.latest()).step == STEP
 
 
 async def test_many_sources_share_the_connections() -> None:

@@ -20,13 +20,14 @@ from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http import manifests
 from aiockpt.http.client import CheckpointClient, ClientConfig
-from aiockpt.http.download import Download, Peer
+from aiockpt.http.download import Download
+from aiockpt.http.peers import Peer, Peers
 from aiockpt.http.protocol import Source
 from aiockpt.http.retry import OnRetry
 from aiockpt.http.sockets import IO_THREADS
 from aiockpt.memory.arena import Memory as PlainMemory
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.transfer.source import PlainTarget
+from aiockpt.transfer.source import OnProgress, PlainTarget
 from headers import entries_of
 
 T = TypeVar("T")
@@ -237,11 +238,14 @@ async def fetch_chunks(
     outline: Outline,
     memory: PlainMemory,
     chunks: Sequence[int],
-    **options: Any,
+    *,
+    on_progress: OnProgress,
+    on_retry: OnRetry | None = None,
 ) -> None:
     """Fetch chunks from one peer; see `Download` for the options."""
-    peer, target = Peer(source, joined=True), PlainTarget(memory)
-    await Download(client, [peer], outline, target, **options).run(chunks)
+    peers = Peers(client, [Peer(source, joined=True)], on_retry)
+    target = PlainTarget(memory)
+    await Download(peers, outline, target, chunks, on_progress).run()
 
 
 async def fetch_manifest(

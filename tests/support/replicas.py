@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+from aiockpt.errors import AiockptError
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.http.client import CheckpointClient
+from aiockpt.http.download import Download
+from aiockpt.http.peers import Peers
 from aiockpt.http.protocol import Source
-from aiockpt.http.sources import Sources
 from aiockpt.testing.faults import Fault, FaultProxy, Pipe
 from aiockpt.transfer.source import PlainTarget
 from rangepeer import Memory as Target
@@ -82,7 +84,7 @@ class Fetch:
     """
 
     def __init__(self, client: CheckpointClient, sources: Sequence[Source]) -> None:
-        self.origin = Sources.of(client, sources)
+        self.peers = Peers.at(client, sources, self.note)
         self.urls = [each.base_url for each in sources]
         self.target = Target(0)
         self.under_way = asyncio.Event()
@@ -92,21 +94,24 @@ class Fetch:
         """Return the data segment."""
         remove = add_hook(self.events.append)
         try:
-            reply = await self.origin.fetch_manifest(
-                step, deadline=asyncio.get_running_loop().time() + FAR
-            )
+            self.peers.deadline = asyncio.get_running_loop().time() + FAR
+            reply = await self.peers.manifest(step)
             manifest = reply.manifest
             self.target = Target(manifest.segment_bytes)
-            await self.origin.fetch_chunks(
+            await Download(
+                self.peers,
                 manifest.outline,
                 PlainTarget(self.target),
                 chunks or range(len(manifest.grid)),
-                on_progress=self.count,
-                on_retry=self.target.errors.append,
-            )
+                self.count,
+            ).run()
         finally:
             remove()
         return self.target.content
+
+    def note(self, error: AiockptError) -> None:
+        """Be told of an error that is followed by another attempt."""
+        self.target.errors.append(error)
 
     def count(self, nbytes: int, chunks: int) -> None:
         """Be the fetch's ``on_progress``."""
@@ -117,7 +122,7 @@ class Fetch:
     @property
     def given(self) -> list[int]:
         """How many bytes each source gave."""
-        return [*self.origin.given().values()]
+        return [*self.peers.given().values()]
 
     def dropped(self) -> dict[int, str]:
         """Return which sources were dropped, and why."""

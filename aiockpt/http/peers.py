@@ -1,0 +1,384 @@
+"""The peers of a receive: one, or several that hold the same checkpoint.
+
+Which checkpoint that is, the first manifest decides. A snapshot id is the digest of a
+manifest with the digests of all chunks, so peers with the same id hold the same bytes.
+A peer with another one is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from math import inf
+from typing import Any, TypeVar
+
+import anyio
+from aiohttp import hdrs
+
+from aiockpt.errors import (
+    AiockptError,
+    CheckpointChangedError,
+    ClosedError,
+    StagingError,
+    StepNotFoundError,
+    TransportError,
+)
+from aiockpt.events import TransferEvent, emit
+from aiockpt.format.manifest import Outline
+from aiockpt.http.chunk_run import ChunkRun
+from aiockpt.http.client import CheckpointClient, Request
+from aiockpt.http.manifests import (
+    LatestInfo,
+    ManifestReply,
+    fetch_latest,
+    fetch_manifest,
+)
+from aiockpt.http.protocol import (
+    LEASE_HEADER,
+    Resource,
+    ResourceKind,
+    Source,
+    format_prefer_wait,
+    format_resource,
+    parse_metadata,
+)
+from aiockpt.http.retry import OnRetry, poll
+from aiockpt.runtime.secrets import discreet
+from aiockpt.runtime.tasks import Notifier, run_all
+
+__all__ = ["OtherSnapshotError", "Peer", "Peers", "distinct", "sources_of", "verdict"]
+
+V = TypeVar("V")
+
+_WAIT = 30.0  # seconds for which a sender is asked to wait for its first step
+_OTHERS = 0.5  # seconds in which a peer may name a newer step than the first one
+_FAREWELL = 1.0  # seconds in which a peer takes note that a receive has ended
+
+
+class OtherSnapshotError(CheckpointChangedError):
+    """A peer serves the step, but not the snapshot that the other peers serve."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.url} serves another snapshot of this step, {self.actual}; the "
+            f"others serve {self.expected}"
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """One source of a checkpoint.
+
+    Attributes:
+        source: Its address and token.
+        chunks: The chunks that it holds; None for all of them.
+        joined: Whether it is known to hold this checkpoint.
+        given: Verified bytes that came from it, in the last download.
+        error: Why it is not asked any more.
+    """
+
+    source: Source
+    chunks: Container[int] | None = None
+    joined: bool = False
+    given: int = 0
+    error: AiockptError | None = None
+
+    def has(self, run: ChunkRun) -> bool:
+        """Say whether it holds the first chunk of a run."""
+        return self.chunks is None or run.chunk is None or run.chunk in self.chunks
+
+    def require(self, expected: Outline, actual: Outline) -> None:
+        """Raise `OtherSnapshotError` if its snapshot is another one; else it joins."""
+        if actual.snapshot_id != expected.snapshot_id:
+            raise OtherSnapshotError(
+                expected=expected.snapshot_id,
+                actual=actual.snapshot_id,
+                url=self.source.base_url,
+            )
+        self.joined = True
+
+    def drop(self, error: AiockptError, step: int) -> None:
+        """Ask it no more. Only the first error counts."""
+        if self.error is not None:
+            return
+        self.error = error
+        emit(
+            TransferEvent(
+                stop="drop",
+                step=step,
+                peer=self.source.base_url,
+                nbytes=self.given,
+                detail=str(error),
+                level=logging.WARNING,
+            )
+        )
+
+
+def verdict(peers: Sequence[Peer]) -> AiockptError:
+    """Return the error that says why no peer is left; the others are its notes.
+
+    What a peer answered tells more than that another peer did not answer.
+    """
+    failed = [(peer, peer.error) for peer in peers if peer.error is not None]
+    answers = [error for _, error in failed if not isinstance(error, TransportError)]
+    chosen = [*answers, *(error for _, error in failed)][0]
+    for peer, error in failed:
+        if error is not chosen:
+            chosen.add_note(f"{peer.source.base_url} failed, too: {error}")
+    return chosen
+
+
+@dataclass(eq=False)
+class Peers:
+    """Whoever is asked in a receive, from the manifest to the last chunk.
+
+    Errors are the only peer's own. Of several peers, the error that tells most is
+    raised once nobody is left, with the others as its notes.
+
+    Attributes:
+        client: What asks them.
+        all: In the caller's order.
+        on_retry: Called with each error that is followed by another attempt.
+        deadline: In loop time; the peers are told how long the receiver can wait, and
+            those that answer late may join in until then.
+    """
+
+    client: CheckpointClient
+    all: Sequence[Peer]
+    on_retry: OnRetry | None = None
+    deadline: float = inf
+
+    @classmethod
+    def at(
+        cls,
+        client: CheckpointClient,
+        sources: Iterable[Source],
+        on_retry: OnRetry | None = None,
+        *,
+        deadline: float = inf,
+    ) -> Peers:
+        """Return the peers at these addresses."""
+        return cls(client, [Peer(source) for source in sources], on_retry, deadline)
+
+    def __repr__(self) -> str:
+        return f"<Peers {len(self.left())} of {len(self.all)}>"
+
+    @property
+    def name(self) -> str:
+        """All addresses, without tokens."""
+        return " ".join(peer.source.base_url for peer in self.all)
+
+    def given(self) -> dict[str, int]:
+        """Return how many verified bytes each of several gave in the last download."""
+        if len(self.all) == 1:
+            return {}
+        return {peer.source.base_url: peer.given for peer in self.all}
+
+    def left(self) -> list[Peer]:
+        """Return those that have not been dropped."""
+        return [peer for peer in self.all if peer.error is None]
+
+    async def latest(self, *, wait: float = 0.0) -> LatestInfo:
+        """Return the newest step that is served at this moment.
+
+        Peers that serve nothing are waited for as long as ``wait`` says, until another
+        one answers.
+
+        Raises:
+            StepNotFoundError: nothing is published.
+        """
+
+        async def ask(peer: Peer) -> LatestInfo:
+            return await fetch_latest(
+                self.client, peer.source, wait=wait, on_retry=self.on_retry
+            )
+
+        peers = [Peer(peer.source) for peer in self.all]
+        answers = await _answers(peers, ask, others=_OTHERS)
+        return max(answers.values(), key=lambda info: info.step)
+
+    async def newest(self) -> int:
+        """Return the step that is served now; wait until there is one."""
+
+        async def ask() -> LatestInfo | None:
+            with suppress(StepNotFoundError):
+                return await self.latest(wait=_WAIT)
+            return None
+
+        return (await poll(ask, pause=self.client.pause)).step
+
+    async def manifest(self, step: int, *, probe: str | None = None) -> ManifestReply:
+        """Return the manifest of ``step`` that comes first, once a peer has it.
+
+        The other peers may join in later. Of several, none lends its memory.
+
+        Raises:
+            AiockptError: nobody is left.
+        """
+        for peer in self.all:
+            peer.error, peer.joined, peer.given = None, False, 0
+        if len(self.all) > 1:
+            probe = None
+
+        async def ask(peer: Peer) -> ManifestReply:
+            return await fetch_manifest(
+                self.client,
+                peer.source,
+                step,
+                deadline=self.deadline,
+                on_retry=self.on_retry,
+                probe=probe,
+            )
+
+        answers = await _answers(self.all, ask, step=step)
+        first = next(iter(answers.values()))
+        for peer, other in answers.items():
+            try:
+                peer.require(first.manifest.outline, other.manifest.outline)
+            except OtherSnapshotError as error:
+                peer.drop(error, step)
+        return first
+
+    async def end_lease(self, step: int) -> None:
+        """Tell all that have the checkpoint that the receive has ended.
+
+        A peer that does not hear it finds out by itself: the lease ends when nothing is
+        asked for during the peer's stall timeout.
+        """
+
+        async def tell(source: Source) -> None:
+            assert source.lease is not None
+            # All bytes are here, so this must not cost much.
+            left = max(source.lease.until - _now(), 0.0)
+            request = Request(
+                source=source,
+                method="HEAD",
+                path=format_resource(Resource(ResourceKind.METADATA, step)),
+                headers={LEASE_HEADER: source.lease.end},
+                status=HTTPStatus.NO_CONTENT,
+            )
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(_FAREWELL, left / 4)):
+                    await self._tell(request)
+
+        await run_all([partial(tell, source) for source in self._leased()])
+
+    async def keep(self, step: int, work: Awaitable[V]) -> V:
+        """Await what takes a while and asks nothing; the peers keep the snapshot.
+
+        If cancelled, so is the work, and nothing is left behind.
+        """
+
+        async def renew(source: Source) -> None:
+            request = Request(
+                source=source,
+                path=format_resource(Resource(ResourceKind.METADATA, step)),
+                headers={hdrs.IF_NONE_MATCH: "*", "Prefer": format_prefer_wait(0)},
+                status=HTTPStatus.NOT_MODIFIED,
+            )
+            while True:
+                await self.client.pause(self.client.config.stall_timeout / 4)
+                await self._tell(request)
+
+        renewing = [asyncio.ensure_future(renew(each)) for each in self._leased()]
+        try:
+            return await work
+        finally:
+            for each in renewing:
+                each.cancel()
+            await asyncio.gather(*renewing, return_exceptions=True)
+
+    async def _tell(self, request: Request) -> None:
+        with suppress(AiockptError):
+            async with self.client.request(request):
+                pass
+
+    def _leased(self) -> list[Source]:
+        return [
+            peer.source
+            for peer in self.all
+            if peer.source.lease is not None and (peer.joined or len(self.all) == 1)
+        ]
+
+
+async def _answers(
+    peers: Sequence[Peer],
+    ask: Callable[[Peer], Awaitable[V]],
+    *,
+    step: int | None = None,
+    others: float = 0.0,
+) -> dict[Peer, V]:
+    """Ask all peers at once; return the answers, the first one first.
+
+    The first answer is waited for, and more for another ``others`` seconds. The peers
+    that fail by then are dropped.
+
+    Raises:
+        AiockptError: all of them failed.
+    """
+    if len(peers) == 1:
+        return {peers[0]: await ask(peers[0])}
+    answers: dict[Peer, V] = {}
+    news = Notifier()
+
+    async def hear(peer: Peer) -> None:
+        try:
+            answers[peer] = await ask(peer)
+        except (ClosedError, StagingError):
+            raise  # not the peer's fault
+        except AiockptError as error:
+            if step is None:
+                peer.error = error
+            else:
+                peer.drop(error, step)
+        news.notify()
+
+    async def count() -> None:
+        while not answers and any(peer.error is None for peer in peers):
+            await news.wait(None)
+        until = _now() + others
+        while any(peer.error is None and peer not in answers for peer in peers):
+            if (seconds := until - _now()) <= 0:
+                break
+            await news.wait(seconds)
+        scope.cancel()
+
+    with anyio.CancelScope() as scope:
+        await run_all([count, *(partial(hear, peer) for peer in peers)])
+    if not answers:
+        raise verdict(peers)
+    return answers
+
+
+@discreet
+def sources_of(metadata: str | Sequence[str]) -> list[Source]:
+    """Return the sources that a caller names, each once.
+
+    Raises:
+        ValueError: there is none.
+        TypeError: neither a string nor strings.
+        LocalProtocolError: not what ``metadata()`` returns.
+    """
+    given: object = metadata  # callers without types pass anything
+    several = isinstance(given, Iterable) and not isinstance(given, str | bytes)
+    texts: list[Any] = [*metadata] if several else [metadata]
+    if not texts:
+        raise ValueError("metadata is an empty list: name a source at least")
+    return distinct(map(parse_metadata, texts))
+
+
+def distinct(sources: Iterable[Source]) -> list[Source]:
+    """Return each address once, in order."""
+    found: dict[str, Source] = {}
+    for source in sources:
+        found.setdefault(source.base_url, source)
+    return [*found.values()]
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
