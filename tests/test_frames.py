@@ -17,7 +17,7 @@ import pytest
 PROGRAM = Path(__file__).parent / "support" / "call_frames.py"
 
 BOUNDS = {
-    "HTTP receive": 19,  # to be lowered to 15
+    "HTTP receive": 15,
     "served range": 11,
     "group send": 15,
     "group receive": 15,

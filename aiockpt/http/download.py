@@ -55,7 +55,7 @@ from aiockpt.http.protocol import (
 from aiockpt.http.retry import Patience, Retries
 from aiockpt.runtime.system import failing_here, of_caller
 from aiockpt.runtime.tasks import Notifier, beside, task_group
-from aiockpt.transfer.source import OnProgress, PlainTarget, Target
+from aiockpt.transfer.source import OnProgress, PlainTarget, Prepare, Target
 
 __all__ = [
     "Assignment",
@@ -493,15 +493,17 @@ class Download:
 
         async with self._client.request(request, count) as reply:
             _check_range(reply, head + start, head + stop, outline.total_bytes)
-            target, read = self._target, Notifier()
-            writer = BodyWriter(target.memory.buffers, start, stop, run)
-            ready = partial(self._keep_ready, target, writer, start, read)
-            async with beside(ready):
+            writer = BodyWriter(self._target.memory.buffers, start, stop, run)
+            if (prepare := self._target.prepare) is None:
+                await reply.read_into(writer)
+                return
+            read = Notifier()
+            async with beside(partial(self._keep_ready, prepare, writer, start, read)):
                 await reply.read_into(writer)
                 read.notify()
 
     async def _keep_ready(
-        self, target: Target, writer: BodyWriter, start: int, read: Notifier
+        self, prepare: Prepare, writer: BodyWriter, start: int, read: Notifier
     ) -> None:
         """Prepare memory from ``start`` on, a little ahead of what ``writer`` gets.
 
@@ -516,7 +518,7 @@ class Download:
                 continue
             end = min(at - at % _STEP + _STEP, stop)
             with failing_here("preparing memory"):  # not the fault of the peer
-                await target.prepare(at, end)
+                await self._client.run(partial(prepare, at, end))
             at = end
 
     async def _steal(self, thief: Connection, victim: Assignment) -> None:

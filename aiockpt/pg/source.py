@@ -151,7 +151,7 @@ class GroupSource:
                 loop.call_soon_threadsafe(on_progress, nbytes, 1)
 
         digests = self._memory.digests(target.memory, grid, tell)
-        async with beside(partial(_prepare, target, grid)):
+        async with beside(partial(_prepare, self._bridge, target, grid)):
             # It cannot be called off, so all of it comes, damaged or not.
             await self._peer.receive_segment(target.memory, self._messages, digests)
 
@@ -199,10 +199,11 @@ class GroupSource:
         return manifest
 
 
-async def _prepare(target: Target, grid: ChunkGrid) -> None:
+async def _prepare(bridge: Bridge, target: Target, grid: ChunkGrid) -> None:
     """Have memory ready ahead of the bytes: gloo has one thread for both."""
-    for chunk in range(len(grid)):
-        await target.prepare(*grid.range(chunk))
+    if (prepare := target.prepare) is not None:
+        for chunk in range(len(grid)):
+            await bridge.run(prepare, *grid.range(chunk))
 
 
 def _allocate_header(nbytes: int) -> mmap:

@@ -28,6 +28,7 @@ from aiockpt.state.rebuild import Away, Frame, check_meshes
 from aiockpt.state.segment import Segment, check_memory
 from aiockpt.state.selection import Select
 from aiockpt.state.template import Match, Template
+from aiockpt.transfer.source import Prepare
 
 __all__ = [
     "Destination",
@@ -328,14 +329,15 @@ class Destination:
         if self._share is not None:
             self._share.begin()
 
-    async def prepare(self, start: int, stop: int) -> None:
-        """Have the arena's pages mapped; those of a template are there.
+    @property
+    def prepare(self) -> Prepare | None:
+        """What maps pages of the arena; None where a template has them.
 
         Mapping them may take longer than their bytes do.
         """
-        if self.memory is self.arena:
-            touch = partial(self.arena.populate, every=self._terms.ahead)
-            await self._bridge.run(touch, start, stop)
+        if self.memory is not self.arena:
+            return None
+        return partial(self.arena.populate, every=self._terms.ahead)
 
     def complete(self, chunk: int) -> None:
         """Take note, in `receiving`, that a chunk is verified; on the loop."""

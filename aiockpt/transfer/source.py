@@ -24,6 +24,7 @@ __all__ = [
     "OnBytes",
     "OnProgress",
     "PlainTarget",
+    "Prepare",
     "SegmentSource",
     "Source",
     "Target",
@@ -43,6 +44,9 @@ OnProgress: TypeAlias = Callable[[int, int], None]
 The bytes are negative where some were thrown away. It must be quick.
 """
 
+Prepare: TypeAlias = Callable[[int, int], object]
+"""Has the memory of ``[start, stop)`` ready for its bytes. For threads."""
+
 V = TypeVar("V")
 
 
@@ -53,8 +57,9 @@ class Target(Protocol):
     def memory(self) -> Memory:
         """The data segment."""
 
-    async def prepare(self, start: int, stop: int) -> None:
-        """Have the memory of ``[start, stop)`` ready for its bytes."""
+    @property
+    def prepare(self) -> Prepare | None:
+        """What has the memory of a range ready for its bytes; None if all is ready."""
 
     def complete(self, chunk: int) -> None:
         """Take note that a chunk is there and verified, and stays as it is.
@@ -68,9 +73,7 @@ class PlainTarget:
     """Memory that is ready, and needs nothing but its bytes."""
 
     memory: Memory
-
-    async def prepare(self, start: int, stop: int) -> None:
-        """Do nothing."""
+    prepare: None = None
 
     def complete(self, chunk: int) -> None:
         """Do nothing."""
