@@ -24,9 +24,9 @@ import neighbour
 from aiockpt import AuthenticationError, Limits
 from aiockpt.errors import LimitExceededError
 from aiockpt.events import TransferEvent, add_hook
-from aiockpt.http import shared_memory
-from aiockpt.http import source as http_source
-from aiockpt.http.memory_protocol import (
+from aiockpt.http import lender, shared_memory
+from aiockpt.http.protocol import parse_metadata
+from aiockpt.http.shared_memory import (
     OFFER_HEADER,
     PROBE_HEADER,
     Ask,
@@ -37,7 +37,6 @@ from aiockpt.http.memory_protocol import (
     identity,
     parse_offer,
 )
-from aiockpt.http.protocol import parse_metadata
 from aiockpt.memory.arena import CAN_LEND, LENT_SEALS
 from aiockpt.runtime.ipc import arrival
 from aiockpt.runtime.ipc import receive as packet_of
@@ -411,7 +410,7 @@ class TestWho:
 
     async def test_guests_that_say_nothing_are_let_go(self, monkeypatch) -> None:
         """They cost a descriptor for a moment, and never more than there may be."""
-        monkeypatch.setattr(shared_memory, "_PATIENCE", 0.2)
+        monkeypatch.setattr(lender, "_PATIENCE", 0.2)
         async with transport(same_host=True, readers=2) as sender:
             await sender.send_checkpoint([1], 1, weights())
             given = parse_offer(await offered(sender, **{PROBE_HEADER: probe()}))
@@ -424,7 +423,7 @@ class TestWho:
 
     async def test_old_tickets_are_forgotten(self, monkeypatch) -> None:
         """By age and by number."""
-        monkeypatch.setattr(shared_memory, "_TICKETS", 2)
+        monkeypatch.setattr(lender, "_TICKETS", 2)
         async with transport(same_host=True) as sender:
             await sender.send_checkpoint([1], 1, weights())
             given = [
@@ -537,7 +536,7 @@ class TestForged:
         async def forge(*_: Any) -> str:
             return offer
 
-        monkeypatch.setattr(shared_memory.Lender, "offer", forge)
+        monkeypatch.setattr(lender.Lender, "offer", forge)
         async with lending_pair() as (sender, receiver):
             await sender.send_checkpoint([1], 1, weights(1.0))
             return await receive(sender, receiver, **options)
@@ -545,13 +544,13 @@ class TestForged:
     @staticmethod
     def lent(monkeypatch: Any, sent: list[str]) -> Callable[[Any], bytes]:
         """Return an answer that names the snapshot that is received."""
-        whole = http_source.borrow
+        whole = shared_memory.attach
 
         async def noting(offer: str, outline: Any, *, keep: bool) -> Any:
             sent.append(outline.snapshot_id)
             return await whole(offer, outline, keep=keep)
 
-        monkeypatch.setattr("aiockpt.http.source.borrow", noting)
+        monkeypatch.setattr("aiockpt.http.source.attach", noting)
         return lambda _: msgspec.json.encode(Lent(sent[0], MIB))
 
     @pytest.mark.parametrize("share", [False, True])
@@ -601,7 +600,7 @@ class TestForged:
 
     async def test_nobody_and_silence(self, monkeypatch: Any) -> None:
         """Who is not there, or says nothing, is not waited for."""
-        monkeypatch.setattr(http_source, "_PATIENCE", 0.2)
+        monkeypatch.setattr(shared_memory, "_ANSWER", 0.2)
         nobody = format_offer(Offer("0" * 32, "0" * 32))
         assert_same(await self.received(monkeypatch, nobody, share=True), weights(1.0))
         assert_same(
@@ -613,7 +612,7 @@ class TestForged:
 
     async def test_another_users_process(self, monkeypatch: Any) -> None:
         """Whoever listens there gets no ticket, if it is not this user's."""
-        monkeypatch.setattr(http_source, "is_ours", lambda _: False)
+        monkeypatch.setattr(shared_memory, "is_ours", lambda _: False)
         heard: list[bytes] = []
 
         def hear(guest: socket.socket) -> None:

@@ -6,7 +6,7 @@ and ends in a `store`. `handlers` answer requests from it (admit, find, plan, se
 the transport's loop (`server`) or in another process (`server_process`). A receive
 begins at `HTTPTransport.recv_checkpoint`; `manifests` asks for the manifest, `download`
 schedules and fetches the chunks over `client`, and `body_reader` puts their bytes into
-memory. Both ends use `protocol`, `problems`, `tokens` and `memory_protocol`. Names load
+memory. Both ends use `protocol`, `problems`, `tokens` and `shared_memory`. Names load
 on first use: the server and the client inside need no torch.
 """
 

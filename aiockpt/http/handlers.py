@@ -33,7 +33,7 @@ from aiockpt.http import sockets
 from aiockpt.http.audit import VISIT, Auditor
 from aiockpt.http.auth import admit
 from aiockpt.http.body_writer import BodySender, Outcome
-from aiockpt.http.memory_protocol import OFFER_HEADER, PROBE_HEADER
+from aiockpt.http.lender import Lender
 from aiockpt.http.options import Server
 from aiockpt.http.problems import PeerBusy, to_problem
 from aiockpt.http.responses import (
@@ -45,7 +45,7 @@ from aiockpt.http.responses import (
     no_news_headers,
     plan_reply,
 )
-from aiockpt.http.shared_memory import Lender
+from aiockpt.http.shared_memory import OFFER_HEADER, PROBE_HEADER
 from aiockpt.http.store import Publication, Servable, Store
 from aiockpt.http.tokens import ManifestMacs
 from aiockpt.runtime.bridge import Bridge

@@ -34,7 +34,6 @@ from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.body_reader import BodyWriter
 from aiockpt.http.client import CheckpointClient, Reply, Request
-from aiockpt.http.memory_protocol import OFFER_HEADER, PROBE_HEADER
 from aiockpt.http.protocol import (
     INCARNATION_HEADER,
     STEP_HEADER,
@@ -48,6 +47,7 @@ from aiockpt.http.protocol import (
     parse_etag,
 )
 from aiockpt.http.retry import OnRetry, Patience, Pause, backoff, poll
+from aiockpt.http.shared_memory import OFFER_HEADER, PROBE_HEADER
 from aiockpt.http.tokens import MAC_HEADER, check_manifest_mac
 from aiockpt.runtime.lifetime import Lifetime
 from aiockpt.runtime.system import collector_paused

@@ -21,9 +21,9 @@ from aiockpt.http.handlers import (
     ServerStatistics,
     routes,
 )
+from aiockpt.http.lender import Lender
 from aiockpt.http.listen import PREFIX
 from aiockpt.http.responses import COMMON_HEADERS
-from aiockpt.http.shared_memory import Lender
 from aiockpt.http.sockets import descriptor_of
 from aiockpt.http.store import Store, StoreStatistics
 from aiockpt.runtime.bridge import Bridge

@@ -1,268 +1,307 @@
-"""Lend snapshots to other processes of this host, as memory instead of bytes.
+"""Memory of a snapshot that another process of this host lends, instead of bytes.
 
-A request for a manifest that proves to come from this host is answered with a ticket.
-The receiver shows the ticket at a Unix socket, where the kernel names its user: a
-process of another user gets nothing. A receiver that only copies gives the memory
-back, and the sender may stage the next checkpoint into it. A receiver that keeps the
-memory, or dies without a word, has it for good: the sender never stages into it
-again, and waits for nobody.
+A receiver adds a *probe* to its request for the manifest: it proves that the receiver
+knows the host's identity, and tells it to nobody who does not. A sender of that
+identity adds an *offer*: where it listens, and a ticket that is good once. There the
+receiver shows the ticket and gets the memory.
+
+This is what both ends say, and the receiving end, `attach`; the other one is
+`aiockpt.http.lender`. What the sender gives is believed only as far as the kernel
+vouches for it: the process belongs to the same user, the descriptor is memory that
+cannot shrink, and that nobody but the lender can write, and it is as large as the
+manifest says. Anything else is a reason to take the bytes over HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import secrets
+import hashlib
+import hmac
+import os
+import re
 import socket
-import time
+import sys
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from aiockpt.errors import ClosedError
-from aiockpt.events import TransferEvent, emit
-from aiockpt.http.audit import Access, Auditor
-from aiockpt.http.memory_protocol import (
-    MAX_MESSAGE,
-    RETURNED,
-    Ask,
-    Lent,
-    Offer,
-    format_offer,
-    identity,
-    is_probe_of,
-)
-from aiockpt.http.protocol import Lease
-from aiockpt.http.store import Publication, Store
-from aiockpt.runtime.bridge import Bridge
+from aiockpt.format.chunks import ChunkHasher, HashedChunk
+from aiockpt.format.manifest import Outline
+from aiockpt.memory.arena import LENT_SEALS, Arena, Borrowed
 from aiockpt.runtime.children import close_in_forks
-from aiockpt.runtime.ipc import arrival, is_ours, owner_of, receive
+from aiockpt.runtime.ipc import arrival, is_ours, receive
 
-__all__ = ["Lender"]
+if sys.platform == "linux":
+    import fcntl
 
-_TICKETS: Final = 1024  # the most that are valid at a time
-_VALID: Final = 30.0  # seconds
-_PATIENCE: Final = 5.0  # seconds in which a guest must show its ticket
-_PAUSE: Final = 1.0  # seconds until the next try to accept, if no descriptor is left
+__all__ = [
+    "MAX_MESSAGE",
+    "OFFER_HEADER",
+    "PROBE_HEADER",
+    "RETURNED",
+    "Ask",
+    "Lent",
+    "LentMemory",
+    "NotLentError",
+    "Offer",
+    "attach",
+    "format_offer",
+    "format_probe",
+    "identity",
+    "is_probe_of",
+    "parse_offer",
+]
 
-logger = logging.getLogger("aiockpt")
+_ANSWER: Final = 5.0  # seconds in which the lender must answer
+_PIECE: Final = 1 << 20  # what is read at once stays in the cache for its digest
+_MOST_VIEWS: Final = 1000  # of one call: IOV_MAX is 1024
+
+PROBE_HEADER: Final = "Aiockpt-Same-Host"
+OFFER_HEADER: Final = "Aiockpt-Lends"
+
+MAX_MESSAGE: Final = 4096
+RETURNED: Final = b"returned"
+"""What a receiver says that has read everything, and has the memory no more."""
+
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+_NAMESPACES: Final = ("net", "user")
+
+_PURPOSE: Final = b"aiockpt same host\n"
+_NONCE_BYTES: Final = 16
+_PROBE: Final = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{64})")
+_OFFER: Final = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{32})")
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """The receiver's first packet: its ticket, and whether it keeps the memory.
+
+    What is kept must never change again; else the receiver gives it back.
+    """
+
+    ticket: str
+    keep: bool
+
+
+class Lent(msgspec.Struct, frozen=True):
+    """The sender's answer, beside one descriptor of the data segment's memory."""
+
+    snapshot_id: str
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Ticket:
-    """What was offered to which receiver; ``lease`` keeps it ``until`` then."""
+class Offer:
+    """Where to ask for the memory, and what to show there."""
 
-    step: int
-    snapshot_id: str
-    receiver: str
-    until: float
-    lease: Lease | None
+    name: str
+    ticket: str = field(repr=False)
+
+    @property
+    def address(self) -> str:
+        """The Unix socket, in the abstract namespace: no file, no path to choose."""
+        return f"\0aiockpt-{self.name}"
 
 
-class Lender:
-    """Lends what a store publishes; it listens from the first offer on.
+def identity() -> bytes | None:
+    """Return an identity of this host, for processes that can share memory.
 
-    Args:
-        store: Holds the publications that may be lent.
-        bridge: Runs what blocks.
-        most: How many guests it has at a time; it refuses more of them.
+    Two processes with one identity run on one kernel since its start, see the same
+    Unix sockets, and mean the same user by the same number. None if the system does
+    not tell. It reads files, so it runs in a thread.
+    """
+    if sys.platform != "linux":
+        return None
+    with suppress(OSError):
+        words = [_BOOT.read_text().strip()]
+        for kind in _NAMESPACES:
+            namespace = os.stat(f"/proc/self/ns/{kind}")
+            words.append(f"{namespace.st_dev}:{namespace.st_ino}")
+        return hashlib.sha256("\n".join(words).encode()).digest()
+    return None
+
+
+def format_probe(identity: bytes, nonce: bytes) -> str:
+    """Return the value of `PROBE_HEADER` for a host; ``nonce`` has 16 random bytes."""
+    assert len(nonce) == _NONCE_BYTES, "a probe of another form would never match"
+    return f"{nonce.hex()}.{_proof(identity, nonce)}"
+
+
+def is_probe_of(value: str, identity: bytes) -> bool:
+    """Tell whether who sent this probe knows that identity."""
+    match = _PROBE.fullmatch(value)
+    if match is None:
+        return False
+    return hmac.compare_digest(match[2], _proof(identity, bytes.fromhex(match[1])))
+
+
+def _proof(identity: bytes, nonce: bytes) -> str:
+    return hmac.new(identity, _PURPOSE + nonce, hashlib.sha256).hexdigest()
+
+
+def format_offer(offer: Offer) -> str:
+    """Return the value of `OFFER_HEADER`."""
+    return f"{offer.name}.{offer.ticket}"
+
+
+def parse_offer(value: str | None) -> Offer | None:
+    """Return the offer; None if absent or of another form."""
+    match = _OFFER.fullmatch(value or "")
+    return match and Offer(*match.groups())
+
+
+class NotLentError(Exception):
+    """There is no memory to be had, for this reason; HTTP still works."""
+
+
+class LentMemory:
+    """The memory of a data segment that another process has lent.
+
+    It is given back by :meth:`give_back`, once nothing of it is mapped or read here.
+    After :meth:`close` alone the lender does not use the memory again, since tensors
+    may lie in it.
     """
 
-    def __init__(self, store: Store, bridge: Bridge, *, most: int) -> None:
-        self.count = 0
-        self._store = store
-        self._bridge = bridge
-        self._turn = asyncio.Lock()
-        self._most = most
-        self._name = secrets.token_hex(16)
-        self._tickets: dict[str, _Ticket] = {}
-        self._listener: socket.socket | None = None
-        self._visits: set[asyncio.Task[None]] = set()
-        self._auditor = Auditor()
-        self._closed = False
+    def __init__(self, lender: socket.socket, fd: int, nbytes: int) -> None:
+        self._lender = lender
+        self._fd = fd
+        self._nbytes = nbytes
+        self._arena: Arena | None = None
 
     def __repr__(self) -> str:
-        return f"<Lender guests={len(self._visits)} lent={self.count}>"
+        how = "read" if self._arena is None else "mapped"
+        return f"<LentMemory bytes={self._nbytes} {how}>"
 
-    async def offer(
-        self,
-        publication: Publication,
-        probe: str | None,
-        receiver: str,
-        lease: Lease | None,
-    ) -> str | None:
-        """Return the header that offers a checkpoint to the sender of a probe, or None.
+    def map(self) -> Arena:
+        """Return it as memory of which only what is written here is copied.
 
-        None if the probe is not from this host, or the memory cannot be lent.
+        Raises:
+            OSError: the system has no addresses, or promises no more memory.
         """
-        arena = publication.servable.arena
-        if probe is None or arena is None or arena.fd < 0:
-            return None
-        here = await self._bridge.run(identity)
-        if here is None or not is_probe_of(probe, here):
-            return None
-        if self._closed or not self._is_listening():
-            return None
-        ticket = secrets.token_hex(16)
-        self._forget_old()
-        until = time.monotonic() + _VALID
-        made = _Ticket(
-            publication.step, publication.snapshot_id, receiver, until, lease
-        )
-        self._tickets[ticket] = made
-        return format_offer(Offer(self._name, ticket))
+        self._arena = Borrowed(self._fd, self._nbytes)
+        return self._arena
 
-    async def aclose(self) -> None:
-        """Lend nothing more; receivers keep what they have. Idempotent."""
-        self._closed = True
-        self._tickets.clear()
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            asyncio.get_running_loop().remove_reader(listener)
-            listener.close()
-        visits = tuple(self._visits)
-        for visit in visits:
-            visit.cancel()
-        if visits:
-            await asyncio.wait(visits)
+    def take(
+        self, views: Sequence[memoryview], start: int, hasher: ChunkHasher
+    ) -> list[HashedChunk]:
+        """Read bytes from ``start`` on into ``views``; return the chunks that ended.
 
-    def _forget_old(self) -> None:
-        now = time.monotonic()
-        old = [key for key, ticket in self._tickets.items() if ticket.until < now]
-        surplus = [*self._tickets][: max(len(self._tickets) - _TICKETS + 1, 0)]
-        for key in {*old, *surplus}:
-            del self._tickets[key]
+        For threads.
 
-    def _is_listening(self) -> bool:
-        if self._listener is None:
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            try:
-                listener.settimeout(0)
-                listener.bind(Offer(self._name, "").address)
-                listener.listen(self._most)
-            except OSError as error:
-                listener.close()
-                logger.warning("nothing is lent to this host's processes: %s", error)
-                return False
-            close_in_forks([listener])
-            self._listener = listener
-            self._resume()
-        return True
+        Raises:
+            OSError: it cannot be read.
+        """
+        hashed: list[HashedChunk] = []
+        for batch in _batches(views):
+            nbytes = sum(view.nbytes for view in batch)
+            if os.preadv(self._fd, batch, start) != nbytes:
+                raise OSError(f"{nbytes} bytes at {start} were not read whole")
+            hashed += hasher.update(start, *batch)
+            start += nbytes
+        return hashed
 
-    def _resume(self) -> None:
-        if (listener := self._listener) is not None:
-            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+    def give_back(self) -> None:
+        """Return it, if no page of it is mapped; else close it only. For threads."""
+        arena, fd = self._arena, self._fd
+        if arena is not None:
+            arena.close()
+        if fd >= 0 and (arena is None or arena.closed):
+            with suppress(OSError):
+                self._lender.send(RETURNED)
+        self.close()
 
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            guest, _ = listener.accept()
-        except (BlockingIOError, ConnectionError):
-            return
-        except (
-            OSError
-        ) as error:  # if no descriptor is left, it would come again at once
-            logger.warning("a process of this host has to wait: %s", error)
-            loop = asyncio.get_running_loop()
-            loop.remove_reader(listener)
-            loop.call_later(_PAUSE, self._resume)
-            return
-        if len(self._visits) >= self._most or not is_ours(guest):
-            guest.close()
-            return
-        guest.settimeout(0)
-        close_in_forks([guest])
-        visit = asyncio.get_running_loop().create_task(self._receive(guest))
-        self._visits.add(visit)
-        visit.add_done_callback(self._visits.discard)
-
-    async def _receive(self, guest: socket.socket) -> None:
-        with guest, suppress(OSError, msgspec.MsgspecError, TimeoutError, ClosedError):
-            async with asyncio.timeout(_PATIENCE):
-                ask = msgspec.json.decode(await _heard(guest), type=Ask)
-            ticket = self._tickets.pop(ask.ticket, None)
-            publication = self._find(ticket)
-            if ticket is not None and publication is not None:
-                await self._lend(guest, publication, ticket, keep=ask.keep)
-
-    def _find(self, ticket: _Ticket | None) -> Publication | None:
-        if ticket is None or ticket.until < time.monotonic():
-            return None
-        found = self._store.latest
-        if found is None or found.snapshot_id != ticket.snapshot_id:
-            lease = ticket.lease
-            found = None if lease is None else self._store.leased(lease, ticket.step)
-        if found is None or found.snapshot_id != ticket.snapshot_id:
-            return None
-        return found
-
-    async def _lend(
-        self,
-        guest: socket.socket,
-        publication: Publication,
-        ticket: _Ticket,
-        *,
-        keep: bool,
-    ) -> None:
-        servable, arena = publication.servable, publication.servable.arena
-        assert arena is not None, "what was offered has an arena"
-        servable.acquire()
-        given = returned = False
-        try:
-            async with self._turn:
-                fd = await self._bridge.run(arena.lend)
-            if self._find(ticket) is not publication:
-                return  # it was retracted meanwhile
-            nbytes = servable.manifest.segment_bytes
-            message = msgspec.json.encode(Lent(ticket.snapshot_id, nbytes))
-            socket.send_fds(guest, [message], [fd])
-            given = True
-            if ticket.lease is not None:  # the receiver will ask for no range
-                self._store.end_lease(ticket.lease)
-            self._tell(guest, publication, ticket, kept=keep)
-            returned = not keep and await _heard(guest) == RETURNED
-        finally:
-            if given and not returned:
-                arena.spent = True
-            servable.release()
-
-    def _tell(
-        self,
-        guest: socket.socket,
-        publication: Publication,
-        ticket: _Ticket,
-        *,
-        kept: bool,
-    ) -> None:
-        self.count += 1
-        pid, _ = owner_of(guest)
-        nbytes = publication.servable.manifest.segment_bytes
-        self._auditor.note(
-            Access(
-                peer=f"pid:{pid}",
-                receiver=ticket.receiver,
-                method="LEND",
-                path="",
-                step=publication.step,
-                status=200,
-                nbytes=nbytes,
-                outcome="lent",
-            )
-        )
-        emit(
-            TransferEvent(
-                stop="serve",
-                step=publication.step,
-                peer=f"pid:{pid}",
-                nbytes=nbytes,
-                detail="kept" if kept else "",
-                medium="shared memory",
-            )
-        )
+    def close(self) -> None:
+        """Let go of it, whatever is still mapped. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+        self._lender.close()
 
 
-async def _heard(guest: socket.socket) -> bytes:
-    """Return the next packet; nothing at the end. Descriptors in it are refused."""
-    await arrival(guest)
-    return receive(guest, MAX_MESSAGE, 0)[0]
+async def attach(offered: str, outline: Outline, *, keep: bool) -> LentMemory:
+    """Return the memory that an offer in a reply speaks of.
+
+    ``keep``: it will not be given back, so the lender never writes to it again.
+
+    Raises:
+        NotLentError: it is not to be had, or not what it should be.
+
+    If cancelled, nothing is left behind.
+    """
+    offer = parse_offer(offered)
+    if offer is None:
+        raise NotLentError("the offer is malformed")
+    lender = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        lender.settimeout(0)
+        close_in_forks([lender])
+        lender.connect(offer.address)
+        if not is_ours(lender):
+            raise NotLentError("its process is another user's")
+        lender.send(msgspec.json.encode(Ask(offer.ticket, keep)))
+        async with asyncio.timeout(_ANSWER):
+            await arrival(lender)
+        fd = _descriptor(lender, outline)
+    except BaseException as error:
+        lender.close()
+        if isinstance(error, TimeoutError):
+            raise NotLentError(f"no answer for {_ANSWER:g} s") from None
+        if isinstance(error, OSError):
+            raise NotLentError(str(error)) from error
+        raise
+    return LentMemory(lender, fd, outline.grid.segment_bytes)
+
+
+def _descriptor(lender: socket.socket, outline: Outline) -> int:
+    """Return the descriptor of what was lent, once it is found to be that."""
+    data, fds = receive(lender, MAX_MESSAGE, 1)
+    try:
+        if not data:
+            raise NotLentError("it was refused")
+        lent = msgspec.json.decode(data, type=Lent)
+        size = outline.grid.segment_bytes
+        if (lent.snapshot_id, lent.nbytes) != (outline.snapshot_id, size):
+            raise NotLentError("it is another snapshot's")
+        if len(fds) != 1:
+            raise NotLentError("there is no descriptor")
+        _check(fds[0], size)
+    except BaseException as error:
+        for fd in fds:
+            os.close(fd)
+        if isinstance(error, msgspec.MsgspecError):
+            raise NotLentError("the answer is malformed") from None
+        raise
+    return fds[0]
+
+
+def _check(fd: int, nbytes: int) -> None:
+    """Raise unless it is memory of that size, which stays, and others cannot write."""
+    if sys.platform != "linux":
+        raise NotLentError("not on this system")
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:  # a pipe, a socket, a file of a disk
+        raise NotLentError("it is no memory") from None
+    if seals & LENT_SEALS != LENT_SEALS:
+        raise NotLentError("it is not sealed")
+    if os.fstat(fd).st_size < nbytes:
+        raise NotLentError("it is too short")
+
+
+def _batches(views: Sequence[memoryview]) -> list[list[memoryview]]:
+    """Return the views cut and grouped into what one call reads."""
+    batches: list[list[memoryview]] = [[]]
+    room = _PIECE
+    for view in views:
+        rest = view
+        while rest:
+            if not room or len(batches[-1]) == _MOST_VIEWS:
+                batches.append([])
+                room = _PIECE
+            piece, rest = rest[:room], rest[room:]
+            batches[-1].append(piece)
+            room -= piece.nbytes
+    return batches

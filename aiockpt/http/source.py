@@ -1,25 +1,16 @@
 """HTTP peers as the source of one receive: the sender's memory, else its server.
 
-A sender of this host may lend the memory of its snapshot. What it sends is believed
-only as far as the kernel vouches for it: the process belongs to the same user, the
-descriptor is memory that cannot shrink, and that nobody but the lender can write, and
-it is as large as the manifest says. Anything else is a reason to take the bytes over
-HTTP.
+A sender of this host may lend the memory of its snapshot (`shared_memory`). Everything
+else, and what is bad of that memory, is downloaded from the peers.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
-import socket
-import sys
 from collections.abc import Awaitable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, TypeVar
-
-import msgspec
 
 from aiockpt.errors import (
     AiockptError,
@@ -31,33 +22,23 @@ from aiockpt.format.chunks import ChunkHasher, HashedChunk
 from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.http.download import Download
-from aiockpt.http.memory_protocol import (
-    MAX_MESSAGE,
-    RETURNED,
-    Ask,
-    Lent,
+from aiockpt.http.peers import Peers
+from aiockpt.http.shared_memory import (
+    LentMemory,
+    NotLentError,
+    attach,
     format_probe,
     identity,
-    parse_offer,
 )
-from aiockpt.http.peers import Peers
-from aiockpt.memory.arena import LENT_SEALS, Arena, Borrowed
+from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
-from aiockpt.runtime.children import close_in_forks
-from aiockpt.runtime.ipc import arrival, is_ours, receive
 from aiockpt.runtime.tasks import Over, map_in_threads
 from aiockpt.state.template import Template
 from aiockpt.transfer.destination import Destination, Terms, destination_of
 from aiockpt.transfer.source import OnProgress, Target
 
-if sys.platform == "linux":
-    import fcntl
+__all__ = ["HttpSource", "Sharing"]
 
-__all__ = ["HttpSource", "LentMemory", "NotLentError", "Sharing", "borrow"]
-
-_PATIENCE: Final = 5.0
-_PIECE: Final = 1 << 20  # what is read at once stays in the cache for its digest
-_MOST_VIEWS: Final = 1000  # of one call: IOV_MAX is 1024
 
 V = TypeVar("V")
 
@@ -151,7 +132,7 @@ class HttpSource:
         enforce("the checkpoint's size", outline.grid.segment_bytes, most)
         sharing = self._sharing
         try:
-            self._lent = await borrow(offer, outline, keep=sharing.keep)
+            self._lent = await attach(offer, outline, keep=sharing.keep)
             if sharing.keep or sharing.through:
                 self.arena = self._lent.map()
         except (NotLentError, OSError) as error:
@@ -278,157 +259,3 @@ def _hash(
 
 def _size(reach: tuple[int, int]) -> int:
     return reach[1] - reach[0]
-
-
-class NotLentError(Exception):
-    """There is no memory to be had, for this reason; HTTP still works."""
-
-
-class LentMemory:
-    """The memory of a data segment that another process has lent.
-
-    It is given back by :meth:`give_back`, once nothing of it is mapped or read here.
-    After :meth:`close` alone the lender does not use the memory again, since tensors
-    may lie in it.
-    """
-
-    def __init__(self, lender: socket.socket, fd: int, nbytes: int) -> None:
-        self._lender = lender
-        self._fd = fd
-        self._nbytes = nbytes
-        self._arena: Arena | None = None
-
-    def __repr__(self) -> str:
-        how = "read" if self._arena is None else "mapped"
-        return f"<LentMemory bytes={self._nbytes} {how}>"
-
-    def map(self) -> Arena:
-        """Return it as memory of which only what is written here is copied.
-
-        Raises:
-            OSError: the system has no addresses, or promises no more memory.
-        """
-        self._arena = Borrowed(self._fd, self._nbytes)
-        return self._arena
-
-    def take(
-        self, views: Sequence[memoryview], start: int, hasher: ChunkHasher
-    ) -> list[HashedChunk]:
-        """Read bytes from ``start`` on into ``views``; return the chunks that ended.
-
-        For threads.
-
-        Raises:
-            OSError: it cannot be read.
-        """
-        hashed: list[HashedChunk] = []
-        for batch in _batches(views):
-            nbytes = sum(view.nbytes for view in batch)
-            if os.preadv(self._fd, batch, start) != nbytes:
-                raise OSError(f"{nbytes} bytes at {start} were not read whole")
-            hashed += hasher.update(start, *batch)
-            start += nbytes
-        return hashed
-
-    def give_back(self) -> None:
-        """Return it, if no page of it is mapped; else close it only. For threads."""
-        arena, fd = self._arena, self._fd
-        if arena is not None:
-            arena.close()
-        if fd >= 0 and (arena is None or arena.closed):
-            with suppress(OSError):
-                self._lender.send(RETURNED)
-        self.close()
-
-    def close(self) -> None:
-        """Let go of it, whatever is still mapped. Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-        self._lender.close()
-
-
-async def borrow(offered: str, outline: Outline, *, keep: bool) -> LentMemory:
-    """Return the memory that an offer in a reply speaks of.
-
-    ``keep``: it will not be given back, so the lender never writes to it again.
-
-    Raises:
-        NotLentError: it is not to be had, or not what it should be.
-
-    If cancelled, nothing is left behind.
-    """
-    offer = parse_offer(offered)
-    if offer is None:
-        raise NotLentError("the offer is malformed")
-    lender = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        lender.settimeout(0)
-        close_in_forks([lender])
-        lender.connect(offer.address)
-        if not is_ours(lender):
-            raise NotLentError("its process is another user's")
-        lender.send(msgspec.json.encode(Ask(offer.ticket, keep)))
-        async with asyncio.timeout(_PATIENCE):
-            await arrival(lender)
-        fd = _descriptor(lender, outline)
-    except BaseException as error:
-        lender.close()
-        if isinstance(error, TimeoutError):
-            raise NotLentError(f"no answer for {_PATIENCE:g} s") from None
-        if isinstance(error, OSError):
-            raise NotLentError(str(error)) from error
-        raise
-    return LentMemory(lender, fd, outline.grid.segment_bytes)
-
-
-def _descriptor(lender: socket.socket, outline: Outline) -> int:
-    """Return the descriptor of what was lent, once it is found to be that."""
-    data, fds = receive(lender, MAX_MESSAGE, 1)
-    try:
-        if not data:
-            raise NotLentError("it was refused")
-        lent = msgspec.json.decode(data, type=Lent)
-        size = outline.grid.segment_bytes
-        if (lent.snapshot_id, lent.nbytes) != (outline.snapshot_id, size):
-            raise NotLentError("it is another snapshot's")
-        if len(fds) != 1:
-            raise NotLentError("there is no descriptor")
-        _check(fds[0], size)
-    except BaseException as error:
-        for fd in fds:
-            os.close(fd)
-        if isinstance(error, msgspec.MsgspecError):
-            raise NotLentError("the answer is malformed") from None
-        raise
-    return fds[0]
-
-
-def _check(fd: int, nbytes: int) -> None:
-    """Raise unless it is memory of that size, which stays, and others cannot write."""
-    if sys.platform != "linux":
-        raise NotLentError("not on this system")
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:  # a pipe, a socket, a file of a disk
-        raise NotLentError("it is no memory") from None
-    if seals & LENT_SEALS != LENT_SEALS:
-        raise NotLentError("it is not sealed")
-    if os.fstat(fd).st_size < nbytes:
-        raise NotLentError("it is too short")
-
-
-def _batches(views: Sequence[memoryview]) -> list[list[memoryview]]:
-    """Return the views cut and grouped into what one call reads."""
-    batches: list[list[memoryview]] = [[]]
-    room = _PIECE
-    for view in views:
-        rest = view
-        while rest:
-            if not room or len(batches[-1]) == _MOST_VIEWS:
-                batches.append([])
-                room = _PIECE
-            piece, rest = rest[:room], rest[room:]
-            batches[-1].append(piece)
-            room -= piece.nbytes
-    return batches

@@ -17,8 +17,8 @@ import torch
 
 from aiockpt import HTTPTransport, Server
 from aiockpt.events import TransferEvent, add_hook
-from aiockpt.http import shared_memory
-from aiockpt.http.memory_protocol import identity
+from aiockpt.http import lender
+from aiockpt.http.shared_memory import identity
 
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 WAIT = 30.0
@@ -73,7 +73,7 @@ class Neighbour:
         if ctypes.CDLL(None).unshare(NEW_NETWORK):
             return False
         if pretend:
-            setattr(shared_memory, "identity", lambda: here)  # noqa: B010 - not its own
+            setattr(lender, "identity", lambda: here)  # noqa: B010 - not its own
         return True
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt.http.memory_protocol import (
+from aiockpt.http.shared_memory import (
     Offer,
     format_offer,
     format_probe,
