@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 from aiohttp import ClientSession, web
 
+from aiockpt import Limits
 from aiockpt.errors import (
     AiockptError,
     AuthenticationError,
@@ -21,21 +22,21 @@ from aiockpt.errors import (
     StepNotFoundError,
 )
 from aiockpt.events import TransferEvent, add_hook
-from aiockpt.format.limits import Limits
-from aiockpt.http.manifests import LatestInfo, fetch_latest
-from aiockpt.http.problems import PeerBusy, to_problem
 from rangepeer import (
     STEP,
     TOKEN,
     Meddle,
     Memory,
     RangePeer,
+    busy,
     describe,
     fetch,
     fetch_chunks,
+    fetch_latest,
     fetch_manifest,
     noise,
     receiver,
+    refusing,
     run_here,
     serving,
     soon,
@@ -45,21 +46,6 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
 
 CHUNK = 1 << 16
 SEGMENT = noise(5 * CHUNK + 100)
-
-
-def refusing(*errors: Exception) -> Meddle:
-    """Answer the first requests with these errors."""
-    left = list(errors)
-
-    async def meddle(_: RangePeer, __: web.Request) -> web.StreamResponse | None:
-        if not left:
-            return None
-        problem = to_problem(left.pop(0))
-        return web.Response(
-            status=problem.status, headers=problem.headers, body=problem.body
-        )
-
-    return meddle
 
 
 def editing(edit: Callable[[web.Response], object]) -> Meddle:
@@ -236,7 +222,7 @@ class TestFetchLatest:
             return web.Response(body=b"{}", headers=headers)
 
         async with serving(SEGMENT, meddle=latest) as peer, receiver() as client:
-            assert await fetch_latest(client, peer.source()) == LatestInfo(9, "a" * 32)
+            assert await fetch_latest(client, peer) == (9, "a" * 32)
             assert peer.requests[0][0] == "/checkpoint/latest"
 
     async def test_nothing_published_is_an_error(self) -> None:
@@ -244,7 +230,7 @@ class TestFetchLatest:
         nothing = refusing(StepNotFoundError(None))
         async with serving(SEGMENT, meddle=nothing) as peer, receiver() as client:
             with pytest.raises(StepNotFoundError):
-                await fetch_latest(client, peer.source())
+                await fetch_latest(client, peer)
 
 
 @pytest.mark.parametrize("fast_path", [True, False], ids=["direct", "portable"])
@@ -449,8 +435,8 @@ class TestErrors:
 
     async def test_busy_peer_is_asked_again_when_it_says(self) -> None:
         """A 503 is a sign of life, even where silence is not tolerated."""
-        busy = refusing(PeerBusy(retry_after=1), PeerBusy())
-        async with serving(SEGMENT, meddle=busy) as peer, receiver() as client:
+        meddle = refusing(busy(retry_after=1), busy())
+        async with serving(SEGMENT, meddle=meddle) as peer, receiver() as client:
             start = soon(0)
             assert (await fetch(client, peer)).content == SEGMENT
             assert soon(0) - start >= 1
@@ -460,8 +446,8 @@ class TestErrors:
         """Hooks learn which peer made trouble and which."""
         events: list[TransferEvent] = []
         remove = add_hook(events.append)
-        busy = refusing(PeerBusy())
-        async with serving(SEGMENT, meddle=busy) as peer, receiver() as client:
+        meddle = refusing(busy())
+        async with serving(SEGMENT, meddle=meddle) as peer, receiver() as client:
             await fetch(client, peer)
         remove()
         assert [(e.stop, e.step, e.peer) for e in events] == [

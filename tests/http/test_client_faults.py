@@ -17,8 +17,6 @@ from aiockpt.errors import (
     TransferInterruptedError,
     TransferStalledError,
 )
-from aiockpt.http.client import CheckpointClient
-from aiockpt.http.manifests import fetch_latest
 from aiockpt.testing.faults import (
     Answer,
     CutAfter,
@@ -31,9 +29,11 @@ from aiockpt.testing.faults import (
     StallAfter,
 )
 from rangepeer import (
+    Client,
     Memory,
     RangePeer,
     fetch,
+    fetch_latest,
     fetch_manifest,
     noise,
     receiver,
@@ -52,7 +52,7 @@ SMALL = noise(200)
 LARGE = noise(16 * CHUNK)
 
 
-async def length_of_answer(client: CheckpointClient, peer: RangePeer) -> int:
+async def length_of_answer(client: Client, peer: RangePeer) -> int:
     """Return the bytes of one whole answer, its head included."""
     async with FaultProxy("127.0.0.1", peer.port) as proxy:
         await fetch(client, peer, port=proxy.port)
@@ -60,7 +60,7 @@ async def length_of_answer(client: CheckpointClient, peer: RangePeer) -> int:
 
 
 async def until_used_up(
-    client: CheckpointClient, peer: RangePeer, proxy: FaultProxy, *, may_fail: bool
+    client: Client, peer: RangePeer, proxy: FaultProxy, *, may_fail: bool
 ) -> int:
     """Fetch until every fault of the proxy has had its turn; count the successes."""
     successes = 0
@@ -332,7 +332,7 @@ async def test_impostor_is_told_from_a_sender(fast_path, fault, error) -> None:
                 client, peer.source(port=proxy.port), 7, deadline=soon()
             )
         with pytest.raises(error):
-            await fetch_latest(client, peer.source(port=proxy.port))
+            await fetch_latest(client, peer, port=proxy.port)
     assert str(proxy.port) in str(caught.value)
 
 

@@ -11,8 +11,7 @@ from aiohttp import web
 
 from aiockpt.errors import CheckpointChangedError
 from aiockpt.events import TransferEvent, add_hook
-from aiockpt.http.client import CheckpointClient
-from rangepeer import Meddle, RangePeer, noise, receiver
+from rangepeer import Client, Meddle, RangePeer, noise, receiver
 from rangepeer import serving as peer
 from replicas import FAR, Fetch
 from serving import settle
@@ -149,7 +148,7 @@ class Last(Stalls):
 
 
 @asynccontextmanager
-async def nine(client: CheckpointClient, last: Last) -> AsyncIterator[Fetch]:
+async def nine(client: Client, last: Last) -> AsyncIterator[Fetch]:
     """Give a fetch from nine sources, of which the one in the middle stays."""
     meddles = [leaving(number) for number in range(SOURCES - 1)]
     meddles.insert(4, last.meddle)

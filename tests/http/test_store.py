@@ -50,48 +50,6 @@ class Reader:
         await self._task
 
 
-async def test_what_is_published_is_found_at_once():
-    """A step that is there needs no waiting."""
-    store = Store()
-    memory = Memory(step=7)
-    await store.publish(memory, grace=0)
-    assert (await store.wait_for(7, wait=0)).servable is memory
-    assert (await store.wait_for(None, wait=0)).servable is memory
-    assert repr(store) == "<Store step=7 readers=0>"
-    await store.close()
-    assert memory.references == 0
-
-
-@pytest.mark.parametrize(("step", "serving"), [(6, 7), (8, 7)])
-async def test_another_step_is_refused_with_the_one_being_served(step, serving):
-    """The error says what there is instead."""
-    store = Store()
-    await store.publish(Memory(step=7), grace=0)
-    with pytest.raises(StepNotFoundError) as caught:
-        await store.wait_for(step, wait=0)
-    assert (caught.value.step, caught.value.serving) == (step, serving)
-
-
-async def test_an_older_step_is_refused_without_waiting():
-    """It will not come back, so nobody waits for it."""
-    store = Store()
-    await store.publish(Memory(step=7), grace=0)
-    async with asyncio.timeout(5):
-        with pytest.raises(StepNotFoundError):
-            await store.wait_for(6, wait=3600)
-
-
-async def test_waiting_ends_when_the_step_comes():
-    """A receiver may be early; steps in between do not disturb it."""
-    store = Store()
-    waiting = asyncio.create_task(store.wait_for(9, wait=3600))
-    await asyncio.sleep(0)
-    await store.publish(Memory(step=8), grace=0)
-    memory = Memory(step=9)
-    await store.publish(memory, grace=0)
-    assert (await waiting).servable is memory
-
-
 async def test_waiting_ends_when_the_step_was_skipped():
     """A newer step ends the wait for an older one."""
     store = Store()
@@ -101,65 +59,6 @@ async def test_waiting_ends_when_the_step_was_skipped():
     with pytest.raises(StepNotFoundError) as caught:
         await waiting
     assert caught.value.serving == 10
-
-
-async def test_waiting_is_bounded():
-    """A step that does not come is refused after the wait."""
-    store = Store()
-    with pytest.raises(StepNotFoundError) as caught:
-        await store.wait_for(9, wait=0.01)
-    assert caught.value.serving is None
-
-
-async def test_a_newer_step_is_waited_for():
-    """One that is as old as what the waiter has is none."""
-    store = Store()
-    await store.publish(Memory(step=7), grace=0)
-    assert (await store.wait_past(6, wait=60)).step == 7
-    waiting = asyncio.create_task(store.wait_past(7, wait=60))
-    await asyncio.sleep(0)
-    await store.publish(Memory(step=7, fill=1), grace=0)
-    await store.publish(Memory(step=8), grace=0)
-    assert (await waiting).step == 8
-    await store.close()
-
-
-@pytest.mark.parametrize("serving", [None, 7])
-async def test_waiting_for_a_newer_step_is_bounded(serving):
-    """The error says what there is."""
-    store = Store()
-    if serving is not None:
-        await store.publish(Memory(step=serving), grace=0)
-    for wait in (0, 0.01):
-        with pytest.raises(StepNotFoundError) as caught:
-            await store.wait_past(7, wait=wait)
-        assert (caught.value.step, caught.value.serving) == (None, serving)
-    await store.close()
-
-
-async def test_a_retraction_ends_the_wait_for_a_newer_step():
-    """Unless there was nothing to retract."""
-    store = Store()
-    await store.retract(grace=0)
-    assert store.withdrawals == 0
-    await store.publish(Memory(step=7), grace=0)
-    waiting = asyncio.create_task(store.wait_past(7, wait=60))
-    await asyncio.sleep(0)
-    await store.retract(grace=0)
-    with pytest.raises(StepNotFoundError):
-        await waiting
-    assert store.withdrawals == 1
-
-
-async def test_a_closed_store_fails_who_waits_for_a_newer_step():
-    """They hear of it at once."""
-    store = Store()
-    await store.publish(Memory(step=7), grace=0)
-    waiting = asyncio.create_task(store.wait_past(7, wait=60))
-    await asyncio.sleep(0)
-    await store.close()
-    with pytest.raises(ClosedError):
-        await waiting
 
 
 async def test_a_cancelled_waiter_leaves_the_others_waiting():
@@ -274,19 +173,6 @@ async def test_retract_waits_for_every_reader():
         await reader.stop()
     await retracting
     assert [memory.references for memory in memories] == [0, 0]
-
-
-async def test_retract_evicts_after_the_grace():
-    """No reader holds the trainer hostage."""
-    store = Store()
-    memory = Memory(step=1)
-    await store.publish(memory, grace=0)
-    reader = await Reader(store, await store.wait_for(1, wait=0)).inside()
-    async with asyncio.timeout(5):
-        await store.retract(grace=0.01)
-    assert reader.evicted
-    assert memory.references == 0
-    await reader.stop()
 
 
 async def test_retract_is_idempotent_and_forgets_nothing():

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from aiohttp import ClientSession, web
 
@@ -22,6 +22,7 @@ from aiockpt.http import manifests
 from aiockpt.http.client import CheckpointClient, ClientConfig
 from aiockpt.http.download import Download
 from aiockpt.http.peers import Peer, Peers
+from aiockpt.http.problems import PeerBusy, to_problem
 from aiockpt.http.protocol import Source
 from aiockpt.http.retry import OnRetry
 from aiockpt.http.sockets import IO_THREADS
@@ -29,6 +30,9 @@ from aiockpt.memory.arena import Memory as PlainMemory
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.transfer.source import OnProgress, PlainTarget
 from headers import entries_of
+
+Client: TypeAlias = CheckpointClient
+"""What `receiver` gives, for tests that hand it on."""
 
 T = TypeVar("T")
 Meddle = Callable[["RangePeer", web.Request], Awaitable[web.StreamResponse | None]]
@@ -123,6 +127,26 @@ class RangePeer:
         return web.Response(status=206, body=body, headers=headers)
 
 
+def refusing(*errors: Exception) -> Meddle:
+    """Answer the first requests with these errors."""
+    left = list(errors)
+
+    async def meddle(_: RangePeer, __: web.Request) -> web.StreamResponse | None:
+        if not left:
+            return None
+        problem = to_problem(left.pop(0))
+        return web.Response(
+            status=problem.status, headers=problem.headers, body=problem.body
+        )
+
+    return meddle
+
+
+def busy(retry_after: float | None = None) -> Exception:
+    """Return what a peer raises that has too many readers, for `refusing`."""
+    return PeerBusy(retry_after=retry_after)
+
+
 @asynccontextmanager
 async def serving(
     segment: bytes,
@@ -177,11 +201,6 @@ class Memory:
         self.chunks += chunks
 
 
-async def verify(views: list[memoryview]) -> str:
-    """Compute a digest, here."""
-    return digest(views)
-
-
 async def run_here(fn: Callable[[], T], /) -> T:
     """Call a function, here."""
     return fn()
@@ -190,7 +209,7 @@ async def run_here(fn: Callable[[], T], /) -> T:
 @asynccontextmanager
 async def receiver(
     session: ClientSession | None = None, **options: Any
-) -> AsyncIterator[CheckpointClient]:
+) -> AsyncIterator[Client]:
     """Give a client that is in a hurry."""
     defaults = {
         "max_concurrency": 2,
@@ -211,7 +230,7 @@ async def receiver(
 
 
 async def fetch(
-    client: CheckpointClient,
+    client: Client,
     peer: RangePeer,
     memory: Memory | None = None,
     *,
@@ -233,7 +252,7 @@ async def fetch(
 
 
 async def fetch_chunks(
-    client: CheckpointClient,
+    client: Client,
     source: Source,
     outline: Outline,
     memory: PlainMemory,
@@ -249,7 +268,7 @@ async def fetch_chunks(
 
 
 async def fetch_manifest(
-    client: CheckpointClient,
+    client: Client,
     source: Source,
     step: int = STEP,
     *,
@@ -262,6 +281,14 @@ async def fetch_manifest(
         client, source, step, deadline=deadline, on_retry=on_retry
     )
     return reply.manifest
+
+
+async def fetch_latest(
+    client: Client, peer: RangePeer, *, port: int = 0
+) -> tuple[int, str]:
+    """Return the step that a peer serves, and its snapshot's id."""
+    found = await manifests.fetch_latest(client, peer.source(port=port))
+    return found.step, found.snapshot_id
 
 
 def soon(seconds: float = 10.0) -> float:

@@ -9,12 +9,12 @@ from typing import Any
 
 from aiockpt.errors import AiockptError
 from aiockpt.events import TransferEvent, add_hook
-from aiockpt.http.client import CheckpointClient
 from aiockpt.http.download import Download
 from aiockpt.http.peers import Peers
 from aiockpt.http.protocol import Source
 from aiockpt.testing.faults import Fault, FaultProxy, Pipe
 from aiockpt.transfer.source import PlainTarget
+from rangepeer import Client
 from rangepeer import Memory as Target
 from serving import TOKEN, Memory, Site, serving
 
@@ -83,7 +83,7 @@ class Fetch:
         under_way: Set when an eighth has come.
     """
 
-    def __init__(self, client: CheckpointClient, sources: Sequence[Source]) -> None:
+    def __init__(self, client: Client, sources: Sequence[Source]) -> None:
         self.peers = Peers.at(client, sources, self.note)
         self.urls = [each.base_url for each in sources]
         self.target = Target(0)
