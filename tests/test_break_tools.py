@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from aiockpt.testing import (
     wall_clock_jumped,
 )
 from checkpointing import eventually, is_running, state_of
-from disks import in_small_shm, small_disk
+from disks import small_disk
 from system_calls import SystemCallFault, system_call_faults
 
 pytestmark = pytest.mark.torch_free
@@ -213,22 +212,6 @@ class TestPeerProcess:
 
 class TestFull:
     """ENOSPC where it was asked for."""
-
-    def test_a_small_disk_is_soon_full(self, tmp_path: Path) -> None:
-        """And gone after the block."""
-        with small_disk(tmp_path / "disk", 1 << 20) as disk:
-            (disk / "half").write_bytes(bytes(1 << 19))
-            with pytest.raises(OSError, match="No space left"):
-                (disk / "more").write_bytes(bytes(1 << 20))
-        assert list((tmp_path / "disk").iterdir()) == []
-
-    def test_a_small_shm_is_so_for_one_program_only(self) -> None:
-        """Others keep theirs."""
-        ask = "import os\nfound = os.statvfs('/dev/shm')\n"
-        ask += "print(found.f_blocks * found.f_frsize)"
-        before = os.statvfs("/dev/shm").f_blocks
-        assert int(said(in_small_shm(1 << 20, python(ask)))) == 1 << 20
-        assert os.statvfs("/dev/shm").f_blocks == before
 
     def test_a_machine_that_does_not_permit_it_says_why(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,6 @@ import pytest
 
 import aiockpt
 from aiockpt.testing import FaultUnavailableError
-from exhaustion import exhausted_fds
 from link import Link
 from namespaces import Namespace, few_ports
 
@@ -130,19 +129,6 @@ def connections(address: tuple[str, int], count: int) -> Iterator[None]:
         for _ in range(count):
             stack.enter_context(socket.create_connection(address))
         yield
-
-
-@pytest.mark.parametrize("left", [0, 1, 3])
-async def test_exhausted_descriptors_are_exhausted(left) -> None:
-    """All but those that are left; afterwards there are as many as before."""
-    before = len(os.listdir("/dev/fd"))
-    with exhausted_fds(left=left):
-        opened = [os.dup(0) for _ in range(left)]
-        with pytest.raises(OSError, match="Too many open files"):
-            os.dup(0)
-        for fd in opened:
-            os.close(fd)
-    assert len(os.listdir("/dev/fd")) == before
 
 
 NOBODY = """

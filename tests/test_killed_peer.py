@@ -10,8 +10,7 @@ import pytest
 
 from aiockpt import Progress, TransportError
 from aiockpt.testing import assert_same
-from senders import TOKEN, serving_process
-from served import MIB_SERVED
+from senders import MIB_SERVED, TOKEN, serving_process
 from transports import MIB, transport, weights
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop, pytest.mark.timeout(120)]

@@ -22,7 +22,6 @@ from aiockpt.memory.arena import (
     PageChooser,
     view_of_address,
 )
-from aiockpt.runtime.system import available_memory
 
 
 def resident(arena: Arena) -> int:
@@ -348,15 +347,6 @@ def test_a_view_of_an_address_keeps_its_owner() -> None:
     view[:] = b"abcd"
     assert isinstance(view.obj.owner, torch.Tensor)  # type: ignore[attr-defined]
     assert view.obj.owner.tolist() == list(b"abcd")  # type: ignore[attr-defined]
-
-
-class TestAvailableMemory:
-    """What a receive may take."""
-
-    def test_it_is_less_than_there_is(self) -> None:
-        """And more than nothing."""
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        assert 0 < available_memory() <= total
 
 
 def test_a_closed_pool_keeps_nothing() -> None:

@@ -16,8 +16,7 @@ from aiockpt.errors import LocalProtocolError, MissingKeysError, TransferTimeout
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.testing import FaultProxy, StallAfter, assert_same, interrupted
 from replicas import Lies
-from senders import TOKEN, serving_process
-from served import MIB_SERVED
+from senders import MIB_SERVED, TOKEN, serving_process
 from transports import MIB, Transport, proxied, through, transport, weights
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop, pytest.mark.timeout(180)]

@@ -5,21 +5,26 @@ from __future__ import annotations
 import contextlib
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from aiockpt.errors import TemplateMismatchError, UnsupportedLeafError
+from aiockpt.errors import (
+    RemoteProtocolError,
+    TemplateMismatchError,
+    UnsupportedLeafError,
+)
 from aiockpt.memory.arena import Arena
 from aiockpt.memory.copies import CopyPlan
 from aiockpt.state.equality import elements
+from aiockpt.state.flatten import register_leaf
 from aiockpt.state.template import Template
 from aiockpt.testing import assert_same
-from pipeline import LIMITS, host_only
+from pipeline import LIMITS, host_only, match, staged
 from states import State, states
-from templates import match, staged
 
 
 def fill(state: object, template: object, *, direct: bool) -> None:
@@ -112,11 +117,6 @@ class TestMatch:
         assert (len(found.tensors), blob in found.tensors) == (1, False)
         assert list(found.tensors) == [1 - blob]
         assert [backing.nbytes for backing in found.backings] in ([4, 0], [0, 4])
-
-    def test_it_says_how_many_tensors_it_has(self) -> None:
-        """The repr is for logs."""
-        template = Template({"a": torch.ones(1)}, limits=LIMITS, allow_pickle=False)
-        assert repr(template) == "<Template tensors=1>"
 
 
 class TestMismatch:
@@ -340,3 +340,62 @@ def test_assert_same_is_exact() -> None:
     ):
         with pytest.raises(AssertionError):
             assert_same(wrong, right)
+
+
+@dataclass
+class Holder:
+    """A type of the user's."""
+
+    weight: torch.Tensor
+
+
+register_leaf(Holder, tag="tests.Holder")
+
+
+WEIGHT = torch.zeros(1)
+
+
+class TestValues:
+    """What is made anew from what arrived."""
+
+    def test_registered_leaves_are_values(self) -> None:
+        """Even those that are made of tensors: nothing of the template's is filled."""
+        found = match({"x": Holder(torch.ones(2)), "w": torch.ones(1)}, {"w": WEIGHT})
+        assert list(found.tensors.values()) == [WEIGHT]
+        assert len(found.parts) == 1
+
+    @pytest.mark.parametrize("shared", ["values", "bytes"])
+    def test_a_value_in_the_memory_of_a_tensor(self, shared: str) -> None:
+        """It would change after it has been made and checked."""
+        sparse: Any = ["tuple", [["tensor", 0], ["tensor", 0]]]
+        trees: dict[str, Any] = {"values": ["ext", "x", sparse], "bytes": ["blob", 0]}
+        manifest, _ = staged({"w": torch.ones(2), "x": None})
+        tree: Any = ["dict", ["w", "x"], [["tensor", 0], trees[shared]]]
+        template = Template({"w": torch.ones(2)}, limits=LIMITS, allow_pickle=False)
+        with pytest.raises(TemplateMismatchError, match="value in the memory") as error:
+            template.match(replace(manifest, tree=tree))
+        assert error.value.path.startswith("x")
+
+    @pytest.mark.parametrize("number", [-1, 1, 1 << 40])
+    def test_a_number_of_no_tensor(self, number: int) -> None:
+        """The sender's fault."""
+        manifest, _ = staged({"w": torch.ones(2)})
+        tree: list[Any] = ["dict", ["w"], [["tensor", number]]]
+        template = Template({"w": torch.ones(2)}, limits=LIMITS, allow_pickle=False)
+        with pytest.raises(RemoteProtocolError, match="names tensor"):
+            template.match(replace(manifest, tree=tree))
+
+    @pytest.mark.parametrize(
+        "leaf",
+        [
+            Holder(torch.ones(2)),
+            [Holder(torch.ones(2))],
+        ],
+    )
+    def test_a_leaf_that_is_made_of_tensors(self, leaf: object) -> None:
+        """Indices that fit the sender's size would leave the memory of ours."""
+        with pytest.raises(
+            UnsupportedLeafError, match="put None in its place"
+        ) as error:
+            Template({"x": leaf}, limits=LIMITS, allow_pickle=False)
+        assert error.value.path in {"x", "x[0]"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import ssl
 import time
@@ -278,30 +277,6 @@ class TestAddress:
 
 class TestStart:
     """The server's beginning."""
-
-    async def test_peers_may_come_before_it(self) -> None:
-        """The metadata is there as soon as the transport is."""
-        sender = transport()
-        async with transport() as receiver:
-            early = asyncio.create_task(receive(sender, receiver))
-            await asyncio.sleep(0.05)
-            await sender.send_checkpoint([], 1, weights())
-            assert_same(await early, weights())
-        await sender.shutdown()
-
-    @pytest.mark.parametrize("turns", range(6))
-    async def test_a_cancelled_start_can_be_repeated(self, turns: int) -> None:
-        """Then it serves."""
-        sender = transport()
-        start = asyncio.create_task(sender.start())
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        start.cancel()
-        await asyncio.wait({start})
-        async with transport(reconnect_timeout=0, stall_timeout=2) as receiver:
-            await sender.send_checkpoint([], 1, weights())
-            assert_same(await receive(sender, receiver), weights())
-        await sender.shutdown()
 
     async def test_one_that_never_started_has_nothing_to_shut_down(self) -> None:
         """Nor one that only told its address."""

@@ -24,7 +24,6 @@ from aiockpt.checkpointers.config import (
 from aiockpt.checkpointers.factories import make_async_checkpointer
 from aiockpt.checkpointers.writer import configured_writer
 from aiockpt.errors import (
-    ClosedError,
     MissingKeysError,
     SaveInProgressError,
     StorageError,
@@ -121,12 +120,6 @@ class TestSave:
             template["missing"] = torch.zeros(3)
             with pytest.raises(MissingKeysError, match="missing"):
                 await made.load(tmp_path / "a", template, strict=True)
-
-    async def test_the_step_is_the_paths_unless_given(self, tmp_path: Path) -> None:
-        """It names the checkpoint for whoever serves it later."""
-        async with make_async_checkpointer(THREAD) as made:
-            assert (await made.save(state(), tmp_path / "step-12")).step == 12
-            assert (await made.save(state(), tmp_path / "b-1", step=9)).step == 9
 
     async def test_keywords_reach_the_hooks(
         self, tmp_path: Path, config: CheckpointerConfig
@@ -452,17 +445,6 @@ class TestEnd:
             await _broken_block(config, tmp_path / "1", tmp_path / "2")
         assert_same(loaded(tmp_path / "1"), state())
         assert_same(loaded(tmp_path / "2"), state())
-
-    async def test_it_cannot_be_used_afterwards(
-        self, tmp_path: Path, config: CheckpointerConfig
-    ) -> None:
-        """And says so."""
-        made = make_async_checkpointer(config)
-        await made.close()
-        with pytest.raises(ClosedError):
-            await made.save(state(), tmp_path / "a")
-        with pytest.raises(ClosedError):
-            await made.load(tmp_path / "a")
 
     @pytest.mark.allow_error_logs
     async def test_a_writer_that_hangs_does_not_hold_the_end(

@@ -28,7 +28,7 @@ from commandline import ENVIRONMENT
 from faultrecord import Record
 from faultrows import row
 from groups import moved, transports
-from served import MIB_SERVED
+from senders import MIB_SERVED
 from serving import Peer
 from transports import (
     pair,
@@ -129,7 +129,7 @@ async def test_a_token_expires_by_the_wall_clock(record: Record) -> None:
 @pytest.mark.asyncio(loop_factories=["asyncio"])  # the other process takes seconds
 async def test_the_clocks_of_two_ends_may_differ(record: Record) -> None:
     """The monotonic one, too, as those of two hosts do."""
-    program = [sys.executable, str(SUPPORT / "served.py"), "0", "secret"]
+    program = [sys.executable, str(SUPPORT / "senders.py"), "serve", "0", "secret"]
     paths = {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{SUPPORT}"}
     ahead = monotonic_ahead(1_000_000, program)
     async with PeerProcess(ahead, env=ENVIRONMENT | paths) as peer:

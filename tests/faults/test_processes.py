@@ -26,11 +26,11 @@ from commandline import ENVIRONMENT
 from faultrecord import Record
 from faultrows import row
 from leakcheck import shm
-from leaving import CODE
 from rank import MIB_SENT
 from rankprocesses import ranks
 from rankprocesses import transport as rank_transport
 from saved import names
+from senders import CODE
 from transports import in_the_middle, pair, receive, weights
 
 # What happens to processes is the same on both loops; each takes seconds.
@@ -128,7 +128,7 @@ def has_ended(pid: int) -> bool:
 @asynccontextmanager
 async def slow_sender() -> AsyncIterator[tuple[PeerProcess, str]]:
     """Give a sender in a process of its own, and its metadata by way of a slow link."""
-    async with program("served.py", 0, TOKEN) as sender:
+    async with program("senders.py", "serve", 0, TOKEN) as sender:
         url = await sender.line()
         port = int(url.split(":")[2].split("/")[0])
         slow = Drip(rate=16e6, burst=1 << 17)
@@ -141,7 +141,7 @@ async def test_a_transfer_goes_on_after_a_suspension(record: Record) -> None:
     """Both ends stand still for longer than their stall timeout."""
     async with slow_sender() as (sender, metadata):
         for stall_timeout in record.pick([0.5], [0.5, 2.0, 20.0]):
-            fetching = program("fetching.py", metadata, TOKEN, stall_timeout)
+            fetching = program("senders.py", "fetch", metadata, TOKEN, stall_timeout)
             async with fetching as receiver:
                 assert await receiver.line() == "receiving"
                 for each in (sender, receiver):
@@ -287,7 +287,9 @@ async def test_a_program_ends_in_the_middle_of_a_transfer(
     async with slow_sender() as (_, metadata):
         for how in record.pick(["exit", "shutdown"], [*ENDS] * 5):
             errors = tmp_path / f"{record.outcome.runs}"
-            leaving = program("leaving.py", how, metadata, TOKEN, errors=errors)
+            leaving = program(
+                "senders.py", "leave", how, metadata, TOKEN, errors=errors
+            )
             async with leaving as peer:
                 assert await peer.line() == "leaving"
                 began = time.monotonic()

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import aiockpt
 from aiockpt import (
     IntegrityError,
     Limits,
@@ -356,8 +355,3 @@ async def test_a_peer_that_talks_nonsense_is_no_peer(said: bytes) -> None:
         with pytest.raises(ProcessGroupError):
             await receiver.recv_checkpoint(0, "", 1)
     del work
-
-
-async def test_it_is_exported() -> None:
-    """Beside the HTTP transport, and lazily."""
-    assert aiockpt.PGTransport.__module__ == "aiockpt.pg.transport"

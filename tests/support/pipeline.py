@@ -1,20 +1,28 @@
-"""From a state dict to its staged bytes and back, without a network."""
+"""From a state dict to its staged bytes and back, without a network.
+
+And manifests and trees as a sender could write them, over a few counted bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
 
-from aiockpt.format.header import decode_header, header_length
+from aiockpt.format.chunks import digest
+from aiockpt.format.header import build_manifest, decode_header, header_length
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import Manifest
+from aiockpt.format.manifest import Manifest, TensorSpec
+from aiockpt.format.paths import Node
 from aiockpt.memory.device import Port, PortFor
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
+from aiockpt.state.template import Match, Template
 from aiockpt.transfer.stager import Snapshot, Stager
+from headers import entries_of
 
 LIMITS = Limits()
 
@@ -60,3 +68,64 @@ def rebuilt(file: bytes, *, allow_pickle: bool = False) -> Any:
     return assemble(
         Frame.of(manifest), tensors, limits=LIMITS, allow_pickle=allow_pickle
     )
+
+
+def staged(state: object) -> tuple[Manifest, bytes]:
+    """Return what a sender says, and the data segment."""
+
+    async def stage() -> tuple[Manifest, bytes]:
+        async with stager() as staging:
+            snapshot = await staging.stage(state, step=1)
+            views = snapshot.views(0, snapshot.manifest.segment_bytes)
+            return snapshot.manifest, b"".join(views)
+
+    return asyncio.run(stage())
+
+
+def match(state: object, template: object) -> Match:
+    """Match a template with a checkpoint of ``state``."""
+    manifest, _ = staged(state)
+    return Template(template, limits=LIMITS, allow_pickle=False).match(manifest)
+
+
+def manifest_of(
+    tree: Node,
+    *,
+    segment: bytes = bytes(range(16)),
+    code: str = "U8",
+    shape: tuple[int, ...] = (16,),
+    views: Sequence[TensorSpec] = (),
+) -> Manifest:
+    """Return the manifest of one entry of 16 bytes."""
+    return build_manifest(
+        step=1,
+        chunk_bytes=64 << 10,
+        entries=entries_of(*[("t", code, shape, len(segment))] if segment else []),
+        views=views,
+        tree=tree,
+        digests=[digest([segment])] if segment else [],
+    )
+
+
+def value_of(
+    tree: Node, *, allow_pickle: bool = False, limits: Limits = LIMITS, **options: Any
+) -> Any:
+    """Return what a receiver makes of a tree over 16 counted bytes."""
+    manifest = manifest_of(tree, **options)
+    tensors = tensors_over(manifest, memoryview(bytearray(range(16))))
+    return assemble(
+        Frame.of(manifest), tensors, limits=limits, allow_pickle=allow_pickle
+    )
+
+
+def view(**changes: Any) -> TensorSpec:
+    """Return a view of four floats."""
+    facts = {
+        "storage": 0,
+        "dtype": "float32",
+        "shape": (4,),
+        "stride": (1,),
+        "offset": 0,
+        "flags": 0,
+    }
+    return TensorSpec(**{**facts, **changes})
