@@ -32,7 +32,6 @@ from rangepeer import (
     describe,
     fetch,
     fetch_chunks,
-    fetch_latest,
     fetch_manifest,
     noise,
     receiver,
@@ -211,46 +210,9 @@ class TestFetchManifest:
                 await fetch_manifest(client, peer.source())
 
 
-class TestFetchLatest:
-    """What a peer serves now."""
-
-    async def test_tells_step_and_snapshot(self) -> None:
-        """What is served now, without its manifest."""
-
-        async def latest(_: RangePeer, request: web.Request) -> web.Response:
-            headers = {"Aiockpt-Step": "9", "ETag": f'"{"a" * 32}"'}
-            return web.Response(body=b"{}", headers=headers)
-
-        async with serving(SEGMENT, meddle=latest) as peer, receiver() as client:
-            assert await fetch_latest(client, peer) == (9, "a" * 32)
-            assert peer.requests[0][0] == "/checkpoint/latest"
-
-    async def test_nothing_published_is_an_error(self) -> None:
-        """It does not wait."""
-        nothing = refusing(StepNotFoundError(None))
-        async with serving(SEGMENT, meddle=nothing) as peer, receiver() as client:
-            with pytest.raises(StepNotFoundError):
-                await fetch_latest(client, peer)
-
-
 @pytest.mark.parametrize("fast_path", [True, False], ids=["direct", "portable"])
 class TestFetchChunks:
     """The bytes, on both ways into memory."""
-
-    @pytest.mark.parametrize(
-        "pieces",
-        [(), range(0, len(SEGMENT), 4096), (3, 70_000, 70_001, 200_000)],
-        ids=["one buffer", "4 KiB buffers", "odd buffers"],
-    )
-    async def test_fills_memory_of_any_layout(self, fast_path, pieces) -> None:
-        """Every byte is where it belongs, and each one was counted once."""
-        async with (
-            serving(SEGMENT, chunk_bytes=CHUNK) as peer,
-            receiver(fast_path=fast_path) as client,
-        ):
-            memory = await fetch(client, peer, Memory(len(SEGMENT), pieces=pieces))
-        assert memory.content == SEGMENT
-        assert (memory.bytes, memory.chunks) == (len(SEGMENT), 6)
 
     @pytest.mark.parametrize("parallel", [1, 2, 4])
     async def test_opens_as_many_connections_as_requests_at_a_time(
@@ -467,12 +429,6 @@ class TestErrors:
                     [chunk],
                     on_progress=lambda *_: None,
                 )
-            assert not peer.requests
-
-    async def test_nothing_to_fetch_asks_nobody(self) -> None:
-        """A checkpoint without a byte is complete."""
-        async with serving(b"") as peer, receiver() as client:
-            await fetch(client, peer)
             assert not peer.requests
 
 

@@ -22,7 +22,6 @@ from aiockpt.testing.faults import (
     CutAfter,
     Drip,
     Drop,
-    Fault,
     FaultProxy,
     FlipBit,
     Refuse,
@@ -184,24 +183,6 @@ async def test_silent_peer_is_given_up_after_the_stall_timeout(fast_path) -> Non
         assert caught.value.chunk == 0
 
 
-async def test_connections_that_stall_do_not_stop_the_others(fast_path) -> None:
-    """Two of four never answer again: the rest of the peer is alive."""
-    faults = [StallAfter(1000), Fault(), StallAfter(1000), Fault()]
-    async with (
-        serving(LARGE, chunk_bytes=CHUNK) as peer,
-        FaultProxy(
-            "127.0.0.1", peer.port, faults=faults, otherwise=Drip(3e6, burst=30_000)
-        ) as proxy,
-        receiver(
-            fast_path=fast_path,
-            max_concurrency=4,
-            stall_timeout=0.2,
-            reconnect_timeout=1.0,
-        ) as client,
-    ):
-        assert (await fetch(client, peer, port=proxy.port)).content == LARGE
-
-
 async def test_slow_peer_is_no_silent_peer(fast_path) -> None:
     """A drip that lasts longer than the stall timeout is waited for."""
     async with (
@@ -259,45 +240,6 @@ async def test_peer_that_stays_away_is_given_up_after_the_reconnect_timeout(
             await fetch(client, peer, memory, port=1)
         assert 0.3 <= time.monotonic() - start < 2
         assert len(memory.errors) > 1
-
-
-async def test_killed_peer_is_an_error_at_once(fast_path) -> None:
-    """All connections die and nothing listens any more."""
-    async with (
-        serving(LARGE) as peer,
-        FaultProxy("127.0.0.1", peer.port, otherwise=StallAfter(50_000)) as proxy,
-        receiver(fast_path=fast_path) as client,
-    ):
-        task = asyncio.create_task(fetch(client, peer, port=proxy.port))
-        await received(proxy, 50_000)
-        start = time.monotonic()
-        proxy.refuse()
-        await proxy.cut_all()
-        with pytest.raises(PeerUnreachableError):
-            await task
-        assert time.monotonic() - start < 2
-
-
-async def test_peer_that_comes_back_finishes_the_transfer(fast_path) -> None:
-    """What had arrived before it went is not sent again."""
-    async with (
-        serving(LARGE, chunk_bytes=4 * CHUNK) as peer,
-        FaultProxy("127.0.0.1", peer.port, otherwise=StallAfter(200_000)) as proxy,
-        receiver(fast_path=fast_path, reconnect_timeout=5) as client,
-    ):
-        memory = Memory(len(LARGE))
-        task = asyncio.create_task(fetch(client, peer, memory, port=proxy.port))
-        # Not what the proxy has sent: the reset takes what nobody has read by then.
-        while memory.bytes < 398_000:  # noqa: ASYNC110 - no event tells
-            await asyncio.sleep(0.001)
-        proxy.refuse()
-        await proxy.cut_all()
-        await asyncio.sleep(0.2)
-        proxy.otherwise = Fault()
-        await proxy.listen()
-        await task
-        assert memory.content == LARGE
-        assert proxy.statistics().bytes_down < 1.1 * len(LARGE)
 
 
 @pytest.mark.parametrize(

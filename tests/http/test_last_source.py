@@ -248,24 +248,6 @@ async def test_what_it_gave_is_counted_when_it_fails_at_last() -> None:
     assert sum(fetch.given) == fetch.target.chunks * CHUNK == fetch.target.bytes
 
 
-async def test_a_cancel_leaves_nothing_behind() -> None:
-    """Neither a straggler, nor who races it, nor who is free."""
-    last = Last(0, again=True)
-    async with (
-        receiver(max_concurrency=MOST, stall_timeout=FAR) as client,
-        nine(client, last) as fetch,
-    ):
-        running = asyncio.create_task(fetch.run())
-        async with asyncio.timeout(HANGS):
-            await last.raced.wait()
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        before = bytes(fetch.target.content)
-        await asyncio.sleep(0.05)
-        assert fetch.target.content == before
-
-
 class Late:
     """It does not say a word before it is let in."""
 

@@ -15,7 +15,7 @@ from aiockpt.errors import (
     StepNotFoundError,
 )
 from aiockpt.http.protocol import Source
-from aiockpt.testing.faults import CutAfter, Drip, Fault, StallAfter
+from aiockpt.testing.faults import CutAfter, Drip, StallAfter
 from rangepeer import describe, noise, receiver
 from rangepeer import serving as peer
 from replicas import (
@@ -49,26 +49,6 @@ async def test_every_source_gives_a_part() -> None:
     assert fetch.dropped() == {}
 
 
-async def test_only_the_chunks_that_are_wanted_are_fetched() -> None:
-    """As of one source."""
-    held = checkpoint()
-    wanted = [1, 2, 3, 30, 47]
-    async with replicas(held, held) as sites, receiver() as client:
-        fetch = Fetch(client, [source(site) for site in sites])
-        content = await fetch.run(chunks=wanted)
-    for chunk in wanted:
-        start, stop = held.manifest.grid.range(chunk)
-        assert content[start:stop] == held.data[start:stop]
-    assert fetch.target.chunks == len(wanted)
-
-
-async def test_no_chunks_are_fetched_at_once() -> None:
-    """A checkpoint may have no bytes."""
-    async with peer(b"") as one, peer(b"") as other, receiver() as client:
-        fetch = Fetch(client, [one.source(), other.source()])
-        assert await fetch.run() == b""
-
-
 class TestOneFails:
     """The others bring what it does not."""
 
@@ -85,20 +65,6 @@ class TestOneFails:
             await fetch.under_way.wait()
             await proxy.aclose()
             await running
-        fetch.check(held)
-
-    async def test_killed_and_not_waited_for(self) -> None:
-        """Who returns may; the end does not wait for it."""
-        held = checkpoint()
-        async with (
-            replicas(held, held) as sites,
-            behind(sites[0], CutAfter(3 * CHUNK)) as proxy,
-            receiver(reconnect_timeout=FAR) as client,
-        ):
-            proxy.faults = [Fault(), *[CutAfter(CHUNK)] * 2]
-            proxy.otherwise = StallAfter(0)
-            fetch = Fetch(client, [source(proxy), source(sites[1])])
-            await fetch.run()
         fetch.check(held)
 
     async def test_stalled(self) -> None:
@@ -182,23 +148,6 @@ class TestOneFails:
         fetch.check(held)
         assert "being served is step 8" in fetch.dropped()[1]
 
-    async def test_another_step_in_the_middle(self) -> None:
-        """It publishes the next one while it is read."""
-        held = checkpoint()
-        async with (
-            replicas(held, held, send_buffer=CHUNK) as sites,
-            behind(sites[0], Drip(4e6, burst=1 << 14)) as slow,
-            behind(sites[1], Drip(4e6, burst=1 << 14)) as other,
-            receiver() as client,
-        ):
-            fetch = Fetch(client, [source(slow), source(other)])
-            running = asyncio.create_task(fetch.run())
-            await fetch.under_way.wait()
-            await sites[0].store.publish(checkpoint(step=8), grace=0)
-            await running
-        fetch.check(held)
-        assert [*fetch.dropped()] == [0]
-
     async def test_unreachable_from_the_start(self) -> None:
         """Nobody waits for it."""
         held = checkpoint()
@@ -217,19 +166,6 @@ class TestOneFails:
         fetch.check(held)
         assert "refused the token" in fetch.dropped()[0]
         assert "wrong" not in fetch.dropped()[0]
-
-    async def test_connections_that_break_all_the_time(self) -> None:
-        """Of all sources: each goes on where it was."""
-        held = checkpoint(chunk_bytes=8 * CHUNK)
-        async with (
-            replicas(held, held) as sites,
-            behind(sites[0], CutAfter(3 * CHUNK)) as one,
-            behind(sites[1], CutAfter(3 * CHUNK)) as other,
-            receiver(reconnect_timeout=60) as client,
-        ):
-            fetch = Fetch(client, [source(one), source(other)])
-            await fetch.run()
-        fetch.check(held)
 
 
 async def test_a_slow_source_gives_less() -> None:
@@ -385,25 +321,6 @@ async def test_a_client_that_is_closed_ends_it_at_once() -> None:
         with pytest.raises(ClosedError):
             await running
     assert fetch.dropped() == {}
-
-
-async def test_a_cancel_leaves_nothing_behind() -> None:
-    """Neither a task nor a connection, and nothing is written any more."""
-    held = checkpoint()
-    async with (
-        replicas(held, held) as sites,
-        behind(sites[0], Drip(1e6, burst=1 << 13)) as slow,
-        receiver(reconnect_timeout=FAR) as client,
-    ):
-        fetch = Fetch(client, [source(slow), source(sites[1]), CLOSED])
-        running = asyncio.create_task(fetch.run())
-        await fetch.under_way.wait()
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        before = bytes(fetch.target.content)
-        await asyncio.sleep(0.05)
-        assert fetch.target.content == before
 
 
 async def test_the_newest_step_that_is_served_is_the_latest() -> None:
