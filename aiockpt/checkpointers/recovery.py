@@ -21,7 +21,7 @@ import socket
 import stat
 import tempfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -232,16 +232,11 @@ class LastSnapshot:
         self._seconds = seconds
         # The last one, and the one before: the last may be dropped before it is begun.
         self._held: deque[_Held] = deque()
-        self._listener: socket.socket | None = None
-        self._name = ""
-        self._inode = 0
-        self._guests: set[socket.socket] = set()
-        self._done = asyncio.Event()
-        self._until = 0.0
-        self._sealing: asyncio.Task[None] | None = None
+        self._offering: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return f"<LastSnapshot {self._name or 'idle'} held={len(self._held)}>"
+        state = "idle" if self._offering is None else "offered"
+        return f"<LastSnapshot {state} held={len(self._held)}>"
 
     def hold(self, number: int, path: str, header: bytes, arena: int) -> None:
         """Hold a newer snapshot; ``arena`` stays the caller's."""
@@ -255,134 +250,124 @@ class LastSnapshot:
             os.close(self._held.pop().arena)
 
     def seal(self, number: int, manifest: Manifest) -> None:
-        """Remember the digests of a snapshot, and hand it to whoever waits for them."""
+        """Remember the digests of a snapshot, which the writer has computed."""
         for held in self._held:
             if held.number == number:
                 held.manifest = manifest
-        for guest in tuple(self._guests):
-            self._hand_over(guest)
 
     def offer(self) -> None:
-        """Let a restarted trainer take it over."""
-        if not self._held:
-            self._done.set()
-            return
-        loop = asyncio.get_running_loop()
-        self._until = loop.time() + self._seconds
-        last = self._held[-1]
-        try:
-            self._listen(os.path.dirname(last.path))
-        except OSError as error:
-            logger.error("the last snapshot is not kept: %s", error)
-            self._done.set()
-            return
-        if last.manifest is None:  # the writer may be busy for long
-            self._sealing = loop.create_task(self._seal_it(last))
+        """Let a restarted trainer take it over, from now on."""
+        if self._held:
+            loop = asyncio.get_running_loop()
+            self._offering = loop.create_task(self._offer(self._held[-1]))
 
     async def ended(self) -> None:
         """Wait until the snapshot has a new owner, or the time is up."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(self._until):
-                while not self._done.is_set() and self._is_there():
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(_LOOK):
-                            await self._done.wait()
+        if self._offering is not None:
+            await asyncio.wait({self._offering})
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Forget everything, and leave nothing behind. Idempotent."""
-        loop = asyncio.get_running_loop()
-        for guest in tuple(self._guests):
-            self._leave(guest)
-        if self._sealing is not None:
-            self._sealing.cancel()
-        if self._listener is not None:
-            loop.remove_reader(self._listener)
-            self._listener.close()
-            self._listener = None
-            self._remove()
+        if self._offering is not None:
+            self._offering.cancel()
+            await asyncio.wait({self._offering})
         while self._held:
             os.close(self._held.pop().arena)
 
-    async def _seal_it(self, held: _Held) -> None:
+    async def _offer(self, last: _Held) -> None:
+        """Listen until one process has taken the snapshot over, or the time is up."""
+        name = _socket_name(os.path.dirname(last.path), self._rank)
+        taken = asyncio.Event()
+        try:
+            with _listening(self._runtime_dir, name) as (listener, is_there):
+                loop = asyncio.get_running_loop()
+                serving = loop.create_task(_serve(listener, last, taken))
+                try:
+                    async with asyncio.timeout(self._seconds):
+                        while not taken.is_set() and is_there():
+                            with suppress(TimeoutError):
+                                async with asyncio.timeout(_LOOK):
+                                    await taken.wait()
+                finally:
+                    serving.cancel()
+                    await asyncio.wait({serving})
+        except TimeoutError:
+            pass
+        except OSError as error:
+            logger.error("the last snapshot is not kept: %s", error)
+
+
+async def _serve(listener: socket.socket, last: _Held, taken: asyncio.Event) -> None:
+    """Hand the snapshot to each process that comes, until one of them has it."""
+    loop = asyncio.get_running_loop()
+    manifest = last.manifest
+    if manifest is None:  # the writer may be busy for long
         bridge = Bridge(threads=1, name="aiockpt-seal")
         try:
-            self.seal(held.number, await bridge.run(_sealed, held))
+            manifest = await bridge.run(_sealed, last)
         finally:
             await bridge.aclose(timeout=_LOOK)
+    offer = encode(_Offer(os.fsencode(last.path), manifest.step))
+    async with asyncio.TaskGroup() as guests:
+        while True:
+            try:
+                guest, _ = await loop.sock_accept(listener)
+            except OSError:
+                await asyncio.sleep(_LOOK)  # it has left, or no descriptor is free
+                continue
+            guests.create_task(_hand_over(guest, last, manifest, offer, taken))
 
-    def _listen(self, directory: str) -> None:
-        name = _socket_name(directory, self._rank)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            listener.settimeout(0)
-            with _private_directory(self._runtime_dir) as fd:
-                own = f"{name}.{os.getpid()}"
-                listener.bind(_address(fd, own))
-                listener.listen()
-                # In one step: there is always a predecessor's socket, or this one.
-                os.replace(own, name, src_dir_fd=fd, dst_dir_fd=fd)
-                self._inode = os.stat(name, dir_fd=fd).st_ino
-        except BaseException:
-            listener.close()
-            raise
-        self._name = name
-        self._listener = listener
-        asyncio.get_running_loop().add_reader(listener, self._accept)
 
-    def _is_there(self) -> bool:
-        """Tell whether the socket is still this one's, and not a later process's."""
-        with suppress(OSError):
-            path = os.path.join(self._runtime_dir, self._name)
-            return os.lstat(path).st_ino == self._inode
-        return False
-
-    def _remove(self) -> None:
-        if self._is_there():
-            with suppress(OSError):
-                os.unlink(os.path.join(self._runtime_dir, self._name))
-
-    def _accept(self) -> None:
-        assert self._listener is not None
-        try:
-            guest, _ = self._listener.accept()
-        except OSError:
-            return
-        guest.settimeout(0)
+async def _hand_over(
+    guest: socket.socket,
+    last: _Held,
+    manifest: Manifest,
+    offer: bytes,
+    taken: asyncio.Event,
+) -> None:
+    with guest, suppress(OSError):
         if not is_ours(guest):
-            guest.close()
             return
-        self._guests.add(guest)
-        asyncio.get_running_loop().add_reader(guest, self._hear, guest)
-        self._hand_over(guest)
-
-    def _hand_over(self, guest: socket.socket) -> None:
-        held = self._held[-1]
-        if held.manifest is None:
-            return  # it is still being sealed
-        parcel = pack(held.manifest.header)
+        parcel = pack(manifest.header)
         try:
-            message = encode(_Offer(os.fsencode(held.path), held.manifest.step))
-            socket.send_fds(guest, [message], [parcel, held.arena])
-        except OSError:
-            self._leave(guest)
+            socket.send_fds(guest, [offer], [parcel, last.arena])
         finally:
             os.close(parcel)
+        if await asyncio.get_running_loop().sock_recv(guest, 64) == _DONE:
+            taken.set()
 
-    def _hear(self, guest: socket.socket) -> None:
+
+@contextmanager
+def _listening(
+    runtime_dir: str, name: str
+) -> Iterator[tuple[socket.socket, Callable[[], bool]]]:
+    """Listen at a name; give the socket, and whether the name is still the socket's.
+
+    Raises:
+        OSError: nobody can listen there.
+    """
+    path = os.path.join(runtime_dir, name)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.settimeout(0)
+        with _private_directory(runtime_dir) as fd:
+            own = f"{name}.{os.getpid()}"
+            listener.bind(_address(fd, own))
+            listener.listen()
+            # In one step: there is always a predecessor's socket, or this one.
+            os.replace(own, name, src_dir_fd=fd, dst_dir_fd=fd)
+            inode = os.stat(name, dir_fd=fd).st_ino
+
+        def is_there() -> bool:
+            with suppress(OSError):
+                return os.lstat(path).st_ino == inode
+            return False
+
         try:
-            said = guest.recv(64)
-        except BlockingIOError:
-            return
-        except OSError:
-            said = b""
-        if said == _DONE:
-            self._done.set()
-        self._leave(guest)
-
-    def _leave(self, guest: socket.socket) -> None:
-        self._guests.discard(guest)
-        asyncio.get_running_loop().remove_reader(guest)
-        guest.close()
+            yield listener, is_there
+        finally:
+            if is_there():
+                with suppress(OSError):
+                    os.unlink(path)
 
 
 def _sealed(held: _Held) -> Manifest:

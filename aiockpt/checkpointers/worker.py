@@ -343,7 +343,7 @@ class _Control:
             await self._drain()
             self._trainer.close()
             if self._last is not None:
-                self._last.close()
+                await self._last.close()
 
     async def _drain(self) -> None:
         """Wait a second at most until the last messages are sent."""
