@@ -18,7 +18,7 @@ background         the same, for programs without an event loop
 stager             the copy that training waits for
 submission         what is handed over, and the interface of who writes it
 process            the trainer's end of the checkpoint process
-launch             starts that process, and ends it
+spawning           how the init functions get there
 messages           what the two say to each other
 worker             what runs in that process
 thread             writes in a thread instead
@@ -26,7 +26,6 @@ recovery           the last snapshot, from a dead trainer to a restarted one
 writer             one rank's file, durable; then the commit
 barriers           where ranks wait for each other
 reader             loads: whole, in place, or only some keys
-loading            a load that can be cancelled
 sources, peer      what a path may name: a directory, a file, a peer
 ================== ==========================================================
 """

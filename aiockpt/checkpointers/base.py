@@ -164,16 +164,16 @@ def step_for(path: StrPath, keywords: Mapping[str, object]) -> int:
 
 
 def meter(
-    report: Callable[[Progress], None] | None, nbytes: int
-) -> Callable[[int], None] | None:
+    progress: Callable[[Progress], None] | None, nbytes: int
+) -> Callable[[int], None]:
     """Return a function that reports to a caller's ``progress`` how far a write is."""
-    if report is None:
-        return None
     began = time.monotonic()
 
     def tell(done: int) -> None:
+        if progress is None:
+            return
         rate = done / max(time.monotonic() - began, 1e-6)
         state = Progress(stop="write", bytes_done=done, bytes_total=nbytes, rate=rate)
-        call_guarded(report, state)
+        call_guarded(progress, state)
 
     return tell

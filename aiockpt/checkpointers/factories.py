@@ -92,11 +92,21 @@ def make_async_checkpointer(
         LocalProtocolError: a function or an argument cannot be pickled.
     """
     rank_info = rank_info or default_rank_info()
-    _check_policy(config, rank_info)
-    make_writer = checkpoint_writer_init_fn or configured_writer
-    arguments = dict(checkpoint_writer_init_args or {})
-    if checkpoint_writer_init_fn is None:
-        arguments = {**_writer_args(config, rank_info, commit_hook), **arguments}
+    if rank_info.global_world_size > 1 and config.busy_policy != "wait":
+        raise ValueError(
+            f"with busy_policy={config.busy_policy!r} some ranks might save a step "
+            "that others do not; several ranks need 'wait'"
+        )
+    make_writer, arguments = checkpoint_writer_init_fn, dict[str, Any]()
+    if make_writer is None:
+        make_writer = configured_writer
+        barrier = barrier_config_for(
+            config.barrier_config, rank_info, in_process=config.use_process
+        )
+        arguments["writer_config"] = config.writer_config
+        arguments["barrier_config"] = barrier
+        arguments["commit_hook"] = commit_hook
+    arguments |= checkpoint_writer_init_args or {}
     staging, process = config.staging_config, config.process_config
     writer: BackgroundWriter
     if config.use_process:
@@ -190,24 +200,3 @@ def load(
         path, state_dict, map_location=map_location, strict=strict, **kwargs
     )
     return loaded
-
-
-def _writer_args(
-    config: CheckpointerConfig, rank_info: RankInfo, hook: WriterHook | None
-) -> dict[str, Any]:
-    barrier = barrier_config_for(
-        config.barrier_config, rank_info, in_process=config.use_process
-    )
-    return {
-        "writer_config": config.writer_config,
-        "barrier_config": barrier,
-        "commit_hook": hook,
-    }
-
-
-def _check_policy(config: CheckpointerConfig, rank_info: RankInfo) -> None:
-    if rank_info.global_world_size > 1 and config.busy_policy != "wait":
-        raise ValueError(
-            f"with busy_policy={config.busy_policy!r} some ranks might save a step "
-            "that others do not; several ranks need 'wait'"
-        )

@@ -16,6 +16,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -63,7 +64,7 @@ __all__ = [
 
 logger = logging.getLogger("aiockpt")
 
-_PHASES: Final = ("written", "committed")
+_PHASES: Final[tuple[Phase, ...]] = ("written", "committed")
 
 
 class WriterHook(ABC):
@@ -172,8 +173,6 @@ class CheckpointWriter:
             )
         with source:
             report = meter(progress, source.segment_bytes)
-            if report is None:
-                return self._save(path, save, source, kwargs)
             written = self._save(path, save, _Reporting(source, report), kwargs)
             report(source.segment_bytes)
         return written
@@ -183,8 +182,8 @@ class CheckpointWriter:
     ) -> Written | None:
         """Write a source, which computes its digests while it is read.
 
-        A checkpointer calls this with a :class:`.SnapshotSource`, unless a subclass
-        overrides :meth:`write`. An override that needs the digests before the bytes
+        A checkpointer calls this with what it has staged, unless a subclass overrides
+        :meth:`write`. An override that needs the digests before the bytes
         calls the source's ``seal()`` first.
 
         Raises:
@@ -199,7 +198,7 @@ class CheckpointWriter:
 
         ``begun``: another process of this rank had begun to write it, and has died.
         """
-        save = _Save(path, step, self._barrier, self._config)
+        save = self._described(path, _unresolved(path), step)
         if not begun:
             save.expect()
         save.tell("written", reason)
@@ -211,11 +210,24 @@ class CheckpointWriter:
             self._barrier.close()
 
     def _begin(self, path: StrPath, step: int) -> _Save:
-        save = _Save(path, step, self._barrier, self._config)
+        try:
+            target = settle(path)
+        except BaseException as error:
+            self.abandon(path, step, _reason(error))
+            raise
+        save = self._described(path, target, step)
         save.expect()
-        with save.reporting("written"):
-            save.target = settle(path)
         return save
+
+    def _described(self, path: StrPath, target: Path, step: int) -> _Save:
+        meeting = Meeting(
+            name=_unresolved(path).name,  # links may differ from rank to rank
+            step=step,
+            phase="written",
+            place=part_of(target) if target.name else target,
+            timeout=self._config.write_barrier_timeout_secs,
+        )
+        return _Save(target, meeting, self._barrier)
 
     def _save(
         self, path: StrPath, save: _Save, source: Source, kwargs: Mapping[str, Any]
@@ -286,28 +298,29 @@ class _Reporting:
 
 
 class _Save:
-    """One save, as far as the other ranks are concerned."""
+    """One save, as far as the other ranks are concerned.
 
-    def __init__(
-        self,
-        path: StrPath,
-        step: int,
-        barrier: Barrier | None,
-        config: CheckpointWriterConfig,
-    ) -> None:
-        # Until the path is resolved, and for meeting ranks that could not resolve it.
-        self.target = _unresolved(path)
-        self.step = step
-        self._name = self.target.name
+    Args:
+        target: The checkpoint's final path.
+        meeting: What the ranks meet for, in the first phase.
+        barrier: Where they meet; None if there is one rank only.
+    """
+
+    def __init__(self, target: Path, meeting: Meeting, barrier: Barrier | None) -> None:
+        self.target = target
+        self.step = meeting.step
+        self._meeting = meeting
         self._barrier = barrier
-        self._timeout = config.write_barrier_timeout_secs
+
+    def __repr__(self) -> str:
+        return f"<Save {self.target} step={self.step}>"
 
     def expect(self) -> None:
         """Have the barrier tell this save from an earlier one of the same name."""
         if self._barrier is not None:
             with suppress(TransportError):  # then the meeting fails, too
                 for phase in _PHASES:
-                    self._barrier.expect(self._meeting(phase))
+                    self._barrier.expect(replace(self._meeting, phase=phase))
 
     @contextmanager
     def reporting(self, phase: Phase, draft: Draft | None = None) -> Iterator[None]:
@@ -317,14 +330,15 @@ class _Save:
         except BaseException as error:
             if draft is not None:
                 draft.discard()
-            self.tell(phase, str(error) or type(error).__name__)
+            self.tell(phase, _reason(error))
             raise
 
     def tell(self, phase: Phase, reason: str) -> None:
         """Tell the other ranks why they need not wait."""
         if self._barrier is not None:
             with suppress(TransportError):
-                self._barrier.meet(self._meeting(phase), failure=reason)
+                meeting = replace(self._meeting, phase=phase)
+                self._barrier.meet(meeting, failure=reason)
 
     def meet(self, draft: Draft, rank: int) -> None:
         """Wait until every rank has written its file.
@@ -335,7 +349,7 @@ class _Save:
         if self._barrier is None:
             return
         try:
-            self._barrier.meet(self._meeting("written"))
+            self._barrier.meet(self._meeting)
         except TransportError as error:
             # Rank 0 commits. These errors tell the others that it will not.
             if not rank or isinstance(error, PeerFailedError | TransferTimeoutError):
@@ -351,11 +365,11 @@ class _Save:
         if self._barrier is None:
             return ""
         try:
-            self._barrier.meet(self._meeting("committed"))
+            self._barrier.meet(replace(self._meeting, phase="committed"))
         except Exception as error:
             # Whatever the barrier says, a committed checkpoint is committed.
             if not rank or draft.is_committed():
-                why = str(error).partition("\n")[0] or type(error).__name__
+                why = _reason(error).partition("\n")[0]
                 name = self.target.name
                 return f"{name} is committed, but not every rank confirmed it: {why}"
             if isinstance(error, PeerFailedError) and not error.rank:
@@ -374,14 +388,9 @@ class _Save:
         )
         return StorageError(str(self.target), detail)
 
-    def _meeting(self, phase: Phase) -> Meeting:
-        return Meeting(
-            name=self._name,
-            step=self.step,
-            phase=phase,
-            place=part_of(self.target) if self._name else self.target,
-            timeout=self._timeout,
-        )
+
+def _reason(error: BaseException) -> str:
+    return str(error) or type(error).__name__
 
 
 def _finish(outcome: Awaitable[None] | None) -> None:
@@ -429,9 +438,10 @@ def write_staged(
         report: Is called with the number of bytes that the writer has taken.
         on_seal: Is called with the manifest once it has the digests.
     """
-    source = SnapshotSource(snapshot, report=report, on_seal=on_seal)
+    source = SnapshotSource(snapshot, on_seal=on_seal)
     if getattr(type(writer), "write", None) is CheckpointWriter.write:
-        told = writer.write_source(path, source, source.step, **keywords)
+        watched = _Reporting(source, report)
+        told = writer.write_source(path, watched, source.step, **keywords)
         return told if isinstance(told, Written) else Written()
     manifest = source.seal()
     from aiockpt.state.rebuild import Frame, assemble, tensors_over

@@ -54,7 +54,10 @@ class Source(Protocol):
         """Return ``[start, stop)``. Each byte is asked for once, in ascending order."""
 
     def seal(self) -> Manifest | ForeignHeader:
-        """Return the header; called after all bytes were asked for."""
+        """Return the header; called after all bytes were asked for.
+
+        What a checkpointer has staged can be sealed earlier, see `SnapshotSource`.
+        """
 
 
 class SnapshotSource:
@@ -62,7 +65,6 @@ class SnapshotSource:
 
     Args:
         snapshot: What is written.
-        report: Called with the number of bytes that the reader has taken.
         on_seal: Called once with the manifest, as soon as it has its digests.
     """
 
@@ -70,7 +72,6 @@ class SnapshotSource:
         self,
         snapshot: Snapshot | MappedSnapshot,
         *,
-        report: Callable[[int], object] | None = None,
         on_seal: Callable[[Manifest], object] | None = None,
     ) -> None:
         manifest = snapshot.manifest
@@ -78,7 +79,7 @@ class SnapshotSource:
         self.header_bytes = manifest.header_bytes
         self.segment_bytes = manifest.segment_bytes
         self._snapshot, self._manifest = snapshot, manifest
-        self._report, self._on_seal = report, on_seal
+        self._on_seal = on_seal
         self._is_sealed = UNSEALED not in manifest.digests
         self._hasher = ChunkHasher(manifest.grid)
         self._digests: list[str] = []
@@ -88,8 +89,6 @@ class SnapshotSource:
 
     def views(self, start: int, stop: int) -> Sequence[memoryview]:
         """Return ``[start, stop)``."""
-        if self._report is not None:
-            self._report(start)
         views = self._snapshot.views(start, stop)
         if not self._is_sealed:
             self._digest(start, views)

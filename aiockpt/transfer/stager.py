@@ -157,18 +157,21 @@ class Stager:
             description = await self._bridge.run(self._describe, state_dict)
             take = partial(self._taken, description.entries.nbytes)
             arena = await obtain(self._bridge, take, self._give_back)
-        plans: list[CopyPlan] = []
-        free = partial(self._free, arena, plans)
+        job: _Job | None = None
         try:
             with _failing(step):
-                job = await self._bridge.run(self._plan, description, arena, plans)
+                job = await self._bridge.run(self._plan, description, arena)
                 digests = await self._copy(job)
                 manifest = await self._bridge.run(job.manifest, step, digests)
         except BaseException:
-            free()
+            if job is None:
+                self._give_back(arena)
+            else:
+                # Not awaited, since a cancelled caller must not cut it short.
+                self._bridge.post(self._salvage, arena, job.plan)
             raise
-        plans.clear()
         arena.touched = max(arena.touched, description.entries.nbytes)
+        free = partial(self._give_back, arena)
         return Snapshot(manifest, job.memory, live=job.live, on_free=free)
 
     async def relabel(self, snapshot: Snapshot, *, step: int) -> Snapshot:
@@ -208,30 +211,18 @@ class Stager:
         else:
             self._pool.give_back(arena)
 
-    def _free(self, arena: Arena, plans: Sequence[CopyPlan]) -> None:
-        """Take back an arena, to which ``plans`` may still be copying."""
-        if plans:
-            # Not awaited, since a cancelled caller must not cut it short.
-            self._bridge.post(self._salvage, arena, tuple(plans))
-        else:
-            self._give_back(arena)
-
-    def _salvage(self, arena: Arena, plans: Iterable[CopyPlan]) -> None:
+    def _salvage(self, arena: Arena, plan: CopyPlan) -> None:
         """Take back an arena when no copy in flight writes to it any more."""
-        for plan in plans:
-            plan.drain()
+        plan.drain()
         self._give_back(arena)
 
-    def _plan(
-        self, description: Description, arena: Arena, plans: list[CopyPlan]
-    ) -> _Job:
+    def _plan(self, description: Description, arena: Arena) -> _Job:
         plan = CopyPlan(
             description.backings,
             description.entries,
             arena=arena,
             port_for=self._ports,
         )
-        plans.append(plan)
         for port in plan.ports.values() if self._options.pin else ():
             arena.pin(port.pin)
         memory = plan.in_place() if self._zero_copy else arena
