@@ -71,12 +71,12 @@ class TestPeers:
     ) -> None:
         """The sender hears of it, and the group is well."""
 
-        def offer(*_: object) -> bytearray:
-            return bytearray(header_with_view(dtype))
+        def offer(*_: object) -> tuple[bytearray, list[tuple[int, int]]]:
+            return bytearray(header_with_view(dtype)), []
 
         async with transports() as (sender, receiver):
             with monkeypatch.context() as patch:
-                patch.setattr("aiockpt.pg.medium.copy_header", offer)
+                patch.setattr("aiockpt.pg.messages.packed", offer)
                 state = {"weight": torch.zeros(64, dtype=torch.uint8)}
                 sent, got = await both(sender, receiver, state, step=STEP)
             assert isinstance(got, RemoteProtocolError)

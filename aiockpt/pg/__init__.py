@@ -6,12 +6,11 @@ The path begins at `transport.PGTransport`: `send_checkpoint` stages a snapshot 
 holds one conversation with each receiver. `recv_checkpoint` is the receive of every
 transport, `transfer.receive`, whose source holds the other end of the conversation.
 
-============ ================================================================
+============ =================================================================
 transport    `PGTransport`: the public verbs, and the path of a send
 source       what one rank offers, as the source of a receive
 conversation what both ends say beside the bytes, and how a group breaks
-medium       how checkpoints are staged and received in host memory
-device       the same in the memory of a device
-messages     how a data segment is cut into messages, posted, awaited, digested
-============ ================================================================
+messages     how host memory is staged, cut into messages, posted, awaited, digested
+device       the same for the memory of a device
+============ =================================================================
 """

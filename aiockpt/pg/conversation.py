@@ -55,8 +55,7 @@ from aiockpt.errors import (
     ProcessGroupError,
     RemoteProtocolError,
 )
-from aiockpt.pg.medium import Medium
-from aiockpt.pg.messages import Channel, Digests, Group, Memory, compare
+from aiockpt.pg.messages import Channel, Digests, Group, Medium, Memory, compare
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.tasks import beside
@@ -68,7 +67,7 @@ __all__ = [
     "Kind",
     "OutdatedError",
     "Ranks",
-    "leave_word",
+    "telling",
 ]
 
 T = TypeVar("T")
@@ -213,6 +212,23 @@ class Ranks:
         """Hold a conversation for the length of a block; see `Conversation.held`."""
         return Conversation(channel, self, self._bridge, deadline).held()
 
+    async def refuse(
+        self, rank: int, step: int, error: Exception, deadline: Deadline
+    ) -> None:
+        """Tell a receiver why ``step`` is not sent.
+
+        Where messages have tags, a conversation that says nothing else is posted, and
+        nobody waits: the receiver may come later, for this step or for another one.
+        """
+        async with self.turn(rank, sending=True) as channel:
+            if not channel.tagged:
+                async with self.converse(channel, deadline) as peer:
+                    await peer.refuse(step, error)
+                return
+            only = Frame(Kind.FAILED, step, text=_reason(error)).encode()
+            last = Frame(Kind.BYE, 0).encode()
+            await self._bridge.run(channel.leave_word, only, last)
+
 
 # ------------------------------------------------------------- one conversation
 
@@ -221,13 +237,26 @@ class OutdatedError(PeerFailedError):
     """The peer gave up an earlier step, which nobody received."""
 
 
-async def leave_word(channel: Channel, bridge: Bridge, step: int, text: str) -> None:
-    """Post a conversation that only says why ``step`` is not sent, without waiting.
+@asynccontextmanager
+async def telling(
+    error: Exception, whom: str, deadline: Deadline
+) -> AsyncIterator[None]:
+    """Tell a peer of an error in a block; say in a note if that is not possible.
 
-    The receiver may come later, for this step or for another one.
+    The deadline may pass meanwhile: what is raised is the error all the same.
     """
-    only, last = Frame(Kind.FAILED, step, text=text), Frame(Kind.BYE, 0)
-    await bridge.run(channel.leave_word, only.encode(), last.encode())
+    try:
+        yield
+    except AiockptError as lost:
+        error.add_note(f"{whom} could not be told: {lost}")
+    except asyncio.CancelledError:
+        if not deadline.expired:
+            raise
+        error.add_note(f"{whom} could not be told in time")
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class Conversation:
@@ -324,17 +353,14 @@ class Conversation:
             yield
         except Exception as error:
             if not self._ranks.broken:
-                try:
+                async with telling(error, "the sender", self._deadline):
                     await self.refuse(step, error)
-                except AiockptError as lost:
-                    error.add_note(f"the sender could not be told: {lost}")
             raise
         await self.say(kind, step)
 
     async def refuse(self, step: int, error: Exception) -> None:
         """Say why this end fails, which ends the conversation."""
-        why = f"{type(error).__name__}: {error}"
-        await self.say(Kind.FAILED, step, text=why)
+        await self.say(Kind.FAILED, step, text=_reason(error))
 
     async def send(self, data: bytearray) -> None:
         """Send bytes in one message."""

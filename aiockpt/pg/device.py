@@ -58,7 +58,7 @@ from aiockpt.format.header import (
     header_length,
 )
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import Manifest
+from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.memory.arena import Arena, Memory
 from aiockpt.memory.copies import (
     Backing,
@@ -70,7 +70,6 @@ from aiockpt.memory.copies import (
     raw_bytes,
 )
 from aiockpt.memory.device import Event, Pair, Port, completed, port_for
-from aiockpt.pg.medium import Offered, Parcel, copy_header
 from aiockpt.pg.messages import (
     Channel,
     Digests,
@@ -81,8 +80,9 @@ from aiockpt.pg.messages import (
     Message,
     OnChunk,
     Outgoing,
+    Parcel,
     Pending,
-    messages_of,
+    packed,
 )
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.tasks import run_all
@@ -457,35 +457,6 @@ def decode_placement(data: bytes | bytearray | memoryview, count: int) -> list[i
 # ------------------------------------------------------------------------ receiving
 
 
-def _destination_of(
-    manifest: Manifest,
-    placement: Iterable[int],
-    device: Device,
-    template: Template | None,
-    terms: Terms,
-    bridge: Bridge,
-) -> Destination:
-    """Return where the checkpoint goes; for a thread.
-
-    ``placement`` says which entries the sender has on its device. They go to this one,
-    except where a template has them.
-    """
-    entries = manifest.entries
-    if template is None:
-        share = _Share(device, entries, device.homes(entries, placement))
-        return new_tensors(manifest, terms, bridge, share=share)
-    match = template.match(manifest)
-    own = device.owned(match.backings)
-    there = in_state(match.backings, entries, own) if terms.direct else {}
-    copied = [entry for entry in own if entry not in there]
-    # What is no tensor of the template is made anew, where the sender has it.
-    values = [e for e in placement if not match.backings.tensors[e].numel()]
-    homes = there | device.homes(entries, {*copied, *values})
-    share = _Share(device, entries, homes, match.backings, copied)
-    others = replace(match, backings=_without(match.backings, own))
-    return into_template(manifest, others, terms, bridge, share=share)
-
-
 class _Share:
     """The entries of a checkpoint that this device receives, as a `Share`.
 
@@ -644,12 +615,11 @@ class DeviceMedium:
         try:
             await completed(after)  # so that no thread waits for what comes before
             memory, events = await self._bridge.run(staging.begin, after, fences)
-            for event in events:
-                await completed(event)
+            await completed(*events)
             manifest = await self._bridge.run(self._manifest, staging, step)
-            offer = await self._bridge.run(copy_header, manifest)
+            pack = self._bridge.run(packed, manifest, self.message_bytes)
+            offer, messages = await pack
             offer += encode_placement(len(manifest.entries), staging.own)
-            messages = await self._bridge.run(messages_of, manifest, self.message_bytes)
             digests = self.digests(memory, manifest.grid, None)
             await digests.digits()
         except BaseException as error:
@@ -670,14 +640,16 @@ class DeviceMedium:
         """Return one whose messages are on the device."""
         return DeviceChannel(group, rank, self._device, sending=sending)
 
-    def read(self, offer: mmap, limits: Limits) -> Offered:
+    def read(
+        self, offer: mmap, limits: Limits
+    ) -> tuple[Manifest | ForeignHeader, Sequence[int]]:
         """Return the manifest, and what is on the sender's device."""
         length = header_length(offer[:LENGTH_BYTES], limits=limits)
         header, placement = memoryview(offer)[:length], memoryview(offer)[length:]
         found = decode_header(
             header, limits=limits, algorithm=DEVICE_ALGORITHM, ours=True
         )
-        return Offered(found, decode_placement(placement, len(found.entries)))
+        return found, decode_placement(placement, len(found.entries))
 
     def destination(
         self,
@@ -686,10 +658,24 @@ class DeviceMedium:
         template: Template | None,
         terms: Terms,
     ) -> Destination:
-        """Return where it goes: to this device what is on the sender's."""
-        return _destination_of(
-            manifest, placement, self._device, template, terms, self._bridge
-        )
+        """Return where the checkpoint goes.
+
+        What is on the sender's device goes to this one, except where a template has it.
+        """
+        device, entries, bridge = self._device, manifest.entries, self._bridge
+        if template is None:
+            share = _Share(device, entries, device.homes(entries, placement))
+            return new_tensors(manifest, terms, bridge, share=share)
+        match = template.match(manifest)
+        own = device.owned(match.backings)
+        there = in_state(match.backings, entries, own) if terms.direct else {}
+        copied = [entry for entry in own if entry not in there]
+        # What is no tensor of the template is made anew, where the sender has it.
+        values = [e for e in placement if not match.backings.tensors[e].numel()]
+        homes = there | device.homes(entries, {*copied, *values})
+        share = _Share(device, entries, homes, match.backings, copied)
+        others = replace(match, backings=_without(match.backings, own))
+        return into_template(manifest, others, terms, bridge, share=share)
 
     def digests(
         self, memory: Memory, grid: ChunkGrid, on_chunk: OnChunk | None

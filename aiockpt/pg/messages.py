@@ -1,4 +1,7 @@
-"""Messages between two ranks: how a data segment is cut, posted, awaited and digested.
+"""A checkpoint as messages between two ranks: staged, cut, posted, awaited, digested.
+
+What is here is for host memory; `device` has the same for a device's. A `Medium` is
+either of them.
 
 Both ends cut alike, from the manifest. A large entry travels by itself, in pieces, so
 that either end can use the tensor's own memory. Small neighbours travel together, over
@@ -18,6 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from mmap import mmap
 from typing import Any, Final, NamedTuple, Protocol
@@ -26,8 +30,14 @@ import torch
 
 from aiockpt.errors import IntegrityError, ProcessGroupError
 from aiockpt.format.chunks import DIGEST_DIGITS, UNSEALED, ChunkGrid, ChunkHasher
-from aiockpt.format.manifest import Manifest
+from aiockpt.format.header import decode_header
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.memory.arena import Memory, view_of_address
+from aiockpt.runtime.bridge import Bridge
+from aiockpt.state.template import Template
+from aiockpt.transfer.destination import Destination, Terms, destination_of
+from aiockpt.transfer.stager import Stager, StagerOptions
 
 __all__ = [
     "Channel",
@@ -35,18 +45,24 @@ __all__ = [
     "Group",
     "HostDigests",
     "HostIncoming",
+    "HostMedium",
     "HostOutgoing",
     "Incoming",
+    "Medium",
     "Memory",
     "Message",
     "OnChunk",
     "Outgoing",
+    "Parcel",
     "Pending",
     "compare",
     "messages_of",
+    "packed",
     "plan_messages",
     "rank_in",
 ]
+
+_THREADS: Final = 2  # that stage
 
 LARGE_BYTES: Final = 256 << 10
 TOGETHER_BYTES: Final = 1 << 20
@@ -560,3 +576,148 @@ def _giving_way() -> Iterator[None]:
     finally:
         with suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+# ------------------------------------------------------------------------- the media
+
+
+def packed(manifest: Manifest, longest: int) -> tuple[bytearray, list[tuple[int, int]]]:
+    """Return what all receivers get: the header, and the ranges that travel.
+
+    For a thread: the header may be long.
+    """
+    return bytearray(manifest.header), messages_of(manifest, longest)
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A snapshot that is ready to be sent to several receivers.
+
+    Attributes:
+        manifest: Describes it.
+        offer: What a receiver is told first: the header, and what a device adds.
+        memory: The data segment.
+        messages: The ranges of the segment that travel, in order.
+        digests: Computes the digests of the chunks, or has them.
+        release: Lets go of the memory.
+    """
+
+    manifest: Manifest
+    offer: bytearray = field(repr=False)
+    memory: Memory
+    messages: Sequence[tuple[int, int]] = field(repr=False)
+    digests: Digests
+    release: Callable[[], None]
+
+
+class Medium(Protocol):
+    """How a transport stages, moves, verifies and receives."""
+
+    @property
+    def tagged(self) -> bool:
+        """Whether several conversations may be held at once."""
+
+    @property
+    def message_bytes(self) -> int:
+        """How long a message of a large entry may be."""
+
+    async def stage(self, state_dict: object, *, step: int) -> Parcel:
+        """Return a snapshot; the state dict must not change until it is released.
+
+        Raises:
+            UnsupportedLeafError: a leaf cannot travel; nothing was copied.
+            StagingError: a copy failed.
+        """
+
+    def close(self) -> None:
+        """Keep no memory from now on."""
+
+    def channel(self, group: Group, rank: int, *, sending: bool) -> Channel:
+        """Return what moves messages between this rank and another one."""
+
+    def read(
+        self, offer: mmap, limits: Limits
+    ) -> tuple[Manifest | ForeignHeader, Sequence[int]]:
+        """Return the manifest, and the entries that are on the sender's device.
+
+        See `decode_header` for what is raised.
+        """
+
+    def destination(
+        self,
+        manifest: Manifest,
+        placement: Sequence[int],
+        template: Template | None,
+        terms: Terms,
+    ) -> Destination:
+        """Return where a checkpoint goes; see `destination_of` for what is raised."""
+
+    def digests(
+        self, memory: Memory, grid: ChunkGrid, on_chunk: OnChunk | None
+    ) -> Digests:
+        """Return what computes the digests of a segment that is received."""
+
+
+class HostMedium:
+    """Host memory, and a group that moves it by tags: gloo."""
+
+    tagged = Channel.tagged
+    message_bytes = MESSAGE_BYTES
+
+    def __init__(
+        self, bridge: Bridge, *, chunk_bytes: int, allow_pickle: bool, limits: Limits
+    ) -> None:
+        self._bridge = bridge
+        self._stager = Stager(
+            bridge,
+            threads=_THREADS,
+            chunk_bytes=chunk_bytes,
+            # A send ends when everything has been sent: it needs no copy until then.
+            zero_copy=True,
+            allow_pickle=allow_pickle,
+            limits=limits,
+            options=StagerOptions(seal=False),
+        )
+
+    async def stage(self, state_dict: object, *, step: int) -> Parcel:
+        """Return a snapshot, most of which is the state dict's own memory."""
+        snapshot = await self._stager.stage(state_dict, step=step)
+        manifest = snapshot.manifest
+        try:
+            pack = self._bridge.run(packed, manifest, MESSAGE_BYTES)
+            offer, messages = await pack
+        except BaseException:
+            snapshot.release()
+            raise
+        digests = HostDigests(manifest.grid, changed=snapshot.changed)
+        return Parcel(manifest, offer, snapshot, messages, digests, snapshot.release)
+
+    def close(self) -> None:
+        """Keep no memory from now on."""
+        self._stager.close()
+
+    def channel(self, group: Group, rank: int, *, sending: bool) -> Channel:
+        """Return what moves messages between this rank and another one."""
+        return Channel(group, rank, sending=sending)
+
+    def read(
+        self, offer: mmap, limits: Limits
+    ) -> tuple[Manifest | ForeignHeader, Sequence[int]]:
+        """Return the manifest; no entry is on a device."""
+        return decode_header(offer, limits=limits, ours=True), ()
+
+    def destination(
+        self,
+        manifest: Manifest,
+        placement: Sequence[int],
+        template: Template | None,
+        terms: Terms,
+    ) -> Destination:
+        """Return tensors over an arena, or those of the template."""
+        return destination_of(manifest, template, terms, self._bridge)
+
+    def digests(
+        self, memory: Memory, grid: ChunkGrid, on_chunk: OnChunk | None
+    ) -> Digests:
+        """Return what digests each message as it arrives."""
+        return HostDigests(grid, on_chunk)

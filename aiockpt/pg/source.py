@@ -11,14 +11,20 @@ from mmap import mmap
 from types import TracebackType
 from typing import TypeVar
 
-from aiockpt.errors import AiockptError, RemoteProtocolError, StepNotFoundError
+from aiockpt.errors import RemoteProtocolError, StepNotFoundError
 from aiockpt.format.chunks import ChunkGrid
 from aiockpt.format.limits import Limits, enforce
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.memory.arena import Arena
-from aiockpt.pg.conversation import Conversation, Frame, Kind, OutdatedError, Ranks
-from aiockpt.pg.medium import Medium
-from aiockpt.pg.messages import messages_of
+from aiockpt.pg.conversation import (
+    Conversation,
+    Frame,
+    Kind,
+    OutdatedError,
+    Ranks,
+    telling,
+)
+from aiockpt.pg.messages import Medium, messages_of
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.system import allocating
@@ -164,15 +170,11 @@ class GroupSource:
 
     async def _decline(self, error: Exception) -> None:
         """Wait for the sender, and say why this receive fails."""
-        try:
-            async with self._offer() as (peer, _):
-                await peer.refuse(self._step, error)
-        except AiockptError as lost:
-            error.add_note(f"the sender could not be told: {lost}")
-        except asyncio.CancelledError:
-            if not self._deadline.expired:
-                raise
-            error.add_note("the sender could not be told in time")
+        async with (
+            telling(error, "the sender", self._deadline),
+            self._offer() as (peer, _),
+        ):
+            await peer.refuse(self._step, error)
 
     @asynccontextmanager
     async def _offer(self) -> AsyncIterator[tuple[Conversation, Frame]]:
@@ -190,12 +192,10 @@ class GroupSource:
                     logger.info("waiting for step %d: %s", self._step, error)
 
     def _read(self, header: mmap) -> Manifest:
-        offered = self._memory.read(header, self._limits)
-        manifest = offered.manifest
+        manifest, self._placement = self._memory.read(header, self._limits)
         if not isinstance(manifest, Manifest) or manifest.step != self._step:
             raise RemoteProtocolError("the header is not that of the offer")
         self._messages = messages_of(manifest, self._memory.message_bytes)
-        self._placement = offered.placement
         return manifest
 
 

@@ -17,10 +17,9 @@ from aiockpt.errors import AiockptError, LocalProtocolError, ProcessGroupError
 from aiockpt.events import Progress, TransferEvent, emit
 from aiockpt.format.limits import Limits
 from aiockpt.memory.device import Accelerator, numbered, port_for
-from aiockpt.pg.conversation import Kind, Ranks, leave_word
+from aiockpt.pg.conversation import Kind, Ranks, telling
 from aiockpt.pg.device import Device, DeviceMedium
-from aiockpt.pg.medium import HostMedium, Medium, Parcel
-from aiockpt.pg.messages import Group, rank_in
+from aiockpt.pg.messages import Group, HostMedium, Medium, Parcel, rank_in
 from aiockpt.pg.source import GroupSource
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline, Lifetime
@@ -346,25 +345,10 @@ class PGTransport(CheckpointTransport[T]):
         self, ranks: Sequence[int], step: int, error: Exception, deadline: Deadline
     ) -> None:
         """Tell receivers why nothing comes; note in ``error`` who was not told."""
-        why = f"{type(error).__name__}: {error}"
-
-        async def tell(rank: int) -> None:
-            async with self._ranks.turn(rank, sending=True) as channel:
-                if channel.tagged:
-                    await leave_word(channel, self._bridge, step, why)
-                    return
-                async with self._ranks.converse(channel, deadline) as peer:
-                    await peer.refuse(step, error)
-
-        try:
-            untold = await _with_each(ranks, tell)
-        except asyncio.CancelledError:
-            if not deadline.expired:
-                raise
-            error.add_note("the receivers could not be told in time")
-            return
-        for lost in untold:
-            error.add_note(f"could not be told: {lost}")
+        refuse = partial(self._ranks.refuse, step=step, error=error, deadline=deadline)
+        async with telling(error, "the receivers", deadline):
+            for lost in await _with_each(ranks, refuse):
+                error.add_note(f"could not be told: {lost}")
 
 
 async def _with_each(

@@ -20,7 +20,6 @@ from aiockpt.memory.arena import Arena
 from aiockpt.pg.conversation import Frame, Kind
 from aiockpt.pg.messages import MESSAGE_BYTES, Channel, HostDigests, HostOutgoing
 from aiockpt.testing import assert_same
-from aiockpt.transfer.stager import Stager
 from groups import both, moved, transports
 from transports import weights
 
@@ -92,10 +91,10 @@ async def test_a_state_that_changes_between_two_messages_is_noticed(
 async def test_any_failure_to_stage_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that nobody has thought of: receivers do not wait for their deadline."""
 
-    def fail(stager: Stager, nbytes: int) -> Arena:
+    def fail(*_: object, **__: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(Stager, "_take", fail)
+    monkeypatch.setattr(Arena, "__init__", fail)
     async with transports() as (sender, receiver):
         sent, got = await both(sender, receiver, weights())
         assert isinstance(sent, StagingError)
