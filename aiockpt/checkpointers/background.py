@@ -6,6 +6,7 @@ loop in a thread of its own. A call blocks until its coroutine has ended there.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import threading
@@ -156,9 +157,11 @@ class BackgroundCheckpointer(
     def _call(
         self, fn: Callable[[], Coroutine[Any, Any, T]], timeout: float, stop: str
     ) -> T:
-        ended = threading.Event()
+        begun, ended = threading.Lock(), threading.Event()
 
         async def run() -> T:
+            if not begun.acquire(blocking=False):
+                raise asyncio.CancelledError  # it was interrupted before it began
             try:
                 return await fn()
             finally:
@@ -170,7 +173,8 @@ class BackgroundCheckpointer(
             raise
         except BaseException:
             # An interrupt has cancelled it: its threads let go of the caller's memory.
-            ended.wait(_CLOSING)
+            if not begun.acquire(blocking=False):
+                ended.wait(_CLOSING)
             raise
 
 

@@ -148,6 +148,36 @@ class TestSave:
             gate.open(2)
             assert all(each.result(timeout=PATIENCE) for each in handles)
 
+    def test_an_interrupt_before_a_save_begins_is_raised_at_once(
+        self, gated: BackgroundCheckpointer, gate: Gate, tmp_path: Path
+    ) -> None:
+        """While the checkpointer's own thread is busy with something else."""
+        armed, entered, go = threading.Event(), threading.Event(), threading.Event()
+
+        def hold(_: aiockpt.Progress) -> None:
+            if armed.is_set():
+                entered.set()
+                go.wait(PATIENCE)
+
+        first = gated.save(state(), tmp_path / "a", progress=hold)
+        armed.set()
+        gate.open(20)
+        assert entered.wait(PATIENCE)
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        began = time.monotonic()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                gated.save(state(2.0), tmp_path / "b")
+        finally:
+            timer.cancel()  # or the signal would end the tests
+            signal.signal(signal.SIGINT, before)
+        assert time.monotonic() - began < 3
+        go.set()
+        assert first.result(PATIENCE)
+        assert not (tmp_path / "b").exists()
+
     def test_an_interrupted_save_saves_nothing(
         self, tmp_path: Path, gate: Gate, gated: BackgroundCheckpointer
     ) -> None:
