@@ -268,7 +268,6 @@ class _Control:
         self._tasks_changed = threading.Condition()
         self._tasks: deque[_Task] = deque()
         self._at_work = False
-        self._started = threading.Event()
         self._ending = False
         self._trainer_died = False
         self._patience = _BEAT
@@ -302,8 +301,7 @@ class _Control:
             return self._tasks.popleft() if self._tasks else None
 
     def send(self, message: FromWorker) -> None:
-        """Tell the trainer soon."""
-        self._started.wait()
+        """Tell the trainer soon. The loop runs: a task has come from it."""
         self._loop.call_soon_threadsafe(self._trainer.send, message)
 
     def send_now(self, message: FromWorker) -> None:
@@ -320,7 +318,6 @@ class _Control:
 
     def finish(self) -> None:
         """Say that the main thread has done everything."""
-        self._started.wait()
         self._loop.call_soon_threadsafe(self._finished.set)
 
     # ------------------------------------------------------------ on the loop
@@ -330,7 +327,6 @@ class _Control:
         self._finished = asyncio.Event()
         self._trainer = Parent(self._fd, self._pid, self._hear, self._trainer_gone)
         self._loop.add_reader(self._signals, self._told_to_exit)
-        self._started.set()
         beat = self._loop.create_task(self._beat())
         try:
             await self._finished.wait()

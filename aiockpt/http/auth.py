@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from aiockpt.errors import AuthenticationError, LocalProtocolError
-from aiockpt.http.problems import HostNotAllowed
-from aiockpt.http.responses import RefusedError
+from aiockpt.http.problems import HostNotAllowed, RefusedError
 from aiockpt.http.tokens import Grant, make_token, read_token
 from aiockpt.runtime.secrets import Token, discreet
 

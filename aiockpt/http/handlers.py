@@ -35,10 +35,9 @@ from aiockpt.http.auth import admit
 from aiockpt.http.body_writer import BodySender, Outcome
 from aiockpt.http.lender import Lender
 from aiockpt.http.options import Server
-from aiockpt.http.problems import PeerBusy, to_problem
+from aiockpt.http.problems import PeerBusy, RefusedError, to_problem
 from aiockpt.http.responses import (
     COMMON_HEADERS,
-    RefusedError,
     Reply,
     landing_reply,
     latest_reply,
@@ -512,18 +511,15 @@ def _lease_of(request: web.Request) -> tuple[http.Lease | None, bool]:
     """Return the lease that a request names, and whether the request ends it.
 
     Raises:
-        RefusedError: the header is malformed.
+        RemoteProtocolError: the header is malformed.
     """
     now = asyncio.get_running_loop().time()
-    try:
-        lease = http.parse_lease(request.headers.get(http.LEASE_HEADER), now=now)
-    except RemoteProtocolError as error:
-        raise RefusedError(HTTPStatus.BAD_REQUEST, str(error)) from None
+    lease = http.parse_lease(request.headers.get(http.LEASE_HEADER), now=now)
     return lease, lease is not None and lease.until <= now
 
 
 def _response_to(error: AiockptError) -> web.Response:
-    problem = error.problem if isinstance(error, RefusedError) else to_problem(error)
+    problem = to_problem(error)
     if problem.status == HTTPStatus.INTERNAL_SERVER_ERROR:
         problem.headers["Retry-After"] = f"{_RETRY_AFTER:.0f}"
         logger.error("a request failed", exc_info=error)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Final
 
 import msgspec
@@ -31,6 +32,7 @@ __all__ = [
     "HostNotAllowed",
     "PeerBusy",
     "Problem",
+    "RefusedError",
     "from_problem",
     "parse_retry_after",
     "to_problem",
@@ -45,6 +47,17 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
 class HostNotAllowed(RemoteProtocolError):  # noqa: N818 (a request's fault: HTTP 421)
     """The request's ``Host`` is none of the names that the server answers to."""
+
+
+class RefusedError(AiockptError):
+    """A refusal that HTTP has a status for and the error tree has no class for."""
+
+    def __init__(
+        self, status: HTTPStatus, detail: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.headers = dict(headers or {})
 
 
 class PeerBusy(TransportError):  # noqa: N818 (not a failure: come back later)
@@ -116,6 +129,15 @@ def to_problem(error: Exception) -> Problem:
     An error that is not in the table becomes a 500 without any detail: it may hold
     what is none of the client's business.
     """
+    if isinstance(error, RefusedError):
+        document: dict[str, object] = {
+            "type": "about:blank",
+            "title": error.status.phrase,
+            "status": error.status.value,
+            "detail": error.detail,
+        }
+        headers = {**_headers_of(error), **error.headers}
+        return Problem(error.status.value, headers, msgspec.json.encode(document))
     row = next((row for row in _TABLE if isinstance(error, row.error)), _INTERNAL)
     status = 410 if _is_superseded(error) else row.status
     document = {"type": f"{_TAG}{row.kind}", "title": row.title, "status": status}

@@ -13,14 +13,13 @@ from html import escape
 from http import HTTPStatus
 from typing import Any, Final
 
-from aiockpt.errors import AiockptError, CheckpointChangedError
+from aiockpt.errors import CheckpointChangedError
 from aiockpt.format.manifest import Manifest
 from aiockpt.http import protocol as http
-from aiockpt.http.problems import Problem
+from aiockpt.http.problems import RefusedError
 
 __all__ = [
     "COMMON_HEADERS",
-    "RefusedError",
     "Reply",
     "landing_reply",
     "latest_reply",
@@ -51,33 +50,6 @@ _PAGE: Final = """\
 <h1>aiockpt</h1>
 {body}
 """
-
-
-class RefusedError(AiockptError):
-    """A refusal that HTTP has a status for and the error tree has no class for."""
-
-    def __init__(
-        self, status: HTTPStatus, detail: str, headers: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(detail)
-        self.status = status
-        self.headers = dict(headers or {})
-
-    @property
-    def problem(self) -> Problem:
-        """The response that says so."""
-        document = {
-            "type": "about:blank",
-            "title": self.status.phrase,
-            "status": self.status.value,
-            "detail": self.detail,
-        }
-        headers = {
-            "Content-Type": "application/problem+json",
-            "Cache-Control": "no-store",
-            **self.headers,
-        }
-        return Problem(self.status.value, headers, json.dumps(document).encode())
 
 
 @dataclass(frozen=True, slots=True)
