@@ -13,11 +13,13 @@ from typing import Final
 from aiockpt.checkpointers.sources import Reading
 from aiockpt.errors import AiockptError
 from aiockpt.format.chunks import chunks_over
+from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.auth import find_credentials
-from aiockpt.http.client import CheckpointClient, ClientConfig
+from aiockpt.http.client import CheckpointClient
 from aiockpt.http.download import Download
 from aiockpt.http.manifests import PATIENCE, chase
+from aiockpt.http.options import Auth, Receive
 from aiockpt.http.peers import Peer, Peers
 from aiockpt.http.protocol import Lease, Source, parse_address
 from aiockpt.memory.arena import Memory
@@ -53,23 +55,10 @@ def open_peer(text: str, reading: Reading) -> Iterator[PeerSource]:
     patience = PATIENCE if address.step is None else math.inf
     lease = Lease.begin(math.inf)
     source = replace(address.source, lease=lease, patience=patience)
-    peer = _Peer(source, address.step, _config(reading))
+    peer = _Peer(source, address.step, reading.limits)
     manifest = run_blocking(peer.find(reading.on_bytes))
     yield PeerSource(peer, manifest, reading)
     run_blocking(peer.end(manifest.step))
-
-
-def _config(reading: Reading) -> ClientConfig:
-    known = find_credentials(None, insecure=False, env=os.environ)
-    return ClientConfig(
-        max_concurrency=_CONNECTIONS,
-        stall_timeout=_STALL_TIMEOUT,
-        connect_timeout=_STALL_TIMEOUT,
-        reconnect_timeout=_STALL_TIMEOUT,
-        token=known.to_send,
-        limits=reading.limits,
-        ssl_context=None,
-    )
 
 
 class PeerSource:
@@ -102,7 +91,7 @@ class _Peer:
 
     source: Source
     step: int | None
-    config: ClientConfig
+    limits: Limits
 
     async def find(self, on_bytes: OnBytes | None) -> Manifest:
         """Return the manifest."""
@@ -160,7 +149,17 @@ class _Peer:
         return Deadline(_PATIENCE, stop=stop, what=what)
 
     def _client(self, bridge: Bridge) -> CheckpointClient:
-        return CheckpointClient(self.config, None, run=bridge.run)
+        known = find_credentials(None, insecure=False, env=os.environ)
+        return CheckpointClient(
+            Receive(
+                limits=self.limits,
+                connections=_CONNECTIONS,
+                reconnect_timeout=_STALL_TIMEOUT,
+            ),
+            Auth(token=known.to_send),
+            stall_timeout=_STALL_TIMEOUT,
+            bridge=bridge,
+        )
 
 
 class _Meter:

@@ -23,8 +23,9 @@ from aiockpt.errors import (
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.auth import find_credentials
-from aiockpt.http.client import CheckpointClient, ClientConfig
+from aiockpt.http.client import CheckpointClient
 from aiockpt.http.manifests import PATIENCE, LatestInfo, chase
+from aiockpt.http.options import Auth, Receive
 from aiockpt.http.peers import Peers, distinct
 from aiockpt.http.protocol import Lease, Source
 from aiockpt.http.retry import poll
@@ -55,7 +56,7 @@ class Peer:
         sources: Where they are.
         step: Which step was named; None: what is served now.
         wait: Seconds that a sender, or a step, may take to appear.
-        config: How clients behave that read a checkpoint.
+        options, auth: How clients behave that read a checkpoint.
         bridge: Threads for what blocks.
         deadline: Of the whole command.
     """
@@ -63,7 +64,8 @@ class Peer:
     sources: list[Source]
     step: int | None
     wait: float
-    config: ClientConfig
+    options: Receive
+    auth: Auth
     bridge: Bridge
     deadline: Deadline
 
@@ -103,7 +105,7 @@ class Peer:
             try:
                 reply = await peers.manifest(step)
             except LimitExceededError as error:
-                if error.limit != self.config.limits.max_bytes:
+                if error.limit != self.options.limits.max_bytes:
                     raise
                 limit, actual = error.limit, error.actual
                 raise _TooLargeError(error.what, limit=limit, actual=actual) from error
@@ -119,10 +121,12 @@ class Peer:
 
     def client(self, *, reconnect: float | None = None) -> CheckpointClient:
         """Return a client that tries for ``reconnect`` seconds to reach the peer."""
-        config = self.config
+        options = self.options
         if reconnect is not None:
-            config = replace(config, reconnect_timeout=reconnect)
-        return CheckpointClient(config, None, run=self.bridge.run)
+            options = replace(options, reconnect_timeout=reconnect)
+        return CheckpointClient(
+            options, self.auth, stall_timeout=_STALL_TIMEOUT, bridge=self.bridge
+        )
 
     async def _newest(self) -> int:
         last = _now() + self.wait
@@ -174,15 +178,12 @@ async def open_peer(
         known = find_credentials(arguments.token, insecure=False, env=os.environ)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    config = ClientConfig(
-        max_concurrency=_CONNECTIONS,
-        stall_timeout=_STALL_TIMEOUT,
-        connect_timeout=_STALL_TIMEOUT,
-        reconnect_timeout=arguments.reconnect,
-        token=known.token if known.shared else None,
+    receive = Receive(
         limits=Limits(max_bytes=options.get("max_size")),
-        ssl_context=_trusting(arguments.cafile),
+        connections=_CONNECTIONS,
+        reconnect_timeout=arguments.reconnect,
     )
+    auth = Auth(token=known.to_send, client_ssl_context=_trusting(arguments.cafile))
     bridge = Bridge(threads=_THREADS, name="aiockpt")
     try:
         async with Deadline(timeout, stop="fetch_manifest") as deadline:
@@ -190,7 +191,8 @@ async def open_peer(
                 [replace(each, patience=patience) for each in sources],
                 step,
                 options.get("wait", 0.0),
-                config,
+                receive,
+                auth,
                 bridge,
                 deadline,
             )

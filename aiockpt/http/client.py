@@ -12,13 +12,12 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import aiohttp
 from aiohttp import ClientResponse, ClientSession, hdrs
@@ -37,22 +36,19 @@ from aiockpt.errors import (
     TransportError,
 )
 from aiockpt.events import TransferEvent, emit
-from aiockpt.format.limits import Limits
 from aiockpt.http.body_reader import BodyWriter, read_body
 from aiockpt.http.chunk_run import Place
-from aiockpt.http.options import Auth, require, require_type
+from aiockpt.http.options import Auth, Receive, require
 from aiockpt.http.problems import from_problem
 from aiockpt.http.protocol import LEASE_HEADER, Source
 from aiockpt.http.retry import HostLimitError, OnRetry, Patience, Retries
 from aiockpt.http.security import CheckedResolver, Reach
 from aiockpt.http.sockets import IO_THREADS, IdleClock
-from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.bridge import Bridge, Inline
 from aiockpt.runtime.secrets import severed
 from aiockpt.runtime.system import is_callers, is_hosts, refused_by_host
 
-__all__ = ["CheckpointClient", "ClientConfig", "Reply", "Request", "Run"]
-
-T = TypeVar("T")
+__all__ = ["CheckpointClient", "Reply", "Request"]
 
 # aiohttp's parser must not hold a part of the body while the protocols change.
 _READ_BUFFER = 1 << 20
@@ -66,50 +62,6 @@ _DECIDED = len(b"HTTP/1.1 100")
 _END = re.compile(rb"\n\r?\n")
 _BLANK = re.compile(rb"[\r\n]*")
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")  # as OpenSSL puts it
-
-
-class Run(Protocol):
-    """Calls a function in a thread, and ends when the thread has; see `Bridge.run`."""
-
-    def __call__(self, fn: Callable[[], T], /) -> Awaitable[T]:
-        """Return what the function returns."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientConfig:
-    """How a client behaves, in every transfer.
-
-    Attributes:
-        max_concurrency: How many requests, and so connections, one transfer makes to a
-            peer at a time.
-        stall_timeout: Seconds without a byte after which a connection is given up.
-        connect_timeout: Seconds in which a connection must be established.
-        reconnect_timeout: Seconds for which a silent peer is tried again. With 0, only
-            connections that broke while bytes were coming are replaced.
-        token: What is sent to a source that brings no token.
-        limits: What is accepted.
-        ssl_context: For ``https``; None takes the system's authorities.
-        fast_path: Receive straight into the destination where that is possible.
-        auth: Which hosts to connect to, and which manifests to accept. A session of
-            the caller looks names up itself, unchecked.
-    """
-
-    max_concurrency: int
-    stall_timeout: float
-    connect_timeout: float
-    reconnect_timeout: float
-    token: str | None = field(repr=False)
-    limits: Limits
-    ssl_context: ssl.SSLContext | None
-    fast_path: bool = True
-    auth: Auth = Auth()  # noqa: RUF009 - frozen
-
-    def __post_init__(self) -> None:
-        require_type(Limits, limits=self.limits)
-        require(at_least=1, max_concurrency=self.max_concurrency)
-        require(at_least=_SHORTEST, stall_timeout=self.stall_timeout)
-        require(at_least=_SHORTEST, connect_timeout=self.connect_timeout)
-        require(reconnect_timeout=self.reconnect_timeout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +110,7 @@ class Reply:
         request: Request,
         response: ClientResponse,
         timer: _StallTimer,
-        threads: Bridge | None,
+        threads: Bridge,
     ) -> None:
         self.request = request
         self.status = response.status
@@ -218,25 +170,32 @@ class CheckpointClient:
     Errors are the package's own. Deadlines belong to the caller: cancel a call to end
     it, and neither a task, nor a descriptor, nor a half-read connection is left.
 
-    Args:
-        session: Used and never closed; None makes one, on first use, in that loop.
-        run: Where a manifest is decoded.
-
     Attributes:
-        config: How it behaves.
-        run: Calls a function in a thread.
+        options: What it accepts, and how it fetches. A session of the caller is never
+            closed, and looks names up itself, unchecked.
+        auth: Which hosts to connect to, and which manifests to accept. The token goes
+            to a source that brings none.
+        stall_timeout: Seconds in which a connection must be established, and without a
+            byte after which it is given up.
+        bridge: Where manifests are decoded and memory is prepared.
         name: What it is called in the leases of its receives.
     """
 
     def __init__(
-        self, config: ClientConfig, session: ClientSession | None, *, run: Run
+        self,
+        options: Receive,
+        auth: Auth,
+        *,
+        stall_timeout: float,
+        bridge: Bridge | Inline,
     ) -> None:
-        self.config = config
-        self.run = run
+        require(at_least=_SHORTEST, stall_timeout=stall_timeout)
+        self.options, self.auth = options, auth
+        self.stall_timeout, self.bridge = stall_timeout, bridge
         self.name = secrets.token_hex(8)
-        self._session = session
-        self._owns_session = session is None
-        self._reach = Reach(config.auth.peers)
+        self._session = options.session
+        self._owns_session = options.session is None
+        self._reach = Reach(auth.peers)
         self._resolver: CheckedResolver | None = None
         self._threads = Bridge(threads=IO_THREADS, name="aiockpt-receive")
         self._closed = False
@@ -272,9 +231,9 @@ class CheckpointClient:
     def patience(self, reconnect_timeout: float | None = None) -> Patience:
         """Return the patience with a peer that is asked from now on."""
         if reconnect_timeout is None:
-            reconnect_timeout = self.config.reconnect_timeout
+            reconnect_timeout = self.options.reconnect_timeout
         now = asyncio.get_running_loop().time()
-        return Patience(reconnect_timeout, self.config.stall_timeout, now)
+        return Patience(reconnect_timeout, self.stall_timeout, now)
 
     def retries(
         self,
@@ -309,17 +268,17 @@ class CheckpointClient:
             AiockptError: what a problem document, or another answer, says.
             TransferStalledError: no answer, or no body, for the stall timeout.
         """
-        timer = _StallTimer(request, self.config.stall_timeout, on_bytes)
+        timer = _StallTimer(request, self.stall_timeout, on_bytes)
         async with timer, await self._send(request) as response:
-            threads = self._threads if self.config.fast_path else None
-            reply = Reply(request, response, timer, threads)
+            reply = Reply(request, response, timer, self._threads)
             with _translating(reply):
                 await self._check_status(request, response)
                 yield reply
 
     async def _send(self, request: Request) -> ClientResponse:
         try:
-            config, url = self.config, URL(request.url, encoded=True)
+            url = URL(request.url, encoded=True)
+            context = self.auth.client_ssl_context
             self._reach.check_host(url.host or "")
             return await self._get_session().request(
                 request.method,
@@ -329,11 +288,11 @@ class CheckpointClient:
                 auto_decompress=False,
                 raise_for_status=False,
                 read_bufsize=_READ_BUFFER,
-                ssl=True if config.ssl_context is None else config.ssl_context,
+                ssl=True if context is None else context,
                 timeout=aiohttp.ClientTimeout(
                     # The stall timer bounds both; a connector's own error says more.
                     total=None,
-                    sock_connect=min(config.connect_timeout, config.stall_timeout),
+                    sock_connect=self.stall_timeout,
                     sock_read=None,
                 ),
             )
@@ -399,7 +358,7 @@ class CheckpointClient:
         return headers
 
     def _token_for(self, request: Request) -> str | None:
-        return request.source.token or self.config.token
+        return request.source.token or self.auth.token
 
 
 async def _read_problem(response: ClientResponse) -> bytes:

@@ -251,7 +251,7 @@ class Download:
         self._all, self._peers = peers, peers.left()
         self._client, self._outline = peers.client, outline
         self._target, self._on_progress = target, of_caller(on_progress)
-        self._most = peers.client.config.max_concurrency
+        self._most = peers.client.options.connections
         try:
             whole = ChunkRun(outline, dict.fromkeys(chunks))
         except IndexError as error:
@@ -518,7 +518,7 @@ class Download:
                 continue
             end = min(at - at % _STEP + _STEP, stop)
             with failing_here("preparing memory"):  # not the fault of the peer
-                await self._client.run(partial(prepare, at, end))
+                await self._client.bridge.run(prepare, at, end)
             at = end
 
     async def _steal(self, thief: Connection, victim: Assignment) -> None:

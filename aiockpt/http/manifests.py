@@ -162,7 +162,7 @@ async def _ask_manifest(
     # unnoticed for the wait and the stall timeout.
     left = max(deadline - _now(), 0.0)
     # The reply should be here before the deadline: it says what is served instead.
-    wait = min(left - min(left / 4, _REPLY), client.config.stall_timeout)
+    wait = min(left - min(left / 4, _REPLY), client.stall_timeout)
     request = Request(
         source=source,
         path=format_resource(Resource(ResourceKind.METADATA, step)),
@@ -171,7 +171,7 @@ async def _ask_manifest(
         step=step,
         wait=wait,
     )
-    limits = client.config.limits
+    limits = client.options.limits
 
     def heard(_: int) -> None:
         patience.heard(_now())
@@ -187,7 +187,7 @@ async def _ask_manifest(
 
     def decode() -> Manifest:
         """Check who has written the header before anything is made of it."""
-        auth = client.config.auth  # no frame has its key as a variable
+        auth = client.auth  # no frame has its key as a variable
         if auth.key is not None:
             mac = reply.headers.get(MAC_HEADER)
             check_manifest_mac(auth.key, memoryview(header), mac, url=request.url)
@@ -197,7 +197,7 @@ async def _ask_manifest(
         return found
 
     with reply.blamed():
-        manifest = await client.run(decode)
+        manifest = await client.bridge.run(decode)
     if manifest.step != step:
         raise RemoteProtocolError(f"{request.url} describes step {manifest.step}")
     return ManifestReply(manifest, reply.headers.get(OFFER_HEADER))

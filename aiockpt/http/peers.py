@@ -282,7 +282,7 @@ class Peers:
                 status=HTTPStatus.NOT_MODIFIED,
             )
             while True:
-                await self.client.pause(self.client.config.stall_timeout / 4)
+                await self.client.pause(self.client.stall_timeout / 4)
                 await self._tell(request)
 
         renewing = [asyncio.ensure_future(renew(each)) for each in self._leased()]

@@ -30,7 +30,7 @@ from aiockpt.errors import (
 )
 from aiockpt.events import Progress, TransferEvent, emit
 from aiockpt.http.auth import find_credentials
-from aiockpt.http.client import CheckpointClient, ClientConfig
+from aiockpt.http.client import CheckpointClient
 from aiockpt.http.handlers import CheckpointService, ServerConfig
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import PATIENCE, SUPERSEDED, Steps, chase
@@ -192,18 +192,10 @@ class HTTPTransport(CheckpointTransport[T]):
             options=StagerOptions(shared=lends or server.process),
         )
         self._client = CheckpointClient(
-            ClientConfig(
-                max_concurrency=receive.connections,
-                stall_timeout=stall_timeout,
-                connect_timeout=stall_timeout,
-                reconnect_timeout=receive.reconnect_timeout,
-                token=self._credentials.to_send,
-                limits=receive.limits,
-                ssl_context=auth.client_ssl_context,
-                auth=auth,
-            ),
-            session=receive.session,
-            run=self._bridge.run,
+            receive,
+            replace(auth, token=self._credentials.to_send),
+            stall_timeout=stall_timeout,
+            bridge=self._bridge,
         )
 
     def __repr__(self) -> str:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from aiohttp import ClientSession, web
 
@@ -18,23 +18,22 @@ from aiockpt.format.chunks import digest
 from aiockpt.format.header import build_manifest
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest, Outline
-from aiockpt.http import manifests
-from aiockpt.http.client import CheckpointClient, ClientConfig
+from aiockpt.http import body_reader, manifests
+from aiockpt.http.client import CheckpointClient
 from aiockpt.http.download import Download
+from aiockpt.http.options import Auth, Receive
 from aiockpt.http.peers import Peer, Peers
 from aiockpt.http.problems import PeerBusy, to_problem
 from aiockpt.http.protocol import Source
 from aiockpt.http.retry import OnRetry
 from aiockpt.http.sockets import IO_THREADS
 from aiockpt.memory.arena import Memory as PlainMemory
-from aiockpt.runtime.bridge import Bridge
+from aiockpt.runtime.bridge import Bridge, Inline
 from aiockpt.transfer.source import OnProgress, PlainTarget
 from headers import entries_of
 
 Client: TypeAlias = CheckpointClient
 """What `receiver` gives, for tests that hand it on."""
-
-T = TypeVar("T")
 Meddle = Callable[["RangePeer", web.Request], Awaitable[web.StreamResponse | None]]
 
 STEP = 7
@@ -201,31 +200,37 @@ class Memory:
         self.chunks += chunks
 
 
-async def run_here(fn: Callable[[], T], /) -> T:
-    """Call a function, here."""
-    return fn()
-
-
 @asynccontextmanager
 async def receiver(
-    session: ClientSession | None = None, **options: Any
+    session: ClientSession | None = None,
+    *,
+    fast_path: bool = True,
+    max_concurrency: int = 2,
+    stall_timeout: float = 5.0,
+    reconnect_timeout: float = 0.0,
+    limits: Limits = Limits(),  # noqa: B008 - frozen
+    token: str | None = None,
+    ssl_context: ssl.SSLContext | None = None,
+    **trust: Any,
 ) -> AsyncIterator[Client]:
-    """Give a client that is in a hurry."""
-    defaults = {
-        "max_concurrency": 2,
-        "stall_timeout": 5.0,
-        "connect_timeout": 5.0,
-        "reconnect_timeout": 0.0,
-        "token": None,
-        "limits": Limits(),
-        "ssl_context": None,
-        "fast_path": True,
-    }
-    config = ClientConfig(**{**defaults, **options})
-    client = CheckpointClient(config, session, run=run_here)
+    """Give a client that is in a hurry; its bodies may come the portable way."""
+    client = CheckpointClient(
+        Receive(
+            limits=limits,
+            connections=max_concurrency,
+            reconnect_timeout=reconnect_timeout,
+            session=session,
+        ),
+        Auth(token=token, client_ssl_context=ssl_context, **trust),
+        stall_timeout=stall_timeout,
+        bridge=Inline(),
+    )
+    known = body_reader._KNOWN_SYSTEM
+    body_reader._KNOWN_SYSTEM = known and fast_path
     try:
         yield client
     finally:
+        body_reader._KNOWN_SYSTEM = known
         await client.aclose()
 
 
