@@ -237,8 +237,8 @@ class TestAddress:
     ) -> None:
         """A slash at the end marks metadata, whose prefix may end in a number."""
         found = address(text)
-        assert (found.source.base_url, found.step) == (base, step)
-        assert found.source.token == "t"
+        assert (found.origin.base_url, found.step) == (base, step)
+        assert found.origin.token == "t"
 
     @pytest.mark.parametrize(
         "text", ["", "host", "ftp://h/#secret", "http://#secret", "http://h:x/#secret"]

@@ -15,7 +15,7 @@ import pytest
 from aiockpt import Progress
 from aiockpt.errors import RemoteProtocolError, StagingError
 from aiockpt.events import TransferEvent, add_hook
-from aiockpt.http.protocol import Source
+from aiockpt.http.protocol import Origin
 from aiockpt.testing import Answer, assert_same
 from exhaustion import exhausted_fds
 from faultpeers import TOKEN, noise, sender
@@ -175,7 +175,7 @@ async def test_an_error_of_who_counts_bytes_is_the_callers(
 
     async with transport(token="a-token") as sender, receiver() as client:
         await sender.send_checkpoint([], 1, weights(mib=4))
-        source = Source(sender.address(), "a-token")
+        source = Origin(sender.address(), "a-token")
         manifest = await fetch_manifest(client, source, 1, deadline=soon(30))
         outline = manifest.outline
         memory = Memory(outline.grid.segment_bytes)

@@ -21,7 +21,7 @@ from aiockpt.http.download import Download
 from aiockpt.http.manifests import PATIENCE, chase
 from aiockpt.http.options import Auth, Receive
 from aiockpt.http.peers import Peer, Peers
-from aiockpt.http.protocol import Lease, Source, parse_address
+from aiockpt.http.protocol import Lease, Origin, parse_address
 from aiockpt.memory.arena import Memory
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
@@ -54,8 +54,8 @@ def open_peer(text: str, reading: Reading) -> Iterator[PeerSource]:
     address = parse_address(text)
     patience = PATIENCE if address.step is None else math.inf
     lease = Lease.begin(math.inf)
-    source = replace(address.source, lease=lease, patience=patience)
-    peer = _Peer(source, address.step, reading.limits)
+    origin = replace(address.origin, lease=lease, patience=patience)
+    peer = _Peer(origin, address.step, reading.limits)
     manifest = run_blocking(peer.find(reading.on_bytes))
     yield PeerSource(peer, manifest, reading)
     run_blocking(peer.end(manifest.step))
@@ -89,7 +89,7 @@ class PeerSource:
 class _Peer:
     """Where to ask, and how; every call is on a loop of its own."""
 
-    source: Source
+    origin: Origin
     step: int | None
     limits: Limits
 
@@ -103,8 +103,8 @@ class _Peer:
                 deadline,
                 _Meter(on_bytes, deadline).raising(),
             ):
-                source = replace(self.source, patience=0.0)  # waits for no step
-                peers = Peers.at(client, [source], deadline.note, deadline=0.0)
+                origin = replace(self.origin, patience=0.0)  # waits for no step
+                peers = Peers.at(client, [origin], deadline.note, deadline=0.0)
 
                 async def ask(step: int) -> Manifest:
                     try:
@@ -124,7 +124,7 @@ class _Peer:
         """Tell the peer that all has come."""
         with closing(Bridge(threads=1, name="aiockpt-peer")) as bridge:
             async with aclosing(self._client(bridge)) as client:
-                await Peers.at(client, [self.source]).end_lease(step)
+                await Peers.at(client, [self.origin]).end_lease(step)
 
     async def fetch(
         self,
@@ -139,13 +139,13 @@ class _Peer:
             async with aclosing(self._client(bridge)) as client, deadline:
                 meter = _Meter(on_bytes, deadline)
                 async with meter.raising():
-                    peer = Peer(self.source, joined=True)
+                    peer = Peer(self.origin, joined=True)
                     peers = Peers(client, [peer], deadline.note)
                     outline, memory = manifest.outline, PlainTarget(target)
                     await Download(peers, outline, memory, chunks, meter.add).run()
 
     def _deadline(self, stop: str, asked: str) -> Deadline:
-        what = f"{asked} from {self.source.base_url}"
+        what = f"{asked} from {self.origin.base_url}"
         return Deadline(_PATIENCE, stop=stop, what=what)
 
     def _client(self, bridge: Bridge) -> CheckpointClient:

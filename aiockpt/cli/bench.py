@@ -276,7 +276,7 @@ def _send_raw(listener: socket.socket, memory: memoryview) -> None:
 
 
 async def _measure_line(peer: Address, repeat: int) -> _Samples:
-    source, bridge = peer.source, Bridge(threads=1, name="bench")
+    source, bridge = peer.origin, Bridge(threads=1, name="bench")
     known = find_credentials(None, insecure=False, env=os.environ)
     metadata = format_metadata(source.base_url, source.token)
     transport: HTTPTransport[Any] = HTTPTransport(_TIMEOUT)
@@ -358,7 +358,7 @@ def _conclude_line(found: _Samples, peer: Address) -> list[str]:
         )
     receive = (
         f"Receive: {in_place:.2f} GB/s in place and {fresh:.2f} GB/s into new memory, "
-        f"{found.nbytes / 1e6:.0f} MB from {peer.source.base_url}; a plain GET, "
+        f"{found.nbytes / 1e6:.0f} MB from {peer.origin.base_url}; a plain GET, "
         f"unverified, reaches {plain:.2f}."
     )
     loop = f"Loop: late by {lag:.1f} ms while it receives (p99; {idle:.1f} ms idle)."

@@ -49,7 +49,7 @@ async def _follow(arguments: argparse.Namespace, bar: ProgressBar) -> None:
         open_peer([arguments.url], arguments) as peer,
         aclosing(peer.client()) as client,
     ):
-        steps = Steps(client, peer.sources[0], Lifetime("the command"), after=None)
+        steps = Steps(client, peer.origins[0], Lifetime("the command"), after=None)
 
         async def fetch(step: int) -> Path:
             target = place / f"step-{step}.safetensors"

@@ -61,7 +61,7 @@ def _read(arguments: argparse.Namespace) -> tuple[str, Manifest | ForeignHeader]
     if isinstance(what, Address):
         if arguments.rank is not None:
             raise UsageError("--rank is for checkpoint directories")
-        return what.source.base_url, asyncio.run(_ask(what, arguments))
+        return what.origin.base_url, asyncio.run(_ask(what, arguments))
     if arguments.step is not None:
         raise UsageError("--step is for URLs: a file holds one step")
     path = one_file(what, arguments.rank)

@@ -27,7 +27,7 @@ from aiockpt.http.client import CheckpointClient
 from aiockpt.http.manifests import PATIENCE, LatestInfo, chase
 from aiockpt.http.options import Auth, Receive
 from aiockpt.http.peers import Peers, distinct
-from aiockpt.http.protocol import Lease, Source
+from aiockpt.http.protocol import Lease, Origin
 from aiockpt.http.retry import poll
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
@@ -53,7 +53,7 @@ class Peer:
     """One sender of a checkpoint, or several, and how they are asked.
 
     Attributes:
-        sources: Where they are.
+        origins: Where they are.
         step: Which step was named; None: what is served now.
         wait: Seconds that a sender, or a step, may take to appear.
         options, auth: How clients behave that read a checkpoint.
@@ -61,7 +61,7 @@ class Peer:
         deadline: Of the whole command.
     """
 
-    sources: list[Source]
+    origins: list[Origin]
     step: int | None
     wait: float
     options: Receive
@@ -98,18 +98,18 @@ class Peer:
                 raise error
 
         async with aclosing(self.client(reconnect=self.wait)) as client:
-            leased = [replace(each, lease=lease) for each in self.sources]
+            leased = [replace(each, lease=lease) for each in self.origins]
             until = min(last, self.deadline.when)
             peers = Peers.at(client, leased, give_up, deadline=until)
             self.deadline.what = f"step {step} from {peers.name}"
             try:
-                reply = await peers.manifest(step)
+                answer = await peers.manifest(step)
             except LimitExceededError as error:
                 if error.limit != self.options.limits.max_bytes:
                     raise
                 limit, actual = error.limit, error.actual
                 raise _TooLargeError(error.what, limit=limit, actual=actual) from error
-        return Found(reply.manifest, peers)
+        return Found(answer.manifest, peers)
 
     @asynccontextmanager
     async def reading(self, found: Found) -> AsyncIterator[Peers]:
@@ -132,7 +132,7 @@ class Peer:
         last = _now() + self.wait
 
         async with aclosing(self.client(reconnect=self.wait)) as client:
-            peers = Peers.at(client, self.sources, self.deadline.note)
+            peers = Peers.at(client, self.origins, self.deadline.note)
             self.deadline.what = f"a checkpoint from {peers.name}"
 
             async def ask() -> LatestInfo | None:
@@ -172,7 +172,7 @@ async def open_peer(
     options = vars(arguments)  # not all commands have all options
     step = _step_of(addresses, options.get("step"))
     patience = PATIENCE if step is None else math.inf
-    sources = distinct(each.source for each in addresses)
+    origins = distinct(each.origin for each in addresses)
     timeout = options.get("timeout", math.inf)
     try:
         known = find_credentials(arguments.token, insecure=False, env=os.environ)
@@ -188,7 +188,7 @@ async def open_peer(
     try:
         async with Deadline(timeout, stop="fetch_manifest") as deadline:
             yield Peer(
-                [replace(each, patience=patience) for each in sources],
+                [replace(each, patience=patience) for each in origins],
                 step,
                 options.get("wait", 0.0),
                 receive,

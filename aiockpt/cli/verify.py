@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     what: Path | Address = arguments.what
     if isinstance(what, Address):
         manifest = asyncio.run(_read_all(what, arguments))
-        print(_intact(what.source.base_url, manifest))
+        print(_intact(what.origin.base_url, manifest))
         return 0
     if arguments.step is not None:
         raise UsageError("--step is for URLs: a file holds one step")

@@ -1,4 +1,4 @@
-"""The client: sends one request to a peer and yields the reply.
+"""The client: sends one request to a peer and yields the answer.
 
 This is the only module of the client that knows aiohttp's errors: two tables translate
 them, one for before the answer and one for its body. Informational answers (HTTP 1xx)
@@ -40,7 +40,7 @@ from aiockpt.http.body_reader import BodyWriter, read_body
 from aiockpt.http.chunk_run import Place
 from aiockpt.http.options import Auth, Receive, require
 from aiockpt.http.problems import from_problem
-from aiockpt.http.protocol import LEASE_HEADER, Source
+from aiockpt.http.protocol import LEASE_HEADER, Origin
 from aiockpt.http.retry import HostLimitError, OnRetry, Patience, Retries
 from aiockpt.http.security import CheckedResolver, Reach
 from aiockpt.http.sockets import IO_THREADS, IdleClock
@@ -48,7 +48,7 @@ from aiockpt.runtime.bridge import Bridge, Inline
 from aiockpt.runtime.secrets import severed
 from aiockpt.runtime.system import is_callers, is_hosts, refused_by_host
 
-__all__ = ["CheckpointClient", "Reply", "Request"]
+__all__ = ["Answer", "CheckpointClient", "Request"]
 
 # aiohttp's parser must not hold a part of the body while the protocols change.
 _READ_BUFFER = 1 << 20
@@ -69,8 +69,8 @@ class Request:
     """What is asked of a peer.
 
     Attributes:
-        source: The peer, its token and the lease of the receive.
-        path: Below the source's URL.
+        origin: The peer, its token and the lease of the receive.
+        path: Below the origin's URL.
         status: Of a good answer; with ``may_be_empty``, 204 is good, too.
         step: The step that is asked for, for errors.
         snapshot_id: The snapshot that is asked for, for errors.
@@ -78,7 +78,7 @@ class Request:
         wait: Seconds for which the peer was asked to wait before it answers.
     """
 
-    source: Source
+    origin: Origin
     path: str
     headers: Mapping[str, str] = field(default_factory=dict)
     status: int = HTTPStatus.OK
@@ -92,10 +92,10 @@ class Request:
     @property
     def url(self) -> str:
         """The address, without any token."""
-        return self.source.base_url + self.path
+        return self.origin.base_url + self.path
 
 
-class Reply:
+class Answer:
     """An answer with the right status, whose body has not been read.
 
     Attributes:
@@ -119,7 +119,7 @@ class Reply:
         self._response, self._timer, self._threads = response, timer, threads
 
     def __repr__(self) -> str:
-        return f"<Reply {self.status}>"
+        return f"<Answer {self.status}>"
 
     def length(self) -> int:
         """Return the length of the body.
@@ -146,7 +146,7 @@ class Reply:
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """Name the peer in what a parser says about the bytes of this reply."""
+        """Name the peer in what a parser says about the bytes of this answer."""
         url = self.request.url
         try:
             yield
@@ -174,7 +174,7 @@ class CheckpointClient:
         options: What it accepts, and how it fetches. A session of the caller is never
             closed, and looks names up itself, unchecked.
         auth: Which hosts to connect to, and which manifests to accept. The token goes
-            to a source that brings none.
+            to an origin that brings none.
         stall_timeout: Seconds in which a connection must be established, and without a
             byte after which it is given up.
         bridge: Where manifests are decoded and memory is prepared.
@@ -237,7 +237,7 @@ class CheckpointClient:
 
     def retries(
         self,
-        source: Source,
+        origin: Origin,
         step: int | None,
         patience: Patience,
         on_retry: OnRetry | None = None,
@@ -245,7 +245,7 @@ class CheckpointClient:
         """Return the attempts at a request; each retry is an event, too."""
 
         def tell(error: AiockptError) -> None:
-            peer = source.base_url
+            peer = origin.base_url
             emit(TransferEvent(stop="retry", step=step, peer=peer, detail=str(error)))
             if on_retry is not None:
                 on_retry(error)
@@ -255,8 +255,8 @@ class CheckpointClient:
     @asynccontextmanager
     async def request(
         self, request: Request, on_bytes: Callable[[int], None] = lambda _: None
-    ) -> AsyncIterator[Reply]:
-        """Send a request; yield the reply, whose body the block reads.
+    ) -> AsyncIterator[Answer]:
+        """Send a request; yield the answer, whose body the block reads.
 
         If cancelled, the connection is closed.
 
@@ -270,10 +270,10 @@ class CheckpointClient:
         """
         timer = _StallTimer(request, self.stall_timeout, on_bytes)
         async with timer, await self._send(request) as response:
-            reply = Reply(request, response, timer, self._threads)
-            with _translating(reply):
+            answer = Answer(request, response, timer, self._threads)
+            with _translating(answer):
                 await self._check_status(request, response)
-                yield reply
+                yield answer
 
     async def _send(self, request: Request) -> ClientResponse:
         try:
@@ -347,7 +347,7 @@ class CheckpointClient:
 
     def _headers(self, request: Request) -> dict[str, str]:
         headers = {hdrs.ACCEPT_ENCODING: "identity", **request.headers}
-        if (lease := request.source.lease) is not None:
+        if (lease := request.origin.lease) is not None:
             now = asyncio.get_running_loop().time()
             headers.setdefault(LEASE_HEADER, lease.header(now))
         token = self._token_for(request)
@@ -358,7 +358,7 @@ class CheckpointClient:
         return headers
 
     def _token_for(self, request: Request) -> str | None:
-        return request.source.token or self.auth.token
+        return request.origin.token or self.auth.token
 
 
 async def _read_problem(response: ClientResponse) -> bytes:
@@ -442,12 +442,12 @@ class _StallTimer:
 
 
 def _unreachable(request: Request, error: Exception) -> AiockptError:
-    return PeerUnreachableError(request.source.base_url, _reason(error))
+    return PeerUnreachableError(request.origin.base_url, _reason(error))
 
 
 def _not_trusted(request: Request, error: Exception) -> AiockptError:
     return RemoteProtocolError(
-        f"{request.source.base_url} shows a certificate that is not trusted here "
+        f"{request.origin.base_url} shows a certificate that is not trusted here "
         f"({_reason(error)}); pass an ssl_context that trusts it"
     )
 
@@ -457,14 +457,14 @@ def _no_tls(request: Request, error: Exception) -> AiockptError:
     if reason not in _NO_TLS:
         return _unreachable(request, error)
     why = "the port speaks no TLS there; if that is meant, the URL begins with http://"
-    return PeerUnreachableError(request.source.base_url, why)
+    return PeerUnreachableError(request.origin.base_url, why)
 
 
 def _no_answer(request: Request, _: Exception) -> AiockptError:
     why = "it closed the connection instead of answering"
-    if request.source.base_url.startswith("http:"):
+    if request.origin.base_url.startswith("http:"):
         why += "; if it speaks TLS, the URL must begin with https://"
-    return PeerUnreachableError(request.source.base_url, why)
+    return PeerUnreachableError(request.origin.base_url, why)
 
 
 def _not_http(request: Request, _: Exception) -> AiockptError:
@@ -539,9 +539,9 @@ def _host_limit(request: Request, error: BaseException) -> HostLimitError:
 
 
 @contextmanager
-def _translating(reply: Reply) -> Iterator[None]:
+def _translating(answer: Answer) -> Iterator[None]:
     """Raise the package's error for one of aiohttp, while a body is read."""
-    request = reply.request
+    request = answer.request
     try:
         yield
     except AiockptError:
@@ -553,22 +553,22 @@ def _translating(reply: Reply) -> Iterator[None]:
             raise _host_limit(request, error) from error
         match error:
             case aiohttp.ClientPayloadError() | aiohttp.ClientConnectionError():
-                raise _interrupted(reply) from error
+                raise _interrupted(answer) from error
             case aiohttp.ClientError():
                 raise _other(request, error) from error
             case HttpProcessingError():
                 raise _not_http(request, error) from error
             case OSError():
-                raise _interrupted(reply) from error
+                raise _interrupted(answer) from error
         raise
 
 
-def _interrupted(reply: Reply) -> TransferInterruptedError:
-    place = Place(reply.request.chunk, 0, 0)
-    if reply.writer is not None:
-        place = reply.writer.place
+def _interrupted(answer: Answer) -> TransferInterruptedError:
+    place = Place(answer.request.chunk, 0, 0)
+    if answer.writer is not None:
+        place = answer.writer.place
     chunk, received, expected = place
-    url = reply.request.url
+    url = answer.request.url
     return TransferInterruptedError(
         url, received=received, expected=expected, chunk=chunk
     )

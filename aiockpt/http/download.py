@@ -38,13 +38,13 @@ from aiockpt.events import TransferEvent, emit
 from aiockpt.format.manifest import Outline
 from aiockpt.http.body_reader import BodyWriter
 from aiockpt.http.chunk_run import ChunkRun
-from aiockpt.http.client import Reply, Request
+from aiockpt.http.client import Answer, Request
 from aiockpt.http.manifests import fetch_manifest
 from aiockpt.http.peers import Peer, Peers, verdict
 from aiockpt.http.protocol import (
+    Origin,
     Resource,
     ResourceKind,
-    Source,
     format_etag,
     format_prefer_wait,
     format_range,
@@ -343,7 +343,7 @@ class Download:
             try:
                 found = await fetch_manifest(
                     client,
-                    peer.source,
+                    peer.origin,
                     step,
                     deadline=self._all.deadline,
                     on_retry=self._all.on_retry,
@@ -420,7 +420,7 @@ class Download:
         """Fetch what is left of a run; what does not come goes back into the queue."""
         peer, patience, step = connection.peer, connection.patience, self._outline.step
         started = began = _now()
-        retries = self._client.retries(peer.source, step, patience, self._all.on_retry)
+        retries = self._client.retries(peer.origin, step, patience, self._all.on_retry)
         mine = Assignment(connection, run, retries, anyio.CancelScope())
         self._assignments.append(mine)
 
@@ -430,9 +430,9 @@ class Download:
                 while run.unverified:
                     try:
                         if run.chunk is not None:
-                            await self._request(run, peer.source, patience)
+                            await self._request(run, peer.origin, patience)
                         if run.chunk is None:
-                            self._settle(run, peer.source)
+                            self._settle(run, peer.origin)
                         continue
                     except AiockptError as error:
                         delay = retries.decide(error, started=began)
@@ -458,15 +458,15 @@ class Download:
         else:
             connection.learn(mine.size, _now() - started)
 
-    def _settle(self, run: ChunkRun, source: Source) -> None:
+    def _settle(self, run: ChunkRun, origin: Origin) -> None:
         """Want the bad chunks of a run again; raise what is wrong with the first."""
         if (settled := run.settle()) is not None:
             lost, error = settled
-            error.url = source.base_url
+            error.url = origin.base_url
             self._forget(lost)
             raise error
 
-    async def _request(self, run: ChunkRun, source: Source, patience: Patience) -> None:
+    async def _request(self, run: ChunkRun, origin: Origin, patience: Patience) -> None:
         """Receive what one request can bring straight into the target."""
         start, stop = run.begin_request()
         outline = self._outline
@@ -474,12 +474,12 @@ class Download:
         # A peer that has just come back may not have published again yet.
         wait = min(patience.reconnect_timeout, patience.stall_timeout / 2)
         request = Request(
-            source=source,
+            origin=origin,
             path=format_resource(Resource(ResourceKind.FULL, outline.step)),
             headers={
                 hdrs.RANGE: format_range(head + start, head + stop),
                 hdrs.IF_MATCH: format_etag(outline.snapshot_id),
-                "Prefer": format_prefer_wait(min(wait, source.patience)),
+                "Prefer": format_prefer_wait(min(wait, origin.patience)),
             },
             status=HTTPStatus.PARTIAL_CONTENT,
             step=outline.step,
@@ -491,15 +491,15 @@ class Download:
             patience.heard(_now())
             self._on_progress(new, 0)
 
-        async with self._client.request(request, count) as reply:
-            _check_range(reply, head + start, head + stop, outline.total_bytes)
+        async with self._client.request(request, count) as answer:
+            _check_range(answer, head + start, head + stop, outline.total_bytes)
             writer = BodyWriter(self._target.memory.buffers, start, stop, run)
             if (prepare := self._target.prepare) is None:
-                await reply.read_into(writer)
+                await answer.read_into(writer)
                 return
             read = Notifier()
             async with beside(partial(self._keep_ready, prepare, writer, start, read)):
-                await reply.read_into(writer)
+                await answer.read_into(writer)
                 read.notify()
 
     async def _keep_ready(
@@ -529,7 +529,7 @@ class Download:
             TransferEvent(
                 stop="retry",
                 step=self._outline.step,
-                peer=loser.source.base_url,
+                peer=loser.origin.base_url,
                 detail=f"too slow with chunk {run.chunk}; another {who}",
             )
         )
@@ -575,23 +575,23 @@ class Download:
             self._patience[peer].alone = len(left) == 1
 
 
-def _check_range(reply: Reply, start: int, stop: int, size: int) -> None:
+def _check_range(answer: Answer, start: int, stop: int, size: int) -> None:
     """Raise unless a 206 holds exactly the wanted ``[start, stop)`` of ``size``."""
-    request = reply.request
+    request = answer.request
     # The headers are no variable: a peer may repeat the request's token in them.
-    tag = parse_etag(reply.headers.get(hdrs.ETAG))
+    tag = parse_etag(answer.headers.get(hdrs.ETAG))
     if tag is not None and tag != request.snapshot_id:
         raise CheckpointChangedError(
             expected=request.snapshot_id or "", actual=tag, url=request.url
         )
-    with reply.blamed():
-        given = parse_content_range(reply.headers.get(hdrs.CONTENT_RANGE))
+    with answer.blamed():
+        given = parse_content_range(answer.headers.get(hdrs.CONTENT_RANGE))
     if given != (start, stop, size):
         raise RemoteProtocolError(
             f"{request.url} sent bytes {given[0]} to {given[1]} of {given[2]} "
             f"where {start} to {stop} of {size} were asked for"
         )
-    if (length := reply.length()) != stop - start:
+    if (length := answer.length()) != stop - start:
         raise RemoteProtocolError(
             f"{request.url} sent Content-Length {length} for a range of "
             f"{stop - start} bytes"

@@ -33,13 +33,13 @@ from aiockpt.format.header import LENGTH_BYTES, decode_header
 from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.body_reader import BodyWriter
-from aiockpt.http.client import CheckpointClient, Reply, Request
+from aiockpt.http.client import Answer, CheckpointClient, Request
 from aiockpt.http.protocol import (
     INCARNATION_HEADER,
     STEP_HEADER,
+    Origin,
     Resource,
     ResourceKind,
-    Source,
     check_incarnation,
     format_latest,
     format_prefer_wait,
@@ -56,7 +56,7 @@ __all__ = [
     "PATIENCE",
     "SUPERSEDED",
     "LatestInfo",
-    "ManifestReply",
+    "ManifestAnswer",
     "Steps",
     "chase",
     "fetch_latest",
@@ -76,12 +76,12 @@ The step was served a moment ago. A sender that has it no more has started again
 perhaps from a lower step, or serves another one soon.
 """
 
-_REPLY = 0.5  # seconds that the reply to a request may take once it is decided
+_REPLY = 0.5  # seconds that the answer to a request may take once it is decided
 _POLL = 30.0  # seconds for which a peer is asked to wait for news
 _SMALL = 1 << 20
 
 
-class ManifestReply(NamedTuple):
+class ManifestAnswer(NamedTuple):
     """A manifest, and the memory of this host that came with it.
 
     Attributes:
@@ -107,16 +107,16 @@ class LatestInfo:
 
 async def fetch_manifest(
     client: CheckpointClient,
-    source: Source,
+    origin: Origin,
     step: int,
     *,
     deadline: float,
     on_retry: OnRetry | None = None,
     probe: str | None = None,
-) -> ManifestReply:
+) -> ManifestAnswer:
     """Return the manifest of ``step``, waiting until the peer publishes it.
 
-    It waits for ``source.patience``, or until it is cancelled. If cancelled, nothing is
+    It waits for ``origin.patience``, or until it is cancelled. If cancelled, nothing is
     left behind.
 
     Args:
@@ -131,13 +131,13 @@ async def fetch_manifest(
         AuthenticationError, RemoteProtocolError, LimitExceededError,
             IntegrityError, ForgedManifestError: what the peer answered.
     """
-    until = _now() + source.patience
+    until = _now() + origin.patience
     last = min(deadline, until)
 
-    async def ask() -> ManifestReply | None:
+    async def ask() -> ManifestAnswer | None:
         patience = client.patience()
-        retries = client.retries(source, step, patience, on_retry)
-        attempt = partial(_ask_manifest, client, source, step, last, patience, probe)
+        retries = client.retries(origin, step, patience, on_retry)
+        attempt = partial(_ask_manifest, client, origin, step, last, patience, probe)
         try:
             return await retries.run(attempt)
         except StepNotFoundError as error:
@@ -152,19 +152,19 @@ async def fetch_manifest(
 
 async def _ask_manifest(
     client: CheckpointClient,
-    source: Source,
+    origin: Origin,
     step: int,
     deadline: float,
     patience: Patience,
     probe: str | None,
-) -> ManifestReply:
+) -> ManifestAnswer:
     # Longer waits are asked for in pieces: a connection that is dead meanwhile goes
     # unnoticed for the wait and the stall timeout.
     left = max(deadline - _now(), 0.0)
-    # The reply should be here before the deadline: it says what is served instead.
+    # The answer should be here before the deadline: it says what is served instead.
     wait = min(left - min(left / 4, _REPLY), client.stall_timeout)
     request = Request(
-        source=source,
+        origin=origin,
         path=format_resource(Resource(ResourceKind.METADATA, step)),
         headers={"Prefer": format_prefer_wait(wait)}
         | ({} if probe is None else {PROBE_HEADER: probe}),
@@ -176,31 +176,31 @@ async def _ask_manifest(
     def heard(_: int) -> None:
         patience.heard(_now())
 
-    async with client.request(request, heard) as reply:
-        if (given := _step_of(reply)) != step:
+    async with client.request(request, heard) as answer:
+        if (given := _step_of(answer)) != step:
             raise RemoteProtocolError(f"{request.url} sends step {given}")
-        size = reply.length()
+        size = answer.length()
         enforce("the size of the header", size, limits.max_header_bytes + LENGTH_BYTES)
         header = room_for(size)
         view = memoryview(header)
-        await reply.read_into(BodyWriter(lambda a, b: [view[a:b]], 0, size))
+        await answer.read_into(BodyWriter(lambda a, b: [view[a:b]], 0, size))
 
     def decode() -> Manifest:
         """Check who has written the header before anything is made of it."""
         auth = client.auth  # no frame has its key as a variable
         if auth.key is not None:
-            mac = reply.headers.get(MAC_HEADER)
+            mac = answer.headers.get(MAC_HEADER)
             check_manifest_mac(auth.key, memoryview(header), mac, url=request.url)
         with collector_paused():
             found = decode_header(header, limits=limits, ours=True)
         assert isinstance(found, Manifest)  # ours
         return found
 
-    with reply.blamed():
+    with answer.blamed():
         manifest = await client.bridge.run(decode)
     if manifest.step != step:
         raise RemoteProtocolError(f"{request.url} describes step {manifest.step}")
-    return ManifestReply(manifest, reply.headers.get(OFFER_HEADER))
+    return ManifestAnswer(manifest, answer.headers.get(OFFER_HEADER))
 
 
 def room_for(size: int) -> bytearray | mmap.mmap:
@@ -210,7 +210,7 @@ def room_for(size: int) -> bytearray | mmap.mmap:
 
 async def fetch_latest(
     client: CheckpointClient,
-    source: Source,
+    origin: Origin,
     *,
     wait: float = 0.0,
     on_retry: OnRetry | None = None,
@@ -220,14 +220,14 @@ async def fetch_latest(
     Raises:
         StepNotFoundError: nothing is published.
     """
-    retries = client.retries(source, None, client.patience(), on_retry)
-    found = await retries.run(partial(_ask_latest, client, source, wait=wait))
+    retries = client.retries(origin, None, client.patience(), on_retry)
+    found = await retries.run(partial(_ask_latest, client, origin, wait=wait))
     assert found is not None, "only a request for a newer step may come back empty"
     return found
 
 
 async def fetch_incarnation(
-    client: CheckpointClient, source: Source, *, reconnect_timeout: float
+    client: CheckpointClient, origin: Origin, *, reconnect_timeout: float
 ) -> str | None:
     """Return the id of the peer's current start; None from a peer that has none.
 
@@ -237,17 +237,17 @@ async def fetch_incarnation(
         AuthenticationError, RemoteProtocolError: what the peer answered.
     """
     request = Request(
-        source=source,
+        origin=origin,
         path=format_latest(INT64_MAX),  # nothing is newer, so nothing is waited for
         headers={"Prefer": format_prefer_wait(0)},
         may_be_empty=True,
     )
 
     async def ask() -> str | None:
-        async with client.request(request) as reply:
-            return check_incarnation(reply.headers.get(INCARNATION_HEADER))
+        async with client.request(request) as answer:
+            return check_incarnation(answer.headers.get(INCARNATION_HEADER))
 
-    retries = client.retries(source, None, client.patience(reconnect_timeout))
+    retries = client.retries(origin, None, client.patience(reconnect_timeout))
     try:
         return await retries.run(ask)
     except StepNotFoundError:  # the answer of an older peer that serves nothing
@@ -256,7 +256,7 @@ async def fetch_incarnation(
 
 async def wait_newer(
     client: CheckpointClient,
-    source: Source,
+    origin: Origin,
     after: int | None,
     *,
     known: str | None = None,
@@ -275,10 +275,10 @@ async def wait_newer(
     """
 
     async def ask() -> LatestInfo | None:
-        retries = client.retries(source, None, client.patience(reconnect_timeout))
+        retries = client.retries(origin, None, client.patience(reconnect_timeout))
         with suppress(StepNotFoundError):
             return await retries.run(
-                partial(_ask_latest, client, source, after, known=known, wait=_POLL)
+                partial(_ask_latest, client, origin, after, known=known, wait=_POLL)
             )
         return None
 
@@ -287,7 +287,7 @@ async def wait_newer(
 
 async def _ask_latest(
     client: CheckpointClient,
-    source: Source,
+    origin: Origin,
     after: int | None = None,
     *,
     known: str | None = None,
@@ -298,18 +298,18 @@ async def _ask_latest(
     if known is not None:
         headers[INCARNATION_HEADER] = known
     request = Request(
-        source=source,
+        origin=origin,
         path=format_latest(after),
         headers=headers,
         wait=wait,
         may_be_empty=after is not None,
     )
-    async with client.request(request) as reply:
-        if reply.status == HTTPStatus.NO_CONTENT:
+    async with client.request(request) as answer:
+        if answer.status == HTTPStatus.NO_CONTENT:
             return None
-        step = _step_of(reply)
-        snapshot_id = parse_etag(reply.headers.get(hdrs.ETAG))
-        incarnation = check_incarnation(reply.headers.get(INCARNATION_HEADER))
+        step = _step_of(answer)
+        snapshot_id = parse_etag(answer.headers.get(hdrs.ETAG))
+        incarnation = check_incarnation(answer.headers.get(INCARNATION_HEADER))
     if snapshot_id is None:
         raise RemoteProtocolError(f"{request.url} does not name its snapshot")
     restarted = None not in (known, incarnation) and known != incarnation
@@ -319,11 +319,11 @@ async def _ask_latest(
     return LatestInfo(step, snapshot_id, incarnation)
 
 
-def _step_of(reply: Reply) -> int:
-    text = reply.headers.get(STEP_HEADER, "")
+def _step_of(answer: Answer) -> int:
+    text = answer.headers.get(STEP_HEADER, "")
     known = re.fullmatch(r"0|[1-9][0-9]{0,18}", text)
     if known is None or int(text) > INT64_MAX:
-        url = reply.request.url
+        url = answer.request.url
         raise RemoteProtocolError(
             f"{url} names no step in its answer; is that an aiockpt server?"
         )
@@ -362,7 +362,7 @@ class Steps:
 
     Args:
         client: Asks the peer.
-        source: Which peer.
+        origin: Which peer.
         lifetime: Ends the waiting.
         after: The last step that is known.
         reconnect_timeout: Seconds for which a silent peer is asked again.
@@ -371,14 +371,14 @@ class Steps:
     def __init__(
         self,
         client: CheckpointClient,
-        source: Source,
+        origin: Origin,
         lifetime: Lifetime,
         *,
         after: int | None,
         reconnect_timeout: float = math.inf,
     ) -> None:
         self._client = client
-        self._source = source
+        self._origin = origin
         self._lifetime = lifetime
         self._after = self._before = after
         self._incarnation: str | None = None
@@ -387,7 +387,7 @@ class Steps:
         self._reconnect_timeout = reconnect_timeout
 
     def __repr__(self) -> str:
-        return f"<Steps of {self._source.base_url} after={self._after}>"
+        return f"<Steps of {self._origin.base_url} after={self._after}>"
 
     def __aiter__(self) -> Self:
         return self
@@ -398,12 +398,12 @@ class Steps:
         Raises:
             LocalProtocolError: another task waits already.
         """
-        client, source, timeout = self._client, self._source, self._reconnect_timeout
+        client, origin, timeout = self._client, self._origin, self._reconnect_timeout
         with self._lifetime.call(), self._alone():
             if self._after is not None and not self._acquainted:
                 # Only a follower who knows who served the last step notices a restart.
                 self._incarnation = await fetch_incarnation(
-                    client, source, reconnect_timeout=timeout
+                    client, origin, reconnect_timeout=timeout
                 )
             self._acquainted = True
             before = self._after
@@ -413,7 +413,7 @@ class Steps:
                 before = self._after
                 found = await wait_newer(
                     client,
-                    source,
+                    origin,
                     self._after,
                     known=self._incarnation,
                     reconnect_timeout=timeout,
@@ -421,7 +421,7 @@ class Steps:
                 if None not in (self._incarnation, found.incarnation) and (
                     self._incarnation != found.incarnation
                 ):
-                    _tell_of_restart(source, self._after, found.step)
+                    _tell_of_restart(origin, self._after, found.step)
                     before = None
                 self._incarnation = found.incarnation
                 # One address may be that of several senders, who answer in turn.
@@ -449,13 +449,13 @@ class Steps:
             self._asks = False
 
 
-def _tell_of_restart(source: Source, last: int | None, step: int) -> None:
+def _tell_of_restart(origin: Origin, last: int | None, step: int) -> None:
     was = "before its first step" if last is None else f"after step {last}"
     emit(
         TransferEvent(
             stop="restart",
             step=step,
-            peer=source.base_url,
+            peer=origin.base_url,
             detail=f"the sender has started again {was}, and goes on from step {step}",
             level=logging.WARNING,
         )

@@ -34,15 +34,15 @@ from aiockpt.http.chunk_run import ChunkRun
 from aiockpt.http.client import CheckpointClient, Request
 from aiockpt.http.manifests import (
     LatestInfo,
-    ManifestReply,
+    ManifestAnswer,
     fetch_latest,
     fetch_manifest,
 )
 from aiockpt.http.protocol import (
     LEASE_HEADER,
+    Origin,
     Resource,
     ResourceKind,
-    Source,
     format_prefer_wait,
     format_resource,
     parse_metadata,
@@ -51,7 +51,7 @@ from aiockpt.http.retry import OnRetry, poll
 from aiockpt.runtime.secrets import discreet
 from aiockpt.runtime.tasks import Notifier, run_all
 
-__all__ = ["OtherSnapshotError", "Peer", "Peers", "distinct", "sources_of", "verdict"]
+__all__ = ["OtherSnapshotError", "Peer", "Peers", "distinct", "origins_of", "verdict"]
 
 V = TypeVar("V")
 
@@ -72,17 +72,17 @@ class OtherSnapshotError(CheckpointChangedError):
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """One source of a checkpoint.
+    """One peer of a receive.
 
     Attributes:
-        source: Its address and token.
+        origin: Its address and token.
         chunks: The chunks that it holds; None for all of them.
         joined: Whether it is known to hold this checkpoint.
         given: Verified bytes that came from it, in the last download.
         error: Why it is not asked any more.
     """
 
-    source: Source
+    origin: Origin
     chunks: Container[int] | None = None
     joined: bool = False
     given: int = 0
@@ -98,7 +98,7 @@ class Peer:
             raise OtherSnapshotError(
                 expected=expected.snapshot_id,
                 actual=actual.snapshot_id,
-                url=self.source.base_url,
+                url=self.origin.base_url,
             )
         self.joined = True
 
@@ -111,7 +111,7 @@ class Peer:
             TransferEvent(
                 stop="drop",
                 step=step,
-                peer=self.source.base_url,
+                peer=self.origin.base_url,
                 nbytes=self.given,
                 detail=str(error),
                 level=logging.WARNING,
@@ -129,7 +129,7 @@ def verdict(peers: Sequence[Peer]) -> AiockptError:
     chosen = [*answers, *(error for _, error in failed)][0]
     for peer, error in failed:
         if error is not chosen:
-            chosen.add_note(f"{peer.source.base_url} failed, too: {error}")
+            chosen.add_note(f"{peer.origin.base_url} failed, too: {error}")
     return chosen
 
 
@@ -157,13 +157,13 @@ class Peers:
     def at(
         cls,
         client: CheckpointClient,
-        sources: Iterable[Source],
+        origins: Iterable[Origin],
         on_retry: OnRetry | None = None,
         *,
         deadline: float = inf,
     ) -> Peers:
         """Return the peers at these addresses."""
-        return cls(client, [Peer(source) for source in sources], on_retry, deadline)
+        return cls(client, [Peer(origin) for origin in origins], on_retry, deadline)
 
     def __repr__(self) -> str:
         return f"<Peers {len(self.left())} of {len(self.all)}>"
@@ -171,13 +171,13 @@ class Peers:
     @property
     def name(self) -> str:
         """All addresses, without tokens."""
-        return " ".join(peer.source.base_url for peer in self.all)
+        return " ".join(peer.origin.base_url for peer in self.all)
 
     def given(self) -> dict[str, int]:
         """Return how many verified bytes each of several gave in the last download."""
         if len(self.all) == 1:
             return {}
-        return {peer.source.base_url: peer.given for peer in self.all}
+        return {peer.origin.base_url: peer.given for peer in self.all}
 
     def left(self) -> list[Peer]:
         """Return those that have not been dropped."""
@@ -195,10 +195,10 @@ class Peers:
 
         async def ask(peer: Peer) -> LatestInfo:
             return await fetch_latest(
-                self.client, peer.source, wait=wait, on_retry=self.on_retry
+                self.client, peer.origin, wait=wait, on_retry=self.on_retry
             )
 
-        peers = [Peer(peer.source) for peer in self.all]
+        peers = [Peer(peer.origin) for peer in self.all]
         answers = await _answers(peers, ask, others=_OTHERS)
         return max(answers.values(), key=lambda info: info.step)
 
@@ -212,7 +212,7 @@ class Peers:
 
         return (await poll(ask, pause=self.client.pause)).step
 
-    async def manifest(self, step: int, *, probe: str | None = None) -> ManifestReply:
+    async def manifest(self, step: int, *, probe: str | None = None) -> ManifestAnswer:
         """Return the manifest of ``step`` that comes first, once a peer has it.
 
         The other peers may join in later. Of several, none lends its memory.
@@ -225,10 +225,10 @@ class Peers:
         if len(self.all) > 1:
             probe = None
 
-        async def ask(peer: Peer) -> ManifestReply:
+        async def ask(peer: Peer) -> ManifestAnswer:
             return await fetch_manifest(
                 self.client,
-                peer.source,
+                peer.origin,
                 step,
                 deadline=self.deadline,
                 on_retry=self.on_retry,
@@ -251,22 +251,22 @@ class Peers:
         asked for during the peer's stall timeout.
         """
 
-        async def tell(source: Source) -> None:
-            assert source.lease is not None
+        async def tell(origin: Origin) -> None:
+            assert origin.lease is not None
             # All bytes are here, so this must not cost much.
-            left = max(source.lease.until - _now(), 0.0)
+            left = max(origin.lease.until - _now(), 0.0)
             request = Request(
-                source=source,
+                origin=origin,
                 method="HEAD",
                 path=format_resource(Resource(ResourceKind.METADATA, step)),
-                headers={LEASE_HEADER: source.lease.end},
+                headers={LEASE_HEADER: origin.lease.end},
                 status=HTTPStatus.NO_CONTENT,
             )
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(_FAREWELL, left / 4)):
                     await self._tell(request)
 
-        await run_all([partial(tell, source) for source in self._leased()])
+        await run_all([partial(tell, origin) for origin in self._leased()])
 
     async def keep(self, step: int, work: Awaitable[V]) -> V:
         """Await what takes a while and asks nothing; the peers keep the snapshot.
@@ -274,9 +274,9 @@ class Peers:
         If cancelled, so is the work, and nothing is left behind.
         """
 
-        async def renew(source: Source) -> None:
+        async def renew(origin: Origin) -> None:
             request = Request(
-                source=source,
+                origin=origin,
                 path=format_resource(Resource(ResourceKind.METADATA, step)),
                 headers={hdrs.IF_NONE_MATCH: "*", "Prefer": format_prefer_wait(0)},
                 status=HTTPStatus.NOT_MODIFIED,
@@ -298,11 +298,11 @@ class Peers:
             async with self.client.request(request):
                 pass
 
-    def _leased(self) -> list[Source]:
+    def _leased(self) -> list[Origin]:
         return [
-            peer.source
+            peer.origin
             for peer in self.all
-            if peer.source.lease is not None and (peer.joined or len(self.all) == 1)
+            if peer.origin.lease is not None and (peer.joined or len(self.all) == 1)
         ]
 
 
@@ -356,8 +356,8 @@ async def _answers(
 
 
 @discreet
-def sources_of(metadata: str | Sequence[str]) -> list[Source]:
-    """Return the sources that a caller names, each once.
+def origins_of(metadata: str | Sequence[str]) -> list[Origin]:
+    """Return the senders that a caller names, each once.
 
     Raises:
         ValueError: there is none.
@@ -368,15 +368,15 @@ def sources_of(metadata: str | Sequence[str]) -> list[Source]:
     several = isinstance(given, Iterable) and not isinstance(given, str | bytes)
     texts: list[Any] = [*metadata] if several else [metadata]
     if not texts:
-        raise ValueError("metadata is an empty list: name a source at least")
+        raise ValueError("metadata is an empty list: name a sender at least")
     return distinct(map(parse_metadata, texts))
 
 
-def distinct(sources: Iterable[Source]) -> list[Source]:
+def distinct(origins: Iterable[Origin]) -> list[Origin]:
     """Return each address once, in order."""
-    found: dict[str, Source] = {}
-    for source in sources:
-        found.setdefault(source.base_url, source)
+    found: dict[str, Origin] = {}
+    for origin in origins:
+        found.setdefault(origin.base_url, origin)
     return [*found.values()]
 
 

@@ -30,10 +30,10 @@ __all__ = [
     "STEP_HEADER",
     "Address",
     "Lease",
+    "Origin",
     "RangeNotSatisfiable",
     "Resource",
     "ResourceKind",
-    "Source",
     "check_incarnation",
     "format_content_range",
     "format_digest",
@@ -218,7 +218,7 @@ def check_incarnation(value: str | None) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class Origin:
     """Where to fetch, and for which receive.
 
     Attributes:
@@ -235,8 +235,8 @@ class Source:
 
 
 @discreet
-def parse_metadata(text: str) -> Source:
-    """Return the source that a transport's ``metadata()`` names.
+def parse_metadata(text: str) -> Origin:
+    """Return the sender that a transport's ``metadata()`` names.
 
     Raises:
         TypeError: not a string.
@@ -254,7 +254,7 @@ def parse_metadata(text: str) -> Source:
     if (length := len(text) + len(path) - len(parts.path)) > MAX_METADATA:
         raise _bad_metadata(f"{length} characters are more than {MAX_METADATA}")
     token = Token(parts.fragment) if parts.fragment else None
-    return Source(f"{parts.scheme}://{parts.netloc}{path}", token)
+    return Origin(f"{parts.scheme}://{parts.netloc}{path}", token)
 
 
 def url_fault(text: str) -> str | None:
@@ -292,15 +292,15 @@ def _bad_metadata(why: str) -> LocalProtocolError:
 @discreet
 def format_metadata(base_url: str, token: str | None) -> str:
     """Return the metadata string; `parse_metadata` is its inverse."""
-    source = parse_metadata(base_url if token is None else f"{base_url}#{token}")
-    return source.base_url if token is None else f"{source.base_url}#{token}"
+    origin = parse_metadata(base_url if token is None else f"{base_url}#{token}")
+    return origin.base_url if token is None else f"{origin.base_url}#{token}"
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
     """A peer, and the step that the URL names, if any."""
 
-    source: Source
+    origin: Origin
     step: int | None
 
 
@@ -317,14 +317,14 @@ def parse_address(text: str) -> Address:
     location, mark, token = text.partition("#")
     if _BARE_URL.fullmatch(location):
         location += "/checkpoint/"  # just host and port: the prefix by default
-    source = parse_metadata(f"{location}{mark}{token}")
+    origin = parse_metadata(f"{location}{mark}{token}")
     if location.endswith("/"):
-        return Address(source, None)
-    if found := _URL_OF_STEP.fullmatch(source.base_url):
-        return Address(Source(found[1], source.token), int(found[2]))
-    if found := _URL_OF_LATEST.fullmatch(source.base_url):
-        return Address(Source(found[1], source.token), None)
-    return Address(source, None)
+        return Address(origin, None)
+    if found := _URL_OF_STEP.fullmatch(origin.base_url):
+        return Address(Origin(found[1], origin.token), int(found[2]))
+    if found := _URL_OF_LATEST.fullmatch(origin.base_url):
+        return Address(Origin(found[1], origin.token), None)
+    return Address(origin, None)
 
 
 def parse_prefer_wait(value: str | None) -> float | None:

@@ -110,13 +110,13 @@ class HttpSource:
     async def manifest(self, step: int) -> Manifest:
         """Return the manifest; learn whether there is memory to be had."""
         here = await self._bridge.run(identity) if self._sharing.wanted else None
-        reply = await self._peers.manifest(
+        answer = await self._peers.manifest(
             step,
             probe=None if here is None else format_probe(here, os.urandom(16)),
         )
-        self._offer = None if here is None else reply.offer
+        self._offer = None if here is None else answer.offer
         self._step = step
-        return reply.manifest
+        return answer.manifest
 
     async def map(self, outline: Outline, *, most: int | None) -> None:
         """Borrow the sender's memory if it was offered.

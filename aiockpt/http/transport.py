@@ -35,8 +35,8 @@ from aiockpt.http.handlers import CheckpointService, ServerConfig
 from aiockpt.http.listen import Endpoint
 from aiockpt.http.manifests import PATIENCE, SUPERSEDED, Steps, chase
 from aiockpt.http.options import Auth, Receive, Server, require_type
-from aiockpt.http.peers import Peers, sources_of
-from aiockpt.http.protocol import Lease, Source, format_metadata, parse_metadata
+from aiockpt.http.peers import Peers, origins_of
+from aiockpt.http.protocol import Lease, Origin, format_metadata, parse_metadata
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.server_process import ServerProcess
 from aiockpt.http.source import HttpSource, Sharing
@@ -490,7 +490,7 @@ class HTTPTransport(CheckpointTransport[T]):
         """
         require_given("recv_checkpoint", metadata=metadata)
         try:
-            sources = sources_of(metadata)
+            origins = origins_of(metadata)
         finally:
             del metadata  # a traceback with local variables would show the token
         options, sharing = self._options(
@@ -503,7 +503,7 @@ class HTTPTransport(CheckpointTransport[T]):
             verify_shared=verify_shared,
         )
         limit = self._limit(timeout)
-        return await self._receive(sources, step, options, sharing, limit)
+        return await self._receive(origins, step, options, sharing, limit)
 
     def follow(
         self,
@@ -552,15 +552,15 @@ class HTTPTransport(CheckpointTransport[T]):
                 :meth:`recv_checkpoint`.
         """
         try:
-            source = parse_metadata(metadata)
+            origin = parse_metadata(metadata)
         finally:
             del metadata  # a traceback with local variables would show the token
-        steps = self._steps(source, after, reconnect_timeout)
+        steps = self._steps(origin, after, reconnect_timeout)
         options, sharing = self._options(
             into=into, have=have, select=select, progress=progress, share=share
         )
         limit = self._limit(timeout)
-        return self._follow(source, steps, options, sharing, limit)
+        return self._follow(origin, steps, options, sharing, limit)
 
     def steps(
         self,
@@ -600,10 +600,10 @@ class HTTPTransport(CheckpointTransport[T]):
             ClosedError: after, or because of, :meth:`shutdown`.
         """
         try:
-            source = parse_metadata(metadata)
+            origin = parse_metadata(metadata)
         finally:
             del metadata  # a traceback with local variables would show the token
-        return self._steps(source, after, reconnect_timeout)
+        return self._steps(origin, after, reconnect_timeout)
 
     async def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
         """Stop serving and close everything; ``wait=False`` gives readers no grace.
@@ -642,14 +642,14 @@ class HTTPTransport(CheckpointTransport[T]):
         return self._timeout if timeout is None else seconds(timeout)
 
     def _steps(
-        self, source: Source, after: int | None, reconnect_timeout: Timeout | None
+        self, origin: Origin, after: int | None, reconnect_timeout: Timeout | None
     ) -> Steps:
         silent = math.inf if reconnect_timeout is None else seconds(reconnect_timeout)
         after = None if after is None else exact_step(after)
         self._lifetime.check()
         return Steps(
             self._client,
-            source,
+            origin,
             self._lifetime,
             after=after,
             reconnect_timeout=silent,
@@ -657,18 +657,18 @@ class HTTPTransport(CheckpointTransport[T]):
 
     async def _follow(
         self,
-        source: Source,
+        origin: Origin,
         steps: Steps,
         options: ReceiveOptions,
         sharing: Sharing,
         limit: float,
     ) -> AsyncGenerator[tuple[int, T]]:
         survives = (*SUPERSEDED, TransportError)
-        source = replace(source, patience=PATIENCE)
+        origin = replace(origin, patience=PATIENCE)
 
         async def receive(step: int) -> T:
             try:
-                return await self._receive([source], step, options, sharing, limit)
+                return await self._receive([origin], step, options, sharing, limit)
             except survives:
                 steps.again()
                 raise
@@ -716,7 +716,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
     async def _receive(
         self,
-        sources: Sequence[Source],
+        origins: Sequence[Origin],
         step: int | None,
         options: ReceiveOptions,
         sharing: Sharing,
@@ -725,9 +725,9 @@ class HTTPTransport(CheckpointTransport[T]):
         """Receive ``step``, or what is served now, within ``limit`` seconds."""
         until = asyncio.get_running_loop().time() + limit
         lease = Lease.begin(until, receiver=self._client.name)
-        leased = [replace(source, lease=lease) for source in sources]
+        leased = [replace(origin, lease=lease) for origin in origins]
         if step is None:
-            leased = [replace(source, patience=PATIENCE) for source in leased]
+            leased = [replace(origin, patience=PATIENCE) for origin in leased]
         deadline = Deadline(limit, stop="fetch_manifest")
         peers = Peers.at(self._client, leased, deadline.note, deadline=until)
         deadline.what = f"a checkpoint from {peers.name}"

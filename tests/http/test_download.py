@@ -12,7 +12,7 @@ from aiockpt.format.manifest import Outline
 from aiockpt.http.chunk_run import ChunkRun
 from aiockpt.http.download import Assignment, Connection, choose
 from aiockpt.http.peers import Peer, verdict
-from aiockpt.http.protocol import Source
+from aiockpt.http.protocol import Origin
 from aiockpt.http.retry import Patience, Retries
 
 pytestmark = pytest.mark.torch_free
@@ -24,7 +24,7 @@ OUTLINE = Outline(1, "id", ChunkGrid(100 * MIB, MIB), ("",) * 100, 0)
 
 def peer_at(port: int, **options: Any) -> Peer:
     """Return a peer."""
-    return Peer(Source(f"http://127.0.0.1:{port}/checkpoint/"), **options)
+    return Peer(Origin(f"http://127.0.0.1:{port}/checkpoint/"), **options)
 
 
 def connection_to(peer: Peer) -> Connection:
@@ -181,7 +181,7 @@ def test_what_was_before_somebody_looked_does_not_count() -> None:
 def test_the_error_of_several_is_what_one_of_them_answered() -> None:
     """That another one is not there is a note."""
     gone, gave_up = peer_at(1), peer_at(2)
-    gone.error = PeerUnreachableError(gone.source.base_url, "refused")
+    gone.error = PeerUnreachableError(gone.origin.base_url, "refused")
     gave_up.error = PermissionError("no")  # type: ignore[assignment]
     assert verdict([gone, gave_up]) is gave_up.error
-    assert gone.source.base_url in gave_up.error.__notes__[0]
+    assert gone.origin.base_url in gave_up.error.__notes__[0]

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from aiockpt.errors import LocalProtocolError, RemoteProtocolError
 from aiockpt.http.protocol import (
     MAX_METADATA,
+    Origin,
     Resource,
     ResourceKind,
-    Source,
     format_digest,
     format_etag,
     format_latest,
@@ -105,18 +105,18 @@ def test_no_other_text_is_a_step_to_wait_after(values: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "source"),
     [
-        ("http://h:80/checkpoint/", Source("http://h:80/checkpoint/")),
-        ("http://h:80/checkpoint", Source("http://h:80/checkpoint/")),
-        ("https://h", Source("https://h/")),
-        ("http://10.0.0.7:1/a/b/", Source("http://10.0.0.7:1/a/b/")),
-        ("http://[::1]:80/", Source("http://[::1]:80/")),
-        ("http://[fe80::1%25eth0]:80/", Source("http://[fe80::1%25eth0]:80/")),
-        ("HTTP://h/", Source("http://h/")),
-        ("http://h/#t0k.en~_-+/==", Source("http://h/", "t0k.en~_-+/==")),
-        ("http://h/#", Source("http://h/")),
+        ("http://h:80/checkpoint/", Origin("http://h:80/checkpoint/")),
+        ("http://h:80/checkpoint", Origin("http://h:80/checkpoint/")),
+        ("https://h", Origin("https://h/")),
+        ("http://10.0.0.7:1/a/b/", Origin("http://10.0.0.7:1/a/b/")),
+        ("http://[::1]:80/", Origin("http://[::1]:80/")),
+        ("http://[fe80::1%25eth0]:80/", Origin("http://[fe80::1%25eth0]:80/")),
+        ("HTTP://h/", Origin("http://h/")),
+        ("http://h/#t0k.en~_-+/==", Origin("http://h/", "t0k.en~_-+/==")),
+        ("http://h/#", Origin("http://h/")),
     ],
 )
-def test_metadata_names_a_source(text: str, source: Source) -> None:
+def test_metadata_names_a_source(text: str, source: Origin) -> None:
     """The base URL ends with a slash; the fragment is the token."""
     assert parse_metadata(text) == source
 
@@ -164,7 +164,7 @@ def test_other_metadata_is_refused(text: str) -> None:
 def test_metadata_round_trips(token: str | None) -> None:
     """What `metadata()` returns is understood."""
     text = format_metadata("http://h:1/checkpoint", token)
-    assert parse_metadata(text) == Source("http://h:1/checkpoint/", token)
+    assert parse_metadata(text) == Origin("http://h:1/checkpoint/", token)
 
 
 @pytest.mark.parametrize("rest", ["/", "", "/#token"])
@@ -186,7 +186,7 @@ def test_a_token_that_would_not_arrive_is_refused() -> None:
 
 def test_a_source_does_not_show_its_token() -> None:
     """A repr ends up in logs."""
-    assert "secret" not in repr(Source("http://h/", "secret"))
+    assert "secret" not in repr(Origin("http://h/", "secret"))
 
 
 @pytest.mark.parametrize(

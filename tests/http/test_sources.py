@@ -14,7 +14,7 @@ from aiockpt.errors import (
     PeerUnreachableError,
     StepNotFoundError,
 )
-from aiockpt.http.protocol import Source
+from aiockpt.http.protocol import Origin
 from aiockpt.testing.faults import CutAfter, Drip, StallAfter
 from rangepeer import describe, noise, receiver
 from rangepeer import serving as peer
@@ -33,7 +33,7 @@ from replicas import (
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free, pytest.mark.timeout(120)]
 
-CLOSED = Source("http://127.0.0.1:9/checkpoint/", "token")
+CLOSED = Origin("http://127.0.0.1:9/checkpoint/", "token")
 
 
 async def test_every_source_gives_a_part() -> None:
@@ -233,7 +233,7 @@ class TestAllFail:
 
     async def test_nobody_is_there(self) -> None:
         """The first one is named."""
-        other = Source("http://127.0.0.1:10/checkpoint/")
+        other = Origin("http://127.0.0.1:10/checkpoint/")
         async with receiver() as client:
             with pytest.raises(PeerUnreachableError) as caught:
                 await Fetch(client, [CLOSED, other]).run()

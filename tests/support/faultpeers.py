@@ -25,7 +25,7 @@ import rangepeer
 import serving
 from aiockpt import AiockptError, Progress
 from aiockpt.http.listen import open_sockets
-from aiockpt.http.protocol import Source
+from aiockpt.http.protocol import Origin
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.store import Store
 from aiockpt.runtime.bridge import Bridge
@@ -229,7 +229,7 @@ async def serve(options: dict[str, Any]) -> None:
 
 async def fetch(options: dict[str, Any]) -> None:
     """Receive; at a fifth of it say ``now`` and send a signal to this very process."""
-    source = Source(options.pop("url"), TOKEN)
+    source = Origin(options.pop("url"), TOKEN)
     number, size = options.pop("signal", 0), 0
 
     def count(nbytes: int, chunks: int) -> None:

@@ -24,7 +24,7 @@ from aiockpt.http.download import Download
 from aiockpt.http.options import Auth, Receive
 from aiockpt.http.peers import Peer, Peers
 from aiockpt.http.problems import PeerBusy, to_problem
-from aiockpt.http.protocol import Source
+from aiockpt.http.protocol import Origin
 from aiockpt.http.retry import OnRetry
 from aiockpt.http.sockets import IO_THREADS
 from aiockpt.memory.arena import Memory as PlainMemory
@@ -88,8 +88,8 @@ class RangePeer:
     def base_url(self) -> str:
         return f"{self.scheme}://127.0.0.1:{self.port}/checkpoint/"
 
-    def source(self, token: str | None = None, *, port: int = 0) -> Source:
-        return Source(
+    def source(self, token: str | None = None, *, port: int = 0) -> Origin:
+        return Origin(
             self.base_url.replace(str(self.port), str(port or self.port)), token
         )
 
@@ -258,7 +258,7 @@ async def fetch(
 
 async def fetch_chunks(
     client: Client,
-    source: Source,
+    source: Origin,
     outline: Outline,
     memory: PlainMemory,
     chunks: Sequence[int],
@@ -274,7 +274,7 @@ async def fetch_chunks(
 
 async def fetch_manifest(
     client: Client,
-    source: Source,
+    source: Origin,
     step: int = STEP,
     *,
     deadline: float | None = None,

@@ -11,7 +11,7 @@ from aiockpt.errors import AiockptError
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.http.download import Download
 from aiockpt.http.peers import Peers
-from aiockpt.http.protocol import Source
+from aiockpt.http.protocol import Origin
 from aiockpt.testing.faults import Fault, FaultProxy, Pipe
 from aiockpt.transfer.source import PlainTarget
 from rangepeer import Client
@@ -71,9 +71,9 @@ async def behind(site: Site, fault: Fault | None = None) -> AsyncIterator[FaultP
         yield proxy
 
 
-def source(at: Site | FaultProxy, token: str | None = TOKEN) -> Source:
+def source(at: Site | FaultProxy, token: str | None = TOKEN) -> Origin:
     """Return what names a server, or a proxy before one."""
-    return Source(f"http://127.0.0.1:{at.port}/checkpoint/", token)
+    return Origin(f"http://127.0.0.1:{at.port}/checkpoint/", token)
 
 
 class Fetch:
@@ -83,7 +83,7 @@ class Fetch:
         under_way: Set when an eighth has come.
     """
 
-    def __init__(self, client: Client, sources: Sequence[Source]) -> None:
+    def __init__(self, client: Client, sources: Sequence[Origin]) -> None:
         self.peers = Peers.at(client, sources, self.note)
         self.urls = [each.base_url for each in sources]
         self.target = Target(0)
