@@ -19,8 +19,8 @@ PROGRAM = Path(__file__).parent / "support" / "call_frames.py"
 BOUNDS = {
     "HTTP receive": 15,
     "served range": 11,
-    "group send": 15,
-    "group receive": 15,
+    "group send": 14,
+    "group receive": 14,
     "save": 15,
     "load": 15,
 }

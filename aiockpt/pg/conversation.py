@@ -41,7 +41,6 @@ import struct
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import (
-    AbstractAsyncContextManager,
     asynccontextmanager,
     nullcontext,
 )
@@ -165,7 +164,8 @@ class Ranks:
 
     def __init__(self, group: Group, medium: Medium, bridge: Bridge) -> None:
         self.remains: list[object] = []
-        self._group, self._medium, self._bridge = group, medium, bridge
+        self.bridge = bridge
+        self._group, self._medium = group, medium
         self._turns: dict[tuple[bool, int], asyncio.Lock] = {}
         self._why = ""
         self._rank: int | None = None
@@ -201,16 +201,11 @@ class Ranks:
         Messages of host memory have tags. A communicator of a device has an order only,
         which both ends must keep: one thing at a time.
         """
-        key = (sending, rank) if self._medium.tagged else (True, -1)
+        channel = self._medium.channel(self._group, rank, sending=sending)
+        key = (sending, rank) if channel.tagged else (True, -1)
         async with self._turns.setdefault(key, asyncio.Lock()):
             self.check()
-            yield self._medium.channel(self._group, rank, sending=sending)
-
-    def converse(
-        self, channel: Channel, deadline: Deadline
-    ) -> AbstractAsyncContextManager[Conversation]:
-        """Hold a conversation for the length of a block; see `Conversation.held`."""
-        return Conversation(channel, self, self._bridge, deadline).held()
+            yield channel
 
     async def refuse(
         self, rank: int, step: int, error: Exception, deadline: Deadline
@@ -222,12 +217,12 @@ class Ranks:
         """
         async with self.turn(rank, sending=True) as channel:
             if not channel.tagged:
-                async with self.converse(channel, deadline) as peer:
+                async with Conversation(channel, self, deadline).held() as peer:
                     await peer.refuse(step, error)
                 return
             only = Frame(Kind.FAILED, step, text=_reason(error)).encode()
             last = Frame(Kind.BYE, 0).encode()
-            await self._bridge.run(channel.leave_word, only, last)
+            await self.bridge.run(channel.leave_word, only, last)
 
 
 # ------------------------------------------------------------- one conversation
@@ -266,13 +261,10 @@ class Conversation:
     cancelled or fails so, the group is broken.
     """
 
-    def __init__(
-        self, channel: Channel, ranks: Ranks, bridge: Bridge, deadline: Deadline
-    ) -> None:
+    def __init__(self, channel: Channel, ranks: Ranks, deadline: Deadline) -> None:
         self.rank = channel.rank
         self._channel = channel
-        self._ranks = ranks
-        self._bridge = bridge
+        self._ranks, self._bridge = ranks, ranks.bridge
         self._deadline = deadline
         self._over = True  # both ends know that nothing more is said
         self._ended = False  # the block has ended

@@ -582,7 +582,6 @@ class DeviceMedium:
     Both ends must keep it: one conversation at a time.
     """
 
-    tagged = DeviceChannel.tagged
     message_bytes = DeviceChannel.message_bytes
 
     def __init__(

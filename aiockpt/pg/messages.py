@@ -614,10 +614,6 @@ class Medium(Protocol):
     """How a transport stages, moves, verifies and receives."""
 
     @property
-    def tagged(self) -> bool:
-        """Whether several conversations may be held at once."""
-
-    @property
     def message_bytes(self) -> int:
         """How long a message of a large entry may be."""
 
@@ -661,7 +657,6 @@ class Medium(Protocol):
 class HostMedium:
     """Host memory, and a group that moves it by tags: gloo."""
 
-    tagged = Channel.tagged
     message_bytes = MESSAGE_BYTES
 
     def __init__(

@@ -184,8 +184,9 @@ class GroupSource:
         """
         async with self._ranks.turn(self._rank, sending=False) as channel:
             while True:
+                talk = Conversation(channel, self._ranks, self._deadline)
                 try:
-                    async with self._ranks.converse(channel, self._deadline) as peer:
+                    async with talk.held() as peer:
                         yield peer, await peer.hear(Kind.OFFER, step=self._step)
                     return
                 except OutdatedError as error:

@@ -17,7 +17,7 @@ from aiockpt.errors import AiockptError, LocalProtocolError, ProcessGroupError
 from aiockpt.events import Progress, TransferEvent, emit
 from aiockpt.format.limits import Limits
 from aiockpt.memory.device import Accelerator, numbered, port_for
-from aiockpt.pg.conversation import Kind, Ranks, telling
+from aiockpt.pg.conversation import Conversation, Kind, Ranks, telling
 from aiockpt.pg.device import Device, DeviceMedium
 from aiockpt.pg.messages import Group, HostMedium, Medium, Parcel, rank_in
 from aiockpt.pg.source import GroupSource
@@ -332,7 +332,7 @@ class PGTransport(CheckpointTransport[T]):
     async def _deliver(self, rank: int, parcel: Parcel, deadline: Deadline) -> None:
         async with (
             self._ranks.turn(rank, sending=True) as channel,
-            self._ranks.converse(channel, deadline) as peer,
+            Conversation(channel, self._ranks, deadline).held() as peer,
         ):
             await peer.say(Kind.OFFER, parcel.manifest.step, len(parcel.offer))
             await peer.hear(Kind.ACCEPT)
