@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from aiockpt.checkpointers.sync import SyncCheckpointer
     from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
     from aiockpt.storage.directory import Checkpoint, RankFile, latest, list_checkpoints
-    from aiockpt.storage.write import SnapshotSource, Source
+    from aiockpt.storage.write import Writable, WritableSnapshot
 
 __all__ = [
     "AsyncCheckpointer",
@@ -104,12 +104,12 @@ __all__ = [
     "RankInfo",
     "Recovered",
     "SaveHandle",
-    "SnapshotSource",
-    "Source",
     "StagedState",
     "Submission",
     "SyncCheckpointer",
     "TCPStoreBarrier",
+    "Writable",
+    "WritableSnapshot",
     "WriterHook",
     "Written",
     "create_barrier_from_config",
@@ -147,8 +147,8 @@ _HOMES = {
     "RankInfo": "aiockpt.checkpointers.config",
     "Recovered": "aiockpt.checkpointers.recovery",
     "SaveHandle": "aiockpt.checkpointers.async_checkpointer",
-    "SnapshotSource": "aiockpt.storage.write",
-    "Source": "aiockpt.storage.write",
+    "WritableSnapshot": "aiockpt.storage.write",
+    "Writable": "aiockpt.storage.write",
     "StagedState": "aiockpt.checkpointers.stager",
     "Submission": "aiockpt.checkpointers.submission",
     "SyncCheckpointer": "aiockpt.checkpointers.sync",

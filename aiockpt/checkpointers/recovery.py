@@ -45,7 +45,7 @@ from aiockpt.memory.snapshot import MappedSnapshot, trusted_header
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.ipc import encode, is_ours, pack, receive, unpack
 from aiockpt.storage.files import named
-from aiockpt.storage.write import SnapshotSource
+from aiockpt.storage.write import WritableSnapshot
 from aiockpt.transport import Timeout, seconds
 
 __all__ = ["LastSnapshot", "Recovered", "recover", "socket_directory"]
@@ -373,7 +373,7 @@ def _listening(
 def _sealed(held: _Held) -> Manifest:
     snapshot = MappedSnapshot(trusted_header(held.header), held.arena)
     try:
-        return SnapshotSource(snapshot).seal()
+        return WritableSnapshot(snapshot).seal()
     finally:
         snapshot.close()
 

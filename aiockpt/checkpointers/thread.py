@@ -24,7 +24,7 @@ from aiockpt.checkpointers.submission import (
     absolute_path,
     known_as,
 )
-from aiockpt.checkpointers.writer import tell_ranks, write_staged
+from aiockpt.checkpointers.writer import tell_ranks, write_by
 from aiockpt.errors import AiockptError, WorkerError
 from aiockpt.memory.snapshot import Snapshot
 from aiockpt.runtime.bridge import Bridge
@@ -189,7 +189,7 @@ class CheckpointThread(BackgroundWriter):
         keywords: Mapping[str, Any],
     ) -> Written:
         snapshot = submission.snapshot
-        return write_staged(
+        return write_by(
             self._made(),
             submission.path,
             snapshot,

@@ -41,7 +41,7 @@ from aiockpt.checkpointers.messages import (
 )
 from aiockpt.checkpointers.recovery import LastSnapshot
 from aiockpt.checkpointers.spawning import make_writer
-from aiockpt.checkpointers.writer import tell_ranks, write_staged
+from aiockpt.checkpointers.writer import tell_ranks, write_by
 from aiockpt.format.manifest import Manifest
 from aiockpt.memory.snapshot import MappedSnapshot, trusted_header
 from aiockpt.runtime.bridge import Bridge
@@ -181,7 +181,7 @@ def _perform(writer: Any, job: _Job, control: _Control) -> Written:
         except Exception as error:
             tell_ranks(writer, job.path, snapshot.manifest.step, str(error))
             raise
-        return write_staged(
+        return write_by(
             writer,
             job.path,
             snapshot,

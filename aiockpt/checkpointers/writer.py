@@ -1,7 +1,7 @@
 """One rank's writer: its file, durable; then the commit with the other ranks.
 
 `CheckpointWriter._save` is the whole path of a write, from top to bottom. A live state
-dict comes to it by `write`, and what was staged by `write_staged` and `write_source`.
+dict comes to it by `write`, and what was staged by `write_by` and `write_staged`.
 `_Save` is what a write says to the other ranks, and hears from them.
 
 Nothing here needs torch, except to write a live state dict: the checkpoint process
@@ -47,7 +47,7 @@ from aiockpt.storage.commit import Draft
 from aiockpt.storage.directory import MARKER, StrPath, part_of, settle
 from aiockpt.storage.files import remove_tree
 from aiockpt.storage.retention import retire, sweep
-from aiockpt.storage.write import SnapshotSource, Source, write_source
+from aiockpt.storage.write import Writable, WritableSnapshot, write_file
 from aiockpt.transfer.repeats import content_of
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ __all__ = [
     "configured_writer",
     "default_subprocess_init_fn",
     "tell_ranks",
-    "write_staged",
+    "write_by",
 ]
 
 logger = logging.getLogger("aiockpt")
@@ -88,7 +88,7 @@ class CheckpointWriter:
 
     At the path there is either the whole old checkpoint or the whole new one, at any
     time and whatever dies. A subclass may write otherwise. It overrides :meth:`write`,
-    which gets a state dict, or :meth:`write_source`, which gets what a checkpointer has
+    which gets a state dict, or :meth:`write_staged`, which gets what a checkpointer has
     staged.
 
     Args:
@@ -164,32 +164,32 @@ class CheckpointWriter:
 
         save = self._begin(path, step_for(path, kwargs))
         with save.reporting("written"):
-            source = LiveState(
+            live = LiveState(
                 state_dict,
                 step=save.step,
                 chunk_bytes=self._config.chunk_bytes,
                 allow_pickle=self._config.allow_pickle,
                 pool=self._pool,
             )
-        with source:
-            report = meter(progress, source.segment_bytes)
-            written = self._save(path, save, _Reporting(source, report), kwargs)
-            report(source.segment_bytes)
+        with live:
+            report = meter(progress, live.segment_bytes)
+            written = self._save(path, save, _Reporting(live, report), kwargs)
+            report(live.segment_bytes)
         return written
 
-    def write_source(
-        self, path: StrPath, source: Source, step: int, /, **kwargs: Any
+    def write_staged(
+        self, path: StrPath, staged: Writable, step: int, /, **kwargs: Any
     ) -> Written | None:
-        """Write a source, which computes its digests while it is read.
+        """Write what was staged; its digests are computed while it is read.
 
         A checkpointer calls this with what it has staged, unless a subclass overrides
         :meth:`write`. An override that needs the digests before the bytes
-        calls the source's ``seal()`` first.
+        calls ``staged.seal()`` first.
 
         Raises:
             StorageError: see :meth:`write`.
         """
-        return self._save(path, self._begin(path, step), source, kwargs)
+        return self._save(path, self._begin(path, step), staged, kwargs)
 
     def abandon(
         self, path: StrPath, step: int, reason: str, *, begun: bool = False
@@ -230,7 +230,7 @@ class CheckpointWriter:
         return _Save(target, meeting, self._barrier)
 
     def _save(
-        self, path: StrPath, save: _Save, source: Source, kwargs: Mapping[str, Any]
+        self, path: StrPath, save: _Save, writable: Writable, kwargs: Mapping[str, Any]
     ) -> Written:
         """Write this rank's file and commit it with the other ranks, step by step."""
         config, rank = self._config, self._rank_info.global_rank
@@ -240,8 +240,8 @@ class CheckpointWriter:
             draft = Draft(save.target, rank, durable=config.fsync)
         with draft:
             with save.reporting("written", draft):
-                header = write_source(
-                    draft.temporary, draft.fd, source, durable=config.fsync
+                header = write_file(
+                    draft.temporary, draft.fd, writable, durable=config.fsync
                 )
                 draft.keep_file()
                 if self._hook is not None:
@@ -263,7 +263,7 @@ class CheckpointWriter:
             if not rank:
                 self._retire(save.target)
         content = content_of(header) if isinstance(header, Manifest) else ""
-        return Written(warning, content, source.segment_bytes)
+        return Written(warning, content, writable.segment_bytes)
 
     def _retire(self, target: Path) -> None:
         config = self._config
@@ -281,20 +281,20 @@ class CheckpointWriter:
 
 
 class _Reporting:
-    """A source that reports how far its reader is."""
+    """Wraps what is written, and reports how far the writer is."""
 
-    def __init__(self, source: Source, report: Callable[[int], object]) -> None:
-        self.header_bytes = source.header_bytes
-        self.segment_bytes = source.segment_bytes
-        self.seal = source.seal
-        self._source, self._report = source, report
+    def __init__(self, writable: Writable, report: Callable[[int], object]) -> None:
+        self.header_bytes = writable.header_bytes
+        self.segment_bytes = writable.segment_bytes
+        self.seal = writable.seal
+        self._writable, self._report = writable, report
 
     def __repr__(self) -> str:
-        return f"<Reporting {self._source!r}>"
+        return f"<Reporting {self._writable!r}>"
 
     def views(self, start: int, stop: int) -> Sequence[memoryview]:
         self._report(start)
-        return self._source.views(start, stop)
+        return self._writable.views(start, stop)
 
 
 class _Save:
@@ -414,7 +414,7 @@ def _unresolved(path: StrPath) -> Path:
 # --------------------------------------------- how a background writer uses a writer
 
 
-def write_staged(
+def write_by(
     writer: Any,
     path: str,
     snapshot: Snapshot | MappedSnapshot,
@@ -438,12 +438,12 @@ def write_staged(
         report: Is called with the number of bytes that the writer has taken.
         on_seal: Is called with the manifest once it has the digests.
     """
-    source = SnapshotSource(snapshot, on_seal=on_seal)
+    staged = WritableSnapshot(snapshot, on_seal=on_seal)
     if getattr(type(writer), "write", None) is CheckpointWriter.write:
-        watched = _Reporting(source, report)
-        told = writer.write_source(path, watched, source.step, **keywords)
+        watched = _Reporting(staged, report)
+        told = writer.write_staged(path, watched, snapshot.manifest.step, **keywords)
         return told if isinstance(told, Written) else Written()
-    manifest = source.seal()
+    manifest = staged.seal()
     from aiockpt.state.rebuild import Frame, assemble, tensors_over
 
     tensors = tensors_over(manifest, memory())

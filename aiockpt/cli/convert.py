@@ -29,7 +29,7 @@ from aiockpt.state.equality import assert_same
 from aiockpt.storage.directory import MARKER, find_checkpoint
 from aiockpt.storage.files import named, open_locked, rename_to_new, sync_directory
 from aiockpt.storage.partfile import TAKEN, check_target
-from aiockpt.storage.write import PlainSource, write_source
+from aiockpt.storage.write import PlainFile, write_file
 from aiockpt.transfer.live import LiveState
 
 __all__ = ["run"]
@@ -154,7 +154,7 @@ def _write_plain(path: Path, fd: int, state: Any) -> None:
     with LiveState(
         state, step=0, chunk_bytes=1 << 20, allow_pickle=False, pool=pool
     ) as live:
-        write_source(path, fd, PlainSource(live, state), durable=False)
+        write_file(path, fd, PlainFile(live, state), durable=False)
 
 
 _FORMS = {".pt": _write_torch, ".safetensors": _write_plain}

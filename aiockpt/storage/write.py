@@ -1,12 +1,12 @@
 """Writes a header and a data segment into one open file.
 
-`write_source` writes any `Source`. The segment goes to the file in large blocks,
+`write_file` writes any `Writable`. The segment goes to the file in large blocks,
 straight from the memory where it lies. The header comes last: it holds the digests,
-which may be computed while the blocks are written. `SnapshotSource` is a snapshot to
-be written, and `PlainSource` turns a source into a file that has nothing of ours.
+which may be computed while the blocks are written. `WritableSnapshot` is a snapshot to
+be written, and `PlainFile` leaves out everything of ours.
 
 Everything here blocks, and releases the interpreter lock meanwhile. Nothing needs
-tensors. A live state dict as a source is `transfer.live.LiveState`.
+tensors. A live state dict to be written is `transfer.live.LiveState`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from aiockpt.storage.files import (
     write_at,
 )
 
-__all__ = ["BLOCK", "PlainSource", "SnapshotSource", "Source", "write_source"]
+__all__ = ["BLOCK", "PlainFile", "Writable", "WritableSnapshot", "write_file"]
 
 BLOCK: Final = 4 << 20
 """How many bytes are asked for, digested and written at once: they fit the cache."""
@@ -39,7 +39,7 @@ BLOCK: Final = 4 << 20
 _WRITEBACK: Final = 32 << 20
 
 
-class Source(Protocol):
+class Writable(Protocol):
     """What can be written: a header of a known length, and the data segment."""
 
     @property
@@ -56,12 +56,12 @@ class Source(Protocol):
     def seal(self) -> Manifest | ForeignHeader:
         """Return the header; called after all bytes were asked for.
 
-        What a checkpointer has staged can be sealed earlier, see `SnapshotSource`.
+        What a checkpointer has staged can be sealed earlier, see `WritableSnapshot`.
         """
 
 
-class SnapshotSource:
-    """A snapshot as a source. Its chunks are digested as they are read, if need be.
+class WritableSnapshot:
+    """A snapshot to be written. Its chunks are digested as they are read, if need be.
 
     Args:
         snapshot: What is written.
@@ -75,7 +75,6 @@ class SnapshotSource:
         on_seal: Callable[[Manifest], object] | None = None,
     ) -> None:
         manifest = snapshot.manifest
-        self.step = manifest.step
         self.header_bytes = manifest.header_bytes
         self.segment_bytes = manifest.segment_bytes
         self._snapshot, self._manifest = snapshot, manifest
@@ -85,7 +84,7 @@ class SnapshotSource:
         self._digests: list[str] = []
 
     def __repr__(self) -> str:
-        return f"<SnapshotSource {self._snapshot!r}>"
+        return f"<WritableSnapshot {self._snapshot!r}>"
 
     def views(self, start: int, stop: int) -> Sequence[memoryview]:
         """Return ``[start, stop)``."""
@@ -115,11 +114,11 @@ class SnapshotSource:
         self._digests += [each.digest for each in self._hasher.update(start, *views)]
 
 
-class PlainSource:
+class PlainFile:
     """A flat state dict as a safetensors file with nothing of ours in it.
 
     Args:
-        source: The state dict as a source; `seal` says already what it holds.
+        writable: The state dict to be written; `seal` says already what it holds.
         state: The state dict.
 
     Raises:
@@ -127,8 +126,8 @@ class PlainSource:
             more than a dtype, a shape and bytes of its own.
     """
 
-    def __init__(self, source: Source, state: Any) -> None:
-        manifest = source.seal()
+    def __init__(self, writable: Writable, state: Any) -> None:
+        manifest = writable.seal()
         assert isinstance(manifest, Manifest)
         _check_plain(manifest, state)
         text = b'{"__metadata__":{"format":"pt"}'
@@ -137,11 +136,11 @@ class PlainSource:
         header = len(text).to_bytes(LENGTH_BYTES, "little") + text
         self._header = ForeignHeader(manifest.entries, {"format": "pt"}, header)
         self.header_bytes = self._header.header_bytes
-        self.segment_bytes = source.segment_bytes
-        self.views = source.views
+        self.segment_bytes = writable.segment_bytes
+        self.views = writable.views
 
     def __repr__(self) -> str:
-        return f"<PlainSource bytes={self.segment_bytes}>"
+        return f"<PlainFile bytes={self.segment_bytes}>"
 
     def seal(self) -> ForeignHeader:
         """Return the header."""
@@ -174,8 +173,8 @@ def _check_plain(manifest: Manifest, state: Any) -> None:
         raise StateDictError("a plain safetensors file cannot hold all of its names")
 
 
-def write_source(
-    path: Path, fd: int, source: Source, *, durable: bool
+def write_file(
+    path: Path, fd: int, writable: Writable, *, durable: bool
 ) -> Manifest | ForeignHeader:
     """Fill an empty open file; return its header. ``path`` is for error messages only.
 
@@ -184,16 +183,16 @@ def write_source(
     Raises:
         StorageError: the disk is full, or has failed; throw the file away.
     """
-    base, size = source.header_bytes, source.segment_bytes
+    base, size = writable.header_bytes, writable.segment_bytes
     with named(path), saying_what_is_free(path, fd, base + size):
         reserve(fd, base + size)
         started = 0
         for start, stop in _blocks(base, size):
-            write_at(fd, source.views(start, stop), base + start)
+            write_at(fd, writable.views(start, stop), base + start)
             if durable and (stop - started >= _WRITEBACK or stop == size):
                 start_writeback(fd, base + started, stop - started)
                 started = stop
-        header = source.seal()
+        header = writable.seal()
         assert header.header_bytes == base, "the header would overlap the segment"
         write_at(fd, [memoryview(header.header)], 0)
         if durable:

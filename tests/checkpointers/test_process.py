@@ -339,7 +339,7 @@ class TestFailure:
             with pytest.raises(WorkerError) as caught:
                 await made.write(state(), tmp_path / "a", trouble=trouble)
             assert "Traceback" in caught.value.remote_traceback
-            assert "write_source" in caught.value.remote_traceback
+            assert "write_staged" in caught.value.remote_traceback
             await made.write(state(), tmp_path / "a")
             assert made.restarts == 0
 

@@ -211,9 +211,9 @@ class Careful(CheckpointWriter):
     def __init__(self, rank_info: RankInfo) -> None:
         super().__init__(CheckpointWriterConfig(), rank_info)
 
-    def write_source(self, path: Any, source: Any, step: int, /, **kwargs: Any) -> None:
-        self.seen.append(source.seal().digests)
-        super().write_source(path, source, step, **kwargs)
+    def write_staged(self, path: Any, staged: Any, step: int, /, **kwargs: Any) -> None:
+        self.seen.append(staged.seal().digests)
+        super().write_staged(path, staged, step, **kwargs)
 
 
 async def test_a_writer_of_ones_own_gets_the_digests_before_it_writes(

@@ -32,7 +32,7 @@ from aiockpt.memory.arena import ArenaPool
 from aiockpt.storage import commit
 from aiockpt.storage.checkpoint_file import read_header, verify_chunks
 from aiockpt.storage.directory import latest
-from aiockpt.storage.write import BLOCK, SnapshotSource, write_source
+from aiockpt.storage.write import BLOCK, WritableSnapshot, write_file
 from aiockpt.testing import assert_same
 from aiockpt.transfer.live import LiveState
 from aiockpt.transfer.stager import StagerOptions
@@ -199,7 +199,7 @@ class TestFile:
             async with stager() as staging:
                 snapshot = await staging.stage(state, step=12)
                 writer = CheckpointWriter(config(), ALONE)
-                writer.write_source(tmp_path / "s", SnapshotSource(snapshot), 12)
+                writer.write_staged(tmp_path / "s", WritableSnapshot(snapshot), 12)
                 snapshot.release()
 
         asyncio.run(staged())
@@ -233,7 +233,7 @@ class TestDevice:
             with live, (tmp_path / "f").open("w+b") as file:
                 run_beside(
                     device,
-                    lambda live=live, file=file: write_source(
+                    lambda live=live, file=file: write_file(
                         tmp_path / "f", file.fileno(), live, durable=False
                     ),
                 )
@@ -482,7 +482,7 @@ def test_reprs(tmp_path: Path) -> None:
     assert repr(checkpointer).endswith(" closed>")
 
 
-class TestSnapshotSource:
+class TestWritableSnapshot:
     """Digests come with the bytes, or before them."""
 
     @pytest.mark.parametrize("read", [0, 1, CHUNK - 1, CHUNK, 2 * CHUNK + 5, None])
@@ -498,7 +498,7 @@ class TestSnapshotSource:
                 expected = await staging.stage(state, step=3)
                 snapshot = await hasty.stage(state, step=3)
                 sealed: list[Manifest] = []
-                source = SnapshotSource(snapshot, on_seal=sealed.append)
+                source = WritableSnapshot(snapshot, on_seal=sealed.append)
                 stop = source.segment_bytes if read is None else read
                 for start in range(0, stop, CHUNK // 2):
                     source.views(start, min(start + CHUNK // 2, stop))

@@ -66,9 +66,9 @@ class GatedWriter(CheckpointWriter):
         super().__init__(CheckpointWriterConfig(), rank_info)
         self._gate = gate
 
-    def write_source(self, path: Any, source: Any, step: int, /, **kwargs: Any) -> None:
+    def write_staged(self, path: Any, staged: Any, step: int, /, **kwargs: Any) -> None:
         pass_gate(self._gate)
-        super().write_source(path, source, step, **kwargs)
+        super().write_staged(path, staged, step, **kwargs)
 
 
 class Troubled(CheckpointWriter):
@@ -77,8 +77,8 @@ class Troubled(CheckpointWriter):
     def __init__(self, rank_info: RankInfo) -> None:
         super().__init__(CheckpointWriterConfig(), rank_info)
 
-    def write_source(
-        self, path: Any, source: Any, step: int, /, trouble: str = "", **kwargs: Any
+    def write_staged(
+        self, path: Any, staged: Any, step: int, /, trouble: str = "", **kwargs: Any
     ) -> None:
         if trouble == "die":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -90,7 +90,7 @@ class Troubled(CheckpointWriter):
             raise ZeroDivisionError("on purpose")
         if trouble == "system-exit":
             raise SystemExit(4)
-        super().write_source(path, source, step, **kwargs)
+        super().write_staged(path, staged, step, **kwargs)
 
 
 class Forsaken:

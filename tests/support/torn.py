@@ -87,7 +87,7 @@ def write(directory: Path, value: int) -> None:
     """Save under both names."""
     writer = CheckpointWriter(CheckpointWriterConfig(), RankInfo(0, 1))
     for name in _NAMES:
-        writer.write_source(directory / name, Bytes(value), value)
+        writer.write_staged(directory / name, Bytes(value), value)
 
 
 def prepare(directory: Path) -> None:
@@ -95,7 +95,7 @@ def prepare(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     writer = CheckpointWriter(CheckpointWriterConfig(), RankInfo(0, 1))
-    writer.write_source(directory / _NAMES[0], Bytes(1), 1)
+    writer.write_staged(directory / _NAMES[0], Bytes(1), 1)
 
 
 def command(directory: Path) -> list[str]:
