@@ -52,11 +52,18 @@ async def _fetch(arguments: argparse.Namespace, bar: ProgressBar) -> str:
 
 
 async def save(
-    peer: Peer, found: Found, target: Path, bar: ProgressBar, *, replace: bool
+    peer: Peer,
+    found: Found,
+    target: Path,
+    bar: ProgressBar,
+    *,
+    replace: bool,
+    final: tuple[type[AiockptError], ...] = (),
 ) -> str:
     """Fetch a checkpoint into a file; return the sentence that says how it went.
 
-    If cancelled, what was verified stays in the part file.
+    If it fails or is cancelled, what was verified stays in the part file, but not
+    after errors of the types ``final``, after which nobody asks for the file again.
     """
     manifest, started = found.manifest, time.monotonic()
 
@@ -90,9 +97,10 @@ async def save(
             await Download(peers, outline, filled, chunks, meter.add).run()
         meter.at("write")
         await peer.bridge.run(partial(part.commit, replace=replace))
-    except BaseException:
-        if not part.candidates and not bar.last.chunks_done:
-            part.discard()  # it holds nothing that another fetch could use
+    except BaseException as error:
+        is_empty = not part.candidates and not bar.last.chunks_done
+        if is_empty or isinstance(error, final):
+            part.discard()  # no other fetch could use it
         raise
     finally:
         part.close()

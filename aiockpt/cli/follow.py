@@ -58,9 +58,12 @@ async def _follow(arguments: argparse.Namespace, bar: ProgressBar) -> None:
                 if await peer.bridge.run(_holds, target, found.manifest.snapshot_id):
                     return target
                 check_target(target, replace=arguments.overwrite)
-                bar.note(
-                    await save(peer, found, target, bar, replace=arguments.overwrite)
+                summary = await save(
+                    *(peer, found, target, bar),
+                    replace=arguments.overwrite,
+                    final=SUPERSEDED,
                 )
+                bar.note(summary)
             except _SURVIVES:
                 steps.again()
                 raise
