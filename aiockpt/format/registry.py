@@ -22,7 +22,6 @@ __all__ = [
     "Registry",
     "exactly",
     "register_leaf",
-    "sizes",
 ]
 
 T = TypeVar("T")
@@ -200,18 +199,6 @@ def exactly(expected: type[T], value: object) -> T:
     if type(value) is not expected:
         raise TypeError(f"a {type(value).__name__} instead of a {expected.__name__}")
     return value
-
-
-def sizes(value: object) -> tuple[int, ...]:
-    """Return a tuple of sizes that a peer sent.
-
-    Raises:
-        TypeError, ValueError: the value is no tuple of sizes.
-    """
-    found = exactly(tuple, value)
-    if any(exactly(int, size) < 0 for size in found):
-        raise ValueError("a negative size")
-    return found
 
 
 # What state dicts hold of the standard library, such as a scheduler's milestones. A

@@ -22,7 +22,7 @@ import torch
 from aiockpt.errors import RemoteProtocolError, UnsupportedLeafError
 from aiockpt.format import dtypes
 from aiockpt.format.paths import Path, format_path
-from aiockpt.format.registry import REGISTRY, Codec, Registry, exactly, sizes
+from aiockpt.format.registry import REGISTRY, Codec, Registry, exactly
 from aiockpt.state.nodes import decoder_of
 
 __all__ = [
@@ -113,6 +113,14 @@ def _dtype(name: Any) -> torch.dtype:
     return _VALUES[exactly(str, name)]
 
 
+def _sizes(value: object) -> tuple[int, ...]:
+    """Return a tuple of sizes that a peer sent, if it is one."""
+    found = exactly(tuple, value)
+    if any(exactly(int, size) < 0 for size in found):
+        raise ValueError("a negative size")
+    return found
+
+
 def _no_pickle(_: Any) -> object:
     raise RemoteProtocolError(
         "the peer sends a pickle, which runs code when it is received; "
@@ -123,7 +131,7 @@ def _no_pickle(_: Any) -> object:
 REGISTRY.register("torch.dtype", torch.dtype, _name_of, _dtype)
 REGISTRY.register("torch.device", torch.device, str, torch.device)
 REGISTRY.register(
-    "torch.Size", torch.Size, tuple, lambda value: torch.Size(sizes(value))
+    "torch.Size", torch.Size, tuple, lambda value: torch.Size(_sizes(value))
 )
 
 # What `dtype.str` says of a dtype without fields. Numpy's own parser compiles whole
@@ -141,7 +149,7 @@ def _numpy_array(payload: Any) -> object:
     """Return the array of a code, a shape and its bytes."""
     code, shape, raw = payload
     # A copy, because an array over bytes is read-only.
-    return _elements(code, sizes(shape), raw).copy()
+    return _elements(code, _sizes(shape), raw).copy()
 
 
 def _elements(code: str, shape: tuple[int, ...], raw: bytes) -> Any:
