@@ -17,6 +17,7 @@ from typing import Any, Final, TypeAlias, cast
 import msgspec
 
 from aiockpt import errors
+from aiockpt.checkpointers.config import CheckpointProcessConfig
 from aiockpt.errors import AiockptError, WorkerError
 from aiockpt.format.registry import REGISTRY
 from aiockpt.format.tree import decode_tree, encode_tree
@@ -53,13 +54,12 @@ _LONGEST_PART: Final = 8 << 10  # of a failure
 
 
 class Setup(msgspec.Struct, tag=True, frozen=True):
-    """The first message. Its parcel holds the init functions: see `spawning`."""
+    """The first message. Its parcel holds the init functions: see `spawning`.
 
-    nice: int
-    io_idle: bool
-    write_timeout: float
-    keep_last: float
-    runtime_dir: str
+    The config names a ``runtime_dir``, and ``rank`` is the trainer's.
+    """
+
+    config: CheckpointProcessConfig
     rank: int
 
 

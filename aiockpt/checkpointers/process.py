@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -327,8 +327,13 @@ class CheckpointProcess(BackgroundWriter):
 
     def _start(self) -> Future[Child]:
         """Start a process in a thread. The first call that needs it is told why not."""
-        rank_info, config = self._rank_info, self._config
-        return self._bridge.begin(lambda: self._recipe.start(_setup(rank_info, config)))
+
+        def start() -> Child:
+            directory = socket_directory(self._config.runtime_dir)
+            config = replace(self._config, runtime_dir=directory)
+            return self._recipe.start(Setup(config, self._rank_info.global_rank))
+
+        return self._bridge.begin(start)
 
     def _take_over(self, running: _Running) -> None:
         """Give a new process what the one before it has left."""
@@ -522,17 +527,6 @@ def _why_gone(overdue: str, exitcode: int | None) -> WorkerError:
     if exitcode is not None and exitcode < 0:
         how = f"by signal {-exitcode}"
     return WorkerError(f"the checkpoint process ended {how}")
-
-
-def _setup(rank_info: RankInfo, config: CheckpointProcessConfig) -> Setup:
-    return Setup(
-        nice=config.nice,
-        io_idle=config.io_idle,
-        write_timeout=config.write_timeout_secs,
-        keep_last=config.keep_last_seconds,
-        runtime_dir=socket_directory(config.runtime_dir),
-        rank=rank_info.global_rank,
-    )
 
 
 async def _resolved(state_dict: Any) -> Any:

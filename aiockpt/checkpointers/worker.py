@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, Final, Self, TypeAlias
 
 from aiockpt.checkpointers.base import Written
+from aiockpt.checkpointers.config import CheckpointProcessConfig
 from aiockpt.checkpointers.messages import (
     LONGEST_TEXT,
     Close,
@@ -82,7 +83,7 @@ def main(fd: int, trainer: int) -> None:
 class _Preparation:
     """What comes before the first write: the init functions, in a parcel."""
 
-    setup: Setup
+    config: CheckpointProcessConfig
     parcel: int
 
 
@@ -143,7 +144,7 @@ def _prepare(preparation: _Preparation) -> Any:
     spared = _threads() - {threading.get_native_id()}
     writer = make_writer(preparation.parcel)
     # Not before: beside busy processes the imports alone would take minutes.
-    _lower_priority(preparation.setup, _threads() - spared)
+    _lower_priority(preparation.config, _threads() - spared)
     return writer
 
 
@@ -236,7 +237,7 @@ def _threads() -> set[int]:
     return {int(each) for each in os.listdir("/proc/self/task")}
 
 
-def _lower_priority(setup: Setup, threads: set[int]) -> None:
+def _lower_priority(config: CheckpointProcessConfig, threads: set[int]) -> None:
     """Lower the priority of the thread that writes, and of those that init has left.
 
     The control thread keeps its priority, so that it answers quickly.
@@ -245,9 +246,9 @@ def _lower_priority(setup: Setup, threads: set[int]) -> None:
     libc = ctypes.CDLL(None)
     for thread in threads:
         with suppress(ProcessLookupError):  # it has ended
-            lowered = os.getpriority(os.PRIO_PROCESS, thread) + setup.nice
+            lowered = os.getpriority(os.PRIO_PROCESS, thread) + config.nice
             os.setpriority(os.PRIO_PROCESS, thread, lowered)
-            if setup.io_idle and number is not None:
+            if config.io_idle and number is not None:
                 libc.syscall(number, _IOPRIO_WHO_PROCESS, thread, _IOPRIO_IDLE)
 
 
@@ -374,10 +375,14 @@ class _Control:
                 self._end()
 
     def _set_up(self, setup: Setup, parcel: int) -> None:
-        self._patience = setup.write_timeout
-        if setup.keep_last:
-            self._last = LastSnapshot(setup.runtime_dir, setup.rank, setup.keep_last)
-        self._put(_Preparation(setup, parcel))
+        config = setup.config
+        self._patience = config.write_timeout_secs
+        if config.keep_last_seconds:
+            assert config.runtime_dir is not None, "the trainer has chosen it"
+            self._last = LastSnapshot(
+                config.runtime_dir, setup.rank, config.keep_last_seconds
+            )
+        self._put(_Preparation(config, parcel))
 
     def _put(self, task: _Task) -> None:
         with self._tasks_changed:
