@@ -75,13 +75,12 @@ from aiockpt.pg.messages import (
     Digests,
     Group,
     HostIncoming,
-    HostOutgoing,
     Incoming,
     Message,
     OnChunk,
-    Outgoing,
     Parcel,
     Pending,
+    gathered,
     packed,
 )
 from aiockpt.runtime.bridge import Bridge
@@ -291,14 +290,12 @@ def pairs(backings: Backings, homes: Homes, numbers: Iterable[int]) -> Iterator[
 class Segment:
     """A data segment of which some entries are on a device, and the rest on the host.
 
-    It is the `Outgoing` and the `Incoming` of a channel whose messages are on a device.
+    It is the `Incoming` of a channel whose messages are on a device.
     What it does with the device's memory is enqueued on the current stream.
 
     Attributes:
         after: What must have run before anything is received into it.
     """
-
-    crowded = False
 
     def __init__(
         self,
@@ -342,23 +339,22 @@ class Segment:
     def take(self, start: int, stop: int) -> torch.Tensor:
         """Return a range as bytes on the device: the memory itself, or a copy."""
         found = [
-            HostOutgoing(self._host).take(first, last).to(self.device)
+            gathered(self._host, first, last)[0].to(self.device)
             if data is None
             else data
             for first, last, data in self.spans(start, stop)
         ]
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def gone(self, start: int) -> None:
-        """Do nothing: the memory of a copy goes with its message."""
+    def expect(self, start: int, stop: int) -> tuple[torch.Tensor, int]:
+        """Return the device memory of a range, or a buffer if that is not one run.
 
-    def expect(self, start: int, stop: int) -> torch.Tensor:
-        """Return the device memory of a range, or a buffer if that is not one run."""
-        first = next(self.spans(start, stop))
-        if first[2] is not None and first[1] == stop:
-            return first[2]
-        self._buffered[start] = self.buffer(stop - start)
-        return self._buffered[start]
+        Buffers are not counted: there are few messages at once, and they are short.
+        """
+        _, last, data = next(self.spans(start, stop))
+        if data is None or last < stop:
+            data = self._buffered[start] = self.buffer(stop - start)
+        return data, 0
 
     def settle(self, start: int) -> None:
         """Copy a buffer that has been filled to its places."""
@@ -370,7 +366,7 @@ class Segment:
             source = arrived[first - start : last - start]
             if data is None:
                 incoming = HostIncoming(self._host)
-                incoming.expect(first, last).copy_(source)
+                incoming.expect(first, last)[0].copy_(source)
                 incoming.settle(first)
             else:
                 places.append(data)
@@ -526,8 +522,8 @@ class DeviceChannel(Channel):
         after = None if memory is None else _on_device(memory).after
         return self._device.line.aside(after)
 
-    def _outgoing(self, memory: Memory) -> Outgoing:
-        return _on_device(memory)
+    def _take(self, memory: Memory, start: int, stop: int) -> tuple[torch.Tensor, int]:
+        return _on_device(memory).take(start, stop), 0
 
     def _incoming(self, memory: Memory) -> Incoming:
         return _on_device(memory)

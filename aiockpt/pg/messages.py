@@ -46,16 +46,15 @@ __all__ = [
     "HostDigests",
     "HostIncoming",
     "HostMedium",
-    "HostOutgoing",
     "Incoming",
     "Medium",
     "Memory",
     "Message",
     "OnChunk",
-    "Outgoing",
     "Parcel",
     "Pending",
     "compare",
+    "gathered",
     "messages_of",
     "packed",
     "plan_messages",
@@ -179,58 +178,29 @@ def plan_messages(
 # ------------------------------------------------------ the memory of a message
 
 
-class Outgoing(Protocol):
-    """The memory that messages are sent from."""
-
-    @property
-    def crowded(self) -> bool:
-        """Whether a message must be sent before another one is taken."""
-
-    def take(self, start: int, stop: int) -> torch.Tensor:
-        """Return these bytes of the segment."""
-
-    def gone(self, start: int) -> None:
-        """Let go of a message that has been sent."""
-
-
 class Incoming(Protocol):
     """The memory that messages are received into."""
 
-    @property
-    def crowded(self) -> bool:
-        """Whether a message must be settled before another one is expected."""
+    def expect(self, start: int, stop: int) -> tuple[torch.Tensor, int]:
+        """Return what these bytes of the segment are received into.
 
-    def expect(self, start: int, stop: int) -> torch.Tensor:
-        """Return what these bytes of the segment are received into."""
+        The number says how many bytes of it are a buffer, of which few are allowed.
+        """
 
     def settle(self, start: int) -> None:
         """Copy a message that has arrived to its places, if it is not there."""
 
 
-class HostOutgoing:
-    """Sends from the segment's own memory, or from a copy of scattered bytes."""
+def gathered(memory: Memory, start: int, stop: int) -> tuple[torch.Tensor, int]:
+    """Return bytes of the segment, and how many of them are a copy.
 
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
-        self._copies: dict[int, int] = {}
-
-    @property
-    def crowded(self) -> bool:
-        """Whether more copies would be too much."""
-        sizes = self._copies.values()
-        return len(sizes) >= COPIES or sum(sizes) >= COPIED_BYTES
-
-    def take(self, start: int, stop: int) -> torch.Tensor:
-        """Return these bytes of the segment."""
-        views = self._memory.buffers(start, stop)
-        if len(views) == 1:
-            return torch.frombuffer(views[0], dtype=torch.uint8)
-        self._copies[start] = stop - start
-        return torch.frombuffer(bytearray().join(views), dtype=torch.uint8)
-
-    def gone(self, start: int) -> None:
-        """Let go of a copy that has been sent."""
-        self._copies.pop(start, None)
+    Bytes that lie in one run are sent from where they are.
+    """
+    views = memory.buffers(start, stop)
+    if len(views) == 1:
+        return torch.frombuffer(views[0], dtype=torch.uint8), 0
+    copy = bytearray().join(views)
+    return torch.frombuffer(copy, dtype=torch.uint8), len(copy)
 
 
 class HostIncoming:
@@ -244,23 +214,17 @@ class HostIncoming:
         self._spare: list[bytearray] = []
         self._buffered: dict[int, tuple[bytearray, Sequence[memoryview]]] = {}
 
-    @property
-    def crowded(self) -> bool:
-        """Whether more buffers would be too much."""
-        sizes = [len(block) for block, _ in self._buffered.values()]
-        return len(sizes) >= COPIES or sum(sizes) >= COPIED_BYTES
-
-    def expect(self, start: int, stop: int) -> torch.Tensor:
+    def expect(self, start: int, stop: int) -> tuple[torch.Tensor, int]:
         """Return what these bytes of the segment are received into."""
         views, nbytes = self._memory.buffers(start, stop), stop - start
         if len(views) == 1:
-            return torch.frombuffer(views[0], dtype=torch.uint8)
+            return torch.frombuffer(views[0], dtype=torch.uint8), 0
         if nbytes > TOGETHER_BYTES or not self._spare:
             block = bytearray(max(nbytes, TOGETHER_BYTES))
         else:
             block = self._spare.pop()
         self._buffered[start] = block, views
-        return torch.frombuffer(block, dtype=torch.uint8, count=nbytes)
+        return torch.frombuffer(block, dtype=torch.uint8, count=nbytes), nbytes
 
     def settle(self, start: int) -> None:
         """Copy a buffer that has been filled to its places."""
@@ -359,6 +323,20 @@ class Message(NamedTuple):
     tensor: torch.Tensor
 
 
+class _Moving(NamedTuple):
+    """A part of a segment under way; ``copied`` bytes of it are a copy or a buffer."""
+
+    start: int
+    message: Message
+    copied: int
+
+
+def _crowded(posted: Iterable[_Moving]) -> bool:
+    """Say whether more copies or buffers would be too much."""
+    sizes = [each.copied for each in posted if each.copied]
+    return len(sizes) >= COPIES or sum(sizes) >= COPIED_BYTES
+
+
 class Channel:
     """Messages between this rank and another one; its methods block, for threads.
 
@@ -445,18 +423,15 @@ class Channel:
     ) -> None:
         """Send these ranges of a segment, a message for each, and digest them."""
         with _giving_way(), self._stream():
-            outgoing = self._outgoing(memory)
-            posted: deque[tuple[int, Message]] = deque()
+            posted: deque[_Moving] = deque()
             for start, stop in messages:
-                while len(posted) == self.sent_ahead or outgoing.crowded:
-                    for sent, _ in self._oldest(posted, _SHARE, until):
-                        outgoing.gone(sent)
+                while len(posted) == self.sent_ahead or _crowded(posted):
+                    self._oldest(posted, _SHARE, until)
                 self._check()
-                data = outgoing.take(start, stop)
+                data, copied = self._take(memory, start, stop)
                 digests.add(start, data)
-                posted.append((start, self._post_send(data)))
-            for sent, _ in self._oldest(posted, 1, until):
-                outgoing.gone(sent)
+                posted.append(_Moving(start, self._post_send(data), copied))
+            self._oldest(posted, 1, until)
 
     def receive_segment(
         self,
@@ -468,34 +443,34 @@ class Channel:
         """Receive these ranges, and digest what has arrived while the rest comes."""
         with _giving_way(), self._stream(memory):
             incoming = self._incoming(memory)
-            posted: deque[tuple[int, Message]] = deque()
+            posted: deque[_Moving] = deque()
 
             def settle_oldest() -> None:
                 arrived = self._oldest(posted, _SHARE, until)
                 self._check()
-                for start, message in arrived:
+                for start, message, _ in arrived:
                     digests.add(start, message.tensor)
                     incoming.settle(start)
 
             for start, stop in messages:
-                while len(posted) == self.window or incoming.crowded:
+                while len(posted) == self.window or _crowded(posted):
                     settle_oldest()
-                expected = incoming.expect(start, stop)
-                posted.append((start, self._post_receive(expected)))
+                expected, copied = incoming.expect(start, stop)
+                posted.append(_Moving(start, self._post_receive(expected), copied))
             while posted:
                 settle_oldest()
             self._finish(until)
 
     def _oldest(
-        self, posted: deque[tuple[int, Message]], share: int, until: float
-    ) -> list[tuple[int, Message]]:
+        self, posted: deque[_Moving], share: int, until: float
+    ) -> list[_Moving]:
         """Wait for the oldest 1/``share`` of the messages, and take them out.
 
         The last of them is waited for first, so that this thread is woken only once.
         """
         oldest = [posted.popleft() for _ in range(-(-len(posted) // share))]
-        for _, message in reversed(oldest):
-            self._wait(message, until)
+        for each in reversed(oldest):
+            self._wait(each.message, until)
         return oldest
 
     def _check(self) -> None:
@@ -536,8 +511,9 @@ class Channel:
         """Return the context that messages are posted in; ``memory`` gets them."""
         return nullcontext()
 
-    def _outgoing(self, memory: Memory) -> Outgoing:
-        return HostOutgoing(memory)
+    def _take(self, memory: Memory, start: int, stop: int) -> tuple[torch.Tensor, int]:
+        """Return bytes to send, and how many of them are a copy."""
+        return gathered(memory, start, stop)
 
     def _incoming(self, memory: Memory) -> Incoming:
         return HostIncoming(memory)

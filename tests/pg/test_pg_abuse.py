@@ -18,7 +18,7 @@ from aiockpt.errors import (
 from aiockpt.format.chunks import ChunkGrid
 from aiockpt.memory.arena import Arena
 from aiockpt.pg.conversation import Frame, Kind
-from aiockpt.pg.messages import MESSAGE_BYTES, Channel, HostDigests, HostOutgoing
+from aiockpt.pg.messages import MESSAGE_BYTES, Channel, HostDigests
 from aiockpt.testing import assert_same
 from groups import both, moved, transports
 from transports import weights
@@ -68,15 +68,17 @@ async def test_a_state_that_changes_between_two_messages_is_noticed(
     """What was sent is old then, what comes is new, and either matches its digest."""
     state = {name: torch.zeros(MESSAGE_BYTES // 4) for name in "abcd"}
     monkeypatch.setattr(Channel, "sent_ahead", 1)
-    take = HostOutgoing.take
+    take = Channel._take
 
-    def change_and_take(outgoing: HostOutgoing, start: int, stop: int) -> torch.Tensor:
+    def change_and_take(
+        channel: Channel, memory: Any, start: int, stop: int
+    ) -> tuple[torch.Tensor, int]:
         if start == 2 * MESSAGE_BYTES:
             for tensor in state.values():
                 tensor.add_(1)
-        return take(outgoing, start, stop)
+        return take(channel, memory, start, stop)
 
-    monkeypatch.setattr(HostOutgoing, "take", change_and_take)
+    monkeypatch.setattr(Channel, "_take", change_and_take)
     async with transports() as (sender, receiver):
         into = {name: torch.zeros(MESSAGE_BYTES // 4) for name in "abcd"}
         sent, got = await both(sender, receiver, state, into=into)

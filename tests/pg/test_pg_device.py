@@ -393,10 +393,10 @@ def watched(
         found = incoming(channel, memory)
         expect = found.expect
 
-        def noted(start: int, stop: int) -> torch.Tensor:
-            tensor = expect(start, stop)
+        def noted(start: int, stop: int) -> tuple[torch.Tensor, int]:
+            tensor, copied = expect(start, stop)
             received.append((tensor.data_ptr(), tensor.nbytes))
-            return tensor
+            return tensor, copied
 
         monkeypatch.setattr(found, "expect", noted)
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import accumulate, pairwise
 
 import pytest
@@ -9,14 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aiockpt.format.chunks import ChunkGrid
 from aiockpt.pg.messages import (
     COPIED_BYTES,
     COPIES,
     LARGE_BYTES,
     MESSAGE_BYTES,
     TOGETHER_BYTES,
+    Channel,
+    HostDigests,
     HostIncoming,
-    HostOutgoing,
+    gathered,
     plan_messages,
 )
 
@@ -81,7 +85,7 @@ def test_bytes_find_their_place(start: int, stop: int) -> None:
     theirs.entries[0][:] = range(60)
     for source, target in ((theirs, ours), (ours, Pieces([60]))):
         landings = HostIncoming(target)
-        landings.expect(start, stop).copy_(HostOutgoing(source).take(start, stop))
+        landings.expect(start, stop)[0].copy_(gathered(source, start, stop)[0])
         landings.settle(start)
         assert b"".join(target.buffers(start, stop)) == bytes(range(start, stop))
 
@@ -89,44 +93,65 @@ def test_bytes_find_their_place(start: int, stop: int) -> None:
 def test_one_run_of_memory_is_not_copied() -> None:
     """What is received is where it belongs, and what is sent is the tensor's own."""
     pieces = Pieces([10, 20])
-    HostIncoming(pieces).expect(10, 30).fill_(7)
+    HostIncoming(pieces).expect(10, 30)[0].fill_(7)
     assert pieces.entries[1] == bytes([7] * 20)
-    sent = HostOutgoing(pieces).take(10, 30)
+    sent, copied = gathered(pieces, 10, 30)
+    assert not copied
     pieces.entries[1][0] = 1
     assert sent[0] == 1
     assert sent.dtype is torch.uint8
 
 
-def test_memory_beside_the_places_is_bounded_and_used_again() -> None:
+def test_memory_beside_the_places_is_used_again() -> None:
     """However many small tensors there are."""
     landings = HostIncoming(Pieces([10] * 20))
-    for start in range(0, 20 * COPIES, 20):
-        assert not landings.crowded
-        landings.expect(start, start + 20)
-    assert landings.crowded
-    first = landings.expect(160, 180).data_ptr()
+    first = landings.expect(160, 180)[0].data_ptr()
     landings.settle(160)
-    assert landings.expect(160, 180).data_ptr() == first
+    assert landings.expect(160, 180)[0].data_ptr() == first
 
 
-def test_long_messages_beside_their_places_are_bounded_sooner() -> None:
-    """By their bytes: an entry that its tensor does not fill may be long."""
-    pieces = Pieces([COPIED_BYTES // 2] * 4)
-    landings, leavings = HostIncoming(pieces), HostOutgoing(pieces)
-    landings.expect(0, COPIED_BYTES)
-    leavings.take(0, COPIED_BYTES)
-    assert [landings.crowded, leavings.crowded] == [True, True]
-    landings.settle(0)
-    leavings.gone(0)
-    assert [landings.crowded, leavings.crowded] == [False, False]
+class Counting:
+    """A group that counts how many messages are under way at once."""
+
+    def __init__(self) -> None:
+        self.most = self._now = 0
+
+    def size(self) -> int:
+        """Return how many ranks there are."""
+        return 2
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Counting:
+        """Begin."""
+        self._now += 1
+        self.most = max(self.most, self._now)
+        return self
+
+    recv = send
+
+    def wait(self, *_: object) -> bool:
+        """End the oldest one."""
+        self._now -= 1
+        return True
 
 
-def test_copies_that_leave_are_bounded() -> None:
-    """However many small tensors there are."""
-    leavings = HostOutgoing(Pieces([10] * 20))
-    for start in range(0, 20 * COPIES, 20):
-        assert not leavings.crowded
-        leavings.take(start, start + 20)
-    assert leavings.crowded
-    leavings.gone(0)
-    assert not leavings.crowded
+@pytest.mark.parametrize(
+    ("entry", "message", "most"),
+    [
+        (10, 20, COPIES),
+        # An entry that its tensor does not fill may be long.
+        (COPIED_BYTES // 2, COPIED_BYTES, 1),
+    ],
+    ids=["many", "long"],
+)
+@pytest.mark.parametrize("sending", [True, False])
+def test_copies_under_way_are_bounded(
+    entry: int, message: int, most: int, *, sending: bool
+) -> None:
+    """By their number and by their bytes, at either end."""
+    group, pieces = Counting(), Pieces([entry] * 4 * most)
+    size = 4 * most * entry
+    messages = [(at, at + message) for at in range(0, size, message)]
+    channel = Channel(group, 1, sending=sending)
+    move = channel.send_segment if sending else channel.receive_segment
+    move(time.monotonic() + 60, pieces, messages, HostDigests(ChunkGrid(size, 1 << 20)))
+    assert group.most == most

@@ -15,7 +15,7 @@ import torch
 from torch import distributed
 
 from aiockpt import PGTransport
-from aiockpt.pg.messages import Channel, Outgoing
+from aiockpt.pg.messages import Channel
 
 Transport = PGTransport[Any]
 
@@ -114,36 +114,19 @@ def flip_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Channel, "_post_send", post_send)
 
 
-class Watched:
-    """The memory that messages are sent from, which tells what is taken of it."""
-
-    def __init__(
-        self, memory: Outgoing, watch: Callable[[torch.Tensor], object]
-    ) -> None:
-        self._memory, self._watch = memory, watch
-        self.gone = memory.gone
-
-    @property
-    def crowded(self) -> bool:
-        """Pass on."""
-        return self._memory.crowded
-
-    def take(self, start: int, stop: int) -> torch.Tensor:
-        """Pass on, and tell."""
-        tensor = self._memory.take(start, stop)
-        self._watch(tensor)
-        return tensor
-
-
 def watch_leaving(
     monkeypatch: pytest.MonkeyPatch,
     watch: Callable[[Channel, torch.Tensor], object],
     kind: type[Channel] = Channel,
 ) -> None:
     """Call ``watch`` with every message of a data segment before it is sent."""
-    outgoing = kind._outgoing
+    take = kind._take
 
-    def watched(channel: Channel, memory: Any) -> Outgoing:
-        return Watched(outgoing(channel, memory), partial(watch, channel))
+    def watched(
+        channel: Channel, memory: Any, start: int, stop: int
+    ) -> tuple[torch.Tensor, int]:
+        data, copied = take(channel, memory, start, stop)
+        watch(channel, data)
+        return data, copied
 
-    monkeypatch.setattr(kind, "_outgoing", watched)
+    monkeypatch.setattr(kind, "_take", watched)
