@@ -46,7 +46,7 @@ from aiockpt.http.protocol import (
     format_resource,
     parse_etag,
 )
-from aiockpt.http.retry import OnRetry, Patience, Pause, backoff, poll
+from aiockpt.http.retry import OnRetry, Patience, Pause, Retries, backoff, poll
 from aiockpt.http.shared_memory import OFFER_HEADER, PROBE_HEADER
 from aiockpt.http.tokens import MAC_HEADER, check_manifest_mac
 from aiockpt.runtime.lifetime import Lifetime
@@ -61,7 +61,6 @@ __all__ = [
     "chase",
     "fetch_latest",
     "fetch_manifest",
-    "wait_newer",
 ]
 
 V = TypeVar("V")
@@ -226,65 +225,6 @@ async def fetch_latest(
     return found
 
 
-async def fetch_incarnation(
-    client: CheckpointClient, origin: Origin, *, reconnect_timeout: float
-) -> str | None:
-    """Return the id of the peer's current start; None from a peer that has none.
-
-    Raises:
-        TransportError: the peer was silent for ``reconnect_timeout``, which may be
-            infinite.
-        AuthenticationError, RemoteProtocolError: what the peer answered.
-    """
-    request = Request(
-        origin=origin,
-        path=format_latest(INT64_MAX),  # nothing is newer, so nothing is waited for
-        headers={"Prefer": format_prefer_wait(0)},
-        may_be_empty=True,
-    )
-
-    async def ask() -> str | None:
-        async with client.request(request) as answer:
-            return check_incarnation(answer.headers.get(INCARNATION_HEADER))
-
-    retries = client.retries(origin, None, client.patience(reconnect_timeout))
-    try:
-        return await retries.run(ask)
-    except StepNotFoundError:  # the answer of an older peer that serves nothing
-        return None
-
-
-async def wait_newer(
-    client: CheckpointClient,
-    origin: Origin,
-    after: int | None,
-    *,
-    known: str | None = None,
-    reconnect_timeout: float | None = None,
-) -> LatestInfo:
-    """Return what the peer serves once that is newer than step ``after``.
-
-    Whatever is served by a sender whose incarnation is not ``known`` is newer: the
-    sender has started again. This waits until it is cancelled, which leaves nothing
-    behind. A peer that is silent, or busy, is asked again, ever more slowly.
-
-    Raises:
-        PeerUnreachableError, TransferStalledError, TransferInterruptedError: the
-            peer was silent for ``reconnect_timeout``, which may be infinite.
-        AuthenticationError, RemoteProtocolError: what the peer answered.
-    """
-
-    async def ask() -> LatestInfo | None:
-        retries = client.retries(origin, None, client.patience(reconnect_timeout))
-        with suppress(StepNotFoundError):
-            return await retries.run(
-                partial(_ask_latest, client, origin, after, known=known, wait=_POLL)
-            )
-        return None
-
-    return await poll(ask, pause=client.pause)
-
-
 async def _ask_latest(
     client: CheckpointClient,
     origin: Origin,
@@ -312,11 +252,14 @@ async def _ask_latest(
         incarnation = check_incarnation(answer.headers.get(INCARNATION_HEADER))
     if snapshot_id is None:
         raise RemoteProtocolError(f"{request.url} does not name its snapshot")
-    restarted = None not in (known, incarnation) and known != incarnation
     # A server that does not know ``after`` answers with what it has.
-    if after is not None and step <= after and not restarted:
-        return None
-    return LatestInfo(step, snapshot_id, incarnation)
+    if after is None or step > after or _has_restarted(known, incarnation):
+        return LatestInfo(step, snapshot_id, incarnation)
+    return None
+
+
+def _has_restarted(known: str | None, incarnation: str | None) -> bool:
+    return None not in (known, incarnation) and known != incarnation
 
 
 def _step_of(answer: Answer) -> int:
@@ -398,42 +341,71 @@ class Steps:
         Raises:
             LocalProtocolError: another task waits already.
         """
-        client, origin, timeout = self._client, self._origin, self._reconnect_timeout
         with self._lifetime.call(), self._alone():
             if self._after is not None and not self._acquainted:
                 # Only a follower who knows who served the last step notices a restart.
-                self._incarnation = await fetch_incarnation(
-                    client, origin, reconnect_timeout=timeout
-                )
+                self._incarnation = await self._ask_incarnation()
             self._acquainted = True
             before = self._after
 
             async def ask() -> LatestInfo | None:
                 nonlocal before
                 before = self._after
-                found = await wait_newer(
-                    client,
-                    origin,
-                    self._after,
-                    known=self._incarnation,
-                    reconnect_timeout=timeout,
-                )
-                if None not in (self._incarnation, found.incarnation) and (
-                    self._incarnation != found.incarnation
-                ):
-                    _tell_of_restart(origin, self._after, found.step)
+                found = await self._ask_newer()
+                if found is None:
+                    return None
+                if _has_restarted(self._incarnation, found.incarnation):
+                    _tell_of_restart(self._origin, self._after, found.step)
                     before = None
                 self._incarnation = found.incarnation
                 # One address may be that of several senders, who answer in turn.
                 return None if found.step == self._after else found
 
-            found = await poll(ask, pause=client.pause)
+            found = await poll(ask, pause=self._client.pause)
         self._after, self._before = found.step, before
         return found.step
 
     def again(self) -> None:
         """Have the last step given again if it still is the newest: it was not used."""
         self._after = self._before
+
+    async def _ask_newer(self) -> LatestInfo | None:
+        """Return what is served if it is newer than the last step, or of a new start.
+
+        A peer that is silent, or busy, is asked again, ever more slowly.
+        """
+        attempt = partial(
+            _ask_latest,
+            self._client,
+            self._origin,
+            self._after,
+            known=self._incarnation,
+            wait=_POLL,
+        )
+        with suppress(StepNotFoundError):
+            return await self._retries().run(attempt)
+        return None
+
+    async def _ask_incarnation(self) -> str | None:
+        """Return the id of the peer's current start; None from a peer that has none."""
+        request = Request(
+            origin=self._origin,
+            path=format_latest(INT64_MAX),  # nothing is newer: nothing is waited for
+            headers={"Prefer": format_prefer_wait(0)},
+            may_be_empty=True,
+        )
+
+        async def ask() -> str | None:
+            async with self._client.request(request) as answer:
+                return check_incarnation(answer.headers.get(INCARNATION_HEADER))
+
+        with suppress(StepNotFoundError):  # of an older peer that serves nothing
+            return await self._retries().run(ask)
+        return None
+
+    def _retries(self) -> Retries:
+        patience = self._client.patience(self._reconnect_timeout)
+        return self._client.retries(self._origin, None, patience)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
