@@ -18,7 +18,7 @@ from aiockpt.format.limits import Limits
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.state.flatten import describe
 from aiockpt.storage.statefile import read_state_file
-from aiockpt.transfer.stager import Stager
+from aiockpt.transfer.stager import Stager, StagerOptions
 
 LIMITS = Limits()
 
@@ -99,11 +99,9 @@ async def staged(state: object) -> bytes:
     bridge = Bridge(threads=1, name="test")
     stager = Stager(
         bridge,
-        threads=1,
-        chunk_bytes=1 << 20,
-        zero_copy=False,
-        allow_pickle=False,
-        limits=LIMITS,
+        StagerOptions(
+            threads=1, chunk_bytes=1 << 20, limits=LIMITS, allow_pickle=False
+        ),
     )
     snapshot = await stager.stage(state, step=5)
     manifest = snapshot.manifest

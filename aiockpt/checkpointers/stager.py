@@ -174,12 +174,11 @@ def stager_of(
     """Return a stager that copies, and computes no digests."""
     return Stager(
         bridge,
-        threads=config.threads,
-        chunk_bytes=config.chunk_bytes,
-        zero_copy=False,
-        allow_pickle=config.allow_pickle,
-        limits=_LIMITS,
-        options=StagerOptions(
+        StagerOptions(
+            threads=config.threads,
+            chunk_bytes=config.chunk_bytes,
+            limits=_LIMITS,
+            allow_pickle=config.allow_pickle,
             shared=shared,
             kept=kept,
             seal=False,

@@ -184,12 +184,14 @@ class HTTPTransport(CheckpointTransport[T]):
         self._repeats = Repeats("publication")
         self._stager = Stager(
             self._bridge,
-            threads=_THREADS,
-            chunk_bytes=chunk_bytes,
-            zero_copy=zero_copy,
-            allow_pickle=allow_pickle,
-            limits=receive.limits,
-            options=StagerOptions(shared=lends or server.process),
+            StagerOptions(
+                threads=_THREADS,
+                chunk_bytes=chunk_bytes,
+                limits=receive.limits,
+                allow_pickle=allow_pickle,
+                zero_copy=zero_copy,
+                shared=lends or server.process,
+            ),
         )
         self._client = CheckpointClient(
             receive,

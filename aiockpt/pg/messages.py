@@ -641,13 +641,15 @@ class HostMedium:
         self._bridge = bridge
         self._stager = Stager(
             bridge,
-            threads=_THREADS,
-            chunk_bytes=chunk_bytes,
-            # A send ends when everything has been sent: it needs no copy until then.
-            zero_copy=True,
-            allow_pickle=allow_pickle,
-            limits=limits,
-            options=StagerOptions(seal=False),
+            StagerOptions(
+                threads=_THREADS,
+                chunk_bytes=chunk_bytes,
+                limits=limits,
+                allow_pickle=allow_pickle,
+                # A send ends when all has been sent: it needs no copy until then.
+                zero_copy=True,
+                seal=False,
+            ),
         )
 
     async def stage(self, state_dict: object, *, step: int) -> Parcel:

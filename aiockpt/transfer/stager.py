@@ -39,9 +39,14 @@ _BLOCK: Final = 256 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagerOptions:
-    """How snapshots are made; the defaults are a transport's.
+    """How snapshots are made.
 
     Attributes:
+        threads: How many chunks are copied and sealed at once.
+        chunk_bytes: The chunk grid of what is staged.
+        limits: Nesting and counts that are accepted.
+        allow_pickle: Let leaves without another encoding travel as pickles.
+        zero_copy: Serve contiguous host tensors from their own memory.
         shared: Stage into memory that another process can map.
         kept: How many free arenas stay allocated for the next snapshots.
         seal: Compute digests; else the manifest has none yet.
@@ -49,11 +54,19 @@ class StagerOptions:
         poll: Poll for the end of a device's copies; else a thread blocks until then.
     """
 
+    threads: int
+    chunk_bytes: int
+    limits: Limits
+    allow_pickle: bool
+    zero_copy: bool = False
     shared: bool = False
     kept: int = 1
     seal: bool = True
     pin: bool = True
     poll: bool = True
+
+    def __post_init__(self) -> None:
+        check_chunk_bytes(self.chunk_bytes)
 
 
 @dataclass(slots=True)
@@ -108,11 +121,6 @@ class Stager:
 
     Args:
         bridge: Where the threads that copy and digest come from.
-        threads: How many chunks are copied and sealed at once.
-        chunk_bytes: The chunk grid of what it stages.
-        zero_copy: Serve contiguous host tensors from their own memory.
-        allow_pickle: Whether leaves without another encoding travel as pickles.
-        limits: Nesting and counts that are accepted.
         options: See `StagerOptions`.
         ports: Finds the port of a device; tests pass a fake one.
     """
@@ -120,22 +128,11 @@ class Stager:
     def __init__(
         self,
         bridge: Bridge | Inline,
+        options: StagerOptions,
         *,
-        threads: int,
-        chunk_bytes: int,
-        zero_copy: bool,
-        allow_pickle: bool,
-        limits: Limits,
-        options: StagerOptions = StagerOptions(),
         ports: PortFor = port_for,
     ) -> None:
-        check_chunk_bytes(chunk_bytes)
         self._bridge = bridge
-        self._threads = threads
-        self._chunk_bytes = chunk_bytes
-        self._zero_copy = zero_copy
-        self._allow_pickle = allow_pickle
-        self._limits = limits
         self._options = options
         self._ports = ports
         self._pool = ArenaPool(
@@ -194,19 +191,19 @@ class Stager:
     def _describe(self, state_dict: object) -> Description:
         return describe(
             state_dict,
-            limits=self._limits,
-            allow_pickle=self._allow_pickle,
+            limits=self._options.limits,
+            allow_pickle=self._options.allow_pickle,
             writing=False,
         )
 
     def _taken(self, nbytes: int) -> Arena:
-        if self._zero_copy:
+        if self._options.zero_copy:
             # The arena holds a few pages only, which must start as zeros.
             return Arena(nbytes, staging=True)
         return self._pool.take(nbytes)
 
     def _give_back(self, arena: Arena) -> None:
-        if self._zero_copy:
+        if self._options.zero_copy:
             self._bridge.post(arena.close)
         else:
             self._pool.give_back(arena)
@@ -225,11 +222,11 @@ class Stager:
         )
         for port in plan.ports.values() if self._options.pin else ():
             arena.pin(port.pin)
-        memory = plan.in_place() if self._zero_copy else arena
+        memory = plan.in_place() if self._options.zero_copy else arena
         if isinstance(memory, InPlace) and not self._options.seal:
             memory.watch()  # the process that computes the digests asks for changes
-        grid = ChunkGrid(description.entries.nbytes, self._chunk_bytes)
-        return _Job(description, grid, plan, memory, self._zero_copy)
+        grid = ChunkGrid(description.entries.nbytes, self._options.chunk_bytes)
+        return _Job(description, grid, plan, memory, self._options.zero_copy)
 
     async def _copy(self, job: _Job) -> list[str]:
         """Copy everything, ``threads`` pieces at a time; return the chunks' digests."""
@@ -255,7 +252,7 @@ class Stager:
                 await self._copy_device(job, *pieces.range(piece), fences, dense)
                 copied(piece, await self._bridge.run(copy, piece))
 
-        bridge, threads = self._bridge, self._threads
+        bridge, threads = self._bridge, self._options.threads
         if fences:
             await run_all([worker] * min(threads, len(pieces)))
         else:

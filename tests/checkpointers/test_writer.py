@@ -35,7 +35,6 @@ from aiockpt.storage.directory import latest
 from aiockpt.storage.write import BLOCK, WritableSnapshot, write_file
 from aiockpt.testing import assert_same
 from aiockpt.transfer.live import LiveState
-from aiockpt.transfer.stager import StagerOptions
 from disks import small_disk
 from pipeline import stager
 from saved import (
@@ -493,8 +492,7 @@ class TestWritableSnapshot:
         state = {"a": torch.arange(3 * CHUNK + 7, dtype=torch.uint8)}
 
         async def staged() -> tuple[Manifest, Manifest, list[Manifest]]:
-            hurried = StagerOptions(seal=False)
-            async with stager() as staging, stager(options=hurried) as hasty:
+            async with stager() as staging, stager(seal=False) as hasty:
                 expected = await staging.stage(state, step=3)
                 snapshot = await hasty.stage(state, step=3)
                 sealed: list[Manifest] = []

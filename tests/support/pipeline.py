@@ -21,7 +21,7 @@ from aiockpt.memory.device import Port, PortFor
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
 from aiockpt.state.template import Match, Template
-from aiockpt.transfer.stager import Snapshot, Stager
+from aiockpt.transfer.stager import Snapshot, Stager, StagerOptions
 from headers import entries_of
 
 LIMITS = Limits()
@@ -41,12 +41,12 @@ async def stager(
     defaults = {
         "threads": 2,
         "chunk_bytes": 64 << 10,
-        "zero_copy": False,
-        "allow_pickle": False,
         "limits": LIMITS,
+        "allow_pickle": False,
     }
+    made = StagerOptions(**{**defaults, **options})
     try:
-        yield Stager(bridge, ports=ports, **{**defaults, **options})
+        yield Stager(bridge, made, ports=ports)
     finally:
         bridge.close()
 
