@@ -1,36 +1,31 @@
-"""Loading from a peer: the chunks that are wanted, fetched by the client."""
+"""Loading from a peer's URL: a receive for callers without an event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, closing, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager, closing
+from dataclasses import replace
+from math import inf
 from typing import Final
 
-from aiockpt.checkpointers.sources import Reading
 from aiockpt.errors import AiockptError
-from aiockpt.format.chunks import chunks_over
-from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import Manifest
+from aiockpt.events import Progress
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient
-from aiockpt.http.download import Download
 from aiockpt.http.manifests import PATIENCE, chase
 from aiockpt.http.options import Auth, Receive
-from aiockpt.http.peers import Peer, Peers
-from aiockpt.http.protocol import Lease, Origin, parse_address
-from aiockpt.memory.arena import Memory
+from aiockpt.http.peers import Peers
+from aiockpt.http.protocol import Lease, parse_address
+from aiockpt.http.source import HttpSource, Sharing
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.sync_facade import run_blocking
-from aiockpt.state.segment import Segment
-from aiockpt.transfer.placement import Placement
-from aiockpt.transfer.source import OnBytes, PlainTarget, Verify
+from aiockpt.storage.read import OnBytes
+from aiockpt.transfer.receive import Received, ReceiveOptions, receive
 
-__all__ = ["PeerSource", "open_peer"]
+__all__ = ["load_from_peer"]
 
 _THREADS: Final = 2
 _CONNECTIONS: Final = 4
@@ -41,118 +36,41 @@ _PATIENCE: Final = 60.0
 """Seconds in which the manifest must come, and then each next byte of the chunks."""
 
 
-@contextmanager
-def open_peer(text: str, reading: Reading) -> Iterator[PeerSource]:
-    """Give what a peer serves: the step of the URL, or else what it serves now.
+def load_from_peer(
+    url: str, options: ReceiveOptions, on_bytes: OnBytes | None
+) -> Received:
+    """Return what a peer serves: the step of the URL, or else what it serves now.
+
+    Args:
+        url: The peer's address, with or without a step and a token.
+        options: What is wanted, and where.
+        on_bytes: Told how many bytes came; what it raises ends the load.
 
     Raises:
         StepNotFoundError: it does not serve that step.
         TransferTimeoutError: nothing new came for 60 seconds, whatever it answered.
-        TransportError, AuthenticationError: it could not be asked.
         LocalProtocolError: this is no such URL.
+        AiockptError: see `receive`.
     """
-    address = parse_address(text)
-    patience = PATIENCE if address.step is None else math.inf
-    lease = Lease.begin(math.inf)
-    origin = replace(address.origin, lease=lease, patience=patience)
-    peer = _Peer(origin, address.step, reading.limits)
-    manifest = run_blocking(peer.find(reading.on_bytes))
-    yield PeerSource(peer, manifest, reading)
-    run_blocking(peer.end(manifest.step))
+    return run_blocking(_load(url, options, on_bytes))
 
 
-class PeerSource:
-    """What a peer serves, as a `SegmentSource`; the client verifies every chunk."""
-
-    def __init__(self, peer: _Peer, manifest: Manifest, reading: Reading) -> None:
-        self._peer = peer
-        self._manifest = manifest
-        self.segment = Segment(
-            manifest, limits=reading.limits, allow_pickle=reading.allow_pickle
-        )
-
-    def __repr__(self) -> str:
-        return f"<PeerSource {self._manifest}>"
-
-    def read(
-        self, placement: Placement, *, verify: Verify, on_bytes: OnBytes | None
-    ) -> None:
-        """Fetch the chunks that ``placement`` wants bytes of."""
-        del verify
-        chunks = chunks_over(self._manifest.grid, placement.ranges)
-        fetch = self._peer.fetch(self._manifest, placement.memory, chunks, on_bytes)
-        run_blocking(fetch)
-        placement.load(placement.ranges, host=False)
-
-
-@dataclass(frozen=True, slots=True)
-class _Peer:
-    """Where to ask, and how; every call is on a loop of its own."""
-
-    origin: Origin
-    step: int | None
-    limits: Limits
-
-    async def find(self, on_bytes: OnBytes | None) -> Manifest:
-        """Return the manifest."""
-        asked = "a checkpoint" if self.step is None else f"step {self.step}"
-        deadline = self._deadline("fetch_manifest", asked)
-        with closing(Bridge(threads=1, name="aiockpt-peer")) as bridge:
-            async with (
-                aclosing(self._client(bridge)) as client,
-                deadline,
-                _Meter(on_bytes, deadline).raising(),
-            ):
-                origin = replace(self.origin, patience=0.0)  # waits for no step
-                peers = Peers.at(client, [origin], deadline.note, deadline=0.0)
-
-                async def ask(step: int) -> Manifest:
-                    try:
-                        return (await peers.manifest(step)).manifest
-                    except AiockptError as error:
-                        deadline.note(error)
-                        raise
-
-                async def newest() -> int:
-                    return (await peers.latest()).step
-
-                if self.step is not None:
-                    return await ask(self.step)
-                return (await chase(newest, ask, pause=client.pause))[1]
-
-    async def end(self, step: int) -> None:
-        """Tell the peer that all has come."""
-        with closing(Bridge(threads=1, name="aiockpt-peer")) as bridge:
-            async with aclosing(self._client(bridge)) as client:
-                await Peers.at(client, [self.origin]).end_lease(step)
-
-    async def fetch(
-        self,
-        manifest: Manifest,
-        target: Memory,
-        chunks: Sequence[int],
-        on_bytes: OnBytes | None,
-    ) -> None:
-        """Fetch chunks into ``target``."""
-        deadline = self._deadline("fetch_chunk", f"step {manifest.step}")
-        with closing(Bridge(threads=_THREADS, name="aiockpt-peer")) as bridge:
-            async with aclosing(self._client(bridge)) as client, deadline:
-                meter = _Meter(on_bytes, deadline)
-                async with meter.raising():
-                    peer = Peer(self.origin, joined=True)
-                    peers = Peers(client, [peer], deadline.note)
-                    outline, memory = manifest.outline, PlainTarget(target)
-                    await Download(peers, outline, memory, chunks, meter.add).run()
-
-    def _deadline(self, stop: str, asked: str) -> Deadline:
-        what = f"{asked} from {self.origin.base_url}"
-        return Deadline(_PATIENCE, stop=stop, what=what)
-
-    def _client(self, bridge: Bridge) -> CheckpointClient:
-        known = find_credentials(None, insecure=False, env=os.environ)
-        return CheckpointClient(
+async def _load(
+    url: str, options: ReceiveOptions, on_bytes: OnBytes | None
+) -> Received:
+    address = parse_address(url)
+    origin = replace(address.origin, lease=Lease.begin(inf), patience=PATIENCE)
+    asked = "a checkpoint" if address.step is None else f"step {address.step}"
+    what = f"{asked} from {origin.base_url}"
+    deadline = Deadline(_PATIENCE, stop="fetch_manifest", what=what)
+    meter = _Meter(on_bytes, deadline)
+    options = replace(options, progress=meter.update)
+    known = find_credentials(None, insecure=False, env=os.environ)
+    alone = Sharing(wanted=False, keep=False, through=False, verify=True)
+    with closing(Bridge(threads=_THREADS, name="aiockpt-peer")) as bridge:
+        client = CheckpointClient(
             Receive(
-                limits=self.limits,
+                limits=options.terms.limits,
                 connections=_CONNECTIONS,
                 reconnect_timeout=_STALL_TIMEOUT,
             ),
@@ -160,29 +78,55 @@ class _Peer:
             stall_timeout=_STALL_TIMEOUT,
             bridge=bridge,
         )
+        async with aclosing(client), deadline, meter.raising():
+            peers = Peers.at(client, [origin], deadline.note)
+
+            async def attempt(step: int) -> Received:
+                deadline.what = f"step {step} from {peers.name}"
+                http = HttpSource(peers, bridge, alone)
+                try:
+                    return await receive(http, step, options, bridge, deadline)
+                except AiockptError as error:
+                    deadline.note(error)
+                    raise
+
+            async def newest() -> int:
+                return (await peers.latest()).step
+
+            if address.step is not None:
+                return await attempt(address.step)
+            return (await chase(newest, attempt, pause=client.pause))[1]
 
 
 class _Meter:
     """Hands on how many bytes came; what the listener raises ends the fetch.
 
     A listener hears of nothing while a peer is silent: it is told of no bytes, then,
-    so that it can end that, too. Bytes beyond all that came before renew the deadline.
-    Those that come once more, because they were wrong, do not.
+    so that it can end that, too. Bytes beyond all that came before renew the deadline,
+    and so does each stop of the receive, once. Bytes that come once more, because they
+    were wrong, do not.
     """
 
     def __init__(self, on_bytes: OnBytes | None, deadline: Deadline) -> None:
         self._on_bytes = on_bytes
         self._deadline = deadline
         self._come = self._most = 0
+        self._stops: set[str] = set()
         self._task = asyncio.current_task()
         self._failure: BaseException | None = None
 
-    def add(self, nbytes: int, chunks: int) -> None:
-        del chunks
-        self._come += nbytes
-        if self._come > self._most:
-            self._most = self._come
+    def update(self, progress: Progress) -> None:
+        """Be the receive's ``progress``."""
+        nbytes, self._come = progress.bytes_done - self._come, progress.bytes_done
+        if self._come > self._most or progress.stop not in self._stops:
+            self._most = max(self._most, self._come)
+            self._stops.add(progress.stop)
             self._deadline.renew()
+        if nbytes:
+            self.tell(nbytes)
+
+    def tell(self, nbytes: int) -> None:
+        """Tell the listener of so many more bytes."""
         if self._on_bytes is None or self._failure is not None:
             return
         try:
@@ -214,4 +158,4 @@ class _Meter:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(_BEAT)
-            self.add(0, 0)
+            self.tell(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,8 @@ from aiockpt.state.load_plan import Ranges, Selected, state_over
 from aiockpt.state.segment import check_memory
 from aiockpt.state.selection import Select
 from aiockpt.storage.directory import StrPath
-from aiockpt.transfer.placement import Placement, PlannedPlacement, VerifyOnly
-from aiockpt.transfer.source import OnBytes, SegmentSource, Verify, check_verify
+from aiockpt.storage.placement import Placement, PlannedPlacement, VerifyOnly
+from aiockpt.storage.read import FileSource, OnBytes, Verify, check_verify
 
 __all__ = ["CheckpointReader", "MapLocation", "load"]
 
@@ -113,7 +113,8 @@ class CheckpointReader:
                 the template may hold bytes of it.
             StateDictError: ``map_location`` names no device of this host.
             TemplateMismatchError: a value of the template is of another type, shape
-                or dtype; nothing was changed.
+                or dtype; or, with ``strict``, the template has no place for what is
+                selected. Nothing was changed.
             MissingKeysError: with ``strict``; nothing was changed.
         """
         del kwargs
@@ -127,23 +128,45 @@ class CheckpointReader:
             mmap=mmap,
             on_bytes=on_bytes,
         )
+        device = device_of(map_location)
+        if is_url(path):
+            from aiockpt.checkpointers.peer import load_from_peer
+            from aiockpt.transfer.destination import Terms
+            from aiockpt.transfer.receive import ReceiveOptions
+
+            options = ReceiveOptions(
+                into=state_dict,
+                select=select,
+                keys=state_dict is not None,
+                strict=strict,
+                device=device,
+                terms=Terms(
+                    limits=self._limits,
+                    allow_pickle=self._allow_pickle,
+                    direct=True,
+                    ports=self._ports,
+                ),
+            )
+            received = load_from_peer(os.fspath(path), options, on_bytes)
+            name, _, _ = os.fspath(path).partition("#")  # a URL's token stays ours
+            return received.state_dict, _reported(received.missing, name)
         with open_sources(path, reading) as found:
-            device = device_of(map_location)
             if not found.sources and not mmap and device is None:
                 device = torch.device("cpu")  # what is mapped is copied
             if state_dict is None and select is None and device is None:
                 return _whole(found, reading), []
-            shown = os.fspath(path)
             part = Selected(
                 found.segments,
                 found.values,
                 select=select,
                 template=state_dict,
                 device=device,
-                # A URL's token stays ours.
-                name=shown.partition("#")[0] if is_url(path) else shown,
+                strict=strict,
+                name=os.fspath(path),
             )
-            return _part(found, part, reading, self._ports, strict=strict)
+            into = state_dict is not None
+            state = _part(found, part, reading, self._ports, into=into)
+            return state, _reported(part.missing, os.fspath(path))
 
 
 def _whole(found: Found, how: Reading) -> object:
@@ -165,21 +188,14 @@ def _whole(found: Found, how: Reading) -> object:
 
 
 def _part(
-    found: Found, part: Selected, how: Reading, ports: PortFor, *, strict: bool
-) -> tuple[object, list[str]]:
+    found: Found, part: Selected, how: Reading, ports: PortFor, *, into: bool
+) -> object:
     """Read what is wanted, to where it is wanted."""
     for source, ranges in zip(found.sources, part.value_ranges(), strict=True):
         if ranges and not source.segment.is_there:
             values = Placement(source.segment, ranges)
             source.read(values, verify=how.verify, on_bytes=how.on_bytes)
     plans = part.plans()
-    missing = part.unmet()
-    if missing and strict:
-        raise MissingKeysError(part.name, missing)
-    if missing:
-        shown = ", ".join(missing[:_SHOWN])
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        logger.warning("%s is missing keys: %s%s", part.name, shown, more)
     touched = False
     try:
         check_memory((each for plan in plans for each in plan.ranges), how.limits)
@@ -189,19 +205,27 @@ def _part(
             placement = PlannedPlacement(source.segment, plan, ports)
             if source.segment.is_there:
                 _verify(source, plan.ranges, how)
-                placement.load(plan.ranges, host=True)
+                placement.load()
             elif plan.ranges:
                 source.read(placement, verify=how.verify, on_bytes=how.on_bytes)
     except AiockptError as error:
-        if part.has_template:
+        if into:
             done = "was modified" if touched else "was not modified"
             error.add_note(f"the template {done}")
         raise
     part.finish()
-    return part.assemble(), missing
+    return part.assemble()
 
 
-def _verify(source: SegmentSource, ranges: Ranges, how: Reading) -> None:
+def _reported(missing: Sequence[str], name: str) -> list[str]:
+    if missing:
+        shown = ", ".join(missing[:_SHOWN])
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        logger.warning("%s is missing keys: %s%s", name, shown, more)
+    return [*missing]
+
+
+def _verify(source: FileSource, ranges: Ranges, how: Reading) -> None:
     """Compare the digests of what is mapped already."""
     segment = source.segment
     if how.verify != "none" and segment.manifest.digests:

@@ -31,9 +31,8 @@ from aiockpt.storage.directory import (
     settle,
 )
 from aiockpt.storage.files import named
-from aiockpt.storage.read import FileSource, manifest_of_file
+from aiockpt.storage.read import FileSource, OnBytes, Verify, manifest_of_file
 from aiockpt.storage.statefile import is_torch_file, load_torch
-from aiockpt.transfer.source import OnBytes, SegmentSource, Verify
 
 __all__ = ["Found", "Reading", "is_url", "open_sources"]
 
@@ -61,7 +60,7 @@ class Reading:
 class Found:
     """What a load reads from; of torch's own files, the ``values``."""
 
-    sources: Sequence[SegmentSource]
+    sources: Sequence[FileSource]
     values: object | None = None
 
     @property
@@ -83,12 +82,6 @@ def open_sources(path: StrPath, reading: Reading) -> Iterator[Found]:
         CheckpointNotFoundError: no whole checkpoint is there.
         StorageError, IntegrityError: something is, but it cannot be read.
     """
-    if is_url(path):
-        from aiockpt.checkpointers.peer import open_peer
-
-        with open_peer(os.fspath(path), reading) as source:
-            yield Found([source])
-        return
     place = settle(path)
     with ExitStack() as files:
         with named(place):

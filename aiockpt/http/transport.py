@@ -47,7 +47,7 @@ from aiockpt.runtime.bridge import Bridge, BridgeStatistics
 from aiockpt.runtime.lifetime import Deadline, Lifetime
 from aiockpt.state.selection import Select, listed
 from aiockpt.transfer.destination import Terms
-from aiockpt.transfer.receive import ReceiveOptions
+from aiockpt.transfer.receive import Received, ReceiveOptions
 from aiockpt.transfer.receive import receive as receive_from
 from aiockpt.transfer.repeats import Repeats, content_of
 from aiockpt.transfer.stager import Snapshot, Stager, StagerOptions
@@ -734,7 +734,7 @@ class HTTPTransport(CheckpointTransport[T]):
         peers = Peers.at(self._client, leased, deadline.note, deadline=until)
         deadline.what = f"a checkpoint from {peers.name}"
 
-        def receive(step: int) -> Awaitable[object]:
+        def receive(step: int) -> Awaitable[Received]:
             deadline.what = f"step {step} from {peers.name}"
             source = HttpSource(peers, self._bridge, sharing)
             return receive_from(source, step, options, self._bridge, deadline)
@@ -742,9 +742,11 @@ class HTTPTransport(CheckpointTransport[T]):
         with self._lifetime.call():
             async with deadline:
                 if step is not None:
-                    return cast("T", await receive(step))
-                pause = self._client.pause
-                return cast("T", (await chase(peers.newest, receive, pause=pause))[1])
+                    received = await receive(step)
+                else:
+                    pause = self._client.pause
+                    _, received = await chase(peers.newest, receive, pause=pause)
+                return cast("T", received.state_dict)
 
 
 def _check_together(server: Server, auth: Auth, *, zero_copy: bool) -> None:

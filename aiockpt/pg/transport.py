@@ -267,8 +267,6 @@ class PGTransport(CheckpointTransport[T]):
         )
         options = ReceiveOptions(
             into=into,
-            have=None,
-            select=None,
             progress=progress,
             terms=terms,
             template=self._state_dict,
@@ -279,8 +277,8 @@ class PGTransport(CheckpointTransport[T]):
         with self._lifetime.call():
             self._ranks.check()
             async with deadline:
-                state = await receive(source, step, options, self._bridge, deadline)
-                return cast("T", state)
+                found = await receive(source, step, options, self._bridge, deadline)
+                return cast("T", found.state_dict)
 
     async def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
         """Close everything but the group, which is the caller's.

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import zip_longest
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 import torch
 
@@ -118,6 +118,10 @@ class Rule(Protocol):
     def uses_arena(self) -> bool:
         """Whether the state dict has memory of the arena."""
 
+    @property
+    def missing(self) -> Sequence[str]:
+        """What was wanted and not found, once there is a plan."""
+
     def plan(self) -> LoadPlan:
         """Return where the bytes go."""
 
@@ -153,6 +157,7 @@ class EverythingNew:
     """
 
     values: Ranges = ()
+    missing: Sequence[str] = ()
     uses_arena = True
 
     def __init__(
@@ -203,6 +208,7 @@ class IntoTemplate:
     """
 
     values: Ranges = ()
+    missing: Sequence[str] = ()
 
     def __init__(
         self,
@@ -274,11 +280,11 @@ class Selected:
         template: What is filled; None: the result is new.
         device: Where tensors go that have no place in the template; None: they stay in
             the memory of their segment.
+        strict: Whether all that is wanted must be there, and have a place.
         name: Whose checkpoint it is, for errors.
 
     Attributes:
-        name: Whose checkpoint it is.
-        has_template: Whether something is filled.
+        missing: What was wanted, and was not found or has no place in the template.
     """
 
     uses_arena = True
@@ -291,13 +297,14 @@ class Selected:
         select: Select | None,
         template: object | None,
         device: torch.device | None = None,
+        strict: bool = False,
         name: str = "",
     ) -> None:
         if callable(select):
             select = cache(select)  # it is asked here, and again by the walk
         self._segments, self._state = segments, state
-        self._template, self.name = template, name
-        self.has_template = template is not None
+        self._template, self._strict, self._name = template, strict, name
+        self.missing: Sequence[str] = ()
         self._there, self._selection = Selection(select), Selection(select)
         self._trees = [
             each.manifest.tree
@@ -324,20 +331,8 @@ class Selected:
         return [segment.value_ranges(tree) for segment, tree in pairs]
 
     def plan(self) -> LoadPlan:
-        """Return where the bytes of the only segment go.
-
-        Raises:
-            MissingKeysError: the checkpoint lacks what is selected, or keys of the
-                template.
-            TemplateMismatchError: the template lacks what is selected, or differs.
-        """
+        """Return where the bytes of the only segment go; see `plans`."""
         (found,) = self.plans()
-        unmet = self._selection.unmet()
-        nowhere = {*unmet}.intersection(self._there.unmet())
-        if missing := {*self._walk.missing, *nowhere}:
-            raise MissingKeysError(self.name, sorted(missing))
-        for path in unmet:
-            raise TemplateMismatchError(path, expected="a value", actual="nothing")
         return found
 
     def plans(self) -> list[LoadPlan]:
@@ -345,7 +340,9 @@ class Selected:
 
         Raises:
             TemplateMismatchError: a value of the template is of another type, shape or
-                dtype.
+                dtype; or it is strict, and the template lacks what is selected.
+            MissingKeysError: it is strict, and the checkpoint lacks what is selected,
+                or keys of the template.
             UnsupportedLeafError: a tensor of the template is not dense.
         """
         with collector_paused():  # there may be 100,000 tensors
@@ -353,11 +350,21 @@ class Selected:
             if self._segments:
                 found = state_over(self._segments, self._trees, self._template)
             self._result = self._walk.plan(self._template, found)
-            return self._planner.plans()
+            plans = self._planner.plans()
+        unmet = self._selection.unmet()
+        self.missing = [*dict.fromkeys([*self._walk.missing, *unmet])]
+        if self._strict and self.missing:
+            self._refuse(unmet)
+        return plans
 
-    def unmet(self) -> list[str]:
-        """Return what was wanted, and was not found or has no place in the template."""
-        return self._walk.unmet()
+    def _refuse(self, unmet: Sequence[str]) -> NoReturn:
+        """Raise what is wrong with a path that was selected, or a template's key."""
+        nowhere = {*unmet}
+        if self._segments:
+            nowhere.intersection_update(self._there.unmet())
+        if missing := {*self._walk.missing, *nowhere}:
+            raise MissingKeysError(self._name, sorted(missing))
+        raise TemplateMismatchError(unmet[0], expected="a value", actual="nothing")
 
     def changed(self) -> Sequence[torch.Tensor]:
         """Return the tensors of the template that have other elements once filled."""
@@ -659,10 +666,6 @@ class ValueWalk(Containers):
             return self._into(template, found, "")
         chosen = self._chosen(found, "")
         return {} if chosen is _NOTHING else chosen
-
-    def unmet(self) -> list[str]:
-        """Return what was wanted, and was not found or has no place in the template."""
-        return [*dict.fromkeys([*self.missing, *self._selection.unmet()])]
 
     def _chosen(self, value: object, path: str) -> object:
         """Return what is selected of a value; `_NOTHING` if nothing is."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, TypeAlias, get_args
 
 from aiockpt.errors import StorageError
 from aiockpt.format.chunks import ChunkHasher
@@ -27,15 +27,38 @@ from aiockpt.state.load_plan import Ranges
 from aiockpt.state.segment import Segment
 from aiockpt.storage.checkpoint_file import header_of
 from aiockpt.storage.files import after, named
-from aiockpt.transfer.placement import Placement, Spare
-from aiockpt.transfer.source import OnBytes, Verify
+from aiockpt.storage.placement import Placement, Spare
 
-__all__ = ["FileMapping", "FileSource", "manifest_of_file"]
+__all__ = [
+    "FileMapping",
+    "FileSource",
+    "OnBytes",
+    "Verify",
+    "check_verify",
+    "manifest_of_file",
+]
+
+Verify: TypeAlias = Literal["full", "none"]
+"""Which digests are compared: of every chunk that is read, or of none."""
+
+OnBytes: TypeAlias = Callable[[int], None]
+"""Is told how many bytes were read. What it raises ends the reading."""
 
 _BLOCK: Final = 2 << 20  # what is digested while it is in the cache
 _SPAN: Final = 32 << 20  # of what a thread takes at once where no digest says
 _MAX_VIEWS: Final = 1024
 _THREADS: Final = 2
+
+
+def check_verify(verify: Verify) -> Verify:
+    """Return ``verify`` if it is one of its values.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if verify not in get_args(Verify):
+        raise ValueError(f"verify is 'full' or 'none', not {verify!r}")
+    return verify
 
 
 class FileMapping(Arena):
@@ -68,7 +91,7 @@ class FileMapping(Arena):
 
 
 class FileSource:
-    """An open file as a `SegmentSource`; it is read only while it is open.
+    """An open file as what a load reads; it is read only while it is open.
 
     Args:
         path: The name of the file, for errors.

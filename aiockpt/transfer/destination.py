@@ -26,7 +26,6 @@ from aiockpt.runtime.tasks import beside
 from aiockpt.state.load_plan import EverythingNew, IntoTemplate, Rule, Selected
 from aiockpt.state.rebuild import Away, Frame, check_meshes
 from aiockpt.state.segment import Segment, check_memory
-from aiockpt.state.selection import Select
 from aiockpt.state.template import Match, Template
 from aiockpt.transfer.source import Prepare
 
@@ -171,41 +170,21 @@ def into_template(
 
 
 def selected(
-    manifest: Manifest,
-    select: Select,
-    template: object | None,
-    terms: Terms,
-    bridge: Bridge,
-    *,
-    name: str,
-    arena: Arena | None = None,
+    segment: Segment, rule: Selected, terms: Terms, bridge: Bridge, *, owns: bool
 ) -> Destination:
     """Return where a selection goes: new tensors, or those of a template.
 
     Chunks are received whole, since only whole chunks can be verified.
 
     Args:
-        manifest: The checkpoint.
-        select: What is wanted.
-        template: A state dict to fill, which may have more or fewer keys; or None.
+        segment: The memory of the data segment.
+        rule: What is wanted of it.
         terms: What is accepted.
         bridge: Where the template is filled.
-        name: Whose checkpoint it is, for errors.
-        arena: Memory that has the data segment already; None: a new arena.
+        owns: Whether the memory may be freed when the receive fails.
     """
-    segment = Segment(
-        manifest, limits=terms.limits, allow_pickle=terms.allow_pickle, arena=arena
-    )
-    rule = Selected([segment], select=select, template=template, name=name)
-    return Destination(
-        manifest.grid,
-        rule,
-        Loan(segment.arena),
-        terms,
-        bridge,
-        owns=arena is None,
-        bounded=terms.limits,
-    )
+    grid, loan = segment.manifest.grid, Loan(segment.arena)
+    return Destination(grid, rule, loan, terms, bridge, owns=owns, bounded=terms.limits)
 
 
 class Destination:
@@ -306,6 +285,11 @@ class Destination:
     def _check_memory(self, chunks: Iterable[int]) -> None:
         if self._bounded is not None:
             check_memory(map(self._grid.range, chunks), self._bounded)
+
+    @property
+    def missing(self) -> Sequence[str]:
+        """What was wanted, and was not found or has no place in the template."""
+        return self._rule.missing
 
     @property
     def is_early(self) -> bool:

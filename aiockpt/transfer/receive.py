@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import torch
+
 from aiockpt.events import Meter, Progress, TransferEvent, emit
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.memory.arena import return_freed
@@ -20,6 +22,8 @@ from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.system import failing_here
 from aiockpt.runtime.tasks import run_all
 from aiockpt.state.flatten import Survey, survey
+from aiockpt.state.load_plan import Selected
+from aiockpt.state.segment import Segment
 from aiockpt.state.selection import Select
 from aiockpt.state.template import Template
 from aiockpt.transfer.destination import Destination, Terms, selected
@@ -36,16 +40,40 @@ _MANY = 1 << 20  # bytes of a header: thousands of tensors
 class ReceiveOptions:
     """What a caller wants of a checkpoint, and where.
 
-    ``have`` may be the very object that ``into`` is. Without ``into``, ``template`` is
-    called on the loop; what it returns is received into as far as the checkpoint fits.
+    Attributes:
+        into: A state dict to fill.
+        terms: What is accepted.
+        have: A state dict that holds some of it already. It may be ``into`` itself.
+        select: Paths; None: all of it.
+        progress: Called as bytes arrive.
+        template: Called on the loop if there is no ``into``. What it returns is
+            received into as far as the checkpoint fits it.
+        keys: Whether ``into`` says what is wanted, and may have more or fewer keys.
+        strict: Whether a part that is wanted must be there.
+        device: Where tensors go that ``into`` has no place for; None: host memory.
     """
 
     into: object | None
-    have: object | None
-    select: Select | None
-    progress: Callable[[Progress], None] | None
     terms: Terms
+    have: object | None = None
+    select: Select | None = None
+    progress: Callable[[Progress], None] | None = None
     template: Callable[[], object] | None = None
+    keys: bool = False
+    strict: bool = True
+    device: torch.device | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the checkpoint is wanted, and in host memory."""
+        return self.select is None and self.device is None and not self.keys
+
+
+class Received(NamedTuple):
+    """A state dict, and what was wanted of the checkpoint and was not there."""
+
+    state_dict: object
+    missing: Sequence[str]
 
 
 async def receive(
@@ -54,7 +82,7 @@ async def receive(
     options: ReceiveOptions,
     bridge: Bridge,
     deadline: Deadline,
-) -> object:
+) -> Received:
     """Return the state dict of ``step``.
 
     If it fails or is cancelled, a template is as it was or holds all that was asked
@@ -80,8 +108,8 @@ async def receive(
 
                 report.at("allocate")
                 # A part may be less than the checkpoint: its plan looks at its size.
-                limits, whole = options.terms.limits, options.select is None
-                await source.map(outline, most=limits.max_bytes if whole else None)
+                most = options.terms.limits.max_bytes if options.is_whole else None
+                await source.map(outline, most=most)
                 make = partial(_make_room, source, options, bridge, report)
                 room = await bridge.run(make, known)
                 await source.accept(step)
@@ -99,7 +127,7 @@ async def receive(
 
                 report.at("load")
                 await room.goal.load()
-                touched = room.goal.touched
+                touched, missing = room.goal.touched, room.goal.missing
                 made, room = [room], None
                 await bridge.run(_release, source, made)
     except BaseException as error:
@@ -130,7 +158,7 @@ async def receive(
             medium=source.medium,
         )
     )
-    return state
+    return Received(state, missing)
 
 
 class _Report(Meter):
@@ -167,7 +195,7 @@ class _Room(NamedTuple):
 def _describe(options: ReceiveOptions, into: object | None) -> _Known:
     """Look at the template, and at what there is already."""
     terms, template = options.terms, None
-    if into is not None and options.select is None:
+    if into is not None and options.is_whole:
         template = Template(
             into,
             limits=terms.limits,
@@ -202,18 +230,22 @@ def _make_room(
     assert manifest is not None
     many = manifest.header_bytes > _MANY
     manifest = manifest.without_header()
-    if options.select is None:
+    if options.is_whole:
         goal = source.destination(manifest, template, options.terms)
     else:
-        goal = selected(
-            manifest,
-            options.select,
-            options.into,
-            options.terms,
-            bridge,
-            name=source.name,
-            arena=source.arena,
+        terms, arena = options.terms, source.arena
+        segment = Segment(
+            manifest, limits=terms.limits, allow_pickle=terms.allow_pickle, arena=arena
         )
+        rule = Selected(
+            [segment],
+            select=options.select,
+            template=options.into,
+            device=options.device,
+            strict=options.strict,
+            name=source.name,
+        )
+        goal = selected(segment, rule, terms, bridge, owns=arena is None)
     delta = None
     if own is not None:
         ports = options.terms.ports

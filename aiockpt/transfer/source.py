@@ -1,42 +1,26 @@
-"""Where the bytes of a checkpoint come from.
-
-A `Source` is awaited and serves `aiockpt.transfer.receive`. A `SegmentSource` blocks
-and serves a load from files, or from a peer without a loop.
-"""
+"""Where the bytes of a receive come from, and what they are put into."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from aiockpt.format.manifest import Manifest, Outline
 from aiockpt.memory.arena import Arena, Memory
 
 if TYPE_CHECKING:  # a fetch into a file does without torch
-    from aiockpt.state.segment import Segment
     from aiockpt.state.template import Template
     from aiockpt.transfer.destination import Destination, Terms
-    from aiockpt.transfer.placement import Placement
 
 __all__ = [
-    "OnBytes",
     "OnProgress",
     "PlainTarget",
     "Prepare",
-    "SegmentSource",
     "Source",
     "Target",
-    "Verify",
-    "check_verify",
 ]
-
-Verify: TypeAlias = Literal["full", "none"]
-"""Which digests are compared: of every chunk that is read, or of none."""
-
-OnBytes: TypeAlias = Callable[[int], None]
-"""Is told how many bytes were read. What it raises ends the reading."""
 
 OnProgress: TypeAlias = Callable[[int, int], None]
 """Is told of bytes that have arrived and of chunks that are whole, on the loop.
@@ -142,35 +126,3 @@ class Source(AbstractAsyncContextManager[object], Protocol):
 
     def give_back(self) -> None:
         """Give the mapped memory back, unless tensors lie in it. For threads."""
-
-
-class SegmentSource(Protocol):
-    """A checkpoint whose bytes can be read, range by range. Everything blocks."""
-
-    @property
-    def segment(self) -> Segment:
-        """The data segment, whose bytes `read` brings."""
-
-    def read(
-        self, placement: Placement, *, verify: Verify, on_bytes: OnBytes | None
-    ) -> None:
-        """Read what ``placement`` wants to where it belongs.
-
-        ``on_bytes`` is told how many bytes were read; what it raises ends the reading.
-
-        Raises:
-            StorageError, TransportError: the bytes cannot be had.
-            IntegrityError: a chunk has another digest; its bytes may have been
-                written.
-        """
-
-
-def check_verify(verify: Verify) -> Verify:
-    """Return ``verify`` if it is one of its values.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if verify not in get_args(Verify):
-        raise ValueError(f"verify is 'full' or 'none', not {verify!r}")
-    return verify

@@ -391,6 +391,10 @@ class TestTemplate:
             load(path, template, strict=True)
         assert isinstance(caught.value, RuntimeError)
         assert caught.value.keys == ["b"]
+        with pytest.raises(MissingKeysError, match="is missing keys: c"):
+            load(path, select=["a", "c"], strict=True)
+        with pytest.raises(TemplateMismatchError, match="n"):
+            load(path, {"a": template["a"]}, select=["a", "n"], strict=True)
         assert template["a"].tolist() == [0, 0, 0]
         assert template["n"] == 0
         with sync_checkpointer() as checkpointer:
@@ -809,7 +813,7 @@ class TestPeer:
         ("refused", "status", "doing"),
         [
             ("", 502, "waiting for a checkpoint"),
-            ("7/metadata", 404, "waiting for a checkpoint"),
+            ("7/metadata", 404, "waiting for step 7"),
             ("7/full", 502, "fetching step 7"),
         ],
     )

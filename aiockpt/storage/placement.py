@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from aiockpt.memory.arena import Arena, Memory
+from aiockpt.memory.arena import Arena
 from aiockpt.memory.device import Event, Port, PortFor
 from aiockpt.state.load_plan import LoadPlan, Ranges
 from aiockpt.state.segment import Segment
@@ -29,16 +29,11 @@ class Placement:
     Args:
         segment: Where they are from.
         ranges: What is wanted.
-
-    Attributes:
-        memory: A place for each byte of the segment: a template's own host memory where
-            the plan says so, and else the arena.
     """
 
     def __init__(self, segment: Segment, ranges: Ranges) -> None:
         self.ranges = ranges
         self._stops = [last for _, last in ranges]
-        self.memory: Memory = segment.arena
         self._arena = segment.arena
 
     def __repr__(self) -> str:
@@ -68,9 +63,6 @@ class Placement:
         del start, stop, window
         return []
 
-    def load(self, ranges: Ranges, *, host: bool) -> None:
-        """Bring home what has arrived in `memory` and belongs elsewhere."""
-
     def views(self, start: int, stop: int, spare: Spare) -> Sequence[memoryview]:
         """Return memory for ``[start, stop)``."""
         found: list[memoryview] = []
@@ -81,7 +73,7 @@ class Placement:
             if at < first:
                 block = block or spare.turn(stop - start)
                 found.append(block[at - start : first - start])
-            found += self.memory.buffers(max(first, at), min(last, stop))
+            found += self._arena.buffers(max(first, at), min(last, stop))
             at = min(last, stop)
         if at < stop:
             block = block or spare.turn(stop - start)
@@ -114,7 +106,7 @@ class PlannedPlacement(Placement):
         copies = plan.copies(segment.arena, ports)
         assert copies is not None
         self._copies, self._kept = copies, plan.kept
-        self.memory = self._home = self._copies.in_place()
+        self._home = self._copies.in_place()
         self._fences = self._copies.fences()
 
     def prepare(self, start: int, stop: int) -> None:
@@ -132,15 +124,11 @@ class PlannedPlacement(Placement):
         """Enqueue the copies to devices; ``window`` has the bytes of the range."""
         return self._copies.load_device(start, stop, self._fences, window=window)
 
-    def load(self, ranges: Ranges, *, host: bool) -> None:
-        """Bring home what has arrived in the arena; wait for the devices.
-
-        Without ``host`` only devices get theirs: host memory has it already.
-        """
+    def load(self) -> None:
+        """Bring home what is in the arena already; wait for the devices."""
         events: list[Event] = []
-        for start, stop in ranges:
-            if host:
-                self._copies.load_host(start, stop)
+        for start, stop in self.ranges:
+            self._copies.load_host(start, stop)
             events += self._copies.load_device(start, stop, self._fences)
         for event in events:
             event.synchronize()
