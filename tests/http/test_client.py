@@ -113,17 +113,6 @@ class TestFetchManifest:
         waits = [float(h["Prefer"].removeprefix("wait=")) for _, h in peer.requests]
         assert waits == [pytest.approx(2.0, abs=0.2), 0, 5]
 
-    async def test_step_that_a_newer_one_replaced_is_an_error_at_once(self) -> None:
-        """The error names the step that is served instead."""
-        gone = StepNotFoundError(STEP, serving=STEP + 1)
-        async with (
-            serving(SEGMENT, meddle=refusing(gone)) as peer,
-            receiver() as client,
-        ):
-            with pytest.raises(StepNotFoundError) as caught:
-                await fetch_manifest(client, peer.source())
-        assert (caught.value.step, caught.value.serving) == (STEP, STEP + 1)
-
     async def test_another_step_than_asked_for_is_refused(self) -> None:
         """A server that mixes up its steps is not believed."""
         async with serving(SEGMENT, step=8) as peer, receiver() as client:
@@ -217,28 +206,6 @@ class TestFetchChunks:
         ):
             assert (await fetch(client, peer)).content == segment
         assert (len(peer.requests), len(peer.clients)) == (2 * parallel, parallel)
-
-    async def test_fetches_each_chunk_once_and_only_those_asked_for(
-        self, fast_path
-    ) -> None:
-        """A resumed receive asks for the chunks that it lacks."""
-        async with (
-            serving(SEGMENT, chunk_bytes=CHUNK) as peer,
-            receiver(fast_path=fast_path) as client,
-        ):
-            memory = Memory(len(SEGMENT))
-            await fetch_chunks(
-                client,
-                peer.source(),
-                peer.manifest.outline,
-                memory,
-                [5, 1, 5],
-                on_progress=memory.count,
-            )
-        assert memory.content[CHUNK : 2 * CHUNK] == SEGMENT[CHUNK : 2 * CHUNK]
-        assert memory.content[5 * CHUNK :] == SEGMENT[5 * CHUNK :]
-        assert memory.content.count(0) >= 4 * CHUNK
-        assert len(peer.requests) == 2
 
     async def test_asks_for_plain_bytes_of_one_snapshot(self, fast_path) -> None:
         """No encoding, no other snapshot, no credential that was not given."""
@@ -368,14 +335,6 @@ class TestFetchChunks:
 class TestErrors:
     """What a peer's refusals become, and which are worth another attempt."""
 
-    async def test_retracted_step_is_an_error_at_once(self) -> None:
-        """Unlike before the manifest, nobody waits for it to come back."""
-        gone = refusing(StepNotFoundError(STEP))
-        async with serving(SEGMENT, meddle=gone) as peer, receiver() as client:
-            with pytest.raises(StepNotFoundError):
-                await fetch(client, peer)
-            assert len(peer.requests) == 1
-
     async def test_refused_credential_names_the_peer_and_not_the_token(self) -> None:
         """It is no use to try again."""
         no = refusing(AuthenticationError("here"))
@@ -458,12 +417,6 @@ class TestCredentials:
             assert not token or token not in str(caught.value)
             assert not peer.requests
 
-    async def test_no_repr_shows_the_token(self) -> None:
-        """Neither the client's nor that of its options."""
-        async with receiver(token=TOKEN) as client:
-            assert repr(client) == "<CheckpointClient open>"
-            assert TOKEN not in repr(client.auth)
-
 
 class TestSession:
     """Whose session it is decides who closes it."""
@@ -489,15 +442,6 @@ class TestSession:
         async with serving(SEGMENT) as peer, receiver(session) as client:
             with pytest.raises(ClosedError, match="ClientSession"):
                 await fetch(client, peer)
-
-    async def test_closed_client_refuses_and_can_be_closed_again(self) -> None:
-        """Whether or not it was ever used."""
-        async with serving(SEGMENT) as peer, receiver() as client:
-            await client.aclose()
-            with pytest.raises(ClosedError):
-                await fetch(client, peer)
-            await client.aclose()
-            assert repr(client) == "<CheckpointClient closed>"
 
     async def test_environment_proxies_are_ignored(self, monkeypatch) -> None:
         """Checkpoints do not take the way of web pages."""
