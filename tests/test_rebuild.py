@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from aiockpt.errors import LimitExceededError, RemoteProtocolError
 from aiockpt.format.entries import Entries, Entry
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import (
-    CONJ,
-    NEG,
-    PARAMETER,
-    REQUIRES_GRAD,
     Manifest,
 )
 from aiockpt.format.paths import Node
@@ -27,21 +21,6 @@ from pipeline import LIMITS, manifest_of, value_of, view
 
 class TestTensors:
     """Tensors over the bytes."""
-
-    def test_they_are_the_memory(self) -> None:
-        """Nothing is copied."""
-        memory = bytearray(20)
-        (tensor,) = tensors_over(manifest_of(None), memoryview(memory), base=4)
-        tensor[0] = 7
-        assert memory[4] == 7
-
-    def test_they_keep_the_memory(self) -> None:
-        """A state dict outlives the arena's owner."""
-        memory = memoryview(bytearray(b"x" * 16))
-        (tensor,) = tensors_over(manifest_of(None), memory)
-        del memory
-        gc.collect()
-        assert bytes(tensor.tolist()) == b"x" * 16
 
     def test_an_entry_is_a_storage_of_its_own(self) -> None:
         """Whoever saves one tensor does not save them all."""
@@ -58,33 +37,6 @@ class TestTensors:
         assert tensor._base is None
         tensor[1, 0, 1] = 1
         assert bytes(memory) == bytes(12) + b"\0\0\x80\x3f"
-
-    def test_views_share_the_storage_of_their_entry(self) -> None:
-        """What was tied stays tied."""
-        views = [view(), view(shape=(2,), stride=(2,), offset=1)]
-        whole, first, second = tensors_over(
-            manifest_of(None, views=views), memoryview(bytearray(16))
-        )
-        second.fill_(1)
-        assert first.tolist() == [0, 1, 0, 1]
-        assert whole.sum() > 0
-
-    @pytest.mark.parametrize("flags", [0, REQUIRES_GRAD, PARAMETER, 3])
-    def test_flags_for_autograd(self, flags: int) -> None:
-        """As the sender had them."""
-        tensor = value_of(["tensor", 1], views=[view(flags=flags)])
-        assert tensor.requires_grad == bool(flags & REQUIRES_GRAD)
-        assert type(tensor) is (
-            torch.nn.Parameter if flags & PARAMETER else torch.Tensor
-        )
-        assert tensor.is_leaf
-
-    def test_flags_for_lazy_operations(self) -> None:
-        """The bytes stay as they are."""
-        lazy = view(dtype="complex64", shape=(2,), flags=CONJ | NEG)
-        tensor = value_of(["tensor", 1], views=[lazy])
-        assert tensor.is_conj()
-        assert tensor.is_neg()
 
     def test_a_size_that_overflows_is_the_sender_s_fault(self) -> None:
         """Torch's own error would blame the receiver."""
