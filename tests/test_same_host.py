@@ -41,7 +41,7 @@ from aiockpt.memory.arena import CAN_LEND, LENT_SEALS
 from aiockpt.runtime.ipc import arrival
 from aiockpt.runtime.ipc import receive as packet_of
 from aiockpt.testing import assert_same
-from runners import ending
+from runners import running
 from transports import (
     MIB,
     Halfway,
@@ -737,13 +737,8 @@ async def test_it_works_from_within_an_application(events: Any) -> None:
     sender = Transport(same_host=True, advertise="http://127.0.0.1/w/")
     app = web.Application()
     aiockpt.http.setup(app, sender, prefix="/w")
-    listening = socket.create_server(("127.0.0.1", 0))
-    runner = web.AppRunner(app)
-    await runner.setup()
-    async with ending(runner), transport() as receiver:
-        await web.SockSite(runner, listening).start()
+    async with running(app) as port, transport() as receiver:
         await sender.send_checkpoint([1], 1, weights(6.0))
-        port = listening.getsockname()[1]
         metadata = sender.metadata().replace("127.0.0.1", f"127.0.0.1:{port}")
         held = await receiver.recv_checkpoint(0, metadata, 1, share=True)
         assert came_by(events) == MEMORY

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable
@@ -18,6 +17,7 @@ from aiockpt.http import body_writer as module
 from aiockpt.http.body_writer import BodySender, Outcome
 from aiockpt.runtime.bridge import Bridge
 from rangepeer import io_threads
+from runners import running
 from serving import Peer, settle
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
@@ -109,17 +109,9 @@ async def staged(
     stage = Stage(body, stall_timeout=stall_timeout)
     app = web.Application()
     app.router.add_get("/", stage.handle)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    listening = socket.create_server(("127.0.0.1", 0))
-    if send_buffer:  # those who are accepted inherit it
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    stage.port = listening.getsockname()[1]
-    await web.SockSite(runner, listening, ssl_context=ssl_context).start()
-    try:
+    how = running(app, ssl_context=ssl_context, send_buffer=send_buffer)
+    async with how as stage.port:
         yield stage
-    finally:
-        await runner.cleanup()
 
 
 def only_old(body: bytes) -> bool:

@@ -28,6 +28,7 @@ from aiockpt.http.listen import open_sockets
 from aiockpt.http.sockets import IO_THREADS, Turn
 from aiockpt.runtime.bridge import Bridge
 from rangepeer import io_threads, noise
+from runners import running
 from serving import Peer, settle
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
@@ -94,15 +95,8 @@ async def serving() -> AsyncIterator[Service]:
     with io_threads() as threads:
         service, app = Service(threads), web.Application()
         app.router.add_get("/", service.handle)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        listening = socket.create_server(("127.0.0.1", 0))
-        service.port = listening.getsockname()[1]
-        await web.SockSite(runner, listening).start()
-        try:
+        async with running(app) as service.port:
             yield service
-        finally:
-            await runner.cleanup()
 
 
 async def get(

@@ -13,6 +13,7 @@ from aiohttp import web
 
 import aiockpt.http
 from aiockpt.http.tokens import make_token
+from runners import running
 from serving import TOKEN, Memory, serving
 from transports import transport, weights
 
@@ -167,15 +168,10 @@ async def test_an_application_of_ones_own() -> None:
     one, two = (transport(advertise=f"http://h/{name}/") for name in ("main", "sub"))
     aiockpt.http.setup(app, one, "/main")
     app.add_subapp("/sub", aiockpt.http.create_app(two))
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
+    async with running(app) as port:
         await one.send_checkpoint([], 1, weights())
         await two.send_checkpoint([], 2, weights())
-        host, port = runner.addresses[0]
-        async with aiohttp.ClientSession(f"http://{host}:{port}") as session:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
             assert await text(session, "/") == "home"
             for step, sender, path in ((1, one, "/main"), (2, two, "/sub")):
                 token = sender.metadata().partition("#")[2]
@@ -183,8 +179,6 @@ async def test_an_application_of_ones_own() -> None:
                 assert found["serving"]["step"] == step
                 latest = json.loads(await text(session, f"{path}/latest", token))
                 assert latest == found["serving"]
-    finally:
-        await runner.cleanup()
 
 
 async def test_a_page_of_the_application_stays() -> None:
@@ -192,15 +186,11 @@ async def test_a_page_of_the_application_stays() -> None:
     app = web.Application()
     app.router.add_get("/", home)
     aiockpt.http.setup(app, transport(advertise="http://h/"), "/")
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        host, port = runner.addresses[0]
-        async with aiohttp.ClientSession(f"http://{host}:{port}") as session:
-            assert await text(session, "/") == "home"
-    finally:
-        await runner.cleanup()
+    async with (
+        running(app) as port,
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
+    ):
+        assert await text(session, "/") == "home"
 
 
 async def home(_: web.Request) -> web.Response:

@@ -20,6 +20,7 @@ from aiockpt.errors import (
 )
 from aiockpt.http import manifests
 from aiockpt.testing import Answer, CutAfter, FaultProxy, Refuse, StallAfter
+from runners import running
 from serving import settle
 from transports import (
     Transport,
@@ -377,14 +378,8 @@ async def another(**headers: str) -> AsyncIterator[tuple[str, list[str]]]:
 
     app = web.Application()
     app.router.add_get("/{any:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{site.port}/checkpoint/", asked
-    finally:
-        await runner.cleanup()
+    async with running(app) as port:
+        yield f"http://127.0.0.1:{port}/checkpoint/", asked
 
 
 async def test_a_server_that_knows_no_after_is_polled_slowly():

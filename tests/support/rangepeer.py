@@ -31,6 +31,7 @@ from aiockpt.memory.arena import Memory as PlainMemory
 from aiockpt.runtime.bridge import Bridge, Inline
 from aiockpt.transfer.source import OnProgress, PlainTarget
 from headers import entries_of
+from runners import running
 
 Client: TypeAlias = CheckpointClient
 """What `receiver` gives, for tests that hand it on."""
@@ -169,16 +170,9 @@ async def serving_peer(
     """Let a peer serve on a port of its own, whatever its manifest says."""
     app = web.Application()
     app.router.add_get("/checkpoint/{tail:.*}", peer.handle)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=ssl_context)
-    await site.start()
     peer.scheme = "https" if ssl_context else "http"
-    peer.port = runner.addresses[0][1]
-    try:
+    async with running(app, ssl_context=ssl_context) as peer.port:
         yield peer
-    finally:
-        await runner.cleanup()
 
 
 class Memory:

@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
-from runners import ending
+from runners import running
 
 # Of one connection, and not of the message (RFC 9110 section 7.6.1).
 HOP_BY_HOP = ("Connection", "Keep-Alive", "TE", "Trailer", "Transfer-Encoding")
@@ -103,13 +103,9 @@ async def reverse_proxy(
         proxy = ReverseProxy(upstream, client, trust, keeps_host, pause=pause)
         app = web.Application()
         app.router.add_route("*", f"{PATH}{{tail:.*}}", proxy.handle)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=ssl_context)
-        await site.start()
         scheme = "https" if ssl_context else "http"
-        proxy.url = f"{scheme}://127.0.0.1:{site.port}{PATH}"
-        async with ending(runner):
+        async with running(app, ssl_context=ssl_context) as port:
+            proxy.url = f"{scheme}://127.0.0.1:{port}{PATH}"
             try:
                 yield proxy
             finally:
