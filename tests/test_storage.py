@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import stat
-import struct
 from pathlib import Path
 
 import pytest
 
-from aiockpt.errors import IntegrityError, StorageError
+from aiockpt.errors import StorageError
 from aiockpt.format.limits import Limits
-from aiockpt.format.manifest import ForeignHeader, Manifest
 from aiockpt.storage.checkpoint_file import read_header, verify_chunks
 from aiockpt.storage.partfile import PartFile, check_target
 from disks import small_disk
@@ -54,14 +51,6 @@ def leave_part(target: Path, source: Memory, *chunks: int) -> Path:
 def write(path: Path, source: Memory) -> Path:
     """Write a whole checkpoint file."""
     path.write_bytes(source.file)
-    return path
-
-
-def write_foreign(path: Path) -> Path:
-    """Write what another tool's safetensors file looks like."""
-    header = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
     return path
 
 
@@ -328,19 +317,6 @@ class TestRefusals:
 class TestRead:
     """Headers and chunks of files that are there."""
 
-    def test_our_file_has_a_manifest(self, tmp_path: Path) -> None:
-        """The one that the sender encoded."""
-        source = memory()
-        header = read_header(write(tmp_path / "f", source), limits=LIMITS)
-        assert isinstance(header, Manifest)
-        assert header.snapshot_id == source.manifest.snapshot_id
-
-    def test_another_tools_file_has_entries(self, tmp_path: Path) -> None:
-        """Any safetensors file can be read."""
-        header = read_header(write_foreign(tmp_path / "f"), limits=LIMITS)
-        assert isinstance(header, ForeignHeader)
-        assert header.names == ["a"]
-
     @pytest.mark.parametrize(
         ("change", "reason"),
         [
@@ -386,37 +362,6 @@ class TestRead:
         (tmp_path / "directory").mkdir()
         with pytest.raises(StorageError, match=r"No such file|Is a directory"):
             read_header(tmp_path / name, limits=LIMITS)
-
-    def test_a_damaged_header(self, tmp_path: Path) -> None:
-        """Any flipped bit of it is noticed, and the file named."""
-        path = write(tmp_path / "f", memory())
-        with path.open("r+b") as file:
-            file.seek(200)
-            byte = file.read(1)[0]
-            file.seek(200)
-            file.write(bytes([byte ^ 1]))
-        with pytest.raises(IntegrityError) as caught:
-            read_header(path, limits=LIMITS)
-        assert caught.value.chunk is None
-        assert str(path) in str(caught.value)
-
-    def test_an_intact_file_has_no_damage(self, tmp_path: Path) -> None:
-        """All chunks are read."""
-        source = memory()
-        path = write(tmp_path / "f", source)
-        assert list(verify_chunks(path, source.manifest)) == []
-
-    def test_every_damaged_chunk_is_named(self, tmp_path: Path) -> None:
-        """The first one does not hide the others."""
-        source = memory()
-        path = write(tmp_path / "f", source)
-        with path.open("r+b") as file:
-            for chunk in (0, 2):
-                file.seek(source.manifest.header_bytes + chunk * CHUNK + 17)
-                file.write(b"damage")
-        found = list(verify_chunks(path, source.manifest))
-        assert [error.chunk for error in found] == [0, 2]
-        assert found[0].expected == source.manifest.digests[0]
 
     def test_a_file_that_shrinks_meanwhile(self, tmp_path: Path) -> None:
         """Is an error, and not the end of the process."""

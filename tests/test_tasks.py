@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aiockpt.runtime import tasks as _tasks
-from aiockpt.runtime.bridge import Bridge, Inline
+from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.tasks import Over, beside, map_in_threads, run_all
 
 if TYPE_CHECKING:
@@ -99,13 +99,6 @@ class TestResults:
             bridge, 1, lambda item, _: begun.append(item), range(100), ignore
         )
         assert begun == [*range(100)]
-
-    @pytest.mark.usefixtures("long_turns")
-    async def test_it_needs_no_threads(self) -> None:
-        """Where calls are made in place, the first worker makes all of them."""
-        reports = Reports()
-        await map_in_threads(Inline(), 2, lambda item, _: -item, [-1, -2], reports)
-        assert reports.found == {-1: 1, -2: 2}
 
     @pytest.mark.usefixtures("short_turns")
     async def test_what_is_done_is_reported_while_the_rest_goes_on(
@@ -231,18 +224,6 @@ async def _wait() -> None:
 
 class TestTogether:
     """Jobs that run at once in one call."""
-
-    async def test_results_keep_the_order_of_the_jobs(self) -> None:
-        """Whichever ends first."""
-
-        async def late() -> int:
-            await asyncio.sleep(0.01)
-            return 1
-
-        async def early() -> int:
-            return 2
-
-        assert await run_all([late, early]) == [1, 2]
 
     async def test_a_failure_keeps_its_cause(self) -> None:
         """Callers look for a refused connection among the causes."""
