@@ -25,7 +25,6 @@ from aiockpt.pg.conversation import (
     telling,
 )
 from aiockpt.pg.messages import Medium, messages_of
-from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.system import allocating
 from aiockpt.runtime.tasks import beside
@@ -50,7 +49,6 @@ class GroupSource:
         rank: The sender.
         ranks: Where conversations are held.
         medium: The memory that messages are received into.
-        bridge: Where threads come from.
         limits: What is accepted.
         deadline: That of the whole call.
     """
@@ -64,13 +62,12 @@ class GroupSource:
         rank: int,
         ranks: Ranks,
         medium: Medium,
-        bridge: Bridge,
         limits: Limits,
         deadline: Deadline,
     ) -> None:
         self.name = f"rank {rank}"
         self._rank, self._ranks = rank, ranks
-        self._memory, self._bridge = medium, bridge
+        self._memory, self._bridge = medium, ranks.bridge
         self._limits, self._deadline = limits, deadline
         self._step, self._asked = step, False
         self._talk = AsyncExitStack()  # the conversation
@@ -157,7 +154,7 @@ class GroupSource:
                 loop.call_soon_threadsafe(on_progress, nbytes, 1)
 
         digests = self._memory.digests(target.memory, grid, tell)
-        async with beside(partial(_prepare, self._bridge, target, grid)):
+        async with beside(partial(self._prepare, target, grid)):
             # It cannot be called off, so all of it comes, damaged or not.
             await self._peer.receive_segment(target.memory, self._messages, digests)
 
@@ -192,19 +189,18 @@ class GroupSource:
                 except OutdatedError as error:
                     logger.info("waiting for step %d: %s", self._step, error)
 
+    async def _prepare(self, target: Target, grid: ChunkGrid) -> None:
+        """Have memory ready ahead of the bytes: gloo has one thread for both."""
+        if (prepare := target.prepare) is not None:
+            for chunk in range(len(grid)):
+                await self._bridge.run(prepare, *grid.range(chunk))
+
     def _read(self, header: mmap) -> Manifest:
         manifest, self._placement = self._memory.read(header, self._limits)
         if not isinstance(manifest, Manifest) or manifest.step != self._step:
             raise RemoteProtocolError("the header is not that of the offer")
         self._messages = messages_of(manifest, self._memory.message_bytes)
         return manifest
-
-
-async def _prepare(bridge: Bridge, target: Target, grid: ChunkGrid) -> None:
-    """Have memory ready ahead of the bytes: gloo has one thread for both."""
-    if (prepare := target.prepare) is not None:
-        for chunk in range(len(grid)):
-            await bridge.run(prepare, *grid.range(chunk))
 
 
 def _allocate_header(nbytes: int) -> mmap:

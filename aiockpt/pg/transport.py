@@ -241,7 +241,8 @@ class PGTransport(CheckpointTransport[T]):
             PeerFailedError: the sender cannot send, and says why; the group is well.
             ProcessGroupError: the group is broken.
             TransferTimeoutError: the deadline passed.
-            TemplateMismatchError: ``into`` does not fit.
+            TemplateMismatchError: ``into`` does not fit. The sender is told, and is
+                waited for until the deadline.
             ProtocolError: see the error tree.
 
         If cancelled once it waits for the sender, the transport is broken.
@@ -272,7 +273,7 @@ class PGTransport(CheckpointTransport[T]):
             template=self._state_dict,
         )
         source = GroupSource(
-            step, rank, self._ranks, self._medium, self._bridge, self._limits, deadline
+            step, rank, self._ranks, self._medium, self._limits, deadline
         )
         with self._lifetime.call():
             self._ranks.check()
