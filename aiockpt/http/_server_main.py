@@ -88,7 +88,6 @@ class ServerMain:
         self._ended = asyncio.Event()
         self._bridge = Bridge(threads=1, name="aiockpt-serve")
         self._server: CheckpointServer | None = None
-        self._is_ready = False
         self._keep_last = 0.0
         self._told: Counters | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -138,7 +137,7 @@ class ServerMain:
     async def _tell_counters(self) -> None:
         while True:
             await asyncio.sleep(_TICK)
-            if self._server is None or not self._is_ready or self._trainer.full:
+            if self._server is None or self._trainer.full:
                 continue
             now = self._server.counters()
             if now != self._told:
@@ -192,7 +191,6 @@ class ServerMain:
         await server.start(sockets)
         for each in sockets:  # it has copies
             each.close()
-        self._is_ready = True
         self._trainer.send(Ready())
 
     async def _prepare(self, number: int, header: int, arena: int) -> TrainersSnapshot:

@@ -199,8 +199,7 @@ class ServerProcess:
 
     async def _serves(self) -> None:
         """Wait until a process serves; raise if none will."""
-        if self._state is _State.NEW:
-            raise LocalProtocolError("the server process was not started")
+        assert self._state is not _State.NEW, "a transport starts it first"
         await self._settled.wait()
         self._check()
 
