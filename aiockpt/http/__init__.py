@@ -1,13 +1,14 @@
 """The HTTP transport: serves what was sent, and fetches from its like.
 
 This room is the only one that imports aiohttp; it knows nothing of process groups. A
-send begins at `HTTPTransport.send_checkpoint`, is staged and published by `offering`,
-and ends in a `store`. `handlers` answer requests from it (admit, find, plan, send), on
-the transport's loop (`server`) or in another process (`server_process`). A receive
-begins at `HTTPTransport.recv_checkpoint`; `manifests` asks for the manifest, `download`
-schedules and fetches the chunks over `client`, and `body_reader` puts their bytes into
-memory. Both ends use `protocol`, `problems`, `tokens` and `shared_memory`. Names load
-on first use: the server and the client inside need no torch.
+send begins at `HTTPTransport.send_checkpoint`, which stages the state dict, and
+publishes it in a `store`. `handlers` answer requests from it (admit, find, plan, send),
+on the transport's loop (`server`) or in another process (`server_process`). A receive
+begins at `HTTPTransport.recv_checkpoint` and reads from a `source`: `peers` are asked
+for the manifest, `download` schedules and fetches the chunks over the `client`, and
+`body_reader` puts their bytes into memory. Both ends use `protocol`, `problems`,
+`tokens` and `shared_memory`. Names load on first use: the server and the client inside
+need no torch.
 """
 
 from __future__ import annotations
