@@ -112,12 +112,12 @@ async def receive(
                 await source.map(outline, most=most)
                 make = partial(_make_room, source, options, bridge, report)
                 room = await bridge.run(make, known)
-                await source.accept(step)
-
                 # The plan of a selection looks at values, so their chunks come first.
                 await _fetch(source, outline, room, room.goal.values, report)
                 report.at("allocate")
                 rest = await bridge.run(room.goal.place)
+                # A sender that cannot be called off begins when all is planned.
+                await source.accept(step)
                 await _fetch(source, outline, room, rest, report)
 
                 report.at("rebuild")
