@@ -91,8 +91,9 @@ def encode_tree(
     leaf: LeafEncoder,
     limits: Limits,
     row: RowEncoder | None = None,
+    path: Path = (),
 ) -> Node:
-    """Return the node of ``value``.
+    """Return the node of ``value``, which is at ``path``.
 
     ``leaf`` is asked for each value of a type that is neither built in nor
     registered, and for bytes longer than `BLOB_BYTES`. Before that, ``row`` is asked
@@ -104,7 +105,7 @@ def encode_tree(
     """
     encoder = _Encoder(registry, leaf, limits, row)
     try:
-        return encoder.encode(value, ())
+        return encoder.encode(value, path)
     except RecursionError:
         actual = encoder.depth + 1
         raise LimitExceededError("nesting", limit=actual - 1, actual=actual) from None

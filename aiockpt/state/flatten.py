@@ -14,7 +14,6 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from operator import add, attrgetter, le, mul
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, cast
 
@@ -294,13 +293,11 @@ class _Numbering:
         return encode_tree(
             value,
             registry=REGISTRY,
-            leaf=partial(self._leaf_below, path) if path else self._leaf,
+            leaf=self._leaf,
             limits=self._limits,
-            row=None if path else self._row,
+            row=self._row,
+            path=path,
         )
-
-    def _leaf_below(self, above: Path, value: object, path: Path) -> Node:
-        return self._leaf(value, (*above, *path))
 
     def _leaf(self, value: object, path: Path) -> Node:
         """Return the node of a leaf; None if it has no encoding."""
