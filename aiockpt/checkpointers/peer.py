@@ -16,7 +16,7 @@ from aiockpt.http.auth import find_credentials
 from aiockpt.http.client import CheckpointClient
 from aiockpt.http.manifests import PATIENCE, chase
 from aiockpt.http.options import Auth, Receive
-from aiockpt.http.peers import Peers
+from aiockpt.http.peers import Peer, Peers
 from aiockpt.http.protocol import Lease, parse_address
 from aiockpt.http.source import HttpSource, Sharing
 from aiockpt.runtime.bridge import Bridge
@@ -59,7 +59,9 @@ async def _load(
     url: str, options: ReceiveOptions, on_bytes: OnBytes | None
 ) -> Received:
     address = parse_address(url)
-    origin = replace(address.origin, lease=Lease.begin(inf), patience=PATIENCE)
+    # A sender that starts again within the load has time to publish the step again.
+    patience = PATIENCE if address.step is None else inf
+    origin = replace(address.origin, lease=Lease.begin(inf), patience=patience)
     asked = "a checkpoint" if address.step is None else f"step {address.step}"
     what = f"{asked} from {origin.base_url}"
     deadline = Deadline(_PATIENCE, stop="fetch_manifest", what=what)
@@ -79,7 +81,7 @@ async def _load(
             bridge=bridge,
         )
         async with aclosing(client), deadline, meter.raising():
-            peers = Peers.at(client, [origin], deadline.note)
+            peers = Peers(client, [Peer(origin)], deadline.note, waits=False)
 
             async def attempt(step: int) -> Received:
                 deadline.what = f"step {step} from {peers.name}"

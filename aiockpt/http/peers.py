@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from http import HTTPStatus
 from math import inf
@@ -146,12 +146,14 @@ class Peers:
         on_retry: Called with each error that is followed by another attempt.
         deadline: In loop time; the peers are told how long the receiver can wait, and
             those that answer late may join in until then.
+        waits: Whether a step that is not there yet is waited for.
     """
 
     client: CheckpointClient
     all: Sequence[Peer]
     on_retry: OnRetry | None = None
     deadline: float = inf
+    waits: bool = True
 
     @classmethod
     def at(
@@ -226,9 +228,10 @@ class Peers:
             probe = None
 
         async def ask(peer: Peer) -> ManifestAnswer:
+            origin = peer.origin
             return await fetch_manifest(
                 self.client,
-                peer.origin,
+                origin if self.waits else replace(origin, patience=0.0),
                 step,
                 deadline=self.deadline,
                 on_retry=self.on_retry,
