@@ -17,7 +17,7 @@ from aiockpt.format.chunks import digest
 from aiockpt.format.header import LENGTH_BYTES, decode_header, header_length
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import ForeignHeader, Manifest
-from aiockpt.storage.files import named
+from aiockpt.storage.files import named, read_at
 
 __all__ = [
     "chunk_errors",
@@ -127,9 +127,7 @@ def digest_of(path: Path, fd: int, manifest: Manifest, chunk: int) -> str:
 def _blocks(path: Path, fd: int, start: int, stop: int) -> Iterator[memoryview]:
     # Read, not mapped: a file that shrinks under a mapping kills the process.
     block = memoryview(bytearray(min(_BLOCK, stop - start)))
-    while start < stop:
-        got = os.preadv(fd, [block[: stop - start]], start)
-        if not got:
-            raise StorageError(str(path), f"it ends at byte {start}")
-        yield block[:got]
-        start += got
+    for at in range(start, stop, _BLOCK):
+        piece = block[: min(_BLOCK, stop - at)]
+        read_at(path, fd, [piece], at)
+        yield piece

@@ -21,12 +21,12 @@ from typing import Final
 from aiockpt.errors import StorageError
 
 __all__ = [
-    "after",
     "exchange",
     "is_at",
     "lock",
     "named",
     "open_locked",
+    "read_at",
     "remove_tree",
     "rename_to_new",
     "reserve",
@@ -232,6 +232,22 @@ def start_writeback(fd: int, start: int, nbytes: int) -> None:
         _libc.sync_file_range(fd, offset(start), offset(nbytes), _SYNC_FILE_RANGE_WRITE)
 
 
+def read_at(path: Path, fd: int, views: Sequence[memoryview], at: int) -> None:
+    """Fill views one after another from an offset, all of them.
+
+    Raises:
+        StorageError: the file ends before; ``path`` is for the message.
+    """
+    for first in range(0, len(views), _MAX_VIEWS):
+        left = [*views[first : first + _MAX_VIEWS]]
+        while left:
+            got = os.preadv(fd, left, at)
+            if not got:
+                raise StorageError(str(path), f"it ends at byte {at}")
+            at += got
+            left = _after(left, got)
+
+
 def write_at(fd: int, views: Sequence[memoryview], at: int) -> None:
     """Write views one after another at an offset, all of them."""
     for first in range(0, len(views), _MAX_VIEWS):
@@ -239,10 +255,10 @@ def write_at(fd: int, views: Sequence[memoryview], at: int) -> None:
         while left:
             written = os.pwritev(fd, left, at)
             at += written
-            left = after(left, written)
+            left = _after(left, written)
 
 
-def after(views: list[memoryview], nbytes: int) -> list[memoryview]:
+def _after(views: list[memoryview], nbytes: int) -> list[memoryview]:
     """Return what is left of views after their first ``nbytes``."""
     for index, view in enumerate(views):
         if nbytes < view.nbytes:

@@ -7,7 +7,6 @@ here blocks.
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -26,7 +25,7 @@ from aiockpt.runtime.bridge import Bridge
 from aiockpt.state.load_plan import Ranges
 from aiockpt.state.segment import Segment
 from aiockpt.storage.checkpoint_file import header_of
-from aiockpt.storage.files import after, named
+from aiockpt.storage.files import named, read_at
 from aiockpt.storage.placement import Placement, Spare
 
 __all__ = [
@@ -46,7 +45,6 @@ OnBytes: TypeAlias = Callable[[int], None]
 
 _BLOCK: Final = 2 << 20  # what is digested while it is in the cache
 _SPAN: Final = 32 << 20  # of what a thread takes at once where no digest says
-_MAX_VIEWS: Final = 1024
 _THREADS: Final = 2
 
 
@@ -254,23 +252,13 @@ class _Reading:
         for start in range(span.start, span.stop, _BLOCK):
             stop = min(start + _BLOCK, span.stop)
             views = self._placement.views(start, stop, spare)
-            self._fill(views, base + start)
+            read_at(self._path, self._fd, views, base + start)
             hashed = hasher.update(start, *views) if span.verified else ()
             spare.landed(self._placement, start, stop)
             self._tell(stop - start)
             for chunk in hashed:
                 if not chunk.matches:
                     raise chunk.error(str(self._path))
-
-    def _fill(self, views: Sequence[memoryview], at: int) -> None:
-        for first in range(0, len(views), _MAX_VIEWS):
-            left = [*views[first : first + _MAX_VIEWS]]
-            while left:
-                got = os.preadv(self._fd, left, at)
-                if not got:
-                    raise StorageError(str(self._path), f"it ends at byte {at}")
-                at += got
-                left = after(left, got)
 
     def _tell(self, nbytes: int) -> None:
         if self._on_bytes is not None:
