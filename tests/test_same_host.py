@@ -410,7 +410,7 @@ class TestWho:
 
     async def test_guests_that_say_nothing_are_let_go(self, monkeypatch) -> None:
         """They cost a descriptor for a moment, and never more than there may be."""
-        monkeypatch.setattr(lender, "_PATIENCE", 0.2)
+        monkeypatch.setattr(lender, "_TICKET_TIMEOUT", 0.2)
         async with transport(same_host=True, readers=2) as sender:
             await sender.send_checkpoint([1], 1, weights())
             given = parse_offer(await offered(sender, **{PROBE_HEADER: probe()}))

@@ -32,7 +32,7 @@ _CONNECTIONS: Final = 4
 _STALL_TIMEOUT: Final = 10.0
 _BEAT: Final = 0.1
 
-_PATIENCE: Final = 60.0
+_IDLE_LIMIT: Final = 60.0
 """Seconds in which the manifest must come, and then each next byte of the chunks."""
 
 
@@ -64,7 +64,7 @@ async def _load(
     origin = replace(address.origin, lease=Lease.begin(inf), patience=patience)
     asked = "a checkpoint" if address.step is None else f"step {address.step}"
     what = f"{asked} from {origin.base_url}"
-    deadline = Deadline(_PATIENCE, stop="fetch_manifest", what=what)
+    deadline = Deadline(_IDLE_LIMIT, stop="fetch_manifest", what=what)
     meter = _Meter(on_bytes, deadline)
     options = replace(options, progress=meter.update)
     known = find_credentials(None, insecure=False, env=os.environ)

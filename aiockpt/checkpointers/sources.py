@@ -28,7 +28,7 @@ from aiockpt.storage.directory import (
     identity,
     old_of,
     rank_file,
-    settle,
+    resolve_target,
 )
 from aiockpt.storage.files import named
 from aiockpt.storage.read import FileSource, OnBytes, Verify, manifest_of_file
@@ -82,7 +82,7 @@ def open_sources(path: StrPath, reading: Reading) -> Iterator[Found]:
         CheckpointNotFoundError: no whole checkpoint is there.
         StorageError, IntegrityError: something is, but it cannot be read.
     """
-    place = settle(path)
+    place = resolve_target(path)
     with ExitStack() as files:
         with named(place):
             found = _of_file if place.is_file() else _of_directory

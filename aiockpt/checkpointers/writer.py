@@ -44,7 +44,7 @@ from aiockpt.memory.arena import ArenaPool
 from aiockpt.memory.snapshot import TRUSTED, MappedSnapshot, Snapshot
 from aiockpt.runtime.sync_facade import run_blocking
 from aiockpt.storage.commit import Draft
-from aiockpt.storage.directory import MARKER, StrPath, part_of, settle
+from aiockpt.storage.directory import MARKER, StrPath, part_of, resolve_target
 from aiockpt.storage.files import remove_tree
 from aiockpt.storage.retention import retire, sweep
 from aiockpt.storage.write import Writable, WritableSnapshot, write_file
@@ -211,7 +211,7 @@ class CheckpointWriter:
 
     def _begin(self, path: StrPath, step: int) -> _Save:
         try:
-            target = settle(path)
+            target = resolve_target(path)
         except BaseException as error:
             self.abandon(path, step, _reason(error))
             raise

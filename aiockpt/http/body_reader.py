@@ -27,7 +27,7 @@ from aiockpt.http.chunk_run import ChunkRun, Place
 from aiockpt.http.sockets import MIN_TURN_BYTES, Turn, duplicate
 from aiockpt.runtime.bridge import Bridge
 
-__all__ = ["BodyWriter", "Buffers", "read_body"]
+__all__ = ["BodySink", "Buffers", "read_body"]
 
 Buffers: TypeAlias = Callable[[int, int], Sequence[memoryview]]
 
@@ -51,7 +51,7 @@ _KNOWN_SYSTEM = sys.platform != "win32"
 _NEEDED = ("set_protocol", "get_protocol", "pause_reading", "resume_reading", "abort")
 
 
-class BodyWriter:
+class BodySink:
     """Writes the bytes of a body into memory, in order, as they arrive.
 
     Either the bytes are received straight into `next_buffers` and announced by
@@ -105,7 +105,7 @@ class BodyWriter:
         self._scratch: memoryview | None = None
         self._staged = 0
         self.place = self._reached()
-        self._settle()
+        self._next_window()
 
     @property
     def remaining(self) -> int:
@@ -207,7 +207,7 @@ class BodyWriter:
             self._offset += len(piece)
             count -= len(piece)
             wanted |= self._digest(piece)
-            self._settle()
+            self._next_window()
         return wanted
 
     def _digest(self, data: memoryview) -> bool:
@@ -227,7 +227,7 @@ class BodyWriter:
         at = 0
         while at < len(data):
             at += self._scatter_in_window(data[at:])
-            self._settle()
+            self._next_window()
 
     def _scatter_in_window(self, data: memoryview) -> int:
         """Copy what fits into the buffers at hand; return how much that is."""
@@ -244,7 +244,7 @@ class BodyWriter:
         self._index, self._offset = index, offset
         return at
 
-    def _settle(self) -> None:
+    def _next_window(self) -> None:
         """Go to the next byte to write, in the next window if this one is full."""
         while True:
             buffers = self._buffers
@@ -267,7 +267,7 @@ def _no_buffers(start: int, stop: int) -> Sequence[memoryview]:
 
 
 async def read_body(
-    response: ClientResponse, writer: BodyWriter, threads: Bridge | None
+    response: ClientResponse, writer: BodySink, threads: Bridge | None
 ) -> None:
     """Read a body, which must be exactly as long as what remains of ``writer``.
 
@@ -346,7 +346,7 @@ class _DirectReader(asyncio.BufferedProtocol):
     """Takes the place of aiohttp's protocol for a block, while a body arrives."""
 
     def __init__(
-        self, writer: BodyWriter, connection: _Connection, threads: Bridge | None
+        self, writer: BodySink, connection: _Connection, threads: Bridge | None
     ) -> None:
         self._writer = writer
         self._transport, self._protocol = connection
@@ -433,7 +433,7 @@ class _DirectReader(asyncio.BufferedProtocol):
 
 
 def _receive(
-    sock: socket.socket, writer: BodyWriter, report: Callable[[], None], turn: Turn
+    sock: socket.socket, writer: BodySink, report: Callable[[], None], turn: Turn
 ) -> None:
     """Receive for a turn; for a thread."""
     unreported, due = False, 0.0

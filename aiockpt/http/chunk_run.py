@@ -171,7 +171,7 @@ class ChunkRun:
                 self._bad.append(hashed)
         self._locate()
 
-    def settle(self) -> tuple[int, IntegrityError] | None:
+    def want_bad_again(self) -> tuple[int, IntegrityError] | None:
         """Want the bad chunks again; return how many bytes they have, and why.
 
         Returns:

@@ -36,7 +36,7 @@ from aiockpt.errors import (
     TransportError,
 )
 from aiockpt.events import TransferEvent, emit
-from aiockpt.http.body_reader import BodyWriter, read_body
+from aiockpt.http.body_reader import BodySink, read_body
 from aiockpt.http.chunk_run import Place
 from aiockpt.http.options import Auth, Receive, require
 from aiockpt.http.problems import from_problem
@@ -115,7 +115,7 @@ class Answer:
         self.request = request
         self.status = response.status
         self.headers: Mapping[str, str] = response.headers
-        self.writer: BodyWriter | None = None
+        self.writer: BodySink | None = None
         self._response, self._timer, self._threads = response, timer, threads
 
     def __repr__(self) -> str:
@@ -136,7 +136,7 @@ class Answer:
             raise RemoteProtocolError(f"{url} does not say how long its answer is")
         return int(length)
 
-    async def read_into(self, writer: BodyWriter) -> None:
+    async def read_into(self, writer: BodySink) -> None:
         """Read the rest of the body into memory; the client is told what comes.
 
         If cancelled, the connection is closed, and nothing writes to the memory.
@@ -269,13 +269,13 @@ class CheckpointClient:
             TransferStalledError: no answer, or no body, for the stall timeout.
         """
         timer = _StallTimer(request, self.stall_timeout, on_bytes)
-        async with timer, await self._send(request) as response:
+        async with timer, await self._send_headers(request) as response:
             answer = Answer(request, response, timer, self._threads)
             with _translating(answer):
                 await self._check_status(request, response)
                 yield answer
 
-    async def _send(self, request: Request) -> ClientResponse:
+    async def _send_headers(self, request: Request) -> ClientResponse:
         try:
             url = URL(request.url, encoded=True)
             context = self.auth.client_ssl_context
@@ -386,7 +386,7 @@ class _StallTimer:
     def __init__(
         self, request: Request, stall_timeout: float, on_bytes: Callable[[int], None]
     ) -> None:
-        self.writer: BodyWriter | None = None
+        self.writer: BodySink | None = None
         self._seen = 0
         self._url, self._chunk = request.url, request.chunk
         self._on_bytes = on_bytes

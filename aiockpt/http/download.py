@@ -7,8 +7,8 @@ byte that came. Another peer begins with the first byte of the chunk, so that on
 is to blame for a wrong chunk. A peer that is wrong or gone is dropped; the download
 succeeds as long as one is left.
 
-The path of a run: `Download.run` -> `_work` (decide with `choose`) -> `_fetch` (retry)
--> `_request` (one range, straight into the target).
+The path of a run: `Download.run` -> `_work` (decide with `choose`) -> `_fetch_run`
+(retry) -> `_request` (one range, straight into the target).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from aiockpt.errors import (
 )
 from aiockpt.events import TransferEvent, emit
 from aiockpt.format.manifest import Outline
-from aiockpt.http.body_reader import BodyWriter
+from aiockpt.http.body_reader import BodySink
 from aiockpt.http.chunk_run import ChunkRun
 from aiockpt.http.client import Answer, Request
 from aiockpt.http.manifests import fetch_manifest
@@ -283,7 +283,8 @@ class Download:
         have been, and no connection is left.
 
         Raises:
-            IntegrityError: a chunk came three times with a wrong digest.
+            IntegrityError: a range had three wrong answers; of several peers, one is
+                dropped at its first.
             CheckpointChangedError: the peer replaced the snapshot.
             StepNotFoundError: the peer retracted it.
             PeerUnreachableError, TransferStalledError, TransferInterruptedError: the
@@ -369,15 +370,15 @@ class Download:
             if not peer.joined or number >= self._connections_of_each():
                 await self._news.wait(None)  # until it joins, or another is dropped
                 continue
-            match self._choose(connection):
+            match self._next_for(connection):
                 case ChunkRun() as run:
-                    await self._fetch(connection, self._take(connection, run))
+                    await self._fetch_run(connection, self._take(connection, run))
                 case Assignment() as victim:
                     await self._steal(connection, victim)
                 case None:
                     await self._news.wait(_TICK)
 
-    def _choose(self, connection: Connection) -> ChunkRun | Assignment | None:
+    def _next_for(self, connection: Connection) -> ChunkRun | Assignment | None:
         now = _now()
         if not self._queue:
             again = now - self._looked <= _BUSY
@@ -416,7 +417,7 @@ class Download:
         connections = len(self._left()) * self._connections_of_each()
         return min(left // (2 * connections), int(connection.rate * _TURN))
 
-    async def _fetch(self, connection: Connection, run: ChunkRun) -> None:
+    async def _fetch_run(self, connection: Connection, run: ChunkRun) -> None:
         """Fetch what is left of a run; what does not come goes back into the queue."""
         peer, patience, step = connection.peer, connection.patience, self._outline.step
         started = began = _now()
@@ -432,7 +433,7 @@ class Download:
                         if run.chunk is not None:
                             await self._request(run, peer.origin, patience)
                         if run.chunk is None:
-                            self._settle(run, peer.origin)
+                            self._want_bad_again(run, peer.origin)
                         continue
                     except AiockptError as error:
                         delay = retries.decide(error, started=began)
@@ -458,9 +459,9 @@ class Download:
         else:
             connection.learn(mine.size, _now() - started)
 
-    def _settle(self, run: ChunkRun, origin: Origin) -> None:
+    def _want_bad_again(self, run: ChunkRun, origin: Origin) -> None:
         """Want the bad chunks of a run again; raise what is wrong with the first."""
-        if (settled := run.settle()) is not None:
+        if (settled := run.want_bad_again()) is not None:
             lost, error = settled
             error.url = origin.base_url
             self._forget(lost)
@@ -493,7 +494,7 @@ class Download:
 
         async with self._client.request(request, count) as answer:
             _check_range(answer, head + start, head + stop, outline.total_bytes)
-            writer = BodyWriter(self._target.memory.buffers, start, stop, run)
+            writer = BodySink(self._target.memory.buffers, start, stop, run)
             if (prepare := self._target.prepare) is None:
                 await answer.read_into(writer)
                 return
@@ -503,7 +504,7 @@ class Download:
                 read.notify()
 
     async def _keep_ready(
-        self, prepare: Prepare, writer: BodyWriter, start: int, read: Notifier
+        self, prepare: Prepare, writer: BodySink, start: int, read: Notifier
     ) -> None:
         """Prepare memory from ``start`` on, a little ahead of what ``writer`` gets.
 

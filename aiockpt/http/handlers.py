@@ -290,7 +290,7 @@ class CheckpointService:
             reply.headers.update(await self._offer(request, publication, lease))
         if request.method == "HEAD" or reply.status == HTTPStatus.NOT_MODIFIED:
             return _Stream(status=reply.status, headers=reply.headers)
-        return await self._send(request, publication, reply, lease)
+        return await self._send_body(request, publication, reply, lease)
 
     async def _find(
         self,
@@ -344,7 +344,7 @@ class CheckpointService:
 
     # ---------------------------------------------------------------- sending
 
-    async def _send(
+    async def _send_body(
         self,
         request: web.Request,
         publication: Publication,

@@ -44,7 +44,7 @@ __all__ = ["Lender"]
 
 _TICKETS: Final = 1024  # the most that are valid at a time
 _VALID: Final = 30.0  # seconds
-_PATIENCE: Final = 5.0  # seconds in which a guest must show its ticket
+_TICKET_TIMEOUT: Final = 5.0  # seconds in which a guest must show its ticket
 _PAUSE: Final = 1.0  # seconds until the next try to accept, if no descriptor is left
 
 logger = logging.getLogger("aiockpt")
@@ -179,7 +179,7 @@ class Lender:
 
     async def _receive(self, guest: socket.socket) -> None:
         with guest, suppress(OSError, msgspec.MsgspecError, TimeoutError, ClosedError):
-            async with asyncio.timeout(_PATIENCE):
+            async with asyncio.timeout(_TICKET_TIMEOUT):
                 ask = msgspec.json.decode(await _heard(guest), type=Ask)
             ticket = self._tickets.pop(ask.ticket, None)
             publication = self._find(ticket)

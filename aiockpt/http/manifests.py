@@ -32,7 +32,7 @@ from aiockpt.format.entries import INT64_MAX
 from aiockpt.format.header import LENGTH_BYTES, decode_header
 from aiockpt.format.limits import enforce
 from aiockpt.format.manifest import Manifest
-from aiockpt.http.body_reader import BodyWriter
+from aiockpt.http.body_reader import BodySink
 from aiockpt.http.client import Answer, CheckpointClient, Request
 from aiockpt.http.protocol import (
     INCARNATION_HEADER,
@@ -182,7 +182,7 @@ async def _ask_manifest(
         enforce("the size of the header", size, limits.max_header_bytes + LENGTH_BYTES)
         header = room_for(size)
         view = memoryview(header)
-        await answer.read_into(BodyWriter(lambda a, b: [view[a:b]], 0, size))
+        await answer.read_into(BodySink(lambda a, b: [view[a:b]], 0, size))
 
     def decode() -> Manifest:
         """Check who has written the header before anything is made of it."""

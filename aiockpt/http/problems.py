@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -89,6 +90,7 @@ class _Row:
     kind: str
     title: str
     facts: tuple[str, ...] = ()
+    detail: Callable[[Exception], str] = str
 
 
 _TABLE = (
@@ -113,7 +115,7 @@ _TABLE = (
         401,
         "authentication",
         "Wrong or no token",
-        ("detail",),
+        detail=attrgetter("detail"),
     ),
     _Row(RangeNotSatisfiable, 416, "range", "Range not satisfiable", ("size",)),
     _Row(PeerBusy, 503, "busy", "Too many readers", ("retry_after",)),
@@ -142,7 +144,7 @@ def to_problem(error: Exception) -> Problem:
     status = 410 if _is_superseded(error) else row.status
     document = {"type": f"{_TAG}{row.kind}", "title": row.title, "status": status}
     if row is not _INTERNAL:
-        document["detail"] = str(error)
+        document["detail"] = row.detail(error)
     document |= {fact: getattr(error, fact) for fact in row.facts}
     return Problem(status, _headers_of(error), msgspec.json.encode(document))
 

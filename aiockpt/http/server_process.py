@@ -64,7 +64,7 @@ _LOGGERS: Final = ("aiockpt", "aiockpt.runtime.bridge", "aiockpt.audit", "aiockp
 
 _STARTING: Final = 60.0  # seconds until a new process must serve, on a busy machine
 _TRIES: Final = 3  # processes in a row that may die before they serve
-_PATIENCE: Final = 5.0  # seconds between two looks at whether a process is stopped
+_LOOK_INTERVAL: Final = 5.0  # seconds between two looks at whether a process is stopped
 _HUNG: Final = 60.0  # seconds until a process that runs and does not answer is killed
 _MARGIN: Final = 0.15  # seconds beyond the grace in which a retraction is answered
 _SHRINKING: Final = 0.05  # seconds to take memory away before the process is paused
@@ -272,7 +272,7 @@ class ServerProcess:
         """Wait for the end of a process, kill it if need be; say how it ended."""
         if not child.gone.is_set():
             child.kill()
-        code = await child.exitcode(_PATIENCE)
+        code = await child.exitcode(_LOOK_INTERVAL)
         if code is None:
             child.kill()
             code = await child.exitcode(math.inf)
@@ -389,7 +389,7 @@ class ServerProcess:
         """Wait until the process can publish, or is gone; kill one that hangs."""
         loop = asyncio.get_running_loop()
         hung = loop.time() + _HUNG
-        while not await self._answered(number, _PATIENCE):
+        while not await self._answered(number, _LOOK_INTERVAL):
             # A process that was paused is stopped, too, and goes on soon.
             if loop.time() >= hung or (self._is_stopped and not self._shrinking):
                 self._kill()

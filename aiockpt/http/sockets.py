@@ -49,7 +49,7 @@ MIN_TURN_BYTES: Final = 2 << 20
 """A thread's turn costs more than it saves for fewer bytes."""
 
 _TURN: Final = 0.5  # seconds after which another connection may get the thread
-_PATIENCE: Final = 10  # milliseconds that a thread waits for a peer
+_POLL_MILLISECONDS: Final = 10  # milliseconds that a thread waits for a peer
 
 
 _LONGEST_PERIOD: Final = 0.25  # seconds between two looks at a connection
@@ -271,4 +271,4 @@ class Turn:
     def wait(self, sock: socket.socket, event: int) -> bool:
         """Wait 10 ms for ``event``, a flag of ``select``; return whether it came."""
         self._poll.register(sock, event)
-        return bool(self._poll.poll(_PATIENCE))
+        return bool(self._poll.poll(_POLL_MILLISECONDS))

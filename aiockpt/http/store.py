@@ -281,7 +281,7 @@ class Store:
         self.retractions = 0
         self.withdrawals = 0
         self._current: Publication | None = None
-        self._superseded: set[Publication] = set()
+        self._outgoing: set[Publication] = set()
         self._failure: Failure | None = None
         self._expiry: asyncio.TimerHandle | None = None
         self._news = asyncio.Event()
@@ -303,7 +303,7 @@ class Store:
         return StoreStatistics(
             step=self._current.step if self._current else None,
             readers=sum(lock.readers for lock in locks),
-            superseded=len(self._superseded),
+            superseded=len(self._outgoing),
             oldest_reader=max((lock.oldest_reader for lock in locks), default=0.0),
             evicted=self._evicted,
         )
@@ -336,7 +336,7 @@ class Store:
         self._failure = None
         self._announce()
         if old is not None:
-            self._superseded.add(old)
+            self._outgoing.add(old)
             self._tidy()
 
     def fail(self, failure: Failure | None) -> None:
@@ -362,12 +362,12 @@ class Store:
         if old is not None:
             self.withdrawals += 1
             self._announce()
-            self._superseded.add(old)
-        for each in self._superseded:
+            self._outgoing.add(old)
+        for each in self._outgoing:
             if not each.servable.live:
                 each.let_go()
         self._tidy()
-        await self._drain(list(self._superseded), grace)
+        await self._drain(list(self._outgoing), grace)
 
     async def close(self) -> None:
         """Serve nothing for good: evict readers at once, end every wait."""
@@ -480,7 +480,7 @@ class Store:
 
     def leased(self, lease: Lease, step: int) -> Publication | None:
         """Return the superseded publication of ``step`` on which the lease holds."""
-        for each in self._superseded:
+        for each in self._outgoing:
             if each.step == step and each.has_lease(lease):
                 return each
         return None
@@ -542,7 +542,7 @@ class Store:
     def _held(self) -> list[Publication]:
         # The current one last: it is served until all others have been drained.
         now = [self._current] if self._current else []
-        return [*self._superseded, *now]
+        return [*self._outgoing, *now]
 
     def _tidy(self) -> None:
         """Let go of superseded snapshots that nobody reads, or that are too many."""
@@ -550,11 +550,11 @@ class Store:
             self._expiry.cancel()
             self._expiry = None
         read = dict[Publication, float]()
-        for each in tuple(self._superseded):
+        for each in tuple(self._outgoing):
             since = each.read_since()
             if since is None and (not each.kept or not each.servable.live):
                 each.let_go()
-                self._superseded.discard(each)
+                self._outgoing.discard(each)
             elif since is not None and each.kept and not each.servable.live:
                 read[each] = since
         for each in sorted(read, key=read.__getitem__)[self.keep_superseded :]:
@@ -563,7 +563,7 @@ class Store:
             for one in tuple(each.reads):
                 one.evict()
             if not each.reads:
-                self._superseded.discard(each)
+                self._outgoing.discard(each)
         expiry = min((each.next_expiry() for each in read), default=math.inf)
         if expiry < math.inf:
             loop = asyncio.get_running_loop()
@@ -576,7 +576,7 @@ class Store:
             with await each.lock.acquire_write(grace=left):
                 # Nobody reads, and no later reader will be admitted.
                 each.let_go()
-            self._superseded.discard(each)
+            self._outgoing.discard(each)
 
 
 def _now() -> float:

@@ -304,9 +304,9 @@ class HTTPTransport(CheckpointTransport[T]):
         """Stage ``state_dict`` and offer it as ``step``; peers come and fetch it.
 
         Whoever holds the metadata may fetch, and begin at once. When it returns, the
-        caller may change the state dict. If this fails, those who wait for ``step``
-        are told: as many as there are ``dst_ranks``, or all. If cancelled, what was
-        offered stays.
+        caller may change the state dict. If this fails, the receivers that wait for
+        ``step`` are told: as many of them as there are ``dst_ranks``, or all. If
+        cancelled, the earlier offer stays.
 
         Args:
             dst_ranks: Means nothing over HTTP.
@@ -668,7 +668,7 @@ class HTTPTransport(CheckpointTransport[T]):
         survives = (*SUPERSEDED, TransportError)
         origin = replace(origin, patience=PATIENCE)
 
-        async def receive(step: int) -> T:
+        async def attempt(step: int) -> T:
             try:
                 return await self._receive([origin], step, options, sharing, limit)
             except survives:
@@ -677,7 +677,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
         pause = self._client.pause
         while True:
-            yield await chase(steps.__anext__, receive, pause=pause, survives=survives)
+            yield await chase(steps.__anext__, attempt, pause=pause, survives=survives)
 
     def _options(
         self,
@@ -734,7 +734,7 @@ class HTTPTransport(CheckpointTransport[T]):
         peers = Peers.at(self._client, leased, deadline.note, deadline=until)
         deadline.what = f"a checkpoint from {peers.name}"
 
-        def receive(step: int) -> Awaitable[Received]:
+        def attempt(step: int) -> Awaitable[Received]:
             deadline.what = f"step {step} from {peers.name}"
             source = HttpSource(peers, self._bridge, sharing)
             return receive_from(source, step, options, self._bridge, deadline)
@@ -742,10 +742,10 @@ class HTTPTransport(CheckpointTransport[T]):
         with self._lifetime.call():
             async with deadline:
                 if step is not None:
-                    received = await receive(step)
+                    received = await attempt(step)
                 else:
                     pause = self._client.pause
-                    _, received = await chase(peers.newest, receive, pause=pause)
+                    _, received = await chase(peers.newest, attempt, pause=pause)
                 return cast("T", received.state_dict)
 
 

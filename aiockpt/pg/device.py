@@ -472,13 +472,13 @@ class _Share:
         backings: Backings | None = None,
         copied: Sequence[int] = (),
     ) -> None:
-        self._device, self._entries, self.away = device, entries, homes
+        self._device, self._entries, self.on_device = device, entries, homes
         self._backings, self._copied = backings, copied
         self._segment: Segment | None = None
 
     def beside(self, memory: Memory) -> Memory:
         device = self._device.device
-        self._segment = Segment(device, memory, self._entries, self.away)
+        self._segment = Segment(device, memory, self._entries, self.on_device)
         return self._segment
 
     def begin(self) -> None:
@@ -491,7 +491,7 @@ class _Share:
     def load(self, fences: Fences) -> list[Event]:
         if self._backings is None:
             return []
-        found = pairs(self._backings, self.away, self._copied)
+        found = pairs(self._backings, self.on_device, self._copied)
         copies = (once(state, place) for place, state in found)
         return [self._device.port.copy(copies, after=fences[self._device.device])]
 

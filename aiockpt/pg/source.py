@@ -89,8 +89,9 @@ class GroupSource:
         trace: TracebackType | None,
     ) -> None:
         """Tell the sender of a failure; a sender who has not come is waited for."""
+        # Once there is an offer, `Conversation.answering` says why the receive fails.
         if isinstance(error, Exception) and not self._asked:
-            await self._decline(error)
+            await self._decline_unasked(error)
         await self._talk.__aexit__(kind, error, trace)
 
     async def manifest(self, step: int) -> Manifest:
@@ -165,7 +166,7 @@ class GroupSource:
     def give_back(self) -> None:
         """Do nothing: there is no mapped memory."""
 
-    async def _decline(self, error: Exception) -> None:
+    async def _decline_unasked(self, error: Exception) -> None:
         """Wait for the sender, and say why this receive fails."""
         async with (
             telling(error, "the sender", self._deadline),

@@ -47,8 +47,8 @@ from aiockpt.state.containers import DICTS, Containers, children
 from aiockpt.state.distributed import has_version, take_apart
 from aiockpt.state.nodes import decoders_for, opened
 from aiockpt.state.rebuild import (
-    Away,
     Frame,
+    OnDevice,
     assemble,
     parts_over,
     tensors_over,
@@ -150,7 +150,7 @@ class EverythingNew:
         buffer: The memory of the arena.
         limits: Bound the tree.
         allow_pickle: Accept leaves that only pickle carries.
-        away: Entries that have other memory.
+        on_device: Entries that have other memory.
 
     Raises:
         RemoteProtocolError: torch has no such tensor.
@@ -167,10 +167,10 @@ class EverythingNew:
         *,
         limits: Limits,
         allow_pickle: bool,
-        away: Away | None = None,
+        on_device: OnDevice | None = None,
     ) -> None:
         self._limits, self._allow_pickle = limits, allow_pickle
-        self._tensors = tensors_over(manifest, buffer, away=away)
+        self._tensors = tensors_over(manifest, buffer, on_device=on_device)
         self._frame = Frame.of(manifest)
         self._whole = (0, manifest.segment_bytes)
 
@@ -204,7 +204,7 @@ class IntoTemplate:
         buffer: The memory of the arena.
         limits: Bound the tree.
         allow_pickle: Accept leaves that only pickle carries.
-        away: Entries that have other memory.
+        on_device: Entries that have other memory.
     """
 
     values: Ranges = ()
@@ -218,9 +218,9 @@ class IntoTemplate:
         *,
         limits: Limits,
         allow_pickle: bool,
-        away: Away | None = None,
+        on_device: OnDevice | None = None,
     ) -> None:
-        self._match, self._buffer, self._away = match, buffer, away
+        self._match, self._buffer, self._on_device = match, buffer, on_device
         self._limits, self._allow_pickle = limits, allow_pickle
         self._frame = Frame.of(manifest)
         self._whole = (0, manifest.segment_bytes)
@@ -249,7 +249,7 @@ class IntoTemplate:
                 parts=match.parts,
                 blobs=match.blobs,
                 fresh=match.fresh,
-                away=self._away,
+                on_device=self._on_device,
             )
         state = assemble(
             self._frame,

@@ -32,15 +32,15 @@ from aiockpt.state.leaves import DTYPES, registry
 from aiockpt.state.nodes import Decoders
 
 __all__ = [
-    "Away",
     "Frame",
+    "OnDevice",
     "assemble",
     "check_meshes",
     "parts_over",
     "tensors_over",
 ]
 
-Away: TypeAlias = Mapping[int, torch.Tensor]
+OnDevice: TypeAlias = Mapping[int, torch.Tensor]
 """Entries whose bytes are not in the segment's buffer but in these tensors."""
 
 _CODE_DTYPES = {code: DTYPES[name] for code, name in CODES.items()}
@@ -51,12 +51,12 @@ def tensors_over(
     buffer: mmap | memoryview,
     *,
     base: int = 0,
-    away: Away | None = None,
+    on_device: OnDevice | None = None,
 ) -> list[torch.Tensor]:
     """Return the tensors by number, over the segment that starts at ``base``.
 
     Every entry becomes a storage of its own, which keeps ``buffer`` alive; views of
-    an entry share its storage. Entries that are ``away`` have their bytes elsewhere.
+    an entry share its storage. The bytes of entries in ``on_device`` are elsewhere.
 
     Raises:
         RemoteProtocolError: torch has no such tensor: its flags do not fit its
@@ -64,7 +64,7 @@ def tensors_over(
     """
     with collector_paused(), _blaming_the_manifest():
         tensors = _entry_tensors(manifest.entries, buffer, base=base)
-        for number, data in (away or {}).items():
+        for number, data in (on_device or {}).items():
             tensors[number] = _typed(manifest.entries[number], data)
         bases = tensors.copy()
         tensors += (_view(bases[spec.storage], spec) for spec in manifest.views)
@@ -78,7 +78,7 @@ def parts_over(
     parts: Set[int],
     blobs: Set[int],
     fresh: Set[int] = frozenset(),
-    away: Away | None = None,
+    on_device: OnDevice | None = None,
 ) -> dict[int, torch.Tensor]:
     """Return only the tensors that values are made of, and ``fresh`` ones, by number.
 
@@ -89,10 +89,10 @@ def parts_over(
     Raises:
         RemoteProtocolError: as `tensors_over`.
     """
-    count, away = len(manifest.entries), away or {}
+    count, on_device = len(manifest.entries), on_device or {}
 
     def dense(number: int) -> torch.Tensor:
-        entry, data = manifest.entries[number], away.get(number)
+        entry, data = manifest.entries[number], on_device.get(number)
         if data is not None:
             return _typed(entry, data)
         return _dense(buffer, _dtype(entry.dtype), entry.shape, *entry.data_offsets)

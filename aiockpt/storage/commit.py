@@ -45,7 +45,7 @@ _OCCUPIED: Final = {errno.ENOTEMPTY, errno.EEXIST}
 _HEAD_BYTES: Final = 4096  # the step is in this much of a header
 _STEP_SAID = re.compile(rb'\\"step\\":([0-9]{1,19})')
 
-_PATIENCE: Final = 1.0  # a sweep locks a file just long enough to remove it
+_LOCK_WAIT: Final = 1.0  # a sweep locks a file just long enough to remove it
 _TRIES: Final = 20
 
 
@@ -53,7 +53,7 @@ class Draft:
     """One rank's file in a checkpoint that is being built.
 
     Args:
-        target: The checkpoint's final path; see `directory.settle`.
+        target: The checkpoint's final path; see `directory.resolve_target`.
         rank: The rank whose file this is.
         durable: Have the disk confirm each step before the next one.
 
@@ -164,7 +164,7 @@ class Draft:
             # A sweep may remove the directory at the same time.
             with suppress(FileNotFoundError):
                 return open_locked(
-                    self.temporary, busy=busy, empty=True, patience=_PATIENCE
+                    self.temporary, busy=busy, empty=True, patience=_LOCK_WAIT
                 )
         raise StorageError(str(self.temporary), busy)
 

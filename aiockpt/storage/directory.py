@@ -45,7 +45,7 @@ __all__ = [
     "old_of",
     "part_of",
     "rank_file",
-    "settle",
+    "resolve_target",
     "step_of",
 ]
 
@@ -126,7 +126,7 @@ def step_of(path: StrPath) -> int:
     return int(found[1]) if found else 0
 
 
-def settle(path: StrPath) -> Path:
+def resolve_target(path: StrPath) -> Path:
     """Return the path of a checkpoint with all links followed.
 
     Raises:
@@ -167,7 +167,7 @@ def checkpoint_at(path: StrPath) -> Checkpoint:
         CheckpointNotFoundError: there is none; the message says what is there.
         StorageError: its marker is damaged, or of a later version.
     """
-    place = settle(path)
+    place = resolve_target(path)
     for _ in range(_TRIES):
         before = identity(place)
         if (found := _checkpoint_in(place, place.name)) is not None:

@@ -17,7 +17,7 @@ from aiockpt.storage.directory import (
     Checkpoint,
     StrPath,
     list_checkpoints,
-    settle,
+    resolve_target,
 )
 from aiockpt.storage.files import is_at, lock, named, remove_tree, trash
 
@@ -68,7 +68,7 @@ def retire(
     Raises:
         StorageError: one cannot be removed; the others are.
     """
-    place, linked = settle(directory), set(_linked_from(directory))
+    place, linked = resolve_target(directory), set(_linked_from(directory))
     every = {each.path: each for each in list_checkpoints(directory)}
     found = superfluous(
         [each for path, each in every.items() if path.parent == place],
@@ -101,7 +101,7 @@ def _linked_from(directory: StrPath) -> Iterator[Path]:
         links = [each.path for each in os.scandir(directory) if each.is_symlink()]
     for link in links:
         with suppress(StorageError):
-            yield settle(link)
+            yield resolve_target(link)
 
 
 def sweep(directory: StrPath, *, shared: bool) -> list[Path]:

@@ -24,7 +24,7 @@ from aiockpt.memory.device import Event, PortFor, completed, keep_until
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.tasks import beside
 from aiockpt.state.load_plan import EverythingNew, IntoTemplate, Rule, Selected
-from aiockpt.state.rebuild import Away, Frame, check_meshes
+from aiockpt.state.rebuild import Frame, OnDevice, check_meshes
 from aiockpt.state.segment import Segment, check_memory
 from aiockpt.state.template import Match, Template
 from aiockpt.transfer.source import Prepare
@@ -47,8 +47,8 @@ _USED: Final = 0.75
 class Terms:
     """What a receive accepts, and whether bytes go straight into a template.
 
-    ``warm`` lends the memory that it needs, if some is kept. ``ahead`` says that who
-    brings the bytes has no time to touch new pages.
+    ``warm`` lends the memory that it needs, if some is kept. ``ahead`` says that
+    the thread that brings the bytes must not touch new pages: gloo has only one.
     """
 
     limits: Limits
@@ -63,7 +63,7 @@ class Share(Protocol):
     """The entries of a checkpoint that a device receives by itself."""
 
     @property
-    def away(self) -> Away:
+    def on_device(self) -> OnDevice:
         """Their bytes on the device."""
 
     def beside(self, memory: Memory) -> Memory:
@@ -115,15 +115,15 @@ def new_tensors(
 ) -> Destination:
     """Return tensors over an arena, but for a device's share; see `destination_of`."""
     check_meshes(Frame.of(manifest), limits=terms.limits)
-    away = None if share is None else share.away
-    used = manifest.segment_bytes - _nbytes_of(away)
+    on_device = None if share is None else share.on_device
+    used = manifest.segment_bytes - _nbytes_of(on_device)
     loan = Loan(arena) if arena else _allocate(manifest, used, terms)
     rule = EverythingNew(
         manifest,
         loan.buffer,
         limits=terms.limits,
         allow_pickle=terms.allow_pickle,
-        away=away,
+        on_device=on_device,
     )
     return Destination(
         manifest.grid, rule, loan, terms, bridge, owns=arena is None, share=share
@@ -143,10 +143,10 @@ def into_template(
 
     ``match`` has nothing for the entries of a device's share.
     """
-    away = None if share is None else share.away
-    used = manifest.segment_bytes - _nbytes_of(away)
+    on_device = None if share is None else share.on_device
+    used = manifest.segment_bytes - _nbytes_of(on_device)
     if terms.direct:
-        used -= _at_home(match.backings, terms.ports)
+        used -= _nbytes_in_place(match.backings, terms.ports)
     loan = Loan(arena) if arena else _allocate(manifest, used, terms)
     rule = IntoTemplate(
         manifest,
@@ -154,7 +154,7 @@ def into_template(
         loan.buffer,
         limits=terms.limits,
         allow_pickle=terms.allow_pickle,
-        away=away,
+        on_device=on_device,
     )
     pinned = terms.warm is not None and used >= _USED * manifest.segment_bytes
     return Destination(
@@ -210,7 +210,7 @@ class Destination:
         arena: Where the data segment is, as far as it is in no template's memory.
         backings: A template's memory for each entry, if there is a template.
         copies: Between the arena and that memory.
-        home: The chunks that are in the template already, or on their way. Whoever
+        loaded: The chunks that are in the template already, or on their way. Whoever
             finds one there adds it.
         touched: Whether a template may have been modified.
     """
@@ -238,7 +238,7 @@ class Destination:
         self._share = share
         self.arena = loan.arena
         self.memory: Memory = self.arena
-        self.home: set[int] = set()
+        self.loaded: set[int] = set()
         self._chunks: Sequence[int] = ()
         self._loading: _Loading | None = None
         self.values: Sequence[int] = chunks_over(grid, rule.values)
@@ -275,7 +275,7 @@ class Destination:
                 self.copies,
                 self._grid,
                 self._bridge,
-                self.home,
+                self.loaded,
                 direct=self._terms.direct,
                 pinned=self.arena if self._pinned else None,
             )
@@ -405,9 +405,9 @@ class Destination:
         self.arena.close()
 
 
-def _nbytes_of(away: Away | None) -> int:
+def _nbytes_of(on_device: OnDevice | None) -> int:
     """Return how many bytes are in other memory."""
-    return sum(data.numel() for data in (away or {}).values())
+    return sum(data.numel() for data in (on_device or {}).values())
 
 
 def _allocate(manifest: Manifest, nbytes: int, terms: Terms) -> Loan:
@@ -416,13 +416,13 @@ def _allocate(manifest: Manifest, nbytes: int, terms: Terms) -> Loan:
     return lend(size, used=nbytes, most=most, pool=terms.warm)
 
 
-def _at_home(backings: Backings, ports: PortFor) -> int:
+def _nbytes_in_place(backings: Backings, ports: PortFor) -> int:
     """Return how many bytes need no arena in a direct receive."""
     sizes, parts = backings.sizes, backings.parts
-    away = {device for device in backings.devices() if ports(device) is not None}
+    accelerators = {each for each in backings.devices() if ports(each) is not None}
     nbytes = sum(sizes) - sum(sizes[entry] for entry in parts)
-    for entry, tensor in enumerate(backings.tensors if away else ()):
-        if tensor.device in away and entry not in parts:
+    for entry, tensor in enumerate(backings.tensors if accelerators else ()):
+        if tensor.device in accelerators and entry not in parts:
             nbytes -= sizes[entry]
     return nbytes
 
@@ -434,7 +434,7 @@ class _Loading:
         copies: Between the two; they outlive all copies.
         grid: The chunks.
         bridge: Where copies run, or are enqueued.
-        home: The chunks that are in the template already, or on their way.
+        loaded: The chunks that are in the template already, or on their way.
         direct: What has a host's memory for its own has been received there.
         pinned: Memory to page-lock, since it is going to be used again.
 
@@ -447,19 +447,19 @@ class _Loading:
         copies: CopyPlan,
         grid: ChunkGrid,
         bridge: Bridge,
-        home: set[int],
+        loaded: set[int],
         *,
         direct: bool,
         pinned: Arena | None,
     ) -> None:
         self._copies, self._grid, self._bridge = copies, grid, bridge
-        self._home, self._direct, self._pinned = home, direct, pinned
+        self._loaded, self._direct, self._pinned = loaded, direct, pinned
         self._parts: _Unfinished | None = None
         self._verified: asyncio.Queue[int | None] = asyncio.Queue()
         self.has_sent = False
 
     def __repr__(self) -> str:
-        return f"<_Loading home={len(self._home)} of {len(self._grid)} chunks>"
+        return f"<_Loading loaded={len(self._loaded)} of {len(self._grid)} chunks>"
 
     @property
     def is_early(self) -> bool:
@@ -496,7 +496,7 @@ class _Loading:
         left = None if self._parts is None else self._parts.left()
         self._copies.load_parts(left, fences)
         for chunk in (*before, *chunks):
-            if chunk in self._home:
+            if chunk in self._loaded:
                 continue
             start, stop = self._grid.range(chunk)
             if not self._direct or chunk in before:
@@ -522,7 +522,7 @@ class _Loading:
         self._copies.load_device(*self._grid.range(chunk), fences)
         assert self._parts is not None
         self._copies.load_parts(self._parts.add(chunk), fences)
-        self._home.add(chunk)
+        self._loaded.add(chunk)
 
 
 class _Unfinished:

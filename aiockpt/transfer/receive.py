@@ -116,7 +116,7 @@ async def receive(
                 await _fetch(source, outline, room, room.goal.values, report)
                 report.at("allocate")
                 rest = await bridge.run(room.goal.place)
-                # A sender that cannot be called off begins when all is planned.
+                # A rank cannot stop what it has begun to send: all is planned first.
                 await source.accept(step)
                 await _fetch(source, outline, room, rest, report)
 

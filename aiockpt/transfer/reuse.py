@@ -157,7 +157,7 @@ class HeldInTemplate(Held):
     def bring(self, chunks: Iterable[int], target: Memory | None) -> list[int]:
         """Leave them where they are."""
         there = [*chunks]
-        self._goal.home.update(there)
+        self._goal.loaded.update(there)
         return there
 
     def _matches(self, chunk: int, memory: Memory) -> bool:

@@ -821,7 +821,7 @@ class TestPeer:
         self, monkeypatch: pytest.MonkeyPatch, refused: str, status: int, doing: str
     ) -> None:
         """Though it answers each request; the error tells its last answer."""
-        monkeypatch.setattr(peers, "_PATIENCE", 0.5)
+        monkeypatch.setattr(peers, "_IDLE_LIMIT", 0.5)
 
         async def meddle(
             peer: RangePeer, request: web.Request
@@ -849,7 +849,7 @@ class TestPeer:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Each new byte renews the deadline."""
-        monkeypatch.setattr(peers, "_PATIENCE", 1.0)
+        monkeypatch.setattr(peers, "_IDLE_LIMIT", 1.0)
         monkeypatch.setattr(peers, "_CONNECTIONS", 1)  # which makes two requests
 
         async def meddle(peer: RangePeer, request: web.Request) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from aiockpt.errors import LocalProtocolError
 from aiockpt.http import body_reader
-from aiockpt.http.body_reader import BodyWriter, Buffers, read_body
+from aiockpt.http.body_reader import BodySink, Buffers, read_body
 from aiockpt.http.chunk_run import Place
 from aiockpt.runtime.bridge import Bridge
 from rangepeer import io_threads, noise
@@ -36,10 +36,10 @@ def pumps(request, monkeypatch) -> Iterator[Bridge | None]:
         yield pumps
 
 
-def memory_of(sizes: list[int]) -> tuple[bytearray, BodyWriter]:
+def memory_of(sizes: list[int]) -> tuple[bytearray, BodySink]:
     """Return memory that consists of buffers of these sizes, and what fills it."""
     memory = bytearray(sum(sizes))
-    return memory, BodyWriter(cutting(memory, sizes), 0, len(memory))
+    return memory, BodySink(cutting(memory, sizes), 0, len(memory))
 
 
 def cutting(memory: bytearray | mmap.mmap, sizes: list[int]) -> Buffers:
@@ -109,7 +109,7 @@ class TestBodyWriter:
             asked.append((start, stop))
             return give(start, stop)
 
-        source, fill = noise(10 << 20), BodyWriter(buffers, 5, 10 << 20)
+        source, fill = noise(10 << 20), BodySink(buffers, 5, 10 << 20)
         while fill.remaining:
             at, room = fill.filled + 5, fill.next_buffer()
             room[:] = source[at : at + len(room)]
@@ -121,7 +121,7 @@ class TestBodyWriter:
     def test_destination_of_another_size_is_the_callers_mistake(self) -> None:
         """Better no byte at all than one in the wrong place."""
         with pytest.raises(LocalProtocolError, match="another size"):
-            BodyWriter(lambda start, stop: [memoryview(bytearray(9))], 0, 10)
+            BodySink(lambda start, stop: [memoryview(bytearray(9))], 0, 10)
 
     @pytest.mark.parametrize("how", ["received", "written"])
     def test_bytes_that_are_wanted_are_in_their_place(self, how: str) -> None:
@@ -142,7 +142,7 @@ class TestBodyWriter:
             def place(self) -> Place:
                 return Place(None, 0, 0)
 
-        fill = BodyWriter(
+        fill = BodySink(
             cutting(memory, [100] * 500),
             0,
             50_000,
@@ -297,7 +297,7 @@ class TestReceive:
                 memory = mmap.mmap(-1, len(BODY))
                 async with asked(session, address) as answer:
                     try:
-                        fill = BodyWriter(cutting(memory, [len(BODY)]), 0, len(BODY))
+                        fill = BodySink(cutting(memory, [len(BODY)]), 0, len(BODY))
                         await read_body(answer, fill, pumps)
                     except (OSError, Exception):  # noqa: BLE001 - told apart elsewhere
                         assert address is broken

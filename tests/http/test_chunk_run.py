@@ -101,7 +101,7 @@ def test_bytes_in_any_pieces_verify_every_chunk(cuts: list[int]) -> None:
     for start, stop in pairwise(bounds):
         receive(run, SEGMENT[start:stop])
     assert run.chunk is None
-    assert run.settle() is None
+    assert run.want_bad_again() is None
     assert verified == [0, 1, 2, 3, 4]
 
 
@@ -138,7 +138,7 @@ def test_bad_chunks_alone_are_wanted_again() -> None:
     damaged[CHUNK] ^= 1
     damaged[-1] ^= 1
     receive(run, damaged)
-    settled = run.settle()
+    settled = run.want_bad_again()
     assert settled is not None
     lost, error = settled
     assert lost == CHUNK + len(SEGMENT) - 4 * CHUNK
@@ -148,7 +148,7 @@ def test_bad_chunks_alone_are_wanted_again() -> None:
     receive(run, SEGMENT[CHUNK : 2 * CHUNK])
     assert (run.position, run.stop) == (4 * CHUNK, len(SEGMENT))
     receive(run, SEGMENT[4 * CHUNK :])
-    assert run.settle() is None
+    assert run.want_bad_again() is None
     assert verified == [0, 2, 3, 1, 4]
 
 

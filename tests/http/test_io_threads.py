@@ -21,7 +21,7 @@ from aiohttp import ClientPayloadError, ClientSession, web
 
 from aiockpt.errors import ClosedError
 from aiockpt.http import body_reader, sockets
-from aiockpt.http.body_reader import BodyWriter, read_body
+from aiockpt.http.body_reader import BodySink, read_body
 from aiockpt.http.body_writer import BodySender, Outcome
 from aiockpt.http.chunk_run import Place
 from aiockpt.http.listen import open_sockets
@@ -100,7 +100,7 @@ async def serving() -> AsyncIterator[Service]:
 
 
 async def get(
-    session: ClientSession, port: int, fill: BodyWriter, threads: Bridge
+    session: ClientSession, port: int, fill: BodySink, threads: Bridge
 ) -> None:
     """Receive what is answered."""
     url = f"http://127.0.0.1:{port}/"
@@ -245,7 +245,7 @@ class TestReceiving:
         def buffers(start: int, stop: int) -> list[memoryview]:
             return [memoryview(memory)[start:stop]]
 
-        fill = BodyWriter(buffers, 0, len(BODY), Witness())  # type: ignore[arg-type]
+        fill = BodySink(buffers, 0, len(BODY), Witness())  # type: ignore[arg-type]
         with io_threads() as threads:
             async with serving() as service, ClientSession() as session:
                 await get(session, service.port, fill, threads)
@@ -269,8 +269,8 @@ class TestReceiving:
 
             threads.run = noted  # type: ignore[assignment, method-assign]
 
-            def filling(memory: bytearray) -> BodyWriter:
-                return BodyWriter(lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY))
+            def filling(memory: bytearray) -> BodySink:
+                return BodySink(lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY))
 
             fills = [filling(memory) for memory in memories]
             async with serving() as service, ClientSession() as session:
@@ -303,7 +303,7 @@ class TestReceiving:
             return [memoryview(memory)[: stop - start]]
 
         gone = asyncio.Event()
-        fill = BodyWriter(again, 0, body)
+        fill = BodySink(again, 0, body)
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         with io_threads() as threads:
             async with server, ClientSession() as session:
@@ -337,7 +337,7 @@ class TestReceiving:
                 return Place(None, 0, 0)
 
         memory = bytearray(len(BODY))
-        fill = BodyWriter(
+        fill = BodySink(
             lambda a, b: [memoryview(memory)[a:b]],
             0,
             len(BODY),
@@ -353,7 +353,7 @@ class TestReceiving:
         sizes = [100_000, 64 << 10, 70_000, 10, 10, 200_000]
         memories = [bytearray(size) for size in sizes]
         total, source = sum(sizes), noise(sum(sizes))
-        fill = BodyWriter(
+        fill = BodySink(
             lambda *_: [memoryview(memory) for memory in memories], 0, total
         )
         assert [*map(len, fill.next_buffers())] == sizes[:3]
@@ -375,7 +375,7 @@ class TestReceiving:
         """Receiving needs none beside that of the connection."""
         monkeypatch.setattr(body_reader, "duplicate", lambda _: None)
         memory = bytearray(len(BODY))
-        fill = BodyWriter(lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY))
+        fill = BodySink(lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY))
         with io_threads() as threads:
             async with serving() as service, ClientSession() as session:
                 await get(session, service.port, fill, threads)
@@ -400,7 +400,7 @@ class TestReceiving:
             closed.set()
 
         memory = bytearray(len(BODY))
-        fill = BodyWriter(lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY))
+        fill = BodySink(lambda a, b: [memoryview(memory)[a:b]], 0, len(BODY))
         closed = asyncio.Event()
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         with io_threads() as threads:
