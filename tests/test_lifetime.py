@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 
 from aiockpt import StepNotFoundError
 from aiockpt.errors import ClosedError, LocalProtocolError, TransferTimeoutError
-from aiockpt.runtime.lifetime import Lifetime
+from aiockpt.runtime.lifetime import Deadline, Lifetime
 from aiockpt.testing import assert_same
 from serving import Peer
 from transports import MIB, Transport, port_of, receive, transport, weights
@@ -330,3 +332,35 @@ def test_a_forked_child_is_told_that_it_is_one() -> None:
 async def bound(made: Lifetime) -> None:
     """Use it."""
     made.bind()
+
+
+def test_a_deadline_that_has_ended_keeps_nothing_of_its_call() -> None:
+    """Threads that go on may keep the deadline, and must not keep a template by it."""
+
+    class Template:
+        """Something large."""
+
+    async def fail(deadline: Deadline) -> weakref.ref[Template]:
+        template = Template()
+        known = weakref.ref(template)
+        with pytest.raises(ZeroDivisionError):
+            async with deadline:
+                raise ZeroDivisionError
+        return known
+
+    async def main() -> None:
+        deadline = Deadline(60, stop="here")
+        known = await asyncio.create_task(fail(deadline))
+        gc.collect()
+        assert known() is None
+        assert not deadline.expired
+
+    async def overrun() -> None:
+        deadline = Deadline(0.01, stop="here")
+        with pytest.raises(TransferTimeoutError):
+            async with deadline:
+                await asyncio.Event().wait()
+        assert deadline.expired
+
+    asyncio.run(main())
+    asyncio.run(overrun())

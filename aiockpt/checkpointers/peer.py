@@ -85,6 +85,7 @@ async def _load(
 
             async def attempt(step: int) -> Received:
                 deadline.what = f"step {step} from {peers.name}"
+                meter.begin(step)
                 http = HttpSource(peers, bridge, alone)
                 try:
                     return await receive(http, step, options, bridge, deadline)
@@ -104,9 +105,9 @@ class _Meter:
     """Hands on how many bytes came; what the listener raises ends the fetch.
 
     A listener hears of nothing while a peer is silent: it is told of no bytes, then,
-    so that it can end that, too. Bytes beyond all that came before renew the deadline,
-    and so does each stop of the receive, once. Bytes that come once more, because they
-    were wrong, do not.
+    so that it can end that, too. Bytes beyond all that came before of a step renew the
+    deadline, and so does each stop of its receive, once. Bytes that come once more,
+    because they were wrong, do not.
     """
 
     def __init__(self, on_bytes: OnBytes | None, deadline: Deadline) -> None:
@@ -114,8 +115,15 @@ class _Meter:
         self._deadline = deadline
         self._come = self._most = 0
         self._stops: set[str] = set()
+        self._step: int | None = None
         self._task = asyncio.current_task()
         self._failure: BaseException | None = None
+
+    def begin(self, step: int) -> None:
+        """Say which step is received from now on, perhaps once more."""
+        if step != self._step:
+            self._step, self._most = step, 0
+            self._stops.clear()
 
     def update(self, progress: Progress) -> None:
         """Be the receive's ``progress``."""

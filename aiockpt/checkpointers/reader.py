@@ -20,7 +20,7 @@ from aiockpt.memory.device import PortFor, port_for
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.state.load_plan import Ranges, Selected, state_over
 from aiockpt.state.segment import check_memory
-from aiockpt.state.selection import Select
+from aiockpt.state.selection import Select, listed
 from aiockpt.storage.directory import StrPath
 from aiockpt.storage.placement import Placement, PlannedPlacement, VerifyOnly
 from aiockpt.storage.read import FileSource, OnBytes, Verify, check_verify
@@ -118,6 +118,7 @@ class CheckpointReader:
             MissingKeysError: with ``strict``; nothing was changed.
         """
         del kwargs
+        select = listed(select)
         info = self._rank_info
         reading = Reading(
             rank=info.global_rank if rank is None else rank,

@@ -24,7 +24,7 @@ from aiockpt.pg.conversation import (
     Ranks,
     telling,
 )
-from aiockpt.pg.messages import Medium, messages_of
+from aiockpt.pg.messages import Channel, Medium, messages_of
 from aiockpt.runtime.lifetime import Deadline
 from aiockpt.runtime.system import allocating
 from aiockpt.runtime.tasks import beside
@@ -70,7 +70,8 @@ class GroupSource:
         self._memory, self._bridge = medium, ranks.bridge
         self._limits, self._deadline = limits, deadline
         self._step, self._asked = step, False
-        self._talk = AsyncExitStack()  # the conversation
+        self._talk = AsyncExitStack()  # the turn, and the conversation in it
+        self._channel: Channel | None = None
         self._peer: Conversation | None = None
         self._messages: Sequence[tuple[int, int]] = ()
         self._placement: Sequence[int] = ()
@@ -79,7 +80,9 @@ class GroupSource:
         return f"<GroupSource {self.name}>"
 
     async def __aenter__(self) -> GroupSource:
-        """Begin a receive."""
+        """Wait for the turn: receives from one rank keep the order of their calls."""
+        turn = self._ranks.turn(self._rank, sending=False)
+        self._channel = await self._talk.enter_async_context(turn)
         return self
 
     async def __aexit__(
@@ -180,15 +183,15 @@ class GroupSource:
 
         Conversations about earlier steps, which the sender gave up, are skipped.
         """
-        async with self._ranks.turn(self._rank, sending=False) as channel:
-            while True:
-                talk = Conversation(channel, self._ranks, self._deadline)
-                try:
-                    async with talk.held() as peer:
-                        yield peer, await peer.hear(Kind.OFFER, step=self._step)
-                    return
-                except OutdatedError as error:
-                    logger.info("waiting for step %d: %s", self._step, error)
+        assert self._channel is not None
+        while True:
+            talk = Conversation(self._channel, self._ranks, self._deadline)
+            try:
+                async with talk.held() as peer:
+                    yield peer, await peer.hear(Kind.OFFER, step=self._step)
+                return
+            except OutdatedError as error:
+                logger.info("waiting for step %d: %s", self._step, error)
 
     async def _prepare(self, target: Target, grid: ChunkGrid) -> None:
         """Have memory ready ahead of the bytes: gloo has one thread for both."""

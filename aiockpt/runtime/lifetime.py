@@ -36,11 +36,12 @@ class Deadline(AbstractAsyncContextManager["Deadline"]):
         self.last_error = ""
         self.when = 0.0
         self._scope: asyncio.Timeout | None = None
+        self._passed = False
 
     @property
     def expired(self) -> bool:
         """Whether the deadline passed within the block."""
-        return self._scope is not None and self._scope.expired()
+        return self._passed or (self._scope is not None and self._scope.expired())
 
     async def __aenter__(self) -> Deadline:
         if not self.timeout:
@@ -63,6 +64,9 @@ class Deadline(AbstractAsyncContextManager["Deadline"]):
             if self._scope.expired():
                 raise self._expired(*getattr(error, "__notes__", ())) from late
             raise
+        finally:
+            # It keeps the task, and so what the task has failed with, and all of that.
+            self._passed, self._scope = self._scope.expired(), None
 
     def note(self, error: Exception) -> None:
         """Note what failed last, and is tried again."""

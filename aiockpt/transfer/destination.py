@@ -400,7 +400,9 @@ class Destination:
         return events
 
     def _let_go(self) -> None:
-        if self._rule.uses_arena and self.copies is not None and self._owns:
+        used = self._rule.uses_arena
+        # Values may be made of the bytes that a template's tensor got, too.
+        if used and self.copies is not None and self._owns and not self.values:
             self.copies.discard()  # what the state dict does not use
         self.arena.close()
 
@@ -495,11 +497,12 @@ class _Loading:
         self.has_sent = self.has_sent or bool(fences)
         left = None if self._parts is None else self._parts.left()
         self._copies.load_parts(left, fences)
+        early = {*before}
         for chunk in (*before, *chunks):
             if chunk in self._loaded:
                 continue
             start, stop = self._grid.range(chunk)
-            if not self._direct or chunk in before:
+            if not self._direct or chunk in early:
                 self._copies.load_host(start, stop)
             self._copies.load_device(start, stop, fences)
         return [port.mark() for port in self._copies.ports.values()]

@@ -91,6 +91,8 @@ async def receive(
     """
     report = _Report(options.progress, deadline)
     room: _Room | None = None
+    made: list[_Room] = []
+    state: object = None
     into, touched, asked = options.into, False, time.monotonic()
     try:
         step = exact_step(step)
@@ -128,7 +130,8 @@ async def receive(
                 report.at("load")
                 await room.goal.load()
                 touched, missing = room.goal.touched, room.goal.missing
-                made, room = [room], None
+                made.append(room)
+                room = None
                 await bridge.run(_release, source, made)
     except BaseException as error:
         if room is not None:
@@ -138,7 +141,9 @@ async def receive(
             if not isinstance(error, GeneratorExit):
                 # A device may still copy what the receiver had.
                 room.goal.discard(late=room.delta is not None)
-        room = None  # tracebacks keep this frame until the collector runs
+        # Tracebacks keep this frame until the collector runs.
+        room = state = None
+        made.clear()
         if into is not None:
             done = "was modified" if touched else "was not modified"
             error.add_note(f"the template {done}")

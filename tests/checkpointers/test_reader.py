@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from safetensors.torch import save_file
 
 from accelerators import FakeAccelerator
-from aiockpt import HTTPTransport, Server
+from aiockpt import HTTPTransport, Progress, Server
 from aiockpt.checkpointers import peer as peers
 from aiockpt.checkpointers import reader, sources
 from aiockpt.checkpointers.config import RankInfo
@@ -44,6 +44,7 @@ from aiockpt.errors import (
 )
 from aiockpt.format.limits import Limits
 from aiockpt.memory.arena import Arena
+from aiockpt.runtime.lifetime import Deadline
 from aiockpt.storage import directory
 from aiockpt.storage.directory import MARKER
 from aiockpt.testing import assert_same
@@ -518,6 +519,15 @@ class TestTemplate:
 class TestSelect:
     """Only what is selected, and what is below it."""
 
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_names_may_come_only_once(self, tmp_path: Path, strict: bool) -> None:
+        """From an iterator; a template of what it names is filled."""
+        path = save(tmp_path / "s", {"a": torch.ones(3), "b": torch.ones(3)})
+        template = {"a": torch.zeros(3)}
+        load(path, template, select=iter(["a"]), strict=strict)
+        assert_same(template, {"a": torch.ones(3)})
+        assert_same(load(path, select=iter(["b"])), {"b": torch.ones(3)})
+
     def test_by_paths(self, tmp_path: Path) -> None:
         """Those that are not there are missing."""
         state = training_state()
@@ -844,6 +854,23 @@ class TestPeer:
                 load(url)
             assert time.monotonic() - begun < 10
         assert url in caught.value.last_error
+
+    def test_a_newer_step_has_its_own_time(self) -> None:
+        """What came of the step before it does not count."""
+
+        async def main() -> None:
+            async with Deadline(60, stop="here") as deadline:
+                meter = peers._Meter(None, deadline)
+                renewed: list[bool] = []
+                for step, nbytes in ((1, 900), (1, 500), (2, 100), (2, 50)):
+                    meter.begin(step)
+                    before = deadline.when
+                    await asyncio.sleep(0.01)
+                    meter.update(Progress(stop="fetch_chunk", bytes_done=nbytes))
+                    renewed.append(deadline.when > before)
+                assert renewed == [True, False, True, False]
+
+        asyncio.run(main())
 
     def test_a_peer_that_is_slow_has_its_time(
         self, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelerators import FakeAccelerator
-from aiockpt import IntegrityError, Limits
+from aiockpt import IntegrityError, Limits, register_leaf
 from aiockpt.errors import (
     CheckpointChangedError,
     LimitExceededError,
@@ -528,3 +528,35 @@ def test_pruning_keeps_what_is_selected() -> None:
         tree[1],
         [["blob", 0], None, ["blob", 2]],
     ]
+
+
+class Box:
+    """A registered leaf that is made of a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+register_leaf(
+    Box,
+    tag="tests.selecting.box",
+    encode=lambda box: box.tensor,
+    decode=Box,
+)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("direct", [False, True])
+async def test_a_leaf_keeps_the_bytes_that_it_shares_with_a_tensor(
+    direct: bool,
+) -> None:
+    """The tensor's bytes go into the template, and the leaf's stay where they came."""
+    weight = torch.arange(1 << 18, dtype=torch.float32) + 1
+    into = {"w": torch.zeros_like(weight), "box": None}
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, {"w": weight, "box": Box(weight)})
+        got = await receive(
+            sender, receiver, 1, select=["w", "box"], into=into, direct=direct
+        )
+        assert torch.equal(got["w"], weight)
+        assert torch.equal(got["box"].tensor, weight)

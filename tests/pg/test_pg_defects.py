@@ -347,3 +347,22 @@ async def test_a_first_word_that_fails_is_known_to_both_at_once(
         with pytest.raises(ProcessGroupError):
             async with asyncio.timeout(20):
                 await sending
+
+
+async def test_receives_from_one_rank_keep_the_order_of_their_calls() -> None:
+    """Though the template of the first takes longer to describe than the second."""
+    state = {f"w{n}": torch.full((4,), float(n)) for n in range(3000)}
+    into = {name: torch.zeros(4) for name in state}
+    async with transports() as (sender, receiver):
+
+        async def send() -> None:
+            await sender.send_checkpoint([1], 1, state)
+            await sender.send_checkpoint([1], 2, state)
+
+        _, first, second = await asyncio.gather(
+            send(),
+            receiver.recv_checkpoint(0, "", 1, into=into),
+            receiver.recv_checkpoint(0, "", 2),
+        )
+    assert_same(first, state)
+    assert_same(second, state)
