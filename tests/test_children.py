@@ -58,6 +58,22 @@ async def test_its_death_is_noticed() -> None:
         child.send("nothing")
 
 
+async def test_its_death_is_noticed_on_an_old_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The socket tells of it, and whoever listens is called."""
+    monkeypatch.delattr(os, "pidfd_open")
+    bridge, gone = Bridge(threads=1, name="test"), asyncio.Event()
+    child = await bridge.run(partial(Child, "echoing_child"))
+    child.listen(lambda _: None, gone.set)
+    os.kill(child.pid, signal.SIGKILL)
+    async with asyncio.timeout(20):
+        await gone.wait()
+    assert await child.exitcode(10) == -signal.SIGKILL
+    child.close()
+    await bridge.aclose(timeout=5)
+
+
 async def test_it_may_be_paused() -> None:
     """It says nothing then, and goes on later."""
     async with started(greeting="here") as (child, said):

@@ -48,6 +48,7 @@ LONGEST_TEXT: Final = 4096
 """How long a reason or a warning may be: a message must fit one packet."""
 
 _LONGEST_PART: Final = 8 << 10  # of a failure
+_HUGE: Final = 10**308  # what a float can hold
 
 
 # ------------------------------------------------------------------- to the process
@@ -185,6 +186,9 @@ def plain(text: str) -> str:
 
 
 def _short(value: object) -> Fact:
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        # MessagePack has no such number, and an error shows it as it shows others.
+        return float(max(-_HUGE, min(value, _HUGE)))
     if value is None or isinstance(value, (bool, int, float)):
         return value
     return plain(str(value))[:_LONGEST_PART]

@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -330,7 +330,14 @@ class CheckpointProcess(BackgroundWriter):
 
         def start() -> Child:
             directory = socket_directory(self._config.runtime_dir)
-            config = replace(self._config, runtime_dir=directory)
+            ours = self._config
+            config = CheckpointProcessConfig(  # the process needs no more of it
+                write_timeout_secs=ours.write_timeout_secs,
+                nice=ours.nice,
+                io_idle=ours.io_idle,
+                keep_last_seconds=ours.keep_last_seconds,
+                runtime_dir=directory,
+            )
             return self._recipe.start(Setup(config, self._rank_info.global_rank))
 
         return self._bridge.begin(start)

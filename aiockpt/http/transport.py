@@ -732,7 +732,8 @@ class HTTPTransport(CheckpointTransport[T]):
             leased = [replace(origin, patience=PATIENCE) for origin in leased]
         deadline = Deadline(limit, stop="fetch_manifest")
         peers = Peers.at(self._client, leased, deadline.note, deadline=until)
-        deadline.what = f"a checkpoint from {peers.name}"
+        asked = "a checkpoint" if step is None else f"step {step}"
+        deadline.what = f"{asked} from {peers.name}"
 
         def attempt(step: int) -> Awaitable[Received]:
             deadline.what = f"step {step} from {peers.name}"

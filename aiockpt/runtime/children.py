@@ -124,7 +124,8 @@ class Child:
             if self.gone.is_set():
                 return
             self.gone.set()
-            loop.remove_reader(self._pidfd)
+            if self._pidfd >= 0:
+                loop.remove_reader(self._pidfd)
             channel.read()  # what it said last
             on_gone()
 

@@ -18,6 +18,7 @@ from aiockpt.errors import (
     AiockptError,
     CheckpointNotFoundError,
     IntegrityError,
+    LimitExceededError,
     PeerFailedError,
     StorageError,
     TransferTimeoutError,
@@ -39,8 +40,8 @@ ERRORS: list[AiockptError] = [
 
 def crossed(error: BaseException, doing: str = "writing /ckpt") -> AiockptError:
     """Return what the trainer raises when the process has failed with an error."""
-    sent = msgspec.json.encode(failure_of(error))
-    return error_of(msgspec.json.decode(sent, type=Failure), doing)
+    sent = msgspec.msgpack.encode(failure_of(error))
+    return error_of(msgspec.msgpack.decode(sent, type=Failure), doing)
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
@@ -51,6 +52,14 @@ def test_an_error_of_the_package_stays_what_it_is(error: AiockptError) -> None:
     assert str(found) == str(error)
     (note,) = found.__notes__
     assert note.startswith("in the checkpoint process:\n")
+
+
+@pytest.mark.parametrize("actual", [1 << 70, -(1 << 70), 1 << 5000])
+def test_a_number_that_no_message_can_hold(actual: int) -> None:
+    """It is about as large at the other end, and the error stays what it is."""
+    error = crossed(LimitExceededError("the size", limit=1, actual=actual))
+    assert isinstance(error, LimitExceededError)
+    assert "the size" in str(error)
 
 
 def test_an_error_of_the_writers_own() -> None:

@@ -20,7 +20,6 @@ from aiockpt import (
 )
 from aiockpt.checkpointers import peer
 from aiockpt.testing import CutAfter, FaultProxy, Refuse
-from aiockpt.testing.faults import Fault
 from cells import proves
 from outcomes import Cell
 from rankprocesses import process
@@ -124,7 +123,7 @@ async def test_a_sender_dies(
     template = template_of(cell)
     async with transport(insecure=True, chunk_bytes=MIB) as sender:
         await sender.send_checkpoint([], 1, weights(mib=MIB_SAVED, count=3))
-        dies = [Fault(), CutAfter(20 * MIB)]  # the manifest comes, and some bytes
+        dies = [CutAfter(20 * MIB)]  # the manifest comes, and some bytes
         there = ("127.0.0.1", port_of(sender))
         async with (
             FaultProxy(*there, faults=dies, otherwise=Refuse()) as proxy,
