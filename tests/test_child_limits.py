@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from aiockpt.checkpointers.stager import DefaultStager
 from aiockpt.errors import StagingError, WorkerError
 from aiockpt.testing import assert_same
 from exhaustion import exhausted_fds
+from serving import settle
 from transports import receive, transport, weights
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
@@ -39,6 +41,12 @@ async def test_a_server_process_without_descriptors_may_be_started_again() -> No
             assert_same(await receive(sender, receiver), weights())
     finally:
         await sender.shutdown()
+
+
+def is_stopped(pid: int) -> bool:
+    """Tell whether all threads of a child have stopped: a signal takes a moment."""
+    look = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+    return os.waitid(os.P_PID, pid, look) is not None
 
 
 async def until_it_fails(made: CheckpointProcess) -> None:
@@ -79,6 +87,7 @@ async def test_a_write_that_has_to_wait_without_descriptors_fails_alone(
         await made.ready()
         assert made.pid is not None
         os.kill(made.pid, signal.SIGSTOP)
+        await settle(partial(is_stopped, made.pid))
         with await stager.stage(state, step=1) as staged:
             paths = [str(tmp_path / f"step-{n}") for n in range(20)]
             others = [await made.submit(staged, path, {}) for path in paths]

@@ -25,7 +25,7 @@ from commandline import (
 pytestmark = pytest.mark.timeout(180)
 
 CHUNK = 16 << 20
-SLACK = CHUNK // 4  # headers, and what was on its way to a connection that was stopped
+SLACK = CHUNK // 2  # headers, and what was on its way to a connection that was stopped
 """Heads, manifests, and what a connection that breaks has in its buffers."""
 
 TOKEN = ("--token", "a-secret")

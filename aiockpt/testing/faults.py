@@ -308,6 +308,9 @@ class FaultProxy:
     def _accept(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        if self._server is None or not self._server.is_serving():
+            writer.transport.abort()  # it was accepted while the proxy was closed
+            return
         index = self._counts.connections
         self._counts.connections += 1
         fault = self.faults[index] if index < len(self.faults) else self.otherwise
