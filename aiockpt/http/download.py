@@ -557,6 +557,8 @@ class Download:
         Raises:
             AiockptError: it was the last one.
         """
+        if peer.error is not None:
+            return  # another of its connections has failed before
         if len(self._peers) == 1:
             peer.error = error  # so that its other connections stop
             raise error
