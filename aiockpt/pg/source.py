@@ -92,10 +92,12 @@ class GroupSource:
         trace: TracebackType | None,
     ) -> None:
         """Tell the sender of a failure; a sender who has not come is waited for."""
-        # Once there is an offer, `Conversation.answering` says why the receive fails.
-        if isinstance(error, Exception) and not self._asked:
-            await self._decline_unasked(error)
-        await self._talk.__aexit__(kind, error, trace)
+        try:
+            # Once there is an offer, `Conversation.answering` says why it fails.
+            if isinstance(error, Exception) and not self._asked:
+                await self._decline_unasked(error)
+        finally:
+            await self._talk.__aexit__(kind, error, trace)
 
     async def manifest(self, step: int) -> Manifest:
         """Begin the conversation in which the sender offers ``step``; have the header.

@@ -366,3 +366,20 @@ async def test_receives_from_one_rank_keep_the_order_of_their_calls() -> None:
         )
     assert_same(first, state)
     assert_same(second, state)
+
+
+@pytest.mark.allow_leaks("threads", "fds")  # the wait for a sender that never comes
+async def test_a_cancel_while_a_sender_is_refused_gives_the_turn_back() -> None:
+    """The receive that waits for it hears at once that the group is broken."""
+    sparse = {"w": torch.ones(4).to_sparse()}
+    async with transports(timeout=60) as (_, receiver):
+        refusing = asyncio.create_task(receiver.recv_checkpoint(0, "", 1, into=sparse))
+        waiting = asyncio.create_task(receiver.recv_checkpoint(0, "", 2))
+        await asyncio.sleep(0.5)  # one waits for the sender, to tell it; one for a turn
+        refusing.cancel()
+        with pytest.raises(asyncio.CancelledError) as kept:  # with all of its frames
+            await refusing
+        with pytest.raises(ProcessGroupError):
+            async with asyncio.timeout(20):
+                await waiting
+    del kept
