@@ -1,7 +1,8 @@
 """Tools to test a transport or a checkpointer, and to break one on purpose.
 
-`TransportConformance` and `CheckpointerConformance` need pytest, the rest does not;
-nothing loads before its use.
+`TransportConformance` and `CheckpointerConformance` need the extra `aiockpt[testing]`.
+The rest needs only the package. Each name loads when it is first used, and the command
+line loads none of them.
 """
 
 from __future__ import annotations

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+if find_spec("pytest") is None:
+    raise ModuleNotFoundError(
+        "the suites of aiockpt.testing need pytest, which is not installed: "
+        "pip install 'aiockpt[testing]'",
+        name="pytest",
+    )
+
 import pytest
 
 # pytest explains failed assertions of modules that it knows before they are imported.
