@@ -173,7 +173,7 @@ def examples(session: nox.Session) -> None:
 def fuzz(session: nox.Session) -> None:
     """Hand a million hostile inputs to a receiver; `-- --seed N` repeats a run."""
     install(session, "test", "test-torch")
-    session.env["PYTHONPATH"] = "tests/support"
+    session.env["PYTHONPATH"] = str(Path.cwd())
     session.run(
         "python", "-W", "ignore", "tests/support/mutations.py", *session.posargs
     )
@@ -196,7 +196,7 @@ def run_faults(session: nox.Session, *tests: str, report: bool) -> None:
             report_on = ("tests/support/faultreport.py", str(results))
             session.run(
                 *("python", *report_on, "docs/reliability.md"),
-                env={"PYTHONPATH": "tests/support"},
+                env={"PYTHONPATH": str(Path.cwd())},
             )
 
 

@@ -1,4 +1,4 @@
-"""Every async test on two event loops, and nothing left behind by any test."""
+"""What holds for every test: its event loop, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import gc
 import logging
 import os
 import sys
-import zlib
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests share the cores
 
 import hypothesis
 import pytest
@@ -19,12 +20,25 @@ from blockbuster import BlockBuster
 
 import aiockpt
 from aiockpt.testing import FaultUnavailableError
-from leakcheck import KINDS, ErrorLog, Footprint, allowed_leaks
 
 HERE = Path(__file__).parent
-# For the benchmarks, which no wheel has. After everything that is installed, so that
-# the suite still tests the wheel.
-sys.path.append(str(HERE.parent))
+ROOT = str(HERE.parent)
+# The repository has what the tests share, and the benchmarks. It comes after the
+# package, so that this process and those that tests start import the installed wheel.
+sys.path.append(ROOT)
+PACKAGE = str(Path(aiockpt.__file__).parents[1])
+os.environ["PYTHONPATH"] = os.pathsep.join([PACKAGE, ROOT])
+
+from tests.support import forkserver  # noqa: E402 - it is found from here on
+from tests.support.faultrecord import EXHAUSTIVE  # noqa: E402
+from tests.support.leakcheck import (  # noqa: E402
+    KINDS,
+    ErrorLog,
+    Footprint,
+    allowed_leaks,
+)
+from tests.support.proofs import faults_of  # noqa: E402
+
 HAS_TORCH = find_spec("torch") is not None
 HAS_TORCHFT = HAS_TORCH and find_spec("torchft") is not None
 HAS_UVLOOP = find_spec("uvloop") is not None
@@ -85,6 +99,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 def pytest_collection_finish() -> None:
     """Make what stays for good now, and keep it out of the collections later."""
+    if HAS_TORCH:
+        forkserver.install()
     for factory in loops().values():
         factory().close()  # libuv keeps the signal pipe of its first loop
     keep_out_of_collections()
@@ -115,12 +131,17 @@ def loops() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
 def pytest_asyncio_loop_factories(
     item: pytest.Item,
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run an async test on both loops; one that asks for it on either of them."""
+    """Run an async test on asyncio's loop; with ``every_loop`` on uvloop's, too.
+
+    The whole matrix of faults runs on both.
+    """
     found = loops()
-    if item.get_closest_marker("one_loop") is None:
+    mark = item.get_closest_marker("asyncio")
+    chosen = mark is not None and "loop_factories" in mark.kwargs
+    whole = EXHAUSTIVE and bool(faults_of(item))
+    if chosen or whole or item.get_closest_marker("every_loop") is not None:
         return found
-    chosen = sorted(found)[zlib.crc32(item.name.encode()) % len(found)]
-    return {chosen: found[chosen]}
+    return {"asyncio": found["asyncio"]}
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -185,6 +206,12 @@ def allow_error_logs(error_log: ErrorLog) -> list[logging.LogRecord]:
     """Let the test log errors; return the list in which they arrive."""
     error_log.allowed = True
     return error_log.records
+
+
+@pytest.fixture
+def fresh_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the processes of this test as fresh interpreters, not as forks."""
+    monkeypatch.setenv(forkserver.FRESH, "1")
 
 
 @pytest.fixture

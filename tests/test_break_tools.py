@@ -24,9 +24,9 @@ from aiockpt.testing import (
     monotonic_ahead,
     wall_clock_jumped,
 )
-from checkpointing import eventually, is_running, state_of
-from disks import small_disk
-from system_calls import SystemCallFault, system_call_faults
+from tests.support.checkpointing import eventually, is_running, state_of
+from tests.support.disks import small_disk
+from tests.support.system_calls import SystemCallFault, system_call_faults
 
 pytestmark = pytest.mark.torch_free
 
@@ -249,7 +249,7 @@ class TestSystemCalls:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Not mistaken for the program's failure."""
-        import system_calls
+        from tests.support import system_calls
 
         system_calls._refused.cache_clear()
         monkeypatch.setenv("PATH", str(tmp_path))

@@ -20,6 +20,8 @@ import uvloop
 from aiockpt.errors import ClosedError
 from aiockpt.runtime.bridge import Bridge, BridgeStatistics
 
+pytestmark = pytest.mark.every_loop
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 

@@ -19,11 +19,11 @@ from aiockpt.checkpointers.process import CheckpointProcess
 from aiockpt.checkpointers.stager import DefaultStager
 from aiockpt.errors import StagingError, WorkerError
 from aiockpt.testing import assert_same
-from exhaustion import exhausted_fds
-from serving import settle
-from transports import receive, transport, weights
+from tests.support.exhaustion import exhausted_fds
+from tests.support.serving import settle
+from tests.support.transports import receive, transport, weights
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
+pytestmark = pytest.mark.asyncio
 
 ALONE = RankInfo(global_rank=0, global_world_size=1)
 

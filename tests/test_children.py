@@ -15,9 +15,13 @@ import pytest
 
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.children import Child
-from serving import settle
+from tests.support.serving import settle
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop, pytest.mark.torch_free]
+pytestmark = [
+    pytest.mark.asyncio,
+    pytest.mark.every_loop,
+    pytest.mark.torch_free,
+]
 
 
 @asynccontextmanager

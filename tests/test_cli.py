@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from aiockpt.cli import main
 from aiockpt.testing.faults import Answer, CutAfter, Fault, FaultProxy, Pipe, StallAfter
-from commandline import (
+from tests.support.commandline import (
     ENVIRONMENT,
     PATIENCE,
     OnlyTheEnd,
@@ -36,7 +36,7 @@ from commandline import (
     run_shell,
     serving,
 )
-from disks import small_disk
+from tests.support.disks import small_disk
 
 pytestmark = pytest.mark.timeout(
     180
@@ -96,6 +96,7 @@ def the_error(err: str) -> str:
     return lines[0].removeprefix("aiockpt: error: ")
 
 
+@pytest.mark.usefixtures("fresh_interpreters")
 class TestImports:
     """What a command costs before it works."""
 

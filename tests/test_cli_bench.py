@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from commandline import run_aiockpt, serving
+from tests.support.commandline import run_aiockpt, serving
 
 MIB = 1 << 20
 SECONDS = 60.0

@@ -15,8 +15,16 @@ from aiockpt.cli import main
 from aiockpt.storage.commit import Draft
 from aiockpt.storage.directory import MARKER, checkpoint_at
 from aiockpt.testing import assert_same
-from commandline import serving
-from saved import CHUNK, flip, load, names, save, save_by_two, training_state
+from tests.support.commandline import serving
+from tests.support.saved import (
+    CHUNK,
+    flip,
+    load,
+    names,
+    save,
+    save_by_two,
+    training_state,
+)
 
 FILE = "checkpoint_0.safetensors"
 

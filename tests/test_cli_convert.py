@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from aiockpt.cli import convert, main
-from commandline import ENVIRONMENT
-from disks import small_disk
-from saved import flip, load, names, save, save_by_two
-from system_calls import SystemCallFault
+from tests.support.commandline import ENVIRONMENT
+from tests.support.disks import small_disk
+from tests.support.saved import flip, load, names, save, save_by_two
+from tests.support.system_calls import SystemCallFault
 
 FORMS = ["m.pt", "m.safetensors", "m-1"]
 

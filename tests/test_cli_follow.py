@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 
 from aiockpt import Auth, HTTPTransport, Server
 from aiockpt.cli import main
-from commandline import ENVIRONMENT, PATIENCE, aiockpt_command
-from saved import names
+from tests.support.commandline import ENVIRONMENT, PATIENCE, aiockpt_command
+from tests.support.saved import names
 
 TOKEN = ("--token", "both-know-it")
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.asyncio, pytest.mark.one_loop]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.asyncio]
 
 
 @asynccontextmanager

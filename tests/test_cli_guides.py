@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from aiockpt.testing import FaultUnavailableError
 from aiockpt.testing.faults import FaultProxy
-from commandline import (
+from tests.support.commandline import (
     ENVIRONMENT,
     PATIENCE,
     OnlyTheEnd,
@@ -30,8 +30,8 @@ from commandline import (
     serving,
     until,
 )
-from link import Link
-from saved import names, save, save_by_two
+from tests.support.link import Link
+from tests.support.saved import names, save, save_by_two
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -260,7 +260,6 @@ class TestServe:
 
 
 @pytest.mark.asyncio
-@pytest.mark.one_loop
 async def test_the_printed_command_works_on_another_host(
     model: Path, tmp_path: Path
 ) -> None:

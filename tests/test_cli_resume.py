@@ -11,7 +11,7 @@ import torch
 
 from aiockpt.cli import main
 from aiockpt.testing.faults import Drip, FaultProxy, StallAfter
-from commandline import (
+from tests.support.commandline import (
     ENVIRONMENT,
     PATIENCE,
     Serving,

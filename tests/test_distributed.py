@@ -34,8 +34,8 @@ from aiockpt.state.flatten import describe
 from aiockpt.state.rebuild import Frame, assemble, check_meshes, tensors_over
 from aiockpt.state.template import Template
 from aiockpt.testing import assert_same
-from pipeline import LIMITS, match, staged
-from transports import pair, receive
+from tests.support.pipeline import LIMITS, match, staged
+from tests.support.transports import pair, receive
 
 RANK, WORLD = 1, 4
 

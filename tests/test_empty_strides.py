@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from groups import moved, transports
-from saved import load, save
-from transports import pair, receive
+from tests.support.groups import moved, transports
+from tests.support.saved import load, save
+from tests.support.transports import pair, receive
 
 
 def empties() -> dict[str, Any]:

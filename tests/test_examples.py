@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -41,7 +40,6 @@ def test_example_runs(example: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", example],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": TESTED},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

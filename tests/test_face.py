@@ -12,7 +12,7 @@ import torch
 
 import aiockpt
 from aiockpt.testing import assert_same
-from groups import transports
+from tests.support.groups import transports
 
 STATE = {"model.head": torch.ones(3), "model.body": torch.zeros(4)}
 

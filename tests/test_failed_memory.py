@@ -12,7 +12,7 @@ import pytest
 
 import aiockpt
 from aiockpt.testing import StallAfter
-from transports import MIB, pair, proxied, through, weights
+from tests.support.transports import MIB, pair, proxied, through, weights
 
 pytestmark = [
     pytest.mark.asyncio,
@@ -30,7 +30,6 @@ def resident() -> int:
     return int(text.partition("VmRSS:")[2].split()[0]) << 10
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize(
     "options",
     [

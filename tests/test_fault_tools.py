@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import socket
 import sys
@@ -15,8 +14,8 @@ import pytest
 
 import aiockpt
 from aiockpt.testing import FaultUnavailableError
-from link import Link
-from namespaces import Namespace, few_ports
+from tests.support.link import Link
+from tests.support.namespaces import Namespace, few_ports
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
 
@@ -134,7 +133,7 @@ def connections(address: tuple[str, int], count: int) -> Iterator[None]:
 NOBODY = """
 import os
 from aiockpt.testing import FaultUnavailableError
-from namespaces import Namespace
+from tests.support.namespaces import Namespace
 os.setgid(65534)
 os.setuid(65534)
 try:
@@ -148,7 +147,6 @@ async def test_who_is_not_root_is_told_so() -> None:
     """Nothing is left half made."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", NOBODY),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PLACES))},
         stdout=asyncio.subprocess.PIPE,
     )
     said, _ = await process.communicate()

@@ -18,8 +18,8 @@ from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import COMPACTED
 from aiockpt.format.references import tensor_leaves
 from aiockpt.state.flatten import Description, describe, register_leaf
-from pipeline import LIMITS
-from states import State, states
+from tests.support.pipeline import LIMITS
+from tests.support.states import State, states
 
 # At once: what it imports stays out of the collections that look for leaks.
 with FakeTensorMode():

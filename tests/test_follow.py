@@ -18,10 +18,26 @@ from aiockpt.events import add_hook
 from aiockpt.testing import CutAfter, StallAfter
 from aiockpt.testing.faults import Drip
 from aiockpt.transfer.reuse import Delta
-from commandline import aiockpt_command
-from followers import MIB, TOKEN, Trainer, attempts, check, publish, soon, state_of
-from serving import settle
-from transports import Transport, pair, port_of, proxied, through, transport
+from tests.support.commandline import aiockpt_command
+from tests.support.followers import (
+    MIB,
+    TOKEN,
+    Trainer,
+    attempts,
+    check,
+    publish,
+    soon,
+    state_of,
+)
+from tests.support.serving import settle
+from tests.support.transports import (
+    Transport,
+    pair,
+    port_of,
+    proxied,
+    through,
+    transport,
+)
 
 pytestmark = pytest.mark.asyncio
 
@@ -42,7 +58,6 @@ async def events(stop: str) -> AsyncIterator[list[TransferEvent]]:
         remove()
 
 
-@pytest.mark.one_loop
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("server", ["loop", "process"])
 async def test_a_slow_receive_ends_while_the_trainer_goes_on(server):
@@ -57,7 +72,6 @@ async def test_a_slow_receive_ends_while_the_trainer_goes_on(server):
             assert await attempts(sender, metadata, 8) >= 6
 
 
-@pytest.mark.one_loop
 @pytest.mark.timeout(120)
 async def test_three_slow_followers_get_through():
     """They begin at different times; half of the receives end, and nobody starves."""
@@ -184,7 +198,6 @@ async def test_a_receive_without_a_step_gets_what_is_served_now():
             await receiver.recv_checkpoint(0, metadata, timeout=0.3)
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize("keep", [0, 1])
 async def test_a_fetch_of_the_command_line_gets_what_is_served_now(tmp_path, keep):
     """It ends with a whole step although the trainer replaces steps meanwhile."""

@@ -7,7 +7,6 @@ the way, the frames count that wait at the same time, for the peer's end or for 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,10 +28,8 @@ BOUNDS = {
 @pytest.fixture(scope="module")
 def ways() -> dict[str, list[str]]:
     """Follow all paths once, in processes of their own."""
-    search = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
         [sys.executable, str(PROGRAM)],
-        env={**os.environ, "PYTHONPATH": search},
         stdout=subprocess.PIPE,
         check=True,
         timeout=120,

@@ -14,7 +14,7 @@ import pytest
 from aiockpt.errors import LimitExceededError
 from aiockpt.runtime.system import available_memory, spare_memory
 from aiockpt.testing import assert_same
-from transports import MIB, pair, receive, weights
+from tests.support.transports import MIB, pair, receive, weights
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
 

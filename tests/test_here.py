@@ -6,7 +6,7 @@ import pytest
 
 from aiockpt.errors import AiockptError, StagingError, StorageError
 from aiockpt.runtime.system import failing_here
-from transports import pair, receive, weights
+from tests.support.transports import pair, receive, weights
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ import msgspec
 import pytest
 import torch
 
-import rangepeer
 from aiockpt import AiockptError, Limits
 from aiockpt.errors import LimitExceededError
-from mutations import header_of, sealed
-from transports import pair, receive, transport
+from tests.support import rangepeer
+from tests.support.mutations import header_of, sealed
+from tests.support.proofs import proves
+from tests.support.transports import pair, receive, transport
 
 pytestmark = pytest.mark.asyncio
 
@@ -115,6 +116,7 @@ async def stalls() -> AsyncIterator[list[float]]:
         task.cancel()
 
 
+@proves("threat D2")
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("seconds", [0.1, 0.3, 5])
 @pytest.mark.parametrize("options", [{}, {"select": bool}], ids=["whole", "select"])
@@ -139,6 +141,7 @@ async def test_a_receive_ends_at_its_deadline(
     assert max(found) < 0.5
 
 
+@proves("threat D2")
 @pytest.mark.parametrize(
     "kind",
     [

@@ -10,10 +10,10 @@ import pytest
 
 from aiockpt import Progress, TransportError
 from aiockpt.testing import assert_same
-from senders import MIB_SERVED, TOKEN, serving_process
-from transports import MIB, transport, weights
+from tests.support.senders import MIB_SERVED, TOKEN, serving_process
+from tests.support.transports import MIB, transport, weights
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
 
 class Killing:

@@ -18,8 +18,15 @@ from aiockpt import StepNotFoundError
 from aiockpt.errors import ClosedError, LocalProtocolError, TransferTimeoutError
 from aiockpt.runtime.lifetime import Deadline, Lifetime
 from aiockpt.testing import assert_same
-from serving import Peer
-from transports import MIB, Transport, port_of, receive, transport, weights
+from tests.support.serving import Peer
+from tests.support.transports import (
+    MIB,
+    Transport,
+    port_of,
+    receive,
+    transport,
+    weights,
+)
 
 asynchronous = pytest.mark.asyncio
 

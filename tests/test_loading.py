@@ -13,15 +13,22 @@ from typing import Any
 import pytest
 import torch
 
-from accelerators import FakeAccelerator
 from aiockpt import Progress
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.format.chunks import ChunkGrid
 from aiockpt.memory.device import Event, Pair
 from aiockpt.testing import FaultProxy, FlipBit, assert_same
 from aiockpt.transfer.destination import _Unfinished
-from serving import settle
-from transports import HoldBack, pair, proxied, receive, through, transport
+from tests.support.accelerators import FakeAccelerator
+from tests.support.serving import settle
+from tests.support.transports import (
+    HoldBack,
+    pair,
+    proxied,
+    receive,
+    through,
+    transport,
+)
 
 pytestmark = pytest.mark.asyncio
 

@@ -17,10 +17,19 @@ from aiockpt.errors import RemoteProtocolError, StagingError
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.http.protocol import Origin
 from aiockpt.testing import Answer, assert_same
-from exhaustion import exhausted_fds
-from faultpeers import TOKEN, noise, sender
-from rangepeer import Memory, fetch_chunks, fetch_manifest, receiver, soon
-from transports import MIB, pair, proxied, receive, through, transport, weights
+from tests.support.exhaustion import exhausted_fds
+from tests.support.faultpeers import TOKEN, noise, sender
+from tests.support.proofs import proves
+from tests.support.rangepeer import Memory, fetch_chunks, fetch_manifest, receiver, soon
+from tests.support.transports import (
+    MIB,
+    pair,
+    proxied,
+    receive,
+    through,
+    transport,
+    weights,
+)
 
 pytestmark = pytest.mark.asyncio
 
@@ -42,6 +51,7 @@ async def test_no_descriptor_is_left() -> None:
     assert not [each for each in events if each.stop == "retry"]
 
 
+@proves("threat D5")
 async def test_fewer_descriptors_are_fewer_connections() -> None:
     """Who has one connection goes on with it; the others wait, and do not storm."""
     events: list[TransferEvent] = []

@@ -16,9 +16,9 @@ from aiockpt.errors import LocalProtocolError
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.testing import assert_same
-from transports import receive, transport, weights
+from tests.support.transports import receive, transport, weights
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
+pytestmark = pytest.mark.asyncio
 
 NAME = "sender.test"
 SLOW = 1.0

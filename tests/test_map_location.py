@@ -11,7 +11,7 @@ import torch
 from aiockpt import make_async_checkpointer
 from aiockpt.errors import StateDictError
 from aiockpt.testing import assert_same
-from saved import load, save
+from tests.support.saved import load, save
 
 
 def text(storage: Any, location: str) -> Any:

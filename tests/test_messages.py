@@ -24,9 +24,15 @@ from aiockpt.errors import (
     TransferTimeoutError,
     UnsupportedLeafError,
 )
-from commandline import ENVIRONMENT, PATIENCE, aiockpt_command, run_aiockpt, serving
-from saved import load, save
-from transports import grouped, pair, transport, weights
+from tests.support.commandline import (
+    ENVIRONMENT,
+    PATIENCE,
+    aiockpt_command,
+    run_aiockpt,
+    serving,
+)
+from tests.support.saved import load, save
+from tests.support.transports import grouped, pair, transport, weights
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -11,10 +11,10 @@ from aiohttp import web
 import aiockpt.http
 from aiockpt import AuthenticationError, StepNotFoundError
 from aiockpt.testing import assert_same
-from caching import cached, documented, listening_port, nginx
-from hosting import running
-from serving import settle
-from transports import MIB, receive, transport, weights
+from tests.support.caching import cached, documented, listening_port, nginx
+from tests.support.hosting import running
+from tests.support.serving import settle
+from tests.support.transports import MIB, receive, transport, weights
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from aiockpt import Auth, HTTPTransport, Receive
-from transports import transport
+from tests.support.transports import transport
 
 
 @pytest.mark.parametrize(

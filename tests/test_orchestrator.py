@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
 import sys
 import time
 from asyncio.subprocess import PIPE, Process, create_subprocess_exec
@@ -18,10 +17,10 @@ import torch
 from aiohttp import ClientSession
 
 import aiockpt
-from serving import settle
-from transports import Transport, proxied, through, transport
+from tests.support.serving import settle
+from tests.support.transports import Transport, proxied, through, transport
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PACKAGE = str(Path(aiockpt.__file__).parents[1])
@@ -95,7 +94,6 @@ async def working(metadata: str) -> AsyncIterator[Worker]:
         str(EXAMPLES / "orchestrator_parts" / "worker.py"),
         stdin=PIPE,
         stdout=PIPE,
-        env={**os.environ, "PYTHONPATH": PACKAGE},
     )
     assert process.stdin is not None
     assert process.stdout is not None

@@ -12,7 +12,7 @@ import pytest
 
 from aiockpt.runtime.ipc import arrival, is_ours, owner_of, receive
 
-pytestmark = pytest.mark.torch_free
+pytestmark = [pytest.mark.every_loop, pytest.mark.torch_free]
 
 Ends = tuple[socket.socket, socket.socket]
 

@@ -17,8 +17,8 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.state.equality import elements
 from aiockpt.testing import assert_same
 from aiockpt.testing.leaves import LEAVES, every_dtype
-from pipeline import file_of, rebuilt, stager
-from states import State, states
+from tests.support.pipeline import file_of, rebuilt, stager
+from tests.support.states import State, states
 
 
 def staged(state: object, **options: Any) -> bytes:

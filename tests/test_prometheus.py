@@ -22,8 +22,8 @@ from aiockpt.events import TransferEvent, emit
 from aiockpt.http.transport import TransportStatistics
 from aiockpt.prometheus import _CHECKPOINTER, _TRANSPORT, Exporter, setup
 from aiockpt.runtime.bridge import BridgeStatistics
-from hosting import running
-from transports import pair, receive, transport, weights
+from tests.support.hosting import running
+from tests.support.transports import pair, receive, transport, weights
 
 Samples = Mapping[tuple[str, str], float]
 

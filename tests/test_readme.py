@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from commandline import ENVIRONMENT, PATIENCE, run_aiockpt
+from tests.support.commandline import ENVIRONMENT, PATIENCE, run_aiockpt
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

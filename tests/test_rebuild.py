@@ -16,7 +16,8 @@ from aiockpt.format.manifest import (
 )
 from aiockpt.format.paths import Node
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
-from pipeline import LIMITS, manifest_of, value_of, view
+from tests.support.pipeline import LIMITS, manifest_of, value_of, view
+from tests.support.proofs import proves
 
 
 class TestTensors:
@@ -120,6 +121,7 @@ class TestAssemble:
         with pytest.raises(RemoteProtocolError, match=r"cfg.*my\.Config.*register"):
             value_of(tree)
 
+    @proves("threat E3")
     def test_a_pickle_runs_only_with_permission(self) -> None:
         """The error says how to give it."""
         data = pickle.dumps(frozenset)
@@ -158,6 +160,7 @@ def _of(tag: str, *payload: Node) -> Node:
 class TestAmplification:
     """A few bytes stay a few bytes."""
 
+    @proves("threat D1")
     @pytest.mark.parametrize(
         "leaf",
         [

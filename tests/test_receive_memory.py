@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from aiockpt.testing import assert_same
-from transports import (
+from tests.support.proofs import proves
+from tests.support.transports import (
     MIB,
     HoldBack,
     Transport,
@@ -53,6 +54,7 @@ async def peak(sender: Transport, receiver: Transport, **options: Any) -> int:
     return most
 
 
+@proves("invariant 3")
 @pytest.mark.asyncio
 @pytest.mark.parametrize("how", ["fresh", "into", "direct"])
 async def test_a_receive_needs_no_more_memory_than_promised(how: str) -> None:

@@ -17,8 +17,8 @@ from aiockpt.format.limits import Limits
 from aiockpt.format.registry import REGISTRY
 from aiockpt.state import flatten as _flatten
 from aiockpt.state.flatten import Description, describe
-from pipeline import LIMITS
-from states import families
+from tests.support.pipeline import LIMITS
+from tests.support.states import families
 
 KEYS = st.text(st.sampled_from("ab.é_"), max_size=4) | st.just("__metadata__")
 LONG = 40

@@ -15,7 +15,17 @@ import pytest
 import uvloop
 
 from aiockpt.runtime.rwlock import Hold, RWLock, RWLockStatistics
-from lockmodel import IDLE, TroubleError, acquire, at_once, facts, queue, settle
+from tests.support.lockmodel import (
+    IDLE,
+    TroubleError,
+    acquire,
+    at_once,
+    facts,
+    queue,
+    settle,
+)
+
+pytestmark = pytest.mark.every_loop
 
 if TYPE_CHECKING:
     pass

@@ -20,7 +20,6 @@ import torch
 from aiohttp import ClientSession, web
 
 import aiockpt.http
-import neighbour
 from aiockpt import AuthenticationError, Limits
 from aiockpt.errors import LimitExceededError
 from aiockpt.events import TransferEvent, add_hook
@@ -41,8 +40,10 @@ from aiockpt.memory.arena import CAN_LEND, LENT_SEALS
 from aiockpt.runtime.ipc import arrival
 from aiockpt.runtime.ipc import receive as packet_of
 from aiockpt.testing import assert_same
-from runners import running
-from transports import (
+from tests.support import neighbour
+from tests.support.proofs import proves
+from tests.support.runners import running
+from tests.support.transports import (
     MIB,
     Halfway,
     Transport,
@@ -121,6 +122,7 @@ class TestShare:
             assert (now.lent, now.readers) == (1, 0)
             assert now.requests == 1  # the manifest
 
+    @proves("threat T3")
     async def test_later_sends_do_not_change_it(self) -> None:
         """The sender's own state dict may change, and be sent again and again."""
         async with lending_pair() as (sender, receiver):
@@ -373,6 +375,7 @@ class TestWho:
                 await receive(sender, receiver, share=True)
             assert sender.statistics().lent == 0
 
+    @proves("threat S5")
     async def test_a_ticket_is_good_once(self) -> None:
         """And nothing else opens the socket."""
         async with transport(same_host=True) as sender:
@@ -553,6 +556,7 @@ class TestForged:
         monkeypatch.setattr("aiockpt.http.source.attach", noting)
         return lambda _: msgspec.json.encode(Lent(sent[0], MIB))
 
+    @proves("threat T3")
     @pytest.mark.parametrize("share", [False, True])
     @pytest.mark.parametrize("kind", FORGED)
     async def test_what_is_no_sealed_memory(
@@ -566,6 +570,7 @@ class TestForged:
         assert came_by(events) == HTTP
         assert any("not shared: " in event.detail for event in events)
 
+    @proves("threat T3", "invariant 1")
     @pytest.mark.parametrize(
         "options",
         [{}, {"share": True, "verify_shared": True}, {"into": 1}, {"select": ["w0"]}],
@@ -610,6 +615,7 @@ class TestForged:
             got = await self.received(monkeypatch, offer, share=True)
         assert_same(got, weights(1.0))
 
+    @proves("threat I2")
     async def test_another_users_process(self, monkeypatch: Any) -> None:
         """Whoever listens there gets no ticket, if it is not this user's."""
         monkeypatch.setattr(shared_memory, "is_ours", lambda _: False)
@@ -647,10 +653,8 @@ class Other:
 async def another() -> AsyncIterator[Other]:
     """Start a process, and end it."""
     script = Path(neighbour.__file__)
-    paths = [str(Path(aiockpt.__file__).parents[1]), str(script.parent)]
     process = await create_subprocess_exec(
         *(sys.executable, str(script)),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         stdin=PIPE,
         stdout=PIPE,
     )
@@ -663,7 +667,6 @@ async def another() -> AsyncIterator[Other]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.one_loop
 class TestProcesses:
     """Two processes."""
 
@@ -700,6 +703,7 @@ class TestProcesses:
             held["w0"][0] = 1.0
             assert float(held["w0"][1]) == 3.0
 
+    @proves("threat S5")
     @needs_root
     async def test_another_user_gets_it_over_http(self) -> None:
         """In either direction: the kernel tells whose process it is."""
@@ -715,6 +719,7 @@ class TestProcesses:
                 await receiver.recv_checkpoint(0, metadata, 1, share=True)
             assert sender.statistics().lent == 0
 
+    @proves("threat S5")
     @needs_root
     @pytest.mark.parametrize("pretend", [False, True])
     async def test_another_network_gets_it_over_http(

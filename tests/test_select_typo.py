@@ -12,8 +12,8 @@ import torch
 from aiockpt import make_async_checkpointer
 from aiockpt.errors import MissingKeysError
 from aiockpt.testing import assert_same
-from saved import load, save
-from transports import pair, receive
+from tests.support.saved import load, save
+from tests.support.transports import pair, receive
 
 STATE = {"model": {"w": torch.ones(3)}, "step": 5}
 

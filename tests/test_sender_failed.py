@@ -12,8 +12,15 @@ import pytest
 
 from aiockpt.errors import PeerFailedError, TransferTimeoutError, UnsupportedLeafError
 from aiockpt.testing import assert_same
-from serving import Peer, settle
-from transports import Transport, pair, port_of, receive, transport, weights
+from tests.support.serving import Peer, settle
+from tests.support.transports import (
+    Transport,
+    pair,
+    port_of,
+    receive,
+    transport,
+    weights,
+)
 
 pytestmark = pytest.mark.asyncio
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-import aiockpt
-from forked import kill_all
+from tests.support.forked import kill_all
 
 SUPPORT = Path(__file__).parent / "support"
 SECONDS = 150
@@ -26,12 +24,9 @@ def started(
 ) -> Job:
     """Start the ranks of one job: a process that forks into them."""
     directory.mkdir()
-    package = Path(aiockpt.__file__).parents[1]
-    paths = os.pathsep.join([str(package), str(SUPPORT)])
     command = [sys.executable, str(SUPPORT / program), scenario]
     leader = subprocess.Popen(
         [*command, str(ranks), str(directory)],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -15,11 +15,18 @@ from aiockpt import IntegrityError, Progress
 from aiockpt.errors import LocalProtocolError, MissingKeysError, TransferTimeoutError
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.testing import FaultProxy, StallAfter, assert_same, interrupted
-from replicas import Lies
-from senders import MIB_SERVED, TOKEN, serving_process
-from transports import MIB, Transport, proxied, through, transport, weights
+from tests.support.replicas import Lies
+from tests.support.senders import MIB_SERVED, TOKEN, serving_process
+from tests.support.transports import (
+    MIB,
+    Transport,
+    proxied,
+    through,
+    transport,
+    weights,
+)
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
 STATE = {
     "model": {"w": torch.arange(300_000.0), "b": torch.ones(7)},

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from accelerators import FakeAccelerator
 from aiockpt.errors import StagingError
 from aiockpt.format.chunks import digest
 from aiockpt.testing import assert_same
 from aiockpt.transfer.stager import Snapshot
-from pipeline import file_of, rebuilt, stager
-from serving import settle
+from tests.support.accelerators import FakeAccelerator
+from tests.support.pipeline import file_of, rebuilt, stager
+from tests.support.serving import settle
 
 pytestmark = pytest.mark.asyncio
 

@@ -15,9 +15,9 @@ from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.process import CheckpointProcess
 from aiockpt.checkpointers.stager import DefaultStager
 from aiockpt.testing import assert_same
-from groups import transports as group_transports
-from saved import names, sync_checkpointer
-from transports import pair, weights
+from tests.support.groups import transports as group_transports
+from tests.support.saved import names, sync_checkpointer
+from tests.support.transports import pair, weights
 
 pytestmark = pytest.mark.asyncio
 

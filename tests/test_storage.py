@@ -13,8 +13,9 @@ from aiockpt.errors import StorageError
 from aiockpt.format.limits import Limits
 from aiockpt.storage.checkpoint_file import read_header, verify_chunks
 from aiockpt.storage.partfile import PartFile, check_target
-from disks import small_disk
-from serving import Memory
+from tests.support.disks import small_disk
+from tests.support.proofs import proves
+from tests.support.serving import Memory
 
 pytestmark = pytest.mark.torch_free
 
@@ -69,6 +70,7 @@ class TestReceive:
         assert target.read_bytes() == source.file
         assert list(tmp_path.iterdir()) == [target]
 
+    @proves("invariant 7")
     def test_the_old_file_stays_until_the_commit(self, tmp_path: Path) -> None:
         """A reader of the file sees the old checkpoint or the new one."""
         old, new = memory(step=1), memory(step=2)
@@ -262,6 +264,7 @@ class TestRefusals:
         first.close()
         assert (tmp_path / "f").read_bytes() == source.file
 
+    @proves("threat E2")
     def test_a_part_file_that_is_a_link(self, tmp_path: Path) -> None:
         """Nobody can make us write elsewhere."""
         (tmp_path / "f.part").symlink_to(tmp_path / "elsewhere")

@@ -21,7 +21,7 @@ from aiockpt.testing import (
     StallAfter,
     assert_same,
 )
-from transports import Transport, port_of, receive, transport
+from tests.support.transports import Transport, port_of, receive, transport
 
 pytestmark = pytest.mark.asyncio
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aiockpt.testing import Drip, Fault, assert_same
-from transports import Transport, pair, proxied, through
+from tests.support.transports import Transport, pair, proxied, through
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 

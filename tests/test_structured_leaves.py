@@ -15,9 +15,9 @@ from aiockpt import TemplateMismatchError, register_leaf
 from aiockpt.checkpointers import CheckpointStagerConfig, DefaultStager
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.testing import assert_same
-from groups import moved, transports
-from saved import load, save
-from transports import pair, receive
+from tests.support.groups import moved, transports
+from tests.support.saved import load, save
+from tests.support.transports import pair, receive
 
 Moments = namedtuple("Moments", ["mean", "square"])
 

@@ -16,7 +16,11 @@ from aiockpt.runtime.tasks import Over, beside, map_in_threads, run_all
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
+pytestmark = [
+    pytest.mark.asyncio,
+    pytest.mark.every_loop,
+    pytest.mark.torch_free,
+]
 
 LONG = 30.0  # a thread that nobody releases fails its test instead of hanging it
 

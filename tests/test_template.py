@@ -23,8 +23,8 @@ from aiockpt.state.equality import elements
 from aiockpt.state.flatten import register_leaf
 from aiockpt.state.template import Template
 from aiockpt.testing import assert_same
-from pipeline import LIMITS, host_only, match, staged
-from states import State, states
+from tests.support.pipeline import LIMITS, host_only, match, staged
+from tests.support.states import State, states
 
 
 def fill(state: object, template: object, *, direct: bool) -> None:

@@ -14,9 +14,9 @@ import torch
 from aiockpt import AiockptError, IntegrityError, make_async_checkpointer
 from aiockpt.errors import MissingKeysError
 from aiockpt.testing import assert_same
-from groups import moved, transports
-from saved import flip, load, save
-from transports import (
+from tests.support.groups import moved, transports
+from tests.support.saved import flip, load, save
+from tests.support.transports import (
     MIB,
     HoldBack,
     pair,

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 import torch
 
-import rangepeer
 from aiockpt import PGTransport, StorageError, register_leaf
 from aiockpt.errors import PeerFailedError, RemoteProtocolError, UnsupportedLeafError
 from aiockpt.format.chunks import digest
@@ -19,12 +18,13 @@ from aiockpt.format.header import build_manifest
 from aiockpt.format.manifest import TensorSpec
 from aiockpt.storage.statefile import read_state_file
 from aiockpt.testing import assert_same
-from groups import both, moved, transports
-from headers import entries_of
-from mutations import header_of, parts_of
-from pipeline import LIMITS
-from saved import load, save
-from transports import pair, receive, transport, weights
+from tests.support import rangepeer
+from tests.support.groups import both, moved, transports
+from tests.support.headers import entries_of
+from tests.support.mutations import header_of, parts_of
+from tests.support.pipeline import LIMITS
+from tests.support.saved import load, save
+from tests.support.transports import pair, receive, transport, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own
 

@@ -31,8 +31,9 @@ from aiockpt.errors import (
 )
 from aiockpt.events import add_hook
 from aiockpt.testing import assert_same
-from serving import Peer, settle
-from transports import (
+from tests.support.proofs import proves
+from tests.support.serving import Peer, settle
+from tests.support.transports import (
     MIB,
     Transport,
     in_the_middle,
@@ -66,6 +67,7 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestCredentials:
     """Who may read."""
 
+    @proves("threat S1")
     async def test_the_metadata_holds_the_token(self) -> None:
         """Whoever was handed it may read, and nobody else."""
         async with pair() as (sender, receiver):
@@ -190,6 +192,7 @@ class TestTLS:
             assert sender.metadata().startswith("https://127.0.0.1:")
             assert_same(await receive(sender, receiver), weights())
 
+    @proves("threat S3")
     async def test_an_untrusted_server_is_refused(self) -> None:
         """Before the token is shown to it."""
         server, _, _ = self.contexts()
@@ -352,6 +355,7 @@ class TestZeroCopy:
             await sender.send_checkpoint([], 2, live)
             assert_same(await receive(sender, receiver, step=2), weights(0.0))
 
+    @proves("invariant 5")
     async def test_readers_are_evicted_before_disallow_returns(self) -> None:
         """A peer that hangs neither holds training up nor sees the next step."""
         live = weights(mib=16)

@@ -15,9 +15,9 @@ from aiockpt.format.header import decode_header
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.testing import assert_same
-from holding import Copies
-from serving import Peer, settle
-from transports import MIB, Transport, pair, port_of, receive, transport
+from tests.support.holding import Copies
+from tests.support.serving import Peer, settle
+from tests.support.transports import MIB, Transport, pair, port_of, receive, transport
 
 pytestmark = pytest.mark.asyncio
 

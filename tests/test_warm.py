@@ -13,7 +13,7 @@ import torch
 from aiockpt import AiockptError, HTTPTransport, TransportError
 from aiockpt.memory.arena import ArenaPool
 from aiockpt.testing import StallAfter, assert_same
-from transports import pair, proxied, receive, through, transport
+from tests.support.transports import pair, proxied, receive, through, transport
 
 pytestmark = pytest.mark.asyncio
 

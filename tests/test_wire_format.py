@@ -12,7 +12,7 @@ from aiockpt.format.chunks import digest
 from aiockpt.format.header import build_manifest, decode_header
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest, TensorSpec
-from headers import entries_of
+from tests.support.headers import entries_of
 
 PAGE = (Path(__file__).parents[1] / "docs/reference/wire-format.md").read_text()
 SEGMENT = struct.pack("<4f", 1, 2, 3, 4)

@@ -33,10 +33,17 @@ from aiockpt.errors import (
 )
 from aiockpt.events import Progress, TransferEvent
 from aiockpt.testing import StallAfter, assert_same
-from checkpointing import Diary, Gate, GatedWriter, OwnFormat, Troubled, loaded
-from transports import proxied, through, transport
+from tests.support.checkpointing import (
+    Diary,
+    Gate,
+    GatedWriter,
+    OwnFormat,
+    Troubled,
+    loaded,
+)
+from tests.support.transports import proxied, through, transport
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
+pytestmark = pytest.mark.asyncio
 
 PROCESS = CheckpointerConfig()
 THREAD = CheckpointerConfig(use_process=False)

@@ -12,8 +12,8 @@ import pytest
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.storage.directory import find_checkpoint, latest
-from checkpointing import wait_until
-from rankprocesses import SUPPORT, process
+from tests.support.checkpointing import wait_until
+from tests.support.rankprocesses import SUPPORT, process
 
 pytestmark = pytest.mark.timeout(150)
 

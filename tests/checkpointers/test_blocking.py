@@ -30,8 +30,8 @@ from aiockpt.errors import (
     TransferTimeoutError,
 )
 from aiockpt.testing import assert_same
-from checkpointing import PATIENCE, Gate, GatedWriter, loaded
-from commandline import ENVIRONMENT
+from tests.support.checkpointing import PATIENCE, Gate, GatedWriter, loaded
+from tests.support.commandline import ENVIRONMENT
 
 PROCESS = CheckpointerConfig()
 THREAD = CheckpointerConfig(use_process=False)
@@ -233,7 +233,6 @@ def test_a_block_that_fails_closes_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.one_loop
 async def test_a_loop_does_not_wait_for_itself(tmp_path: Path, gate: Gate) -> None:
     """``result`` on the loop that writes would never return."""
     async with aiockpt.make_async_checkpointer(

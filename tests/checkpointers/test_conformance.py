@@ -18,7 +18,7 @@ from aiockpt import (
 )
 from aiockpt.testing import CheckpointerConformance
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
+pytestmark = pytest.mark.asyncio
 
 IN_A_THREAD = CheckpointerConfig(use_process=False)
 

@@ -20,7 +20,7 @@ import aiockpt
 from aiockpt.checkpointers import recovery
 from aiockpt.errors import CheckpointNotFoundError, StorageError, WorkerError
 from aiockpt.testing import assert_same
-from checkpointing import (
+from tests.support.checkpointing import (
     PATIENCE,
     Gate,
     eventually,
@@ -29,9 +29,9 @@ from checkpointing import (
     state_of,
     wait_until,
 )
-from commandline import ENVIRONMENT
+from tests.support.commandline import ENVIRONMENT
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
+pytestmark = pytest.mark.asyncio
 
 TRAINER = Path(__file__).parents[1] / "support" / "trainer.py"
 
@@ -50,8 +50,7 @@ class Trainer:
         with (place / "log").open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, TRAINER, str(place), str(keep), *words.split()],
-                env=ENVIRONMENT
-                | {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{TRAINER.parent}"},
+                env=ENVIRONMENT,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,

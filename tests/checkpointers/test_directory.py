@@ -23,7 +23,7 @@ from aiockpt.storage.directory import (
     step_of,
 )
 from aiockpt.storage.retention import retire, sweep
-from saved import load, names, save, sync_checkpointer
+from tests.support.saved import load, names, save, sync_checkpointer
 
 FILE = "checkpoint_0.safetensors"
 

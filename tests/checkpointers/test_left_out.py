@@ -14,8 +14,16 @@ import pytest
 
 from aiockpt import StorageError
 from aiockpt.checkpointers.barriers import Barrier, Meeting
-from rankthreads import LONG, SHORT, Dying, barrier, free_port, job, save_by_both
-from saved import load
+from tests.support.rankthreads import (
+    LONG,
+    SHORT,
+    Dying,
+    barrier,
+    free_port,
+    job,
+    save_by_both,
+)
+from tests.support.saved import load
 
 pytestmark = pytest.mark.timeout(120)
 

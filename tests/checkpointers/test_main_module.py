@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing import PATIENCE
-from commandline import ENVIRONMENT
+from tests.support.checkpointing import PATIENCE
+from tests.support.commandline import ENVIRONMENT
 
 PLAIN = """
 import asyncio, torch, aiockpt

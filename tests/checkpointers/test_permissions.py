@@ -19,10 +19,10 @@ import aiockpt
 from aiockpt.checkpointers.factories import make_async_checkpointer
 from aiockpt.errors import StorageError
 from aiockpt.storage import commit
-from disks import small_disk
-from rankprocesses import SUPPORT
-from saved import load, names, save
-from unprivileged import KINDS
+from tests.support.disks import small_disk
+from tests.support.rankprocesses import SUPPORT
+from tests.support.saved import load, names, save
+from tests.support.unprivileged import KINDS
 
 DENIED = "Permission denied"
 MODES = {"closed": 0o700, "blind": 0o711, "sealed": 0o700, "listed": 0o744}
@@ -45,10 +45,8 @@ def said() -> Iterator[dict[str, Any]]:
         (place / "run").mkdir(mode=0o700)
         place.chmod(0o755)
         before = {kind: names(place / kind) for kind in KINDS}
-        paths = [str(Path(aiockpt.__file__).parents[1]), str(SUPPORT)]
         done = subprocess.run(
             [sys.executable, str(SUPPORT / "unprivileged.py"), directory],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             stdout=subprocess.PIPE,
             check=True,
         )

@@ -28,7 +28,7 @@ from aiockpt.errors import (
 )
 from aiockpt.runtime.ipc import Channel, encode
 from aiockpt.testing import assert_same
-from checkpointing import (
+from tests.support.checkpointing import (
     Diary,
     Gate,
     GatedWriter,
@@ -42,9 +42,10 @@ from checkpointing import (
     note_pid,
     refuse,
 )
-from terminals import FROM_A_TERMINAL, ignored
+from tests.support.proofs import proves
+from tests.support.terminals import FROM_A_TERMINAL, ignored
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
+pytestmark = pytest.mark.asyncio
 
 ALONE = RankInfo(0, 1)
 DEFAULTS = CheckpointProcessConfig()
@@ -238,6 +239,7 @@ class TestWriting:
 class TestChild:
     """The process itself."""
 
+    @pytest.mark.usefixtures("fresh_interpreters")
     async def test_it_starts_before_it_is_needed_and_without_torch(
         self, tmp_path: Path
     ) -> None:
@@ -357,7 +359,7 @@ class TestFailure:
         self, tmp_path: Path, gate: Gate
     ) -> None:
         """A child that does not become ready is killed."""
-        from checkpointing import pass_gate
+        from tests.support.checkpointing import pass_gate
 
         config = CheckpointProcessConfig(subprocess_init_timeout_secs=0.5)
         async with process(
@@ -486,6 +488,7 @@ class TestEnd:
         assert all([await each.written() for each in submissions])
         assert_same(loaded(tmp_path / "2.0"), state(2.0))
 
+    @proves("invariant 6")
     async def test_a_writer_that_hangs_is_killed(
         self, tmp_path: Path, gate: Gate
     ) -> None:
@@ -520,6 +523,7 @@ class TestEnd:
         await made.close()
 
 
+@proves("invariant 8")
 async def test_a_cancel_at_every_await_leaves_it_usable(tmp_path: Path) -> None:
     """A write is either not handed over at all, or is written wholly."""
     async with process() as made:

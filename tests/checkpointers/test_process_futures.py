@@ -23,9 +23,9 @@ from aiockpt.errors import (
     WorkerTimeoutError,
 )
 from aiockpt.testing import assert_same
-from checkpointing import Forsaken, eventually, loaded, refuse
+from tests.support.checkpointing import Forsaken, eventually, loaded, refuse
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
+pytestmark = pytest.mark.asyncio
 
 Made = Callable[[], Any]
 

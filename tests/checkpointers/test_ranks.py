@@ -25,8 +25,8 @@ from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.errors import PeerFailedError
 from aiockpt.storage.directory import find_checkpoint, latest
-from rankprocesses import SUPPORT, process
-from saved import ALONE, config, load, names
+from tests.support.rankprocesses import SUPPORT, process
+from tests.support.saved import ALONE, config, load, names
 
 pytestmark = pytest.mark.timeout(120)  # two processes import torch
 

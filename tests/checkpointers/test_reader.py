@@ -24,7 +24,6 @@ from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from safetensors.torch import save_file
 
-from accelerators import FakeAccelerator
 from aiockpt import HTTPTransport, Progress, Server
 from aiockpt.checkpointers import peer as peers
 from aiockpt.checkpointers import reader, sources
@@ -48,9 +47,10 @@ from aiockpt.runtime.lifetime import Deadline
 from aiockpt.storage import directory
 from aiockpt.storage.directory import MARKER
 from aiockpt.testing import assert_same
-from commandline import beside
-from rangepeer import RangePeer, serving
-from saved import (
+from tests.support.accelerators import FakeAccelerator
+from tests.support.commandline import beside
+from tests.support.rangepeer import RangePeer, serving
+from tests.support.saved import (
     ALONE,
     CHUNK,
     flip,
@@ -62,7 +62,7 @@ from saved import (
     sync_checkpointer,
     training_state,
 )
-from states import State, states
+from tests.support.states import State, states
 
 FILE = "checkpoint_0.safetensors"
 WAYS: list[dict[str, Any]] = [

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from aiockpt.errors import TemplateMismatchError
 from aiockpt.testing import assert_same
-from saved import load, save
+from tests.support.saved import load, save
 
 
 @pytest.fixture

@@ -28,11 +28,11 @@ from aiockpt.checkpointers.writer import CheckpointWriter, configured_writer
 from aiockpt.errors import StagingError
 from aiockpt.format.chunks import UNSEALED
 from aiockpt.testing import assert_same
-from checkpointing import PATIENCE, loaded
-from holding import Copies
-from serving import settle
+from tests.support.checkpointing import PATIENCE, loaded
+from tests.support.holding import Copies
+from tests.support.serving import settle
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
+pytestmark = pytest.mark.asyncio
 
 ALONE = RankInfo(0, 1)
 SIZE = 1 << 20

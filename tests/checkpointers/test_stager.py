@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from accelerators import FakeAccelerator
 from aiockpt.checkpointers.async_checkpointer import AsyncCheckpointer
 from aiockpt.checkpointers.config import CheckpointStagerConfig, RankInfo
 from aiockpt.checkpointers.process import CheckpointProcess
@@ -20,8 +19,9 @@ from aiockpt.checkpointers.stager import CheckpointStager, DefaultStager
 from aiockpt.errors import ClosedError, UnsupportedLeafError
 from aiockpt.format.chunks import UNSEALED
 from aiockpt.testing import assert_same
-from checkpointing import loaded
-from serving import settle
+from tests.support.accelerators import FakeAccelerator
+from tests.support.checkpointing import loaded
+from tests.support.serving import settle
 
 pytestmark = pytest.mark.asyncio
 

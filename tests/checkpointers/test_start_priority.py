@@ -13,9 +13,9 @@ import pytest
 
 from aiockpt.checkpointers import CheckpointProcessConfig, RankInfo
 from aiockpt.checkpointers.process import CheckpointProcess
-from checkpointing import note_threads
+from tests.support.checkpointing import note_threads
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
 NICEST = 19
 

@@ -19,7 +19,7 @@ from aiockpt.checkpointers.config import CheckpointerConfig, CheckpointProcessCo
 from aiockpt.checkpointers.factories import make_async_checkpointer
 from aiockpt.errors import WorkerError
 from aiockpt.testing import assert_same
-from checkpointing import Gate, GatedWriter, Troubled, loaded, wait_until
+from tests.support.checkpointing import Gate, GatedWriter, Troubled, loaded, wait_until
 
 THREAD = CheckpointerConfig(use_process=False)
 

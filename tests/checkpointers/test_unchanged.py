@@ -55,7 +55,6 @@ def check(
 
 
 @pytest.mark.asyncio
-@pytest.mark.one_loop
 @pytest.mark.parametrize("use_process", KINDS, ids=["process", "thread"])
 async def test_a_save_in_the_background(
     tmp_path: Path,

@@ -14,7 +14,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from safetensors.torch import load_file
 
-from accelerators import FakeAccelerator
 from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.sync import SyncCheckpointer
@@ -35,9 +34,10 @@ from aiockpt.storage.directory import latest
 from aiockpt.storage.write import BLOCK, WritableSnapshot, write_file
 from aiockpt.testing import assert_same
 from aiockpt.transfer.live import LiveState
-from disks import small_disk
-from pipeline import stager
-from saved import (
+from tests.support.accelerators import FakeAccelerator
+from tests.support.disks import small_disk
+from tests.support.pipeline import stager
+from tests.support.saved import (
     ALONE,
     CHUNK,
     config,
@@ -48,7 +48,7 @@ from saved import (
     sync_checkpointer,
     training_state,
 )
-from states import State, states
+from tests.support.states import State, states
 
 FILE = "checkpoint_0.safetensors"
 

@@ -13,9 +13,17 @@ import torch
 from aiockpt.memory.arena import Arena
 from aiockpt.memory.device import port_for
 from aiockpt.testing import assert_same
-from pipeline import file_of, rebuilt, stager
-from serving import settle
-from transports import MIB, HoldBack, pair, proxied, receive, through, transport
+from tests.support.pipeline import file_of, rebuilt, stager
+from tests.support.serving import settle
+from tests.support.transports import (
+    MIB,
+    HoldBack,
+    pair,
+    proxied,
+    receive,
+    through,
+    transport,
+)
 
 DEVICE = torch.device("cuda", 0)
 

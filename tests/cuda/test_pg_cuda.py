@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from aiockpt.testing import assert_same
-from groups import Transport, moved, transports
-from loopback import Loopback
+from tests.support.groups import Transport, moved, transports
+from tests.support.loopback import Loopback
 
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20

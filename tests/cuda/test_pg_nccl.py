@@ -208,11 +208,9 @@ async def main(path: str, rank: int, what: str) -> None:
 @pytest.mark.parametrize("what", WHATS)
 async def test_two_ranks(what: str, tmp_path: Path) -> None:
     """Both of them are content."""
-    paths = os.pathsep.join([str(Path(aiockpt.__file__).parents[1]), *sys.path])
     started = [
         await asyncio.create_subprocess_exec(
             *(sys.executable, __file__, str(tmp_path / "store"), str(rank), what),
-            env={**os.environ, "PYTHONPATH": paths},
         )
         for rank in range(2)
     ]

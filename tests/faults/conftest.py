@@ -6,7 +6,8 @@ from collections.abc import Generator
 
 import pytest
 
-from faultrecord import EXHAUSTIVE, Record
+from tests.support.faultrecord import Record
+from tests.support.proofs import faults_of
 
 _RECORD = pytest.StashKey[Record]()
 _RESULT = pytest.StashKey[str]()
@@ -20,19 +21,8 @@ def record(request: pytest.FixtureRequest) -> Record:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Make the record before anything can fail."""
-    if marker := item.get_closest_marker("row"):
-        item.stash[_RECORD] = Record(marker.args[0], item.nodeid)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the other loop to the whole matrix."""
-    if not EXHAUSTIVE:
-        items[:] = [item for item in items if not _is_second(item)]
-
-
-def _is_second(item: pytest.Item) -> bool:
-    call = getattr(item, "callspec", None)
-    return "row" in item.keywords and call is not None and "uvloop" in call.id
+    for row in faults_of(item)[:1]:
+        item.stash[_RECORD] = Record(row, item.nodeid)
 
 
 @pytest.hookimpl(wrapper=True)

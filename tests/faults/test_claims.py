@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import threading
 import time
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
-from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -18,12 +16,12 @@ import pytest
 import aiockpt
 from aiockpt.format.header import build_manifest
 from aiockpt.testing import assert_same
-from exhaustion import exhausted_fds
-from faultrecord import Record
-from faultrows import row
-from floods import CONTINUE, HINTS, flooding, stalls
-from headers import entries_of
-from transports import MIB, pair, receive, transport, weights
+from tests.support.exhaustion import exhausted_fds
+from tests.support.faultrecord import Record
+from tests.support.floods import CONTINUE, HINTS, flooding, stalls
+from tests.support.headers import entries_of
+from tests.support.proofs import proves
+from tests.support.transports import MIB, pair, receive, transport, weights
 
 pytestmark = [
     pytest.mark.asyncio,
@@ -111,8 +109,8 @@ async def claiming(sends: int | None) -> AsyncIterator[str]:
         await server.wait_closed()
 
 
-@row(49)
-@pytest.mark.one_loop
+@proves("threat D3")
+@proves("fault 49")
 @pytest.mark.parametrize("sends", [None, 0, MIB], ids=["nothing", "heads", "a MiB"])
 async def test_a_claim_of_gigabytes_takes_no_memory(
     record: Record, sends: int | None
@@ -123,11 +121,6 @@ async def test_a_claim_of_gigabytes_takes_no_memory(
             *(sys.executable, "-c", RECEIVES, url),
             stdout=PIPE,
             stderr=PIPE,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(Path(aiockpt.__file__).parents[1]),
-                "OMP_NUM_THREADS": "1",
-            },
         )
         try:
             async with asyncio.timeout(60):
@@ -141,7 +134,8 @@ async def test_a_claim_of_gigabytes_takes_no_memory(
     record.ran()
 
 
-@row(50)
+@proves("threat D4")
+@proves("fault 50")
 @pytest.mark.parametrize("asked", [True, False], ids=["asked", "unasked"])
 @pytest.mark.parametrize("piece", [CONTINUE * 4000, HINTS * 400])
 async def test_a_flood_of_informational_answers_ends_at_once(
@@ -161,7 +155,8 @@ async def test_a_flood_of_informational_answers_ends_at_once(
     record.ran()
 
 
-@row(51)
+@proves("threat D5")
+@proves("fault 51")
 @pytest.mark.parametrize("short", ["threads", "descriptors"])
 async def test_a_host_that_is_short_is_named(
     record: Record, short: str, monkeypatch: pytest.MonkeyPatch

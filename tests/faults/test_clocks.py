@@ -24,13 +24,13 @@ from aiockpt.testing import (
     monotonic_ahead,
     wall_clock_jumped,
 )
-from commandline import ENVIRONMENT
-from faultrecord import Record
-from faultrows import row
-from groups import moved, transports
-from senders import MIB_SERVED
-from serving import Peer
-from transports import (
+from tests.support.commandline import ENVIRONMENT
+from tests.support.faultrecord import Record
+from tests.support.groups import moved, transports
+from tests.support.proofs import proves
+from tests.support.senders import MIB_SERVED
+from tests.support.serving import Peer
+from tests.support.transports import (
     pair,
     port_of,
     proxied,
@@ -47,7 +47,7 @@ RANGES = 4
 HOUR = 3600.0
 
 
-@row(27)
+@proves("fault 27")
 async def test_a_loop_that_stands_still_is_not_taken_for_a_stalled_peer(
     record: Record,
 ) -> None:
@@ -64,7 +64,7 @@ async def test_a_loop_that_stands_still_is_not_taken_for_a_stalled_peer(
     record.within("connections made again", 0, 0, unit="")
 
 
-@row(27)
+@proves("fault 27")
 async def test_nor_is_a_busy_interpreter(record: Record) -> None:
     """Threads compute in Python beside the loop."""
     for threads in record.pick([1], [1, 2, 4]):
@@ -92,7 +92,7 @@ async def lagged(stall_timeout: float, slow: Drip) -> AsyncIterator[Any]:
             yield transfer
 
 
-@row(30)
+@proves("fault 30")
 @pytest.mark.parametrize("jump", [HOUR, -HOUR])
 async def test_a_jump_of_the_wall_clock_moves_no_deadline(
     record: Record, jump: float
@@ -111,7 +111,7 @@ async def test_a_jump_of_the_wall_clock_moves_no_deadline(
         record.ran()
 
 
-@row(30)
+@proves("fault 30")
 async def test_a_token_expires_by_the_wall_clock(record: Record) -> None:
     """An hour early where that is an hour ahead; never where it is behind."""
     async with pair() as (sender, receiver):
@@ -125,14 +125,13 @@ async def test_a_token_expires_by_the_wall_clock(record: Record) -> None:
     record.ran(3)
 
 
-@row(30)
+@proves("fault 30")
 @pytest.mark.asyncio(loop_factories=["asyncio"])  # the other process takes seconds
 async def test_the_clocks_of_two_ends_may_differ(record: Record) -> None:
     """The monotonic one, too, as those of two hosts do."""
     program = [sys.executable, str(SUPPORT / "senders.py"), "serve", "0", "secret"]
-    paths = {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{SUPPORT}"}
     ahead = monotonic_ahead(1_000_000, program)
-    async with PeerProcess(ahead, env=ENVIRONMENT | paths) as peer:
+    async with PeerProcess(ahead, env=ENVIRONMENT) as peer:
         url = await peer.line()
         async with transport(token="secret") as receiver:
             with wall_clock_jumped(-HOUR):
@@ -156,7 +155,7 @@ EXPIRED: dict[str, Verb] = {
 }
 
 
-@row(36)
+@proves("fault 36")
 @pytest.mark.parametrize("verb", EXPIRED)
 async def test_a_deadline_of_nothing_is_over_at_once(record: Record, verb: str) -> None:
     """Nobody is asked, nothing is staged; a tiny one is kept, too."""
@@ -172,7 +171,7 @@ async def test_a_deadline_of_nothing_is_over_at_once(record: Record, verb: str) 
         assert proxy.statistics().connections == 0
 
 
-@row(36)
+@proves("fault 36")
 @pytest.mark.parametrize("limit", [1e9, 1e30, timedelta.max])
 async def test_a_huge_deadline_is_as_good_as_none(record: Record, limit: Any) -> None:
     """No clock, socket or lock overflows; in a process group, too."""
@@ -186,7 +185,7 @@ async def test_a_huge_deadline_is_as_good_as_none(record: Record, limit: Any) ->
     record.ran(2)
 
 
-@row(36)
+@proves("fault 36")
 async def test_an_expired_deadline_of_a_process_group_breaks_nothing(
     record: Record,
 ) -> None:
@@ -202,7 +201,7 @@ async def test_an_expired_deadline_of_a_process_group_breaks_nothing(
         assert_same(await moved(first, second, weights(), 2), weights())
 
 
-@row(36)
+@proves("fault 36")
 @pytest.mark.allow_error_logs  # a save that fails is logged
 async def test_a_save_that_is_late_before_it_begins_saves_nothing(
     tmp_path: Path, record: Record
@@ -220,7 +219,7 @@ async def test_a_save_that_is_late_before_it_begins_saves_nothing(
             record.ran()
 
 
-@row(23)
+@proves("fault 23")
 async def test_a_send_that_times_out_under_a_slow_reader_changes_nothing(
     record: Record,
 ) -> None:

@@ -21,10 +21,10 @@ from aiockpt.testing import (
     StallAfter,
     assert_same,
 )
-from faultpeers import next_faults, noise
-from faultrecord import Record
-from faultrows import row
-from transports import MIB, Transport, pair, proxied, through, transport
+from tests.support.faultpeers import next_faults, noise
+from tests.support.faultrecord import Record
+from tests.support.proofs import proves
+from tests.support.transports import MIB, Transport, pair, proxied, through, transport
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
 
@@ -40,7 +40,7 @@ async def down(proxy: FaultProxy, receiver: Transport, url: str) -> tuple[int, o
     return proxy.statistics().bytes_down - before, got
 
 
-@row(5)
+@proves("fault 5")
 async def test_one_reset_per_connection_costs_a_chunk_each(record: Record) -> None:
     """What had arrived before a reset is not fetched again."""
     chance = record.chance()
@@ -60,7 +60,7 @@ async def test_one_reset_per_connection_costs_a_chunk_each(record: Record) -> No
                 record.ran()
 
 
-@row(5)
+@proves("fault 5")
 async def test_resets_every_three_megabytes_cost_little(record: Record) -> None:
     """No connection lives for longer, from the first to the last."""
     state, size = noise(64), 64 * MIB
@@ -93,7 +93,7 @@ async def used_up(
     record.ran(len(proxy.faults))
 
 
-@row(7)
+@proves("fault 7")
 @pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
 async def test_an_answer_may_end_after_any_byte(record: Record, reset: bool) -> None:
     """It goes on from there, on another connection."""
@@ -110,7 +110,7 @@ async def test_an_answer_may_end_after_any_byte(record: Record, reset: bool) -> 
             await used_up(proxy, receiver, url, state, record)
 
 
-@row(7)
+@proves("fault 7")
 async def test_an_answer_without_a_length_is_none(record: Record) -> None:
     """Nor is one in chunks that breaks off, or one with too large a length."""
     async with pair(reconnect_timeout=0, stall_timeout=1) as (sender, receiver):
@@ -160,7 +160,7 @@ async def whole_manifest(
     return b"\r\n".join([*lines, b""]), body
 
 
-@row(8)
+@proves("fault 8")
 async def test_one_inverted_bit_is_never_accepted(record: Record) -> None:
     """In a body it costs its chunk again; in a head it may be an error."""
     state, size, chunk = noise(1), MIB, 64 << 10
@@ -193,7 +193,7 @@ async def test_one_inverted_bit_is_never_accepted(record: Record) -> None:
                 group.create_task(work(sender))
 
 
-@row(9)
+@proves("fault 9")
 async def test_memory_that_differs_from_its_manifest_is_told(record: Record) -> None:
     """The same chunk is asked for three times, and named; other memory is untouched."""
     chance = record.chance()
@@ -215,7 +215,7 @@ async def test_memory_that_differs_from_its_manifest_is_told(record: Record) -> 
             record.ran()
 
 
-@row(10)
+@proves("fault 10")
 async def test_a_deadline_holds_however_slowly_bytes_drip(record: Record) -> None:
     """Every drop is progress, so no stall timeout ends it."""
     chance = record.chance()
@@ -234,7 +234,7 @@ async def test_a_deadline_holds_however_slowly_bytes_drip(record: Record) -> Non
                 record.ran()
 
 
-@row(12)
+@proves("fault 12")
 async def test_two_of_four_connections_stall_for_ever(record: Record) -> None:
     """The others go on, and what the two had is fetched once they are given up."""
     chance, stall = record.chance(), 1.0
@@ -268,7 +268,7 @@ async def timed(receiver: Transport, url: str, state: object) -> float:
     return took
 
 
-@row(10)
+@proves("fault 10")
 async def test_a_black_hole_is_given_up_by_the_stall_timeout(record: Record) -> None:
     """It takes the request, and never answers."""
     async with pair(stall_timeout=0.5, reconnect_timeout=0) as (sender, receiver):

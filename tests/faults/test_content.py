@@ -14,11 +14,19 @@ import trustme
 
 from aiockpt import AiockptError
 from aiockpt.testing import Answer, CutAfter, FaultProxy, assert_same
-from caching import cached
-from faultpeers import Hold, next_faults, noise, outcome
-from faultrecord import Record
-from faultrows import row
-from transports import MIB, Transport, pair, port_of, proxied, through, transport
+from tests.support.caching import cached
+from tests.support.faultpeers import Hold, next_faults, noise, outcome
+from tests.support.faultrecord import Record
+from tests.support.proofs import proves
+from tests.support.transports import (
+    MIB,
+    Transport,
+    pair,
+    port_of,
+    proxied,
+    through,
+    transport,
+)
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
 
@@ -26,7 +34,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 
 
-@row(22)
+@proves("fault 22")
 @pytest.mark.parametrize("grace", [0.0, 5.0], ids=["no_grace", "grace"])
 @pytest.mark.parametrize("act", ["send", "retract", "again"])
 async def test_a_step_that_changes_in_the_middle_is_never_mixed(
@@ -67,7 +75,7 @@ async def changed(sender: Transport, act: str, new: Any) -> None:
         await sender.send_checkpoint([], 1, new)
 
 
-@row(32)
+@proves("fault 32")
 @pytest.mark.parametrize("other", ["content", "token", "key", "nothing", "stranger"])
 async def test_another_jobs_server_on_the_port_is_told_apart(
     record: Record, other: str
@@ -138,7 +146,7 @@ def certificate(
     return server, client
 
 
-@row(34)
+@proves("fault 34")
 @pytest.mark.parametrize("wrong", ["authority", "expired", "name"])
 async def test_a_certificate_that_is_not_good_is_a_typed_error(
     record: Record, wrong: str
@@ -163,7 +171,7 @@ async def test_a_certificate_that_is_not_good_is_a_typed_error(
         record.ran()
 
 
-@row(34)
+@proves("fault 34")
 @pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
 async def test_a_tls_stream_that_ends_early_is_a_body_that_ended_early(
     record: Record, reset: bool
@@ -184,7 +192,7 @@ async def test_a_tls_stream_that_ends_early_is_a_body_that_ended_early(
                 record.ran()
 
 
-@row(33)
+@proves("fault 33")
 async def test_a_cache_never_mixes_two_runs_of_a_step(
     record: Record, tmp_path: Path
 ) -> None:

@@ -10,15 +10,15 @@ import pytest
 
 from aiockpt.errors import PeerFailedError, UnsupportedLeafError
 from aiockpt.testing import assert_same
-from faultrecord import Record
-from faultrows import row
-from serving import settle
-from transports import receive, transport, weights
+from tests.support.faultrecord import Record
+from tests.support.proofs import proves
+from tests.support.serving import settle
+from tests.support.transports import receive, transport, weights
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
 
-@row(48)
+@proves("fault 48")
 @pytest.mark.parametrize("server", ["loop", "process"])
 async def test_a_receiver_that_asks_again_is_not_counted_again(
     record: Record, server: str

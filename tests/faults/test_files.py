@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import torn
-from faultrecord import Record
-from faultrows import row
+from tests.support import torn
+from tests.support.faultrecord import Record
+from tests.support.proofs import proves
 
 pytestmark = [pytest.mark.torch_free, pytest.mark.timeout(900)]
 
@@ -27,7 +27,8 @@ def calls_for(record: Record, what: str) -> tuple[str, ...]:
     return record.pick(FEW[what], (*torn.CALLS, *torn.LOOKS))
 
 
-@row(18)
+@proves("invariant 7")
+@proves("fault 18")
 def test_a_writer_that_is_killed_leaves_nothing_torn(
     tmp_path: Path, record: Record
 ) -> None:
@@ -48,7 +49,7 @@ def test_a_writer_that_is_killed_leaves_nothing_torn(
     record.within("torn checkpoints", 0, 0, unit="")
 
 
-@row(18)
+@proves("fault 18")
 def test_nor_at_any_moment(tmp_path: Path, record: Record) -> None:
     """Killed from outside."""
     directory = tmp_path / "checkpoints"
@@ -60,7 +61,7 @@ def test_nor_at_any_moment(tmp_path: Path, record: Record) -> None:
         record.ran()
 
 
-@row(17)
+@proves("fault 17")
 @pytest.mark.parametrize("what", torn.ERRORS)
 def test_a_call_that_fails_leaves_nothing_torn(
     tmp_path: Path, record: Record, what: str
@@ -83,7 +84,7 @@ def test_a_call_that_fails_leaves_nothing_torn(
     record.within("torn checkpoints", 0, 0, unit="")
 
 
-@row(16)
+@proves("fault 16")
 @pytest.mark.parametrize("calls", ["fallocate", "pwritev,pwritev2", "write", "fsync"])
 def test_the_first_time_that_there_is_no_space_ends_the_save(
     tmp_path: Path, record: Record, calls: str

@@ -8,17 +8,16 @@ from contextlib import aclosing
 import pytest
 
 from aiockpt.testing import Drip
-from faultrecord import Record
-from faultrows import row
-from followers import MIB, TOKEN, Trainer, attempts, check, publish, soon
-from transports import port_of, proxied, through, transport
+from tests.support.faultrecord import Record
+from tests.support.followers import MIB, TOKEN, Trainer, attempts, check, publish, soon
+from tests.support.proofs import proves
+from tests.support.transports import port_of, proxied, through, transport
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(900)]
 
 
-@row(44)
+@proves("fault 44")
 @pytest.mark.parametrize("server", ["loop", "process"])
-@pytest.mark.one_loop
 async def test_a_trainer_publishes_faster_than_its_followers_receive(
     record: Record, server: str
 ) -> None:
@@ -44,7 +43,7 @@ async def test_a_trainer_publishes_faster_than_its_followers_receive(
     assert min(alone, *done) >= 1
 
 
-@row(45)
+@proves("fault 45")
 async def test_a_sender_starts_again_at_a_lower_step(record: Record) -> None:
     """The follower gets it as soon as it is published."""
     loop = asyncio.get_running_loop()

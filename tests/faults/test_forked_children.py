@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import aiockpt
-from faultrecord import Record
-from faultrows import row
-from rankprocesses import SUPPORT
+from tests.support.faultrecord import Record
+from tests.support.proofs import proves
+from tests.support.rankprocesses import SUPPORT
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="fork hygiene is Linux's"),
@@ -28,10 +25,8 @@ STACKS_MIB = 40  # of threads that began meanwhile; an arena has 64
 def found(mode: str) -> dict[str, Any]:
     """Return what the program found, which runs by itself for its figures."""
     program = [sys.executable, str(SUPPORT / "fork_weight.py"), mode]
-    paths = os.pathsep.join([str(Path(aiockpt.__file__).parents[1]), str(SUPPORT)])
     ended = subprocess.run(
         program,
-        env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         timeout=120,
         check=False,
@@ -41,7 +36,7 @@ def found(mode: str) -> dict[str, Any]:
     return facts
 
 
-@row(41)
+@proves("fault 41")
 @pytest.mark.parametrize("mode", ["loop", "shared", "process"])
 def test_a_child_has_no_staged_memory(mode: str, record: Record) -> None:
     """Neither mapped nor by descriptor; the parent serves on, and the child ends."""
@@ -57,7 +52,7 @@ def test_a_child_has_no_staged_memory(mode: str, record: Record) -> None:
         record.ran()
 
 
-@row(41)
+@proves("fault 41")
 def test_a_child_that_is_forked_while_it_is_staged_has_none(record: Record) -> None:
     """Whenever that is; it has the state dict, which is the parent's."""
     for _ in range(record.pick(1, 5)):
@@ -69,7 +64,7 @@ def test_a_child_that_is_forked_while_it_is_staged_has_none(record: Record) -> N
         record.ran(facts["forks"])
 
 
-@row(41)
+@proves("fault 41")
 @pytest.mark.parametrize("mode", ["received", "share"])
 def test_a_child_can_use_what_was_received(mode: str, record: Record) -> None:
     """It reads and changes it; the parent's stays as it was."""

@@ -14,10 +14,10 @@ import torch
 import aiockpt
 from aiockpt import StorageError
 from aiockpt.testing import assert_same
-from commandline import ENVIRONMENT
-from disks import in_small_shm, small_disk
-from faultrecord import Record
-from faultrows import row
+from tests.support.commandline import ENVIRONMENT
+from tests.support.disks import in_small_shm, small_disk
+from tests.support.faultrecord import Record
+from tests.support.proofs import proves
 
 SUPPORT = Path(__file__).parents[1] / "support"
 DISK = 8 << 20
@@ -37,7 +37,7 @@ def failed(made: Any, new: Any, path: Path) -> StorageError | None:
     return None
 
 
-@row(16)
+@proves("fault 16")
 def test_a_disk_that_is_full_keeps_the_old_checkpoint(
     tmp_path: Path, record: Record
 ) -> None:
@@ -65,7 +65,7 @@ def test_a_disk_that_is_full_keeps_the_old_checkpoint(
     assert all(fits.values()), fits
 
 
-@row(16)
+@proves("fault 16")
 @pytest.mark.asyncio
 @pytest.mark.allow_error_logs  # a save that nobody may overlook
 @pytest.mark.parametrize("use_process", [False, True], ids=["thread", "process"])
@@ -88,13 +88,13 @@ async def test_also_in_the_background(
         assert sorted(path.name for path in disk.iterdir()) == ["again", "step-1"]
 
 
-@row(19)
+@proves("fault 19")
 def test_a_full_shm_kills_nobody(tmp_path: Path, record: Record) -> None:
     """Nothing of ours lies there: it works, and is not ended by SIGBUS."""
     program = [sys.executable, str(SUPPORT / "shmfull.py"), str(tmp_path)]
     done = subprocess.run(
         in_small_shm(4 << 20, program),
-        env=ENVIRONMENT | {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{SUPPORT}"},
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=120,

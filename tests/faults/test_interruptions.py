@@ -13,9 +13,9 @@ import pytest
 import aiockpt
 from aiockpt import AiockptError
 from aiockpt.testing import Interruption, assert_same, interruptions
-from faultrecord import Record
-from faultrows import row
-from transports import Transport, pair, receive, transport, weights
+from tests.support.faultrecord import Record
+from tests.support.proofs import proves
+from tests.support.transports import Transport, pair, receive, transport, weights
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(900)]
 
@@ -90,7 +90,7 @@ async def offered(sender: Transport) -> None:
     await sender.send_checkpoint([], 1, state())
 
 
-@row(25)
+@proves("fault 25")
 @pytest.mark.parametrize("verb", VERBS)
 async def test_a_cancel_anywhere_leaves_a_transport_usable(
     record: Record, verb: str
@@ -111,7 +111,7 @@ async def test_a_cancel_anywhere_leaves_a_transport_usable(
     assert seen["cancelled"] or verb == "disallow"
 
 
-@row(25)
+@proves("fault 25")
 async def test_a_cancelled_shutdown_goes_on(record: Record) -> None:
     """And leaves nothing, wherever it was cancelled."""
     seen: Counter[str] = Counter()
@@ -130,7 +130,7 @@ async def test_a_cancelled_shutdown_goes_on(record: Record) -> None:
     assert seen["cancelled"]
 
 
-@row(26)
+@proves("fault 26")
 @pytest.mark.parametrize("verb", VERBS)
 async def test_a_failure_anywhere_is_a_typed_error(record: Record, verb: str) -> None:
     """Or is got over: a connection that fails is made again."""
@@ -164,7 +164,7 @@ def still_there(place: Path, count: int) -> None:
                 assert_same(made.load(path), state(number))
 
 
-@row(25)
+@proves("fault 25")
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("verb", ["save", "load"])
 async def test_a_cancel_anywhere_leaves_a_checkpointer_usable(
@@ -180,7 +180,7 @@ async def test_a_cancel_anywhere_leaves_a_checkpointer_usable(
     assert seen["cancelled"]
 
 
-@row(26)
+@proves("fault 26")
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("verb", ["save", "load"])
 @pytest.mark.allow_error_logs  # of saves that fail and nobody waits for

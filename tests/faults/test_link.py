@@ -17,12 +17,12 @@ import pytest
 
 from aiockpt import TransportError
 from aiockpt.testing import FaultUnavailableError, assert_same
-from faultpeers import noise, running, said
-from faultrecord import Record
-from faultrows import row
-from link import Link
-from serving import settle
-from transports import MIB, Halfway, transport
+from tests.support.faultpeers import noise, running, said
+from tests.support.faultrecord import Record
+from tests.support.link import Link
+from tests.support.proofs import proves
+from tests.support.serving import settle
+from tests.support.transports import MIB, Halfway, transport
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
 
@@ -40,7 +40,7 @@ async def link(**options: Any) -> AsyncIterator[Link]:
         yield made
 
 
-@row(6)
+@proves("fault 6")
 async def test_both_ends_of_a_link_that_is_down_give_up(record: Record) -> None:
     """No packet tells them; each has its own stall timeout."""
     stall = 1.0
@@ -115,7 +115,7 @@ async def ours(way: Link, mib: int, streams: int) -> float:
     return float(mib * MIB / (end - start))
 
 
-@row(11)
+@proves("fault 11")
 async def test_a_long_lossy_way_is_used_as_well_as_raw_streams_do(
     record: Record,
 ) -> None:
@@ -134,7 +134,7 @@ async def test_a_long_lossy_way_is_used_as_well_as_raw_streams_do(
     record.note(f"raw: {statistics.median(raws) / 1e6:.1f} MB/s")
 
 
-@row(11)
+@proves("fault 11")
 async def test_damaged_packets_change_nothing(record: Record) -> None:
     """TCP throws them away, and sends them again."""
     async with link(delay=0.005, corruption=0.01) as way, AsyncExitStack() as stack:

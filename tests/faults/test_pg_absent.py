@@ -14,11 +14,11 @@ import pytest
 
 from aiockpt.errors import UnsupportedLeafError
 from aiockpt.testing import assert_same
-from faultrecord import Record
-from faultrows import row
-from rankprocesses import ranks
-from rankprocesses import transport as rank_transport
-from transports import weights
+from tests.support.faultrecord import Record
+from tests.support.proofs import proves
+from tests.support.rankprocesses import ranks
+from tests.support.rankprocesses import transport as rank_transport
+from tests.support.transports import weights
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
@@ -44,7 +44,7 @@ async def refused(ours: Any, record: Record, what: str) -> None:
     record.within(f"{what}: error after", time.monotonic() - began, 0.5)
 
 
-@row(43)
+@proves("fault 43")
 async def test_a_receiver_that_stands_still_is_told_later(
     tmp_path: Path, record: Record
 ) -> None:
@@ -62,7 +62,7 @@ async def test_a_receiver_that_stands_still_is_told_later(
         record.ran()
 
 
-@row(43)
+@proves("fault 43")
 async def test_a_receiver_that_was_killed(tmp_path: Path, record: Record) -> None:
     """Nobody has to be told; the error is the same."""
     for run in range(record.pick(1, 10)):

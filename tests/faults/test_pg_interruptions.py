@@ -15,10 +15,10 @@ import pytest
 from aiockpt import AiockptError, StepNotFoundError
 from aiockpt.errors import PeerFailedError, ProcessGroupError
 from aiockpt.testing import assert_same, interrupted
-from faultrecord import Record
-from faultrows import row
-from groups import Transport, transports
-from transports import weights
+from tests.support.faultrecord import Record
+from tests.support.groups import Transport, transports
+from tests.support.proofs import proves
+from tests.support.transports import weights
 
 pytestmark = [
     pytest.mark.asyncio,
@@ -73,7 +73,8 @@ ENDS = pytest.mark.parametrize(
 )
 
 
-@row(25)
+@proves("invariant 8")
+@proves("fault 25")
 @ENDS
 async def test_a_cancel_at_every_await(record: Record, cut: Side, stay: Side) -> None:
     """Either the same two ranks go on, or both know at once that they cannot."""
@@ -94,7 +95,7 @@ async def test_a_cancel_at_every_await(record: Record, cut: Side, stay: Side) ->
     assert cut is receive or seen[False] > 1, "while it stages, or loads"
 
 
-@row(26)
+@proves("fault 26")
 @ENDS
 async def test_a_failure_at_every_await(record: Record, cut: Side, stay: Side) -> None:
     """It is a typed error at this end, and soon one at the other, or none at all."""

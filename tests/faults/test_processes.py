@@ -21,17 +21,17 @@ import torch
 import aiockpt
 from aiockpt.errors import ProcessGroupError, TransferTimeoutError, WorkerError
 from aiockpt.testing import Drip, FaultProxy, PeerProcess, assert_same
-from checkpointing import Gate, eventually, is_running, wait_until
-from commandline import ENVIRONMENT
-from faultrecord import Record
-from faultrows import row
-from leakcheck import shm
-from rank import MIB_SENT
-from rankprocesses import ranks
-from rankprocesses import transport as rank_transport
-from saved import names
-from senders import CODE
-from transports import in_the_middle, pair, receive, weights
+from tests.support.checkpointing import Gate, eventually, is_running, wait_until
+from tests.support.commandline import ENVIRONMENT
+from tests.support.faultrecord import Record
+from tests.support.leakcheck import shm
+from tests.support.proofs import proves
+from tests.support.rank import MIB_SENT
+from tests.support.rankprocesses import ranks
+from tests.support.rankprocesses import transport as rank_transport
+from tests.support.saved import names
+from tests.support.senders import CODE
+from tests.support.transports import in_the_middle, pair, receive, weights
 
 # What happens to processes is the same on both loops; each takes seconds.
 LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
@@ -45,8 +45,7 @@ TOKEN = "secret"
 def program(name: str, *arguments: object, errors: Path | None = None) -> PeerProcess:
     """Return one of the programs of the tests, which is not started yet."""
     command = [sys.executable, str(SUPPORT / name), *map(str, arguments)]
-    paths = f"{ENVIRONMENT['PYTHONPATH']}{os.pathsep}{SUPPORT}"
-    return PeerProcess(command, env=ENVIRONMENT | {"PYTHONPATH": paths}, errors=errors)
+    return PeerProcess(command, env=ENVIRONMENT, errors=errors)
 
 
 def state(fill: float) -> dict[str, Any]:
@@ -54,7 +53,7 @@ def state(fill: float) -> dict[str, Any]:
     return {"weight": torch.full((4 << 20,), fill), "fill": fill}
 
 
-@row(20)
+@proves("fault 20")
 @pytest.mark.allow_error_logs  # a save that fails is logged
 async def test_a_writer_that_is_killed_fails_its_save_only(
     tmp_path: Path, record: Record
@@ -93,7 +92,7 @@ def made_whole(path: Path) -> dict[str, Any]:
         return found
 
 
-@row(21)
+@proves("fault 21")
 async def test_a_trainer_and_its_writer_that_are_killed_leave_nothing(
     tmp_path: Path, record: Record
 ) -> None:
@@ -136,7 +135,7 @@ async def slow_sender() -> AsyncIterator[tuple[PeerProcess, str]]:
             yield sender, url.replace(str(port), str(proxy.port))
 
 
-@row(31)
+@proves("fault 31")
 async def test_a_transfer_goes_on_after_a_suspension(record: Record) -> None:
     """Both ends stand still for longer than their stall timeout."""
     async with slow_sender() as (sender, metadata):
@@ -155,7 +154,7 @@ async def test_a_transfer_goes_on_after_a_suspension(record: Record) -> None:
             record.ran()
 
 
-@row(35)
+@proves("fault 35")
 @pytest.mark.allow_leaks("threads", "fds")  # the wait that nothing but time ends
 async def test_a_rank_that_is_killed_is_an_error_soon(
     tmp_path: Path, record: Record
@@ -174,7 +173,7 @@ async def test_a_rank_that_is_killed_is_an_error_soon(
         record.ran()
 
 
-@row(35)
+@proves("fault 35")
 @pytest.mark.allow_leaks("threads", "fds")  # the wait that nothing but time ends
 async def test_a_rank_that_stands_still_is_an_error_at_the_deadline(
     tmp_path: Path, record: Record
@@ -215,7 +214,7 @@ def moving(ours: Any, life: str, *, timeout: float) -> asyncio.Task[Any]:
     return asyncio.create_task(call)
 
 
-@row(35)
+@proves("fault 35")
 async def test_a_process_exits_beside_a_wait_for_its_group(
     tmp_path: Path, record: Record
 ) -> None:
@@ -229,7 +228,7 @@ async def test_a_process_exits_beside_a_wait_for_its_group(
     record.ran()
 
 
-@row(37)
+@proves("fault 37")
 async def test_a_forked_child_gets_a_clear_error_and_the_parent_goes_on(
     tmp_path: Path, record: Record
 ) -> None:
@@ -279,7 +278,7 @@ ENDS = {
 """How a program ends, and the code that is its own then."""
 
 
-@row(38)
+@proves("fault 38")
 async def test_a_program_ends_in_the_middle_of_a_transfer(
     tmp_path: Path, record: Record
 ) -> None:

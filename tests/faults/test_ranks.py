@@ -24,12 +24,12 @@ from aiockpt.checkpointers import CheckpointProcessConfig, RankInfo
 from aiockpt.checkpointers.process import CheckpointProcess
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.storage.directory import find_checkpoint
-from checkpointing import use_cpu
-from commandline import ENVIRONMENT
-from faultrecord import Record
-from faultrows import row
-from rankthreads import LONG, SHORT, Dying, Job, job
-from saved import load
+from tests.support.checkpointing import use_cpu
+from tests.support.commandline import ENVIRONMENT
+from tests.support.faultrecord import Record
+from tests.support.proofs import proves
+from tests.support.rankthreads import LONG, SHORT, Dying, Job, job
+from tests.support.saved import load
 
 # What happens to processes is the same on both loops; each takes seconds.
 LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
@@ -75,14 +75,13 @@ class Rank:
 @asynccontextmanager
 async def two_ranks(port: int) -> AsyncIterator[list[Rank]]:
     """Give two ranks that are ready; end them."""
-    paths = f"{ENVIRONMENT['PYTHONPATH']}{os.pathsep}{SUPPORT}"
     command = [sys.executable, str(SUPPORT / "told_rank.py")]
     started = [
         await create_subprocess_exec(
             *command,
             str(rank),
             str(port),
-            env=ENVIRONMENT | {"PYTHONPATH": paths},
+            env=ENVIRONMENT,
             stdin=PIPE,
             stdout=PIPE,
         )
@@ -120,7 +119,7 @@ def value_at(path: Path) -> float | None:
     return float(found.pop())
 
 
-@row(52)
+@proves("fault 52")
 @on_a_loop
 async def test_a_rank_whose_process_is_killed_at_a_random_moment(
     tmp_path: Path, record: Record
@@ -170,7 +169,7 @@ async def test_a_rank_whose_process_is_killed_at_a_random_moment(
     del store
 
 
-@row(53)
+@proves("fault 53")
 def test_the_save_after_one_that_went_wrong_for_a_rank(
     tmp_path: Path, record: Record
 ) -> None:
@@ -234,7 +233,7 @@ def beside_busy_processes(count: int) -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-@row(54)
+@proves("fault 54")
 @on_a_loop
 async def test_a_checkpoint_process_starts_beside_busy_processes(
     record: Record,

@@ -13,19 +13,19 @@ import pytest
 
 from aiockpt import AiockptError
 from aiockpt.testing import FaultProxy, FaultUnavailableError, StallAfter, assert_same
-from exhaustion import exhausted_fds
-from faultpeers import TOKEN, Peer, noise, sender
-from faultrecord import Record
-from faultrows import row
-from namespaces import few_ports
-from rankprocesses import SUPPORT, process
-from serving import settle
-from transports import MIB, Transport, receive, transport
+from tests.support.exhaustion import exhausted_fds
+from tests.support.faultpeers import TOKEN, Peer, noise, sender
+from tests.support.faultrecord import Record
+from tests.support.namespaces import few_ports
+from tests.support.proofs import proves
+from tests.support.rankprocesses import SUPPORT, process
+from tests.support.serving import settle
+from tests.support.transports import MIB, Transport, receive, transport
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
 
 
-@row(13)
+@proves("fault 13")
 async def test_a_sender_without_descriptors_serves_again(record: Record) -> None:
     """What runs goes on; who comes meanwhile waits, and is served afterwards."""
     state = noise(16)
@@ -50,7 +50,7 @@ async def test_a_sender_without_descriptors_serves_again(record: Record) -> None
             record.ran()
 
 
-@row(14)
+@proves("fault 14")
 async def test_a_receiver_without_descriptors_fails_plainly(record: Record) -> None:
     """Or does with fewer connections; and works as soon as there are some again."""
     state = noise(4)
@@ -70,7 +70,7 @@ async def test_a_receiver_without_descriptors_fails_plainly(record: Record) -> N
             record.ran()
 
 
-@row(15)
+@proves("fault 15")
 async def test_twenty_local_ports_are_enough_for_any_number_of_transfers(
     record: Record,
 ) -> None:
@@ -99,7 +99,7 @@ def opened(sends: Transport) -> int:
     return sum(line.split()[2].endswith(port) for line in table)
 
 
-@row(28)
+@proves("fault 28")
 @pytest.mark.parametrize("count", [1, 8, 32, 128])
 async def test_many_receivers_share_fairly(record: Record, count: int) -> None:
     """Each gets the right bytes and its share; the sender's memory does not grow."""
@@ -153,7 +153,7 @@ def jain(rates: list[float]) -> float:
     return sum(rates) ** 2 / (len(rates) * sum(rate * rate for rate in rates))
 
 
-@row(29)
+@proves("fault 29")
 async def test_more_receivers_than_are_admitted_all_finish(record: Record) -> None:
     """Those who are too many are told to come back, and do."""
     state = noise(4)
@@ -179,7 +179,7 @@ async def attacked(peer: Peer, count: int) -> AsyncIterator[None]:
         yield
 
 
-@row(29)
+@proves("fault 29")
 async def test_attackers_do_not_slow_a_good_client_down(record: Record) -> None:
     """Two hundred that are silent, ask a byte a second, or read one."""
     mib, turns, times = record.pick(8, 200), record.pick(1, 8), record.pick(2, 8)

@@ -18,12 +18,12 @@ import pytest
 
 from aiockpt.memory.arena import Arena
 from aiockpt.testing import assert_same
-from checkpointing import eventually
-from faultrecord import Record
-from faultrows import row
-from transports import MIB, Transport, receive, transport, weights
+from tests.support.checkpointing import eventually
+from tests.support.faultrecord import Record
+from tests.support.proofs import proves
+from tests.support.transports import MIB, Transport, receive, transport, weights
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
 
 READERS = 100
 SIZE = 64 * MIB
@@ -97,7 +97,7 @@ async def came(reader: socket.socket) -> int:
     return total
 
 
-@row(46)
+@proves("fault 46")
 @pytest.mark.parametrize("trouble", ["starved", "stopped", "stopped, and lent"])
 async def test_a_retraction_is_in_time_whatever_the_process_does(
     record: Record, trouble: str
@@ -132,7 +132,7 @@ async def test_a_retraction_is_in_time_whatever_the_process_does(
     record.ran(READERS)
 
 
-@row(47)
+@proves("fault 47")
 async def test_a_retraction_between_two_processes_gives_the_memory_back(
     record: Record,
 ) -> None:
@@ -152,7 +152,7 @@ async def test_a_retraction_between_two_processes_gives_the_memory_back(
         assert_same(await receive(sender, receiver, step + 1), weights())
 
 
-@row(46)
+@proves("fault 46")
 @pytest.mark.parametrize("trouble", ["slow", "stopped"])
 async def test_a_retraction_does_not_wait_until_gigabytes_are_free(
     record: Record, trouble: str, monkeypatch: pytest.MonkeyPatch

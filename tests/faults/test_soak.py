@@ -32,10 +32,10 @@ from aiockpt.testing import (
     Refuse,
     StallAfter,
 )
-from faultpeers import TOKEN, noise, sender
-from faultrecord import Record
-from faultrows import row
-from transports import MIB, Transport, port_of, transport
+from tests.support.faultpeers import TOKEN, noise, sender
+from tests.support.faultrecord import Record
+from tests.support.proofs import proves
+from tests.support.transports import MIB, Transport, port_of, transport
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(1800)]
 
@@ -184,7 +184,7 @@ class Soak:
         return None if error else task.result()
 
 
-@row(39)
+@proves("fault 39")
 async def test_a_soak_of_random_faults_corrupts_nothing(record: Record) -> None:
     """Whatever arrives is one whole step; at the end everything still works."""
     seed = int(os.environ.get("AIOCKPT_SOAK_SEED", "39"))

@@ -12,7 +12,7 @@ import pytest
 from aiockpt.format.chunks import ChunkGrid, digest
 from aiockpt.format.header import ID_SLICE, PREFIX, build_manifest, snapshot_id_of
 from aiockpt.format.manifest import Manifest, TensorSpec
-from headers import entries_of
+from tests.support.headers import entries_of
 
 CHUNK_BYTES = 64 * 1024
 Forge = Callable[..., bytes]

@@ -17,7 +17,7 @@ from aiockpt.format.header import build_manifest, decode_header, header_length
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import ForeignHeader, TensorSpec, dense_stride
 from aiockpt.format.validate import views_fault
-from headers import Row, entries_of
+from tests.support.headers import Row, entries_of
 
 torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")

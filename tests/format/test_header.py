@@ -47,7 +47,7 @@ from aiockpt.format.manifest import (
     TensorSpec,
     dense_stride,
 )
-from headers import entries_of
+from tests.support.headers import entries_of
 
 Forge = Callable[..., bytes]
 CHUNK = 1 << 16

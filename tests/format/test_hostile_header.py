@@ -28,6 +28,7 @@ from aiockpt.errors import (
 from aiockpt.format.header import ID_SLICE, PREFIX, decode_header
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import ForeignHeader, Manifest
+from tests.support.proofs import proves
 
 Forge = Callable[..., bytes]
 LIMITS = Limits()
@@ -75,6 +76,7 @@ def test_a_forged_header_is_otherwise_valid(forge: Forge) -> None:
     assert manifest.segment_bytes == 16
 
 
+@proves("threat T4")
 @pytest.mark.parametrize(
     "entries",
     [
@@ -184,6 +186,7 @@ def test_a_view_inside_of_its_storage_is_accepted(
     assert isinstance(decode(forge(views=[accepted])), Manifest)
 
 
+@proves("threat T4")
 @pytest.mark.parametrize(
     "hostile",
     [
@@ -548,6 +551,7 @@ def test_nodes_are_limited(forge: Forge) -> None:
 SMALL = Limits(max_nodes=100_000, max_tensors=1_000)
 
 
+@proves("threat D1")
 @pytest.mark.parametrize(
     "hostile",
     [
@@ -581,6 +585,7 @@ def test_a_foreign_header_of_many_values_is_refused_unseen() -> None:
         decode(header, SMALL)
 
 
+@proves("invariant 3")
 def test_a_claimed_length_allocates_nothing() -> None:
     """Eight bytes can claim anything."""
     for length in (2**30, 2**62, 2**64 - 1):

@@ -18,9 +18,9 @@ from aiockpt.http import body_reader
 from aiockpt.http.body_reader import BodySink, Buffers, read_body
 from aiockpt.http.chunk_run import Place
 from aiockpt.runtime.bridge import Bridge
-from rangepeer import io_threads, noise
+from tests.support.rangepeer import io_threads, noise
 
-pytestmark = [pytest.mark.torch_free]
+pytestmark = [pytest.mark.every_loop, pytest.mark.torch_free]
 
 
 @pytest.fixture(params=["threads", "loop", "portable"])

@@ -16,11 +16,16 @@ from aiohttp import web
 from aiockpt.http import body_writer as module
 from aiockpt.http.body_writer import BodySender, Outcome
 from aiockpt.runtime.bridge import Bridge
-from rangepeer import io_threads
-from runners import running
-from serving import Peer, settle
+from tests.support.proofs import proves
+from tests.support.rangepeer import io_threads
+from tests.support.runners import running
+from tests.support.serving import Peer, settle
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
+pytestmark = [
+    pytest.mark.asyncio,
+    pytest.mark.every_loop,
+    pytest.mark.torch_free,
+]
 
 OLD, NEW = 0xAA, 0x55
 
@@ -316,6 +321,7 @@ def tls() -> tuple[ssl.SSLContext, ssl.SSLContext]:
     return server, client
 
 
+@proves("threat T7")
 async def test_tls_encrypts_every_byte(tls):
     """Where there is TLS, nothing goes around it."""
     server, client = tls

@@ -13,7 +13,7 @@ from aiockpt.format.chunks import ChunkGrid, digest
 from aiockpt.format.header import build_manifest
 from aiockpt.format.manifest import Manifest
 from aiockpt.http.chunk_run import ChunkRun
-from headers import entries_of
+from tests.support.headers import entries_of
 
 CHUNK = 64 << 10
 

@@ -22,7 +22,8 @@ from aiockpt.errors import (
     StepNotFoundError,
 )
 from aiockpt.events import TransferEvent, add_hook
-from rangepeer import (
+from tests.support.proofs import proves
+from tests.support.rangepeer import (
     STEP,
     TOKEN,
     Meddle,
@@ -219,6 +220,7 @@ class TestFetchChunks:
         assert headers["Accept-Encoding"] == "identity"
         assert "Authorization" not in headers
 
+    @proves("threat D6")
     @pytest.mark.parametrize(
         ("meddle", "message"),
         [
@@ -297,6 +299,7 @@ class TestFetchChunks:
         assert error.url == peer.base_url
         assert len(peer.requests) == 3
 
+    @proves("threat T2", "invariant 1")
     async def test_snapshot_that_changes_is_never_mixed_in(self, fast_path) -> None:
         """A 412 or another ``ETag`` ends the transfer and says what is there now."""
         other = describe(SEGMENT, step=STEP + 1).snapshot_id
@@ -393,6 +396,7 @@ class TestCredentials:
         sent = [headers["Authorization"] for _, headers in peer.requests]
         assert sent == [f"Bearer {TOKEN}", "Bearer configured"]
 
+    @proves("invariant 10")
     async def test_token_does_not_follow_a_redirect(self) -> None:
         """The other origin is never asked at all."""
         async with serving(SEGMENT) as thief:
@@ -443,6 +447,7 @@ class TestSession:
             with pytest.raises(ClosedError, match="ClientSession"):
                 await fetch(client, peer)
 
+    @proves("threat I4")
     async def test_environment_proxies_are_ignored(self, monkeypatch) -> None:
         """Checkpoints do not take the way of web pages."""
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:1/")

@@ -27,7 +27,8 @@ from aiockpt.testing.faults import (
     Refuse,
     StallAfter,
 )
-from rangepeer import (
+from tests.support.proofs import proves
+from tests.support.rangepeer import (
     Client,
     Memory,
     RangePeer,
@@ -84,6 +85,7 @@ async def until_used_up(
     return successes
 
 
+@proves("threat T1")
 @pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
 async def test_every_truncation_point_is_survived(fast_path, reset) -> None:
     """A connection may end after any byte: the transfer goes on from there."""
@@ -97,6 +99,7 @@ async def test_every_truncation_point_is_survived(fast_path, reset) -> None:
         assert await until_used_up(client, peer, proxy, may_fail=False)
 
 
+@proves("threat T1", "invariant 1")
 async def test_no_flipped_bit_gets_through(fast_path) -> None:
     """In the body it is repaired; in the head it may be an error, never a success."""
     async with (
@@ -166,6 +169,7 @@ async def test_connections_that_are_reset_all_the_time_are_survived(fast_path) -
         assert memory.bytes == len(LARGE)
 
 
+@proves("threat D12")
 async def test_silent_peer_is_given_up_after_the_stall_timeout(fast_path) -> None:
     """Before or within its answer, and the error says after how long."""
     for count in (0, 50, 5000):
@@ -278,6 +282,7 @@ async def test_impostor_is_told_from_a_sender(fast_path, fault, error) -> None:
     assert str(proxy.port) in str(caught.value)
 
 
+@proves("invariant 8")
 async def test_cancelled_anywhere_the_client_goes_on_as_if_nothing_was(
     fast_path,
 ) -> None:

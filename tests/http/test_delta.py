@@ -14,7 +14,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accelerators import FakeAccelerator
 from aiockpt import IntegrityError, Progress, TransportError, make_sync_checkpointer
 from aiockpt.checkpointers import CheckpointReader, RankInfo
 from aiockpt.errors import (
@@ -30,8 +29,9 @@ from aiockpt.testing import (
     StallAfter,
     assert_same,
 )
-from states import State, states
-from transports import Transport, pair, proxied, receive, through
+from tests.support.accelerators import FakeAccelerator
+from tests.support.states import State, states
+from tests.support.transports import Transport, pair, proxied, receive, through
 
 CHUNK = 64 << 10
 WIDE = CHUNK // 4  # numbers in a chunk

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 import ssl
 import sys
@@ -22,16 +21,16 @@ import pytest_asyncio
 from aiohttp import web
 
 import aiockpt.http
-import hosting_process
 from aiockpt import AiockptError, AuthenticationError, StepNotFoundError
 from aiockpt.errors import ClosedError, LocalProtocolError, RemoteProtocolError
 from aiockpt.http.protocol import parse_metadata
 from aiockpt.testing import assert_same
-from hosting import Host, certified, example, running, running_example
-from hosting_process import MIB_OFFERED
-from reverseproxy import reverse_proxy
-from serving import settle
-from transports import (
+from tests.support import hosting_process
+from tests.support.hosting import Host, certified, example, running, running_example
+from tests.support.hosting_process import MIB_OFFERED
+from tests.support.reverseproxy import reverse_proxy
+from tests.support.serving import settle
+from tests.support.transports import (
     MIB,
     Transport,
     receive,
@@ -208,12 +207,10 @@ def refuses(port: int) -> bool:
 @asynccontextmanager
 async def process(script: Path, *arguments: str) -> AsyncIterator[Process]:
     """Run a Python program that finds this package, and see to its end."""
-    paths = [Path(aiockpt.__file__).parents[1], script.parent]
     running = await asyncio.create_subprocess_exec(
         sys.executable,
         script,
         *arguments,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -574,7 +571,6 @@ class TestTwoTransports:
             assert await receive(sender, receiver, 7) == {"n": 1}
 
 
-@pytest.mark.one_loop
 class TestShutdown:
     """The application ends while a checkpoint is on its way."""
 

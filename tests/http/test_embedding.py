@@ -17,8 +17,8 @@ import aiockpt.http
 from aiockpt import HTTPTransport
 from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.testing import assert_same
-from serving import Peer, settle
-from transports import MIB, Transport, receive, transport, weights
+from tests.support.serving import Peer, settle
+from tests.support.transports import MIB, Transport, receive, transport, weights
 
 pytestmark = pytest.mark.asyncio
 

@@ -11,14 +11,16 @@ import aiockpt
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.testing import FaultProxy, assert_same
 from aiockpt.testing.faults import Fault, Pipe
-from floods import CONTINUE, HINTS, flooding, stalls
-from transports import pair, proxied, through, transport, weights
+from tests.support.floods import CONTINUE, HINTS, flooding, stalls
+from tests.support.proofs import proves
+from tests.support.transports import pair, proxied, through, transport, weights
 
 pytestmark = pytest.mark.asyncio
 
 EMPTY = b"\r\n" * 50_000  # lines in front of an answer, which HTTP lets clients ignore
 
 
+@proves("threat D4")
 @pytest.mark.parametrize("asked", [True, False], ids=["asked", "unasked"])
 @pytest.mark.parametrize("piece", [CONTINUE * 4000, HINTS * 400, CONTINUE, EMPTY])
 async def test_a_flood_ends_the_receive_and_leaves_the_loop_alone(

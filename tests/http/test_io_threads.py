@@ -27,11 +27,15 @@ from aiockpt.http.chunk_run import Place
 from aiockpt.http.listen import open_sockets
 from aiockpt.http.sockets import IO_THREADS, Turn
 from aiockpt.runtime.bridge import Bridge
-from rangepeer import io_threads, noise
-from runners import running
-from serving import Peer, settle
+from tests.support.rangepeer import io_threads, noise
+from tests.support.runners import running
+from tests.support.serving import Peer, settle
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
+pytestmark = [
+    pytest.mark.asyncio,
+    pytest.mark.every_loop,
+    pytest.mark.torch_free,
+]
 
 MIB = 1 << 20
 BODY = noise(8 * MIB)

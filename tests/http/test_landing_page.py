@@ -13,9 +13,10 @@ from aiohttp import web
 
 import aiockpt.http
 from aiockpt.http.tokens import make_token
-from runners import running
-from serving import TOKEN, Memory, serving
-from transports import transport, weights
+from tests.support.proofs import proves
+from tests.support.runners import running
+from tests.support.serving import TOKEN, Memory, serving
+from tests.support.transports import transport, weights
 
 pytestmark = pytest.mark.asyncio
 
@@ -56,6 +57,7 @@ async def test_a_program_gets_json() -> None:
     assert TOKEN not in str(answer)
 
 
+@proves("threat I7")
 async def test_a_browser_gets_a_page() -> None:
     """Its links lead to what is served; no script runs in it, and no secret is told."""
     async with serving(Memory(1000)) as site, site.peer() as peer:
@@ -132,6 +134,7 @@ async def test_the_newest_when_there_is_none() -> None:
 PATHS = ["/checkpoint/", "/checkpoint", "/checkpoint/latest/full", "/checkpoint/7/full"]
 
 
+@proves("threat I7")
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_refusal_says_what_was_missing(path: str) -> None:
     """A token, or the right one; for every path alike."""

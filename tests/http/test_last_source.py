@@ -11,10 +11,10 @@ from aiohttp import web
 
 from aiockpt.errors import CheckpointChangedError
 from aiockpt.events import TransferEvent, add_hook
-from rangepeer import Client, Meddle, RangePeer, noise, receiver
-from rangepeer import serving as peer
-from replicas import FAR, Fetch
-from serving import settle
+from tests.support.rangepeer import Client, Meddle, RangePeer, noise, receiver
+from tests.support.rangepeer import serving as peer
+from tests.support.replicas import FAR, Fetch
+from tests.support.serving import settle
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free, pytest.mark.timeout(120)]
 

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from serving import Memory, Peer, Site, serving, settle
+from tests.support.serving import Memory, Peer, Site, serving, settle
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
 

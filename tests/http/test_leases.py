@@ -6,27 +6,25 @@ A raw socket plays the receiver, so the promises are those of the wire format.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 import torch
 
-import aiockpt
-from serving import TOKEN, Answer, Peer, settle
-from transports import Transport, port_of, transport
+from tests.support.proofs import proves
+from tests.support.serving import TOKEN, Answer, Peer, settle
+from tests.support.transports import Transport, port_of, transport
 
 pytestmark = pytest.mark.asyncio
 
 NBYTES = 4 << 20
 ONE, TWO, THREE = (f"{digit:032x}" for digit in (1, 2, 3))
 
-PLACES = ["loop", pytest.param("process", marks=pytest.mark.one_loop)]
+PLACES = ["loop", "process"]
 
 
 def lease(name: str, ttl: float = 60.0) -> dict[str, Any]:
@@ -88,6 +86,7 @@ async def test_a_lease_keeps_what_a_receive_began_with(server):
         assert (again.status, again.body) == (200, first.body)
 
 
+@proves("threat D10")
 @pytest.mark.parametrize("server", PLACES)
 async def test_the_snapshot_that_was_read_longest_stays(server):
     """One is kept; receives of the others are told to begin anew, with the newest."""
@@ -248,6 +247,7 @@ async def test_those_who_make_room_are_cut():
         assert await holds(sender, 1, **lease(ONE))
 
 
+@proves("threat D10")
 @pytest.mark.parametrize("server", PLACES)
 async def test_a_retraction_ends_all_leases(server):
     """Nothing is left to read when it returns, of any snapshot."""
@@ -322,7 +322,6 @@ asyncio.run(main(int(sys.argv[1]), sys.argv[2]))
 """
 
 
-@pytest.mark.one_loop
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells")
 async def test_what_is_kept_takes_the_memory_of_one_snapshot():
     """However many receives begin meanwhile, and only while one of them goes on."""
@@ -331,7 +330,6 @@ async def test_what_is_kept_takes_the_memory_of_one_snapshot():
         *(sys.executable, "-c", TRAINER, str(mib), TOKEN),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(Path(aiockpt.__file__).parents[1])},
     )
     trainer, said = process.stdin, process.stdout
     assert trainer is not None

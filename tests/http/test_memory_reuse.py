@@ -9,10 +9,11 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-from serving import Peer, settle
-from transports import Transport, transport, weights
+from tests.support.proofs import proves
+from tests.support.serving import Peer, settle
+from tests.support.transports import Transport, transport, weights
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
+pytestmark = pytest.mark.asyncio
 
 NBYTES = 4 << 20  # a thread sends a body of this size
 LATE = 128 << 10  # bytes that are read late: kernels buffer much more, but not alike
@@ -20,6 +21,7 @@ STEPS = 6
 VERIFIES = {"Aiockpt-Verifies": "chunks"}  # earlier versions sent pages to who said so
 
 
+@proves("threat T8")
 @pytest.mark.parametrize("fields", [{}, VERIFIES], ids=["curl", "verifies"])
 async def test_what_a_slow_local_reader_was_sent_never_changes(
     fields: dict[str, str],

@@ -29,6 +29,7 @@ from aiockpt.http.problems import (
     to_problem,
 )
 from aiockpt.http.protocol import RangeNotSatisfiable
+from tests.support.proofs import proves
 
 pytestmark = pytest.mark.torch_free
 
@@ -192,6 +193,7 @@ def test_an_odd_body_is_only_a_body(body: bytes) -> None:
     assert isinstance(from_problem(418, {}, body, url=URL), RemoteProtocolError)
 
 
+@proves("threat R2")
 def test_what_a_peer_wrote_is_harmless_in_a_log() -> None:
     """No line breaks, no escape sequences, no novels."""
     detail = "a\n2026-01-01 CRITICAL all is lost\x1b[31m\u2028" + "b" * 10_000

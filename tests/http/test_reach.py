@@ -13,7 +13,8 @@ from aiockpt.errors import AuthenticationError, LocalProtocolError, PeerUnreacha
 from aiockpt.http import security
 from aiockpt.http.protocol import parse_metadata
 from aiockpt.http.security import CheckedResolver, Reach
-from rangepeer import STEP, fetch, fetch_manifest, receiver, serving, soon
+from tests.support.proofs import proves
+from tests.support.rangepeer import STEP, fetch, fetch_manifest, receiver, serving, soon
 
 pytestmark = pytest.mark.torch_free
 
@@ -30,6 +31,7 @@ SERVICES = [
 ]
 
 
+@proves("threat I6")
 @pytest.mark.asyncio
 @pytest.mark.parametrize("host", [*SERVICES, "224.0.0.1", "[ff02::1]"])
 async def test_no_metadata_leads_to_a_metadata_service(host: str) -> None:
@@ -102,6 +104,7 @@ async def test_a_name_does_not_lead_there_either(
             await fetch_manifest(client, source, STEP, deadline=soon())
 
 
+@proves("threat I6")
 @pytest.mark.asyncio
 async def test_a_name_that_changes_is_looked_up_once(book: Book) -> None:
     """What was checked is what is connected to."""
@@ -119,6 +122,7 @@ def test_metadata_may_spell_out_what_is_near(host: str) -> None:
     Reach().check_host(host)
 
 
+@proves("threat I6")
 @pytest.mark.parametrize(
     ("peers", "host", "allowed"),
     [
@@ -169,6 +173,7 @@ async def test_peers_may_be_names(
     await resolver.close()
 
 
+@proves("threat I4", "invariant 10")
 @pytest.mark.asyncio
 async def test_a_redirect_leads_nowhere(book: Book) -> None:
     """Neither the request nor the credential goes on."""
@@ -187,6 +192,7 @@ async def test_a_redirect_leads_nowhere(book: Book) -> None:
         assert other.requests == []
 
 
+@proves("threat I5")
 @pytest.mark.asyncio
 async def test_an_error_page_that_shows_the_request_shows_no_token() -> None:
     """Frameworks in debug mode answer with the request's headers."""

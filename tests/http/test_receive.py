@@ -21,9 +21,10 @@ from aiockpt.format.chunks import digest
 from aiockpt.format.header import build_manifest
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.paths import Node
-from headers import entries_of
-from rangepeer import RangePeer, serving_peer
-from transports import transport
+from tests.support.headers import entries_of
+from tests.support.proofs import proves
+from tests.support.rangepeer import RangePeer, serving_peer
+from tests.support.transports import transport
 
 pytestmark = pytest.mark.asyncio
 
@@ -70,6 +71,7 @@ LIES: dict[str, Node] = {
 }
 
 
+@proves("threat T5")
 @pytest.mark.parametrize("kind", LIES)
 async def test_a_state_that_cannot_be_made_leaves_the_template(kind: str) -> None:
     """Everything that can fail has been done before the first byte is written."""
@@ -109,6 +111,7 @@ async def test_values_come_beside_the_template(direct: bool) -> None:
     assert weight.any()
 
 
+@proves("invariant 3")
 @pytest.mark.parametrize("into", [lambda: {"w": torch.zeros(4)}, lambda: None])
 @pytest.mark.parametrize("direct", [False, True])
 async def test_more_than_the_memory_is_refused(

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accelerators import FakeAccelerator
 from aiockpt import IntegrityError, Limits, register_leaf
 from aiockpt.errors import (
     CheckpointChangedError,
@@ -26,7 +25,8 @@ from aiockpt.format.chunks import ChunkGrid, chunks_over
 from aiockpt.state import load_plan
 from aiockpt.state.selection import Selection, pruned
 from aiockpt.testing import Drip, FlipBit, assert_same
-from transports import (
+from tests.support.accelerators import FakeAccelerator
+from tests.support.transports import (
     Transport,
     in_the_middle,
     pair,

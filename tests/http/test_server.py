@@ -14,7 +14,8 @@ from aiohttp import http_parser
 
 from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.http.handlers import ServerStatistics
-from serving import CONFIG, TOKEN, Memory, serving, settle
+from tests.support.proofs import proves
+from tests.support.serving import CONFIG, TOKEN, Memory, serving, settle
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
 
@@ -183,6 +184,7 @@ async def test_latest_names_the_checkpoint_being_served():
     assert answer.headers["Cache-Control"] == "no-store"
 
 
+@proves("threat I8")
 async def test_health_is_told_to_anybody_and_tells_nothing():
     """A probe has no token; it learns that the server runs, and not what it runs on."""
     async with serving(Memory(1000)) as site, site.peer(token=None) as peer:
@@ -234,6 +236,7 @@ async def test_the_scheme_of_the_token_is_not_case_sensitive():
     assert answer.status == 200
 
 
+@proves("threat S6")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -252,6 +255,7 @@ async def test_pages_of_other_sites_are_refused(fields):
     assert typed.status == 200
 
 
+@proves("threat S6")
 @pytest.mark.parametrize(
     ("host", "status"),
     [
@@ -457,6 +461,7 @@ async def test_a_slow_reader_of_a_superseded_snapshot_gets_the_old_bytes():
         await settle(lambda: old.references == 0)
 
 
+@proves("threat D9", "invariant 5")
 async def test_retract_evicts_a_reader_that_hangs():
     """The grace is all that a hung reader gets; the memory is free after it."""
     memory = Memory(64 << 20, fill=1, live=True)
@@ -485,6 +490,7 @@ async def test_a_stalled_reader_is_aborted():
         assert memory.references == 1  # the store's own
 
 
+@proves("threat D9")
 @pytest.mark.timeout(120)
 async def test_many_stalled_peers_do_not_slow_a_good_one():
     """200 peers that read nothing, and 50 that say nothing, cost the others nothing."""
@@ -533,6 +539,7 @@ async def test_stop_ends_waiting_sending_and_idle_connections():
         await site.server.stop()
 
 
+@proves("threat T6")
 async def test_a_lenient_parser_is_told_of(monkeypatch, caplog):
     """It is aiohttp's where its C extension is missing."""
     async with serving():

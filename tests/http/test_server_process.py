@@ -27,10 +27,8 @@ from aiockpt.events import add_hook
 from aiockpt.http import setup
 from aiockpt.testing import assert_same, interruptions
 from aiockpt.testing.conformance import Endings, Offers
-from terminals import FROM_A_TERMINAL, ignored
-from transports import Transport, receive, transport
-
-pytestmark = pytest.mark.one_loop
+from tests.support.terminals import FROM_A_TERMINAL, ignored
+from tests.support.transports import Transport, receive, transport
 
 STATE = {"weight": torch.arange(300_000.0), "step": 7}
 

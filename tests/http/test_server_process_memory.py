@@ -16,12 +16,17 @@ from aiockpt import TransferEvent
 from aiockpt.events import add_hook
 from aiockpt.memory.arena import CAN_LEND
 from aiockpt.testing import assert_same
-from serving import settle
-from transports import Transport, in_the_middle, receive, transport, weights
+from tests.support.serving import settle
+from tests.support.transports import (
+    Transport,
+    in_the_middle,
+    receive,
+    transport,
+    weights,
+)
 
 pytestmark = [
     pytest.mark.asyncio,
-    pytest.mark.one_loop,
     pytest.mark.skipif(not CAN_LEND, reason="memory is lent on Linux only"),
 ]
 

@@ -13,6 +13,7 @@ from aiockpt.http.shared_memory import (
     is_probe_of,
     parse_offer,
 )
+from tests.support.proofs import proves
 
 pytestmark = pytest.mark.torch_free
 
@@ -44,6 +45,7 @@ def test_an_offer_is_parsed_as_it_was_written() -> None:
     assert TICKET not in repr(offer)
 
 
+@proves("threat I2")
 @pytest.mark.parametrize(
     "text",
     [

@@ -16,9 +16,9 @@ from aiockpt.errors import (
 )
 from aiockpt.http.protocol import Origin
 from aiockpt.testing.faults import CutAfter, Drip, StallAfter
-from rangepeer import describe, noise, receiver
-from rangepeer import serving as peer
-from replicas import (
+from tests.support.rangepeer import describe, noise, receiver
+from tests.support.rangepeer import serving as peer
+from tests.support.replicas import (
     CHUNK,
     FAR,
     STEP,

@@ -27,7 +27,7 @@ from aiockpt.testing.faults import (
     Refuse,
     StallAfter,
 )
-from rangepeer import Memory, RangePeer, fetch, noise, receiver, serving
+from tests.support.rangepeer import Memory, RangePeer, fetch, noise, receiver, serving
 
 pytestmark = [
     pytest.mark.asyncio,

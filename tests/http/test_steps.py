@@ -20,9 +20,9 @@ from aiockpt.errors import (
 )
 from aiockpt.http import manifests
 from aiockpt.testing import Answer, CutAfter, FaultProxy, Refuse, StallAfter
-from runners import running
-from serving import settle
-from transports import (
+from tests.support.runners import running
+from tests.support.serving import settle
+from tests.support.transports import (
     Transport,
     in_the_middle,
     pair,

@@ -13,7 +13,8 @@ from aiockpt.errors import (
     StepNotFoundError,
 )
 from aiockpt.http.store import Failure, Publication, Store
-from serving import Memory, settle
+from tests.support.proofs import proves
+from tests.support.serving import Memory, settle
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
 
@@ -73,6 +74,7 @@ async def test_a_cancelled_waiter_leaves_the_others_waiting():
     assert first.cancelled()
 
 
+@proves("invariant 9")
 async def test_a_reader_of_a_superseded_snapshot_keeps_its_bytes():
     """Publishing does not wait for readers of a snapshot, nor take it from them."""
     store = Store()

@@ -19,6 +19,7 @@ from aiockpt.http.tokens import (
     manifest_mac,
     read_token,
 )
+from tests.support.proofs import proves
 
 pytestmark = pytest.mark.torch_free
 
@@ -38,6 +39,7 @@ def test_a_token_comes_back(receiver: str, step: int | None) -> None:
     assert SECRET not in token
 
 
+@proves("threat S2")
 def test_every_other_token_is_none() -> None:
     """A changed character, another secret, a part: none grants anything."""
     token = make_token(SECRET, "rank-3", step=7, expires=1000)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aiockpt.events import TransferEvent, add_hook
-from transports import transport
+from tests.support.transports import transport
 
 pytestmark = pytest.mark.asyncio
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from leakcheck import PATIENCE
+from tests.support.leakcheck import PATIENCE
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,8 @@ from aiockpt.memory.arena import Arena
 from aiockpt.pg.conversation import Frame, Kind
 from aiockpt.pg.messages import MESSAGE_BYTES, Channel, HostDigests
 from aiockpt.testing import assert_same
-from groups import both, moved, transports
-from transports import weights
+from tests.support.groups import both, moved, transports
+from tests.support.transports import weights
 
 
 @pytest.mark.asyncio

@@ -22,12 +22,12 @@ from pathlib import Path
 import pytest
 import torch._dynamo  # noqa: F401 - an optimizer imports it: early, so that leak checks skip it
 
-import aiockpt
-import groups
-import lockstep
 from aiockpt.testing.conformance import Endings
-from groups import Transport
-from rendezvous import Rendezvous
+from tests.support import groups, lockstep
+from tests.support.groups import Transport
+from tests.support.rendezvous import Rendezvous
+
+pytestmark = pytest.mark.every_loop
 
 
 @pytest.mark.asyncio
@@ -63,7 +63,6 @@ SECONDS = 150
 def in_step(directory: Path, count: int, loop: str) -> list[Outcome]:
     """Run the suite in ``count`` processes; return what came of it in each of them."""
     support = Path(lockstep.__file__)
-    package = Path(aiockpt.__file__).parents[1]
     options = ["-q", "-x", "-p", "no:cacheprovider", "-k", loop]
     meeting = str(directory / "store")
     ranks = []
@@ -71,11 +70,9 @@ def in_step(directory: Path, count: int, loop: str) -> list[Outcome]:
         place = os.pathsep.join([meeting, str(rank), str(count)])
         report = f"--junitxml={directory / str(rank)}"
         command = [sys.executable, "-m", "pytest", *options, report, str(support)]
-        paths = {"PYTHONPATH": str(package), lockstep.VARIABLE: place}
+        env = {**os.environ, lockstep.VARIABLE: place}
         with (directory / f"said {rank}").open("wb") as said:
-            ranks.append(
-                subprocess.Popen(command, env={**os.environ, **paths}, stdout=said)
-            )
+            ranks.append(subprocess.Popen(command, env=env, stdout=said))
     until = time.monotonic() + SECONDS
     try:
         for process in ranks:

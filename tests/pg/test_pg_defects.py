@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from accelerators import FakeAccelerator
 from aiockpt import Progress, StepNotFoundError, TemplateMismatchError
 from aiockpt.errors import (
     PeerFailedError,
@@ -24,7 +23,8 @@ from aiockpt.pg import transport as room
 from aiockpt.pg.conversation import FRAME_BYTES
 from aiockpt.pg.messages import Channel
 from aiockpt.testing import assert_same
-from groups import (
+from tests.support.accelerators import FakeAccelerator
+from tests.support.groups import (
     Transport,
     both,
     gloo_groups,
@@ -32,8 +32,9 @@ from groups import (
     transports,
     watch_leaving,
 )
-from serving import settle
-from transports import weights
+from tests.support.proofs import proves
+from tests.support.serving import settle
+from tests.support.transports import weights
 
 pytestmark = pytest.mark.asyncio
 
@@ -78,6 +79,7 @@ async def sent_messages(state: object) -> list[int]:
 class TestWhatTravels:
     """Values arrive as they are, and cost what they must."""
 
+    @proves("invariant 2")
     async def test_nothing_is_executed(self, capsys: pytest.CaptureFixture) -> None:
         """P1: an object that only a pickle could carry is refused by the sender."""
         async with transports() as (sender, receiver):

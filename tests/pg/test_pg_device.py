@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelerators import FakeAccelerator
 from aiockpt import IntegrityError
 from aiockpt.errors import (
     PeerFailedError,
@@ -32,10 +31,11 @@ from aiockpt.pg.device import (
 )
 from aiockpt.testing import assert_same
 from aiockpt.testing.conformance.transports import sample
-from boards import CPU, FakeBoard, device_transports
-from groups import Transport, both, flip_bits, moved, watch_leaving
-from rendezvous import Rendezvous
-from serving import settle
+from tests.support.accelerators import FakeAccelerator
+from tests.support.boards import CPU, FakeBoard, device_transports
+from tests.support.groups import Transport, both, flip_bits, moved, watch_leaving
+from tests.support.rendezvous import Rendezvous
+from tests.support.serving import settle
 
 MIB = 1 << 20
 KEYS = keys(CPU)

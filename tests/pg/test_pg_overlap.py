@@ -9,7 +9,7 @@ import torch
 
 from aiockpt import Progress
 from aiockpt.pg.messages import Channel
-from groups import moved, transports, watch_leaving
+from tests.support.groups import moved, transports, watch_leaving
 
 pytestmark = pytest.mark.asyncio
 

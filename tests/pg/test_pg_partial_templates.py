@@ -21,7 +21,7 @@ from torch import distributed, nn
 import aiockpt
 from aiockpt.errors import PeerFailedError
 from aiockpt.testing import assert_same
-from groups import Transport, both, flip_bits, gloo_groups, moved
+from tests.support.groups import Transport, both, flip_bits, gloo_groups, moved
 
 pytestmark = pytest.mark.asyncio
 

@@ -16,10 +16,11 @@ import pytest
 from aiockpt import Progress
 from aiockpt.errors import ProcessGroupError, TransferTimeoutError
 from aiockpt.testing import assert_same
-from groups import Transport, joined, store_in, summed
-from rank import MIB_SENT
-from rankprocesses import ranks, transport
-from transports import MIB, weights
+from tests.support.groups import Transport, joined, store_in, summed
+from tests.support.proofs import proves
+from tests.support.rank import MIB_SENT
+from tests.support.rankprocesses import ranks, transport
+from tests.support.transports import MIB, weights
 
 # What a peer does comes to the loop by way of the threads that wait for it, which the
 # other tests of this directory do on both loops.
@@ -146,6 +147,7 @@ async def test_a_receiver_stopped_half_way(tmp_path: Path) -> None:
             await ours.send_checkpoint([1], 1, {})
 
 
+@proves("invariant 4")
 @pytest.mark.allow_leaks("threads", "fds")  # the waiting one, which its deadline ends
 @pytest.mark.parametrize("role", ["send", "receive"])
 async def test_a_stopped_peer_ends_with_the_deadline(tmp_path: Path, role: str) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from aiockpt import TemplateMismatchError
 from aiockpt.testing import assert_same
-from groups import both, moved, transports
+from tests.support.groups import both, moved, transports
 
 pytestmark = pytest.mark.asyncio
 

@@ -15,9 +15,9 @@ from torch import distributed
 
 from aiockpt.errors import ProcessGroupError, TransferTimeoutError
 from aiockpt.testing import assert_same
-from groups import Transport, in_a_thread, moved, store_at
-from transports import weights
-from wrapped import Wrapped
+from tests.support.groups import Transport, in_a_thread, moved, store_at
+from tests.support.transports import weights
+from tests.support.wrapped import Wrapped
 
 pytestmark = pytest.mark.asyncio
 

@@ -31,8 +31,16 @@ from aiockpt.events import add_hook
 from aiockpt.pg.conversation import Frame, Kind
 from aiockpt.testing import assert_same
 from aiockpt.testing.conformance.transports import TURNS, cancelled_after, sample
-from groups import Transport, both, flip_bits, gloo_groups, moved, transports
-from transports import weights
+from tests.support.groups import (
+    Transport,
+    both,
+    flip_bits,
+    gloo_groups,
+    moved,
+    transports,
+)
+from tests.support.proofs import proves
+from tests.support.transports import weights
 
 pytestmark = pytest.mark.asyncio
 
@@ -121,6 +129,7 @@ async def test_an_empty_state_and_nobody_to_send_it_to() -> None:
         await sender.send_checkpoint([], 1, sample())
 
 
+@proves("invariant 1")
 async def test_a_flipped_bit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """P18: the template is untouched, both ends hear of it, and the group goes on."""
     async with transports() as (sender, receiver):
@@ -296,6 +305,7 @@ async def test_shutdown_ends_calls_at_once() -> None:
             sender.metadata()
 
 
+@proves("invariant 6")
 @LEFT
 async def test_the_threads_left_behind_end_with_the_deadline() -> None:
     """They are all that stays of a broken transport."""

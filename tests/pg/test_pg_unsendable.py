@@ -13,7 +13,7 @@ import torch
 from aiockpt.errors import PeerFailedError, TransferTimeoutError, UnsupportedLeafError
 from aiockpt.testing import assert_same
 from aiockpt.testing.conformance.transports import sample
-from groups import Transport, gloo_groups, moved, transports
+from tests.support.groups import Transport, gloo_groups, moved, transports
 
 pytestmark = pytest.mark.asyncio
 

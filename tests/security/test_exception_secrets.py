@@ -18,7 +18,8 @@ import trustme
 
 import aiockpt
 from aiockpt import HTTPTransport
-from transports import grouped, transport
+from tests.support.proofs import proves
+from tests.support.transports import grouped, transport
 
 SECRET = "s3cret-0f-the-sender"
 HERE = Path(__file__).parents[1]
@@ -226,6 +227,7 @@ FAULTS: dict[str, Behaviour] = {
 }
 
 
+@proves("threat I1")
 @pytest.mark.asyncio
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_no_fault_of_a_peer_puts_the_token_into_an_exception(

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mutations import Mutator, parse, receive, small_files, split
+from tests.support.mutations import Mutator, parse, receive, small_files, split
+from tests.support.proofs import proves
 
 CHANCES = st.randoms(use_true_random=False)
 
@@ -20,6 +21,7 @@ def mutator() -> Mutator:
     return Mutator(0, small_files())
 
 
+@proves("threat E1")
 @settings(max_examples=300)
 @given(CHANCES)
 def test_any_changed_header_is_a_value_or_a_typed_error(chance: random.Random) -> None:

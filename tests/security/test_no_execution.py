@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 import aiockpt
-import mutations
-from malicious import Payload, senders
-from rangepeer import RangePeer
+from tests.support import mutations
+from tests.support.malicious import Payload, senders
+from tests.support.proofs import proves
+from tests.support.rangepeer import RangePeer
 
 SUPPORT = Path(mutations.__file__).parent
 PATHS = [str(Path(aiockpt.__file__).parents[1]), str(SUPPORT)]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)}
+ENVIRONMENT = dict(os.environ)
 
 
 async def told(peers: dict[str, RangePeer], directory: Path) -> list[dict[str, Any]]:
@@ -51,6 +52,7 @@ async def told(peers: dict[str, RangePeer], directory: Path) -> list[dict[str, A
     ]
 
 
+@proves("threat D6", "threat E1", "threat E2", "invariant 2")
 @pytest.mark.timeout(240)
 def test_no_sender_makes_a_receiver_run_anything(tmp_path: Path) -> None:
     """Pickles, dangerous tags, absurd manifests, redirects, odd ranges: 60 ways."""
@@ -92,6 +94,7 @@ def test_the_guard_sees_what_it_is_for(tmp_path: Path) -> None:
     assert not (tmp_path / "mark").exists()
 
 
+@proves("threat E1")
 @pytest.mark.timeout(120)
 def test_no_mutation_is_executed() -> None:
     """Thousands of hostile headers, trees and fields: ``nox -s fuzz`` has a million."""

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from serving import TOKEN, Memory, Peer, Site, serving, settle
+from tests.support.proofs import proves
+from tests.support.serving import TOKEN, Memory, Peer, Site, serving, settle
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
 
@@ -226,6 +227,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiockpt.http.server._KEEPALIVE", 0.5)
 
 
+@proves("threat T6")
 async def test_no_second_request_hides_behind_one() -> None:
     """It is the body of the first, or the connection ends; one in the open is seen."""
     memory = Memory(1000)
@@ -237,6 +239,7 @@ async def test_no_second_request_hides_behind_one() -> None:
         assert name == "none" or all(status >= 400 for status in found[1:]), name
 
 
+@proves("threat D7")
 async def test_nonsense_ends_soon() -> None:
     """An answer or none, then the end; nothing is logged as an error of ours."""
     memory = Memory(1000)
@@ -253,6 +256,7 @@ async def test_nonsense_ends_soon() -> None:
     assert told["a wait without an end"] == [404]
 
 
+@proves("threat D7")
 @pytest.mark.timeout(240)
 async def test_the_whole_corpus_at_once_harms_nobody(
     caplog: pytest.LogCaptureFixture,
@@ -269,6 +273,7 @@ async def test_the_whole_corpus_at_once_harms_nobody(
     assert len(about_us) < 100
 
 
+@proves("threat D7")
 async def test_slow_headers_end_soon() -> None:
     """Nothing, half a header, or a byte now and then: the connection is closed."""
     memory = Memory(300_000)
@@ -300,6 +305,7 @@ async def test_slow_headers_end_soon() -> None:
         await settle(lambda: len(site.connections) <= 2)
 
 
+@proves("threat D11")
 async def test_a_flood_of_small_ranges_is_bounded() -> None:
     """Ten thousand in one go, and nobody reads the answers."""
     memory = Memory(300_000)
@@ -317,6 +323,7 @@ async def test_a_flood_of_small_ranges_is_bounded() -> None:
         await settle(lambda: len(site.connections) <= 1)
 
 
+@proves("threat D11")
 async def test_refusals_are_cheap() -> None:
     """A thousand wrong tokens move no memory of the checkpoint, and take no time."""
     memory = Memory(64 << 20)

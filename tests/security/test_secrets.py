@@ -24,9 +24,18 @@ from aiockpt.errors import ForgedManifestError
 from aiockpt.events import add_hook
 from aiockpt.http.audit import Access
 from aiockpt.testing import Answer, assert_same
-from serving import Memory, Peer, settle
-from serving import serving as served
-from transports import pair, port_of, proxied, receive, through, transport, weights
+from tests.support.proofs import proves
+from tests.support.serving import Memory, Peer, settle
+from tests.support.serving import serving as served
+from tests.support.transports import (
+    pair,
+    port_of,
+    proxied,
+    receive,
+    through,
+    transport,
+    weights,
+)
 
 pytestmark = pytest.mark.asyncio
 
@@ -108,6 +117,7 @@ def insides() -> list[str]:
     return texts
 
 
+@proves("threat I1")
 @pytest.mark.parametrize("token", [None, "open-sesame-open-sesame"])
 async def test_no_record_repr_or_error_of_a_whole_life_shows_a_secret(
     token: str | None, seen: list[str]
@@ -154,6 +164,7 @@ async def test_no_record_repr_or_error_of_a_whole_life_shows_a_secret(
         assert at < 0, f"secret {number}: {everything[max(at - 300, 0) : at + 20]}"
 
 
+@proves("threat I3")
 async def test_the_token_is_never_part_of_a_request_line() -> None:
     """It is a header, so that proxies and their logs do not get it as a URL."""
     heard: list[bytes] = []
@@ -180,6 +191,7 @@ async def test_the_token_is_never_part_of_a_request_line() -> None:
         assert b"Authorization: Bearer t0ken-t0ken\r\n" in fields
 
 
+@proves("threat I1")
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
@@ -204,6 +216,7 @@ async def test_a_bad_token_file_is_refused_and_not_shown(
 class TestGrants:
     """Tokens for single receivers."""
 
+    @proves("threat S2")
     async def test_a_grant_opens_its_step_until_its_end(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -260,6 +273,7 @@ class TestManifestKey:
             for each in (receiver, receiver, careless):
                 assert_same(await receive(sender, each), state)
 
+    @proves("threat S3")
     @pytest.mark.parametrize("other", [None, "another-key-of-another-job"])
     async def test_anybody_else_is_refused_before_the_data(
         self, other: str | None
@@ -293,6 +307,7 @@ async def mutual(client_authority: trustme.CA) -> AsyncIterator[tuple[Any, Any, 
         yield sender, authority, client
 
 
+@proves("threat S4")
 @pytest.mark.parametrize("whose", ["the right", "the wrong", "none"])
 async def test_mutual_tls_takes_certificates_of_its_authority_only(whose: str) -> None:
     """The token comes on top; plain HTTP gets no answer at all."""
@@ -317,6 +332,7 @@ async def test_mutual_tls_takes_certificates_of_its_authority_only(whose: str) -
 class TestAudit:
     """Who fetched which step."""
 
+    @proves("threat R1")
     async def test_every_answer_with_bytes_is_told(
         self, accesses: list[Access]
     ) -> None:
@@ -341,6 +357,7 @@ class TestAudit:
         assert "receiver=rank-3 GET '/checkpoint/1/metadata' step=1 status=200" in lines
         assert not any(secret in lines for secret in secrets)
 
+    @proves("threat R1")
     async def test_refusals_and_broken_bodies_are_told(
         self, accesses: list[Access]
     ) -> None:
@@ -359,6 +376,7 @@ class TestAudit:
         assert broken.outcome == "gone"
         assert 0 < broken.nbytes < memory.manifest.total_bytes
 
+    @proves("threat R2")
     async def test_a_flood_of_refusals_is_few_lines(
         self, accesses: list[Access]
     ) -> None:

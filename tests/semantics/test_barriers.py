@@ -8,23 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from cells import proves
-from commandline import ENVIRONMENT, PATIENCE
-from outcomes import Cell
-from rankprocesses import SUPPORT
+from tests.support.cells import each_cell
+from tests.support.commandline import ENVIRONMENT, PATIENCE
+from tests.support.outcomes import Cell
+from tests.support.rankprocesses import SUPPORT
 
 pytestmark = pytest.mark.timeout(180)
 
 HERE = "semantics/test_barriers.py::"
 
 
-@proves(HERE + "test_a_rank_that_stays_away")
+@each_cell(HERE + "test_a_rank_that_stays_away")
 def test_a_rank_that_stays_away(cell: Cell, tmp_path: Path) -> None:
     """A group in which a rank was missed once is out of step, and says so at once."""
-    paths = f"{ENVIRONMENT['PYTHONPATH']}:{SUPPORT}"
     done = subprocess.run(
         [sys.executable, SUPPORT / "late_rank.py", tmp_path],
-        env={**ENVIRONMENT, "PYTHONPATH": paths},
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=PATIENCE,

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from aiockpt.errors import ProcessGroupError
-from cells import proves
-from deaths import at_the_receivers, at_the_senders
-from groups import Transport as GroupTransport
-from outcomes import Cell
-from rankprocesses import ranks
-from transports import weights
+from tests.support.cells import each_cell
+from tests.support.deaths import at_the_receivers, at_the_senders
+from tests.support.groups import Transport as GroupTransport
+from tests.support.outcomes import Cell
+from tests.support.rankprocesses import ranks
+from tests.support.transports import weights
 
 # The kernel tells of a death, whatever the loop is.
 LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
@@ -47,28 +47,28 @@ def killing(scenario: Any) -> Any:
 
 
 @killing(at_the_receivers)
-@proves(HERE + "test_a_sender_dies")
+@each_cell(HERE + "test_a_sender_dies")
 def test_a_sender_dies(cell: Cell, found: Mapping[str, str]) -> None:
     """In the middle of its call: whoever reads or waits hears of it, at once."""
     assert found[cell.call.removeprefix("HTTPTransport.")] == cell.left
 
 
 @killing(at_the_receivers)
-@proves(HERE + "test_a_receive_outlives_its_sender")
+@each_cell(HERE + "test_a_receive_outlives_its_sender")
 def test_a_receive_outlives_its_sender(cell: Cell, found: Mapping[str, str]) -> None:
     """It ends, and says in a note what it has done to its template."""
     assert found[cell.call] == cell.left
 
 
 @killing(at_the_senders)
-@proves(HERE + "test_a_receiver_dies")
+@each_cell(HERE + "test_a_receiver_dies")
 def test_a_receiver_dies(cell: Cell, found: Mapping[str, str]) -> None:
     """In the middle of it: its sender offers as before, and nobody reads."""
     assert found[cell.call.removeprefix("torchft.")] == cell.left
 
 
 @pytest.mark.asyncio(loop_factories=[LOOP])
-@proves(HERE + "test_a_withdrawal_ends")
+@each_cell(HERE + "test_a_withdrawal_ends")
 async def test_a_withdrawal_ends(cell: Cell, tmp_path: Path) -> None:
     """With the send that it waits for, which its receiver's death has broken."""
     async with (

@@ -15,12 +15,12 @@ from aiockpt import PGTransport, make_async_checkpointer
 from aiockpt.checkpointers import CheckpointProcess, DefaultStager, RankInfo
 from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.testing import assert_same
-from cells import proves
-from checkpointing import eventually, is_running, loaded, reaped
-from groups import gloo_groups, moved
-from outcomes import Cell
-from serving import Peer
-from transports import MIB, port_of, transport, weights
+from tests.support.cells import each_cell
+from tests.support.checkpointing import eventually, is_running, loaded, reaped
+from tests.support.groups import gloo_groups, moved
+from tests.support.outcomes import Cell
+from tests.support.serving import Peer
+from tests.support.transports import MIB, port_of, transport, weights
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -139,7 +139,7 @@ def subject_of(cell: Cell, path: Path) -> Awaitable[Subject]:
     return MAKE[owner](method, path)
 
 
-@proves(HERE + "test_another_loop")
+@each_cell(HERE + "test_another_loop")
 def test_another_loop(cell: Cell, tmp_path: Path) -> None:
     """The call is refused there, and the object serves its own loop as before."""
     with asyncio.Runner() as first, asyncio.Runner() as second:
@@ -162,7 +162,7 @@ async def _awaited(call: Awaitable[Any]) -> Any:
 
 
 @pytest.mark.asyncio
-@proves(HERE + "test_a_cancelled_end")
+@each_cell(HERE + "test_a_cancelled_end")
 async def test_a_cancelled_end(cell: Cell, tmp_path: Path) -> None:
     """The closing goes on by itself; who calls it again waits for its end."""
     subject = await subject_of(cell, tmp_path)

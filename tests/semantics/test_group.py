@@ -14,12 +14,12 @@ import torch
 from aiockpt.errors import ClosedError, ProcessGroupError, TransferTimeoutError
 from aiockpt.pg.messages import Channel
 from aiockpt.testing import assert_same
-from cells import proves
-from groups import Transport, moved, transports, watch_leaving
-from outcomes import Cell
-from receivers import COUNT, MIB_SENT, held_up, left, options_of
-from serving import settle
-from transports import weights as filled
+from tests.support.cells import each_cell
+from tests.support.groups import Transport, moved, transports, watch_leaving
+from tests.support.outcomes import Cell
+from tests.support.receivers import COUNT, MIB_SENT, held_up, left, options_of
+from tests.support.serving import settle
+from tests.support.transports import weights as filled
 
 pytestmark = [
     pytest.mark.asyncio,
@@ -86,7 +86,7 @@ async def outcome(task: asyncio.Task[Any], cell: Cell) -> None:
         assert isinstance(task.exception(), TransferTimeoutError)
 
 
-@proves(HERE + "test_a_receive_that_is_cut_short")
+@each_cell(HERE + "test_a_receive_that_is_cut_short")
 async def test_a_receive_that_is_cut_short(
     cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +126,7 @@ async def _at_the_end(cell: Cell, monkeypatch: pytest.MonkeyPatch, limit: float)
     return left(options, 0)
 
 
-@proves(HERE + "test_a_cancelled_withdrawal")
+@each_cell(HERE + "test_a_cancelled_withdrawal")
 async def test_a_cancelled_withdrawal(cell: Cell) -> None:
     """The send goes on, and a later call waits for it again."""
     async with transports() as (sender, receiver):
@@ -143,7 +143,7 @@ async def test_a_cancelled_withdrawal(cell: Cell) -> None:
     assert cell.left in ("as before", "as cancel")
 
 
-@proves(HERE + "test_the_other_end_of_a_shutdown")
+@each_cell(HERE + "test_the_other_end_of_a_shutdown")
 async def test_the_other_end_of_a_shutdown(
     cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,11 +20,11 @@ from aiockpt import (
 )
 from aiockpt.checkpointers import peer
 from aiockpt.testing import CutAfter, FaultProxy, Refuse
-from cells import proves
-from outcomes import Cell
-from rankprocesses import process
-from receivers import arenas
-from transports import MIB, port_of, transport, weights
+from tests.support.cells import each_cell
+from tests.support.outcomes import Cell
+from tests.support.rankprocesses import process
+from tests.support.receivers import arenas
+from tests.support.transports import MIB, port_of, transport, weights
 
 LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
 
@@ -38,7 +38,7 @@ MIB_SAVED = 48
 PROGRAM = """
 import os, signal, sys
 from aiockpt.checkpointers import CheckpointReader, RankInfo
-from transports import weights
+from tests.support.transports import weights
 reader = CheckpointReader(RankInfo(0, 1))
 die = lambda nbytes: os.kill(os.getpid(), signal.SIGKILL)
 reader.read(sys.argv[1], {into}, on_bytes=die)
@@ -75,7 +75,7 @@ async def saved(path: Path) -> AsyncIterator[AsyncCheckpointer]:
         yield made
 
 
-@proves(HERE + "test_a_cancel")
+@each_cell(HERE + "test_a_cancel")
 async def test_a_cancel(cell: Cell, tmp_path: Path) -> None:
     """When some is there: the thread that reads has ended, and keeps nothing."""
     template, arrived, go = template_of(cell), asyncio.Event(), threading.Event()
@@ -100,7 +100,7 @@ async def test_a_cancel(cell: Cell, tmp_path: Path) -> None:
         assert files(tmp_path) == found
 
 
-@proves(HERE + "test_a_loader_dies")
+@each_cell(HERE + "test_a_loader_dies")
 async def test_a_loader_dies(cell: Cell, tmp_path: Path) -> None:
     """Killed when some was read: a load has not written anything."""
     async with saved(tmp_path / "s"):
@@ -113,7 +113,7 @@ async def test_a_loader_dies(cell: Cell, tmp_path: Path) -> None:
     assert cell.left == "before"
 
 
-@proves(HERE + "test_a_sender_dies")
+@each_cell(HERE + "test_a_sender_dies")
 async def test_a_sender_dies(
     cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,10 +16,10 @@ from aiockpt import AiockptError, StepNotFoundError
 from aiockpt.errors import TransferTimeoutError
 from aiockpt.http.server_process import ServerProcess
 from aiockpt.testing import assert_same
-from cells import proves
-from outcomes import Cell
-from serving import Peer, settle
-from transports import Transport, port_of, receive, transport, weights
+from tests.support.cells import each_cell
+from tests.support.outcomes import Cell
+from tests.support.serving import Peer, settle
+from tests.support.transports import Transport, port_of, receive, transport, weights
 
 pytestmark = pytest.mark.asyncio
 
@@ -91,7 +91,7 @@ async def waiting(
         await asyncio.wait({task})
 
 
-@proves(HERE + "test_a_start_that_fails")
+@each_cell(HERE + "test_a_start_that_fails")
 async def test_a_start_that_fails(cell: Cell) -> None:
     """The port is another's; once it is free, the same object takes it."""
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -121,14 +121,13 @@ def stopped(sender: Transport) -> Iterator[None]:
         os.kill(store.pid, signal.SIGCONT)
 
 
-@proves(HERE + "test_a_send_that_does_not_succeed")
+@each_cell(HERE + "test_a_send_that_does_not_succeed")
 async def test_a_send_that_does_not_succeed(cell: Cell) -> None:
     """A reader of what was offered before reads on; who waits for the step is told."""
     await failed_send(cell)
 
 
-@pytest.mark.one_loop
-@proves(HERE + "test_a_send_to_a_process_that_does_not_succeed")
+@each_cell(HERE + "test_a_send_to_a_process_that_does_not_succeed")
 async def test_a_send_to_a_process_that_does_not_succeed(cell: Cell) -> None:
     """As little is left where the process that serves has all of it already."""
     await failed_send(cell)
@@ -179,7 +178,7 @@ async def _cancelled_send(
         await task
 
 
-@proves(HERE + "test_a_renaming_that_does_not_succeed")
+@each_cell(HERE + "test_a_renaming_that_does_not_succeed")
 async def test_a_renaming_that_does_not_succeed(cell: Cell) -> None:
     """It waits for a reader of live memory, as a send does."""
     async with offering(cell) as sender, transport() as receiver, stuck(sender) as peer:
@@ -197,7 +196,7 @@ async def test_a_renaming_that_does_not_succeed(cell: Cell) -> None:
         assert len(await peer.read_all()) > 16 << 20
 
 
-@proves(HERE + "test_a_cancelled_withdrawal")
+@each_cell(HERE + "test_a_cancelled_withdrawal")
 async def test_a_cancelled_withdrawal(cell: Cell) -> None:
     """The reader is not evicted before its grace; a later call waits for it again."""
     async with offering(cell) as sender, transport() as receiver, stuck(sender) as peer:
@@ -213,7 +212,7 @@ async def test_a_cancelled_withdrawal(cell: Cell) -> None:
         assert sender.statistics().readers == 0
 
 
-@proves(HERE + "test_a_reader_dies")
+@each_cell(HERE + "test_a_reader_dies")
 async def test_a_reader_dies(cell: Cell) -> None:
     """The kernel closes its connection: nobody waits for its grace."""
     calls: dict[str, Callable[[Transport], Coroutine[Any, Any, object]]] = {

@@ -13,8 +13,8 @@ from typing import Any
 
 from aiockpt.testing import TransportConformance
 from aiockpt.testing.conformance import Endings, Offers
-from cells import CELLS
-from outcomes import ENDINGS
+from tests.support.cells import CELLS
+from tests.support.outcomes import ENDINGS
 
 TESTS = Path(__file__).parents[1]
 DOCS = TESTS.parent / "docs"

@@ -16,8 +16,8 @@ from aiockpt import make_async_checkpointer
 from aiockpt.checkpointers import CheckpointProcess, CheckpointProcessConfig, RankInfo
 from aiockpt.errors import ClosedError, WorkerError
 from aiockpt.testing import assert_same
-from cells import proves
-from checkpointing import (
+from tests.support.cells import each_cell
+from tests.support.checkpointing import (
     Forsaken,
     Gate,
     GatedWriter,
@@ -28,9 +28,9 @@ from checkpointing import (
     pass_gate,
     reaped,
 )
-from keeping import training
-from outcomes import Cell
-from transports import weights
+from tests.support.keeping import training
+from tests.support.outcomes import Cell
+from tests.support.transports import weights
 
 LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
 
@@ -63,7 +63,7 @@ def late(gate: Gate) -> CheckpointProcess:
     )
 
 
-@proves(HERE + "test_a_cancelled_wait_for_the_start")
+@each_cell(HERE + "test_a_cancelled_wait_for_the_start")
 async def test_a_cancelled_wait_for_the_start(
     cell: Cell, tmp_path: Path, gate: Gate
 ) -> None:
@@ -84,7 +84,7 @@ async def test_a_cancelled_wait_for_the_start(
 
 
 @pytest.mark.allow_error_logs
-@proves(HERE + "test_a_child_that_dies_at_its_start")
+@each_cell(HERE + "test_a_child_that_dies_at_its_start")
 async def test_a_child_that_dies_at_its_start(
     cell: Cell, tmp_path: Path, gate: Gate
 ) -> None:
@@ -103,7 +103,7 @@ async def test_a_child_that_dies_at_its_start(
     assert cell.left == "restarts"
 
 
-@proves(HERE + "test_a_cancelled_wait_for_a_write")
+@each_cell(HERE + "test_a_cancelled_wait_for_a_write")
 async def test_a_cancelled_wait_for_a_write(
     cell: Cell, tmp_path: Path, gate: Gate
 ) -> None:
@@ -124,7 +124,7 @@ async def test_a_cancelled_wait_for_a_write(
     assert cell.left in ("as before / later", "as cancel")
 
 
-@proves(HERE + "test_a_save_that_is_forsaken")
+@each_cell(HERE + "test_a_save_that_is_forsaken")
 async def test_a_save_that_is_forsaken(cell: Cell, tmp_path: Path) -> None:
     """The writer, which meets the other ranks, is told; unless nobody can tell it."""
     diary = tmp_path / "diary"
@@ -156,7 +156,7 @@ async def test_a_save_that_is_forsaken(cell: Cell, tmp_path: Path) -> None:
 
 
 @pytest.mark.allow_error_logs
-@proves(HERE + "test_a_child_that_dies_at_the_end")
+@each_cell(HERE + "test_a_child_that_dies_at_the_end")
 async def test_a_child_that_dies_at_the_end(
     cell: Cell, tmp_path: Path, gate: Gate
 ) -> None:
@@ -187,7 +187,7 @@ async def test_a_child_that_dies_at_the_end(
     assert cell.left in ("closed / decided", "closed")
 
 
-@proves(HERE + "test_a_trainer_that_dies_while_it_closes")
+@each_cell(HERE + "test_a_trainer_that_dies_while_it_closes")
 async def test_a_trainer_that_dies_while_it_closes(
     cell: Cell, tmp_path: Path, gate: Gate
 ) -> None:

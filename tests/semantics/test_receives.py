@@ -12,9 +12,9 @@ import pytest
 from aiockpt import IntegrityError
 from aiockpt.errors import MissingKeysError, TransferTimeoutError
 from aiockpt.testing import StallAfter, assert_same
-from cells import proves
-from outcomes import Cell
-from receivers import (
+from tests.support.cells import each_cell
+from tests.support.outcomes import Cell
+from tests.support.receivers import (
     COUNT,
     FILLING,
     MIB_SENT,
@@ -26,9 +26,17 @@ from receivers import (
     options_of,
     there,
 )
-from serving import settle
-from transports import MIB, Transport, pair, proxied, receive, through, transport
-from transports import weights as filled
+from tests.support.serving import settle
+from tests.support.transports import (
+    MIB,
+    Transport,
+    pair,
+    proxied,
+    receive,
+    through,
+    transport,
+)
+from tests.support.transports import weights as filled
 
 pytestmark = pytest.mark.asyncio
 
@@ -65,7 +73,7 @@ async def found_at(
         yield both if "metadata=[" in cell.call else both[0]
 
 
-@proves(HERE + "test_an_error")
+@each_cell(HERE + "test_an_error")
 async def test_an_error(cell: Cell) -> None:
     """The last bytes are not those of the manifest; the first ones have been here."""
     options = options_of(cell.call)
@@ -87,7 +95,7 @@ async def test_an_error(cell: Cell) -> None:
         assert f"the template {done}" in notes
 
 
-@proves(HERE + "test_an_error_of_what_is_shared")
+@each_cell(HERE + "test_an_error_of_what_is_shared")
 async def test_an_error_of_what_is_shared(cell: Cell) -> None:
     """The memory has come, and does not hold what is asked for."""
     options = {**options_of(cell.call), "select": ["nothing"]}
@@ -195,13 +203,13 @@ async def cut(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
         check(cell, seen, await at_the_sender(sender, receiver))
 
 
-@proves(HERE + "test_a_deadline")
+@each_cell(HERE + "test_a_deadline")
 async def test_a_deadline(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     """While bytes arrive, and while the template is filled."""
     await cut(cell, monkeypatch)
 
 
-@proves(HERE + "test_a_cancel")
+@each_cell(HERE + "test_a_cancel")
 async def test_a_cancel(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the same two moments."""
     await cut(cell, monkeypatch)

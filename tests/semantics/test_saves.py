@@ -25,12 +25,12 @@ from aiockpt.checkpointers import (
 )
 from aiockpt.errors import CheckpointNotFoundError, WorkerError
 from aiockpt.testing import assert_same, interrupted
-from cells import proves
-from checkpointing import eventually, loaded, state_of
-from keeping import Kept, kept
-from outcomes import Cell
-from receivers import arenas
-from transports import weights
+from tests.support.cells import each_cell
+from tests.support.checkpointing import eventually, loaded, state_of
+from tests.support.keeping import Kept, kept
+from tests.support.outcomes import Cell
+from tests.support.receivers import arenas
+from tests.support.transports import weights
 
 LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
 
@@ -74,7 +74,7 @@ MAKE = {
 }
 
 
-@proves(HERE + "test_a_cancel_at_every_await")
+@each_cell(HERE + "test_a_cancel_at_every_await")
 async def test_a_cancel_at_every_await(cell: Cell, tmp_path: Path) -> None:
     """Nothing was handed over, nothing is written; the same object saves the next."""
     before = arenas()
@@ -111,7 +111,7 @@ async def stopped(found: Kept) -> None:
     await eventually(lambda: state_of(found.keeper) == "T", "the stop")
 
 
-@proves(HERE + "test_a_keeper_that_hangs")
+@each_cell(HERE + "test_a_keeper_that_hangs")
 async def test_a_keeper_that_hangs(cell: Cell, tmp_path: Path) -> None:
     """It is given up at the deadline, and still keeps what it has afterwards."""
     async with kept(tmp_path) as found:
@@ -123,7 +123,7 @@ async def test_a_keeper_that_hangs(cell: Cell, tmp_path: Path) -> None:
     assert cell.left == "nothing / keeps"
 
 
-@proves(HERE + "test_a_heir_dies")
+@each_cell(HERE + "test_a_heir_dies")
 async def test_a_heir_dies(cell: Cell, tmp_path: Path) -> None:
     """Before it has all of it: the next one gets it."""
     async with kept(tmp_path) as found:
@@ -138,7 +138,7 @@ async def test_a_heir_dies(cell: Cell, tmp_path: Path) -> None:
     assert cell.left == "keeps"
 
 
-@proves(HERE + "test_a_keeper_dies")
+@each_cell(HERE + "test_a_keeper_dies")
 async def test_a_keeper_dies(cell: Cell, tmp_path: Path) -> None:
     """While it is asked: there is nothing to be had, and it is said at once."""
     async with kept(tmp_path) as found:

@@ -186,7 +186,7 @@ class _Place:
     """Where a tensor lies, without keeping its memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._storage = StorageWeakRef(tensor.untyped_storage())
         self._layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
         self._dtype = tensor.dtype
 

@@ -21,7 +21,7 @@ import torch
 
 from aiockpt import HTTPTransport, Limits, Receive, Server
 from aiockpt.cli import main as command_line
-from auditing import Guard
+from tests.support.auditing import Guard
 
 WARMING = 3
 LIMITS = Limits(max_bytes=16 << 20)

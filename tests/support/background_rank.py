@@ -25,7 +25,7 @@ import aiockpt
 from aiockpt.checkpointers import BarrierConfig, CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.writer import WriterHook
 from aiockpt.events import TransferEvent, add_hook
-from checkpointing import die_between_meetings
+from tests.support.checkpointing import die_between_meetings
 
 
 class Fatal(WriterHook):

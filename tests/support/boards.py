@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from accelerators import FakeAccelerator
 from aiockpt.pg.device import Device, DeviceMedium
-from groups import Transport, gloo_groups
+from tests.support.accelerators import FakeAccelerator
+from tests.support.groups import Transport, gloo_groups
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from serving import settle
+from tests.support.serving import settle
 
 __all__ = ["cached", "documented", "listening_port", "nginx"]
 

@@ -6,19 +6,19 @@ from typing import Any, Final
 
 import pytest
 
-from cells_group import GROUP
-from cells_http import HTTP
-from cells_saving import SAVING
-from cells_torchft import TORCHFT
-from outcomes import Cells
+from tests.support.cells_group import GROUP
+from tests.support.cells_http import HTTP
+from tests.support.cells_saving import SAVING
+from tests.support.cells_torchft import TORCHFT
+from tests.support.outcomes import Cells
 
-__all__ = ["CELLS", "proves"]
+__all__ = ["CELLS", "each_cell"]
 
 CELLS: Final[Cells] = {**HTTP, **GROUP, **SAVING, **TORCHFT}
 """By call and ending, in the order of the page."""
 
 
-def proves(test: str) -> Any:
+def each_cell(test: str) -> Any:
     """Give a test, ``file.py::name``, the cells that name it, a case for each.
 
     A test that no cell names has no case, which ``test_page.py`` notices.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from outcomes import Cells, Proven, row
+from tests.support.outcomes import Cells, Proven, row
 
 __all__ = ["HTTP"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from outcomes import Cells, row
+from tests.support.outcomes import Cells, row
 
 __all__ = ["SAVING"]
 

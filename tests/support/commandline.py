@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import aiockpt
 from aiockpt.testing.faults import Fault, Pipe
 
 T = TypeVar("T")
@@ -28,8 +27,6 @@ ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if "AIOCKPT" not in name},
     # The commands that are printed begin with "aiockpt", as it was installed.
     "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
-    # The package that these tests import, also from another directory.
-    "PYTHONPATH": str(Path(aiockpt.__file__).parents[1]),
     # Nothing that is here must be asked of a proxy.
     "http_proxy": "http://127.0.0.1:9",
     "https_proxy": "http://127.0.0.1:9",

@@ -19,11 +19,12 @@ import pytest
 
 from aiockpt import Progress, TransportError
 from aiockpt.testing import Drip, FaultProxy, assert_same
-from cells import CELLS
-from checkpointing import is_running, wait_until
-from commandline import ENVIRONMENT
-from rankprocesses import SUPPORT
-from receivers import (
+from tests.support.cells import CELLS
+from tests.support.checkpointing import is_running, wait_until
+from tests.support.commandline import ENVIRONMENT
+from tests.support.forkserver import children_of
+from tests.support.rankprocesses import SUPPORT
+from tests.support.receivers import (
     COUNT,
     MIB_LARGE,
     MIB_SENT,
@@ -35,8 +36,16 @@ from receivers import (
     options_of,
     there,
 )
-from serving import Peer, settle
-from transports import MIB, Transport, proxied, receive, through, transport, weights
+from tests.support.serving import Peer, settle
+from tests.support.transports import (
+    MIB,
+    Transport,
+    proxied,
+    receive,
+    through,
+    transport,
+    weights,
+)
 
 __all__ = ["at_the_receivers", "at_the_senders"]
 
@@ -54,10 +63,9 @@ RECEIVES = [
 @asynccontextmanager
 async def program(name: str, path: Path) -> AsyncIterator[Process]:
     """Run a helper with ``path`` for its files; kill what is left of it at the end."""
-    paths = f"{ENVIRONMENT['PYTHONPATH']}:{SUPPORT}"
     process = await create_subprocess_exec(
         *(sys.executable, str(SUPPORT / f"{name}.py")),
-        env={**ENVIRONMENT, "PYTHONPATH": paths, "TMPDIR": str(path)},
+        env={**ENVIRONMENT, "TMPDIR": str(path)},
         cwd=path,
         stdin=PIPE,
         stdout=PIPE,
@@ -136,8 +144,7 @@ PROCESS = "send_checkpoint, Server(process=True)"
 @contextmanager
 def outliving(process: Process) -> Iterator[int]:
     """Give the child of a process, which lives on without it; end it at the end."""
-    lists = Path(f"/proc/{process.pid}/task").glob("*/children")
-    (child,) = {int(pid) for each in lists for pid in each.read_text().split()}
+    (child,) = children_of(process.pid)
     try:
         yield child
     finally:

@@ -12,8 +12,8 @@ import sys
 from typing import Any
 
 from aiockpt.transfer.destination import Destination
-from receivers import MIB_LARGE, options_of
-from transports import Transport, transport
+from tests.support.receivers import MIB_LARGE, options_of
+from tests.support.transports import Transport, transport
 
 
 async def begun(

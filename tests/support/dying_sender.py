@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from receivers import COUNT, MIB_SENT, lends
-from transports import Transport, transport, weights
+from tests.support.receivers import COUNT, MIB_SENT, lends
+from tests.support.transports import Transport, transport, weights
 
 MIB_OFFERED = 16
 

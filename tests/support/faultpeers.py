@@ -17,12 +17,8 @@ import time
 from asyncio.subprocess import PIPE, Process, create_subprocess_exec
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
-import aiockpt
-import rangepeer
-import serving
 from aiockpt import AiockptError, Progress
 from aiockpt.http.listen import open_sockets
 from aiockpt.http.protocol import Origin
@@ -31,7 +27,8 @@ from aiockpt.http.store import Store
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.testing import Fault, FaultProxy
 from aiockpt.testing.faults import Pipe
-from exhaustion import exhausted_fds
+from tests.support import rangepeer, serving
+from tests.support.exhaustion import exhausted_fds
 
 TOKEN = serving.TOKEN
 MIB = 1 << 20
@@ -71,15 +68,8 @@ class Peer:
 @asynccontextmanager
 async def running(role: str, **options: Any) -> AsyncIterator[Process]:
     """Run this script; whatever happens, it is gone afterwards."""
-    here = Path(__file__).parent
-    package = Path(aiockpt.__file__).parents[1]
     process = await create_subprocess_exec(
         *(sys.executable, __file__, role, json.dumps(options)),
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(package), str(here)]),
-            "OMP_NUM_THREADS": "1",
-        },
         stdin=PIPE,
         stdout=PIPE,
     )

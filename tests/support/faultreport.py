@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from faultrecord import Figure, Outcome
-from faultrows import ROWS, Row, fingerprint
+from tests.support.faultrecord import Figure, Outcome
+from tests.support.faultrows import ROWS, Row, fingerprint
 
 __all__ = ["NOT_RUN", "load", "main", "page_rows", "render"]
 

@@ -3,7 +3,7 @@
 A row is data. The tests of `tests/faults` carry its number, and `docs/reliability.md`
 shows it with what the last run measured::
 
-    @row(8)
+    @proves("fault 8")
     async def test_it(record: Record) -> None:
         for seed in range(record.pick(20, 1000)):
             ...  # make it happen; assert what must hold
@@ -17,12 +17,7 @@ import hashlib
 from dataclasses import astuple, dataclass
 from typing import Final
 
-import pytest
-
-__all__ = ["ROWS", "Row", "fingerprint", "row"]
-
-row = pytest.mark.row
-"""Marks a test as one of a row's: ``@row(8)``."""
+__all__ = ["ROWS", "Row", "fingerprint"]
 
 
 @dataclass(frozen=True, slots=True)

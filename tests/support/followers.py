@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from aiockpt import StepNotFoundError
-from transports import Transport, transport
+from tests.support.transports import Transport, transport
 
 TOKEN = "both-know-it"
 MIB = 1 << 20

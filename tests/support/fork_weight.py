@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from aiockpt import HTTPTransport
-from transports import transport
+from tests.support.transports import transport
 
 MIB = 1 << 20
 CHECKPOINT_MIB = 64

@@ -16,8 +16,8 @@ import trustme
 from aiohttp import web
 
 import aiockpt.http
-from runners import ending
-from transports import Transport
+from tests.support.runners import ending
+from tests.support.transports import Transport
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "embedding.py"
 

@@ -8,7 +8,7 @@ import sys
 from aiohttp import web
 
 import aiockpt.http
-from transports import MIB, transport, weights
+from tests.support.transports import MIB, transport, weights
 
 MIB_OFFERED = 64
 

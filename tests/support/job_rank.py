@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from aiockpt import PGTransport
 from aiockpt.testing import assert_same
-from groups import store_in
-from sharded_rank import (
+from tests.support.groups import store_in
+from tests.support.sharded_rank import (
     DIRECTORY,
     RANK,
     TIMEOUT,

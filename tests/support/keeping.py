@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import aiockpt
-from checkpointing import Gate, eventually, is_running, wait_until
-from commandline import ENVIRONMENT
-from rankprocesses import SUPPORT, process
+from tests.support.checkpointing import Gate, eventually, is_running, wait_until
+from tests.support.commandline import ENVIRONMENT
+from tests.support.rankprocesses import SUPPORT, process
 
 __all__ = ["Kept", "kept", "training"]
 
@@ -35,7 +35,7 @@ class Kept:
     @property
     def state(self) -> dict[str, Any]:
         """The state dict of the trainer's first step."""
-        from trainer import state
+        from tests.support.trainer import state
 
         return state(_STEP)
 
@@ -46,11 +46,10 @@ class Kept:
 
 def started(said: Path, *arguments: str) -> subprocess.Popen[bytes]:
     """Start a trainer, which writes to a file: its child would keep a pipe open."""
-    paths = f"{ENVIRONMENT['PYTHONPATH']}:{SUPPORT}"
     with said.open("wb") as out:
         return subprocess.Popen(
             [sys.executable, str(SUPPORT / "trainer.py"), *arguments],
-            env=ENVIRONMENT | {"PYTHONPATH": paths},
+            env=ENVIRONMENT,
             stdout=out,
             start_new_session=True,
         )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from aiockpt.checkpointers.barriers import DistBarrier, Meeting
 from aiockpt.errors import ProcessGroupError
-from forked import rank_of
+from tests.support.forked import rank_of
 
 
 def meet(barrier: DistBarrier, timeout: float) -> None:

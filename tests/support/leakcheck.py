@@ -28,6 +28,7 @@ ALLOWED_THREADS = {
 """Names of threads that may stay, with the reason."""
 
 ALLOWED_CHILDREN = {
+    "support/forkserver.py": "starts processes for the tests and ends with this one",
     "resource_tracker": "multiprocessing starts it once and ends it with the process",
     "forkserver": "multiprocessing starts it once and ends it with the process",
 }

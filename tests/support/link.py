@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 from aiockpt.testing.processes import FaultUnavailableError
-from namespaces import Namespace, configure
+from tests.support.namespaces import Namespace, configure
 
 __all__ = ["Link", "LinkStatistics"]
 

@@ -21,7 +21,7 @@ from torch import distributed
 from aiockpt.errors import PeerFailedError
 from aiockpt.testing.conformance import Endings, RoundTrips, Templates
 from aiockpt.transport import Timeout
-from groups import TIMEOUT, Transport, store_in
+from tests.support.groups import TIMEOUT, Transport, store_in
 
 VARIABLE = "AIOCKPT_LOCKSTEP"
 """What the environment tells a process: a file to meet by, its rank, their number."""

@@ -18,9 +18,9 @@ from aiohttp import web
 from aiockpt.format.chunks import digest
 from aiockpt.format.header import build_manifest
 from aiockpt.format.manifest import Manifest
-from headers import entries_of
-from mutations import header_of, parts_of
-from rangepeer import RangePeer, serving
+from tests.support.headers import entries_of
+from tests.support.mutations import header_of, parts_of
+from tests.support.rangepeer import RangePeer, serving
 
 SEGMENT = bytes(range(250)) * 4
 STEP = 7

@@ -33,8 +33,8 @@ from aiockpt.http.protocol import parse_address
 from aiockpt.http.tokens import make_token, read_token
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
 from aiockpt.testing.leaves import LEAVES
-from auditing import Guard
-from pipeline import file_of, stager
+from tests.support.auditing import Guard
+from tests.support.pipeline import file_of, stager
 
 LIMITS = Limits(max_bytes=1 << 20, max_header_bytes=1 << 20, max_nodes=100_000)
 

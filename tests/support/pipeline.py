@@ -22,7 +22,7 @@ from aiockpt.runtime.bridge import Bridge
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
 from aiockpt.state.template import Match, Template
 from aiockpt.transfer.stager import Snapshot, Stager, StagerOptions
-from headers import entries_of
+from tests.support.headers import entries_of
 
 LIMITS = Limits()
 

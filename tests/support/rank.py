@@ -16,8 +16,8 @@ from typing import Any
 
 from aiockpt import Progress
 from aiockpt.errors import PeerFailedError, ProcessGroupError
-from groups import Transport, joined, store_in, summed
-from transports import weights
+from tests.support.groups import Transport, joined, store_in, summed
+from tests.support.transports import weights
 
 MIB_SENT = 128
 LONG = 600

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process, create_subprocess_exec
@@ -11,8 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import aiockpt
-from groups import Transport, joined, store_in
+from tests.support.groups import Transport, joined, store_in
 
 SUPPORT = Path(__file__).parent
 
@@ -20,10 +18,8 @@ SUPPORT = Path(__file__).parent
 @asynccontextmanager
 async def process(*command: str) -> AsyncIterator[Process]:
     """Run Python until the end of the block; kill what is left of it then."""
-    paths = os.pathsep.join([str(Path(aiockpt.__file__).parents[1]), str(SUPPORT)])
     started = await create_subprocess_exec(
         *(sys.executable, *command),
-        env={**os.environ, "PYTHONPATH": paths},
         stdout=PIPE,
     )
     try:

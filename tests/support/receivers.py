@@ -14,7 +14,7 @@ import torch
 from aiockpt.memory.arena import Arena
 from aiockpt.state.load_plan import EverythingNew
 from aiockpt.transfer.destination import Destination
-from transports import Transport, weights
+from tests.support.transports import Transport, weights
 
 __all__ = [
     "COUNT",

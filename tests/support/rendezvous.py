@@ -9,7 +9,7 @@ from typing import Any
 from aiockpt.errors import PeerFailedError
 from aiockpt.testing.conformance import RoundTrips, Templates
 from aiockpt.transport import Timeout
-from groups import Transport
+from tests.support.groups import Transport
 
 
 class Rendezvous(RoundTrips[Transport], Templates[Transport]):

@@ -14,9 +14,9 @@ from aiockpt.http.peers import Peers
 from aiockpt.http.protocol import Origin
 from aiockpt.testing.faults import Fault, FaultProxy, Pipe
 from aiockpt.transfer.source import PlainTarget
-from rangepeer import Client
-from rangepeer import Memory as Target
-from serving import TOKEN, Memory, Site, serving
+from tests.support.rangepeer import Client
+from tests.support.rangepeer import Memory as Target
+from tests.support.serving import TOKEN, Memory, Site, serving
 
 CHUNK = 64 << 10
 CHUNKS = 48

@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
-from runners import running
+from tests.support.runners import running
 
 # Of one connection, and not of the message (RFC 9110 section 7.6.1).
 HOP_BY_HOP = ("Connection", "Keep-Alive", "TE", "Trailer", "Transfer-Encoding")

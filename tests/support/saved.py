@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from accelerators import FakeAccelerator
 from aiockpt.checkpointers.barriers import Barrier
 from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.sync import SyncCheckpointer
 from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.storage.commit import Draft
+from tests.support.accelerators import FakeAccelerator
 
 ALONE = RankInfo(0, 1)
 CHUNK = 64 << 10

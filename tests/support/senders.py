@@ -17,10 +17,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiockpt
 from aiockpt import AiockptError, Progress
 from aiockpt.testing import assert_same
-from transports import transport, weights
+from tests.support.transports import transport, weights
 
 __all__ = ["CODE", "MIB_SERVED", "TOKEN", "killed", "serving_process"]
 
@@ -33,11 +32,8 @@ SUPPORT = Path(__file__).parent
 @asynccontextmanager
 async def serving_process(port: int = 0) -> AsyncIterator[tuple[Process, str]]:
     """Start a sender; yield it and its address when it serves."""
-    package = Path(aiockpt.__file__).parents[1]
-    paths = os.pathsep.join([str(package), str(SUPPORT)])
     process = await create_subprocess_exec(
         *(sys.executable, __file__, "serve", str(port), TOKEN),
-        env={**os.environ, "PYTHONPATH": paths},
         stdout=PIPE,
     )
     try:

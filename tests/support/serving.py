@@ -19,7 +19,7 @@ from aiockpt.http.options import Server
 from aiockpt.http.server import CheckpointServer
 from aiockpt.http.store import Store
 from aiockpt.runtime.bridge import Bridge
-from headers import entries_of
+from tests.support.headers import entries_of
 
 TOKEN = "a-token"
 

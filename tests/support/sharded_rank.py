@@ -38,7 +38,7 @@ from torch.distributed.tensor.parallel import (
 from aiockpt import HTTPTransport, Progress, Server, TemplateMismatchError
 from aiockpt.errors import DeviceMeshError
 from aiockpt.testing import assert_same
-from forked import rank_of
+from tests.support.forked import rank_of
 
 TIMEOUT = 60
 WORLD, DIRECTORY = int(sys.argv[2]), Path(sys.argv[3])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import aiockpt
 from aiockpt.testing import assert_same
-from transports import pair, receive, weights
+from tests.support.transports import pair, receive, weights
 
 MIB_MOVED = 16
 

@@ -137,7 +137,7 @@ class Job:
         return Life(process, output, log)
 
     def _run(self, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)}
+        environment = dict(os.environ)
         environment |= {"PYTHONWARNINGS": "ignore", "TORCHFT_LOG_LEVEL": "warn"}
         options.setdefault("stderr", subprocess.DEVNULL)
         command = [sys.executable, str(SCRIPT), *arguments]

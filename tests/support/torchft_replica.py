@@ -335,7 +335,7 @@ class Rank:
         """Take one step over data of this replica's own."""
         self.optimizer.zero_grad()
         loss: torch.Tensor = self.wrapped(torch.randn(8, 16)).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         if not self.options.wrapper:
             for parameter in self.model.parameters():
                 assert parameter.grad is not None

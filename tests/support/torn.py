@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import aiockpt
 from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.errors import StorageError
@@ -24,8 +23,8 @@ from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.storage.checkpoint_file import read_header, verify_chunks
 from aiockpt.storage.directory import checkpoint_at, find_checkpoint, list_checkpoints
-from headers import entries_of
-from system_calls import SystemCallFault, system_call_faults
+from tests.support.headers import entries_of
+from tests.support.system_calls import SystemCallFault, system_call_faults
 
 CALLS = (
     "fallocate",
@@ -105,8 +104,7 @@ def command(directory: Path) -> list[str]:
 
 def environment() -> dict[str, str]:
     """Return its variables."""
-    paths = [str(Path(aiockpt.__file__).parents[1]), str(Path(__file__).parent)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return dict(os.environ)
 
 
 def below(directory: Path) -> list[Path]:

@@ -17,7 +17,7 @@ import torch
 import aiockpt
 from aiockpt.checkpointers import CheckpointProcessConfig
 from aiockpt.memory.copies import CopyPlan
-from checkpointing import GatedWriter, eventually, note_pid
+from tests.support.checkpointing import GatedWriter, eventually, note_pid
 
 
 def state(fill: float) -> dict[str, object]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from groups import joined
+from tests.support.groups import joined
 
 __all__ = ["Wrapped"]
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import aiockpt
 from aiockpt.torchft import HTTPTransport
-from transports import grouped
+from tests.support.transports import grouped
 
 Make = Callable[..., HTTPTransport[Any]]
 
@@ -45,10 +42,8 @@ def run_python() -> Callable[[str], subprocess.CompletedProcess[str]]:
     """Run a program in an interpreter of its own."""
 
     def run(program: str) -> subprocess.CompletedProcess[str]:
-        root = str(Path(aiockpt.__file__).parents[1])
         return subprocess.run(
             [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
-            env={**os.environ, "PYTHONPATH": root},
             capture_output=True,
             text=True,
             timeout=50,

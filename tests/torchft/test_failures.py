@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from torchft_job import SECONDS, Job, Life
+from tests.support.torchft_job import SECONDS, Job, Life
 
 pytestmark = pytest.mark.timeout(2 * SECONDS)
 

@@ -27,7 +27,7 @@ from aiockpt.errors import (
 )
 from aiockpt.testing import assert_same
 from aiockpt.torchft import PGTransport
-from groups import store_at
+from tests.support.groups import store_at
 
 pytestmark = pytest.mark.allow_leaks("fds", "threads")  # torchft's and gloo's
 

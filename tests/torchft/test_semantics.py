@@ -18,9 +18,9 @@ from aiockpt import StepNotFoundError
 from aiockpt.errors import PeerFailedError, TransferTimeoutError
 from aiockpt.testing import assert_same
 from aiockpt.torchft import HTTPTransport
-from cells import proves
-from outcomes import Cell
-from receivers import arenas
+from tests.support.cells import each_cell
+from tests.support.outcomes import Cell
+from tests.support.receivers import arenas
 
 Transport = HTTPTransport[Any]
 Make = Callable[..., Transport]
@@ -81,7 +81,7 @@ def stuck_reader(source: Transport) -> Iterator[socket.socket]:
         yield stuck
 
 
-@proves(HERE + "test_a_send_that_does_not_succeed")
+@each_cell(HERE + "test_a_send_that_does_not_succeed")
 def test_a_send_that_does_not_succeed(
     cell: Cell, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +117,7 @@ def _interrupt_a_send(source: Transport, monkeypatch: pytest.MonkeyPatch) -> Non
         go.set()
 
 
-@proves(HERE + "test_a_receive_that_does_not_succeed")
+@each_cell(HERE + "test_a_receive_that_does_not_succeed")
 def test_a_receive_that_does_not_succeed(
     cell: Cell, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +140,7 @@ def test_a_receive_that_does_not_succeed(
     assert cell.left == "nothing / idle"
 
 
-@proves(HERE + "test_a_withdrawal_that_is_interrupted")
+@each_cell(HERE + "test_a_withdrawal_that_is_interrupted")
 def test_a_withdrawal_that_is_interrupted(
     cell: Cell, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +162,7 @@ def test_a_withdrawal_that_is_interrupted(
     assert cell.left == "none / reads on"
 
 
-@proves(HERE + "test_an_end_that_is_interrupted")
+@each_cell(HERE + "test_an_end_that_is_interrupted")
 def test_an_end_that_is_interrupted(
     cell: Cell, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

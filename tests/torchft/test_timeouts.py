@@ -17,7 +17,7 @@ import aiockpt
 from aiockpt import StepNotFoundError
 from aiockpt.testing import assert_same
 from aiockpt.torchft import HTTPTransport, PGTransport, adapt
-from groups import store_at
+from tests.support.groups import store_at
 
 Make = Callable[..., HTTPTransport[Any]]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchft_job import SECONDS, Job, killed
+from tests.support.torchft_job import SECONDS, Job, killed
 
 pytestmark = pytest.mark.timeout(2 * SECONDS)
 

@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import torchft
 
-import aiockpt
-
 TORCHFT = Path(torchft.__file__).parent
 SUPPORT = Path(__file__).parents[1] / "support"
 SKIPS = {
@@ -75,14 +73,19 @@ def run(*what: str) -> subprocess.CompletedProcess[str]:
 
     If it does not end, it is ended, with an exit code of its own.
     """
-    paths = [str(Path(aiockpt.__file__).parents[1]), str(SUPPORT)]
-    options = ["-p", "torchft_plugin", "-p", "no:cacheprovider", "-rfs", "-q"]
+    options = [
+        "-p",
+        "tests.support.torchft_plugin",
+        "-p",
+        "no:cacheprovider",
+        "-rfs",
+        "-q",
+    ]
     settings = ["-c", os.devnull, f"--rootdir={TORCHFT}", f"--timeout={TEST_SECONDS}"]
     command = [sys.executable, "-m", "pytest", *options, *settings, *what]
     try:
         return subprocess.run(
             command,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             capture_output=True,
             text=True,
             timeout=SECONDS,

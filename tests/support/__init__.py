@@ -1,0 +1,1 @@
+"""What the tests share: processes, servers, peers, faults, and leak checks."""

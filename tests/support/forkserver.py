@@ -1,0 +1,395 @@
+"""Starts Python processes as forks of one that has imported torch already.
+
+A fresh interpreter needs two seconds of CPU to import torch and this package. After
+:func:`install`, ``subprocess.Popen`` and everything built on it hand a plain ``python
+script.py``, ``python -m module`` or ``python -c code`` to a fork server: a child of
+this process that has done nothing but imports. The server forks twice, so the new
+process becomes a child of this one. It has the descriptors, the environment, the
+directory, the process group and the ``__main__`` that a fresh interpreter would have,
+and is waited for, stopped and killed as usual.
+
+A test whose processes must be fresh interpreters, for example because it asks what they
+import, uses the fixture ``fresh_interpreters``.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import ctypes
+import fcntl
+import importlib
+import inspect
+import json
+import os
+import random
+import resource
+import runpy
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import types
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FRESH", "children_of", "install"]
+
+FRESH = "AIOCKPT_TEST_FRESH"
+"""The name of a variable. A process that has it forks none; see `tests/conftest.py`."""
+
+PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "safetensors.torch",
+    "aiohttp.web",
+    "aiockpt",
+    "aiockpt.checkpointers.worker",
+    *(
+        f"aiockpt.cli.{name}"
+        for name in ("fetch", "serve", "convert", "inspect", "verify", "ls")
+    ),
+    "aiockpt.http._server_main",
+    "aiockpt.pg",
+    "aiockpt.testing",
+)
+_NAME = "fork server"
+_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
+_HIGH = 512  # descriptors that arrive wait above this number for their own
+
+
+# ------------------------------------------------------------- in the starting process
+
+
+def install(server: socket.socket | None = None) -> None:
+    """Have ``subprocess.Popen`` fork what it can from here on.
+
+    Args:
+        server: The connection to a fork server; None: one is started.
+    """
+    original = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+    parameters = inspect.signature(original)
+    client = _Client(server)
+
+    def execute(popen: Any, *args: Any, **options: Any) -> None:
+        given = parameters.bind(popen, *args, **options).arguments
+        request = _request(given)
+        if request is None or not client.like_this():
+            original(popen, *args, **options)
+            return
+        given_fds = [
+            max(given["p2cread"], 0),
+            1 if given["c2pwrite"] < 0 else given["c2pwrite"],
+            2 if given["errwrite"] < 0 else given["errwrite"],
+            *request["pass_fds"],
+        ]
+        popen.pid = client.fork(request, given_fds)
+        popen._child_created = True
+        null = getattr(popen, "_devnull", None)
+        pairs = (
+            ("p2cread", "p2cwrite"),
+            ("c2pwrite", "c2pread"),
+            ("errwrite", "errread"),
+        )
+        for ours, other in pairs:
+            if given[ours] >= 0 and given[other] >= 0 and given[ours] != null:
+                os.close(given[ours])
+        if null is not None:
+            os.close(null)
+        popen._closed_child_pipe_fds = True
+
+    subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
+
+
+def children_of(pid: int) -> set[int]:
+    """Return the child processes of one, without its fork server."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    found = {int(child) for each in lists for child in each.read_text().split()}
+    return {pid for pid in found if _name_of(pid) != _NAME}
+
+
+def _name_of(pid: int) -> str:
+    with suppress(OSError):  # it has ended
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
+def _request(given: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what the server has to know; None if only a fresh interpreter will do."""
+    argv = [os.fsdecode(each) for each in _as_list(given["args"])]
+    env = dict(os.environ if given["env"] is None else given["env"])
+    env = {os.fsdecode(name): os.fsdecode(value) for name, value in env.items()}
+    program = given["executable"]
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    rest = argv[1:]
+    if rest[: len(flags)] == flags:
+        rest = rest[len(flags) :]
+    if (
+        given["shell"]
+        or given["preexec_fn"] is not None
+        or not given["close_fds"]
+        or any(
+            given[name] not in (None, -1) for name in ("gid", "gids", "uid", "umask")
+        )
+        or not argv
+        or argv[0] != sys.executable
+        or (program is not None and os.fsdecode(program) != sys.executable)
+        or not rest
+        or (rest[0].startswith("-") and rest[0] not in ("-m", "-c"))
+        or (rest[0] in ("-m", "-c") and len(rest) < 2)
+        or _differs(env)
+    ):
+        return None
+    cwd = given["cwd"]
+    group = given.get("process_group", -1)
+    return {
+        "argv": rest,
+        "env": env,
+        "cwd": os.getcwd() if cwd is None else os.path.abspath(os.fsdecode(cwd)),
+        "session": bool(given["start_new_session"]),
+        "group": -1 if group is None else group,
+        "pass_fds": sorted(given["pass_fds"]),
+    }
+
+
+def _as_list(args: Any) -> list[Any]:
+    return [args] if isinstance(args, str | bytes | os.PathLike) else list(args)
+
+
+def _differs(env: dict[str, str]) -> bool:
+    """Return whether this environment makes an interpreter unlike the server."""
+    if FRESH in env or FRESH in os.environ:
+        return True
+    known = {os.path.realpath(path) for path in [*sys.path, *_own_paths()]}
+    paths = env.get("PYTHONPATH", "").split(os.pathsep)
+    if any(path and os.path.realpath(path) not in known for path in paths):
+        return True
+    return any(
+        env.get(name) != os.environ.get(name)
+        for name in {*env, *os.environ}
+        if name.startswith(("PYTHON", "LD_", "OMP_", "MALLOC_"))
+        and name != "PYTHONPATH"
+    )
+
+
+def _own_paths() -> list[str]:
+    here = Path(__file__).parent
+    return [str(here), str(here.parent), str(here.parents[1])]
+
+
+class _Client:
+    """The connection of one process to its fork server."""
+
+    def __init__(self, server: socket.socket | None) -> None:
+        self._server = server or _start_server()
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._kind = _kind_of_process()
+
+    def like_this(self) -> bool:
+        """Return whether a fork has the limits and namespaces of this process."""
+        return self._kind == _kind_of_process()
+
+    def fork(self, request: dict[str, Any], fds: list[int]) -> int:
+        """Return the id of the new child of this process."""
+        with self._lock:
+            if self._pid != os.getpid():
+                self._server, self._pid = _start_server(), os.getpid()
+            adopt(True)
+            try:
+                _send(self._server, json.dumps(request).encode(), fds)
+                answer, _ = _receive(self._server)
+            finally:
+                adopt(False)
+        return int(answer)
+
+
+def _kind_of_process() -> list[object]:
+    limits = (resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_FSIZE)
+    return [
+        *(os.readlink(f"/proc/self/ns/{name}") for name in ("net", "mnt", "time")),
+        *map(resource.getrlimit, limits),
+        os.getpriority(os.PRIO_PROCESS, 0),
+        os.geteuid(),
+        os.sched_getaffinity(0),
+    ]
+
+
+def adopt(orphans: bool) -> None:
+    """Make this process the parent of its descendants' orphans, or stop that."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(orphans), 0, 0, 0)
+
+
+def _start_server() -> socket.socket:
+    ours, theirs = socket.socketpair()
+    env = {
+        **os.environ,
+        FRESH: "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    with theirs:
+        server = subprocess.Popen(  # it ends when `ours` is closed
+            [sys.executable, __file__, str(theirs.fileno())],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            process_group=0,
+        )
+        _receive(ours)  # it is ready
+    atexit.register(_end, server, ours)
+    return ours
+
+
+def _end(server: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    connection.close()
+    server.wait()
+
+
+def _send(to: socket.socket, data: bytes, fds: list[int]) -> None:
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+    to.sendmsg([struct.pack("<I", len(data))], ancillary if fds else [])
+    to.sendall(data)
+
+
+def _receive(source: socket.socket) -> tuple[bytes, list[int]]:
+    head, fds, _, _ = socket.recv_fds(source, 4, 250)
+    if not head:
+        raise EOFError
+    (size,) = struct.unpack("<I", head)
+    data = b""
+    while len(data) < size:
+        data += source.recv(size - len(data))
+    return data, list(fds)
+
+
+# ------------------------------------------------------------------- in the fork server
+
+
+def serve(connection: socket.socket) -> dict[str, Any] | None:
+    """Fork for each request; return it in the new process, and None at the end."""
+    while True:
+        try:
+            data, fds = _receive(connection)
+        except (EOFError, OSError):
+            return None
+        request = json.loads(data)
+        read, write = os.pipe()
+        between = os.fork()
+        if between == 0:
+            parent = os.getpid()
+            child = os.fork()
+            if child:
+                os.write(write, str(child).encode())
+                os._exit(0)
+            while os.getppid() == parent:  # until it was adopted
+                time.sleep(0.0002)
+            _become(request, fds)
+            return request
+        os.waitpid(between, 0)
+        os.close(write)
+        pid = os.read(read, 32)
+        os.close(read)
+        for fd in fds:
+            os.close(fd)
+        _send(connection, pid, [])
+
+
+def _become(request: dict[str, Any], fds: list[int]) -> None:
+    """Give this process all that the request says."""
+    waiting = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH) for fd in fds]
+    os.closerange(3, _HIGH)
+    targets = [0, 1, 2, *request["pass_fds"]]
+    # A number that is asked for may be one that waits: those come last.
+    for fd, number in sorted(
+        zip(waiting, targets, strict=True), key=lambda pair: pair[1]
+    ):
+        os.dup2(fd, number)
+        os.close(fd)
+    if request["session"]:
+        os.setsid()
+    elif request["group"] >= 0:
+        os.setpgid(0, request["group"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, b"python", 0, 0, 0)
+    random.seed()
+
+
+def _nest() -> None:
+    """Give this process a fork server of its own, as clean as it is now."""
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        ours.close()
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, _NAME.encode(), 0, 0, 0)
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):
+            os.dup2(null, number)
+        os.close(null)
+        request = serve(theirs)
+        if request is None:
+            os._exit(0)
+        run(request)
+        sys.exit()
+    theirs.close()
+    install(ours)
+
+
+def run(request: dict[str, Any]) -> None:
+    """Run the program as the interpreter would."""
+    kind, *rest = request["argv"]
+    if kind != "-c":  # those of the package start none
+        _nest()
+    sys.path[:] = _search_path(kind, request["env"])
+    sys.orig_argv = [sys.executable, *request["argv"]]
+    if kind == "-m":
+        sys.argv = rest
+        _new_main()
+        runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
+    elif kind == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), _new_main().__dict__)
+    else:
+        sys.argv = [kind, *rest]
+        main = _new_main()
+        main.__file__ = kind
+        exec(compile(Path(kind).read_bytes(), kind, "exec"), main.__dict__)
+
+
+def _search_path(kind: str, env: dict[str, str]) -> list[str]:
+    first = {"-m": os.getcwd(), "-c": ""}.get(kind, os.path.dirname(kind))
+    paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    safe = env.get("PYTHONSAFEPATH")
+    return list(dict.fromkeys([*([] if safe else [first]), *paths, *_SYSTEM_PATH]))
+
+
+def _new_main() -> types.ModuleType:
+    main = types.ModuleType("__main__")
+    main.__builtins__ = sys.modules["builtins"]  # type: ignore[attr-defined]
+    sys.modules["__main__"] = main
+    return main
+
+
+if __name__ == "__main__":
+    _SYSTEM_PATH = [
+        path
+        for path in sys.path
+        if os.path.realpath(path) not in {os.path.realpath(p) for p in _own_paths()}
+    ]
+    for name in PRELOADED:
+        with suppress(ImportError):  # a test then says what is missing
+            importlib.import_module(name)
+    import gc
+
+    gc.collect()
+    gc.freeze()
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    _send(connection, b"ready", [])
+    request = serve(connection)
+    if request is not None:
+        run(request)

@@ -1,0 +1,125 @@
+"""Which test proves which promise: marks on the tests, and the page made of them.
+
+A promise has a number: ``invariant 3`` of the guarantees, ``fault 8`` of the matrix, or
+``threat T2`` of the threat model. A test that proves one says so::
+
+    @proves("invariant 3", "threat D1")
+    def test_it() -> None: ...
+
+The mark on a class that inherits its tests names one of them: ``by="test_it"``.
+``python -m tests.support.proofs`` writes `docs/reference/proofs.md`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.support.faultrows import ROWS
+
+__all__ = ["PAGE", "faults_of", "promises", "proofs", "proves", "render"]
+
+TESTS: Final = Path(__file__).parents[1]
+DOCS: Final = TESTS.parent / "docs"
+PAGE: Final = DOCS / "reference" / "proofs.md"
+
+proves = pytest.mark.proves
+"""Marks a test as a proof of the promises that it names."""
+
+HEAD: Final = """\
+# Proofs
+
+<!-- Written by `python -m tests.support.proofs`. -->
+
+Each promise of this documentation has a number, and a test that fails if it is broken.
+The tests name the promises that they prove, and this page is made from them. Paths
+begin in `tests/`.
+"""
+SECTIONS: Final = {
+    "invariant": "[What is guaranteed](../explanation/guarantees.md)",
+    "threat": "[The threat model](../explanation/security.md)",
+    "fault": "[The matrix of faults](../reliability.md)",
+}
+
+
+def faults_of(item: pytest.Item) -> list[int]:
+    """Return the rows of the matrix of faults that a test proves."""
+    marked = [each for mark in item.iter_markers("proves") for each in mark.args]
+    return [int(each[6:]) for each in marked if each.startswith("fault ")]
+
+
+def promises() -> dict[str, str]:
+    """Return what is promised, by its number, in the order of the pages."""
+    return {**_invariants(), **_threats(), **_faults()}
+
+
+def _invariants() -> dict[str, str]:
+    text = (DOCS / "explanation" / "guarantees.md").read_text().partition("## ")[0]
+    parts = re.split(r"^(\d+)\. ", text, flags=re.MULTILINE)[1:]
+    return {
+        f"invariant {number}": " ".join(sentence.split()).partition(". ")[0].rstrip(".")
+        for number, sentence in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+def _threats() -> dict[str, str]:
+    text = (DOCS / "explanation" / "security.md").read_text()
+    table = text.partition("(security-threats)=")[2]
+    cells = re.findall(r"^\| ([STRIDE])\d* \| (.*?) \|", table, re.MULTILINE)
+    count: Counter[str] = Counter()
+    found = {}
+    for letter, threat in cells:
+        count[letter] += 1
+        found[f"threat {letter}{count[letter]}"] = threat
+    return found
+
+
+def _faults() -> dict[str, str]:
+    return {f"fault {row.number}": row.fault for row in ROWS}
+
+
+def proofs() -> dict[str, list[str]]:
+    """Return the tests, as ``file.py::Class::test``, by what they prove."""
+    found = defaultdict(list)
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for promise, test in _marks(ast.parse(path.read_text()).body, ""):
+            found[promise].append(f"{path.relative_to(TESTS).as_posix()}::{test}")
+    return dict(found)
+
+
+def _marks(body: list[ast.stmt], owner: str) -> Iterator[tuple[str, str]]:
+    for node in body:
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for call in node.decorator_list:
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "proves":
+                by = [f"::{ast.literal_eval(each.value)}" for each in call.keywords]
+                for argument in call.args:
+                    yield ast.literal_eval(argument), owner + node.name + "".join(by)
+        if isinstance(node, ast.ClassDef):
+            yield from _marks(node.body, f"{node.name}::")
+
+
+def render() -> str:
+    """Return the page."""
+    found = proofs()
+    lines = [HEAD]
+    for kind, title in SECTIONS.items():
+        lines += [f"## {title}\n", "| # | Promise | Proofs |", "|---|---|---|"]
+        for promise, text in promises().items():
+            if promise.startswith(kind):
+                tests = ", ".join(f"`{each}`" for each in found.get(promise, []))
+                number = promise.removeprefix(f"{kind} ")
+                lines.append(f"| {number} | {text} | {tests} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render())
