@@ -37,6 +37,7 @@ from tests.support.commandline import (
     serving,
 )
 from tests.support.disks import small_disk
+from tests.support.proofs import proves
 
 pytestmark = pytest.mark.timeout(
     180
@@ -175,6 +176,7 @@ class TestServe:
         made = tmp_path / "model-step7.safetensors"
         assert made.read_bytes() == file.read_bytes()
 
+    @proves("cell aiockpt fetch: success")
     def test_what_was_fetched_is_the_state_dict(self, model: Path, file: Path) -> None:
         """Any tool that reads safetensors finds the tensors under their paths."""
         expected = torch.load(model, weights_only=True)
@@ -426,6 +428,7 @@ class FlipAlways(Fault):
 class TestFetchThroughFaults:
     """A bad way to the sender costs time, never a wrong byte."""
 
+    @proves("cell aiockpt fetch: timeout")
     def test_a_fetch_goes_on_where_the_last_one_failed(
         self,
         server: Serving,
@@ -461,6 +464,7 @@ class TestFetchThroughFaults:
             assert main(["fetch", url, "-q", "-o", str(tmp_path / "f")]) == 0
         assert (tmp_path / "f").read_bytes() == file.read_bytes()
 
+    @proves("cell aiockpt fetch: error")
     def test_a_bit_that_always_flips(
         self, server: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -474,6 +478,7 @@ class TestFetchThroughFaults:
         )
         assert not (tmp_path / "f").exists()
 
+    @proves("cell aiockpt fetch: the other one dies")
     def test_a_sender_that_dies(
         self, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -498,6 +503,7 @@ class TestFetchThroughFaults:
         assert "is the sender running there?" in the_error(err)
         assert not target.exists()
 
+    @proves("cell aiockpt fetch: cancel")
     def test_an_interrupt(self, server: Serving, tmp_path: Path) -> None:
         """Ends it at once, without a traceback."""
         fault = StallAfter(CHUNK // 4)

@@ -19,6 +19,39 @@ from tests.support.proofs import proves
 pytestmark = pytest.mark.every_loop
 
 
+@proves(
+    "cell HTTPTransport.disallow_checkpoint: cancel",
+    by="test_a_cancelled_disallow_can_be_repeated",
+)
+@proves(
+    "cell HTTPTransport.disallow_checkpoint: success",
+    by="test_nothing_is_served_after_disallow",
+)
+@proves(
+    "cell HTTPTransport.recv_checkpoint, into=: success",
+    "cell HTTPTransport.recv_checkpoint, into=, direct=True: success",
+    by="test_a_template_is_filled",
+)
+@proves(
+    "cell HTTPTransport.recv_checkpoint, select=, into=: success",
+    by="test_a_template_is_filled_where_selected",
+)
+@proves(
+    "cell HTTPTransport.recv_checkpoint, select=: success",
+    by="test_what_is_selected_arrives",
+)
+@proves(
+    "cell HTTPTransport.recv_checkpoint: success", by="test_what_arrives_is_independent"
+)
+@proves(
+    "cell HTTPTransport.send_checkpoint: success",
+    by="test_a_new_step_takes_the_place_of_the_old",
+)
+@proves(
+    "cell HTTPTransport.send_checkpoint: success",
+    by="test_a_receive_that_comes_first_waits",
+)
+@proves("cell HTTPTransport.shutdown: success", by="test_shutdown_is_idempotent")
 @proves("invariant 4", by="test_a_receive_times_out_promptly")
 @pytest.mark.asyncio
 class TestHTTPTransport(TransportConformance[HTTPTransport[Any]]):

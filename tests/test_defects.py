@@ -346,6 +346,7 @@ class TestPeers:
 class TestShutdown:
     """The end."""
 
+    @proves("cell HTTPTransport.shutdown: success")
     @proves("invariant 6")
     @pytest.mark.parametrize("wait", [False, True])
     async def test_nobody_listens_afterwards(self, wait: bool) -> None:

@@ -29,6 +29,7 @@ from tests.support.followers import (
     soon,
     state_of,
 )
+from tests.support.proofs import proves
 from tests.support.serving import settle
 from tests.support.transports import (
     Transport,
@@ -104,6 +105,7 @@ async def test_three_slow_followers_get_through():
         assert max(kept) <= 2
 
 
+@proves("cell HTTPTransport.follow: success")
 async def test_each_newer_step_is_received():
     """Without a template, and with one, whose tensors are filled."""
     async with pair() as (sender, receiver):
@@ -142,6 +144,7 @@ async def test_options_of_a_receive_are_those_of_a_follower():
             assert (await waiting)[0] == 2
 
 
+@proves("cell HTTPTransport.follow: success")
 async def test_no_step_twice_and_none_that_is_torn():
     """Whatever the trainer does meanwhile, steps rise and states are whole."""
     async with pair() as (sender, receiver), Trainer(sender, mib=4).training():
@@ -220,6 +223,7 @@ async def test_a_fetch_of_the_command_line_gets_what_is_served_now(tmp_path, kee
         assert low == high == (1 if keep else 2)
 
 
+@proves("cell HTTPTransport.follow: the other one dies")
 async def test_a_sender_that_is_away_is_waited_for():
     """Connections break in the middle of a receive, and nobody answers for a while."""
     async with (
@@ -290,6 +294,7 @@ async def test_a_receive_that_compares_for_long_keeps_its_snapshot(monkeypatch, 
         await settle(lambda: not sender.statistics().superseded)
 
 
+@proves("cell HTTPTransport.follow: timeout")
 async def test_a_receive_that_is_late_is_begun_again():
     """Its deadline has passed: the log says so, and the step is received then."""
     async with (
@@ -305,6 +310,7 @@ async def test_a_receive_that_is_late_is_begun_again():
         assert "timed out" in retries[-1].detail
 
 
+@proves("cell HTTPTransport.follow: the other one dies")
 @pytest.mark.parametrize("first", [90, 103, 102])
 async def test_a_restarted_sender_is_followed(first, caplog):
     """From whatever step it goes on with, and no step comes twice."""
@@ -347,6 +353,7 @@ async def test_steps_notice_a_restart_as_well():
             assert await soon(steps) == 90
 
 
+@proves("cell HTTPTransport.follow: error")
 async def test_what_is_wrong_for_good_is_raised():
     """A template that does not fit, a wrong token, a transport that is closed."""
     async with pair(token=TOKEN) as (sender, receiver):
@@ -367,6 +374,7 @@ async def test_what_is_wrong_for_good_is_raised():
             receiver.follow(sender.metadata())
 
 
+@proves("cell HTTPTransport.follow: cancel")
 async def test_a_cancelled_follower_leaves_nothing_behind():
     """Wherever it was; another one begins anew."""
     async with pair() as (sender, receiver):

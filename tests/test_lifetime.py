@@ -18,6 +18,7 @@ from aiockpt import StepNotFoundError
 from aiockpt.errors import ClosedError, LocalProtocolError, TransferTimeoutError
 from aiockpt.runtime.lifetime import Deadline, Lifetime
 from aiockpt.testing import assert_same
+from tests.support.proofs import proves
 from tests.support.serving import Peer
 from tests.support.transports import (
     MIB,
@@ -62,6 +63,7 @@ def held_up(sender: Transport, step: str, monkeypatch: pytest.MonkeyPatch) -> Ga
 class TestStart:
     """The server's beginning."""
 
+    @proves("cell HTTPTransport.start: timeout", "cell HTTPTransport.start: cancel")
     @pytest.mark.parametrize("turns", range(5))
     async def test_a_cancelled_start_keeps_the_address(self, turns: int) -> None:
         """Peers were told it already, and wait there for a start that succeeds."""
@@ -79,6 +81,7 @@ class TestStart:
             assert sender.metadata() == metadata
         await sender.shutdown()
 
+    @proves("cell HTTPTransport.start: success")
     async def test_calls_that_begin_together_start_it_once(self) -> None:
         """The second one does not go on before somebody serves."""
         async with transport(reconnect_timeout=0) as receiver:
@@ -183,6 +186,7 @@ class TestWithdrawal:
 class TestZeroCopy:
     """Live memory is drained before anything takes its place."""
 
+    @proves("cell HTTPTransport.send_checkpoint, zero_copy=True: timeout")
     async def test_a_send_that_times_out_leaves_the_old_offer(self) -> None:
         """And its reader, who may finish."""
         async with transport(zero_copy=True, grace=30, insecure=True) as sender:
@@ -240,6 +244,9 @@ class TestShutdown:
                 await sender.shutdown(wait=False)
                 await first
 
+    @proves(
+        "cell HTTPTransport.shutdown: timeout", "cell HTTPTransport.shutdown: cancel"
+    )
     async def test_a_cancelled_one_goes_on(self) -> None:
         """Nothing is left half closed."""
         sender = transport()

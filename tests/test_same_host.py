@@ -109,6 +109,7 @@ def like(state: Any) -> Any:
 class TestShare:
     """``share=True``: the sender's own pages."""
 
+    @proves("cell HTTPTransport.recv_checkpoint, share=True: success")
     @pytest.mark.parametrize("verify", [False, True])
     async def test_it_is_the_same_state(self, verify: bool, events: Any) -> None:
         """Of whatever leaves it is made; no byte of data went over HTTP."""
@@ -122,6 +123,7 @@ class TestShare:
             assert (now.lent, now.readers) == (1, 0)
             assert now.requests == 1  # the manifest
 
+    @proves("cell HTTPTransport.recv_checkpoint, share=True: success")
     @proves("threat T3")
     async def test_later_sends_do_not_change_it(self) -> None:
         """The sender's own state dict may change, and be sent again and again."""
@@ -137,6 +139,7 @@ class TestShare:
             assert_same(held, weights(1.0))
         assert_same(held, weights(1.0))
 
+    @proves("cell HTTPTransport.recv_checkpoint, share=True: success")
     async def test_what_is_written_is_the_receivers_alone(self) -> None:
         """The sender's snapshot, and what others share of it, stay."""
         async with lending_pair() as (sender, receiver):
@@ -692,6 +695,7 @@ class TestProcesses:
                 assert_same(state, weights(7.0, mib=4))
             await sender.send_checkpoint([1], 8, weights(8.0, mib=4))
 
+    @proves("cell HTTPTransport.recv_checkpoint, share=True: the other one dies")
     async def test_the_senders_death_does_not_matter(self) -> None:
         """Nor that of its memory: it lives as long as somebody maps it."""
         async with transport() as receiver:

@@ -15,6 +15,7 @@ from aiockpt import IntegrityError, Progress
 from aiockpt.errors import LocalProtocolError, MissingKeysError, TransferTimeoutError
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.testing import FaultProxy, StallAfter, assert_same, interrupted
+from tests.support.proofs import proves
 from tests.support.replicas import Lies
 from tests.support.senders import MIB_SERVED, TOKEN, serving_process
 from tests.support.transports import (
@@ -78,6 +79,7 @@ async def test_it_arrives_in_place(direct: bool) -> None:
     assert_same(got, STATE)
 
 
+@proves("cell HTTPTransport.recv_checkpoint, metadata=[...]: success")
 async def test_it_arrives_anew_and_says_who_gave_what() -> None:
     """In events, and in the progress of the whole."""
     events: list[TransferEvent] = []
@@ -211,6 +213,7 @@ class Acting:
             self._act()
 
 
+@proves("cell HTTPTransport.recv_checkpoint, metadata=[...]: the other one dies")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_process_that_ends_or_stops_in_the_middle(number: int) -> None:
     """The other two go on, and neither is waited for."""

@@ -16,6 +16,7 @@ from aiockpt.testing import assert_same
 from aiockpt.transfer.stager import Snapshot
 from tests.support.accelerators import FakeAccelerator
 from tests.support.pipeline import file_of, rebuilt, stager
+from tests.support.proofs import proves
 from tests.support.serving import settle
 
 pytestmark = pytest.mark.asyncio
@@ -160,6 +161,7 @@ class TestDevice:
             device.run()
             assert_same(rebuilt(file_of(task.result())), state())
 
+    @proves("cell DefaultStager.stage: cancel")
     async def test_a_cancel_leaves_the_arena_to_the_copies(self) -> None:
         """Until they have run, no other staging writes to the same memory."""
         device = FakeAccelerator()

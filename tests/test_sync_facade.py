@@ -15,6 +15,7 @@ import pytest
 
 from aiockpt.errors import ClosedError, TransferTimeoutError, TransportError
 from aiockpt.runtime.sync_facade import SyncFacade
+from tests.support.proofs import proves
 
 
 async def nothing() -> None:
@@ -84,6 +85,7 @@ def test_closing_ends_what_is_under_way(facade: SyncFacade) -> None:
         call(facade, nothing)
 
 
+@proves("cell torchft.HTTPTransport.shutdown: error")
 def test_a_last_thing_that_fails_is_logged(
     facade: SyncFacade, allow_error_logs: list[object]
 ) -> None:
@@ -114,6 +116,7 @@ def test_a_loop_that_hangs_does_not_hang_the_caller(
     free.set()
 
 
+@proves("cell torchft.PGTransport, every call: cancel")
 def test_an_interrupted_caller_leaves_nothing_under_way(
     facade: SyncFacade, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -388,6 +388,7 @@ class TestZeroCopy:
 class TestAllow:
     """Offering what was sent under another step."""
 
+    @proves("cell HTTPTransport.allow_checkpoint: success")
     async def test_it_is_offered_under_the_new_step(self) -> None:
         """Without staging it again."""
         async with pair() as (sender, receiver):

@@ -41,6 +41,7 @@ from tests.support.checkpointing import (
     Troubled,
     loaded,
 )
+from tests.support.proofs import proves
 from tests.support.transports import proxied, through, transport
 
 pytestmark = pytest.mark.asyncio
@@ -90,6 +91,7 @@ async def gated(
 class TestSave:
     """What ``save`` promises."""
 
+    @proves("cell AsyncCheckpointer.save: success")
     async def test_the_state_may_be_mutated_when_it_returns(
         self, tmp_path: Path, gate: Gate, config: CheckpointerConfig
     ) -> None:
@@ -114,6 +116,7 @@ class TestSave:
             assert await handle.written()
             assert_same(await made.load(tmp_path / "a"), state())
 
+    @proves("cell SaveHandle.written: success", "cell AsyncCheckpointer.load: success")
     async def test_what_it_saved_can_be_loaded_at_once(
         self, tmp_path: Path, config: CheckpointerConfig
     ) -> None:
@@ -191,6 +194,7 @@ class TestPolicy:
         for step in (1, 2, 3):
             assert_same(loaded(tmp_path / str(step)), state(step))
 
+    @proves("cell AsyncCheckpointer.save: timeout")
     @pytest.mark.allow_error_logs
     async def test_waiting_has_a_deadline(
         self, tmp_path: Path, gate: Gate, config: CheckpointerConfig
@@ -298,6 +302,7 @@ class TestPolicy:
 class TestFailure:
     """C13: a failed save is never silent, and never fails training unless told so."""
 
+    @proves("cell SaveHandle.written: error")
     async def test_the_handle_raises(
         self, tmp_path: Path, config: CheckpointerConfig
     ) -> None:
@@ -312,6 +317,7 @@ class TestFailure:
             assert await (await made.save(state(), tmp_path / "a")).written()
             assert await made.close() == ()
 
+    @proves("cell AsyncCheckpointer.close, aclose: error")
     async def test_what_nobody_saw_is_logged_and_returned_by_close(
         self,
         tmp_path: Path,
@@ -328,6 +334,7 @@ class TestFailure:
         assert "file/a is not saved: StorageError" in record.getMessage()
         assert await made.aclose() == ()
 
+    @proves("cell AsyncCheckpointer.save: error")
     async def test_what_cannot_be_staged_fails_its_handle(
         self, tmp_path: Path, config: CheckpointerConfig
     ) -> None:
@@ -354,6 +361,10 @@ class TestFailure:
             await handle.written()
         assert diary.read_text().splitlines()[-1] == "post a [('word', ['said'])]"
 
+    @proves(
+        "cell AsyncCheckpointer.save: error",
+        "cell AsyncCheckpointer.close, aclose: error",
+    )
     async def test_told_so_it_raises(
         self, tmp_path: Path, config: CheckpointerConfig
     ) -> None:
@@ -371,6 +382,7 @@ class TestFailure:
         with pytest.raises(StorageError, match="file"):
             await made.close()
 
+    @proves("cell SaveHandle.written: the other one dies")
     async def test_a_dead_child_fails_one_save(self, tmp_path: Path) -> None:
         """The next one is written by another child."""
         async with make_async_checkpointer(checkpoint_writer_init_fn=Troubled) as made:
@@ -444,6 +456,7 @@ class TestAccount:
 class TestEnd:
     """After the end nothing is left, and nothing is lost."""
 
+    @proves("cell AsyncCheckpointer.close, aclose: success")
     async def test_leaving_the_block_writes_what_was_staged(
         self, tmp_path: Path, config: CheckpointerConfig
     ) -> None:
@@ -453,6 +466,7 @@ class TestEnd:
         assert_same(loaded(tmp_path / "1"), state())
         assert_same(loaded(tmp_path / "2"), state())
 
+    @proves("cell AsyncCheckpointer.close, aclose: timeout")
     @pytest.mark.allow_error_logs
     async def test_a_writer_that_hangs_does_not_hold_the_end(
         self, tmp_path: Path, gate: Gate
@@ -491,6 +505,7 @@ class TestCancel:
                 assert_same(loaded(checkpoint.path), state(checkpoint.step))
         assert_same(loaded(tmp_path / "last"), state())
 
+    @proves("cell SaveHandle.written: timeout", "cell SaveHandle.written: cancel")
     async def test_waiting_for_the_end(
         self, tmp_path: Path, gate: Gate, config: CheckpointerConfig
     ) -> None:
@@ -507,6 +522,7 @@ class TestCancel:
             gate.open()
             assert await handle.written()
 
+    @proves("cell AsyncCheckpointer.save: cancel")
     async def test_a_save_that_waits(
         self, tmp_path: Path, gate: Gate, config: CheckpointerConfig
     ) -> None:
@@ -523,6 +539,7 @@ class TestCancel:
             assert await (await behind).written()
         assert not (tmp_path / "3").exists()
 
+    @proves("cell AsyncCheckpointer.load, state_dict=: cancel")
     async def test_load(self, tmp_path: Path, config: CheckpointerConfig) -> None:
         """The template is left alone from then on."""
         async with make_async_checkpointer(config) as made:

@@ -13,6 +13,7 @@ from aiockpt.checkpointers.config import RankInfo
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.storage.directory import find_checkpoint, latest
 from tests.support.checkpointing import wait_until
+from tests.support.proofs import proves
 from tests.support.rankprocesses import SUPPORT, process
 
 pytestmark = pytest.mark.timeout(150)
@@ -63,6 +64,7 @@ def test_both_save(tmp_path: Path, kind: str) -> None:
     check_whole(tmp_path / "c", 2)
 
 
+@proves("cell AsyncCheckpointer.save: error", "cell CheckpointProcess.forsake: success")
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_cannot_stage_tells_the_other(tmp_path: Path, failing: int) -> None:
     """Which fails at once, and does not wait for its file."""
@@ -78,6 +80,7 @@ def test_a_rank_that_cannot_stage_tells_the_other(tmp_path: Path, failing: int) 
     check_whole(tmp_path / "c", 1)
 
 
+@proves("cell AsyncCheckpointer.save: cancel")
 def test_a_rank_that_is_cancelled_tells_the_other(tmp_path: Path) -> None:
     """It has handed nothing over, and the other one would wait for it."""
     began = time.monotonic()

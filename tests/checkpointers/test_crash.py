@@ -30,6 +30,7 @@ from tests.support.checkpointing import (
     wait_until,
 )
 from tests.support.commandline import ENVIRONMENT
+from tests.support.proofs import proves
 
 pytestmark = pytest.mark.asyncio
 
@@ -125,6 +126,15 @@ async def recovered(made: Trainer) -> recovery.Recovered:
 class TestFinishing:
     """What was handed over is written, whatever becomes of the trainer."""
 
+    @proves(
+        "cell AsyncCheckpointer.save: success",
+        "cell AsyncCheckpointer.save: this process dies",
+        "cell SaveHandle.written: this process dies",
+        "cell CheckpointProcess.submit: this process dies",
+        "cell CheckpointProcess.write: this process dies",
+        "cell Submission.written: this process dies",
+        "cell CheckpointProcess.abandon: this process dies",
+    )
     @pytest.mark.parametrize("words", ["save wait", "save save wait"])
     async def test_a_killed_trainers_saves_are_written(
         self, tmp_path: Path, words: str
@@ -209,6 +219,7 @@ class TestFinishing:
             await made.child_ends()
             assert_same(loaded(made.path(1)), state(1))
 
+    @proves("cell AsyncCheckpointer.close, aclose: this process dies")
     async def test_an_exit_without_close_loses_nothing(self, tmp_path: Path) -> None:
         """The trainer does not wait for it."""
         async with trainer(tmp_path, "save leave") as made:
@@ -217,6 +228,7 @@ class TestFinishing:
             await made.child_ends()
             assert_same(loaded(made.path(1)), state(1))
 
+    @proves("cell CheckpointProcess.ready: this process dies")
     async def test_an_idle_child_ends_with_its_trainer(self, tmp_path: Path) -> None:
         """At once."""
         async with trainer(tmp_path, "wait") as made:
@@ -224,6 +236,7 @@ class TestFinishing:
             await made.killed()
             await made.child_ends()
 
+    @proves("cell CheckpointProcess.ready: this process dies")
     async def test_a_child_that_starts_when_the_trainer_is_dead_ends(
         self, tmp_path: Path
     ) -> None:
@@ -265,6 +278,7 @@ class TestHalfStaged:
 class TestRecovery:
     """A restarted trainer takes over the last staged snapshot, without a disk."""
 
+    @proves("cell recover: success")
     async def test_the_last_staged_state_comes_back(self, tmp_path: Path) -> None:
         """Though nothing of it was written: then the child ends."""
         async with trainer(tmp_path, "save save wait", keep=60) as made:
@@ -302,6 +316,7 @@ class TestRecovery:
             if found.step == 1:
                 assert_same(found.state_dict, state(1))
 
+    @proves("cell CheckpointProcess.abandon: success")
     async def test_an_exception_in_the_block_counts_as_a_death(
         self, tmp_path: Path
     ) -> None:
@@ -336,6 +351,7 @@ class TestRecovery:
             with pytest.raises(CheckpointNotFoundError):
                 await recovered(made)
 
+    @proves("cell recover: cancel")
     async def test_a_cancelled_recovery_leaves_it_where_it_is(
         self, tmp_path: Path
     ) -> None:
@@ -354,6 +370,7 @@ class TestRecovery:
                 assert task.cancelled()
             assert_same((await recovered(made)).state_dict, state(1))
 
+    @proves("cell recover: error")
     async def test_nobody_else_may_have_it(self, tmp_path: Path) -> None:
         """The socket lies where only this user may look."""
         async with trainer(tmp_path, "save wait", keep=60) as made:
@@ -369,6 +386,7 @@ class TestRecovery:
             run.chmod(0o700)
             await recovered(made)
 
+    @proves("cell recover: timeout")
     async def test_a_keeper_that_hangs_has_a_deadline(self, tmp_path: Path) -> None:
         """The trainer loads from the disk then."""
         async with trainer(tmp_path, "save wait", keep=60) as made:

@@ -88,6 +88,7 @@ def gated(gate: Gate) -> dict[str, Any]:
 class TestWriting:
     """What arrives on the disk."""
 
+    @proves("cell CheckpointProcess.write: success")
     async def test_a_staged_state_is_written_and_committed(
         self, tmp_path: Path
     ) -> None:
@@ -158,6 +159,7 @@ class TestWriting:
             await made.write(state(), tmp_path / "a")
             assert made.restarts == 0
 
+    @proves("cell CheckpointProcess.submit: error")
     async def test_a_keyword_that_is_no_data_is_refused(self, tmp_path: Path) -> None:
         """In the caller, by its name; the process is as before."""
         async with process() as made:
@@ -239,6 +241,7 @@ class TestWriting:
 class TestChild:
     """The process itself."""
 
+    @proves("cell CheckpointProcess.ready: success")
     @pytest.mark.usefixtures("fresh_interpreters")
     async def test_it_starts_before_it_is_needed_and_without_torch(
         self, tmp_path: Path
@@ -319,6 +322,7 @@ class TestChild:
 class TestFailure:
     """C9: one failed write ends nothing, and says what happened."""
 
+    @proves("cell CheckpointProcess.write: error")
     async def test_a_storage_error_arrives_as_one(self, tmp_path: Path) -> None:
         """With its path, and with the traceback of the other process."""
         (tmp_path / "file").write_text("")
@@ -345,6 +349,7 @@ class TestFailure:
             await made.write(state(), tmp_path / "a")
             assert made.restarts == 0
 
+    @proves("cell CheckpointProcess.ready: error")
     @pytest.mark.allow_error_logs
     async def test_a_failed_init_function_is_told(self, tmp_path: Path) -> None:
         """To each write, with its traceback."""
@@ -354,6 +359,7 @@ class TestFailure:
                     await made.write(state(), tmp_path / "a")
                 assert "LookupError" in caught.value.remote_traceback
 
+    @proves("cell CheckpointProcess.ready: timeout")
     @pytest.mark.allow_error_logs
     async def test_a_slow_start_has_a_deadline(
         self, tmp_path: Path, gate: Gate
@@ -372,6 +378,7 @@ class TestFailure:
 class TestDeath:
     """A child that dies takes one write with it, and is replaced."""
 
+    @proves("cell CheckpointProcess.write: the other one dies")
     @pytest.mark.parametrize(("trouble", "exitcode"), [("die", -9), ("exit", 3)])
     async def test_the_write_fails_at_once_and_the_next_one_works(
         self, tmp_path: Path, trouble: str, exitcode: int
@@ -389,6 +396,7 @@ class TestDeath:
             assert made.restarts == 1
         assert_same(loaded(tmp_path / "a"), state(3.0))
 
+    @proves("cell Submission.written: the other one dies")
     async def test_a_killed_child_is_noticed_in_a_moment(
         self, tmp_path: Path, gate: Gate
     ) -> None:
@@ -406,6 +414,10 @@ class TestDeath:
                 delays.append(time.monotonic() - began)
             assert sorted(delays)[2] < 0.1
 
+    @proves(
+        "cell AsyncCheckpointer.save: the other one dies",
+        "cell CheckpointProcess.submit: the other one dies",
+    )
     async def test_what_waited_is_written_by_the_next_one(
         self, tmp_path: Path, gate: Gate
     ) -> None:
@@ -435,6 +447,7 @@ class TestDeath:
             await made.ready()
             await made.write(state(), tmp_path / "a")
 
+    @proves("cell CheckpointProcess.write: timeout")
     @pytest.mark.parametrize("limit", ["hang", "write"])
     async def test_a_hung_one_is_killed_and_replaced(
         self, tmp_path: Path, gate: Gate, limit: str
@@ -477,6 +490,11 @@ class TestDeath:
 class TestEnd:
     """After close nothing is left."""
 
+    @proves(
+        "cell CheckpointProcess.submit: success",
+        "cell Submission.written: success",
+        "cell CheckpointProcess.close, aclose: success",
+    )
     async def test_closing_waits_for_what_was_handed_over(self, tmp_path: Path) -> None:
         """It is written, not lost."""
         made = CheckpointProcess(ALONE)
@@ -488,6 +506,10 @@ class TestEnd:
         assert all([await each.written() for each in submissions])
         assert_same(loaded(tmp_path / "2.0"), state(2.0))
 
+    @proves(
+        "cell Submission.written: error",
+        "cell CheckpointProcess.close, aclose: timeout",
+    )
     @proves("invariant 6")
     async def test_a_writer_that_hangs_is_killed(
         self, tmp_path: Path, gate: Gate
@@ -512,6 +534,7 @@ class TestEnd:
         with pytest.raises(ClosedError):
             await made.write(state(), tmp_path / "a")
 
+    @proves("cell CheckpointProcess.close, aclose: cancel")
     async def test_a_cancelled_close_goes_on(self) -> None:
         """The next one waits for its end."""
         made = CheckpointProcess(ALONE)
@@ -523,6 +546,7 @@ class TestEnd:
         await made.close()
 
 
+@proves("cell CheckpointProcess.write: cancel")
 @proves("invariant 8")
 async def test_a_cancel_at_every_await_leaves_it_usable(tmp_path: Path) -> None:
     """A write is either not handed over at all, or is written wholly."""

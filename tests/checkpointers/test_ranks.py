@@ -25,6 +25,7 @@ from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.errors import PeerFailedError
 from aiockpt.storage.directory import find_checkpoint, latest
+from tests.support.proofs import proves
 from tests.support.rankprocesses import SUPPORT, process
 from tests.support.saved import ALONE, config, load, names
 
@@ -81,6 +82,7 @@ def check_whole(directory: Path, steps: Sequence[int]) -> None:
 class TestTogether:
     """Both commit, or neither does (C8)."""
 
+    @proves("cell TCPStoreBarrier.meet: success", "cell DistBarrier.meet: success")
     def test_both_save(self, tmp_path: Path, kind: str) -> None:
         """One directory, a file for each, one marker; nothing else is left."""
         assert ranks(tmp_path, kind, "well", "well") == [WELL, WELL]
@@ -89,6 +91,7 @@ class TestTogether:
         files = ["checkpoint_0.safetensors", "checkpoint_1.safetensors", "commit.json"]
         assert names(tmp_path / "step-2") == files
 
+    @proves("cell TCPStoreBarrier.meet: error", "cell DistBarrier.meet: error")
     @pytest.mark.parametrize("failing", [0, 1])
     def test_one_fails(self, tmp_path: Path, kind: str, failing: int) -> None:
         """The other one is told at once, and both clean up."""
@@ -101,6 +104,7 @@ class TestTogether:
         check_whole(tmp_path, [1])
         assert names(tmp_path) == ["step-1"]
 
+    @proves("cell TCPStoreBarrier.meet: error")
     @pytest.mark.parametrize("failing", [0, 1])
     def test_one_cannot_resolve_its_path(
         self, tmp_path: Path, kind: str, failing: int
@@ -122,6 +126,12 @@ class TestTogether:
 class TestKilled:
     """A rank that is killed takes the save with it, or it does not."""
 
+    @proves(
+        "cell SyncCheckpointer.save: the other one dies",
+        "cell TCPStoreBarrier.meet: this process dies",
+        "cell DistBarrier.meet: this process dies",
+        "cell DistBarrier.meet: the other one dies",
+    )
     @pytest.mark.parametrize("moment", ["before", "at", "after"])
     def test_at_any_moment(
         self, tmp_path: Path, kind: str, victim: int, moment: str
@@ -151,6 +161,7 @@ class TestKilled:
 class TestCommitted:
     """A rank that dies after the commit does not make the others deny it."""
 
+    @proves("cell SyncCheckpointer.save: the other one dies")
     def test_the_rank_that_committed_warns(self, tmp_path: Path, kind: str) -> None:
         """It calls its hook, retires older checkpoints and says which rank is gone."""
         said, died = ranks(tmp_path, kind, "tells", "after")
@@ -162,6 +173,7 @@ class TestCommitted:
         check_whole(tmp_path, [2])
         assert names(tmp_path) == ["step-2"]
 
+    @proves("cell SyncCheckpointer.save: the other one dies")
     def test_another_rank_looks_at_the_marker(self, tmp_path: Path, kind: str) -> None:
         """Rank 0 has committed, and died before it could say so."""
         died, said = ranks(tmp_path, kind, "committed", "tells")
@@ -172,6 +184,7 @@ class TestCommitted:
         assert any(line.startswith("2 warning: step-2 is committed") for line in said)
         check_whole(tmp_path, [1, 2])
 
+    @proves("cell SyncCheckpointer.save: the other one dies")
     def test_another_rank_says_that_it_is_not_known(
         self, tmp_path: Path, kind: str
     ) -> None:
@@ -186,6 +199,10 @@ class TestCommitted:
 class TestLate:
     """A rank that does not come is not waited for any longer than agreed."""
 
+    @proves(
+        "cell CheckpointProcess.forsake: this process dies",
+        "cell SyncCheckpointer.save: timeout",
+    )
     def test_it_times_out(self, tmp_path: Path) -> None:
         """And leaves nothing behind."""
         said = ranks(tmp_path, "tcp_store", "well", "stays-away")
@@ -215,6 +232,10 @@ def meeting(step: int) -> Meeting:
 class TestStore:
     """What a meeting does not depend on."""
 
+    @proves(
+        "cell TCPStoreBarrier.meet: timeout",
+        "cell TCPStoreBarrier.meet: the other one dies",
+    )
     def test_a_replaced_process_finds_its_way(self) -> None:
         """Nothing is counted in a process, so a new one is as good (C9)."""
         port = free_port()
@@ -250,6 +271,7 @@ class TestParting:
             host.meet(meeting(1))
         host.close()
 
+    @proves("cell TCPStoreBarrier.meet: error")
     @pytest.mark.parametrize("meets", ["late", "now"])
     def test_for_those_who_will_read(self, meets: str) -> None:
         """They are told why, although the host has nothing more to do."""

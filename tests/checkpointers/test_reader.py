@@ -49,6 +49,7 @@ from aiockpt.storage.directory import MARKER
 from aiockpt.testing import assert_same
 from tests.support.accelerators import FakeAccelerator
 from tests.support.commandline import beside
+from tests.support.proofs import proves
 from tests.support.rangepeer import RangePeer, serving
 from tests.support.saved import (
     ALONE,
@@ -169,6 +170,7 @@ class TestWhole:
 class TestDamage:
     """A flipped bit is noticed (C2)."""
 
+    @proves("cell AsyncCheckpointer.load: error")
     @pytest.mark.parametrize("offset", [9, 300, -1, -CHUNK, -3 * CHUNK])
     @pytest.mark.parametrize("mapped", [False, True])
     def test_anywhere(self, tmp_path: Path, offset: int, mapped: bool) -> None:
@@ -209,6 +211,7 @@ class TestDamage:
         with pytest.raises(IntegrityError, match="the header"):
             load(path)
 
+    @proves("cell AsyncCheckpointer.load, state_dict=: error")
     def test_a_template_is_told_of(self, tmp_path: Path) -> None:
         """Its tensors may hold bytes of the damaged chunk."""
         state = {"a": torch.randn(3 * CHUNK), "n": 5}
@@ -316,6 +319,7 @@ class TestReplaced:
 class TestTemplate:
     """Only the template's keys are read, into its tensors."""
 
+    @proves("cell AsyncCheckpointer.load, state_dict=: success")
     def test_in_place(self, tmp_path: Path) -> None:
         """The same dicts and tensors come back, filled."""
         state = training_state()

@@ -21,6 +21,7 @@ from aiockpt.format.chunks import UNSEALED
 from aiockpt.testing import assert_same
 from tests.support.accelerators import FakeAccelerator
 from tests.support.checkpointing import loaded
+from tests.support.proofs import proves
 from tests.support.serving import settle
 
 pytestmark = pytest.mark.asyncio
@@ -52,6 +53,7 @@ OPTIONS = [
 class TestOptions:
     """The seed's options keep their meaning, on every machine (C5)."""
 
+    @proves("cell DefaultStager.stage: success")
     @pytest.mark.parametrize("config", OPTIONS)
     async def test_each_stages_everything(self, config: CheckpointStagerConfig) -> None:
         """Ties, views and containers included; nothing follows the state dict."""
@@ -133,6 +135,7 @@ class TestDevice:
 class TestMemory:
     """Arenas are made twice at most, and are let go of."""
 
+    @proves("cell DefaultStager.close: success")
     async def test_it_is_reused(self) -> None:
         """As soon as whoever wrote it is done."""
         stager = DefaultStager()
@@ -161,6 +164,7 @@ class TestMemory:
             assert len(digests) == 4
         await stager.close()
 
+    @proves("cell DefaultStager.stage: error")
     async def test_a_refused_state_leaves_nothing(self) -> None:
         """And the next one is staged."""
         stager = DefaultStager()

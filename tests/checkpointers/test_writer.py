@@ -37,6 +37,7 @@ from aiockpt.transfer.live import LiveState
 from tests.support.accelerators import FakeAccelerator
 from tests.support.disks import small_disk
 from tests.support.pipeline import stager
+from tests.support.proofs import proves
 from tests.support.saved import (
     ALONE,
     CHUNK,
@@ -141,6 +142,7 @@ class TestFile:
         assert sum(size for _, size in pieces) == 5 * BLOCK
         assert sum(pieces[-1]) == path.stat().st_size
 
+    @proves("cell SyncCheckpointer.save: success")
     @pytest.mark.parametrize("fsync", [True, False])
     def test_the_disk_confirms_each_step_before_the_next(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool
@@ -275,6 +277,7 @@ class TestHooks:
         expected = [("pre", str(path), given, None), ("post", str(path), given, 5)]
         assert hook.calls == expected
 
+    @proves("cell SyncCheckpointer.save: error")
     @pytest.mark.parametrize("kind", [Hook, CoroutineHook])
     def test_one_that_fails_before(self, tmp_path: Path, kind: type[Hook]) -> None:
         """Keeps the checkpoint from being committed."""
@@ -285,6 +288,7 @@ class TestHooks:
         assert load(tmp_path / "s-5") == {"a": 1}
         assert names(tmp_path) == ["s-5"]
 
+    @proves("cell SaveHandle.written: error", "cell SyncCheckpointer.save: error")
     def test_one_that_fails_after(self, tmp_path: Path) -> None:
         """Is heard of; the checkpoint is there, and the old one is gone."""
         save(tmp_path / "s-5", {"a": 1})
@@ -325,6 +329,7 @@ class TestFailures:
             assert load(disk / "s") == {"a": 1}
             assert names(disk) == ["s"]
 
+    @proves("cell SaveHandle.written: error", "cell SyncCheckpointer.save: error")
     @pytest.mark.parametrize("call", ["pwritev", "fsync", "rename"])
     def test_a_call_that_fails(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str

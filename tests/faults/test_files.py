@@ -27,6 +27,7 @@ def calls_for(record: Record, what: str) -> tuple[str, ...]:
     return record.pick(FEW[what], (*torn.CALLS, *torn.LOOKS))
 
 
+@proves("cell SyncCheckpointer.save: this process dies")
 @proves("invariant 7")
 @proves("fault 18")
 def test_a_writer_that_is_killed_leaves_nothing_torn(
@@ -49,6 +50,7 @@ def test_a_writer_that_is_killed_leaves_nothing_torn(
     record.within("torn checkpoints", 0, 0, unit="")
 
 
+@proves("cell SyncCheckpointer.save: this process dies")
 @proves("fault 18")
 def test_nor_at_any_moment(tmp_path: Path, record: Record) -> None:
     """Killed from outside."""

@@ -73,6 +73,10 @@ ENDS = pytest.mark.parametrize(
 )
 
 
+@proves(
+    "cell PGTransport.send_checkpoint: cancel",
+    "cell PGTransport.recv_checkpoint: cancel",
+)
 @proves("invariant 8")
 @proves("fault 25")
 @ENDS

@@ -30,6 +30,7 @@ from aiockpt.testing import (
     assert_same,
 )
 from tests.support.accelerators import FakeAccelerator
+from tests.support.proofs import proves
 from tests.support.states import State, states
 from tests.support.transports import Transport, pair, proxied, receive, through
 
@@ -114,6 +115,10 @@ async def counted(
     return got, sender.statistics().bytes_sent - before - header, seen
 
 
+@proves(
+    "cell HTTPTransport.recv_checkpoint, have=: success",
+    "cell HTTPTransport.recv_checkpoint, have=True, into=: success",
+)
 @pytest.mark.asyncio
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("changed", [0, 1, 3, 10])
@@ -264,6 +269,7 @@ async def test_an_empty_checkpoint_has_no_chunks(how: str) -> None:
         assert await receive(sender, receiver, **options) == {"n": 1}
 
 
+@proves("cell HTTPTransport.recv_checkpoint, have=: success")
 @pytest.mark.asyncio
 @pytest.mark.parametrize("how", ["anew", "into", "direct"])
 async def test_what_changes_meanwhile_is_fetched(how: str) -> None:

@@ -17,6 +17,7 @@ import aiockpt.http
 from aiockpt import HTTPTransport
 from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.testing import assert_same
+from tests.support.proofs import proves
 from tests.support.serving import Peer, settle
 from tests.support.transports import MIB, Transport, receive, transport, weights
 
@@ -222,6 +223,7 @@ class TestLifetime:
             with pytest.raises(ClosedError):
                 await sender.send_checkpoint([], 2, weights())
 
+    @proves("cell HTTPTransport.shutdown: success")
     async def test_readers_get_their_grace(self) -> None:
         """A receive that began before the end comes to its own."""
         listening, port = listener()

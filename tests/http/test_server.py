@@ -309,6 +309,7 @@ async def test_a_wait_is_bounded_by_request_and_server():
         assert latest.status == 404
 
 
+@proves("cell HTTPTransport.start: the other one dies")
 async def test_a_client_that_leaves_while_it_waits_is_forgotten():
     """Nothing is kept for a client that is gone."""
     async with serving() as site:
@@ -461,6 +462,7 @@ async def test_a_slow_reader_of_a_superseded_snapshot_gets_the_old_bytes():
         await settle(lambda: old.references == 0)
 
 
+@proves("cell HTTPTransport.disallow_checkpoint: success")
 @proves("threat D9", "invariant 5")
 async def test_retract_evicts_a_reader_that_hangs():
     """The grace is all that a hung reader gets; the memory is free after it."""

@@ -27,6 +27,7 @@ from aiockpt.events import add_hook
 from aiockpt.http import setup
 from aiockpt.testing import assert_same, interruptions
 from aiockpt.testing.conformance import Endings, Offers
+from tests.support.proofs import proves
 from tests.support.terminals import FROM_A_TERMINAL, ignored
 from tests.support.transports import Transport, receive, transport
 
@@ -50,6 +51,18 @@ async def until(holds: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
+@proves(
+    "cell HTTPTransport.send_checkpoint, Server(process=True): success",
+    by="test_a_new_step_takes_the_place_of_the_old",
+)
+@proves(
+    "cell HTTPTransport.send_checkpoint, Server(process=True): success",
+    by="test_a_receive_that_comes_first_waits",
+)
+@proves(
+    "cell HTTPTransport.send_checkpoint, Server(process=True): the other one dies",
+    by="test_a_receiver_that_leaves_disturbs_nobody",
+)
 @pytest.mark.asyncio
 class TestConformance(Endings[Transport], Offers[Transport]):
     """What callers see is what they see of a server on the loop."""
@@ -124,6 +137,7 @@ class TestServing:
             await sender.disallow_checkpoint()
             assert not store._given
 
+    @proves("cell HTTPTransport.send_checkpoint, Server(process=True): success")
     async def test_a_slow_reader_keeps_the_old_one(self) -> None:
         """A superseded snapshot is not overwritten under its reader."""
         async with apart() as sender, transport(stall_timeout=30) as receiver:
@@ -174,6 +188,7 @@ class TestServing:
         served = [r for r in caplog.records if r.getMessage().startswith("serve ")]
         assert len(served) == len([e for e in events if e.stop == "serve"])
 
+    @proves("cell HTTPTransport.send_checkpoint, Server(process=True): error")
     async def test_a_failed_send_is_told(self) -> None:
         """To who waits for it, at once."""
         async with apart() as sender, transport() as receiver:
@@ -186,6 +201,7 @@ class TestServing:
             ):
                 await waiting
 
+    @proves("cell HTTPTransport.send_checkpoint, Server(process=True): cancel")
     async def test_a_cancel_at_any_await_leaves_one_offer(self) -> None:
         """The old one; and the memory of the new one comes back."""
         async with apart() as sender, transport() as receiver:
@@ -237,6 +253,9 @@ class TestItsDeath:
             await sender.send_checkpoint([1], 1, STATE)
             assert_same(await receive(sender, receiver), STATE)
 
+    @proves(
+        "cell HTTPTransport.send_checkpoint, Server(process=True): the other one dies"
+    )
     async def test_a_send_at_that_moment_is_not_lost(self) -> None:
         """Whenever in a send the process dies, the step is there afterwards."""
         async with apart() as sender, transport() as receiver:
@@ -375,6 +394,9 @@ async def trainer(keep_last: float) -> AsyncIterator[tuple[Any, str, int]]:
 class TestTheTrainersDeath:
     """The process ends with its trainer, or keeps the last checkpoint for a while."""
 
+    @proves(
+        "cell HTTPTransport.send_checkpoint, Server(process=True): this process dies"
+    )
     async def test_it_ends_too(self) -> None:
         """Without keep_last, whatever the trainer was doing."""
         async with trainer(0) as (process, _, pid):
@@ -393,6 +415,9 @@ class TestTheTrainersDeath:
             os.kill(pid, signal.SIGTERM)
             await until(lambda: not alive(pid))
 
+    @proves(
+        "cell HTTPTransport.send_checkpoint, Server(process=True): this process dies"
+    )
     async def test_it_does_not_stay_for_ever(self) -> None:
         """It ends when nobody has asked for ``keep_last`` seconds."""
         async with trainer(0.2) as (process, _, pid):

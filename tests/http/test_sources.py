@@ -16,6 +16,7 @@ from aiockpt.errors import (
 )
 from aiockpt.http.protocol import Origin
 from aiockpt.testing.faults import CutAfter, Drip, StallAfter
+from tests.support.proofs import proves
 from tests.support.rangepeer import describe, noise, receiver
 from tests.support.rangepeer import serving as peer
 from tests.support.replicas import (
@@ -242,6 +243,7 @@ class TestAllFail:
             with pytest.raises(PeerUnreachableError):
                 await Fetch(client, [CLOSED, other]).peers.latest()
 
+    @proves("cell HTTPTransport.recv_checkpoint, metadata=[...]: error")
     async def test_killed_one_after_the_other(self) -> None:
         """In the middle."""
         held = checkpoint()

@@ -20,6 +20,7 @@ from aiockpt.errors import (
 )
 from aiockpt.http import manifests
 from aiockpt.testing import Answer, CutAfter, FaultProxy, Refuse, StallAfter
+from tests.support.proofs import proves
 from tests.support.runners import running
 from tests.support.serving import settle
 from tests.support.transports import (
@@ -57,6 +58,7 @@ async def nothing(steps: AsyncIterator[int]) -> None:
             await anext(steps)
 
 
+@proves("cell HTTPTransport.steps: success")
 async def test_every_step_that_is_awaited_is_given():
     """In the order of their publication, each once."""
     async with pair() as (sender, receiver):
@@ -140,6 +142,7 @@ async def test_a_step_that_is_gone_is_followed_by_another():
         assert await receive(sender, receiver, step) == STATE
 
 
+@proves("cell HTTPTransport.steps: timeout")
 async def test_a_deadline_or_a_cancel_loses_no_step():
     """The iterator goes on where it was."""
     async with pair() as (sender, receiver):
@@ -156,6 +159,7 @@ async def test_a_deadline_or_a_cancel_loses_no_step():
         await settle(lambda: sender.statistics().waiting == 0)
 
 
+@proves("cell HTTPTransport.steps: cancel")
 async def test_a_cancel_at_any_moment_loses_no_step():
     """Wherever it was: a step is given, or it is still to come."""
     async with pair() as (sender, receiver):
@@ -216,6 +220,7 @@ async def test_a_connection_that_breaks_during_the_wait_is_made_again():
         assert await waiting == 1
 
 
+@proves("cell HTTPTransport.steps: the other one dies")
 async def test_a_peer_that_starts_again_is_found_again():
     """At the same address, with a token that both know."""
     async with transport(token="secret") as receiver:
@@ -248,6 +253,9 @@ async def test_a_peer_with_another_token_is_an_error():
             assert await soon(receiver.steps(second.metadata())) == 1
 
 
+@proves(
+    "cell HTTPTransport.steps: error", "cell HTTPTransport.steps: the other one dies"
+)
 async def test_a_silent_peer_can_be_given_up():
     """After ``reconnect_timeout``; the iterator may be used again."""
     async with transport() as sender, transport() as receiver:
@@ -341,6 +349,7 @@ async def test_two_tasks_may_not_share_an_iterator():
         assert await soon(steps) == 2
 
 
+@proves("cell HTTPTransport.steps: cancel")
 async def test_an_iterator_that_nobody_asks_holds_nothing():
     """It may be dropped: no task waits, and the shutdown is quick."""
     async with pair() as (sender, receiver):

@@ -74,6 +74,7 @@ async def test_a_cancelled_waiter_leaves_the_others_waiting():
     assert first.cancelled()
 
 
+@proves("cell HTTPTransport.send_checkpoint: success")
 @proves("invariant 9")
 async def test_a_reader_of_a_superseded_snapshot_keeps_its_bytes():
     """Publishing does not wait for readers of a snapshot, nor take it from them."""
@@ -91,6 +92,7 @@ async def test_a_reader_of_a_superseded_snapshot_keeps_its_bytes():
     assert store.statistics().superseded == 0
 
 
+@proves("cell HTTPTransport.send_checkpoint, zero_copy=True: success")
 async def test_live_memory_is_drained_before_publish_returns():
     """The trainer may change live memory as soon as something else is published."""
     store = Store()
@@ -108,6 +110,7 @@ async def test_live_memory_is_drained_before_publish_returns():
     assert not reader.evicted
 
 
+@proves("cell HTTPTransport.send_checkpoint, zero_copy=True: success")
 async def test_a_reader_of_live_memory_is_evicted_after_the_grace():
     """A hung receiver delays the trainer by the grace and no more."""
     store = Store()
@@ -122,6 +125,7 @@ async def test_a_reader_of_live_memory_is_evicted_after_the_grace():
     await reader.stop()
 
 
+@proves("cell HTTPTransport.send_checkpoint, zero_copy=True: cancel")
 async def test_a_cancelled_publish_leaves_live_memory_on_offer():
     """What was offered stays offered, and its reader undisturbed."""
     store = Store()

@@ -25,11 +25,28 @@ import torch._dynamo  # noqa: F401 - an optimizer imports it: early, so that lea
 from aiockpt.testing.conformance import Endings
 from tests.support import groups, lockstep
 from tests.support.groups import Transport
+from tests.support.proofs import proves
 from tests.support.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.every_loop
 
 
+@proves(
+    "cell PGTransport.recv_checkpoint, into=: error",
+    by="test_a_template_that_does_not_fit_is_untouched",
+)
+@proves(
+    "cell PGTransport.recv_checkpoint, into=: success",
+    "cell PGTransport.recv_checkpoint, into=, direct=True: success",
+    by="test_a_template_is_filled",
+)
+@proves(
+    "cell PGTransport.recv_checkpoint: success", by="test_what_arrives_is_independent"
+)
+@proves(
+    "cell PGTransport.send_checkpoint: success",
+    by="test_several_receivers_get_it_at_once",
+)
 @pytest.mark.asyncio
 class TestPGTransport(Rendezvous):
     """Two ranks in one process, over gloo."""

@@ -56,6 +56,12 @@ def within(seconds: float) -> Iterator[None]:
     assert time.monotonic() - started < seconds + SLACK
 
 
+@proves(
+    "cell PGTransport.send_checkpoint: the other one dies",
+    "cell PGTransport.recv_checkpoint: the other one dies",
+    "cell PGTransport.shutdown: the other one dies",
+    "cell torchft.PGTransport, every call: the other one dies",
+)
 @pytest.mark.parametrize("waiting", [True, False], ids=["while it waits", "before"])
 @pytest.mark.parametrize("call", [receive, send])
 async def test_a_dead_peer_is_an_error_at_once(
@@ -75,6 +81,14 @@ async def test_a_dead_peer_is_an_error_at_once(
                 await other(ours)
 
 
+@proves(
+    "cell PGTransport.send_checkpoint: this process dies",
+    "cell PGTransport.recv_checkpoint, into=: the other one dies",
+    "cell PGTransport.recv_checkpoint, into=, direct=True: the other one dies",
+    "cell PGTransport.disallow_checkpoint: this process dies",
+    "cell PGTransport.shutdown: this process dies",
+    "cell torchft.PGTransport, every call: this process dies",
+)
 @pytest.mark.allow_leaks("threads", "fds")  # of the wait that its death did not end
 @pytest.mark.parametrize("direct", [False, True])
 async def test_a_sender_killed_half_way(tmp_path: Path, *, direct: bool) -> None:
@@ -96,6 +110,12 @@ async def test_a_sender_killed_half_way(tmp_path: Path, *, direct: bool) -> None
         assert_same(into, large(0.0))
 
 
+@proves(
+    "cell PGTransport.send_checkpoint: the other one dies",
+    "cell PGTransport.recv_checkpoint: this process dies",
+    "cell PGTransport.recv_checkpoint, into=: this process dies",
+    "cell PGTransport.recv_checkpoint, into=, direct=True: this process dies",
+)
 @pytest.mark.allow_leaks("threads", "fds")  # of the wait that its death did not end
 async def test_a_receiver_killed_half_way_disturbs_no_other(tmp_path: Path) -> None:
     """The other one gets all of it, and the error names the dead one, and soon."""
@@ -113,6 +133,7 @@ async def test_a_receiver_killed_half_way_disturbs_no_other(tmp_path: Path) -> N
         assert all("with rank 1 failed" in note for note in notes), "rank 2 has it"
 
 
+@proves("cell PGTransport.recv_checkpoint, into=, direct=True: timeout")
 @pytest.mark.allow_leaks("threads", "fds")  # the waiting ones
 @pytest.mark.parametrize("direct", [False, True])
 async def test_a_sender_stopped_half_way(tmp_path: Path, *, direct: bool) -> None:
@@ -133,6 +154,7 @@ async def test_a_sender_stopped_half_way(tmp_path: Path, *, direct: bool) -> Non
         assert_same(into, large(0.0))
 
 
+@proves("cell PGTransport.send_checkpoint: timeout")
 @pytest.mark.allow_leaks("threads", "fds")  # the waiting ones
 async def test_a_receiver_stopped_half_way(tmp_path: Path) -> None:
     """The deadline ends the send, and the group."""

@@ -49,6 +49,7 @@ LEFT = pytest.mark.allow_leaks("threads", "fds")
 SOON = 0.3
 
 
+@proves("cell PGTransport.recv_checkpoint: error")
 async def test_another_step_is_refused_before_anything_moves() -> None:
     """P15: both ends hear of it, and the group is as good as before."""
     async with transports() as (sender, receiver):
@@ -63,6 +64,7 @@ async def test_another_step_is_refused_before_anything_moves() -> None:
         assert_same(await moved(sender, receiver, sample()), sample())
 
 
+@proves("cell PGTransport.send_checkpoint: error")
 async def test_what_cannot_be_sent_is_told_at_once() -> None:
     """P2: the receivers do not wait for their deadlines."""
     bad = {"layers": [torch.ones(2), object()]}
@@ -82,6 +84,7 @@ async def test_what_cannot_be_sent_is_told_at_once() -> None:
         assert_same(await moved(sender, first, sample()), sample())
 
 
+@proves("cell PGTransport.send_checkpoint: error")
 async def test_a_template_that_does_not_fit_is_told() -> None:
     """The sender learns which tensor it was."""
     async with transports() as (sender, receiver):
@@ -107,6 +110,7 @@ async def test_a_template_that_does_not_fit_has_nobody_to_be_told() -> None:
             await receiver.recv_checkpoint(0, "", 1)
 
 
+@proves("cell PGTransport.recv_checkpoint: error")
 @pytest.mark.parametrize(
     "limits", [Limits(max_header_bytes=64), Limits(max_bytes=10)], ids=["header", "all"]
 )
@@ -129,6 +133,10 @@ async def test_an_empty_state_and_nobody_to_send_it_to() -> None:
         await sender.send_checkpoint([], 1, sample())
 
 
+@proves(
+    "cell PGTransport.recv_checkpoint, into=: error",
+    "cell PGTransport.recv_checkpoint, into=, direct=True: error",
+)
 @proves("invariant 1")
 async def test_a_flipped_bit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """P18: the template is untouched, both ends hear of it, and the group goes on."""
@@ -225,6 +233,7 @@ async def test_the_metadata_of_an_http_transport_is_refused() -> None:
             await receiver.recv_checkpoint(0, "http://127.0.0.1:1/", 1)
 
 
+@proves("cell PGTransport.send_checkpoint: timeout")
 @LEFT
 async def test_a_deadline_breaks_the_group() -> None:
     """Whatever is called afterwards says so, and what to do."""
@@ -241,6 +250,7 @@ async def test_a_deadline_breaks_the_group() -> None:
             assert caught.value.rank == 1
 
 
+@proves("cell PGTransport.send_checkpoint: timeout")
 @LEFT
 async def test_what_had_no_time_breaks_nothing() -> None:
     """A deadline that has passed before, or while it was staged, moved nothing."""
@@ -252,6 +262,7 @@ async def test_what_had_no_time_breaks_nothing() -> None:
         assert_same(await moved(sender, receiver, sample()), sample())
 
 
+@proves("cell PGTransport.send_checkpoint: cancel")
 @LEFT
 @pytest.mark.parametrize("who", ["sender", "receiver"])
 async def test_a_cancel_anywhere_ends_both_ends_at_once(who: str) -> None:
@@ -286,6 +297,7 @@ async def test_who_is_waited_for_is_told_of_a_cancel() -> None:
             await sender.send_checkpoint([1], 1, sample())
 
 
+@proves("cell PGTransport.shutdown: success")
 @LEFT
 async def test_shutdown_ends_calls_at_once() -> None:
     """A call under way does not keep it waiting."""
@@ -320,6 +332,7 @@ async def test_the_threads_left_behind_end_with_the_deadline() -> None:
                 await asyncio.sleep(0.01)
 
 
+@proves("cell PGTransport.disallow_checkpoint: success")
 async def test_disallow_waits_for_a_send_that_is_under_way() -> None:
     """Once it returns, no byte of the state dict is read."""
     async with transports() as (sender, receiver):

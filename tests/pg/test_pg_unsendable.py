@@ -14,6 +14,7 @@ from aiockpt.errors import PeerFailedError, TransferTimeoutError, UnsupportedLea
 from aiockpt.testing import assert_same
 from aiockpt.testing.conformance.transports import sample
 from tests.support.groups import Transport, gloo_groups, moved, transports
+from tests.support.proofs import proves
 
 pytestmark = pytest.mark.asyncio
 
@@ -42,6 +43,7 @@ async def test_a_receiver_that_is_not_there() -> None:
         assert_same(await moved(sender, receiver, sample(), step=2), sample())
 
 
+@proves("cell PGTransport.send_checkpoint: error")
 async def test_a_receiver_that_comes_later_for_that_step() -> None:
     """It is told why, and may receive again."""
     async with transports(timeout=LIMIT) as (sender, receiver):

@@ -8,17 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cells import each_cell
+from tests.support.cells import Cell, each_cell
 from tests.support.commandline import ENVIRONMENT, PATIENCE
-from tests.support.outcomes import Cell
 from tests.support.rankprocesses import SUPPORT
 
 pytestmark = pytest.mark.timeout(180)
 
-HERE = "semantics/test_barriers.py::"
 
-
-@each_cell(HERE + "test_a_rank_that_stays_away")
+@each_cell("DistBarrier.meet: timeout")
 def test_a_rank_that_stays_away(cell: Cell, tmp_path: Path) -> None:
     """A group in which a rank was missed once is out of step, and says so at once."""
     done = subprocess.run(

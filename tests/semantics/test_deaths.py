@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from aiockpt.errors import ProcessGroupError
-from tests.support.cells import each_cell
+from tests.support.cells import Cell, each_cell
 from tests.support.deaths import at_the_receivers, at_the_senders
 from tests.support.groups import Transport as GroupTransport
-from tests.support.outcomes import Cell
 from tests.support.rankprocesses import ranks
 from tests.support.transports import weights
 
@@ -23,8 +22,6 @@ from tests.support.transports import weights
 LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
 
 pytestmark = pytest.mark.timeout(120)
-
-HERE = "semantics/test_deaths.py::"
 
 
 @pytest.fixture(scope="module")
@@ -47,28 +44,39 @@ def killing(scenario: Any) -> Any:
 
 
 @killing(at_the_receivers)
-@each_cell(HERE + "test_a_sender_dies")
+@each_cell(
+    "HTTPTransport.start: this process dies",
+    "HTTPTransport.send_checkpoint*: this process dies",
+    "HTTPTransport.allow_checkpoint: this process dies",
+    "HTTPTransport.disallow_checkpoint: this process dies",
+    "HTTPTransport.shutdown: this process dies",
+)
 def test_a_sender_dies(cell: Cell, found: Mapping[str, str]) -> None:
     """In the middle of its call: whoever reads or waits hears of it, at once."""
     assert found[cell.call.removeprefix("HTTPTransport.")] == cell.left
 
 
 @killing(at_the_receivers)
-@each_cell(HERE + "test_a_receive_outlives_its_sender")
+@each_cell("HTTPTransport.recv_checkpoint*: the other one dies")
 def test_a_receive_outlives_its_sender(cell: Cell, found: Mapping[str, str]) -> None:
     """It ends, and says in a note what it has done to its template."""
     assert found[cell.call] == cell.left
 
 
 @killing(at_the_senders)
-@each_cell(HERE + "test_a_receiver_dies")
+@each_cell(
+    "HTTPTransport.recv_checkpoint*: this process dies",
+    "HTTPTransport.steps: this process dies",
+    "HTTPTransport.follow: this process dies",
+    "torchft.HTTPTransport.recv_checkpoint: this process dies",
+)
 def test_a_receiver_dies(cell: Cell, found: Mapping[str, str]) -> None:
     """In the middle of it: its sender offers as before, and nobody reads."""
     assert found[cell.call.removeprefix("torchft.")] == cell.left
 
 
 @pytest.mark.asyncio(loop_factories=[LOOP])
-@each_cell(HERE + "test_a_withdrawal_ends")
+@each_cell("PGTransport.disallow_checkpoint: the other one dies")
 async def test_a_withdrawal_ends(cell: Cell, tmp_path: Path) -> None:
     """With the send that it waits for, which its receiver's death has broken."""
     async with (

@@ -15,16 +15,13 @@ from aiockpt import PGTransport, make_async_checkpointer
 from aiockpt.checkpointers import CheckpointProcess, DefaultStager, RankInfo
 from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.testing import assert_same
-from tests.support.cells import each_cell
+from tests.support.cells import Cell, each_cell
 from tests.support.checkpointing import eventually, is_running, loaded, reaped
 from tests.support.groups import gloo_groups, moved
-from tests.support.outcomes import Cell
 from tests.support.serving import Peer
 from tests.support.transports import MIB, port_of, transport, weights
 
 pytestmark = pytest.mark.timeout(120)
-
-HERE = "semantics/test_ends.py::"
 
 
 @dataclass
@@ -139,7 +136,15 @@ def subject_of(cell: Cell, path: Path) -> Awaitable[Subject]:
     return MAKE[owner](method, path)
 
 
-@each_cell(HERE + "test_another_loop")
+@each_cell(
+    "HTTPTransport.disallow_checkpoint: error",
+    "HTTPTransport.shutdown: error",
+    "PGTransport.disallow_checkpoint: error",
+    "PGTransport.shutdown: error",
+    "CheckpointProcess.close, aclose: error",
+    "CheckpointProcess.abandon: error",
+    "DefaultStager.close: error",
+)
 def test_another_loop(cell: Cell, tmp_path: Path) -> None:
     """The call is refused there, and the object serves its own loop as before."""
     with asyncio.Runner() as first, asyncio.Runner() as second:
@@ -162,7 +167,17 @@ async def _awaited(call: Awaitable[Any]) -> Any:
 
 
 @pytest.mark.asyncio
-@each_cell(HERE + "test_a_cancelled_end")
+@each_cell(
+    "HTTPTransport.shutdown: cancel",
+    "PGTransport.shutdown: cancel",
+    "AsyncCheckpointer.close, aclose: cancel",
+    "CheckpointProcess.close, aclose: cancel",
+    "CheckpointProcess.abandon: cancel",
+    "DefaultStager.close: cancel",
+    "PGTransport.shutdown: timeout",
+    "CheckpointProcess.abandon: timeout",
+    "DefaultStager.close: timeout",
+)
 async def test_a_cancelled_end(cell: Cell, tmp_path: Path) -> None:
     """The closing goes on by itself; who calls it again waits for its end."""
     subject = await subject_of(cell, tmp_path)

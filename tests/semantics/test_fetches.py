@@ -11,15 +11,13 @@ import pytest
 
 from aiockpt.cli import main
 from aiockpt.testing import FaultProxy, StallAfter
-from tests.support.cells import each_cell
+from tests.support.cells import Cell, each_cell
 from tests.support.checkpointing import wait_until
 from tests.support.commandline import ENVIRONMENT, aiockpt_command, beside
-from tests.support.outcomes import Cell
 from tests.support.transports import MIB, port_of, transport, weights
 
 pytestmark = pytest.mark.timeout(120)
 
-HERE = "semantics/test_fetches.py::"
 MIB_OFFERED = 8
 
 
@@ -39,7 +37,7 @@ def has_a_chunk(part: Path) -> bool:
     return ones >= MIB // 4
 
 
-@each_cell(HERE + "test_a_fetch_dies")
+@each_cell("aiockpt fetch: this process dies")
 def test_a_fetch_dies(
     cell: Cell, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,9 +14,8 @@ import torch
 from aiockpt.errors import ClosedError, ProcessGroupError, TransferTimeoutError
 from aiockpt.pg.messages import Channel
 from aiockpt.testing import assert_same
-from tests.support.cells import each_cell
+from tests.support.cells import Cell, each_cell
 from tests.support.groups import Transport, moved, transports, watch_leaving
-from tests.support.outcomes import Cell
 from tests.support.receivers import COUNT, MIB_SENT, held_up, left, options_of
 from tests.support.serving import settle
 from tests.support.transports import weights as filled
@@ -25,8 +24,6 @@ pytestmark = [
     pytest.mark.asyncio,
     pytest.mark.allow_leaks("threads", "fds"),  # the waits that nothing ends
 ]
-
-HERE = "semantics/test_group.py::"
 
 
 def weights() -> dict[str, Any]:
@@ -86,7 +83,9 @@ async def outcome(task: asyncio.Task[Any], cell: Cell) -> None:
         assert isinstance(task.exception(), TransferTimeoutError)
 
 
-@each_cell(HERE + "test_a_receive_that_is_cut_short")
+@each_cell(
+    "PGTransport.recv_checkpoint*: timeout", "PGTransport.recv_checkpoint*: cancel"
+)
 async def test_a_receive_that_is_cut_short(
     cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +125,10 @@ async def _at_the_end(cell: Cell, monkeypatch: pytest.MonkeyPatch, limit: float)
     return left(options, 0)
 
 
-@each_cell(HERE + "test_a_cancelled_withdrawal")
+@each_cell(
+    "PGTransport.disallow_checkpoint: timeout",
+    "PGTransport.disallow_checkpoint: cancel",
+)
 async def test_a_cancelled_withdrawal(cell: Cell) -> None:
     """The send goes on, and a later call waits for it again."""
     async with transports() as (sender, receiver):
@@ -143,7 +145,7 @@ async def test_a_cancelled_withdrawal(cell: Cell) -> None:
     assert cell.left in ("as before", "as cancel")
 
 
-@each_cell(HERE + "test_the_other_end_of_a_shutdown")
+@each_cell("PGTransport.shutdown: success")
 async def test_the_other_end_of_a_shutdown(
     cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,8 +20,7 @@ from aiockpt import (
 )
 from aiockpt.checkpointers import peer
 from aiockpt.testing import CutAfter, FaultProxy, Refuse
-from tests.support.cells import each_cell
-from tests.support.outcomes import Cell
+from tests.support.cells import Cell, each_cell
 from tests.support.rankprocesses import process
 from tests.support.receivers import arenas
 from tests.support.transports import MIB, port_of, transport, weights
@@ -30,7 +29,6 @@ LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
 
 pytestmark = [pytest.mark.asyncio(loop_factories=[LOOP]), pytest.mark.timeout(120)]
 
-HERE = "semantics/test_loads.py::"
 MIB_SAVED = 48
 """Three chunks, of which some are there when a load is cut short."""
 
@@ -75,7 +73,7 @@ async def saved(path: Path) -> AsyncIterator[AsyncCheckpointer]:
         yield made
 
 
-@each_cell(HERE + "test_a_cancel")
+@each_cell("AsyncCheckpointer.load*: timeout", "AsyncCheckpointer.load*: cancel")
 async def test_a_cancel(cell: Cell, tmp_path: Path) -> None:
     """When some is there: the thread that reads has ended, and keeps nothing."""
     template, arrived, go = template_of(cell), asyncio.Event(), threading.Event()
@@ -100,7 +98,7 @@ async def test_a_cancel(cell: Cell, tmp_path: Path) -> None:
         assert files(tmp_path) == found
 
 
-@each_cell(HERE + "test_a_loader_dies")
+@each_cell("AsyncCheckpointer.load*: this process dies")
 async def test_a_loader_dies(cell: Cell, tmp_path: Path) -> None:
     """Killed when some was read: a load has not written anything."""
     async with saved(tmp_path / "s"):
@@ -113,7 +111,7 @@ async def test_a_loader_dies(cell: Cell, tmp_path: Path) -> None:
     assert cell.left == "before"
 
 
-@each_cell(HERE + "test_a_sender_dies")
+@each_cell("AsyncCheckpointer.load*: the other one dies")
 async def test_a_sender_dies(
     cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,14 +16,12 @@ from aiockpt import AiockptError, StepNotFoundError
 from aiockpt.errors import TransferTimeoutError
 from aiockpt.http.server_process import ServerProcess
 from aiockpt.testing import assert_same
-from tests.support.cells import each_cell
-from tests.support.outcomes import Cell
+from tests.support.cells import Cell, each_cell
 from tests.support.serving import Peer, settle
 from tests.support.transports import Transport, port_of, receive, transport, weights
 
 pytestmark = pytest.mark.asyncio
 
-HERE = "semantics/test_offers.py::"
 GRACE = 60.0
 """Longer than a test: who waits for a reader, waits for ever."""
 
@@ -91,7 +89,7 @@ async def waiting(
         await asyncio.wait({task})
 
 
-@each_cell(HERE + "test_a_start_that_fails")
+@each_cell("HTTPTransport.start: error")
 async def test_a_start_that_fails(cell: Cell) -> None:
     """The port is another's; once it is free, the same object takes it."""
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -121,13 +119,24 @@ def stopped(sender: Transport) -> Iterator[None]:
         os.kill(store.pid, signal.SIGCONT)
 
 
-@each_cell(HERE + "test_a_send_that_does_not_succeed")
+@each_cell(
+    "HTTPTransport.send_checkpoint: error",
+    "HTTPTransport.send_checkpoint, zero_copy=True: error",
+    "HTTPTransport.send_checkpoint: timeout",
+    "HTTPTransport.send_checkpoint, zero_copy=True: timeout",
+    "HTTPTransport.send_checkpoint: cancel",
+    "HTTPTransport.send_checkpoint, zero_copy=True: cancel",
+)
 async def test_a_send_that_does_not_succeed(cell: Cell) -> None:
     """A reader of what was offered before reads on; who waits for the step is told."""
     await failed_send(cell)
 
 
-@each_cell(HERE + "test_a_send_to_a_process_that_does_not_succeed")
+@each_cell(
+    "HTTPTransport.send_checkpoint, Server(process=True): error",
+    "HTTPTransport.send_checkpoint, Server(process=True): timeout",
+    "HTTPTransport.send_checkpoint, Server(process=True): cancel",
+)
 async def test_a_send_to_a_process_that_does_not_succeed(cell: Cell) -> None:
     """As little is left where the process that serves has all of it already."""
     await failed_send(cell)
@@ -178,7 +187,11 @@ async def _cancelled_send(
         await task
 
 
-@each_cell(HERE + "test_a_renaming_that_does_not_succeed")
+@each_cell(
+    "HTTPTransport.allow_checkpoint: error",
+    "HTTPTransport.allow_checkpoint: timeout",
+    "HTTPTransport.allow_checkpoint: cancel",
+)
 async def test_a_renaming_that_does_not_succeed(cell: Cell) -> None:
     """It waits for a reader of live memory, as a send does."""
     async with offering(cell) as sender, transport() as receiver, stuck(sender) as peer:
@@ -196,7 +209,10 @@ async def test_a_renaming_that_does_not_succeed(cell: Cell) -> None:
         assert len(await peer.read_all()) > 16 << 20
 
 
-@each_cell(HERE + "test_a_cancelled_withdrawal")
+@each_cell(
+    "HTTPTransport.disallow_checkpoint: timeout",
+    "HTTPTransport.disallow_checkpoint: cancel",
+)
 async def test_a_cancelled_withdrawal(cell: Cell) -> None:
     """The reader is not evicted before its grace; a later call waits for it again."""
     async with offering(cell) as sender, transport() as receiver, stuck(sender) as peer:
@@ -212,7 +228,13 @@ async def test_a_cancelled_withdrawal(cell: Cell) -> None:
         assert sender.statistics().readers == 0
 
 
-@each_cell(HERE + "test_a_reader_dies")
+@each_cell(
+    "HTTPTransport.send_checkpoint: the other one dies",
+    "HTTPTransport.send_checkpoint, zero_copy=True: the other one dies",
+    "HTTPTransport.allow_checkpoint: the other one dies",
+    "HTTPTransport.disallow_checkpoint: the other one dies",
+    "HTTPTransport.shutdown: the other one dies",
+)
 async def test_a_reader_dies(cell: Cell) -> None:
     """The kernel closes its connection: nobody waits for its grace."""
     calls: dict[str, Callable[[Transport], Coroutine[Any, Any, object]]] = {

@@ -16,7 +16,7 @@ from aiockpt import make_async_checkpointer
 from aiockpt.checkpointers import CheckpointProcess, CheckpointProcessConfig, RankInfo
 from aiockpt.errors import ClosedError, WorkerError
 from aiockpt.testing import assert_same
-from tests.support.cells import each_cell
+from tests.support.cells import Cell, each_cell
 from tests.support.checkpointing import (
     Forsaken,
     Gate,
@@ -29,14 +29,12 @@ from tests.support.checkpointing import (
     reaped,
 )
 from tests.support.keeping import training
-from tests.support.outcomes import Cell
 from tests.support.transports import weights
 
 LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
 
 pytestmark = [pytest.mark.asyncio(loop_factories=[LOOP]), pytest.mark.timeout(120)]
 
-HERE = "semantics/test_processes.py::"
 ALONE = RankInfo(0, 1)
 
 
@@ -63,7 +61,7 @@ def late(gate: Gate) -> CheckpointProcess:
     )
 
 
-@each_cell(HERE + "test_a_cancelled_wait_for_the_start")
+@each_cell("CheckpointProcess.ready: cancel")
 async def test_a_cancelled_wait_for_the_start(
     cell: Cell, tmp_path: Path, gate: Gate
 ) -> None:
@@ -84,7 +82,7 @@ async def test_a_cancelled_wait_for_the_start(
 
 
 @pytest.mark.allow_error_logs
-@each_cell(HERE + "test_a_child_that_dies_at_its_start")
+@each_cell("CheckpointProcess.ready: the other one dies")
 async def test_a_child_that_dies_at_its_start(
     cell: Cell, tmp_path: Path, gate: Gate
 ) -> None:
@@ -103,7 +101,7 @@ async def test_a_child_that_dies_at_its_start(
     assert cell.left == "restarts"
 
 
-@each_cell(HERE + "test_a_cancelled_wait_for_a_write")
+@each_cell("Submission.written: timeout", "Submission.written: cancel")
 async def test_a_cancelled_wait_for_a_write(
     cell: Cell, tmp_path: Path, gate: Gate
 ) -> None:
@@ -124,7 +122,13 @@ async def test_a_cancelled_wait_for_a_write(
     assert cell.left in ("as before / later", "as cancel")
 
 
-@each_cell(HERE + "test_a_save_that_is_forsaken")
+@each_cell(
+    "CheckpointProcess.forsake: success",
+    "CheckpointProcess.forsake: error",
+    "CheckpointProcess.forsake: timeout",
+    "CheckpointProcess.forsake: cancel",
+    "CheckpointProcess.forsake: the other one dies",
+)
 async def test_a_save_that_is_forsaken(cell: Cell, tmp_path: Path) -> None:
     """The writer, which meets the other ranks, is told; unless nobody can tell it."""
     diary = tmp_path / "diary"
@@ -156,7 +160,11 @@ async def test_a_save_that_is_forsaken(cell: Cell, tmp_path: Path) -> None:
 
 
 @pytest.mark.allow_error_logs
-@each_cell(HERE + "test_a_child_that_dies_at_the_end")
+@each_cell(
+    "AsyncCheckpointer.close, aclose: the other one dies",
+    "CheckpointProcess.close, aclose: the other one dies",
+    "CheckpointProcess.abandon: the other one dies",
+)
 async def test_a_child_that_dies_at_the_end(
     cell: Cell, tmp_path: Path, gate: Gate
 ) -> None:
@@ -187,7 +195,10 @@ async def test_a_child_that_dies_at_the_end(
     assert cell.left in ("closed / decided", "closed")
 
 
-@each_cell(HERE + "test_a_trainer_that_dies_while_it_closes")
+@each_cell(
+    "AsyncCheckpointer.close, aclose: this process dies",
+    "CheckpointProcess.close, aclose: this process dies",
+)
 async def test_a_trainer_that_dies_while_it_closes(
     cell: Cell, tmp_path: Path, gate: Gate
 ) -> None:

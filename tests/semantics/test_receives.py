@@ -12,8 +12,7 @@ import pytest
 from aiockpt import IntegrityError
 from aiockpt.errors import MissingKeysError, TransferTimeoutError
 from aiockpt.testing import StallAfter, assert_same
-from tests.support.cells import each_cell
-from tests.support.outcomes import Cell
+from tests.support.cells import Cell, each_cell
 from tests.support.receivers import (
     COUNT,
     FILLING,
@@ -39,8 +38,6 @@ from tests.support.transports import (
 from tests.support.transports import weights as filled
 
 pytestmark = pytest.mark.asyncio
-
-HERE = "semantics/test_receives.py::"
 
 
 def weights() -> dict[str, Any]:
@@ -73,7 +70,13 @@ async def found_at(
         yield both if "metadata=[" in cell.call else both[0]
 
 
-@each_cell(HERE + "test_an_error")
+@each_cell(
+    "HTTPTransport.recv_checkpoint: error",
+    "HTTPTransport.recv_checkpoint, into=*: error",
+    "HTTPTransport.recv_checkpoint, select=*: error",
+    "HTTPTransport.recv_checkpoint, have=*: error",
+    "HTTPTransport.recv_checkpoint, metadata=[...]: error",
+)
 async def test_an_error(cell: Cell) -> None:
     """The last bytes are not those of the manifest; the first ones have been here."""
     options = options_of(cell.call)
@@ -95,7 +98,7 @@ async def test_an_error(cell: Cell) -> None:
         assert f"the template {done}" in notes
 
 
-@each_cell(HERE + "test_an_error_of_what_is_shared")
+@each_cell("HTTPTransport.recv_checkpoint, share=True: error")
 async def test_an_error_of_what_is_shared(cell: Cell) -> None:
     """The memory has come, and does not hold what is asked for."""
     options = {**options_of(cell.call), "select": ["nothing"]}
@@ -203,13 +206,13 @@ async def cut(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
         check(cell, seen, await at_the_sender(sender, receiver))
 
 
-@each_cell(HERE + "test_a_deadline")
+@each_cell("HTTPTransport.recv_checkpoint*: timeout")
 async def test_a_deadline(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     """While bytes arrive, and while the template is filled."""
     await cut(cell, monkeypatch)
 
 
-@each_cell(HERE + "test_a_cancel")
+@each_cell("HTTPTransport.recv_checkpoint*: cancel")
 async def test_a_cancel(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the same two moments."""
     await cut(cell, monkeypatch)

@@ -25,10 +25,9 @@ from aiockpt.checkpointers import (
 )
 from aiockpt.errors import CheckpointNotFoundError, WorkerError
 from aiockpt.testing import assert_same, interrupted
-from tests.support.cells import each_cell
+from tests.support.cells import Cell, each_cell
 from tests.support.checkpointing import eventually, loaded, state_of
 from tests.support.keeping import Kept, kept
-from tests.support.outcomes import Cell
 from tests.support.receivers import arenas
 from tests.support.transports import weights
 
@@ -36,7 +35,6 @@ LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
 
 pytestmark = [pytest.mark.asyncio(loop_factories=[LOOP]), pytest.mark.timeout(180)]
 
-HERE = "semantics/test_saves.py::"
 
 Begin = Callable[[Path], Coroutine[Any, Any, Any]]
 """Begins what the cell is about, below a path."""
@@ -74,7 +72,13 @@ MAKE = {
 }
 
 
-@each_cell(HERE + "test_a_cancel_at_every_await")
+@each_cell(
+    "AsyncCheckpointer.save: cancel",
+    "CheckpointProcess.submit: cancel",
+    "DefaultStager.stage: cancel",
+    "CheckpointProcess.submit: timeout",
+    "DefaultStager.stage: timeout",
+)
 async def test_a_cancel_at_every_await(cell: Cell, tmp_path: Path) -> None:
     """Nothing was handed over, nothing is written; the same object saves the next."""
     before = arenas()
@@ -111,7 +115,7 @@ async def stopped(found: Kept) -> None:
     await eventually(lambda: state_of(found.keeper) == "T", "the stop")
 
 
-@each_cell(HERE + "test_a_keeper_that_hangs")
+@each_cell("recover: timeout")
 async def test_a_keeper_that_hangs(cell: Cell, tmp_path: Path) -> None:
     """It is given up at the deadline, and still keeps what it has afterwards."""
     async with kept(tmp_path) as found:
@@ -123,7 +127,7 @@ async def test_a_keeper_that_hangs(cell: Cell, tmp_path: Path) -> None:
     assert cell.left == "nothing / keeps"
 
 
-@each_cell(HERE + "test_a_heir_dies")
+@each_cell("recover: this process dies")
 async def test_a_heir_dies(cell: Cell, tmp_path: Path) -> None:
     """Before it has all of it: the next one gets it."""
     async with kept(tmp_path) as found:
@@ -138,7 +142,7 @@ async def test_a_heir_dies(cell: Cell, tmp_path: Path) -> None:
     assert cell.left == "keeps"
 
 
-@each_cell(HERE + "test_a_keeper_dies")
+@each_cell("recover: the other one dies")
 async def test_a_keeper_dies(cell: Cell, tmp_path: Path) -> None:
     """While it is asked: there is nothing to be had, and it is said at once."""
     async with kept(tmp_path) as found:

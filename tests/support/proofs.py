@@ -1,12 +1,14 @@
 """Which test proves which promise: marks on the tests, and the page made of them.
 
-A promise has a number: ``invariant 3`` of the guarantees, ``fault 8`` of the matrix, or
-``threat T2`` of the threat model. A test that proves one says so::
+A promise has a name: ``invariant 3`` of the guarantees, ``fault 8`` of the matrix,
+``threat T2`` of the threat model, or ``cell CALL: ENDING`` of the table of failures. A
+test that proves promises names them::
 
     @proves("invariant 3", "threat D1")
     def test_it() -> None: ...
 
-The mark on a class that inherits its tests names one of them: ``by="test_it"``.
+A test with ``@each_cell`` proves its cells. A class that inherits its tests names the
+one that proves the promise: ``by="test_it"``.
 ``python -m tests.support.proofs`` writes `docs/reference/proofs.md`.
 """
 
@@ -21,6 +23,7 @@ from typing import Final
 
 import pytest
 
+from tests.support.cells import CELLS, chosen
 from tests.support.faultrows import ROWS
 
 __all__ = ["PAGE", "faults_of", "promises", "proofs", "proves", "render"]
@@ -45,6 +48,7 @@ SECTIONS: Final = {
     "invariant": "[What is guaranteed](../explanation/guarantees.md)",
     "threat": "[The threat model](../explanation/security.md)",
     "fault": "[The matrix of faults](../reliability.md)",
+    "cell": "[What each call leaves behind](../explanation/failure-semantics.md)",
 }
 
 
@@ -56,7 +60,8 @@ def faults_of(item: pytest.Item) -> list[int]:
 
 def promises() -> dict[str, str]:
     """Return what is promised, by its number, in the order of the pages."""
-    return {**_invariants(), **_threats(), **_faults()}
+    cells = {f"cell {cell.name}": cell.left for cell in CELLS.values()}
+    return {**_invariants(), **_threats(), **_faults(), **cells}
 
 
 def _invariants() -> dict[str, str]:
@@ -98,10 +103,19 @@ def _marks(body: list[ast.stmt], owner: str) -> Iterator[tuple[str, str]]:
         if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         for call in node.decorator_list:
-            if isinstance(call, ast.Call) and ast.unparse(call.func) == "proves":
-                by = [f"::{ast.literal_eval(each.value)}" for each in call.keywords]
-                for argument in call.args:
-                    yield ast.literal_eval(argument), owner + node.name + "".join(by)
+            if not isinstance(call, ast.Call):
+                continue
+            by: list[str] = []
+            match ast.unparse(call.func):
+                case "proves":
+                    named = [ast.literal_eval(each) for each in call.args]
+                    by = [f"::{ast.literal_eval(each.value)}" for each in call.keywords]
+                case "each_cell":
+                    cells = chosen(*map(ast.literal_eval, call.args))
+                    named = [f"cell {cell.name}" for cell in cells]
+                case _:
+                    continue
+            yield from ((promise, owner + node.name + "".join(by)) for promise in named)
         if isinstance(node, ast.ClassDef):
             yield from _marks(node.body, f"{node.name}::")
 

@@ -41,6 +41,7 @@ from aiockpt.testing import FaultProxy, Refuse, StallAfter, assert_same
 from aiockpt.testing.faults import Fault
 from aiockpt.torchft import HTTPTransport, PGTransport, adapt
 from aiockpt.torchft.http import HTTPOptions
+from tests.support.proofs import proves
 
 Transport = HTTPTransport[Any]
 Pair = tuple[Transport, Transport]
@@ -253,6 +254,7 @@ class TestPoint5Send:
 class TestPoint6EarlyAndLate:
     """A receiver may come before the send, and not for ever."""
 
+    @proves("cell torchft.HTTPTransport.send_checkpoint: success")
     def test_an_early_receive_waits(self, pair: Pair) -> None:
         """Nothing is offered when it comes."""
         source, heir = pair
@@ -298,6 +300,7 @@ class TestPoint7Step:
 class TestPoint8Disallow:
     """It is called in every step, on the thread that trains."""
 
+    @proves("cell torchft.HTTPTransport.send_checkpoint: success")
     def test_what_was_sent_is_a_copy(self, pair: Pair) -> None:
         """Whoever mutates the state dict changes nothing."""
         source, heir = pair
@@ -324,6 +327,7 @@ class TestPoint8Disallow:
             source.disallow_checkpoint()
         assert time.monotonic() - started < 1
 
+    @proves("cell torchft.HTTPTransport.disallow_checkpoint: success")
     def test_a_stuck_reader_is_not_waited_for(self, make: Make) -> None:
         """It has the grace, and is evicted then, while training goes on."""
         source = make(grace=2.0)
@@ -345,6 +349,7 @@ class TestPoint8Disallow:
             source.disallow_checkpoint()
             assert not source.statistics().readers
 
+    @proves("cell torchft.HTTPTransport.disallow_checkpoint: error")
     def test_it_never_raises(self, make: Make) -> None:
         """Whatever happens inside: a healthy replica would die of it."""
 
@@ -375,6 +380,10 @@ class TestPoint8Disallow:
         source.disallow_checkpoint()
         assert source.statistics().step is None
 
+    @proves(
+        "cell torchft.HTTPTransport.disallow_checkpoint: error",
+        "cell torchft.HTTPTransport.disallow_checkpoint: timeout",
+    )
     def test_one_that_comes_to_nothing_is_made_up_for(
         self, make: Make, monkeypatch: pytest.MonkeyPatch, caplog: Any
     ) -> None:
@@ -418,6 +427,7 @@ class TestPoint9Result:
         assert_same(got, content)
         assert type(got["torchft"]["step"]) is int
 
+    @proves("cell torchft.HTTPTransport.recv_checkpoint: success")
     def test_two_receives_share_no_memory(self, pair: Pair) -> None:
         """Nor does a later one change what an earlier one gave."""
         source, heir = pair
@@ -482,6 +492,7 @@ class TestPoint11Exceptions:
 class TestPoint12FailedSource:
     """Receivers that wait are told, and do not wait for their deadline."""
 
+    @proves("cell torchft.HTTPTransport.send_checkpoint: error")
     def test_all_that_wait_are_told_at_once(self, make: Make) -> None:
         """With the reason, and the path of the leaf."""
         source, heirs = make(), [make(), make()]
@@ -540,6 +551,7 @@ class TestPoint12FailedSource:
                 assert_same(result(), state(attempt))
             source.disallow_checkpoint()
 
+    @proves("cell torchft.HTTPTransport.send_checkpoint: error")
     def test_what_is_offered_stays(self, pair: Pair) -> None:
         """A step that is there is given, although it was sent again in vain."""
         source, heir = pair
@@ -568,6 +580,7 @@ class TestPoint13Retries:
         with broken(source, [StallAfter(100)], Fault()) as metadata:
             assert_same(receive(heir, metadata, 1, 5), state())
 
+    @proves("cell torchft.HTTPTransport.recv_checkpoint: the other one dies")
     def test_a_dead_source_is_no_reason_to_wait_for_the_deadline(
         self, make: Make
     ) -> None:
@@ -579,6 +592,7 @@ class TestPoint13Retries:
             receive(heir, source.metadata(), 1, 60)
         assert time.monotonic() - started < 20
 
+    @proves("cell torchft.HTTPTransport.recv_checkpoint: timeout")
     def test_the_deadline_is_one_for_all_attempts(self, make: Make) -> None:
         """And the last error is named."""
         source, heir = make(), make(reconnect_timeout=0.0)
@@ -595,6 +609,10 @@ class TestPoint13Retries:
 class TestPoint14Receivers:
     """Several at once, of which one may be dead."""
 
+    @proves(
+        "cell torchft.HTTPTransport.send_checkpoint: the other one dies",
+        "cell torchft.HTTPTransport.disallow_checkpoint: the other one dies",
+    )
     def test_a_dead_one_holds_up_nobody(self, make: Make) -> None:
         """The others get everything, and the next send begins at once."""
         source, heir = make(grace=0.5), make()
@@ -611,6 +629,7 @@ class TestPoint14Receivers:
 class TestPoint15Shutdown:
     """At once or in peace, and for good."""
 
+    @proves("cell torchft.HTTPTransport.shutdown: timeout")
     def test_without_waiting_it_still_ends(self, make: Make) -> None:
         """It returns at once, and nobody is served any more."""
         source = make()
@@ -623,6 +642,7 @@ class TestPoint15Shutdown:
             until(lambda: not reachable(source))
             until(lambda: not source._facade._thread.is_alive())
 
+    @proves("cell torchft.HTTPTransport.shutdown: success")
     def test_waiting_it_ends_threads_and_sockets(self, make: Make) -> None:
         """When it returns, not a moment later."""
         source = make()
@@ -631,6 +651,7 @@ class TestPoint15Shutdown:
         assert not reachable(source)
         assert not source._facade._thread.is_alive()
 
+    @proves("cell torchft.HTTPTransport.shutdown: the other one dies")
     def test_twice_in_any_way(self, make: Make) -> None:
         """Nothing happens then."""
         source = make()
@@ -648,6 +669,7 @@ class TestPoint15Shutdown:
         with pytest.raises(ClosedError):
             receive(heir, source.metadata(), 1)
 
+    @proves("cell torchft.HTTPTransport.shutdown: this process dies")
     def test_the_interpreter_ends_without_it(self, run_python: Any) -> None:
         """Whoever forgets to shut down neither hangs nor reads a traceback."""
         done = run_python(
@@ -674,6 +696,11 @@ class TestPoint16Fork:
             source.shutdown()
             assert not reachable(source)
 
+    @proves(
+        "cell torchft.HTTPTransport.send_checkpoint: this process dies",
+        "cell torchft.HTTPTransport.disallow_checkpoint: this process dies",
+        "cell torchft.HTTPTransport.shutdown: this process dies",
+    )
     def test_a_child_does_not_keep_connections(self, run_python: Any) -> None:
         """A receiver whose source is killed notices, although a child lives on."""
         done = run_python(KILLED_SOURCE)

@@ -28,6 +28,7 @@ from aiockpt.errors import (
 from aiockpt.testing import assert_same
 from aiockpt.torchft import PGTransport
 from tests.support.groups import store_at
+from tests.support.proofs import proves
 
 pytestmark = pytest.mark.allow_leaks("fds", "threads")  # torchft's and gloo's
 
@@ -97,6 +98,10 @@ def exchange(
         return tuple(each.exception() or each.result() for each in (sent, got))  # type: ignore[return-value]
 
 
+@proves(
+    "cell torchft.PGTransport, every call: success",
+    "cell torchft.PGTransport, every call: timeout",
+)
 def test_one_transport_for_all_quorums(quorums: Quorums) -> None:
     """Made before the first; a failure in one is forgotten in the next."""
     source, heir = quorums.transports()
@@ -113,6 +118,7 @@ def test_one_transport_for_all_quorums(quorums: Quorums) -> None:
     heir.shutdown()
 
 
+@proves("cell torchft.PGTransport, every call: error")
 def test_failures_are_told_and_leave_the_group_as_it_is(quorums: Quorums) -> None:
     """A leaf that cannot travel, and a step that nobody asked for."""
     source, heir = quorums.transports()
@@ -198,6 +204,7 @@ def test_a_template_that_lacks_something_is_filled_each_time(quorums: Quorums) -
     heir.shutdown()
 
 
+@proves("cell torchft.PGTransport, every call: error")
 def test_a_template_that_raises_is_told(quorums: Quorums) -> None:
     """The sender does not wait for its deadline."""
 

@@ -18,14 +18,12 @@ from aiockpt import StepNotFoundError
 from aiockpt.errors import PeerFailedError, TransferTimeoutError
 from aiockpt.testing import assert_same
 from aiockpt.torchft import HTTPTransport
-from tests.support.cells import each_cell
-from tests.support.outcomes import Cell
+from tests.support.cells import Cell, each_cell
 from tests.support.receivers import arenas
 
 Transport = HTTPTransport[Any]
 Make = Callable[..., Transport]
 
-HERE = "torchft/test_semantics.py::"
 PATIENCE = 20.0
 
 
@@ -81,7 +79,10 @@ def stuck_reader(source: Transport) -> Iterator[socket.socket]:
         yield stuck
 
 
-@each_cell(HERE + "test_a_send_that_does_not_succeed")
+@each_cell(
+    "torchft.HTTPTransport.send_checkpoint: timeout",
+    "torchft.HTTPTransport.send_checkpoint: cancel",
+)
 def test_a_send_that_does_not_succeed(
     cell: Cell, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +118,11 @@ def _interrupt_a_send(source: Transport, monkeypatch: pytest.MonkeyPatch) -> Non
         go.set()
 
 
-@each_cell(HERE + "test_a_receive_that_does_not_succeed")
+@each_cell(
+    "torchft.HTTPTransport.recv_checkpoint: error",
+    "torchft.HTTPTransport.recv_checkpoint: timeout",
+    "torchft.HTTPTransport.recv_checkpoint: cancel",
+)
 def test_a_receive_that_does_not_succeed(
     cell: Cell, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +145,7 @@ def test_a_receive_that_does_not_succeed(
     assert cell.left == "nothing / idle"
 
 
-@each_cell(HERE + "test_a_withdrawal_that_is_interrupted")
+@each_cell("torchft.HTTPTransport.disallow_checkpoint: cancel")
 def test_a_withdrawal_that_is_interrupted(
     cell: Cell, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +167,7 @@ def test_a_withdrawal_that_is_interrupted(
     assert cell.left == "none / reads on"
 
 
-@each_cell(HERE + "test_an_end_that_is_interrupted")
+@each_cell("torchft.HTTPTransport.shutdown: cancel")
 def test_an_end_that_is_interrupted(
     cell: Cell, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
