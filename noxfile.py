@@ -38,7 +38,7 @@ SOAK = "tests/faults/test_soak.py"
 TORCHFT = (
     "tests/torchft",
     "tests/pg/test_pg_torchft.py",
-    "tests/test_examples.py::test_example_runs[torchft_ddp]",
+    "tests/docs/test_examples.py::test_example_runs[torchft_ddp]",
 )
 
 
@@ -166,7 +166,7 @@ def docs(session: nox.Session) -> None:
 def examples(session: nox.Session) -> None:
     """Run every example."""
     install(session, "test", "test-torch")
-    session.run("pytest", "tests/test_examples.py", *session.posargs)
+    session.run("pytest", "tests/docs/test_examples.py", *session.posargs)
 
 
 @nox.session(python=WHOLE)

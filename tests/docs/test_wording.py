@@ -10,7 +10,7 @@ from pathlib import Path
 
 import aiockpt
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *ROOT.glob("docs/**/*.md")]
 SOURCES = [*Path(aiockpt.__file__).parent.rglob("*.py"), *ROOT.glob("examples/*.py")]
 OTHER_NAMES = re.compile(r"capabilit|credential|\bsecrets?\b", re.IGNORECASE)

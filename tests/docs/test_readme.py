@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.commandline import ENVIRONMENT, PATIENCE, run_aiockpt
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 COMMANDS = [
