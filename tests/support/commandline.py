@@ -14,11 +14,17 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import pytest
+
+from aiockpt.cli import main
 from aiockpt.testing.faults import Fault, Pipe
 
 T = TypeVar("T")
+
+CHUNK = 16 << 20
+"""Bytes in a chunk of what ``aiockpt serve`` serves."""
 
 PATIENCE = 150.0
 """Seconds that a slow machine may take for anything here."""
@@ -33,14 +39,55 @@ ENVIRONMENT = {
 }
 
 
+@dataclass
+class Commands:
+    """Runs commands in this process, and reads what they print."""
+
+    capsys: pytest.CaptureFixture[str]
+
+    def __call__(self, *arguments: object, code: int = 0) -> tuple[str, str]:
+        """Run a command that ends with ``code``; return its stdout and stderr."""
+        self.capsys.readouterr()
+        try:
+            ended = main([*map(str, arguments)])
+        except SystemExit as exit_:  # of the parser
+            ended = int(exit_.code or 0)
+        out, err = self.capsys.readouterr()
+        assert ended == code, err
+        return out, err
+
+    def error(self, *arguments: object, code: int = 1) -> str:
+        """Run a command that fails; return its message."""
+        out, err = self(*arguments, code=code)
+        assert out == ""
+        return the_error(err)
+
+
+def the_error(err: str) -> str:
+    """Return the message of the one line that an error is, after those on progress."""
+    shown = ("waiting", "fetching", "Reading ")
+    (line,) = (line for line in err.splitlines() if not line.startswith(shown))
+    assert line.startswith("aiockpt: error: ")
+    return line.removeprefix("aiockpt: error: ")
+
+
 def aiockpt_command(*arguments: object) -> list[str]:
     """Return the command line of this interpreter's ``aiockpt``."""
     return [sys.executable, "-m", "aiockpt", *map(str, arguments)]
 
 
+def start_aiockpt(*arguments: object, **options: Any) -> subprocess.Popen[str]:
+    """Start it in another process; its stderr is a pipe."""
+    options = {"stderr": subprocess.PIPE, **options}
+    command = aiockpt_command(*arguments)
+    return subprocess.Popen(command, env=ENVIRONMENT, text=True, **options)
+
+
 def run_aiockpt(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Run it in another process."""
-    return run_shell(shlex.join(aiockpt_command(*arguments)))
+    process = start_aiockpt(*arguments, stdout=subprocess.PIPE)
+    out, err = process.communicate(timeout=PATIENCE)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def run_shell(

@@ -1,0 +1,390 @@
+"""``aiockpt convert``: exact, or refused; the target is there wholly, or it is not."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import shlex
+import stat
+import subprocess
+import sys
+import zipfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from aiockpt.cli import convert, main
+from aiockpt.storage.directory import checkpoint_at
+from aiockpt.testing import assert_same
+from tests.support.commandline import ENVIRONMENT, Commands
+from tests.support.disks import small_disk
+from tests.support.saved import flip, load, names, save, save_by_two, training_state
+from tests.support.system_calls import SystemCallFault
+
+FORMS = ["m.pt", "m.safetensors", "m-1"]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Return a checkpoint that all forms can hold."""
+    return save(tmp_path / "s-1", {"a": torch.ones(3)})
+
+
+class TestForms:
+    """What each form can hold."""
+
+    @pytest.mark.parametrize("middle", ["m.pt", "step-9"])
+    def test_there_and_back(self, cli: Commands, tmp_path: Path, middle: str) -> None:
+        """A state dict that each form can hold."""
+        state = training_state()
+        del state["rng"]
+        torch.save(state, tmp_path / "a.pt")
+        chain = ["a.pt", "first-8", middle, "last-10"]
+        for before, after in pairwise(chain):
+            cli("convert", tmp_path / before, tmp_path / after)
+        assert_same(load(tmp_path / "last-10"), state)
+        assert checkpoint_at(tmp_path / "last-10").step == 10
+        assert names(tmp_path) == sorted(chain)
+
+    def test_a_plain_file(self, cli: Commands, tmp_path: Path) -> None:
+        """Other tools find nothing of ours in it."""
+        state = {"x.w": torch.randn(3, 4).half(), "y": torch.arange(5)}
+        state["z"] = torch.ones(0)
+        target = tmp_path / "m.safetensors"
+        cli("convert", save(tmp_path / "s-1", state), target)
+        found = load_file(target)
+        assert_same({name: found[name] for name in state}, state)
+        assert b"aiockpt" not in target.read_bytes()
+        save_file(state, tmp_path / "n.safetensors")
+        cli("convert", tmp_path / "n.safetensors", tmp_path / "s-2", "--step", 77)
+        assert checkpoint_at(tmp_path / "s-2").step == 77
+        assert_same(load(tmp_path / "s-2", dict.fromkeys(state)), state)
+
+    @pytest.mark.parametrize(
+        ("state", "reason"),
+        [
+            ({"a": {"b": torch.ones(2)}}, "'a' has the type dict, not Tensor"),
+            ({"a": 1}, "'a' has the type int, not Tensor"),
+            ([torch.ones(2)], "this is a list"),
+            ({"a": torch.ones(2, 3).t()}, "a shares memory"),
+            ({"a": torch.nn.Parameter(torch.ones(2))}, "a shares memory"),
+            (dict.fromkeys("ab", torch.ones(2)), "all of its names"),
+            ({"a": torch.ones(4), 3: torch.ones(1)}, "key 3 has the type int, not str"),
+        ],
+        ids=str,
+    )
+    def test_what_a_plain_file_cannot_hold(
+        self, cli: Commands, tmp_path: Path, state: Any, reason: str
+    ) -> None:
+        """Nothing is written then."""
+        save(tmp_path / "s", state)
+        target = tmp_path / "m.safetensors"
+        assert reason in cli.error("convert", tmp_path / "s", target)
+        assert names(tmp_path) == ["s"]
+
+    def test_what_torch_brings_back_only_by_running_code(
+        self, cli: Commands, tmp_path: Path
+    ) -> None:
+        """An array is no part of what ``weights_only`` loads."""
+        save(tmp_path / "s", training_state())
+        error = cli.error("convert", tmp_path / "s", tmp_path / "m.pt")
+        assert "that form cannot hold it exactly" in error
+        assert names(tmp_path) == ["s"]
+
+    @pytest.mark.parametrize("name", ["m.bin", "m.pth.tar", "m.safetensor", "m.NPZ"])
+    def test_an_unknown_suffix(self, cli: Commands, small: Path, name: str) -> None:
+        """It is wrong usage; the known ones are listed."""
+        error = cli.error("convert", small, small.with_name(name), code=2)
+        for hint in (name, ".pt", ".safetensors", f"{name}/"):
+            assert hint in error
+        assert names(small.parent) == ["model.pt"]
+
+    @pytest.mark.parametrize(
+        ("name", "made"),
+        [
+            ("step-7", "step-7/commit.json"),
+            ("llama-3.1", "llama-3.1/commit.json"),
+            ("m.bin/", "m.bin/commit.json"),
+            ("m.PT", "m.PT"),
+            ("m.SafeTensors", "m.SafeTensors"),
+        ],
+    )
+    def test_a_name_says_the_form(
+        self, cli: Commands, source: Path, name: str, made: str
+    ) -> None:
+        """A suffix of any case is one; a version number or a slash is none."""
+        cli("convert", source, f"{source.parent}/{name}")
+        assert (source.parent / made).is_file()
+        assert load(source.parent / name)["a"].sum() == 3
+
+    def test_the_way_out_is_named(self, cli: Commands, small: Path) -> None:
+        """The file, the key and its type, and a command that works."""
+        error = cli.error("convert", small, small.with_name("m.safetensors"))
+        assert f"{small}: 'optimizer' has the type dict, not Tensor" in error
+        assert "checkpoint directory" in error
+        directory = shlex.split(error.rpartition(": ")[2])
+        assert directory[0] == "aiockpt"
+        cli(*directory[1:])
+
+
+class TestHostileSources:
+    """A file may come from anybody."""
+
+    @pytest.mark.parametrize("kind", ["list", "dict", "deep"])
+    def test_no_tree_is_too_odd(self, cli: Commands, tmp_path: Path, kind: str) -> None:
+        """One that holds itself, or is deeper than any: a limit ends it."""
+        state: Any = {} if kind == "dict" else []
+        if kind == "deep":
+            for _ in range(200):
+                state = [state]
+        elif kind == "dict":
+            state["x"] = state
+        else:
+            state.append(state)
+        odd = tmp_path / "odd.pt"
+        torch.save(state, odd)
+        for form in FORMS[1:]:
+            assert "the nesting of" in cli.error("convert", odd, tmp_path / form)
+        if kind != "deep":  # which torch can hold
+            error = cli.error("convert", odd, tmp_path / "m.pt")
+            assert "that form cannot hold it exactly: maximum recursion" in error
+            assert names(tmp_path) == ["odd.pt"]
+
+    def test_no_bytes_are_too_odd(self, cli: Commands, tmp_path: Path) -> None:
+        """Cut short anywhere, or with bits flipped where its structure is."""
+        torch.save({"a": torch.randn(5000)}, tmp_path / "good.pt")
+        whole = (tmp_path / "good.pt").read_bytes()
+        bad, noise = tmp_path / "bad.pt", random.Random(5)
+        for cut in [0, 1, 3, 4, 8, 9, 100, len(whole) // 2, len(whole) - 1]:
+            bad.write_bytes(whole[:cut])
+            cli.error("convert", bad, tmp_path / "out")
+        for number in range(60):
+            bad.write_bytes(whole)
+            for _ in range(4):
+                at = noise.randrange(1000)
+                flip(bad, at if number % 2 else len(whole) - 1 - at)
+            target = tmp_path / f"out-{number}"
+            if main(["convert", str(bad), str(target)]) == 0:
+                load(target)
+
+    def test_a_small_file_that_unpacks_to_a_large_one(
+        self, cli: Commands, tmp_path: Path
+    ) -> None:
+        """It is refused before it does: torch compresses nothing."""
+        with zipfile.ZipFile(tmp_path / "b.pt", "w", zipfile.ZIP_DEFLATED) as bomb:
+            bomb.writestr("b/data.pkl", b"\x80\x02" + b"N0" * 1_000_000 + b"N.")
+            bomb.writestr("b/version", "3\n")
+        error = cli.error("convert", tmp_path / "b.pt", tmp_path / "out")
+        assert "it is compressed" in error
+
+    @pytest.mark.parametrize(
+        ("length", "text"),
+        [
+            (0, b"{}"),
+            (1, b"{}"),
+            (1 << 20, b"{}"),
+            ((1 << 64) - 1, b"{}"),
+            (2, b"[]"),
+            (None, {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 1 << 62]}}),
+            (None, {"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}),
+            (None, {"a": {"dtype": "X", "shape": [], "data_offsets": [0, 0]}}),
+            (None, {"__metadata__": {"aiockpt": "{}"}}),
+        ],
+        ids=str,
+    )
+    def test_no_header_is_believed(
+        self, cli: Commands, tmp_path: Path, length: int | None, text: Any
+    ) -> None:
+        """Nothing is allocated for what it claims, and nothing is left."""
+        body = text if isinstance(text, bytes) else json.dumps(text).encode()
+        size = len(body) if length is None else length
+        bad = tmp_path / "bad.safetensors"
+        bad.write_bytes(size.to_bytes(8, "little") + body)
+        for form in FORMS:
+            cli.error("convert", bad, tmp_path / form)
+        assert names(tmp_path) == ["bad.safetensors"]
+
+    def test_a_huge_header_of_nothing(self, cli: Commands, tmp_path: Path) -> None:
+        """It is over the limit before it is read."""
+        bad = tmp_path / "bad.safetensors"
+        with bad.open("wb") as file:
+            file.write((1 << 36).to_bytes(8, "little") + b"{")
+            file.truncate(1 << 37)
+        assert "the header" in cli.error("convert", bad, tmp_path / "m-1")
+
+    def test_no_file_at_all(self, cli: Commands, tmp_path: Path) -> None:
+        """What would never end is not read."""
+        os.mkfifo(tmp_path / "fifo")
+        for bad in (tmp_path / "fifo", "/dev/zero"):
+            cli.error("convert", bad, tmp_path / "m-1")
+        assert names(tmp_path) == ["fifo"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+class TestDisk:
+    """The target is there wholly, or it is not."""
+
+    def test_it_is_full(self, cli: Commands, tmp_path: Path, form: str) -> None:
+        """The error says so, whatever torch makes of it; the space is free again."""
+        source = save(tmp_path / "s-1", {"a": torch.zeros(1_000_000)})
+        with small_disk(tmp_path / "disk", 2 << 20) as disk:
+            error = cli.error("convert", source, disk / form)
+            assert "No space left on device" in error
+            assert names(disk) == []
+
+    def test_it_is_read_only(self, cli: Commands, tmp_path: Path, form: str) -> None:
+        """To write; what is on it can be converted."""
+        with small_disk(tmp_path / "disk", 2 << 20) as disk:
+            save(disk / "s-1", {"a": torch.ones(3)})
+            subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+            error = cli.error("convert", disk / "s-1", disk / form)
+            assert "Read-only file system" in error
+            cli("convert", disk / "s-1", tmp_path / form)
+            assert load(tmp_path / form)["a"].sum() == 3
+
+    def test_its_directory_is_missing(
+        self, cli: Commands, tmp_path: Path, source: Path, form: str
+    ) -> None:
+        """A checkpoint's is made; a file's is named, and no temporary file."""
+        place = tmp_path / "deep"
+        if form == "m-1":
+            cli("convert", source, place / form)
+            return
+        error = cli.error("convert", source, place / form)
+        assert f"there is no directory {place}; make it first" in error
+        assert ".tmp" not in error
+        assert not place.exists()
+
+
+class TestInTheWay:
+    """What is there already is replaced only where that was asked for."""
+
+    @pytest.mark.parametrize("name", ["copy.pt", "copy"])
+    def test_overwrite(
+        self, cli: Commands, tmp_path: Path, source: Path, name: str
+    ) -> None:
+        """A file or a checkpoint; never a directory of anything else."""
+        other, target = save(tmp_path / "o-1", {"a": torch.zeros(2)}), tmp_path / name
+        cli("convert", source, target)
+        error = cli.error("convert", other, target)
+        assert f"{target}: it is there already" in error
+        assert "--overwrite" in error
+        cli("convert", other, target, "--overwrite")
+        assert load(target)["a"].shape == (2,)
+        (tmp_path / "precious").mkdir()
+        (tmp_path / "precious" / "file").touch()
+        error = cli.error("convert", other, tmp_path / "precious", "--overwrite")
+        assert "it is no checkpoint" in error
+        assert (tmp_path / "precious" / "file").exists()
+
+    def test_the_same_name(self, cli: Commands, tmp_path: Path, source: Path) -> None:
+        """Nor is a link written to, wherever it leads."""
+        (tmp_path / "link.pt").symlink_to("nowhere")
+        for target in (source, tmp_path / "link.pt", tmp_path, "/", "."):
+            assert "it is there already" in cli.error("convert", source, target)
+        assert load(source)["a"].sum() == 3
+
+    def test_whoever_comes_first(
+        self,
+        cli: Commands,
+        tmp_path: Path,
+        source: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Also in the last moment."""
+        target, compare = tmp_path / "m.pt", convert._compare
+
+        def late(*args: Any) -> None:
+            compare(*args)
+            target.write_text("precious")
+
+        monkeypatch.setattr(convert, "_compare", late)
+        cli.error("convert", source, target)
+        assert target.read_text() == "precious"
+        assert names(tmp_path) == ["m.pt", "s-1"]
+
+    def test_a_temporary_file(
+        self, cli: Commands, tmp_path: Path, source: Path
+    ) -> None:
+        """A link is not followed, a dead conversion's goes, a live one's stays."""
+        temporary, target = tmp_path / ".m.pt.tmp", tmp_path / "m.pt"
+        (tmp_path / "victim").write_text("precious")
+        temporary.symlink_to("victim")
+        cli.error("convert", source, target)
+        assert (tmp_path / "victim").read_text() == "precious"
+        temporary.unlink()
+        with temporary.open("w") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            error = cli.error("convert", source, target)
+            assert "another process is writing it" in error
+            assert temporary.exists()
+        temporary.write_bytes(b"x" * 100_000)
+        cli("convert", source, target)
+        assert load(target)["a"].sum() == 3
+        assert names(tmp_path) == ["m.pt", "s-1", "victim"]
+
+    @pytest.mark.parametrize("call", ["fsync", "renameat2"])
+    def test_its_own_death(
+        self, cli: Commands, tmp_path: Path, source: Path, call: str
+    ) -> None:
+        """Nothing has the name, and the next one takes it."""
+        target = tmp_path / "m.pt"
+        command = [sys.executable, "-m", "aiockpt", "convert", str(source), str(target)]
+        fault = SystemCallFault(call, "KILL")
+        fault.run(command, env=ENVIRONMENT)
+        assert fault.struck
+        assert names(tmp_path) == [".m.pt.tmp", "s-1"]
+        cli("convert", source, target)
+        assert load(target)["a"].sum() == 3
+        assert names(tmp_path) == ["m.pt", "s-1"]
+
+
+class TestOptions:
+    """What was asked for is done, or refused."""
+
+    def test_those_that_mean_nothing(
+        self, cli: Commands, tmp_path: Path, source: Path
+    ) -> None:
+        """A file has no step of ours, and no ranks."""
+        target = tmp_path / "m.pt"
+        error = cli.error("convert", source, target, "--step", 3, code=2)
+        assert "--step is for checkpoint directories" in error
+        cli("convert", source, target)
+        error = cli.error("convert", target, tmp_path / "o", "--rank", 0, code=2)
+        assert "--rank is for checkpoint directories" in error
+
+    @pytest.mark.parametrize("ours", [True, False])
+    def test_one_of_several_ranks(
+        self, cli: Commands, tmp_path: Path, ours: bool
+    ) -> None:
+        """Of our checkpoint, or of one of torch's experimental checkpointers."""
+        both = tmp_path / "step-4"
+        if ours:
+            save_by_two(both)
+        else:
+            both.mkdir()
+            for rank in (0, 1):
+                torch.save({"rank": rank}, both / f"checkpoint_{rank}.pt")
+        target = tmp_path / "m.pt"
+        error = cli.error("convert", both, target, code=2 if ours else 1)
+        assert ("choose one with --rank" if ours else "2 ranks wrote it") in error
+        cli("convert", both, target, "--rank", 1)
+        assert load(target) == {"rank": 1}
+
+    @pytest.mark.parametrize("form", FORMS[:2])
+    def test_permissions(
+        self, cli: Commands, tmp_path: Path, source: Path, form: str
+    ) -> None:
+        """Those of a file, which is no program, without what the umask takes."""
+        before = os.umask(0o027)
+        try:
+            cli("convert", source, tmp_path / form)
+        finally:
+            os.umask(before)
+        assert stat.S_IMODE((tmp_path / form).stat().st_mode) == 0o640

@@ -1,0 +1,393 @@
+"""``aiockpt fetch``: a file arrives whole or not at all, and says why."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from aiockpt.testing.faults import (
+    Answer,
+    CutAfter,
+    Drip,
+    Fault,
+    FaultProxy,
+    Pipe,
+    StallAfter,
+)
+from tests.support.commandline import (
+    CHUNK,
+    PATIENCE,
+    Commands,
+    OnlyTheEnd,
+    Serving,
+    aiockpt_command,
+    beside,
+    run_shell,
+    serving,
+    start_aiockpt,
+    the_error,
+    until,
+)
+from tests.support.disks import small_disk
+from tests.support.proofs import proves
+from tests.support.saved import names
+
+pytestmark = pytest.mark.timeout(180)
+
+SLACK = CHUNK // 2
+"""Heads, and what was under way when a connection was cut or stopped."""
+
+NOBODY = "http://127.0.0.1:9/checkpoint/"
+
+
+class FlipAlways(Fault):
+    """A bit of every larger piece arrives inverted."""
+
+    async def forward(self, pipe: Pipe, data: bytes, at: int) -> None:
+        if len(data) > 10_000:  # headers are smaller
+            data = bytes([*data[:-1], data[-1] ^ 1])
+        await pipe.send(data)
+
+
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        ("{base}#{token}", []),
+        ("{base}7#{token}", []),
+        ("{base}7/full#{token}", ["--step", "7"]),
+        ("{base}7/metadata", ["--token={token}"]),
+        ("{base}latest#{token}", ["--max-size", "1GiB"]),
+        ("{root}#{token}", ["--timeout", "60"]),
+    ],
+)
+def test_every_way_to_name_a_checkpoint(
+    cli: Commands,
+    server: Serving,
+    file: Path,
+    tmp_path: Path,
+    form: str,
+    options: list[str],
+) -> None:
+    """The metadata, or what a browser's address bar would show."""
+    root = server.base.removesuffix("/checkpoint/")
+    words = {"base": server.base, "token": server.token, "root": root}
+    url, *rest = (each.format(**words) for each in [form, *options])
+    assert cli("fetch", url, "-q", "-o", tmp_path / "f", *rest) == ("", "")
+    assert (tmp_path / "f").read_bytes() == file.read_bytes()
+
+
+def test_the_environment_may_hold_the_token(
+    cli: Commands, server: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it is in no list of processes."""
+    (tmp_path / "token").write_text(f"{server.token}\n")
+    monkeypatch.setenv("AIOCKPT_TOKEN_PATH", str(tmp_path / "token"))
+    cli("fetch", server.base, "-q", "-o", tmp_path / "f")
+
+
+class TestMessages:
+    """What is shown while it runs, and at its end."""
+
+    def test_a_summary_where_nobody_watches(
+        self, cli: Commands, server: Serving, tmp_path: Path
+    ) -> None:
+        """Plain lines, and no control characters."""
+        out, err = cli("fetch", server.metadata, "-o", tmp_path / "f")
+        assert out == ""
+        assert re.search(r"f: step 7, snapshot [0-9a-f]{32}\n41.9 MB at .*/s", err)
+        assert "\r" not in err
+
+    @pytest.mark.parametrize("watched", [True, False])
+    def test_a_bar_on_a_terminal(
+        self, server: Serving, tmp_path: Path, watched: bool
+    ) -> None:
+        """A terminal that goes away is not blamed on the peer."""
+        ours, theirs = os.openpty()
+        command = ("fetch", server.metadata, "-o", tmp_path / "f")
+        fetch = start_aiockpt(*command, stderr=theirs, start_new_session=True)
+        os.close(theirs)
+        shown = b""
+        try:
+            while watched:
+                shown += os.read(ours, 4096)
+        except OSError:  # Linux says so when the program has ended
+            pass
+        os.close(ours)
+        assert fetch.wait(PATIENCE) == 0
+        assert (tmp_path / "f").exists()
+        if watched:
+            bar = rb"\[#{9,}\] 100%  41.9 MB of 41.9 MB  .*/s  ETA 0:00"
+            assert b"waiting" in shown
+            assert re.search(bar, shown)
+
+    @pytest.mark.parametrize("how", ["2>&-", "2>&1 >&- | true", ">&- 2>&-"])
+    def test_nobody_reads_them(self, small: Path, how: str) -> None:
+        """A closed stderr costs the messages, not the connection."""
+        target = small.with_name("f")
+        with serving(small) as running:
+            # With a pipe the status is that of ``true``; the file tells.
+            fetch = shlex.join(aiockpt_command("fetch", running.metadata, "-o", target))
+            run_shell(f"sleep 0; {fetch} {how}")
+        assert torch.equal(load_file(target)["w"], torch.ones(3))
+        assert names(small.parent) == ["f", "model.pt"]
+
+
+def test_an_early_fetch_waits(file: Path, tmp_path: Path) -> None:
+    """For a sender that is not there yet; one that lets anybody fetch."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    url, target = f"http://127.0.0.1:{port}/checkpoint/", tmp_path / "f"
+    with (
+        start_aiockpt("fetch", url, "-q", "--wait", 60, "-o", target) as early,
+        serving(file, "--port", port, "--insecure") as running,
+    ):
+        assert early.wait(PATIENCE) == 0
+        assert "#" not in running.fetch
+        assert "Bearer" not in running.curl
+    assert target.read_bytes() == file.read_bytes()
+
+
+@proves("cell aiockpt fetch: timeout", "cell aiockpt fetch: cancel")
+@pytest.mark.parametrize("end", ["timeout", "interrupt", "kill"])
+def test_the_next_fetch_goes_on(
+    cli: Commands, server: Serving, file: Path, tmp_path: Path, end: str
+) -> None:
+    """What was verified is not fetched again, and the old file stays until then.
+
+    The next fetch is from another sender of the same checkpoint.
+    """
+    target, part = tmp_path / "f", tmp_path / "f.part"
+    target.write_text("old")
+    last = file.read_bytes()[-CHUNK // 4 :]
+    fault = OnlyTheEnd(2 * CHUNK)
+    with beside(FaultProxy("127.0.0.1", server.port, otherwise=fault)) as proxy:
+        url = proxy.url(f"/checkpoint/#{server.token}")
+        limit = ("--timeout", 3) if end == "timeout" else ()
+        fetch = start_aiockpt("fetch", url, "-q", "--overwrite", "-o", target, *limit)
+        if end != "timeout":
+            until(lambda: part.exists() and part.read_bytes().endswith(last))
+            fetch.send_signal(signal.SIGINT if end == "interrupt" else signal.SIGKILL)
+        _, err = fetch.communicate(timeout=PATIENCE)
+    assert fetch.returncode == {"timeout": 1, "interrupt": 130, "kill": -9}[end]
+    assert target.read_text() == "old"
+    if end != "kill":
+        (line,) = err.splitlines()
+        assert f"what was verified is in {part}" in line
+        assert "run the same command again" in line
+        assert end != "timeout" or "timed out after 3 s while fetching step 7" in line
+    with (
+        serving(file) as second,
+        beside(FaultProxy("127.0.0.1", second.port)) as clean,
+    ):
+        url = clean.url(f"/checkpoint/#{second.token}")
+        _, err = cli("fetch", url, "--overwrite", "-o", target)
+        assert 2 * CHUNK < clean.statistics().bytes_down < 2 * CHUNK + SLACK
+    assert "were there already) at " in err
+    assert target.read_bytes() == file.read_bytes()
+    assert names(tmp_path) == ["f"]
+
+
+class TestBadConnections:
+    """A bad way to the sender costs time, never a wrong byte."""
+
+    def test_broken_ones_are_made_again(
+        self, cli: Commands, server: Serving, file: Path, tmp_path: Path
+    ) -> None:
+        """Within one fetch."""
+        cuts = [CutAfter(CHUNK // 2, reset=bool(n % 2)) for n in range(4)]
+        with beside(FaultProxy("127.0.0.1", server.port, faults=cuts)) as proxy:
+            url = proxy.url(f"/checkpoint/#{server.token}")
+            cli("fetch", url, "-q", "-o", tmp_path / "f")
+        assert (tmp_path / "f").read_bytes() == file.read_bytes()
+
+    @proves("cell aiockpt fetch: error")
+    @pytest.mark.parametrize("command", ["fetch", "verify"])
+    def test_a_bit_that_always_flips(
+        self, cli: Commands, server: Serving, tmp_path: Path, command: str
+    ) -> None:
+        """The error names the chunk, and there is no file."""
+        fault = FlipAlways()
+        more = ("-o", tmp_path / "f") if command == "fetch" else ()
+        with beside(FaultProxy("127.0.0.1", server.port, otherwise=fault)) as proxy:
+            url = proxy.url(f"/checkpoint/#{server.token}")
+            error = cli.error(command, url, *more)
+        chunk = r"chunk \d from http://127.0.0.1:\d+/checkpoint/ has digest"
+        assert re.match(chunk, error)
+        assert not (tmp_path / "f").exists()
+
+    @proves("cell aiockpt fetch: the other one dies")
+    def test_a_sender_that_dies(self, file: Path, tmp_path: Path) -> None:
+        """An error comes as soon as the sender is not expected back."""
+        part, fault = tmp_path / "f.part", StallAfter(CHUNK // 4)
+        with serving(file) as running:
+            proxy = FaultProxy("127.0.0.1", running.port, otherwise=fault)
+            with beside(proxy):
+                url = proxy.url(f"/checkpoint/#{running.token}")
+                command = ("fetch", url, "--reconnect", 0.5, "-o", tmp_path / "f")
+                fetch = start_aiockpt(*command)
+                until(part.exists)
+                running.process.kill()
+            _, err = fetch.communicate(timeout=PATIENCE)
+            running.process.wait()
+        assert fetch.returncode == 1
+        assert "is the sender running there?" in the_error(err)
+        assert not (tmp_path / "f").exists()
+
+    def test_a_sender_that_dies_and_comes_back(
+        self, file: Path, tmp_path: Path
+    ) -> None:
+        """The fetch goes on in the middle of a chunk."""
+        target, token = tmp_path / "f", ("--token", "a-secret")
+        with serving(file, *token) as first:
+            slow = Drip(8e6, burst=1 << 16)
+            proxy = FaultProxy("127.0.0.1", first.port, otherwise=slow)
+            with beside(proxy):
+                more = (*token, "--reconnect", PATIENCE)
+                fetch = start_aiockpt(
+                    "fetch", proxy.url("/checkpoint/"), "-o", target, *more
+                )
+                until(lambda: proxy.statistics().bytes_down > CHUNK // 2)
+                first.process.kill()
+                first.process.wait()
+                proxy.otherwise = Drip(1e9, burst=1 << 20)
+                with serving(file, *token) as second:
+                    proxy.target = ("127.0.0.1", second.port)
+                    _, err = fetch.communicate(timeout=PATIENCE)
+                sent = proxy.statistics().bytes_down
+        assert fetch.returncode == 0, err
+        assert target.read_bytes() == file.read_bytes()
+        assert sent < len(file.read_bytes()) + SLACK
+
+
+class TestSeveralSenders:
+    """A file from several senders of the same checkpoint."""
+
+    def test_each_gives_a_part(
+        self, cli: Commands, server: Serving, file: Path, tmp_path: Path
+    ) -> None:
+        """Each has its own token; the summary says how much came from whom."""
+        target = tmp_path / "f"
+        with serving(file) as other:
+            urls = [server.metadata, NOBODY, other.metadata]
+            _, err = cli("fetch", *urls, "-o", target)
+        assert target.read_bytes() == file.read_bytes()
+        assert f"of it from {server.base}\n" in err
+        assert f"of it from {other.base}\n" in err
+        assert f"0 B of it from {NOBODY}" in err
+        assert server.token not in err
+
+    def test_nobody_is_there(self, cli: Commands, tmp_path: Path) -> None:
+        """One line says so of the first one."""
+        urls = [NOBODY, "http://127.0.0.1:10/checkpoint/"]
+        error = cli.error("fetch", *urls, "-o", tmp_path / "f")
+        assert "cannot reach http://127.0.0.1:9/" in error
+        assert ".part" not in error  # nothing is there to go on from
+        assert names(tmp_path) == []
+
+
+class TestErrors:
+    """One line that names the thing; nothing is left behind."""
+
+    @pytest.fixture(autouse=True)
+    def _nothing_is_written(self, tmp_path: Path) -> Iterator[None]:
+        before = names(tmp_path)
+        yield
+        assert names(tmp_path) == before
+
+    @pytest.mark.parametrize(
+        ("url", "options", "reason"),
+        [
+            ("{base}8#{token}", "", "step 8 is not published at "),
+            ("{base}6#{token}", "", "step 6 is not published at "),
+            ("{base}#{token}", "--step 8 --wait 0.3", "being served is step 7"),
+            ("{base}#not-the-token", "", "refused the token"),
+            ("{base}", "", "refused the token"),
+            ("http://127.0.0.1:1/checkpoint/", "", "cannot reach http://127.0.0.1:1/"),
+            ("http://no-such-host.invalid/", "", "cannot reach http://no-such-host.in"),
+            ("http://127.0.0.1:{port}/other/#{token}", "", "aiockpt server?"),
+            ("{base}#{token}", "--max-size 1MiB", "1048576 (1.0 MB) of --max-size; "),
+            ("http://h/", "--cafile /nonexistent", "/nonexistent: it holds no us"),
+        ],
+    )
+    def test_what_cannot_be_fetched(
+        self,
+        cli: Commands,
+        server: Serving,
+        tmp_path: Path,
+        url: str,
+        options: str,
+        reason: str,
+    ) -> None:
+        """The step, the token, the host, the path, or the size is wrong."""
+        words = {"base": server.base, "token": server.token, "port": server.port}
+        where = ("-o", tmp_path / "f")
+        error = cli.error("fetch", url.format(**words), *options.split(), *where)
+        assert reason in error
+        assert server.token not in error
+        assert "not-the-token" not in error
+
+    @pytest.mark.parametrize(
+        "answer",
+        [
+            b"SSH-2.0-OpenSSH_9.2\r\n",
+            b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello",
+            b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\n\r\n",
+        ],
+    )
+    def test_a_server_of_another_kind(
+        self, cli: Commands, tmp_path: Path, answer: bytes
+    ) -> None:
+        """It is asked whether it is one of ours, and no redirect is followed."""
+        with beside(FaultProxy("127.0.0.1", 1, otherwise=Answer(answer))) as proxy:
+            url = proxy.url("/checkpoint/")
+            assert url in cli.error("fetch", url, "-o", tmp_path / "f")
+
+    @pytest.mark.parametrize(
+        ("output", "reason"),
+        [
+            ("missing/f", "there is no directory"),
+            (".", "it is a directory; name a file in it"),
+            ("/dev/null", "it is not a regular file"),
+        ],
+    )
+    def test_a_file_that_cannot_be(
+        self, cli: Commands, tmp_path: Path, output: str, reason: str
+    ) -> None:
+        """It is found out before anybody is asked."""
+        assert reason in cli.error("fetch", NOBODY, "-o", tmp_path / output)
+
+    def test_a_full_disk(self, cli: Commands, server: Serving, tmp_path: Path) -> None:
+        """The error names the free space, and the old file is intact."""
+        disk = tmp_path / "disk"
+        with small_disk(disk, 1 << 20):
+            (disk / "f").write_text("old")
+            command = ("fetch", server.metadata, "--overwrite", "-o", disk / "f")
+            error = cli.error(*command)
+            assert "No space left on device: 41.9 MB are needed and 1.0 MB are" in error
+            assert (disk / "f").read_text() == "old"
+            assert names(disk) == ["f"]
+        disk.rmdir()
+
+
+def test_nothing_is_replaced_unless_told_to(
+    cli: Commands, server: Serving, file: Path, tmp_path: Path
+) -> None:
+    """The refusal comes before anything is fetched."""
+    target = tmp_path / "f"
+    target.write_text("precious")
+    error = cli.error("fetch", server.metadata, "-o", target)
+    assert f"{target}: it is there already" in error
+    assert "--overwrite" in error
+    assert target.read_text() == "precious"
+    cli("fetch", server.metadata, "--overwrite", "-o", target)
+    assert target.read_bytes() == file.read_bytes()

@@ -1,0 +1,280 @@
+"""``aiockpt serve``: what can be served, and the commands that it prints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import shutil
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import trustme
+from safetensors.torch import load_file, save_file
+
+from aiockpt.testing import FaultUnavailableError, assert_same
+from tests.support.commandline import (
+    CHUNK,
+    ENVIRONMENT,
+    PATIENCE,
+    Commands,
+    Serving,
+    aiockpt_command,
+    run_aiockpt,
+    run_shell,
+    serving,
+    the_error,
+)
+from tests.support.link import Link
+from tests.support.proofs import proves
+from tests.support.saved import load, save, save_by_two, training_state
+
+pytestmark = pytest.mark.timeout(180)
+
+HAS_CURL = shutil.which("curl") is not None
+
+
+def certificate(place: Path) -> tuple[object, ...]:
+    """Return the options for TLS with a certificate of this host."""
+    cert, key = place / "cert.pem", place / "key.pem"
+    issued = trustme.CA().issue_cert("127.0.0.1")
+    issued.private_key_pem.write_to_path(key)
+    for part in issued.cert_chain_pems:
+        part.write_to_path(cert, append=True)
+    return ("--tls-cert", cert, "--tls-key", key)
+
+
+class TestPrintedCommands:
+    """Pasted into another shell, they fetch what is served."""
+
+    @proves("cell aiockpt fetch: success")
+    @pytest.mark.parametrize("tool", ["fetch", "curl"])
+    def test_they_make_the_file_that_they_name(
+        self, server: Serving, file: Path, model: Path, tmp_path: Path, tool: str
+    ) -> None:
+        """Any tool that reads safetensors finds the tensors under their paths."""
+        if tool == "curl" and not HAS_CURL:
+            pytest.skip("curl is not installed")
+        done = run_shell(getattr(server, tool), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        (made,) = tmp_path.iterdir()
+        assert made.name == "model-step7.safetensors"
+        assert made.read_bytes() == file.read_bytes()
+        expected, found = torch.load(model, weights_only=True), load_file(made)
+        assert torch.equal(found["model.weight"], expected["model"]["weight"])
+        assert torch.equal(found["model.bias"], expected["model"]["bias"])
+
+    def test_over_tls_they_trust_the_certificate(self, tmp_path: Path) -> None:
+        """Another tool's file is served; who does not trust it fetches nothing."""
+        save_file({"a": torch.arange(1000)}, tmp_path / "a.safetensors")
+        options = (*certificate(tmp_path), "--token=-secret")
+        with serving(tmp_path / "a.safetensors", *options) as running:
+            assert running.base.startswith("https://")
+            made = tmp_path / "a-step0.safetensors"
+            for command in [running.fetch, *([running.curl] if HAS_CURL else [])]:
+                done = run_shell(command, cwd=tmp_path)
+                assert done.returncode == 0, done.stderr
+                assert torch.equal(load_file(made)["a"], torch.arange(1000))
+                made.unlink()
+            where = ("--token=-secret", "-o", tmp_path / "b")
+            distrusting = run_aiockpt("fetch", running.base, *where)
+        assert "certificate" in the_error(distrusting.stderr)
+        assert not (tmp_path / "b").exists()
+
+    @pytest.mark.parametrize("variable", ["AIOCKPT_TOKEN", "AIOCKPT_TOKEN_PATH"])
+    def test_a_token_of_the_environment_stays_there(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+    ) -> None:
+        """They take it from where it is."""
+        save_file({"a": torch.arange(1000)}, tmp_path / "a.safetensors")
+        (tmp_path / "the token").write_text("not-to-be-seen")
+        path = variable.endswith("PATH")
+        value = str(tmp_path / "the token") if path else "not-to-be-seen"
+        monkeypatch.setitem(ENVIRONMENT, variable, value)
+        with serving(tmp_path / "a.safetensors") as running:
+            assert "not-to-be-seen" not in running.announcement
+            made = tmp_path / "a-step0.safetensors"
+            for command in [running.fetch, *([running.curl] if HAS_CURL else [])]:
+                done = run_shell(command, cwd=tmp_path)
+                assert done.returncode == 0, done.stderr
+                made.unlink()
+
+    def test_they_name_what_another_host_needs(
+        self, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Files and variables of this host, and the program without its path."""
+        monkeypatch.setitem(ENVIRONMENT, "AIOCKPT_TOKEN", "not-to-be-seen")
+        elsewhere = ("--advertise", "trainer.example")
+        with serving(small, *certificate(tmp_path), *elsewhere) as running:
+            pass
+        assert running.fetch.startswith("aiockpt fetch ")
+        assert "//trainer.example:" in running.fetch
+        assert "from this host only" not in running.announcement
+        needs = f"(another host needs a copy of {tmp_path}/cert.pem, and AIOCKPT_TOKEN)"
+        assert needs in running.announcement
+        (tmp_path / "token").write_text("not-to-be-seen")
+        monkeypatch.delitem(ENVIRONMENT, "AIOCKPT_TOKEN")
+        monkeypatch.setitem(ENVIRONMENT, "AIOCKPT_TOKEN_PATH", str(tmp_path / "token"))
+        with serving(small, *elsewhere) as running:
+            pass
+        assert "(another host needs AIOCKPT_TOKEN_PATH)" in running.announcement
+        assert '$(cat "$AIOCKPT_TOKEN_PATH")' in running.curl
+
+    @pytest.mark.asyncio
+    async def test_they_work_on_another_host(self, small: Path, tmp_path: Path) -> None:
+        """That host has a network of its own, and a link to the one that serves."""
+        async with AsyncExitStack() as stack:
+            try:
+                link = await stack.enter_async_context(Link())
+            except FaultUnavailableError as error:
+                pytest.skip(str(error))
+            # A later --host counts; nothing but loopback and the link is bound here.
+            with link.far.entered(), serving(small, "--host", "0.0.0.0") as running:
+                assert f"//{link.far_address}:" in running.fetch
+                with link.near.entered():
+                    fetch = await asyncio.create_subprocess_exec(
+                        *aiockpt_command(*shlex.split(running.fetch)[1:]),
+                        cwd=tmp_path,
+                        env=ENVIRONMENT,
+                    )
+                async with asyncio.timeout(PATIENCE):
+                    assert await fetch.wait() == 0
+        made = load_file(tmp_path / shlex.split(running.fetch)[-1])
+        assert torch.equal(made["w"], torch.ones(3))
+
+
+def test_a_fetched_file_is_served_again_as_it_was(cli: Commands, file: Path) -> None:
+    """Same step, same snapshot; and an interrupt ends it without another word."""
+    expected = json.loads(cli("inspect", file, "--json")[0])
+    with serving(file) as again:
+        found = json.loads(cli("inspect", again.metadata, "--json")[0])
+        refusal = cli.error("inspect", f"{again.base}#wrong")
+        assert again.end(signal.SIGINT) == f"Reading {file} (41.9 MB) ...\n"
+    assert found["step"] == 7
+    assert found["snapshot"] == expected["snapshot"]
+    assert again.token not in again.announcement + refusal
+    assert "wrong" not in refusal
+    assert "from this host only" in again.announcement
+
+
+def one_step(place: Path) -> None:
+    """Make a checkpoint."""
+    save(place, {"a": torch.ones(3)})
+
+
+def steps(place: Path) -> None:
+    """Make a directory of checkpoints."""
+    for step in (9, 20):
+        one_step(place / f"step-{step}")
+
+
+def two_ranks(place: Path) -> None:
+    """Make a checkpoint of two ranks."""
+    save_by_two(place, {"a": torch.zeros(1000)})
+
+
+def shards(place: Path) -> None:
+    """Make a directory as other tools do, of two files for one state dict."""
+    place.mkdir()
+    for number, key in enumerate("ab", 1):
+        path = place / f"model-0000{number}-of-00002.safetensors"
+        save_file({key: torch.ones(number)}, path)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "announced", "keys"),
+    [
+        (one_step, [], ["as step 9 "], {"a"}),
+        (steps, [], ["step-20", "the latest of 2"], {"a"}),
+        (two_ranks, ["--rank", "1"], ["as step 9 "], set()),
+        (shards, [], [], {"a", "b"}),
+    ],
+)
+def test_a_directory(
+    tmp_path: Path,
+    make: Callable[[Path], None],
+    options: list[str],
+    announced: list[str],
+    keys: set[str],
+) -> None:
+    """A checkpoint keeps its step; of several the latest is served."""
+    make(tmp_path / "step-9")
+    with serving(tmp_path / "step-9", *options) as running:
+        assert all(words in running.announcement for words in announced)
+        done = run_shell(running.fetch, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (made,) = tmp_path.glob("*.safetensors")
+    assert set(load_file(made)) == keys
+
+
+def test_what_was_saved_is_loaded_from_a_peer(tmp_path: Path) -> None:
+    """Whole, or some of it; and what was served is saved again."""
+    state = training_state()
+    del state["rng"]
+    saved = save(tmp_path / "step-9", state)
+    with serving(saved / "checkpoint_0.safetensors") as running:
+        assert_same(load(running.metadata), state)
+        assert load(running.metadata, select=["step"]) == {"step": 100}
+        again = save(tmp_path / "step-10", load(running.metadata))
+    assert_same(load(again), state)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({"a": {"b": [torch.per_tensor_affine]}}, "a.b[0] is a torch.qscheme: convert"),
+        ({"a": SimpleNamespace()}, "it holds a types.SimpleNamespace"),
+        (b"PK\3\4 but no zip", "{path}: torch cannot read it"),
+        (b"\x80\x02 no pickle", "{path}: torch cannot read it"),
+        (b"neither", "{path}: it cannot be read: this is no safetensors header"),
+        (None, "{path}: No such file or directory"),
+        ("logs/", "no checkpoint"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_served(
+    cli: Commands, tmp_path: Path, content: object, reason: str
+) -> None:
+    """The file is named, and what is wrong with it."""
+    path = tmp_path / "f"
+    if isinstance(content, dict):
+        torch.save(content, path)
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    elif isinstance(content, str):
+        (path / content).mkdir(parents=True)
+    assert reason.format(path=path) in cli.error("serve", path)
+
+
+def test_a_damaged_file(cli: Commands, file: Path, tmp_path: Path) -> None:
+    """It is not served: its new digests would hide the damage for ever."""
+    data, bad = bytearray(file.read_bytes()), tmp_path / "bad.safetensors"
+    data[CHUNK + 5] ^= 1
+    bad.write_bytes(data)
+    assert f"chunk 0 from {bad} has digest" in cli.error("serve", bad)
+
+
+def test_ranks_of_which_none_is_chosen(cli: Commands, tmp_path: Path) -> None:
+    """Each wrote its own part."""
+    two_ranks(tmp_path / "step-9")
+    error = cli.error("serve", tmp_path / "step-9", code=2)
+    assert "choose one with --rank" in error
+
+
+def test_the_port_is_checked_before_the_file_is_read(
+    cli: Commands, tmp_path: Path
+) -> None:
+    """Reading may take minutes."""
+    (tmp_path / "model.pt").write_bytes(b"PK\3\4 but no zip")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        where = ("--host", "127.0.0.1", "--port", port)
+        error = cli.error("serve", tmp_path / "model.pt", *where)
+    expected = f"cannot listen on 127.0.0.1:{port}: Address already in use"
+    assert error.startswith(expected)

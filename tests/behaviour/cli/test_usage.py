@@ -1,0 +1,128 @@
+"""The command line as a whole: its usage errors, exit codes and imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.support.commandline import (
+    ENVIRONMENT,
+    PATIENCE,
+    Commands,
+    Serving,
+    aiockpt_command,
+    run_shell,
+)
+
+HEAVY = ("torch", "aiohttp", "anyio", "numpy")
+
+USAGE = [
+    ([], "required"),
+    (["nonsense"], "invalid choice"),
+    (["fetch", "http://host/"], "required"),
+    (["fetch", "ftp://host/#secret", "-o", "f"], "http://host:port"),
+    (["fetch", "http://host:port/#secret", "-o", "f"], "http://host:port"),
+    (["fetch", "http://user:secret@host/", "-o", "f"], "http://host:port"),
+    (["fetch", "http://host/", "-o", "f", "--step", "-1"], "--step"),
+    (["fetch", "http://host/", "-o", "f", "--timeout", "nan"], "--timeout"),
+    (["fetch", "http://host/", "-o", "f", "--max-size", "10G"], "--max-size"),
+    (["serve", "f", "--port", "99999"], "--port"),
+    (["serve", "f", "--insecure", "--token", "secret"], "not allowed with"),
+    (["verify"], "required"),
+]
+"""What the parser refuses; its message names the help."""
+
+CONTRADICTIONS = [
+    (["fetch", "http://h/1", "--step", "2", "-o", "f"], "the URL names step 1 and"),
+    (["fetch", "http://h/7", "http://h/8", "-o", "f"], "the URLs name steps 7 and 8"),
+    (["fetch", "http://h/", "--token", "two words", "-o", "f"], "must be printable"),
+    (["serve", "f", "--tls-key", "k"], "--tls-cert"),
+    (["inspect", "ftp://host/"], "http://host:port"),
+    (["inspect", "http://host/", "--rank", "0"], "--rank"),
+    (["inspect", "f", "--step", "0"], "--step is for URLs"),
+    (["follow", "http://h/1", "-o", "d"], "step 1"),
+    (["ls", "http://host:1/c/#secret"], "it is a URL"),
+    (["serve", "http://host:1/c/#secret"], "aiockpt fetch"),
+    (["convert", "http://host:1/c/#secret", "copy.pt"], "aiockpt fetch"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason", "helps"),
+    [
+        *((*each, True) for each in USAGE),
+        *((*each, False) for each in CONTRADICTIONS),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(
+    cli: Commands, arguments: list[str], reason: str, helps: bool
+) -> None:
+    """Whoever finds it out; the secret is not repeated."""
+    error = cli.error(*arguments, code=2)
+    assert reason in error
+    assert not helps or "--help)" in error
+    assert "secret" not in error
+
+
+def test_a_reader_that_leaves(file: Path) -> None:
+    """As ``head`` does; it is no error to speak of."""
+    done = run_shell(f"{' '.join(aiockpt_command('inspect', file))} | true")
+    assert done.stderr == ""
+
+
+@pytest.mark.usefixtures("fresh_interpreters")
+class TestImports:
+    """What a command costs before it works."""
+
+    @pytest.mark.parametrize(
+        ("command", "expected"),
+        [
+            ("--help", set()),
+            ("nonsense", set()),
+            ("fetch ftp://host/ -o f", set()),
+            ("inspect /nonexistent", set()),
+            ("doctor --help", set()),
+            ("verify {file}", set()),
+            ("inspect {url}", {"aiohttp", "anyio"}),
+            ("fetch {url} -o {place}/f", {"aiohttp", "anyio"}),
+        ],
+    )
+    def test_a_command_loads_what_it_needs(
+        self,
+        server: Serving,
+        file: Path,
+        tmp_path: Path,
+        command: str,
+        expected: set[str],
+    ) -> None:
+        """Help and errors come at once, and a host without torch can fetch."""
+        words = {"url": server.metadata, "file": file, "place": tmp_path}
+        program = (
+            "import sys\n"
+            "from aiockpt.cli import main\n"
+            "try: main(sys.argv[1:])\n"
+            "except SystemExit: pass\n"
+            f"print('LOADED', *(n for n in {HEAVY!r} if n in sys.modules))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program, *command.format(**words).split()],
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=PATIENCE,
+        )
+        assert set(done.stdout.split("LOADED")[1].split()) == expected
+
+
+def test_a_file_without_digests_is_a_failure_and_no_wrong_usage(
+    cli: Commands, tmp_path: Path
+) -> None:
+    """Exit code 2 means wrong usage, and nothing else."""
+    save_file({"a": torch.ones(2)}, tmp_path / "f")
+    assert "no digests to verify" in cli.error("verify", tmp_path / "f")
