@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given
@@ -24,12 +25,10 @@ from tests.support.proofs import proves
 pytestmark = pytest.mark.torch_free
 
 SECRET = "a-secret-of-the-job"
-NAMES = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1)
+NAMES = st.from_regex(r"[\x21-\x7e]{1,100}", fullmatch=True)
 
 
-@given(
-    NAMES.filter(lambda name: len(name) <= 100), st.none() | st.integers(0, 2**63 - 1)
-)
+@given(NAMES, st.none() | st.integers(0, 2**63 - 1))
 def test_a_token_comes_back(receiver: str, step: int | None) -> None:
     """And fits into metadata, where it is the token."""
     token = make_token(SECRET, receiver, step=step, expires=1000.5)
@@ -41,7 +40,7 @@ def test_a_token_comes_back(receiver: str, step: int | None) -> None:
 
 @proves("threat S2")
 def test_every_other_token_is_none() -> None:
-    """A changed character, another secret, a part: none grants anything."""
+    """A changed character, another secret or a part grants nothing."""
     token = make_token(SECRET, "rank-3", step=7, expires=1000)
     assert read_token(token, SECRET + "x") is None
     for at, letter in enumerate(token):
@@ -81,35 +80,22 @@ def test_the_secret_of_one_use_is_none_for_the_other() -> None:
         (Grant("r", 7, 1000), None, 999, "for step 7 only"),
     ],
 )
-def test_a_grant_has_a_step_and_an_end(
-    grant: Grant, step: str | None, now: float, fault: str | None
-) -> None:
+def test_a_grant_has_a_step_and_an_end(grant, step, now, fault) -> None:
     """Clocks may differ by the skew."""
-    if fault is None:
+    expected = (
+        pytest.raises(AuthenticationError, match=fault) if fault else nullcontext()
+    )
+    with expected:
         grant.check(step, now=now)
-    else:
-        with pytest.raises(AuthenticationError, match=fault):
-            grant.check(step, now=now)
 
 
 @pytest.mark.parametrize(
     ("receiver", "expires", "step"),
-    [
-        ("", 1, None),
-        ("two words", 1, None),
-        ("line\nend", 1, None),
-        ("é", 1, None),
-        ("x" * 101, 1, None),
-        ("r", 0, None),
-        ("r", float("nan"), None),
-        ("r", 1e13, None),
-        ("r", 1, -1),
-        ("r", 1, 1 << 63),
-    ],
-)
-def test_what_cannot_be_written_is_refused(
-    receiver: str, expires: float, step: int | None
-) -> None:
+    [("", 1, None), ("two words", 1, None), ("line\nend", 1, None), ("é", 1, None),
+     ("x" * 101, 1, None), ("r", 0, None), ("r", float("nan"), None),
+     ("r", 1e13, None), ("r", 1, -1), ("r", 1, 1 << 63)],
+)  # fmt: skip
+def test_what_cannot_be_written_is_refused(receiver, expires, step) -> None:
     """Where the token is made."""
     with pytest.raises(ValueError, match=r"receiver|time or step"):
         make_token(SECRET, receiver, expires=expires, step=step)
