@@ -193,11 +193,8 @@ def run_faults(session: nox.Session, *tests: str, report: bool) -> None:
         session.run("pytest", "--timeout", "900", *tests, env=env)
     finally:  # a row that fails is on the page, too
         if report and results.exists():
-            report_on = ("tests/support/faultreport.py", str(results))
-            session.run(
-                *("python", *report_on, "docs/reliability.md"),
-                env={"PYTHONPATH": str(Path.cwd())},
-            )
+            report_on = ("-m", "tests.support.matrix", str(results))
+            session.run(*("python", *report_on), env={"PYTHONPATH": str(Path.cwd())})
 
 
 @nox.session(python=WHOLE)

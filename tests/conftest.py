@@ -30,13 +30,13 @@ PACKAGE = str(Path(aiockpt.__file__).parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join([PACKAGE, ROOT])
 
 from tests.support import forkserver  # noqa: E402 - it is found from here on
-from tests.support.faultrecord import EXHAUSTIVE  # noqa: E402
 from tests.support.leakcheck import (  # noqa: E402
     KINDS,
     ErrorLog,
     Footprint,
     allowed_leaks,
 )
+from tests.support.matrix import EXHAUSTIVE  # noqa: E402
 from tests.support.proofs import faults_of  # noqa: E402
 
 HAS_TORCH = find_spec("torch") is not None

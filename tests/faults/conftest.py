@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 import pytest
 
-from tests.support.faultrecord import Record
+from tests.support.matrix import Record
 from tests.support.proofs import faults_of
 
 _RECORD = pytest.StashKey[Record]()

@@ -25,8 +25,8 @@ from aiockpt.testing import (
     wall_clock_jumped,
 )
 from tests.support.commandline import ENVIRONMENT
-from tests.support.faultrecord import Record
 from tests.support.groups import moved, transports
+from tests.support.matrix import Record
 from tests.support.proofs import proves
 from tests.support.senders import MIB_SERVED
 from tests.support.serving import Peer

@@ -22,7 +22,7 @@ from aiockpt.testing import (
     assert_same,
 )
 from tests.support.faultpeers import next_faults, noise
-from tests.support.faultrecord import Record
+from tests.support.matrix import Record
 from tests.support.proofs import proves
 from tests.support.transports import MIB, Transport, pair, proxied, through, transport
 
@@ -183,7 +183,7 @@ async def test_one_inverted_bit_is_never_accepted(record: Record) -> None:
                     assert_same(got, state)
                     if flip.at > HEADS:
                         extra = (came - size - HEADS) / chunk
-                        record.within("extra", extra, 1, unit=" chunks", patience=16)
+                        record.within("extra", extra, 1, unit=" chunks")
                 record.ran()
 
     async with transport(chunk_bytes=chunk) as sender:

@@ -16,7 +16,7 @@ from aiockpt import AiockptError
 from aiockpt.testing import Answer, CutAfter, FaultProxy, assert_same
 from tests.support.caching import cached
 from tests.support.faultpeers import Hold, next_faults, noise, outcome
-from tests.support.faultrecord import Record
+from tests.support.matrix import Record
 from tests.support.proofs import proves
 from tests.support.transports import (
     MIB,

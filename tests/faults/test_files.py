@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import torn
-from tests.support.faultrecord import Record
+from tests.support.matrix import Record
 from tests.support.proofs import proves
 
 pytestmark = [pytest.mark.torch_free, pytest.mark.timeout(900)]

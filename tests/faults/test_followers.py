@@ -8,8 +8,8 @@ from contextlib import aclosing
 import pytest
 
 from aiockpt.testing import Drip
-from tests.support.faultrecord import Record
 from tests.support.followers import MIB, TOKEN, Trainer, attempts, check, publish, soon
+from tests.support.matrix import Record
 from tests.support.proofs import proves
 from tests.support.transports import port_of, proxied, through, transport
 

@@ -16,7 +16,7 @@ from aiockpt import StorageError
 from aiockpt.testing import assert_same
 from tests.support.commandline import ENVIRONMENT
 from tests.support.disks import in_small_shm, small_disk
-from tests.support.faultrecord import Record
+from tests.support.matrix import Record
 from tests.support.proofs import proves
 
 SUPPORT = Path(__file__).parents[1] / "support"

@@ -13,7 +13,7 @@ import pytest
 import aiockpt
 from aiockpt import AiockptError
 from aiockpt.testing import Interruption, assert_same, interruptions
-from tests.support.faultrecord import Record
+from tests.support.matrix import Record
 from tests.support.proofs import proves
 from tests.support.transports import Transport, pair, receive, transport, weights
 

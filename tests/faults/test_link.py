@@ -18,8 +18,8 @@ import pytest
 from aiockpt import TransportError
 from aiockpt.testing import FaultUnavailableError, assert_same
 from tests.support.faultpeers import noise, running, said
-from tests.support.faultrecord import Record
 from tests.support.link import Link
+from tests.support.matrix import Record
 from tests.support.proofs import proves
 from tests.support.serving import settle
 from tests.support.transports import MIB, Halfway, transport

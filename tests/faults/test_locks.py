@@ -10,8 +10,8 @@ import uvloop
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.support.faultrecord import Record
 from tests.support.lockmodel import LockMachine, Storm
+from tests.support.matrix import Record
 from tests.support.proofs import proves
 
 pytestmark = [pytest.mark.torch_free, pytest.mark.timeout(900)]

@@ -24,7 +24,7 @@ from tests.support.faultpeers import (
     sender,
     share,
 )
-from tests.support.faultrecord import Record
+from tests.support.matrix import Record
 from tests.support.proofs import proves
 from tests.support.serving import settle
 from tests.support.transports import MIB, Transport, transport

@@ -14,7 +14,7 @@ import pytest
 
 from aiockpt.errors import UnsupportedLeafError
 from aiockpt.testing import assert_same
-from tests.support.faultrecord import Record
+from tests.support.matrix import Record
 from tests.support.proofs import proves
 from tests.support.rankprocesses import ranks
 from tests.support.rankprocesses import transport as rank_transport

@@ -15,8 +15,8 @@ import pytest
 from aiockpt import AiockptError, StepNotFoundError
 from aiockpt.errors import PeerFailedError, ProcessGroupError
 from aiockpt.testing import assert_same, interrupted
-from tests.support.faultrecord import Record
 from tests.support.groups import Transport, transports
+from tests.support.matrix import Record
 from tests.support.proofs import proves
 from tests.support.transports import weights
 

@@ -23,8 +23,8 @@ from aiockpt.errors import ProcessGroupError, TransferTimeoutError, WorkerError
 from aiockpt.testing import Drip, FaultProxy, PeerProcess, assert_same
 from tests.support.checkpointing import Gate, eventually, is_running, wait_until
 from tests.support.commandline import ENVIRONMENT
-from tests.support.faultrecord import Record
 from tests.support.leakcheck import shm
+from tests.support.matrix import Record
 from tests.support.proofs import proves
 from tests.support.rank import MIB_SENT
 from tests.support.rankprocesses import ranks

@@ -26,7 +26,7 @@ from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.storage.directory import find_checkpoint
 from tests.support.checkpointing import use_cpu
 from tests.support.commandline import ENVIRONMENT
-from tests.support.faultrecord import Record
+from tests.support.matrix import Record
 from tests.support.proofs import proves
 from tests.support.rankthreads import LONG, SHORT, Dying, Job, job
 from tests.support.saved import load

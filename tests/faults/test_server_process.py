@@ -19,7 +19,7 @@ import pytest
 from aiockpt.memory.arena import Arena
 from aiockpt.testing import assert_same
 from tests.support.checkpointing import eventually
-from tests.support.faultrecord import Record
+from tests.support.matrix import Record
 from tests.support.proofs import proves
 from tests.support.transports import MIB, Transport, receive, transport, weights
 
@@ -118,7 +118,7 @@ async def test_a_retraction_is_in_time_whatever_the_process_does(
                 began = time.monotonic()
                 await sender.disallow_checkpoint()
                 late = time.monotonic() - began - GRACE
-                record.within(f"{trouble}: beyond the grace", late, LATE, patience=2.2)
+                record.within(f"{trouble}: beyond the grace", late, LATE)
                 async with asyncio.timeout(60):
                     got = await asyncio.gather(*map(came, readers))
                 assert max(got) < SIZE
@@ -181,7 +181,7 @@ async def test_a_retraction_does_not_wait_until_gigabytes_are_free(
             began = time.monotonic()
             await sender.disallow_checkpoint()
             late = time.monotonic() - began
-            record.within(f"{trouble}: until it has shrunk", late, LATE, patience=0.7)
+            record.within(f"{trouble}: until it has shrunk", late, LATE)
             async with asyncio.timeout(60):
                 got = await asyncio.gather(*map(came, readers))
             assert max(got) < SIZE

@@ -33,7 +33,7 @@ from aiockpt.testing import (
     StallAfter,
 )
 from tests.support.faultpeers import TOKEN, noise, sender
-from tests.support.faultrecord import Record
+from tests.support.matrix import Record
 from tests.support.proofs import proves
 from tests.support.transports import MIB, Transport, port_of, transport
 
@@ -211,6 +211,6 @@ async def test_a_soak_of_random_faults_corrupts_nothing(record: Record) -> None:
         assert torch.equal(got["weight"], soak._states[0]["weight"])
     done = soak.outcomes["done"]
     record.note(f"seed {seed}: {dict(sorted(soak.outcomes.items()))}")
-    record.within("corrupt", soak.outcomes["corrupt"], 0, unit="", patience=0)
+    record.within("corrupt", soak.outcomes["corrupt"], 0, unit="", slack=1)
     if record.exhaustive and "AIOCKPT_SOAK_SECONDS" not in os.environ:
         record.at_least("done", done, LEAST)

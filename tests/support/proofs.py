@@ -15,6 +15,7 @@ one that proves the promise: ``by="test_it"``.
 from __future__ import annotations
 
 import ast
+import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -23,10 +24,18 @@ from typing import Final
 
 import pytest
 
+from tests.support import matrix
 from tests.support.cells import CELLS, chosen
-from tests.support.faultrows import ROWS
 
-__all__ = ["PAGE", "faults_of", "promises", "proofs", "proves", "render"]
+__all__ = [
+    "PAGE",
+    "code_of_faults",
+    "faults_of",
+    "promises",
+    "proofs",
+    "proves",
+    "render",
+]
 
 TESTS: Final = Path(__file__).parents[1]
 DOCS: Final = TESTS.parent / "docs"
@@ -86,19 +95,42 @@ def _threats() -> dict[str, str]:
 
 
 def _faults() -> dict[str, str]:
-    return {f"fault {row.number}": row.fault for row in ROWS}
+    table = matrix.rows(matrix.PAGE.read_text())
+    return {f"fault {number}": cells[0] for number, cells in table.items()}
 
 
 def proofs() -> dict[str, list[str]]:
     """Return the tests, as ``file.py::Class::test``, by what they prove."""
     found = defaultdict(list)
-    for path in sorted(TESTS.rglob("test_*.py")):
-        for promise, test in _marks(ast.parse(path.read_text()).body, ""):
-            found[promise].append(f"{path.relative_to(TESTS).as_posix()}::{test}")
+    for promise, test, _ in _marks():
+        found[promise].append(test)
     return dict(found)
 
 
-def _marks(body: list[ast.stmt], owner: str) -> Iterator[tuple[str, str]]:
+def code_of_faults() -> dict[int, str]:
+    """Return a hash of the tests of each row of the matrix, without their layout."""
+    found = defaultdict(list)
+    for promise, _, source in _marks():
+        if promise.startswith("fault "):
+            found[int(promise[6:])].append("".join(source.split()))
+    return {
+        row: hashlib.sha256("".join(sorted(sources)).encode()).hexdigest()[:8]
+        for row, sources in sorted(found.items())
+    }
+
+
+def _marks() -> Iterator[tuple[str, str, str]]:
+    """Give each promise with a test of it: its name and its source."""
+    for path in sorted(TESTS.rglob("test_*.py")):
+        text = path.read_text()
+        if "@proves" in text or "@each_cell" in text:
+            file = path.relative_to(TESTS).as_posix()
+            yield from _marks_in(ast.parse(text).body, text, f"{file}::")
+
+
+def _marks_in(
+    body: list[ast.stmt], text: str, owner: str
+) -> Iterator[tuple[str, str, str]]:
     for node in body:
         if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -115,9 +147,11 @@ def _marks(body: list[ast.stmt], owner: str) -> Iterator[tuple[str, str]]:
                     named = [f"cell {cell.name}" for cell in cells]
                 case _:
                     continue
-            yield from ((promise, owner + node.name + "".join(by)) for promise in named)
+            test = owner + node.name + "".join(by)
+            source = ast.get_source_segment(text, node) or ""
+            yield from ((promise, test, source) for promise in named)
         if isinstance(node, ast.ClassDef):
-            yield from _marks(node.body, f"{node.name}::")
+            yield from _marks_in(node.body, text, f"{owner}{node.name}::")
 
 
 def render() -> str:
