@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests share the cores
 
@@ -38,6 +39,9 @@ from tests.support.leakcheck import (  # noqa: E402
 )
 from tests.support.matrix import EXHAUSTIVE  # noqa: E402
 from tests.support.proofs import faults_of  # noqa: E402
+
+if TYPE_CHECKING:
+    from tests.support.checkpointing import Gate
 
 HAS_TORCH = find_spec("torch") is not None
 HAS_TORCHFT = HAS_TORCH and find_spec("torchft") is not None
@@ -212,6 +216,16 @@ def allow_error_logs(error_log: ErrorLog) -> list[logging.LogRecord]:
 def fresh_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start the processes of this test as fresh interpreters, not as forks."""
     monkeypatch.setenv(forkserver.FRESH, "1")
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    """Return a gate at which a writer waits, in whatever process it is."""
+    from tests.support.checkpointing import Gate
+
+    made = Gate(tmp_path / "gate")
+    yield made
+    made.close()
 
 
 @pytest.fixture

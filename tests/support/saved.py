@@ -99,6 +99,12 @@ def training_state(seed: int = 0) -> dict[str, Any]:
     }
 
 
+def tied_state(fill: float = 1.0) -> dict[str, Any]:
+    """Return a small state dict with a tie and several containers."""
+    weight = torch.full((50_000,), fill)
+    return {"weight": weight, "tied": weight[10:20], "more": [1, ("a", {2: None})]}
+
+
 def flip(path: Path, offset: int) -> None:
     """Flip a bit of a file; a negative offset counts from its end."""
     with path.open("r+b") as file:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import ClassVar
 
 import pytest
 
@@ -17,6 +17,7 @@ from aiockpt import (
     make_sync_checkpointer,
 )
 from aiockpt.testing import CheckpointerConformance
+from tests.support.proofs import proves
 
 pytestmark = pytest.mark.asyncio
 
@@ -27,49 +28,45 @@ class TestSyncCheckpointer(CheckpointerConformance[SyncCheckpointer]):
     """Without an event loop, in the foreground."""
 
     @asynccontextmanager
-    async def checkpointer(self) -> AsyncIterator[SyncCheckpointer]:
-        """Make one."""
+    async def checkpointer(self):
         with make_sync_checkpointer() as made:
             yield made
 
 
+@proves(
+    "cell AsyncCheckpointer.load: success",
+    "cell SaveHandle.written: success",
+    by="test_what_is_saved_is_loaded",
+)
 class TestAsyncCheckpointer(CheckpointerConformance[AsyncCheckpointer]):
     """On the event loop; a process writes."""
 
+    config: ClassVar = CheckpointerConfig()
+
     @asynccontextmanager
-    async def checkpointer(self) -> AsyncIterator[AsyncCheckpointer]:
-        """Make one."""
-        async with make_async_checkpointer() as made:
+    async def checkpointer(self):
+        async with make_async_checkpointer(self.config) as made:
             yield made
 
 
-class TestAsyncCheckpointerInAThread(CheckpointerConformance[AsyncCheckpointer]):
+class TestAsyncCheckpointerInAThread(TestAsyncCheckpointer):
     """On the event loop; a thread writes."""
 
-    @asynccontextmanager
-    async def checkpointer(self) -> AsyncIterator[AsyncCheckpointer]:
-        """Make one."""
-        async with make_async_checkpointer(IN_A_THREAD) as made:
-            yield made
+    config = IN_A_THREAD
 
 
 class TestBackgroundCheckpointer(CheckpointerConformance[BackgroundCheckpointer]):
     """Without an event loop; a process writes."""
 
+    config: ClassVar = CheckpointerConfig()
+
     @asynccontextmanager
-    async def checkpointer(self) -> AsyncIterator[BackgroundCheckpointer]:
-        """Make one."""
-        with make_background_checkpointer() as made:
+    async def checkpointer(self):
+        with make_background_checkpointer(self.config) as made:
             yield made
 
 
-class TestBackgroundCheckpointerInAThread(
-    CheckpointerConformance[BackgroundCheckpointer]
-):
+class TestBackgroundCheckpointerInAThread(TestBackgroundCheckpointer):
     """Without an event loop; a thread writes."""
 
-    @asynccontextmanager
-    async def checkpointer(self) -> AsyncIterator[BackgroundCheckpointer]:
-        """Make one."""
-        with make_background_checkpointer(IN_A_THREAD) as made:
-            yield made
+    config = IN_A_THREAD
