@@ -28,6 +28,7 @@ from aiockpt.errors import (
 from aiockpt.testing import assert_same
 from tests.support.checkpointing import PATIENCE, GatedWriter, loaded, wait_until
 from tests.support.commandline import ENVIRONMENT
+from tests.support.proofs import proves
 from tests.support.saved import tied_state as state
 
 PROCESS = CheckpointerConfig()
@@ -220,6 +221,7 @@ made.save(dict(a=torch.ones(3_000_000)), "all/step-7")
         wait_until(lambda: aiockpt.latest(tmp_path / "all"), "the write")
         assert_same(loaded(tmp_path / "all" / "step-7"), {"a": torch.ones(3_000_000)})
 
+    @proves("cell CheckpointProcess.abandon: success")
     def test_a_block_that_fails_leaves_the_last_snapshot(self, tmp_path) -> None:
         """With ``keep_last_seconds``, an exception in the block counts as a death."""
         program = self.SAVES.format(process=True, keep=60)

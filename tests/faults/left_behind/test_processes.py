@@ -28,7 +28,7 @@ from tests.support.checkpointing import (
     pass_gate,
     reaped,
 )
-from tests.support.keeping import training
+from tests.support.trainer import trainer
 from tests.support.transports import weights
 
 LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
@@ -203,10 +203,11 @@ async def test_a_trainer_that_dies_while_it_closes(
     cell: Cell, tmp_path: Path, gate: Gate
 ) -> None:
     """The process writes what it was given all the same."""
-    async with training(tmp_path, 0, "save", "closing") as child:
-        assert is_running(child)
+    async with trainer(tmp_path, "save closing") as made:
+        await made.killed()
+        assert is_running(made.child)
         gate.open(5)
-        await eventually(lambda: not is_running(child), "the child's end")
+        await made.child_ends()
     found = loaded(tmp_path / "checkpoints" / "step-1")
     assert_same(found["step"], 1)
     assert cell.left == "later"

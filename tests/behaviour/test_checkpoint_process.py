@@ -1,0 +1,581 @@
+"""CheckpointProcess: what its child does, and what becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aiockpt.checkpointers.config import (
+    CheckpointProcessConfig,
+    CheckpointStagerConfig,
+    RankInfo,
+)
+from aiockpt.checkpointers.messages import Write
+from aiockpt.checkpointers.process import CheckpointProcess
+from aiockpt.checkpointers.stager import DefaultStager
+from aiockpt.errors import (
+    ClosedError,
+    LocalProtocolError,
+    StorageError,
+    UnsupportedLeafError,
+    WorkerError,
+    WorkerTimeoutError,
+)
+from aiockpt.runtime.ipc import Channel, encode
+from aiockpt.testing import assert_same
+from tests.support.checkpointing import (
+    PATIENCE,
+    Forsaken,
+    GatedWriter,
+    OwnFormat,
+    Troubled,
+    eventually,
+    has_begun,
+    has_torch,
+    is_running,
+    loaded,
+    note_threads,
+    pass_gate,
+    refuse,
+)
+from tests.support.commandline import ENVIRONMENT
+from tests.support.proofs import proves
+from tests.support.saved import tied_state as state
+from tests.support.terminals import FROM_A_TERMINAL, ignored
+
+ALONE = RankInfo(0, 1)
+
+
+@asynccontextmanager
+async def process(limits: Any = None, gate: Any = None, **options: Any):
+    """Make one, which writes when the gate says so if there is one; close it."""
+    if gate is not None:
+        options["checkpoint_writer_init_fn"] = GatedWriter
+        options["checkpoint_writer_init_args"] = {"gate": gate.path}
+    config = CheckpointProcessConfig(**limits or {})
+    made = CheckpointProcess(options.pop("rank_info", ALONE), config, **options)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+def pid_of(made: CheckpointProcess) -> int:
+    """Return the child's, which is there."""
+    assert made.pid is not None
+    return made.pid
+
+
+@pytest.mark.asyncio
+class TestWriting:
+    """What arrives on the disk."""
+
+    @proves("cell CheckpointProcess.write: success")
+    @pytest.mark.parametrize("shared", [True, False])
+    async def test_what_was_staged_is_written(
+        self, tmp_path, monkeypatch, *, shared: bool
+    ) -> None:
+        """To the trainer's directory, with or without memory that can be shared."""
+        live = state()
+        stager = DefaultStager(CheckpointStagerConfig(use_shared_memory=shared))
+        async with process() as made:
+            await made.ready()
+            monkeypatch.chdir(tmp_path)
+            with await stager.stage(live, step=3) as staged:
+                live["weight"].zero_()
+                await made.write(staged, "step-3")
+        await stager.close()
+        assert_same(loaded(tmp_path / "step-3"), state())
+
+    async def test_odd_names(self, tmp_path) -> None:
+        """Names of files are bytes; one that is too long is refused at once."""
+        bad = os.fsdecode(b"\xff")
+        async with process() as made:
+            await made.write(state(), tmp_path / bad)
+            assert_same(loaded(tmp_path / bad), state())
+            (tmp_path / f"{bad}2").touch()
+            with pytest.raises(StorageError, match=r"\\udcff"):
+                await made.write(state(), tmp_path / f"{bad}2" / "a")
+            for name in ("x" * 300, "x" * 500_000):
+                with pytest.raises(StorageError, match="name too long"):
+                    await made.write(state(), tmp_path / name)
+            await made.write(state(), tmp_path / "a")
+            assert made.restarts == 0
+
+    @proves("cell CheckpointProcess.submit: error")
+    async def test_a_keyword_that_is_no_data_is_refused(self, tmp_path) -> None:
+        """In the caller, by its name; the process is as before."""
+        async with process() as made:
+            with pytest.raises(UnsupportedLeafError, match="model"):
+                await made.write(state(), tmp_path / "a", model=torch.nn.Linear(1, 1))
+            await made.write(state(), tmp_path / "a")
+
+    async def test_a_writer_of_ones_own_may_change_what_it_gets(self, tmp_path) -> None:
+        """Its state dict is over the same memory, and its changes are its own."""
+        stager = DefaultStager()
+        async with process(checkpoint_writer_init_fn=OwnFormat) as made:
+            with await stager.stage(state(), step=1) as staged:
+                await made.write(staged, tmp_path / "a", tag="x")
+                assert_same(staged.state_dict(), state())
+        await stager.close()
+        found = torch.load(tmp_path / "a" / "0.own")
+        assert_same(found, [state(), {"tag": "x"}])
+
+    async def test_nothing_large_crosses(self, tmp_path, monkeypatch) -> None:
+        """The arena is shared; a header and keywords are sent."""
+        crossed: list[int] = []
+        arenas: list[int] = []
+        send = Channel.send
+
+        def counted(self, message, fds=()) -> None:
+            sizes = [os.fstat(fd).st_size for fd in fds]
+            if isinstance(message, Write):
+                arenas.append(sizes.pop())
+            crossed.append(len(encode(message)) + sum(sizes))
+            send(self, message, fds)
+
+        monkeypatch.setattr(Channel, "send", counted)
+        async with process() as made:
+            await made.write({"w": torch.ones(1 << 20)}, tmp_path / "a", loss=0.5)
+        assert arenas == [4 << 20]
+        assert sum(crossed) < 64 << 10
+
+    async def test_writes_keep_their_order(self, tmp_path, gate) -> None:
+        """The last one stands, whoever was handed over while another was written."""
+        async with process(gate=gate) as made:
+            path = str(tmp_path / "a")
+            tasks = [await made.submit(state(fill), path, {}) for fill in (1, 2, 3.0)]
+            gate.open(3)
+            assert all([await task.written() for task in tasks])
+        assert_same(loaded(tmp_path / "a"), state(3.0))
+
+
+async def later(result):
+    """Return it, or raise it, a moment later."""
+    await asyncio.sleep(0.01)
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def resolving(result):
+    """Return a thread pool's future, which resolves a moment later."""
+    found: Future[Any] = Future()
+    to = found.set_exception if isinstance(result, Exception) else found.set_result
+    asyncio.get_running_loop().call_later(0.01, to, result)
+    return found
+
+
+@pytest.mark.asyncio
+class TestFuture:
+    """``write`` takes a future of a state dict, as torch's does."""
+
+    @pytest.mark.parametrize(
+        "future_of",
+        [resolving, later, lambda result: asyncio.ensure_future(later(result))],
+        ids=["concurrent", "coroutine", "task"],
+    )
+    async def test_it_is_waited_for(self, tmp_path, future_of) -> None:
+        """Its result is written, staged or not; its exception is raised."""
+        stager = DefaultStager()
+        async with process() as made:
+            with await stager.stage(state(), step=1) as staged:
+                await made.write(future_of(staged), tmp_path / "step-1")
+            await made.write(future_of(state(2.0)), tmp_path / "step-2")
+            failing = future_of(ZeroDivisionError("while it was staged"))
+            with pytest.raises(ZeroDivisionError, match="while it was staged"):
+                await made.write(failing, tmp_path / "step-3")
+            assert made.restarts == 0
+        await stager.close()
+        for step in (1, 2):
+            assert_same(loaded(tmp_path / f"step-{step}"), state(float(step)))
+        assert not (tmp_path / "step-3").exists()
+
+    @pytest.mark.parametrize("kind", [Future, asyncio.Future])
+    async def test_a_cancel_leaves_it_alone(self, tmp_path, kind) -> None:
+        """It is the caller's: others may wait for it too, and it may fail later."""
+        async with process() as made:
+            future = kind()
+            writing = asyncio.create_task(made.write(future, tmp_path / "step-1"))
+            await asyncio.wait({writing}, timeout=0.05)
+            writing.cancel()
+            await asyncio.wait({writing})
+            assert writing.cancelled()
+            assert not future.cancelled()
+            future.set_exception(ZeroDivisionError("later"))
+            assert isinstance(future.exception(), ZeroDivisionError)
+        assert not (tmp_path / "step-1").exists()
+        async with asyncio.timeout(10):
+            with pytest.raises(ClosedError):
+                await made.write(kind(), tmp_path / "s", step=1)
+
+    @pytest.mark.parametrize("reason", ["future", "state", "working directory"])
+    async def test_the_other_ranks_are_told(
+        self, tmp_path, reason: str, monkeypatch
+    ) -> None:
+        """They would wait for a rank that has handed nothing over."""
+        diary, path = tmp_path / "diary", str(tmp_path / "step-3")
+        given: Any = {"bad": object()}
+        expected: type[Exception] = UnsupportedLeafError
+        if reason == "future":
+            given, expected = later(ZeroDivisionError("on purpose")), ZeroDivisionError
+        elif reason == "working directory":
+            given, path, expected = state(), "step-3", OSError
+        async with process(
+            rank_info=RankInfo(1, 2),
+            checkpoint_writer_init_fn=Forsaken,
+            checkpoint_writer_init_args={"diary": str(diary)},
+        ) as made:
+            await made.ready()
+            if reason == "working directory":
+                (tmp_path / "gone").mkdir()
+                monkeypatch.chdir(tmp_path / "gone")
+                (tmp_path / "gone").rmdir()
+            with pytest.raises(expected):
+                await made.write(given, path)
+            await eventually(diary.exists, "the note")
+            monkeypatch.chdir(tmp_path)
+        told, step, _ = diary.read_text().split(maxsplit=2)
+        assert (os.path.basename(told), step) == ("step-3", "3")
+
+
+@pytest.mark.asyncio
+class TestChild:
+    """The process itself."""
+
+    @proves("cell CheckpointProcess.ready: success")
+    @pytest.mark.usefixtures("fresh_interpreters")
+    async def test_it_starts_before_it_is_needed_and_without_torch(self) -> None:
+        """The first save waits for no interpreter."""
+        async with process() as made:
+            await made.ready()
+            assert pid_of(made) != os.getpid()
+            assert not has_torch(pid_of(made))
+
+    @pytest.mark.parametrize("told", [{}, {"nice": 0}, {"nice": 7, "io_idle": True}])
+    async def test_it_is_as_nice_as_told(self, tmp_path, told: dict[str, Any]) -> None:
+        """When it is ready, with all its threads; its start is as quick as may be."""
+        noted = tmp_path / "niceness"
+        async with process(
+            told, subprocess_init_fn=note_threads, subprocess_init_args=(str(noted),)
+        ) as made:
+            await made.ready()
+            mine = os.getpriority(os.PRIO_PROCESS, 0)
+            started_at, thread = map(int, noted.read_text().split())
+            assert started_at == mine
+            for each in (pid_of(made), thread):
+                lowered = min(mine + told.get("nice", 10), 19)
+                assert os.getpriority(os.PRIO_PROCESS, each) == lowered
+
+    async def test_what_a_terminal_sends_is_not_for_it(self, tmp_path) -> None:
+        """The trainer decides what becomes of the save."""
+        async with process() as made:
+            await made.ready()
+            pid = pid_of(made)
+            assert ignored(pid) >= FROM_A_TERMINAL
+            assert os.getsid(pid) == os.getsid(0)  # where its niceness counts
+            assert os.getpgid(pid) != os.getpgid(0)
+            os.kill(pid, signal.SIGINT)
+            await made.write(state(), tmp_path / "a")
+            assert made.restarts == 0
+
+    async def test_sigterm_lets_it_finish(self, tmp_path, gate) -> None:
+        """What was handed over is written; then it ends, and is replaced."""
+        async with process(gate=gate) as made:
+            submission = await made.submit(state(), str(tmp_path / "a"), {})
+            await has_begun(submission)
+            first = pid_of(made)
+            os.kill(first, signal.SIGTERM)
+            gate.open(2)
+            assert await submission.written()
+            await made.write(state(2.0), tmp_path / "b")  # by either of the two
+            await eventually(lambda: made.pid not in (None, first), "the successor")
+        assert_same(loaded(tmp_path / "a"), state())
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"subprocess_init_fn": lambda: None},
+            {"subprocess_init_args": (lambda: None,)},
+        ],
+        ids=["function", "argument"],
+    )
+    async def test_what_cannot_be_pickled_is_refused_at_once(self, options) -> None:
+        """Not in the first save."""
+        with pytest.raises(LocalProtocolError, match="cannot be pickled"):
+            CheckpointProcess(ALONE, **options)
+
+    @proves("cell CheckpointProcess.ready: error")
+    @pytest.mark.allow_error_logs
+    async def test_a_failed_init_function_is_told(self, tmp_path) -> None:
+        """To each write, with its traceback; it is a RuntimeError, as in torch."""
+        async with process(subprocess_init_fn=refuse) as made:
+            for _ in range(2):
+                with pytest.raises(WorkerError, match="no such environment") as caught:
+                    await made.write(state(), tmp_path / "a")
+                assert "LookupError" in caught.value.remote_traceback
+                assert isinstance(caught.value, RuntimeError)
+                assert not isinstance(caught.value, TimeoutError)
+
+    @proves("cell CheckpointProcess.ready: timeout")
+    @pytest.mark.allow_error_logs
+    async def test_a_slow_start_has_a_deadline(self, tmp_path, gate) -> None:
+        """A child that does not become ready is killed."""
+        async with process(
+            {"subprocess_init_timeout_secs": 0.2},
+            subprocess_init_fn=pass_gate,
+            subprocess_init_args=(gate.path,),
+        ) as made:
+            limit = r"0.2 s \(subprocess_init_timeout"
+            with pytest.raises(WorkerTimeoutError, match=limit) as caught:
+                await made.write(state(), tmp_path / "a")
+            assert isinstance(caught.value, RuntimeError)
+            assert isinstance(caught.value, TimeoutError)
+            assert caught.value.exitcode == -9
+
+
+@pytest.mark.asyncio
+class TestDeath:
+    """One failed write ends nothing, and a child that dies is replaced."""
+
+    @proves("cell CheckpointProcess.write: error")
+    async def test_a_storage_error_arrives_as_one(self, tmp_path) -> None:
+        """With its path, and with the traceback of the other process."""
+        (tmp_path / "file").touch()
+        async with process() as made:
+            await made.ready()
+            pid = made.pid
+            with pytest.raises(StorageError) as caught:
+                await made.write(state(), tmp_path / "file" / "a")
+            assert str(tmp_path / "file") in caught.value.path
+            assert "in the checkpoint process:\nTraceback" in caught.value.__notes__[0]
+            await made.write(state(), tmp_path / "a")
+            assert (made.pid, made.restarts) == (pid, 0)
+
+    @proves("cell CheckpointProcess.write: the other one dies")
+    @pytest.mark.parametrize(("trouble", "exitcode"), [("die", -9), ("exit", 3)])
+    async def test_the_write_fails_and_the_next_one_works(
+        self, tmp_path, trouble: str, exitcode: int
+    ) -> None:
+        """What is at the path is what was there before."""
+        async with process(checkpoint_writer_init_fn=Troubled) as made:
+            await made.write(state(1.0), tmp_path / "a")
+            pid = made.pid
+            with pytest.raises(WorkerError, match="checkpoint process ended") as caught:
+                await made.write(state(2.0), tmp_path / "a", trouble=trouble)
+            assert caught.value.exitcode == exitcode
+            assert_same(loaded(tmp_path / "a"), state(1.0))
+            await made.write(state(3.0), tmp_path / "a")
+            assert made.pid != pid
+            assert made.restarts == 1
+        assert_same(loaded(tmp_path / "a"), state(3.0))
+
+    @proves(
+        "cell AsyncCheckpointer.save: the other one dies",
+        "cell CheckpointProcess.submit: the other one dies",
+        "cell Submission.written: the other one dies",
+    )
+    async def test_what_waited_is_written_by_the_next_one(self, tmp_path, gate) -> None:
+        """A death is noticed at once, and only what was begun is lost."""
+        async with process(gate=gate) as made:
+            begun = await made.submit(state(1.0), str(tmp_path / "a"), {})
+            waits = await made.submit(state(2.0), str(tmp_path / "b"), {})
+            await has_begun(begun)
+            os.kill(pid_of(made), signal.SIGKILL)
+            async with asyncio.timeout(1):  # it takes milliseconds
+                with pytest.raises(WorkerError, match="by signal 9"):
+                    await begun.written()
+            gate.open()
+            assert await waits.written()
+        assert_same(loaded(tmp_path / "b"), state(2.0))
+        assert not (tmp_path / "a").exists()
+
+    async def test_an_idle_one_is_replaced_before_it_is_needed(self, tmp_path) -> None:
+        """The next save finds a process that is ready."""
+        async with process() as made:
+            await made.ready()
+            os.kill(pid_of(made), signal.SIGKILL)
+            await eventually(lambda: made.restarts == 1, "the replacement")
+            await made.ready()
+            await made.write(state(), tmp_path / "a")
+
+    @proves("cell CheckpointProcess.write: timeout")
+    @pytest.mark.parametrize("limit", ["hang", "write"])
+    async def test_a_hung_one_is_killed_and_replaced(
+        self, tmp_path, gate, limit: str
+    ) -> None:
+        """One that is stopped says nothing; one in a hung system call does."""
+        limits = {
+            "hang": {"hang_timeout_secs": 1},
+            "write": {"write_timeout_secs": 0.2},
+        }
+        async with process(limits[limit], gate) as made:
+            submission = await made.submit(state(), str(tmp_path / "a"), {})
+            await has_begun(submission)
+            if limit == "hang":
+                os.kill(pid_of(made), signal.SIGSTOP)
+            with pytest.raises(WorkerError, match=rf"{limit}_timeout_secs.*was killed"):
+                await submission.written()
+            gate.open()
+            await made.write(state(), tmp_path / "a")
+            assert made.restarts == 1
+
+    async def test_a_busy_one_is_not_taken_for_hung(self, tmp_path, gate) -> None:
+        """It says that it is alive, also while the loop here stands still."""
+        async with process({"hang_timeout_secs": 1}, gate) as made:
+            submission = await made.submit(state(), str(tmp_path / "a"), {})
+            await has_begun(submission)
+            time.sleep(1.5)  # noqa: ASYNC251 - a training step that blocks the loop
+            await asyncio.sleep(0.05)
+            gate.open()
+            assert await submission.written()
+            assert made.restarts == 0
+
+
+@pytest.mark.asyncio
+class TestEnd:
+    """After close nothing is left."""
+
+    @proves(
+        "cell CheckpointProcess.submit: success",
+        "cell Submission.written: success",
+        "cell CheckpointProcess.close, aclose: success",
+        "cell CheckpointProcess.close, aclose: cancel",
+    )
+    async def test_closing_waits_for_what_was_handed_over(self, tmp_path) -> None:
+        """It is written, also if the first call of close is cancelled."""
+        made = CheckpointProcess(ALONE)
+        submissions = [
+            await made.submit(state(fill), str(tmp_path / f"{fill}"), {})
+            for fill in (1.0, 2.0)
+        ]
+        closing = asyncio.create_task(made.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait({closing})
+        await made.close()
+        assert all([await each.written() for each in submissions])
+        assert_same(loaded(tmp_path / "2.0"), state(2.0))
+
+    @proves(
+        "cell Submission.written: error",
+        "cell CheckpointProcess.close, aclose: timeout",
+    )
+    @proves("invariant 6")
+    async def test_a_writer_that_hangs_is_killed(self, tmp_path, gate) -> None:
+        """Closing takes no longer than told, and the write fails."""
+        async with process({"subprocess_shutdown_timeout_secs": 0.2}, gate) as made:
+            submission = await made.submit(state(), str(tmp_path / "a"), {})
+            await has_begun(submission)
+            pid = pid_of(made)
+        with pytest.raises(WorkerError, match="subprocess_shutdown_timeout_secs"):
+            await submission.written()
+        assert not is_running(pid)
+
+
+def test_it_may_be_made_and_closed_before_there_is_a_loop(tmp_path) -> None:
+    """Though it was never used, and more than once."""
+    made = CheckpointProcess(ALONE)
+
+    async def ended() -> None:
+        await made.close()
+        await made.aclose()
+        with pytest.raises(ClosedError):
+            await made.write(state(), tmp_path / "a")
+
+    asyncio.run(ended())
+
+
+@proves("cell CheckpointProcess.write: cancel")
+@proves("invariant 8")
+@pytest.mark.asyncio
+async def test_a_cancel_at_every_await_leaves_it_usable(tmp_path) -> None:
+    """A write is either not handed over at all, or is written wholly."""
+    async with process() as made:
+        await made.ready()
+        for turns in range(30):
+            task = asyncio.create_task(
+                made.write(state(turns), tmp_path / f"step-{turns}")
+            )
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait({task})
+        await made.write(state(), tmp_path / "last")
+        assert_same(loaded(tmp_path / "last"), state())
+        for path in tmp_path.glob("step-*"):
+            assert_same(loaded(path), state(float(path.name[5:])))
+        assert made.restarts == 0
+
+
+class TestMainModule:
+    """What the child does with the trainer's main module."""
+
+    SCRIPT = """
+import asyncio, os, torch, aiockpt
+print("main runs as", __name__)
+
+def init(text):
+    print("child says", text, flush=True)
+
+async def main():
+    async with aiockpt.make_async_checkpointer({options}) as checkpointer:
+        assert await (await checkpointer.save(dict(a=torch.ones(3)), "s")).written()
+
+{guard}
+    asyncio.run(main())
+"""
+    INIT = "subprocess_init_fn=init, subprocess_init_args=('hello',)"
+    GUARD = "if __name__ == '__main__':"
+
+    def run(self, place: Path, *flags: str, options: str = "", guard: str = "if True:"):
+        """Run the script; return its code, and what it has said where."""
+        text = self.SCRIPT.format(options=options, guard=guard)
+        (place / "script.py").write_text(text)
+        return subprocess.run(
+            [sys.executable, *flags, *([] if "-c" in flags else ["-u", "script.py"])],
+            cwd=place,
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE * 2,
+            check=False,
+        )
+
+    def test_it_is_not_run_again(self, tmp_path) -> None:
+        """A script without a guard trains once, as multiprocessing would not."""
+        done = self.run(tmp_path)
+        assert (done.returncode, done.stdout) == (0, "main runs as __main__\n"), done
+        assert (tmp_path / "s" / "commit.json").exists()
+
+    def test_a_function_of_it_makes_the_child_import_it(self, tmp_path) -> None:
+        """Under another name, so that the guard keeps it from training."""
+        done = self.run(tmp_path, options=self.INIT, guard=self.GUARD)
+        runs = ["main runs as __main__", "main runs as __mp_main__", "child says hello"]
+        assert (done.returncode, done.stdout.splitlines()) == (0, runs), done.stderr
+
+    def test_a_missing_guard_is_named(self, tmp_path) -> None:
+        """And the child does not train."""
+        done = self.run(tmp_path, options=self.INIT)
+        assert done.returncode
+        assert f"guard it by `{self.GUARD}`" in done.stderr
+        assert not (tmp_path / "s").exists()
+
+    @pytest.mark.parametrize("flag", ["-I", "-P"])
+    def test_isolated_interpreters_work(self, tmp_path, flag: str) -> None:
+        """The child finds what the trainer has found."""
+        read = "exec(open('script.py').read())"
+        code = f"import sys; sys.path[:] = {sys.path!r}; {read}"
+        done = self.run(tmp_path, flag, "-c", code)
+        assert done.returncode == 0, done.stderr
