@@ -22,7 +22,7 @@ from aiockpt.events import TransferEvent, emit
 from aiockpt.http.transport import TransportStatistics
 from aiockpt.prometheus import _CHECKPOINTER, _TRANSPORT, Exporter, setup
 from aiockpt.runtime.bridge import BridgeStatistics
-from tests.support.hosting import running
+from tests.support.applications import running
 from tests.support.transports import pair, receive, transport, weights
 
 Samples = Mapping[tuple[str, str], float]

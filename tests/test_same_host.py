@@ -41,8 +41,8 @@ from aiockpt.runtime.ipc import arrival
 from aiockpt.runtime.ipc import receive as packet_of
 from aiockpt.testing import assert_same
 from tests.support import neighbour
+from tests.support.applications import running
 from tests.support.proofs import proves
-from tests.support.runners import running
 from tests.support.transports import (
     MIB,
     Halfway,
@@ -746,9 +746,9 @@ async def test_it_works_from_within_an_application(events: Any) -> None:
     sender = Transport(same_host=True, advertise="http://127.0.0.1/w/")
     app = web.Application()
     aiockpt.http.setup(app, sender, prefix="/w")
-    async with running(app) as port, transport() as receiver:
+    async with running(app) as host, transport() as receiver:
         await sender.send_checkpoint([1], 1, weights(6.0))
-        metadata = sender.metadata().replace("127.0.0.1", f"127.0.0.1:{port}")
+        metadata = sender.metadata().replace("127.0.0.1", f"127.0.0.1:{host.port}")
         held = await receiver.recv_checkpoint(0, metadata, 1, share=True)
         assert came_by(events) == MEMORY
     assert_same(held, weights(6.0))

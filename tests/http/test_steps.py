@@ -20,8 +20,8 @@ from aiockpt.errors import (
 )
 from aiockpt.http import manifests
 from aiockpt.testing import Answer, CutAfter, FaultProxy, Refuse, StallAfter
+from tests.support.applications import running
 from tests.support.proofs import proves
-from tests.support.runners import running
 from tests.support.serving import settle
 from tests.support.transports import (
     Transport,
@@ -387,8 +387,8 @@ async def another(**headers: str) -> AsyncIterator[tuple[str, list[str]]]:
 
     app = web.Application()
     app.router.add_get("/{any:.*}", answer)
-    async with running(app) as port:
-        yield f"http://127.0.0.1:{port}/checkpoint/", asked
+    async with running(app) as host:
+        yield f"{host.url}/checkpoint/", asked
 
 
 async def test_a_server_that_knows_no_after_is_polled_slowly():

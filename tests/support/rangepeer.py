@@ -30,8 +30,8 @@ from aiockpt.http.sockets import IO_THREADS
 from aiockpt.memory.arena import Memory as PlainMemory
 from aiockpt.runtime.bridge import Bridge, Inline
 from aiockpt.transfer.source import OnProgress, PlainTarget
+from tests.support.applications import running
 from tests.support.headers import entries_of
-from tests.support.runners import running
 
 Client: TypeAlias = CheckpointClient
 """What `receiver` gives, for tests that hand it on."""
@@ -171,7 +171,8 @@ async def serving_peer(
     app = web.Application()
     app.router.add_get("/checkpoint/{tail:.*}", peer.handle)
     peer.scheme = "https" if ssl_context else "http"
-    async with running(app, ssl_context=ssl_context) as peer.port:
+    async with running(app, ssl_context=ssl_context) as host:
+        peer.port = host.port
         yield peer
 
 

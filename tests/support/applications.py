@@ -1,18 +1,93 @@
-"""A small reverse proxy over HTTP, as stands before many applications."""
+"""Applications of aiohttp on loopback, with TLS or behind a reverse proxy."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
 
 import aiohttp
+import trustme
 from aiohttp import web
 from yarl import URL
 
-from tests.support.runners import running
+__all__ = ["Host", "ReverseProxy", "certified", "listener", "reverse_proxy", "running"]
+
+_TURNS = 10  # of the loop, in which an accepted socket becomes a connection, and ends
+
+
+@dataclass
+class Host:
+    """A running application."""
+
+    runner: web.AppRunner
+    url: str
+
+    @property
+    def port(self) -> int:
+        """Return the port on which it listens."""
+        return int(self.url.rsplit(":", 1)[1])
+
+    async def end(self) -> None:
+        """Stop it, connections that come in that moment included.
+
+        aiohttp and asyncio forget a socket that was accepted just before the listener
+        was closed, which a client that retries brings about now and then.
+        """
+        server = self.runner.server
+        await self.runner.cleanup()
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
+            for late in [] if server is None else server.connections:
+                late.force_close()
+
+
+def listener(port: int = 0) -> socket.socket:
+    """Return a socket that listens on loopback."""
+    return socket.create_server(("127.0.0.1", port))
+
+
+@asynccontextmanager
+async def running(
+    app: web.Application,
+    listening: socket.socket | None = None,
+    *,
+    ssl_context: ssl.SSLContext | None = None,
+    shutdown_timeout: float = 0.1,
+    send_buffer: int = 0,
+) -> AsyncIterator[Host]:
+    """Run an application on loopback; leave nothing of it behind.
+
+    With a small ``send_buffer`` the kernel takes little of what it sends.
+    """
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=shutdown_timeout)
+    await runner.setup()
+    listening = listening or listener()
+    if send_buffer:  # accepted sockets inherit it
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    scheme = "https" if ssl_context else "http"
+    host = Host(runner, f"{scheme}://127.0.0.1:{listening.getsockname()[1]}")
+    try:
+        await web.SockSite(runner, listening, ssl_context=ssl_context).start()
+        yield host
+    finally:
+        await host.end()
+
+
+@cache
+def certified() -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Return a context for servers on 127.0.0.1, and one for clients that trust it."""
+    authority = trustme.CA()
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1", "localhost").configure_cert(server)
+    client = ssl.create_default_context()
+    authority.configure_trust(client)
+    return server, client
+
 
 # Of one connection, and not of the message (RFC 9110 section 7.6.1).
 HOP_BY_HOP = ("Connection", "Keep-Alive", "TE", "Trailer", "Transfer-Encoding")
@@ -103,9 +178,8 @@ async def reverse_proxy(
         proxy = ReverseProxy(upstream, client, trust, keeps_host, pause=pause)
         app = web.Application()
         app.router.add_route("*", f"{PATH}{{tail:.*}}", proxy.handle)
-        scheme = "https" if ssl_context else "http"
-        async with running(app, ssl_context=ssl_context) as port:
-            proxy.url = f"{scheme}://127.0.0.1:{port}{PATH}"
+        async with running(app, ssl_context=ssl_context) as host:
+            proxy.url = f"{host.url}{PATH}"
             try:
                 yield proxy
             finally:
