@@ -12,6 +12,7 @@ from pathlib import Path
 from aiockpt.cli.doctor import describe_machine
 from benchmarks.cases import CASES, measure
 from benchmarks.cases.pair import Plan
+from benchmarks.history import keep, last_runs, slower
 from benchmarks.measures import BenchmarkError
 from benchmarks.plot import as_svg
 from benchmarks.references import has_torchft
@@ -31,24 +32,33 @@ _ALL_SHAPES = ("http", "pg")
 def main(argv: Sequence[str]) -> int:
     """Measure what ``argv`` asks for; return the exit code.
 
-    0: it ran; 1: it could not run, or missed a target that ``--check`` asked for.
+    0: it ran; 1: it could not run, missed a target that ``--check`` asked for, or is
+    slower than the runs that ``--history`` has.
     """
     options = _parse(argv)
     report = Report(
         machine=describe_machine(),
         options={name: str(value) for name, value in vars(options).items()},
     )
+    worse: list[str] = []
     try:
         _measure(report, options)
         if options.json is not None:
             options.json.write_text(json.dumps(as_json(report)) + "\n")
         if options.plot is not None:
             options.plot.write_text(as_svg(report))
+        if options.history is not None:
+            run = as_json(report)
+            others = last_runs(run, options.history)
+            worse = slower(run, others)
+            file = keep(run, options.history)
+            sys.stderr.write(f"kept as {file}, compared with {len(others)} runs\n")
     except (BenchmarkError, OSError) as error:
         sys.stderr.write(f"benchmarks: {error}\n")
         return 1
     sys.stdout.write(as_markdown(report) if options.markdown else as_text(report))
-    return int(options.check and bool(report.missed))
+    sys.stderr.writelines(f"SLOWER: {line}\n" for line in worse)
+    return int(bool(worse) or (options.check and bool(report.missed)))
 
 
 def _measure(report: Report, options: argparse.Namespace) -> None:
@@ -110,6 +120,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--no-torchft", dest="torchft", action="store_false", help="leave rivals out")
     add("--json", type=Path, metavar="FILE",
         help="write all samples there, and what the machine is")  # fmt: skip
+    add("--history", type=Path, metavar="DIR",
+        help="keep the samples there, and compare with the last runs; exit with 1 if a "
+        "figure is over 10 %% slower")  # fmt: skip
     add("--plot", type=Path, metavar="FILE.svg",
         help="draw the rows there, beside what they are compared with")  # fmt: skip
     add("--markdown", action="store_true", help="print tables for a document")

@@ -1,0 +1,94 @@
+"""What the benchmarks say about a run after they have looked at the last ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.history import keep, last_runs, slower
+
+RECEIVE = "receive: 1 MiB"
+MACHINE = {"cores": "2", "memory": "24 GiB", "Python": "3.11.7", "torch": "2.13.0"}
+
+
+def run(
+    value: float, *, unit: str = "s", ratio: float | None = None, size: str = "1.0"
+) -> dict[str, Any]:
+    """Return a run with one figure."""
+    what = {"what": "receive", "shape": "1 MiB"}
+    return {
+        "machine": {**MACHINE, "date": "today"},
+        "options": {"case": "http", "size": size, "torchft": "False"},
+        "rows": [{**what, "value": value, "unit": unit, "ratio": ratio}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "worse"),
+    [
+        ([1.0, 1.0, 1.0], 1.05, False),
+        ([1.0, 1.0, 1.0], 1.2, True),
+        ([1.0, 1.0, 1.3], 1.2, False),  # as slow as one before
+        ([1.0, 1.0], 9.0, False),  # too few
+    ],
+)
+def test_a_time_is_slower(before: list[float], now: float, worse: bool) -> None:
+    """By more than a tenth of the median, and than every run before."""
+    lines = slower(run(now), [run(each) for each in before])
+    assert bool(lines) is worse
+    assert all(line.startswith(RECEIVE) for line in lines)
+
+
+def test_a_speed_counts_by_its_reference() -> None:
+    """A machine that is half as fast slows both; only the library's part counts."""
+    before = [run(4.0, unit="GB/s", ratio=0.8)] * 3
+    assert slower(run(2.0, unit="GB/s", ratio=0.8), before) == []
+    assert slower(run(4.0, unit="GB/s", ratio=0.6), before) == [
+        "receive: 1 MiB is 33% slower than the median of the last 3 runs"
+    ]
+
+
+def test_a_speed_without_a_reference_counts_as_it_is() -> None:
+    """Half the speed takes twice the time."""
+    before = [run(4.0, unit="GB/s")] * 3
+    [line] = slower(run(2.0, unit="GB/s"), before)
+    assert "100% slower" in line
+
+
+def test_other_units_are_not_judged() -> None:
+    """Twice as much of a per cent or of a mebibyte may be chance."""
+    assert slower(run(9.0, unit="%"), [run(1.0, unit="%")] * 3) == []
+
+
+def test_the_last_five_runs_of_the_same_kind_count(tmp_path: Path) -> None:
+    """Those of another size do not, nor what is older."""
+    for value in range(7):
+        keep(run(float(value)), tmp_path)
+    keep(run(99.0, size="2.0"), tmp_path)
+    found = [other["rows"][0]["value"] for other in last_runs(run(0.0), tmp_path)]
+    assert found == [6, 5, 4, 3, 2]
+
+
+@pytest.mark.timeout(180)  # processes import torch
+def test_a_slower_run_fails_and_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole program, against runs that no machine can reach."""
+    history = tmp_path / "history"
+    tiny = ("--size", "0.004", "--repeat", "1", "--no-torchft", "--shapes", "1m")
+    assert main(["pg", *tiny, "--history", str(history)]) == 0
+    [kept] = history.iterdir()
+    before = json.loads(kept.read_text())
+    for row in before["rows"]:
+        if row["unit"] == "GB/s":
+            row["ratio"] = 1e6
+    keep(before, history)
+    keep(before, history)
+    kept.write_text(json.dumps(before))
+    assert main(["pg", *tiny, "--history", str(history)]) == 1
+    assert "SLOWER: receive into fresh memory" in capsys.readouterr().err
+    assert len(list(history.iterdir())) == 4
