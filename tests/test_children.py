@@ -28,7 +28,7 @@ pytestmark = [
 async def started(**options: Any) -> AsyncIterator[tuple[Child, list[object]]]:
     """Start a child that repeats what it hears; give it, and what it has said."""
     bridge, said = Bridge(threads=1, name="test"), list[object]()
-    child = await bridge.run(partial(Child, "echoing_child", **options))
+    child = await bridge.run(partial(Child, "tests.support.echoing_child", **options))
     child.listen(lambda data: said.append(msgspec.msgpack.decode(data)))
     try:
         yield child, said
@@ -68,7 +68,7 @@ async def test_its_death_is_noticed_on_an_old_kernel(
     """The socket tells of it, and whoever listens is called."""
     monkeypatch.delattr(os, "pidfd_open")
     bridge, gone = Bridge(threads=1, name="test"), asyncio.Event()
-    child = await bridge.run(partial(Child, "echoing_child"))
+    child = await bridge.run(partial(Child, "tests.support.echoing_child"))
     child.listen(lambda _: None, gone.set)
     os.kill(child.pid, signal.SIGKILL)
     async with asyncio.timeout(20):
@@ -108,6 +108,8 @@ async def test_a_process_that_cannot_be_started() -> None:
     before = len(os.listdir("/dev/fd"))
     bridge = Bridge(threads=1, name="test")
     with pytest.raises(FileNotFoundError):
-        await bridge.run(partial(Child, "echoing_child", program="/nowhere/python"))
+        await bridge.run(
+            partial(Child, "tests.support.echoing_child", program="/nowhere/python")
+        )
     await bridge.aclose(timeout=5)
     assert len(os.listdir("/dev/fd")) == before

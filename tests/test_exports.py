@@ -15,6 +15,8 @@ import pytest
 import aiockpt
 from aiockpt import checkpointers, errors
 
+pytestmark = pytest.mark.usefixtures("fresh_interpreters")
+
 NEEDS_TORCH = {
     "AsyncCheckpointer",
     "BackgroundCheckpointer",

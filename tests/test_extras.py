@@ -44,6 +44,7 @@ def test_the_suites_name_their_extra() -> None:
     )
 
 
+@pytest.mark.usefixtures("fresh_interpreters")
 def test_the_command_line_loads_no_test_tools() -> None:
     """Neither ``aiockpt`` nor any of its commands needs the extra ``testing``."""
     if find_spec("torch") is None:
