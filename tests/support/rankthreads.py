@@ -14,7 +14,7 @@ from aiockpt.checkpointers import CheckpointWriterConfig, RankInfo
 from aiockpt.checkpointers.barriers import Barrier, Meeting, TCPStoreBarrier
 from aiockpt.checkpointers.writer import CheckpointWriter
 
-SHORT, LONG = 1.0, 20.0
+SHORT, LONG = 0.6, 20.0
 """Seconds to wait for a rank that does not come, and for one that does."""
 
 
@@ -107,9 +107,9 @@ def job(path: Path) -> Iterator[Job]:
 
 
 def save_by_both(ranks: Job, value: int, first: int) -> None:
-    """Save it by both, of which one comes a second after the other."""
+    """Save it by both, of which one comes later than the other."""
     early = ranks.save(first, value)
-    time.sleep(1)
+    time.sleep(0.2)
     late = ranks.save(1 - first, value)
     late.result(LONG)
     early.result(LONG)

@@ -1,15 +1,25 @@
 """One of two ranks that save together, as a process that may die at a given moment.
 
-``saving_rank.py RANK PORT DIRECTORY BARRIER LIFE`` saves steps 1 and 2 and says how
-each went. LIFE is ``well``, ``fails`` (its state of step 2 cannot be saved), ``lost``
-(its path of step 2 cannot be resolved), ``stays-away``, or where it is killed in step
-2: ``before``, ``at`` or ``after`` the first meeting at the barrier, or ``committed``:
-right before the second one. With ``tells`` the rank lives well, keeps one checkpoint,
-and prints its warnings and the calls of its ``post_commit`` too.
+``saving_rank.py RANK PORT DIRECTORY KIND LIFE`` saves steps 1 and 2 and says how each
+went. KIND is where the ranks meet: ``tcp_store``, ``dist_barrier`` or
+``default_store``; after ``background/``, a checkpoint process saves. LIFE is ``well``,
+or what happens in step 2:
+
+* ``fails``: its state cannot be saved; ``lost``: its path cannot be resolved;
+* ``stays-away``: it does not save; ``hasty``: it cancels its save;
+* ``before``, ``at``, ``after``: it is killed around the first meeting of the ranks;
+  ``committed``: it is killed right before the second one;
+* ``child-dies``, ``child-dies-late``: its checkpoint process is killed when its file is
+  written, or when all files are;
+* ``dies``: it is killed when it has handed its save to the process.
+
+With ``tells`` the rank lives well, keeps one checkpoint, and prints the calls of its
+``post_commit``. Warnings are printed, too.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -22,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import aiockpt
 from aiockpt.checkpointers.barriers import (
     Barrier,
     Meeting,
@@ -35,6 +46,7 @@ from aiockpt.checkpointers.config import (
 )
 from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
 from aiockpt.events import TransferEvent, add_hook
+from tests.support.checkpointing import die_between_meetings
 
 TIMEOUTS = {1: 60.0, 2: 2.0}
 """How long another rank is waited for: to start, and when it may have died."""
@@ -46,10 +58,16 @@ def die() -> None:
 
 
 class Fatal(WriterHook):
-    """Dies when its file is written."""
+    """Dies in step 2, when the file is written; once, if it is given a mark."""
+
+    def __init__(self, mark: str = "") -> None:
+        self.mark = mark
 
     def pre_commit(self, path: str, **kwargs: Any) -> None:
-        die()
+        if path.endswith("2") and not os.path.exists(self.mark):
+            if self.mark:
+                open(self.mark, "x").close()
+            die()
 
     def post_commit(self, path: str, **kwargs: Any) -> None:
         pass
@@ -81,64 +99,54 @@ class FatalBarrier(Barrier):
         raise NotImplementedError
 
     def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
-        if self._moment == "committed" and meeting.phase == "written":
-            self._real.meet(meeting, failure=failure)
-            return
-        if self._moment == "committed":
+        if self._moment == "committed" and meeting.phase == "committed":
             die()
         if self._moment == "at":
             threading.Timer(0.3, die).start()
-            self._real.meet(meeting, failure=failure)
-            threading.Event().wait()
         self._real.meet(meeting, failure=failure)
-        die()
+        if self._moment == "at":
+            threading.Event().wait()
+        if self._moment == "after":
+            die()
 
 
-def barrier_of(kind: str, rank: int, port: int) -> Barrier:
-    """Return the barrier; for two of three kinds there is a process group too."""
-    info = RankInfo(rank, 2)
-    arguments = {"tcpstore_port": port, "master_address": "127.0.0.1"}
-    config = BarrierConfig("tcp_store", arguments)
+def state_of(rank: int, step: int, life: str) -> dict[str, Any]:
+    """Return what a rank saves."""
+    if (life, step) == ("fails", 2):
+        return {"unknown": object()}
+    return {"rank": rank, "step": step, "w": torch.full((50_000,), float(step))}
+
+
+def barrier_of(kind: str, rank: int, port: str) -> BarrierConfig:
+    """Say where the ranks meet; but for a store of their own in a process group."""
     if kind != "tcp_store":
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         dist.init_process_group("gloo", rank=rank, world_size=2)
-        apart = kind == "default_store"
-        config = barrier_config_for(BarrierConfig(), info, in_process=apart)
-    barrier = create_barrier_from_config(config, info)
+        return BarrierConfig()
+    arguments = {"tcpstore_port": int(port), "master_address": "127.0.0.1"}
+    return BarrierConfig("tcp_store", arguments)
+
+
+def save(rank: int, directory: str, kind: str, life: str, where: BarrierConfig) -> None:
+    """Save twice, in the foreground."""
+    info, tells = RankInfo(rank, 2), life == "tells"
+    where = barrier_config_for(where, info, in_process=kind == "default_store")
+    barrier = create_barrier_from_config(where, info)
     assert barrier is not None
-    return barrier
-
-
-def main(rank: int, port: int, directory: str, kind: str, life: str) -> None:
-    """Save twice."""
-    barrier = barrier_of(kind, rank, port)
-    if life == "tells":
-        add_hook(tell)
     for step, timeout in TIMEOUTS.items():
-        tells = life == "tells"
+        hook = Telling() if tells else Fatal() if life == "before" else None
+        if step == 2 and life in ("at", "after", "committed"):
+            barrier = FatalBarrier(barrier, life)
+        if step == 2 and life == "stays-away":
+            return
         config = CheckpointWriterConfig(
             write_barrier_timeout_secs=timeout, keep_last=1 if tells else None
         )
-        hook: WriterHook | None = Telling() if tells else None
-        if life == "before" and step == 2:
-            hook = Fatal()
-        if life in ("at", "after", "committed") and step == 2:
-            barrier = FatalBarrier(barrier, life)
-        state: dict[str, Any] = {
-            "rank": rank,
-            "step": step,
-            "w": torch.full((50_000,), float(step)),
-        }
-        if life == "fails" and step == 2:
-            state = {"unknown": object()}
-        if life == "stays-away" and step == 2:
-            return
-        writer = CheckpointWriter(config, RankInfo(rank, 2), barrier, hook)
-        place = directory
-        if life == "lost" and step == 2:
-            place = f"{directory}/{'x' * 300}"  # no name can be so long
+        writer = CheckpointWriter(config, info, barrier, hook)
+        lost = step == 2 and life == "lost"
+        place = f"{directory}/{'x' * 300}" if lost else directory
         try:
-            writer.write(f"{place}/step-{step}", state)
+            writer.write(f"{place}/step-{step}", state_of(rank, step, life))
         except Exception as error:  # noqa: BLE001 - it is told
             print(f"{step} {type(error).__name__}: {error}", flush=True)
         else:
@@ -147,10 +155,57 @@ def main(rank: int, port: int, directory: str, kind: str, life: str) -> None:
     if kind == "default_store" and life in ("well", "fails", "lost"):
         with suppress(RuntimeError):  # the other one may be dead
             dist.monitored_barrier(timeout=timedelta(seconds=5))  # rank 0 is the store
+
+
+async def save_in_the_background(
+    rank: int, directory: str, life: str, where: BarrierConfig
+) -> None:
+    """Save twice, by a checkpoint process."""
+    config = aiockpt.CheckpointerConfig(
+        writer_config=CheckpointWriterConfig(write_barrier_timeout_secs=100),
+        barrier_config=where,
+    )
+    mark, options = f"{directory}.mark", dict[str, Any]()
+    if life == "child-dies":
+        options["commit_hook"] = Fatal(mark)
+    elif life == "child-dies-late":
+        options["subprocess_init_fn"] = die_between_meetings
+        options["subprocess_init_args"] = (mark,)
+    async with aiockpt.make_async_checkpointer(
+        config, RankInfo(rank, 2), **options
+    ) as made:
+        for step in (1, 2):
+            hasty = (life, step) == ("hasty", 2)
+            path = f"{directory}/step-{step}"
+            try:
+                async with asyncio.timeout(0 if hasty else None):
+                    handle = await made.save(state_of(rank, step, life), path)
+            except TimeoutError:
+                print(step, "cancelled", flush=True)
+                continue
+            if (life, step) == ("dies", 2):
+                die()
+            try:
+                await handle.written()
+                print(step, "saved", flush=True)
+            except aiockpt.AiockptError as error:
+                print(f"{step} {type(error).__name__}: {error}", flush=True)
+
+
+def main(rank: int, port: str, directory: str, kind: str, life: str) -> None:
+    """Live that life."""
+    background, _, kind = kind.rpartition("/")
+    where = barrier_of(kind, rank, port)
+    add_hook(tell)
+    if background:
+        asyncio.run(save_in_the_background(rank, directory, life, where))
+        if dist.is_initialized():
+            dist.barrier()  # the store is rank 0's
+    else:
+        save(rank, directory, kind, life, where)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    rank, port, directory, kind, life = sys.argv[1:]
-    main(int(rank), int(port), directory, kind, life)
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,437 @@
+"""Two ranks save together: both commit, or neither does, whatever becomes of one."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from aiockpt.checkpointers.barriers import (
+    Barrier,
+    Meeting,
+    TCPStoreBarrier,
+    barrier_config_for,
+    create_barrier_from_config,
+    default_rank_info,
+    register_barrier,
+)
+from aiockpt.checkpointers.config import BarrierConfig, RankInfo
+from aiockpt.checkpointers.reader import CheckpointReader
+from aiockpt.checkpointers.writer import CheckpointWriter
+from aiockpt.errors import PeerFailedError, StorageError
+from aiockpt.storage.directory import find_checkpoint, latest
+from tests.support.checkpointing import wait_until
+from tests.support.proofs import proves
+from tests.support.rankprocesses import SUPPORT, process
+from tests.support.rankthreads import (
+    LONG,
+    SHORT,
+    Dying,
+    barrier,
+    free_port,
+    job,
+    save_by_both,
+)
+from tests.support.saved import ALONE, config, load, names
+
+pytestmark = pytest.mark.timeout(150)
+
+WELL = ["1 saved", "2 saved"]
+KILLED = ("before", "at", "after", "committed", "dies")
+STORES = pytest.mark.parametrize("kind", ["tcp_store", "dist_barrier"])
+
+
+def ranks(directory: Path, kind: str, *lives: str) -> list[list[str]]:
+    """Run two ranks to their ends; return what each said."""
+    program, port = str(SUPPORT / "saving_rank.py"), str(free_port())
+
+    async def main():
+        words = (port, str(directory), kind)
+        async with (
+            process(program, "0", *words, lives[0]) as first,
+            process(program, "1", *words, lives[1]) as second,
+        ):
+            said = await asyncio.gather(first.communicate(), second.communicate())
+            return said, [first.returncode, second.returncode]
+
+    said, codes = asyncio.run(main())
+    assert codes == [-signal.SIGKILL if life in KILLED else 0 for life in lives]
+    return [out.decode().splitlines() for out, _ in said]
+
+
+def check_whole(directory: Path, steps: Sequence[int]) -> None:
+    """Check that just these checkpoints are there, with what each rank has saved."""
+    found = [step for step in (1, 2) if find_checkpoint(directory / f"step-{step}")]
+    assert found == [*steps]
+    for step in steps:
+        for rank in (0, 1):
+            reader = CheckpointReader(RankInfo(rank, 2))
+            state, _ = reader.read(directory / f"step-{step}")
+            assert (state["rank"], state["step"]) == (rank, step)
+            assert state["w"].eq(step).all()
+    newest = latest(directory)
+    assert newest is not None
+    assert (newest.step, newest.world_size) == (steps[-1], 2)
+
+
+class TestTogether:
+    """Nobody dies."""
+
+    @proves("cell TCPStoreBarrier.meet: success", "cell DistBarrier.meet: success")
+    @pytest.mark.parametrize(
+        "kind",
+        [
+            *("tcp_store", "dist_barrier", "default_store"),
+            *("background/tcp_store", "background/default_store"),
+        ],
+    )
+    def test_both_save(self, tmp_path, kind: str) -> None:
+        """One directory, a file for each, one marker; nothing else is left."""
+        assert ranks(tmp_path / "c", kind, "well", "well") == [WELL, WELL]
+        check_whole(tmp_path / "c", [1, 2])
+        assert names(tmp_path / "c") == ["step-1", "step-2"]
+        files = ["checkpoint_0.safetensors", "checkpoint_1.safetensors", "commit.json"]
+        assert names(tmp_path / "c" / "step-2") == files
+
+    @proves(
+        "cell TCPStoreBarrier.meet: error",
+        "cell DistBarrier.meet: error",
+        "cell AsyncCheckpointer.save: error",
+        "cell AsyncCheckpointer.save: cancel",
+        "cell CheckpointProcess.forsake: success",
+    )
+    @pytest.mark.parametrize(
+        ("kind", "failing", "life", "error"),
+        [
+            ("tcp_store", 0, "fails", "UnsupportedLeafError"),
+            ("dist_barrier", 1, "fails", "UnsupportedLeafError"),
+            ("default_store", 0, "fails", "UnsupportedLeafError"),
+            ("tcp_store", 1, "lost", "StorageError"),
+            ("dist_barrier", 0, "lost", "StorageError"),
+            ("background/tcp_store", 0, "fails", "UnsupportedLeafError"),
+            ("background/tcp_store", 1, "hasty", "cancelled"),
+            ("background/tcp_store", 1, "child-dies", "WorkerError"),
+        ],
+    )
+    def test_one_fails(self, tmp_path, kind, failing, life, error) -> None:
+        """The other one is told at once, and both clean up."""
+        lives = ["well", "well"]
+        lives[failing] = life
+        said = ranks(tmp_path / "c", kind, *lives)
+        assert said[failing][1].startswith(f"2 {error}")
+        other = said[1 - failing][1]  # it has not waited for its timeout
+        assert f"not committed: rank {failing} gave up" in other
+        check_whole(tmp_path / "c", [1])
+        if life != "child-dies":  # what is left of it goes with the next save
+            assert names(tmp_path / "c") == ["step-1"]
+
+    @proves(
+        "cell CheckpointProcess.forsake: this process dies",
+        "cell SyncCheckpointer.save: timeout",
+    )
+    def test_one_stays_away(self, tmp_path) -> None:
+        """It is not waited for any longer than agreed, and nothing is left."""
+        said = ranks(tmp_path, "tcp_store", "well", "stays-away")
+        assert "timed out after 2 s in the barrier (step-2/2/written)" in said[0][1]
+        check_whole(tmp_path, [1])
+        assert names(tmp_path) == ["step-1"]
+
+
+@proves("cell SyncCheckpointer.save: the other one dies")
+class TestKilled:
+    """A rank that is killed takes the save with it, or it does not."""
+
+    @proves(
+        "cell TCPStoreBarrier.meet: this process dies",
+        "cell DistBarrier.meet: this process dies",
+        "cell DistBarrier.meet: the other one dies",
+    )
+    @STORES
+    @pytest.mark.parametrize("victim", [0, 1])
+    @pytest.mark.parametrize("moment", ["before", "at", "after"])
+    def test_at_any_moment(self, tmp_path, kind, victim: int, moment: str) -> None:
+        """What can be loaded is whole, and the other rank does not wait for ever."""
+        lives = ["well", "well"]
+        lives[victim] = moment
+        said = ranks(tmp_path, kind, *lives)
+        assert said[victim] == ["1 saved"]
+        assert said[1 - victim][0] == "1 saved"
+        outcome = said[1 - victim][-1]
+        if victim == 0:
+            # It is rank 0 that commits, and it did not come that far. The other rank
+            # cannot know that, unless all were told.
+            assert outcome.startswith("2 StorageError")
+            unknown = "it is not known whether it was committed" in outcome
+            assert (
+                unknown if moment == "after" else unknown or "not committed" in outcome
+            )
+            check_whole(tmp_path, [1])
+        elif outcome == "2 saved":
+            check_whole(tmp_path, [1, 2])
+        else:
+            assert moment != "after"
+            assert "it was not committed" in outcome
+            check_whole(tmp_path, [1])
+
+    @STORES
+    def test_after_the_commit(self, tmp_path, kind) -> None:
+        """Rank 0 warns, calls its hook, and retires older checkpoints."""
+        said, died = ranks(tmp_path, kind, "tells", "after")
+        assert died == ["1 saved"]
+        assert said[:2] == ["1 post_commit", "1 saved"]
+        warning, *rest = sorted(said[2:], reverse=True, key=lambda line: "warn" in line)
+        assert warning.startswith("2 warning: step-2 is committed, but")
+        assert rest == ["2 post_commit", "2 saved"]
+        check_whole(tmp_path, [2])
+        assert names(tmp_path) == ["step-2"]
+
+    @STORES
+    def test_before_rank_0_could_say_that_it_has_committed(
+        self, tmp_path, kind
+    ) -> None:
+        """The other rank looks at the marker."""
+        died, said = ranks(tmp_path, kind, "committed", "tells")
+        assert died == ["1 saved"]
+        assert said[:2] == ["1 post_commit", "1 saved"]
+        assert "2 post_commit" in said
+        assert said[-1] == "2 saved"
+        assert any(line.startswith("2 warning: step-2 is committed") for line in said)
+        check_whole(tmp_path, [1, 2])
+
+    def test_a_checkpoint_process_that_is_killed_late(self, tmp_path) -> None:
+        """Its successor tells why; the other rank has committed, and warns."""
+        kind = "background/tcp_store"
+        said = ranks(tmp_path / "c", kind, "well", "child-dies-late")
+        assert said[1][1].startswith("2 WorkerError")
+        assert said[0][1].startswith("2 warning: step-2 is committed, but")
+        assert "rank 1 gave up: the checkpoint process ended by signal 9" in said[0][1]
+        assert said[0][2:] == ["2 saved"]
+        check_whole(tmp_path / "c", [1, 2])
+
+    def test_a_trainer_whose_process_has_the_save(self, tmp_path) -> None:
+        """The process commits it with the other rank's."""
+        said = ranks(tmp_path / "c", "background/tcp_store", "well", "dies")
+        assert said == [WELL, ["1 saved"]]
+        wait_until(lambda: find_checkpoint(tmp_path / "c" / "step-2"), "the commit")
+        check_whole(tmp_path / "c", [1, 2])
+
+
+class Late(Barrier):
+    """Another barrier, which its rank reaches when it may."""
+
+    def __init__(self, real: Barrier) -> None:
+        self._real = real
+        self.begun, self.proceed = threading.Event(), threading.Event()
+
+    def execute_barrier(self) -> None:
+        raise NotImplementedError
+
+    def expect(self, meeting: Meeting) -> None:
+        self._real.expect(meeting)
+
+    def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
+        self.begun.set()
+        self.proceed.wait(LONG)
+        self._real.meet(meeting, failure=failure)
+
+
+class TestSamePathAgain:
+    """What is left in the store of an earlier save is not taken for the next one's."""
+
+    @pytest.mark.parametrize("restarted", [False, True])
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_after_a_save_that_a_rank_left_out(
+        self, tmp_path, first: int, *, restarted: bool
+    ) -> None:
+        """It is committed, whichever rank begins it."""
+        with job(tmp_path / "step") as both:
+            save_by_both(both, 1, 0)
+            with pytest.raises(StorageError, match="timed out"):
+                both.save(0, 2, SHORT).result(LONG)
+            if restarted:
+                both.restart(1)
+            save_by_both(both, 3, first)
+        assert [load(tmp_path / "step", rank=n)["value"] for n in (0, 1)] == [3, 3]
+
+    @pytest.mark.parametrize("first", [0, 1, None])
+    def test_after_a_save_whose_commit_a_rank_missed(self, tmp_path, first) -> None:
+        """Also if the other rank has begun it when it hears of the death."""
+        with job(tmp_path / "step") as both:
+            committing = both.save(0, 1, SHORT)
+            dying = both.save(1, 1, wrap=Dying)
+            committing.result(LONG)  # with a warning
+            assert dying.exception(LONG) is not None or load(tmp_path / "step", rank=1)
+            both.restart(1)
+            if first is None:
+                early = both.save(0, 2)
+                time.sleep(0.2)
+                both.mourn(1)
+                both.save(1, 2).result(LONG)
+                early.result(LONG)
+            else:
+                save_by_both(both, 2, first)
+        assert [load(tmp_path / "step", rank=n)["value"] for n in (0, 1)] == [2, 2]
+
+    def test_again_and_again(self, tmp_path) -> None:
+        """Whatever of the last save is removed from the store while this one meets."""
+        with job(tmp_path / "step") as both:
+            for value in range(20):
+                for each in [both.save(rank, value) for rank in (1, 0)]:
+                    each.result(LONG)
+        assert load(tmp_path / "step", rank=1)["value"] == 19
+
+    def test_a_rank_that_is_late_is_told_at_once(self, tmp_path) -> None:
+        """It began before the other one gave up, so this is no new save for it."""
+        with job(tmp_path / "step") as both:
+            late: list[Late] = []
+
+            def wrap(real: Barrier) -> Barrier:
+                late.append(Late(real))
+                return late[0]
+
+            slow = both.save(1, 1, wrap=wrap)
+            assert late[0].begun.wait(LONG)
+            with pytest.raises(StorageError, match="timed out"):
+                both.save(0, 1, SHORT).result(LONG)
+            late[0].proceed.set()
+            with pytest.raises(StorageError, match="rank 0 gave up"):
+                slow.result(LONG / 2)
+
+
+def meeting(step: int, timeout: float = 0.2) -> Meeting:
+    """Return a meeting."""
+    return Meeting(name="s", step=step, phase="written", place=Path(), timeout=timeout)
+
+
+def one_of_two(rank: int, port: int, **options) -> TCPStoreBarrier:
+    """Make one side of a barrier, where rank 0 hosts the store."""
+    return TCPStoreBarrier(
+        *(rank, 2),
+        tcpstore_port=port,
+        master_address="127.0.0.1",
+        use_checkpoint_barrier_tcpstore_libuv=False,  # it keeps a pipe
+        **options,
+    )
+
+
+class TestStore:
+    """What the ranks leave in the store, and how long its host stays."""
+
+    @proves(
+        "cell TCPStoreBarrier.meet: timeout",
+        "cell TCPStoreBarrier.meet: the other one dies",
+    )
+    def test_a_replaced_process_finds_its_way(self) -> None:
+        """Nothing is counted in a process, so a new one is as good."""
+        port = free_port()
+        first, second = one_of_two(0, port), one_of_two(1, port)
+        with ThreadPoolExecutor(2) as pool:
+            assert [*pool.map(Barrier.meet, (first, second), [meeting(1, LONG)] * 2)]
+            with pytest.raises(TimeoutError, match="timed out"):
+                first.meet(meeting(2))
+            for _ in range(3):
+                second = one_of_two(1, port)
+                met = [
+                    pool.submit(each.meet, meeting(3, LONG)) for each in (first, second)
+                ]
+                assert [each.result(LONG) for each in met] == [None, None]
+        first.close()
+        second.close()
+
+    def test_a_dead_ranks_successor_tells_those_that_wait(self) -> None:
+        """The rank had come to the meeting before it died: it is about this save."""
+        port = free_port()
+        first, second, successor = (barrier(rank, 3, port) for rank in (0, 1, 1))
+        with ThreadPoolExecutor(2) as pool:
+            waiting = pool.submit(first.meet, meeting(7, LONG))
+            dead = pool.submit(second.meet, meeting(7, LONG))
+            time.sleep(0.2)
+            successor.meet(meeting(7, LONG), failure="it died")
+            for each in (waiting, dead):
+                assert "rank 1 gave up: it died" in str(each.exception(LONG / 2))
+        for made in (successor, second, first):
+            made.close()
+
+    @proves("cell TCPStoreBarrier.meet: error")
+    @pytest.mark.parametrize("late", [True, False])
+    def test_its_host_stays_for_those_who_will_read(self, *, late: bool) -> None:
+        """They are told why, although the host has nothing more to do."""
+        port = free_port()
+        host, other = one_of_two(0, port, timeout_exit_secs=1000), one_of_two(1, port)
+        if late:
+            with pytest.raises(TimeoutError):
+                other.meet(meeting(1))
+        host.meet(meeting(2), failure="its disk is full")
+        parting = threading.Thread(target=host.close)
+        parting.start()
+        parting.join(0.2)
+        assert parting.is_alive()
+        with pytest.raises(PeerFailedError, match="rank 0 gave up: its disk is full"):
+            other.meet(meeting(2))
+        parting.join()
+        other.close()
+
+    def test_its_host_does_not_stay_for_ever(self) -> None:
+        """For those who never came, or longer than it was told."""
+        host = one_of_two(0, free_port(), timeout_exit_secs=1000)
+        with pytest.raises(TimeoutError, match="timed out"):
+            host.meet(meeting(1))
+        host.close()
+        host = one_of_two(0, free_port(), timeout_exit_secs=0.1)
+        host.meet(meeting(1), failure="its disk is full")
+        host.close()
+
+
+class TestRegistry:
+    """Barriers by name, also one's own."""
+
+    def test_a_class_of_ones_own(self, tmp_path) -> None:
+        """It needs ``execute_barrier`` only, and gets who it is if it asks."""
+        calls: list[int] = []
+
+        @register_barrier
+        class Counting(Barrier):
+            barrier_type = "counting"
+
+            def __init__(self, global_rank: int, more: str) -> None:
+                self.told = (global_rank, more)
+
+            def execute_barrier(self) -> None:
+                calls.append(1)
+
+        given = BarrierConfig("counting", {"more": "x"})
+        made = create_barrier_from_config(given, RankInfo(0, 1))
+        assert isinstance(made, Counting)
+        assert made.told == (0, "x")
+        writer = CheckpointWriter(config(), ALONE, made)
+        writer.write(tmp_path / "s", {"a": 1})
+        writer.close()
+        assert len(calls) == 2
+        assert load(tmp_path / "s") == {"a": 1}
+
+    def test_what_is_wrong_is_named(self, monkeypatch) -> None:
+        """A name, a rank, or somewhere to meet; one rank alone needs none."""
+        monkeypatch.delenv("MASTER_PORT", raising=False)
+        assert create_barrier_from_config(BarrierConfig(), ALONE) is None
+        assert default_rank_info() == ALONE
+        for name, reason in [
+            ("none", r"known are .*dist_barrier.*tcp_store"),
+            ("dist_barrier", "initialized"),
+            ("tcp_store", "port"),
+        ]:
+            with pytest.raises(ValueError, match=reason):
+                create_barrier_from_config(BarrierConfig(name), RankInfo(0, 2))
+        for inside in (False, True):
+            with pytest.raises(ValueError, match="2 ranks need somewhere to meet"):
+                barrier_config_for(BarrierConfig(), RankInfo(0, 2), in_process=inside)
+        with pytest.raises(ValueError, match="2 ranks need a barrier"):
+            CheckpointWriter(config(), RankInfo(1, 2))
+        for rank, size in [(-1, 2), (2, 2), (0, 0)]:
+            with pytest.raises(ValueError, match="is not one of"):
+                RankInfo(rank, size)
