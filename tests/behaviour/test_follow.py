@@ -1,0 +1,680 @@
+"""Steps as a peer publishes them, and receivers that follow them.
+
+The trainer goes on, restarts or is away; connections break; calls are cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from itertools import chain, cycle, repeat
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from safetensors.torch import load_file
+
+from aiockpt import AuthenticationError, StepNotFoundError, TemplateMismatchError
+from aiockpt.errors import (
+    ClosedError,
+    LocalProtocolError,
+    PeerUnreachableError,
+    RemoteProtocolError,
+    TransferStalledError,
+    TransferTimeoutError,
+)
+from aiockpt.events import TransferEvent, add_hook
+from aiockpt.http import manifests
+from aiockpt.testing import Answer, CutAfter, FaultProxy, Refuse, StallAfter
+from aiockpt.testing.faults import Drip
+from aiockpt.transfer.reuse import Delta
+from tests.support.applications import running
+from tests.support.commandline import aiockpt_command
+from tests.support.followers import (
+    MIB,
+    TOKEN,
+    Trainer,
+    check,
+    publish,
+    soon,
+    state_of,
+)
+from tests.support.proofs import proves
+from tests.support.serving import settle
+from tests.support.transports import (
+    in_the_middle,
+    pair,
+    port_of,
+    proxied,
+    receive,
+    through,
+    transport,
+    weights,
+)
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_blocking")]
+
+SLOW = Drip(MIB, burst=64 << 10)
+
+
+@contextmanager
+def events(stop):
+    """Give the events of one kind, as they come."""
+    found: list[TransferEvent] = []
+
+    def note(event):
+        if event.stop == stop:
+            found.append(event)
+
+    remove = add_hook(note)
+    try:
+        yield found
+    finally:
+        remove()
+
+
+async def nothing(steps, seconds=0.1):
+    """Wait in vain for a while."""
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await anext(steps)
+
+
+async def waiting_for(iterator, sender):
+    """Ask for the next one; return once the sender has the request."""
+    waiting = asyncio.ensure_future(soon(iterator))
+    await settle(lambda: sender.statistics().waiting == 1)
+    return waiting
+
+
+@asynccontextmanager
+async def restarted(before):
+    """Shut a sender down, and give another one in its place."""
+    port = port_of(before)
+    await before.shutdown(wait=False)
+    async with transport(token=TOKEN, port=port) as after:
+        yield after
+
+
+@asynccontextmanager
+async def known(**options):
+    """Give a sender and a receiver that were given the same token."""
+    async with pair(token=TOKEN, **options) as both:
+        yield both
+
+
+class TestSteps:
+    """``transport.steps``."""
+
+    @proves("cell HTTPTransport.steps: success")
+    async def test_every_step_that_is_awaited_is_given(self):
+        """In the order of their publication, each once; what was missed is skipped."""
+        async with pair() as (sender, receiver):
+            steps = receiver.steps(sender.metadata())
+            for step in (1, 2, 3, 5):
+                waiting = await waiting_for(steps, sender)
+                await publish(sender, step)
+                assert await waiting == step
+            for step in (6, 7):
+                await publish(sender, step)
+            assert await soon(steps) == 7
+            await nothing(steps)
+            await publish(sender, 8)
+            with pytest.raises(StepNotFoundError):
+                await receive(sender, receiver, 7)
+            assert await soon(steps) == 8
+            assert await soon(receiver.steps(sender.metadata())) == 8  # another place
+
+    @pytest.mark.parametrize("after", [0, 7, 6])
+    async def test_after_says_what_is_known(self, after):
+        """Nothing up to it is given."""
+        async with pair() as (sender, receiver):
+            await publish(sender, 7)
+            steps = receiver.steps(sender.metadata(), after)
+            assert repr(steps) == f"<Steps of {sender.address()} after={after}>"
+            if after == 7:
+                await nothing(steps)
+                await publish(sender, 8)
+            assert await soon(steps) == max(7, after + 1)
+
+    async def test_it_may_begin_before_the_peer_serves(self):
+        """Nothing is given while nothing is served, nor while it is retracted."""
+        async with transport() as receiver:
+            sender = transport()  # its address is known, and nobody answers
+            steps = receiver.steps(sender.metadata())
+            first = asyncio.ensure_future(soon(steps))
+            await asyncio.sleep(0.05)
+            async with sender:
+                await publish(sender, 1)
+                assert await first == 1
+                waiting = await waiting_for(steps, sender)
+                for step in (2, 3):
+                    await sender.disallow_checkpoint()
+                    await publish(sender, step)
+                assert await waiting in (2, 3)
+
+    @proves("cell HTTPTransport.steps: timeout", "cell HTTPTransport.steps: cancel")
+    async def test_a_deadline_or_a_cancel_loses_no_step(self):
+        """At any moment: a step is given, or it is still to come; nothing is held."""
+        async with pair() as (sender, receiver):
+            steps = receiver.steps(sender.metadata())
+            for step in range(1, 4):
+                await nothing(steps, 0.02)
+                await publish(sender, step)
+                assert await soon(steps) == step
+            for turns in range(40):
+                steps = receiver.steps(sender.metadata())
+                task = asyncio.ensure_future(anext(steps))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait({task})
+                given = await soon(steps) if task.cancelled() else task.result()
+                assert given == 3
+            await settle(lambda: sender.statistics().waiting == 0)
+            async with asyncio.timeout(5):
+                await receiver.shutdown()
+
+    @pytest.mark.parametrize(
+        "fault",
+        [Refuse(), CutAfter(0), CutAfter(40), CutAfter(40, reset=True), StallAfter(40)],
+        ids=repr,
+    )
+    async def test_a_broken_connection_is_made_again(self, fault, monkeypatch):
+        """A few of them in a row are no news."""
+        monkeypatch.setattr(manifests, "_POLL", 0.1)
+        async with (
+            pair(stall_timeout=0.2) as (sender, receiver),
+            proxied(sender, faults=[fault] * 3) as proxy,
+        ):
+            steps = receiver.steps(through(proxy, sender))
+            await publish(sender, 1)
+            assert await soon(steps) == 1
+            assert proxy.statistics().connections > 3
+
+    async def test_a_connection_that_breaks_during_the_wait_is_made_again(self):
+        """What was published meanwhile is given."""
+        async with pair() as (sender, receiver), proxied(sender) as proxy:
+            steps = receiver.steps(through(proxy, sender))
+            waiting = await waiting_for(steps, sender)
+            proxy.refuse()
+            await proxy.cut_all()
+            await publish(sender, 1)
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            await proxy.listen()
+            assert await waiting == 1
+
+    @proves("cell HTTPTransport.steps: the other one dies")
+    @pytest.mark.parametrize("first", [90, 102])
+    async def test_a_peer_that_starts_again_is_found_again(self, first):
+        """With the token that both know; a step that was given is not given again."""
+        async with known() as (before, receiver):
+            steps = receiver.steps(before.metadata())
+            await publish(before, 102)
+            assert await soon(steps) == 102
+            waiting = await waiting_for(steps, before)
+            async with restarted(before) as after:
+                await publish(after, first)
+                if first == 102:
+                    await settle(lambda: after.statistics().waiting == 1)
+                    await publish(after, 103)
+                assert await waiting == (103 if first == 102 else first)
+
+    async def test_a_peer_with_another_token_is_an_error(self):
+        """Its new metadata must be handed over; trying again would not help."""
+        async with transport() as receiver:
+            async with transport() as first:
+                metadata, port = first.metadata(), port_of(first)
+            async with transport(port=port):
+                steps = receiver.steps(metadata)
+                for _ in range(2):  # it stays what it is
+                    with pytest.raises(AuthenticationError):
+                        await soon(steps)
+
+    @proves(
+        "cell HTTPTransport.steps: error",
+        "cell HTTPTransport.steps: the other one dies",
+    )
+    async def test_a_silent_peer_can_be_given_up(self, monkeypatch):
+        """After ``reconnect_timeout``; the iterator may be used again."""
+        monkeypatch.setattr(manifests, "_POLL", 0.1)
+        async with pair(stall_timeout=0.2) as (sender, receiver):
+            async with proxied(sender, otherwise=StallAfter(0)) as proxy:
+                metadata = through(proxy, sender)
+                steps = receiver.steps(metadata, reconnect_timeout=0)
+                with pytest.raises(TransferStalledError):
+                    await soon(steps)
+            steps = receiver.steps(metadata, reconnect_timeout=0.1)
+            for _ in range(2):
+                with pytest.raises(PeerUnreachableError):
+                    await soon(steps)
+            await publish(sender, 1)
+            back = FaultProxy("127.0.0.1", port_of(sender))
+            back.port = proxy.port
+            async with back:
+                assert await soon(steps) == 1
+
+    async def test_another_server_is_an_error(self):
+        """After three such answers in a row."""
+        wrong = Answer(b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno")
+        async with (
+            pair() as (sender, receiver),
+            proxied(sender, otherwise=wrong) as proxy,
+        ):
+            steps = receiver.steps(through(proxy, sender))
+            with pytest.raises(RemoteProtocolError, match="is that an aiockpt server"):
+                await soon(steps)
+            assert proxy.statistics().connections == 3
+
+    async def test_shutdown_ends_the_wait(self):
+        """And the pause before the next attempt, however long a peer asks for it."""
+        later = Answer(
+            b"HTTP/1.1 503 Later\r\nRetry-After: 30\r\nContent-Length: 0\r\n\r\n"
+        )
+        async with transport() as sender, proxied(sender, otherwise=later) as proxy:
+            receiver = transport()
+            steps = receiver.steps(sender.metadata())
+            metadata = through(proxy, sender)
+            calls = [
+                await waiting_for(steps, sender),
+                asyncio.ensure_future(anext(receiver.steps(metadata))),
+                asyncio.ensure_future(receiver.recv_checkpoint(0, metadata, 1)),
+            ]
+            await settle(lambda: proxy.statistics().connections == 2)
+            await asyncio.wait(calls, timeout=0.1)
+            async with asyncio.timeout(4):
+                await receiver.shutdown()
+                for call in calls:
+                    with pytest.raises(ClosedError):
+                        await call
+            with pytest.raises(ClosedError):
+                await anext(steps)
+            with pytest.raises(ClosedError):
+                receiver.steps(sender.metadata())
+
+    async def test_two_tasks_may_not_share_an_iterator(self):
+        """They would be given the same step, or an older one after a newer."""
+        async with pair() as (sender, receiver):
+            steps = receiver.steps(sender.metadata())
+            first = await waiting_for(steps, sender)
+            with pytest.raises(LocalProtocolError, match="two tasks"):
+                await anext(steps)
+            for step in (1, 2):
+                await publish(sender, step)
+                assert await (first if step == 1 else soon(steps)) == step
+
+    async def test_it_does_not_disturb_a_receive(self):
+        """Both go on at once, over one transport."""
+        async with pair() as (sender, receiver):
+            await sender.send_checkpoint([], 1, weights(mib=16))
+            steps = receiver.steps(sender.metadata(), 1)
+            task, _ = await in_the_middle(
+                lambda halfway: receive(sender, receiver, progress=halfway),
+                lambda: nothing(steps, 0.02),
+            )
+            await task
+
+    @pytest.mark.parametrize("step", [7, 2**63, 10**19 - 1])
+    async def test_a_server_of_an_earlier_version_is_polled_slowly(self, step):
+        """It answers at once, with what it has; a step that is none is its error."""
+        asked, app = list[str](), web.Application()
+
+        async def answer(request):
+            asked.append(request.path_qs)
+            headers = {"Aiockpt-Step": f"{step}", "ETag": f'"{"0" * 32}"'}
+            return web.json_response({}, headers=headers)
+
+        app.router.add_get("/{any:.*}", answer)
+        async with running(app) as host, transport() as receiver:
+            steps = receiver.steps(f"{host.url}/checkpoint/")
+            if step > 7:
+                with pytest.raises(RemoteProtocolError, match="names no step"):
+                    await soon(steps)
+                return
+            assert await soon(steps) == 7
+            await nothing(steps, 0.5)
+        assert asked[:2] == ["/checkpoint/latest", "/checkpoint/latest?after=7"]
+        assert len(asked) < 25
+
+    @pytest.mark.parametrize(
+        ("arguments", "error"),
+        [(("ftp://h/",), LocalProtocolError), (("http://h/", -1), ValueError),
+         (("http://h/", 2**63), ValueError), (("http://h/", 1.5), TypeError)],
+    )  # fmt: skip
+    async def test_misuse_is_told_at_once(self, arguments: Any, error):
+        """And not where the steps are awaited."""
+        async with transport() as receiver:
+            with pytest.raises(error):
+                receiver.steps(*arguments)
+            with pytest.raises(ValueError, match="timeout"):
+                receiver.steps("http://h/", reconnect_timeout=-1)
+
+
+class TestFollow:
+    """``transport.follow``, and a receive without a step."""
+
+    @proves("cell HTTPTransport.follow: success")
+    async def test_each_newer_step_is_received(self):
+        """Without a template, and with one, whose tensors are filled."""
+        async with pair() as (sender, receiver):
+            for into in (None, state_of(0)):
+                await publish(sender, 1)
+                follower = receiver.follow(sender.metadata(), into=into)
+                async with aclosing(follower):
+                    assert (await soon(follower))[0] == 1
+                    for step in (2, 3):
+                        await publish(sender, step)
+                        found, state = await soon(follower)
+                        assert found == step
+                        assert torch.equal(state["w"], state_of(step)["w"])
+                        assert into is None or state["w"] is into["w"]
+
+    async def test_options_of_a_receive_are_those_of_a_follower(self):
+        """A part of it; only what has changed; and the step to begin after."""
+        async with pair() as (sender, receiver):
+            await publish(sender, 1)
+            metadata = sender.metadata()
+            async with aclosing(receiver.follow(metadata, select=["step"])) as follower:
+                assert await soon(follower) == (1, {"step": 1})
+            template = {**state_of(1), "step": 0}
+            follower = receiver.follow(metadata, into=template, have=True)
+            with events("recv") as found:
+                async with aclosing(follower):
+                    await soon(follower)
+            assert found[0].nbytes < found[0].reused == 1 << 20
+            async with aclosing(receiver.follow(metadata, after=1)) as follower:
+                waiting = await waiting_for(follower, sender)
+                await publish(sender, 2)
+                assert (await waiting)[0] == 2
+
+    @proves("cell HTTPTransport.follow: success")
+    async def test_no_step_twice_and_none_that_is_torn(self):
+        """Whatever the trainer does meanwhile, steps rise and states are whole."""
+        async with pair() as (sender, receiver), Trainer(sender, mib=2).training():
+            seen: list[int] = []
+            async with aclosing(receiver.follow(sender.metadata())) as follower:
+                while len(seen) < 10:
+                    step, state = await soon(follower)
+                    check(step, state)
+                    seen.append(step)
+            assert seen == sorted({*seen})
+
+    @pytest.mark.parametrize("follows", [True, False])
+    async def test_a_superseded_receive_goes_on_to_the_newest(self, follows):
+        """A sender that keeps nothing replaces the step: the next one is received."""
+        async with (
+            transport(keep_superseded=0) as sender,
+            transport() as receiver,
+            proxied(sender, otherwise=SLOW) as proxy,
+        ):
+            metadata = through(proxy, sender)
+            follower = receiver.follow(metadata)
+            with events("retry") as retries:
+                async with aclosing(follower):
+                    call = (
+                        soon(follower)
+                        if follows
+                        else receiver.recv_checkpoint(0, metadata)
+                    )
+                    first = asyncio.ensure_future(call)
+                    await settle(lambda: sender.statistics().waiting)
+                    await publish(sender, 1, mib=2)
+                    await settle(lambda: proxy.statistics().bytes_down > MIB // 2)
+                    await publish(sender, 2)
+                    got = await first
+                    check(*(got if follows else (2, got)))
+            assert retries or not follows
+            template = state_of(0)
+            both = [sender.metadata(), metadata]
+            await receiver.recv_checkpoint(0, both, into=template)
+            assert torch.equal(template["w"], state_of(2)["w"])
+            await sender.disallow_checkpoint()
+            with pytest.raises(TransferTimeoutError):
+                await receiver.recv_checkpoint(0, metadata, timeout=0.1)
+
+    async def test_a_fetch_of_the_command_line_gets_what_is_served_now(self, tmp_path):
+        """It ends with a whole step although the trainer replaces it meanwhile."""
+        async with (
+            transport(keep_superseded=0) as sender,
+            proxied(sender, otherwise=SLOW) as proxy,
+        ):
+            await publish(sender, 1, mib=4)
+            file = tmp_path / "copy.safetensors"
+            fetching = await asyncio.create_subprocess_exec(
+                *aiockpt_command("fetch", through(proxy, sender), "-o", file),
+                stderr=asyncio.subprocess.PIPE,
+            )
+            await settle(lambda: proxy.statistics().bytes_down > MIB // 2)
+            await publish(sender, 2)
+            _, told = await fetching.communicate()
+            assert fetching.returncode == 0, told
+            assert b"step 2, snapshot" in told
+            assert load_file(file)["w"].eq(2.0).all()
+
+    @proves("cell HTTPTransport.follow: the other one dies")
+    async def test_a_sender_that_is_away_is_waited_for(self):
+        """Connections break in the middle of a receive, and nobody answers then."""
+        async with (
+            transport(token=TOKEN) as sender,
+            transport(
+                token=TOKEN, reconnect_timeout=0.1, stall_timeout=0.2
+            ) as receiver,
+            proxied(sender, faults=[CutAfter(1 << 19)] * 6) as proxy,
+        ):
+            await publish(sender, 1, mib=4)
+            async with aclosing(receiver.follow(through(proxy, sender))) as follower:
+                check(*await soon(follower))
+                waiting = asyncio.ensure_future(soon(follower))
+                proxy.refuse()
+                await proxy.cut_all()
+                await asyncio.sleep(0.3)
+                await publish(sender, 2)
+                await proxy.listen()
+                check(*await waiting)
+
+    async def test_a_sender_that_dies_after_its_last_byte_fails_nothing(self):
+        """It never answers that the receive has ended, which is no news."""
+        async with pair() as (sender, receiver):
+            await publish(sender, 1)
+
+            async def relay(down, back):
+                up, to = await asyncio.open_connection("127.0.0.1", port_of(sender))
+
+                async def ask():
+                    while data := await down.read(MIB):
+                        to.write(b"" if data.startswith(b"HEAD") else data)
+
+                asking = asyncio.create_task(ask())
+                while data := await up.read(MIB):
+                    back.write(data)
+                await asking
+                back.close()
+                to.close()
+
+            async with await asyncio.start_server(relay, "127.0.0.1") as server:
+                port = server.sockets[0].getsockname()[1]
+                metadata = sender.metadata().replace(str(port_of(sender)), str(port))
+                check(1, await receiver.recv_checkpoint(0, metadata, 1, timeout=0.9))
+                await receiver.shutdown()
+                await sender.shutdown()
+
+    @pytest.mark.parametrize("select", [None, ["w"]])
+    async def test_a_receive_that_compares_for_long_keeps_its_snapshot(
+        self, select, monkeypatch
+    ):
+        """It asks for nothing meanwhile, for longer than the sender's stall timeout."""
+        plan = Delta.plan
+
+        async def compare(self, chunks):
+            await asyncio.sleep(0.8)
+            return await plan(self, chunks)
+
+        monkeypatch.setattr(Delta, "plan", compare)
+        async with pair(stall_timeout=0.3) as (sender, receiver):
+            await publish(sender, 1)
+            options = {"into": state_of(0), "have": True, "select": select}
+            receiving = asyncio.ensure_future(receive(sender, receiver, **options))
+            await settle(lambda: sender.statistics().requests)
+            await publish(sender, 2)
+            assert (await receiving)["w"].eq(1.0).all()
+            await settle(lambda: not sender.statistics().superseded)
+
+    @proves("cell HTTPTransport.follow: timeout")
+    async def test_a_receive_that_is_late_is_begun_again(self):
+        """Its deadline has passed: the log says so, and the step is received then."""
+        async with (
+            pair() as (sender, receiver),
+            proxied(sender, faults=[StallAfter(64 << 10)] * 4) as proxy,
+        ):
+            await publish(sender, 1)
+            follower = receiver.follow(through(proxy, sender), timeout=0.5)
+            with events("retry") as retries:
+                async with aclosing(follower):
+                    check(*await soon(follower))
+            assert [event.level for event in retries][-1] == logging.WARNING
+            assert "timed out" in retries[-1].detail
+
+    @proves("cell HTTPTransport.follow: the other one dies")
+    @pytest.mark.parametrize("first", [90, 103, 102])
+    async def test_a_restarted_sender_is_followed(self, first, caplog):
+        """From whatever step it goes on with, and no step comes twice."""
+        async with known() as (before, receiver):
+            await publish(before, 102)
+            follower = receiver.follow(before.metadata())
+            async with aclosing(follower):
+                assert (await soon(follower))[0] == 102
+                with events("restart") as restarts:
+                    async with restarted(before) as after:
+                        waiting = asyncio.ensure_future(soon(follower))
+                        await publish(after, first)
+                        if first == 102:
+                            await settle(lambda: after.statistics().waiting)
+                            assert not waiting.done()
+                            await publish(after, 103)
+                        step, state = await waiting
+                        check(step, state)
+                        assert step == (103 if first == 102 else first)
+                        assert [event.step for event in restarts] == [first]
+                        await publish(after, step + 1)
+                        check(*await soon(follower))
+        told = [r for r in caplog.records if "started again" in r.getMessage()]
+        assert [record.levelno for record in told] == [logging.WARNING]
+
+    @pytest.mark.parametrize("serves", [True, False])
+    async def test_a_restart_is_noticed_before_the_first_step(self, serves):
+        """A follower that begins after a step knows the sender's start by then."""
+        async with known() as (before, receiver):
+            if serves:
+                await publish(before, 102)
+            else:
+                await before.start()
+            follower = receiver.follow(before.metadata(), after=102)
+            async with aclosing(follower):
+                waiting = await waiting_for(follower, before)
+                async with restarted(before) as after:
+                    await publish(after, 90)
+                    check(*await waiting)
+
+    async def test_a_restart_during_a_receive_is_noticed(self):
+        """The restarted sender has another step, and the old one is not waited for."""
+        async with (
+            known() as (before, receiver),
+            proxied(before, otherwise=SLOW) as proxy,
+        ):
+            await publish(before, 102, mib=4)
+            follower = receiver.follow(through(proxy, before))
+            async with aclosing(follower):
+                waiting = asyncio.ensure_future(soon(follower))
+                await settle(lambda: proxy.statistics().bytes_down > MIB // 2)
+                async with restarted(before) as after:
+                    await publish(after, 90)
+                    async with asyncio.timeout(4.5):  # of which receiving takes one
+                        check(*await waiting)
+
+    @proves("cell HTTPTransport.follow: error")
+    async def test_what_is_wrong_for_good_is_raised(self):
+        """A template that does not fit, a wrong token, a transport that is closed."""
+        async with known() as (sender, receiver):
+            await publish(sender, 1)
+            misfit = {"w": torch.zeros(3), "step": 0}
+            with pytest.raises(TemplateMismatchError):
+                await anext(receiver.follow(sender.metadata(), into=misfit))
+            async with transport(token="another") as stranger:
+                with pytest.raises(AuthenticationError):
+                    await anext(stranger.follow(sender.metadata()))
+            waiting = await waiting_for(
+                receiver.follow(sender.metadata(), after=1), sender
+            )
+            await receiver.shutdown()
+            with pytest.raises(ClosedError):
+                await waiting
+            with pytest.raises(ClosedError):
+                receiver.follow(sender.metadata())
+
+    @proves("cell HTTPTransport.follow: cancel")
+    async def test_a_cancelled_follower_leaves_nothing_behind(self):
+        """Wherever it was; another one begins anew."""
+        async with pair() as (sender, receiver):
+            await publish(sender, 1)
+            for turns in range(0, 200, 10):
+                follower = receiver.follow(sender.metadata())
+                task = asyncio.ensure_future(anext(follower))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait({task})
+                await follower.aclose()
+            check(*await soon(receiver.follow(sender.metadata())))
+
+
+@asynccontextmanager
+async def shared_address(senders):
+    """Give an address of several senders, and the ports of those that were asked.
+
+    Each request goes to the next of them.
+    """
+    ports, asked = map(port_of, senders), list[int]()
+
+    async def relay(down, back):
+        head = (await down.readuntil(b"\r\n\r\n"))[:-2]
+        asked.append(next(ports))
+        up, to = await asyncio.open_connection("127.0.0.1", asked[-1])
+        to.write(head + b"Connection: close\r\n\r\n")
+        while data := await up.read(MIB):
+            back.write(data)
+        back.close()
+        to.close()
+
+    async with await asyncio.start_server(relay, "127.0.0.1") as server:
+        port = server.sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}/checkpoint/", asked
+
+
+async def test_an_address_of_several_senders_is_not_asked_in_a_hurry():
+    """Each answers as another start of the sender, with nothing new."""
+    async with known() as senders, transport(token=TOKEN) as receiver:
+        for sender in senders:
+            await publish(sender, 5)
+        async with shared_address(cycle(senders)) as (url, asked):
+            steps = receiver.steps(url)
+            assert await soon(steps) == 5
+            await nothing(steps, 0.5)
+        assert len(asked) < 15
+
+
+@pytest.mark.parametrize("follows", [True, False])
+async def test_a_restart_before_the_manifest_is_noticed(follows):
+    """The step that was served a moment ago is not waited for."""
+    async with known() as (before, after), transport(token=TOKEN) as receiver:
+        await publish(before, 102)
+        await publish(after, 90)
+        senders = chain([before], repeat(after))
+        async with asyncio.timeout(3), shared_address(senders) as (url, _):
+            if follows:
+                async with aclosing(receiver.follow(url)) as follower:
+                    check(*await anext(follower))
+            else:
+                check(90, await receiver.recv_checkpoint(0, url))
