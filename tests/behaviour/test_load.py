@@ -1,0 +1,705 @@
+"""Loading: whole, in place, in part, onto a device, mapped, and from a peer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import errno
+import gc
+import io
+import itertools
+import logging
+import os
+from collections import OrderedDict
+
+import pytest
+import torch
+import torch.distributed as dist
+from aiohttp import web
+from hypothesis import HealthCheck, given, settings
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from aiockpt import CheckpointerConfig, Progress, make_async_checkpointer
+from aiockpt.checkpointers import peer as peers
+from aiockpt.checkpointers import reader, sources
+from aiockpt.checkpointers.config import RankInfo
+from aiockpt.checkpointers.reader import CheckpointReader, device_of
+from aiockpt.errors import (
+    AuthenticationError,
+    CheckpointNotFoundError,
+    IntegrityError,
+    LocalProtocolError,
+    MissingKeysError,
+    StateDictError,
+    StepNotFoundError,
+    StorageError,
+    TemplateMismatchError,
+    TransferTimeoutError,
+    WorldSizeMismatchError,
+)
+from aiockpt.format.limits import Limits
+from aiockpt.memory.arena import Arena
+from aiockpt.runtime.lifetime import Deadline
+from aiockpt.storage import directory
+from aiockpt.testing import assert_same
+from tests.support.accelerators import FakeAccelerator
+from tests.support.commandline import beside
+from tests.support.proofs import proves
+from tests.support.rangepeer import serving
+from tests.support.saved import (
+    ALONE,
+    CHUNK,
+    flip,
+    load,
+    read,
+    run_beside,
+    save,
+    save_by_two,
+    sync_checkpointer,
+    training_state,
+)
+from tests.support.states import states
+from tests.support.transports import transport
+
+FILE = "checkpoint_0.safetensors"
+WAYS = pytest.mark.parametrize(
+    "way",
+    [{}, {"verify": "none"}, {"mmap": True}, {"mmap": True, "verify": "none"}],
+    ids=str,
+)
+
+
+def zeroed(state):
+    """Return the same state dict with zeros in its tensors."""
+    template = copy.deepcopy(state)
+    for tensor in tensors_of(template):
+        tensor.detach().zero_()
+    return template
+
+
+def tensors_of(value) -> list[torch.Tensor]:
+    """Return all tensors of a state dict."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [tensor for each in value for tensor in tensors_of(each)]
+    return []
+
+
+def stop(_: int) -> None:
+    """End a load from its callback."""
+    raise KeyboardInterrupt
+
+
+class TestWhole:
+    """Without a template everything is loaded."""
+
+    @WAYS
+    def test_what_was_saved_comes_back(self, tmp_path, way) -> None:
+        """Bit by bit, ties and all; nothing is missing."""
+        state = training_state()
+        found, missing = read(save(tmp_path / "s", state), **way)
+        assert_same(found, state)
+        assert missing == []
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_as_many_ranks_load_as_have_saved(self, tmp_path, rank: int) -> None:
+        """Or each would have a part, and nobody would say that the rest is missing."""
+        pair = save_by_two(tmp_path / "pair")
+        alone = save(tmp_path / "alone", {"a": 1})
+        two = CheckpointReader(RankInfo(rank, 2))
+        with pytest.raises(WorldSizeMismatchError) as caught:
+            load(pair)
+        assert (caught.value.saved, caught.value.loading) == (2, 1)
+        assert "2 ranks wrote it, each its own part, and 1 rank" in str(caught.value)
+        with pytest.raises(WorldSizeMismatchError, match=r"1 rank wrote .* 2 ranks "):
+            two.read(alone)
+        assert two.read(pair)[0] == {"rank": rank}
+        # A part may be named; then the numbers do not matter.
+        assert load(pair, rank=rank) == {"rank": rank}
+        assert two.read(alone, rank=0)[0] == {"a": 1}
+        assert load(pair / f"checkpoint_{rank}.safetensors") == {"rank": rank}
+        with sync_checkpointer() as checkpointer:
+            assert checkpointer.load(pair, rank=rank) == {"rank": rank}
+        with pytest.raises(CheckpointNotFoundError, match="none of them was rank 2"):
+            load(pair, rank=2)
+
+    def test_limits_are_kept(self, tmp_path) -> None:
+        """More than that is not read."""
+        path = save(tmp_path / "s", training_state())
+        reader = CheckpointReader(ALONE, limits=Limits(max_bytes=1000))
+        with pytest.raises(StorageError, match="more than the limit of 1000"):
+            reader.read(path)
+
+    def test_the_number_of_bytes_is_told(self, tmp_path) -> None:
+        """And what the callback raises ends the reading."""
+        path = save(tmp_path / "s", {"a": torch.randn(10 * CHUNK)})
+        seen: list[int] = []
+        load(path, on_bytes=seen.append)
+        assert sum(seen) == 40 * CHUNK
+        with pytest.raises(KeyboardInterrupt):
+            load(path, on_bytes=stop)
+
+
+class TestDamage:
+    """A flipped bit, a failing disk, and a checkpoint that is replaced meanwhile."""
+
+    @proves("cell AsyncCheckpointer.load: error")
+    @pytest.mark.parametrize("offset", [9, 300, -1, -CHUNK, -3 * CHUNK])
+    @pytest.mark.parametrize("mapped", [False, True])
+    def test_a_flipped_bit_anywhere(self, tmp_path, offset: int, mapped: bool) -> None:
+        """In the header, and in each chunk; but not where nothing is compared."""
+        path = save(tmp_path / "s", training_state())
+        flip(path / FILE, offset)
+        with pytest.raises((IntegrityError, StorageError)) as caught:
+            load(path, mmap=mapped)
+        assert str(path / FILE) in str(caught.value)
+        if offset < 0:
+            assert isinstance(caught.value, IntegrityError)
+            load(path, mmap=mapped, verify="none")
+
+    @pytest.mark.parametrize("state", [{"a": torch.zeros(3)}, {"a": 1}, {}])
+    @pytest.mark.parametrize("mapped", [False, True])
+    @pytest.mark.parametrize("word", ["sampled", True, None])
+    def test_another_way_to_verify_is_refused(
+        self, tmp_path, word, state, *, mapped: bool
+    ) -> None:
+        """Whether or not there is anything to compare."""
+        path = save(tmp_path / "s", state)
+        known = f"verify is 'full' or 'none', not {word!r}"
+        with pytest.raises(ValueError, match=known):
+            load(path, verify=word, mmap=mapped)
+
+    def test_a_file_of_another_checkpoint(self, tmp_path) -> None:
+        """The marker knows its snapshot."""
+        path, other = (save(tmp_path / f"s{i}", {"a": i}) for i in (1, 2))
+        os.replace(other / FILE, path / FILE)
+        with pytest.raises(IntegrityError, match="the header"):
+            load(path)
+
+    @proves("cell AsyncCheckpointer.load, state_dict=: error")
+    def test_the_template_was_modified(self, tmp_path) -> None:
+        """Its tensors may hold bytes of the damaged chunk; its values are as before."""
+        path = save(tmp_path / "s", {"a": torch.randn(3 * CHUNK), "n": 5})
+        flip(path / FILE, -1)
+        template = {"a": torch.zeros(3 * CHUNK), "n": 0}
+        with pytest.raises(IntegrityError) as caught:
+            load(path, template)
+        assert caught.value.__notes__ == ["the template was modified"]
+        assert template["n"] == 0
+
+    @pytest.mark.parametrize("call", ["pread", "preadv", "scandir", "stat", "open"])
+    @pytest.mark.parametrize("held", [False, True])
+    def test_a_call_that_fails(self, tmp_path, monkeypatch, call, held) -> None:
+        """Each time that it is made: the error is typed, and names the file."""
+        path = save(tmp_path / "s", training_state(), chunk_bytes=CHUNK)
+        place = io if call == "open" else os
+        real = getattr(place, call)
+        for number in itertools.count():
+            left = [number]
+
+            def failing(*args, left=left, **more):
+                left[0] -= 1
+                if left[0] == -1:
+                    raise OSError(errno.EIO, "Input/output error")
+                return real(*args, **more)
+
+            monkeypatch.setattr(place, call, failing)
+            template = zeroed(training_state()) if held else None
+            try:
+                found = load(path, template)
+            except StorageError as error:
+                assert str(tmp_path) in str(error)  # noqa: PT017 - or it goes on
+            else:
+                assert_same(found, training_state())
+            finally:
+                monkeypatch.undo()
+            if left[0] >= 0:
+                break
+
+    @WAYS
+    @pytest.mark.parametrize("gone", [False, True])
+    def test_it_is_replaced_while_it_is_read(self, tmp_path, way, gone: bool) -> None:
+        """Its file was opened once, and is read to the end, or longer if mapped."""
+        path = save(tmp_path / "s-1", {"a": torch.ones(CHUNK), "step": 1})
+
+        def select(name: str) -> bool:
+            """Replace it when its header was read, and nothing else."""
+            if name == "a" and gone:
+                save(tmp_path / "s-2", {"a": 2}, keep_last=1)
+            elif name == "a":
+                save(path, {"a": torch.zeros(CHUNK), "step": 1})
+            return True
+
+        found = load(path, select=select, **way)
+        assert path.exists() is not gone
+        assert_same(found, {"a": torch.ones(CHUNK), "step": 1})
+
+    @pytest.mark.parametrize(
+        ("where", "name"), [(sources, "checkpoint_at"), (directory, "_read_marker")]
+    )
+    def test_it_is_replaced_behind_its_marker(
+        self, tmp_path, monkeypatch, where, name: str
+    ) -> None:
+        """There is always a whole one of this name, so the load begins again."""
+        path = save(tmp_path / "s-1", {"a": torch.zeros(CHUNK)})
+        find = getattr(where, name)
+
+        def replace(place):
+            found = find(place)
+            monkeypatch.undo()
+            save(path, {"a": 1})
+            return found
+
+        monkeypatch.setattr(where, name, replace)
+        assert load(path) == {"a": 1}
+
+
+class TestTemplate:
+    """Only the template's keys are read, into its tensors."""
+
+    @proves("cell AsyncCheckpointer.load, state_dict=: success")
+    @given(state=states())
+    @settings(
+        suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40
+    )
+    def test_any_state_dict(self, tmp_path, state) -> None:
+        """Loaded into zeros of the same form, it is the same; so it is without."""
+        plain = dict(state)
+        path = save(tmp_path / "s", plain)
+        assert_same(load(path, dict.fromkeys(plain)), plain)
+        assert_same(load(path), plain)
+
+    @WAYS
+    def test_some_keys(self, tmp_path, way) -> None:
+        """What is not asked for is not there; None takes what there is."""
+        state = training_state()
+        path = save(tmp_path / "s", state)
+        bias = torch.zeros(256, dtype=torch.float64)
+        template = {
+            "model": {"norm.bias": bias},
+            "optimizer": {"state": {1: None}, "param_groups": None},
+            "step": None,
+        }
+        found = load(path, template, **way)
+        optimizer = state["optimizer"]
+        expected = {
+            "model": {"norm.bias": state["model"]["norm.bias"]},
+            "optimizer": {**optimizer, "state": {1: optimizer["state"][1]}},
+            "step": 100,
+        }
+        assert_same(found, expected)
+        assert found["model"]["norm.bias"] is bias
+
+    @pytest.mark.parametrize("verify", ["full", "none"])
+    def test_no_more_is_read_than_its_chunks(self, tmp_path, verify: str) -> None:
+        """What is not read is not verified either."""
+        state = {f"{i}": torch.full((CHUNK // 2,), float(i)) for i in range(20)}
+        path = save(tmp_path / "s", state)
+        flip(path / FILE, -1)
+        seen: list[int] = []
+        template = {"7": torch.zeros(CHUNK // 2)}
+        found = load(path, template, on_bytes=seen.append, verify=verify)
+        assert torch.equal(found["7"], state["7"])
+        assert sum(seen) == 2 * CHUNK
+
+    def test_missing_keys_are_listed(self, tmp_path, caplog) -> None:
+        """As dotted paths; the rest is loaded, and a warning says so."""
+        path = save(tmp_path / "s", {"a": {"b": 1, "l": [{"x": 1}]}, "t": 2})
+        inner = {"b": 0, "c": 5, "l": [{"x": 0, "y": 7}]}
+        with caplog.at_level(logging.WARNING):
+            found, missing = read(path, {"a": inner, "t": 0, "u": {"v": 1}, 3: None})
+        assert missing == ["a.c", "a.l[0].y", "u", "3"]
+        inner = {"b": 1, "c": 5, "l": [{"x": 1, "y": 7}]}
+        assert found == {"a": inner, "t": 2, "u": {"v": 1}, 3: None}
+        assert "is missing keys: a.c, a.l[0].y, u, 3" in caplog.text
+
+    def test_a_strict_load_refuses_them(self, tmp_path) -> None:
+        """Before anything is changed; a RuntimeError that names them."""
+        path = save(tmp_path / "s", {"a": torch.ones(3), "n": 1})
+        template = {"a": torch.zeros(3), "n": 0, "b": None}
+        with pytest.raises(MissingKeysError, match="is missing keys: b") as caught:
+            load(path, template, strict=True)
+        assert isinstance(caught.value, RuntimeError)
+        assert caught.value.keys == ["b"]
+        with pytest.raises(MissingKeysError, match="is missing keys: c"):
+            load(path, select=["a", "c"], strict=True)
+        with pytest.raises(TemplateMismatchError, match="n"):
+            load(path, {"a": template["a"]}, select=["a", "n"], strict=True)
+        assert_same(template, {"a": torch.zeros(3), "n": 0, "b": None})
+
+    @pytest.mark.parametrize(
+        ("saved", "wrong", "expected", "actual"),
+        [
+            (torch.ones(3), torch.zeros(4), "float32 [3]", "float32 [4]"),
+            (torch.ones(3), torch.zeros(3).double(), "float32 [3]", "float64 [3]"),
+            (torch.ones(3), 5, "float32 [3]", "a int"),
+            (torch.ones(3), {}, "float32 [3]", "a dict"),
+            (1, torch.zeros(1), "a int", "float32 [1]"),
+            ([1], {"b": 1}, "", ""),
+            ({"b": 1}, [1], "", ""),
+            (1, "text", "a int", "a str"),
+            ([1], [1, 2], "", ""),
+        ],
+    )
+    def test_what_does_not_fit(self, tmp_path, saved, wrong, expected, actual) -> None:
+        """Size, dtype and type are compared, before anything is changed."""
+        path = save(tmp_path / "s", {"m": {"ok": torch.ones(2), "a": saved}})
+        template = {"m": {"ok": torch.zeros(2), "a": wrong}}
+        with pytest.raises(TemplateMismatchError, match=r"template m\.a") as caught:
+            load(path, template)
+        if expected:
+            assert (caught.value.expected, caught.value.actual) == (expected, actual)
+        assert template["m"]["ok"].tolist() == [0, 0]
+
+    def test_lists_grow(self, tmp_path) -> None:
+        """By what the checkpoint has more."""
+        path = save(tmp_path / "s", {"l": [torch.ones(2), 5, {"x": 1}]})
+        first = torch.zeros(2)
+        found = load(path, {"l": [first, None]})
+        assert found["l"][0] is first
+        assert_same(found["l"], [torch.ones(2), 5, {"x": 1}])
+
+    def test_other_layouts_are_filled_by_value(self, tmp_path) -> None:
+        """Each tensor gets its own elements, however its memory lies or is shared."""
+        one = torch.randn(6, 4)
+        state = {name: torch.randn(6, 4) for name in ("t", "s", "meta")}
+        state["c"] = torch.randn(6, 4, dtype=torch.complex64)
+        state["e"] = torch.randn(1, 4).expand(6, 4)
+        state |= {"one": one, "tied": one, "row": one[1]}
+        state["x"] = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+        path = save(tmp_path / "s", state)
+        template = {
+            "t": torch.zeros(4, 6).t(),
+            "s": torch.zeros(12, 8)[::2, ::2],
+            "meta": torch.empty(6, 4, device="meta"),
+            "c": torch.zeros(6, 4, dtype=torch.complex64).conj(),
+            "e": torch.zeros(1, 4).expand(6, 4),
+            "one": torch.zeros(6, 4),
+            "tied": torch.zeros(6, 4),
+            "row": torch.zeros(4),
+            "x": torch.zeros_like(state["x"]),
+        }
+        found = load(path, template)
+        for name in template:
+            assert torch.equal(found[name], state[name]), name
+        assert found["t"].stride() == (1, 6)
+        assert found["x"].stride() == state["x"].stride()
+        both = torch.zeros(6, 4)  # what a template ties gets the last one
+        load(path, {"t": both, "s": both})
+        assert torch.equal(both, state["s"])
+
+    def test_autograd_notices(self, tmp_path) -> None:
+        """A filled tensor counts as changed in place."""
+        path = save(tmp_path / "s", {"w": torch.ones(3)})
+        weight = torch.nn.Parameter(torch.full((3,), 2.0))
+        loss = (weight * weight).sum()
+        load(path, {"w": weight})
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+class TestSelect:
+    """Only what is selected, and what is below it."""
+
+    def test_by_paths(self, tmp_path) -> None:
+        """Those that are not there are missing; they may come from an iterator."""
+        state = training_state()
+        path = save(tmp_path / "s", state)
+        wanted = ["model.nor", "optimizer.state.1", "step", "x.y", "model.half"]
+        found, missing = read(path, select=iter(wanted))
+        assert missing == ["model.nor", "x.y"]
+        expected = {
+            "model": OrderedDict(half=state["model"]["half"]),
+            "optimizer": {"state": {1: state["optimizer"]["state"][1]}},
+            "step": 100,
+        }
+        assert_same(found, expected)
+        assert load(path, select=[]) == {}
+        with pytest.raises(TypeError, match="list of paths"):
+            load(path, select="step")  # its letters would be taken for paths
+
+    def test_by_a_function_or_inside_of_keys_with_dots(self, tmp_path) -> None:
+        """A flat state dict has its dots in the keys."""
+        state = {"a": {"w": 1, "b": 2}, "w": [3, {"w": 4, "c": 5}]}
+        flat = {"layers.0.w": 1, "layers.0.b": 2, "layers.10.w": 3}
+        path = save(tmp_path / "s", state | flat)
+        found = load(path, select=["layers.0"])
+        assert found == {"layers.0.w": 1, "layers.0.b": 2}
+        found = load(path, select=lambda path: path.endswith("w") or "[0]" in path)
+        assert found == {"layers.0.w": 1, "layers.10.w": 3} | {
+            "a": {"w": 1},
+            "w": [3, {"w": 4}],
+        }
+
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_of_a_template(self, tmp_path, strict: bool) -> None:
+        """The other keys keep what they have, and are not missing."""
+        path = save(tmp_path / "s", {"a": {"x": torch.ones(2), "n": 1}, "b": [2, 3]})
+        template = {"a": {"x": torch.zeros(2), "n": 0, "z": 9}, "b": [0, 0], "c": 9}
+        found, missing = read(
+            path, template, select=iter(["a.x", "b[1]"]), strict=strict
+        )
+        assert missing == []
+        assert found["a"]["x"].tolist() == [1, 1]
+        assert (found["a"]["n"], found["b"], found["c"]) == (0, [0, 3], 9)
+
+
+class TestDevice:
+    """Tensors without a place in a template go to ``map_location``."""
+
+    @WAYS
+    @pytest.mark.parametrize("held", [None, False, True])
+    def test_all_of_it(self, tmp_path, way, held, monkeypatch) -> None:
+        """Through pinned memory, into a template or not, while more is read."""
+        state = {**training_state(), "large": torch.randn(40 * CHUNK)}
+        path = save(tmp_path / "s", state)
+        device = FakeAccelerator(held=bool(held))
+        monkeypatch.setattr(reader, "device_of", lambda _: torch.device("cpu"))
+        loader = CheckpointReader(ALONE, ports=device.port_for)
+        into = None if held is None else zeroed(state)
+        where = "fake" if held is None else None
+        found, _ = run_beside(
+            device, lambda: loader.read(path, into, map_location=where, **way)
+        )
+        assert_same(found, state)
+        assert not device.pinned  # any more
+        assert device.copied
+
+    def test_meta_has_no_bytes(self, tmp_path) -> None:
+        """Shapes and dtypes alone, of which nothing is read."""
+        path = save(tmp_path / "s", training_state(), chunk_bytes=CHUNK)
+        seen: list[int] = []
+        found = load(path, map_location="meta", on_bytes=seen.append)
+        assert found["model"]["embed.weight"].is_meta
+        assert found["model"]["embed.weight"].shape == (128, 256)
+        assert sum(seen) <= 2 * CHUNK  # of what values are made
+
+    @pytest.mark.parametrize(
+        ("given", "expected"),
+        [
+            (None, None),
+            ("cpu", None),
+            (torch.device("meta"), "meta"),
+            ({"cpu": "meta"}, "meta"),
+            ({"cuda:0": "meta"}, None),
+            (lambda storage, location: storage, None),
+            (lambda storage, location: None, None),
+        ],
+    )
+    def test_all_that_torch_takes(self, given, expected: str | None) -> None:
+        """Names, devices, dicts of them, and functions."""
+        found = device_of(given)
+        assert (found and found.type) == expected
+
+    @pytest.mark.skipif(
+        torch.accelerator.is_available(), reason="a device that is here is no mistake"
+    )
+    @pytest.mark.parametrize(
+        "where",
+        [
+            *("cuda", "nonsense", "cpu:x", "mps:3", torch.device("cuda", 1)),
+            *({"cpu": "cuda:7"}, {"cpu": 5.5}, 5.5, object()),
+            lambda storage, location: "nowhere",
+        ],
+        ids=lambda where: str(where)[:12],
+    )
+    def test_a_device_that_is_not_here_is_named(self, tmp_path, where) -> None:
+        """Before the template is changed, and from a coroutine, too."""
+        path = save(tmp_path / "s", {"w": torch.ones(3), "n": 1})
+        into = {"w": torch.zeros(3), "n": 0}
+        for template in (None, into):
+            with pytest.raises(StateDictError, match="map_location") as caught:
+                load(path, template, map_location=where)
+            assert isinstance(caught.value, ValueError)
+        assert_same(into, {"w": torch.zeros(3), "n": 0})
+
+        async def main() -> None:
+            thread = CheckpointerConfig(use_process=False)
+            async with make_async_checkpointer(thread) as checkpointer:
+                await checkpointer.load(path, default_map_location=where)
+
+        with pytest.raises(StateDictError, match="map_location"):
+            asyncio.run(main())
+
+
+def test_a_mapping_is_private(tmp_path) -> None:
+    """Writing leaves the file alone, and replacing the checkpoint the tensors."""
+    path = save(tmp_path / "s", {"a": torch.zeros(CHUNK)})
+    before = (path / FILE).read_bytes()
+    found = load(path, mmap=True, verify="none")
+    found["a"].add_(1)
+    assert (path / FILE).read_bytes() == before
+    save(path, {"a": torch.zeros(CHUNK)})
+    assert found["a"].sum() == CHUNK
+
+
+def test_distributed_tensors(tmp_path) -> None:
+    """A rank's own parts are rebuilt, or filled in place; another layout is refused."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+        def sharded(*placements, fill: float = 0.0) -> DTensor:
+            local = torch.arange(12.0).reshape(4, 3) + fill
+            return DTensor.from_local(local, mesh, placements, run_check=False)
+
+        state = {"w": sharded(Shard(0), Shard(1), fill=1.0), "b": torch.ones(3)}
+        path = save(tmp_path / "s", state)
+        assert_same(load(path), state)
+        assert_same(load(path, mmap=True), state)
+        assert_same(load(path, select=["w"]), {"w": state["w"]})
+        own = sharded(Shard(0), Shard(1))
+        found = load(path, {"w": own, "b": torch.zeros(3)})
+        assert found["w"] is own
+        assert_same(found, state)
+        for other in (sharded(Replicate(), Shard(0)), torch.zeros(8, 6)):
+            with pytest.raises(TemplateMismatchError, match=r"template w: "):
+                load(path, {"w": other})
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.asynccontextmanager
+async def served(state):
+    """Serve a state dict as step 100; give the metadata."""
+    async with transport() as sender:
+        await sender.send_checkpoint([1], 100, state)
+        yield sender.metadata()
+
+
+class TestPeer:
+    """Straight from a sender, as from a file."""
+
+    def test_all_that_a_file_can(self) -> None:
+        """Whole, in place, and in part; also beside a loop that stands still."""
+        state = training_state()
+
+        async def main(url: str):
+            return load(url)
+
+        with beside(served(state)) as metadata:
+            base, _, token = metadata.partition("#")
+            url = f"{base}100#{token}"
+            assert_same(load(url), state)
+            assert_same(asyncio.run(main(metadata)), state)
+            template = zeroed(state)
+            found, missing = read(url, {**template, "q": 1})
+            assert missing == ["q"]
+            assert found["model"]["embed.weight"] is template["model"]["embed.weight"]
+            assert_same(found, {**state, "q": 1})
+            seen: list[int] = []
+            found = load(url, select=["model.norm.bias"], on_bytes=seen.append)
+            assert torch.equal(found["model"]["norm.bias"], state["model"]["norm.bias"])
+            assert sum(seen) < 3 * CHUNK
+
+    def test_its_memory_is_free_with_the_last_name_of_it(self) -> None:
+        """And not when the collector runs."""
+
+        def arenas() -> int:
+            found = (each for each in gc.get_objects() if isinstance(each, Arena))
+            return sum(not arena.closed for arena in found)
+
+        with beside(served({"a": torch.ones(100_000)})) as metadata:
+            gc.collect()
+            gc.disable()
+            try:
+                before = arenas()
+                assert set(load(metadata)) == {"a"}
+                assert arenas() == before
+            finally:
+                gc.enable()
+
+    def test_onto_a_device(self, monkeypatch) -> None:
+        """By way of host memory."""
+        device = FakeAccelerator(held=False)
+        monkeypatch.setattr(reader, "device_of", lambda _: torch.device("cpu"))
+        with beside(served(training_state())) as metadata:
+            loader = CheckpointReader(ALONE, ports=device.port_for)
+            found, _ = loader.read(metadata, map_location="fake")
+            assert_same(found, training_state())
+        assert device.copied
+
+    def test_what_goes_wrong(self, caplog) -> None:
+        """Is an error of the package, and the secret is in none of them."""
+        with beside(served({"a": torch.ones(9)})) as metadata:
+            base, _, token = metadata.partition("#")
+            with pytest.raises(StepNotFoundError):
+                load(f"{base}101#{token}")
+            with pytest.raises(AuthenticationError):
+                load(f"{base}100")
+            with pytest.raises(MissingKeysError) as caught:
+                load(metadata, {"b": 1}, strict=True)
+            assert token not in str(caught.value)
+            assert load(metadata, {"b": 1}) == {"b": 1}
+            assert token not in caplog.text
+            with pytest.raises(KeyboardInterrupt):
+                load(metadata, on_bytes=stop)
+        with pytest.raises(LocalProtocolError):
+            load("http://")
+
+    @pytest.mark.parametrize(
+        ("refused", "status", "doing"),
+        [
+            ("", 502, "waiting for a checkpoint"),
+            ("7/metadata", 404, "waiting for step 7"),
+            ("7/full", 502, "fetching step 7"),
+        ],
+    )
+    def test_a_peer_that_never_gives_anything_new_is_given_up(
+        self, monkeypatch, refused: str, status: int, doing: str
+    ) -> None:
+        """Though it answers each request; the error tells its last answer."""
+        monkeypatch.setattr(peers, "_IDLE_LIMIT", 0.3)
+
+        async def meddle(peer, request):
+            if refused in request.path:
+                return web.Response(status=status)
+            if not request.path.endswith("latest"):
+                return None
+            tag = f'"{peer.manifest.snapshot_id}"'
+            return web.Response(headers={"ETag": tag, "Aiockpt-Step": "7"})
+
+        with (
+            beside(addressed(bytes(1000), meddle=meddle)) as url,
+            pytest.raises(TransferTimeoutError, match=doing) as caught,
+        ):
+            load(url)
+        assert url in caught.value.last_error
+
+    def test_a_peer_that_is_slow_has_its_time(self, monkeypatch) -> None:
+        """Each new byte renews the deadline, but no byte that was there before."""
+        monkeypatch.setattr(peers, "_IDLE_LIMIT", 0.5)
+        monkeypatch.setattr(peers, "_CONNECTIONS", 1)  # which makes two requests
+
+        async def meddle(peer, request) -> None:
+            await asyncio.sleep(0.3)
+
+        slow = addressed(bytes(10 * CHUNK), chunk_bytes=CHUNK, meddle=meddle)
+        with beside(slow) as url:
+            assert not load(f"{url}7")["weight"].any()
+
+        async def main() -> None:
+            async with Deadline(60, stop="here") as deadline:
+                meter, renewed = peers._Meter(None, deadline), []
+                for step, nbytes in ((1, 900), (1, 500), (2, 100), (2, 50)):
+                    meter.begin(step)
+                    before = deadline.when
+                    await asyncio.sleep(0.01)
+                    meter.update(Progress(stop="fetch_chunk", bytes_done=nbytes))
+                    renewed.append(deadline.when > before)
+                assert renewed == [True, False, True, False]
+
+        asyncio.run(main())
+
+
+@contextlib.asynccontextmanager
+async def addressed(data: bytes, **options):
+    """Serve bytes from a peer that a test meddles with; give its address."""
+    async with serving(data, **options) as peer:
+        yield peer.base_url

@@ -1,0 +1,257 @@
+"""State dicts from files: ours, other tools' safetensors, and torch's own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import struct
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from aiockpt.checkpointers.config import RankInfo
+from aiockpt.checkpointers.reader import CheckpointReader
+from aiockpt.errors import (
+    CheckpointNotFoundError,
+    IntegrityError,
+    StorageError,
+    WorldSizeMismatchError,
+)
+from aiockpt.format.limits import Limits
+from aiockpt.state.flatten import describe
+from aiockpt.storage.directory import MARKER
+from aiockpt.storage.statefile import read_state_file
+from aiockpt.testing import assert_same
+from tests.support.pipeline import file_of, stager
+from tests.support.saved import load, read, save, training_state
+
+LIMITS = Limits()
+
+
+def state_in(path: Path):
+    """Return the state dict in a file."""
+    return read_state_file(path, limits=LIMITS).state
+
+
+def staged(path: Path, state) -> Path:
+    """Write what staging a state dict gives."""
+
+    async def main() -> bytes:
+        async with stager() as staging:
+            return file_of(await staging.stage(state, step=5))
+
+    path.write_bytes(asyncio.run(main()))
+    return path
+
+
+class TestOurs:
+    """Files that aiockpt made."""
+
+    def test_the_state_dict_comes_back(self, tmp_path) -> None:
+        """Its containers, values, tied tensors and parameters; and the step."""
+        weight = torch.nn.Parameter(torch.randn(4, 4))
+        model = OrderedDict(weight=weight, tied=weight, view=weight.detach()[1:])
+        state = {"model": model, "values": [1, 2.5, None, ("a", {3})]}
+        found = read_state_file(staged(tmp_path / "f", state), limits=LIMITS)
+        assert found.step == 5
+        assert_same(found.state, state)
+
+    def test_damage_is_found_before_it_is_used(self, tmp_path) -> None:
+        """The chunk is named."""
+        path = staged(tmp_path / "f", {"a": torch.ones(1 << 16)})
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(IntegrityError) as caught:
+            state_in(path)
+        assert caught.value.chunk == 3
+
+
+class TestSafetensors:
+    """Files of other tools, and directories of them."""
+
+    def test_every_tensor_is_there(self, tmp_path) -> None:
+        """Scalars, empty ones, and all sorts of dtypes; the mapping is private."""
+        tensors = {
+            "half": torch.randn(3, 4).half(),
+            "brain": torch.randn(5).bfloat16(),
+            "flag": torch.tensor([True, False]),
+            "scalar": torch.tensor(2.5, dtype=torch.float64),
+            "empty": torch.empty(0, 3),
+            "eight": torch.randn(4).to(torch.float8_e4m3fn),
+        }
+        save_file(tensors, tmp_path / "f.safetensors")
+        before = (tmp_path / "f.safetensors").read_bytes()
+        found = state_in(tmp_path / "f.safetensors")
+        assert_same({name: found[name] for name in tensors}, tensors)
+        assert found.keys() == tensors.keys()
+        found["brain"].add_(1)
+        assert (tmp_path / "f.safetensors").read_bytes() == before
+        template = {"flag": torch.zeros(2, dtype=torch.bool)}
+        assert load(tmp_path / "f.safetensors", template)["flag"].tolist() == [1, 0]
+
+    @pytest.mark.parametrize(
+        ("code", "shape", "data"),
+        [
+            ("F32", 2, struct.pack("<ff", 1.5, 2.5)),
+            ("F4", 4, b"xx"),
+            ("F6_E2M3", 4, b"xxx"),
+        ],
+    )
+    def test_what_is_odd(self, tmp_path, code: str, shape: int, data: bytes) -> None:
+        """The format does not align; a dtype below a byte is refused."""
+        header = {
+            "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+            "b": {"dtype": code, "shape": [shape], "data_offsets": [1, 1 + len(data)]},
+        }
+        text = json.dumps(header).encode()
+        path = tmp_path / "f"
+        path.write_bytes(struct.pack("<Q", len(text)) + text + b"\x01" + data)
+        if code == "F32":
+            assert state_in(path)["b"].tolist() == [1.5, 2.5]
+            return
+        with pytest.raises(StorageError, match=f"tensor b has dtype {code}"):
+            state_in(path)
+
+    @pytest.mark.parametrize("indexed", [False, True])
+    def test_a_directory_of_shards(self, tmp_path, indexed: bool) -> None:
+        """All that are in its index, or all that there are."""
+        shards = {"1": {"x": torch.ones(3)}, "2": {"y": torch.ones(2)}}
+        for name, shard in shards.items():
+            save_file(shard, tmp_path / f"model-{name}.safetensors")
+        if indexed:
+            save_file({"old": torch.ones(9)}, tmp_path / "old.safetensors")
+            listed = {k: f"model-{n}.safetensors" for n, s in shards.items() for k in s}
+            index = json.dumps({"metadata": {}, "weight_map": listed})
+            (tmp_path / "model.safetensors.index.json").write_text(index)
+        assert sorted(load(tmp_path)) == ["x", "y"]
+        template = {"y": torch.zeros(2), "q": None}
+        assert_same(read(tmp_path, template), ({"y": torch.ones(2), "q": None}, ["q"]))
+
+    @pytest.mark.parametrize(
+        ("index", "reason"),
+        [("{", "no index of shards"), ('{"weight_map": {"a": "b"}}', "names b")],
+    )
+    def test_a_bad_index_is_named(self, tmp_path, index: str, reason: str) -> None:
+        """With what is wrong."""
+        save_file({"x": torch.ones(3)}, tmp_path / "model.safetensors")
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(StorageError, match=reason):
+            load(tmp_path)
+
+    def test_rank_files_without_a_marker_are_no_shards(self, tmp_path) -> None:
+        """They are what is left of a save that failed."""
+        path = save(tmp_path / "s", {"a": torch.ones(2)})
+        (path / MARKER).unlink()
+        (path / "checkpoint_0.safetensors").rename(path / "checkpoint_1.safetensors")
+        save_file({"x": torch.ones(3)}, path / "model.safetensors")
+        with pytest.raises(CheckpointNotFoundError, match="no marker"):
+            load(path)
+
+
+class Caller:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return touch, (str(self.path),)
+
+
+def touch(path: str) -> None:
+    """Do what a pickle may not."""
+    Path(path).touch()
+
+
+class TestTorch:
+    """Files of torch.save, alone or as a rank's."""
+
+    @pytest.mark.parametrize("zipped", [True, False])
+    def test_both_formats_are_read(self, tmp_path, zipped: bool) -> None:
+        """Whole and in place; what cannot travel shows later."""
+        state = {**training_state(), "every": torch.ones(2)[::2]}
+        del state["rng"]
+        file = tmp_path / "checkpoint_0.pt"
+        torch.save(state, file, _use_new_zipfile_serialization=zipped)
+        assert_same(load(tmp_path), state)
+        assert_same(load(file), state)
+        assert describe(state_in(file), limits=LIMITS, allow_pickle=False).entries
+        bias = torch.zeros(256, dtype=torch.float64)
+        template = {"model": {"norm.bias": bias}, "q": 1}
+        found, missing = read(tmp_path, template)
+        assert missing == ["q"]
+        assert found["model"]["norm.bias"] is bias
+        assert torch.equal(bias, state["model"]["norm.bias"])
+
+    def test_several_ranks(self, tmp_path) -> None:
+        """Some may be on other machines; more files than ranks load are refused."""
+        for rank in (0, 1):
+            torch.save({"rank": rank}, tmp_path / f"checkpoint_{rank}.pt")
+        with pytest.raises(WorldSizeMismatchError, match="2 ranks wrote it"):
+            load(tmp_path)
+        assert load(tmp_path, rank=1) == {"rank": 1}
+        for size in (2, 4):
+            found, _ = CheckpointReader(RankInfo(1, size)).read(tmp_path)
+            assert found == {"rank": 1}
+
+    def test_its_bytes_are_copied_unless_they_are_to_be_mapped(self, tmp_path) -> None:
+        """Then they are the file's."""
+        torch.save({"a": torch.ones(1000)}, tmp_path / "f.pt")
+        copied, mapped = load(tmp_path / "f.pt"), load(tmp_path / "f.pt", mmap=True)
+        with (tmp_path / "f.pt").open("r+b") as file:
+            file.write(bytes(5000))  # in place, under the mapping
+        assert copied["a"].sum() == 1000
+        assert mapped["a"].sum() < 1000
+
+    def test_code_is_not_run(self, tmp_path) -> None:
+        """A pickle that calls something is refused, and says what it would call."""
+        torch.save({"a": Caller(tmp_path / "called")}, tmp_path / "checkpoint_0.pt")
+        for path in (tmp_path, tmp_path / "checkpoint_0.pt"):
+            with pytest.raises(StorageError, match=r"it holds a [\w.]+\.touch"):
+                load(path)
+        assert not (tmp_path / "called").exists()
+
+    @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+    @pytest.mark.parametrize("data", [b"\x80\x02 no pickle", b"\x80\x04\x95\0"])
+    def test_what_torch_cannot_read(self, tmp_path, data: bytes) -> None:
+        """The reason is given, and not torch's advice to run the file's code."""
+        (tmp_path / "f").write_bytes(data)
+        reason = "torch cannot read it: Unsupp"
+        with pytest.raises(StorageError, match=reason) as caught:
+            state_in(tmp_path / "f")
+        assert "weights_only" not in str(caught.value)
+
+
+@pytest.mark.parametrize("opens", [1, 2, 3])
+@pytest.mark.parametrize("write", [staged, "another tool's", "torch's"])
+def test_a_file_that_is_replaced_meanwhile_is_read_as_it_was(
+    tmp_path, write, opens: int, monkeypatch
+) -> None:
+    """What is verified is what is returned: the path is opened once."""
+    paths = tmp_path / "1", tmp_path / "2"
+    for path, fill in zip(paths, (1.0, 2.0), strict=True):
+        state = {"w": torch.full((50_000,), fill)}
+        if write is staged:
+            staged(path, state)
+        elif write == "torch's":
+            torch.save(state, path)
+        else:
+            save_file(state, path)
+    count = 0
+
+    def open_and_replace(self, *args, **options):
+        nonlocal count
+        file = opened(self, *args, **options)
+        count += self == paths[0]
+        if count == opens and paths[1].exists():
+            os.replace(paths[1], paths[0])
+        return file
+
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", open_and_replace)
+    assert torch.equal(state_in(paths[0])["w"], torch.ones(50_000))
