@@ -1,0 +1,42 @@
+"""CONTRIBUTING.md names what is there; commits and CI have the same tools."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+
+pytestmark = pytest.mark.torch_free
+
+
+def test_every_session_is_there() -> None:
+    """Those of the commands, and the parts of ``nightly``."""
+    named = set(re.findall(r"nox -s (\w+)", PAGE))
+    parts = re.search(r"nightly parts are (.+?)\. `nox", PAGE, re.DOTALL)
+    assert parts
+    named |= set(re.findall(r"`(\w+)`", parts[1]))
+    noxfile = (ROOT / "noxfile.py").read_text()
+    sessions = set(re.findall(r"^def (\w+)\(", noxfile, re.MULTILINE))
+    assert {"dev", "quick", "check", "nightly", "lock"} <= named
+    assert named <= sessions
+
+
+def test_the_fixtures_are_there() -> None:
+    """Each that bites has its name from the suite's own conftest."""
+    conftest = (ROOT / "tests" / "conftest.py").read_text()
+    names = set(re.findall(r"`(\w+_\w+)`", PAGE))
+    fixtures = {name for name in names if f"def {name}(" in conftest}
+    assert {"nothing_left", "no_task_left", "error_log", "no_blocking"} <= fixtures
+
+
+def test_the_hooks_have_the_pinned_versions() -> None:
+    """Or a commit passes here and fails in CI."""
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    found = re.findall(r"([\w-]+)==([\w.]+)", hooks)
+    assert len(found) >= 3
+    pins = (ROOT / "constraints.txt").read_text().replace("_", "-").splitlines()
+    assert [pin for pin in map("==".join, found) if pin not in pins] == []
