@@ -1,4 +1,4 @@
-"""Child processes where descriptors run out, and where a time has no end."""
+"""A checkpoint process where descriptors run out, and where a time has no end."""
 
 from __future__ import annotations
 
@@ -21,26 +21,11 @@ from aiockpt.errors import StagingError, WorkerError
 from aiockpt.testing import assert_same
 from tests.support.exhaustion import exhausted_fds
 from tests.support.serving import settle
-from tests.support.transports import receive, transport, weights
 
 pytestmark = pytest.mark.asyncio
 
 ALONE = RankInfo(global_rank=0, global_world_size=1)
-
-
-@pytest.mark.allow_error_logs
-async def test_a_server_process_without_descriptors_may_be_started_again() -> None:
-    """The first start says why, and a later one works."""
-    sender = transport(process=True, timeout=60)
-    try:
-        sender.metadata()  # which takes the port
-        with exhausted_fds(left=0), pytest.raises(WorkerError, match="Too many open"):
-            await sender.start()
-        async with transport() as receiver:
-            await sender.send_checkpoint([], 1, weights())
-            assert_same(await receive(sender, receiver), weights())
-    finally:
-        await sender.shutdown()
+STATE: dict[str, Any] = {"w": torch.ones(8)}
 
 
 def is_stopped(pid: int) -> bool:
@@ -61,7 +46,6 @@ async def test_a_checkpoint_process_without_descriptors_is_started_again(
     tmp_path: Path,
 ) -> None:
     """It died while there were none: who waits is told, and a later save is written."""
-    state: dict[str, Any] = {"w": torch.ones(8)}
     made = CheckpointProcess(ALONE)
     try:
         await made.ready()
@@ -70,17 +54,16 @@ async def test_a_checkpoint_process_without_descriptors_is_started_again(
             os.kill(made.pid, signal.SIGKILL)
             with pytest.raises(WorkerError):
                 await until_it_fails(made)
-        await made.write(state, tmp_path / "step-1")
+        await made.write(STATE, tmp_path / "step-1")
     finally:
         await made.close()
-    assert_same(aiockpt.load(tmp_path / "step-1"), state)
+    assert_same(aiockpt.load(tmp_path / "step-1"), STATE)
 
 
 async def test_a_write_that_has_to_wait_without_descriptors_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The socket to the process is full, and the message needs copies of its own."""
-    state: dict[str, Any] = {"w": torch.ones(8)}
     monkeypatch.setattr("aiockpt.runtime.ipc._BUFFER", 1)  # the kernel takes a few
     made, stager = CheckpointProcess(ALONE), DefaultStager()
     try:
@@ -88,7 +71,7 @@ async def test_a_write_that_has_to_wait_without_descriptors_fails_alone(
         assert made.pid is not None
         os.kill(made.pid, signal.SIGSTOP)
         await settle(partial(is_stopped, made.pid))
-        with await stager.stage(state, step=1) as staged:
+        with await stager.stage(STATE, step=1) as staged:
             paths = [str(tmp_path / f"step-{n}") for n in range(20)]
             others = [await made.submit(staged, path, {}) for path in paths]
             with exhausted_fds(left=1):
@@ -101,15 +84,7 @@ async def test_a_write_that_has_to_wait_without_descriptors_fails_alone(
     finally:
         await stager.close()
         await made.close()
-    assert_same(aiockpt.load(paths[-1]), state)
-
-
-async def test_a_server_process_takes_times_without_end() -> None:
-    """As a server on the loop does."""
-    endless = {"timeout": math.inf, "stall_timeout": math.inf, "keep_last": math.inf}
-    async with transport(process=True, **endless) as sender, transport() as receiver:
-        await sender.send_checkpoint([], 1, weights(), timeout=60)
-        assert_same(await receive(sender, receiver), weights())
+    assert_same(aiockpt.load(paths[-1]), STATE)
 
 
 async def test_a_checkpoint_process_takes_times_without_end(tmp_path: Path) -> None:
@@ -117,10 +92,9 @@ async def test_a_checkpoint_process_takes_times_without_end(tmp_path: Path) -> N
     config = CheckpointProcessConfig(
         write_timeout_secs=math.inf, keep_last_seconds=math.inf
     )
-    state: dict[str, Any] = {"w": torch.ones(8)}
     made = CheckpointProcess(ALONE, config)
     try:
-        await made.write(state, tmp_path / "step-1")
+        await made.write(STATE, tmp_path / "step-1")
     finally:
         await made.close()
-    assert_same(aiockpt.load(tmp_path / "step-1"), state)
+    assert_same(aiockpt.load(tmp_path / "step-1"), STATE)

@@ -1,4 +1,4 @@
-"""HTTPTransport passes the public suite, on every event loop; users can run it, too."""
+"""HTTPTransport passes the public suites, on every event loop; users can run them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ import torch._dynamo  # noqa: F401 - an optimizer imports it: early, so that lea
 
 from aiockpt import HTTPTransport, Server
 from aiockpt.testing import TransportConformance
+from aiockpt.testing.conformance import Endings, Offers
 from tests.support.proofs import proves
 
 pytestmark = pytest.mark.every_loop
+
+Transport = HTTPTransport[Any]
 
 
 @proves(
@@ -54,21 +57,44 @@ pytestmark = pytest.mark.every_loop
 @proves("cell HTTPTransport.shutdown: success", by="test_shutdown_is_idempotent")
 @proves("invariant 4", by="test_a_receive_times_out_promptly")
 @pytest.mark.asyncio
-class TestHTTPTransport(TransportConformance[HTTPTransport[Any]]):
+class TestHTTPTransport(TransportConformance[Transport]):
     """Over loopback, in chunks that are small enough for many requests."""
 
     @asynccontextmanager
-    async def transports(
-        self, count: int
-    ) -> AsyncIterator[Sequence[HTTPTransport[Any]]]:
-        """Make transports with nothing but the defaults that matter."""
+    async def transports(self, count: int) -> AsyncIterator[Sequence[Transport]]:
+        """Make each of them in the same way."""
         async with AsyncExitStack() as stack:
-            yield [
-                await stack.enter_async_context(
-                    HTTPTransport(chunk_bytes=64 << 10, server=Server(host="127.0.0.1"))
-                )
-                for _ in range(count)
-            ]
+            yield [await stack.enter_async_context(made()) for _ in range(count)]
+
+
+@proves(
+    "cell HTTPTransport.send_checkpoint, Server(process=True): success",
+    by="test_a_new_step_takes_the_place_of_the_old",
+)
+@proves(
+    "cell HTTPTransport.send_checkpoint, Server(process=True): success",
+    by="test_a_receive_that_comes_first_waits",
+)
+@proves(
+    "cell HTTPTransport.send_checkpoint, Server(process=True): the other one dies",
+    by="test_a_receiver_that_leaves_disturbs_nobody",
+)
+@pytest.mark.asyncio
+class TestServerProcess(Endings[Transport], Offers[Transport]):
+    """What callers see of a server process is what they see of one on the loop."""
+
+    @asynccontextmanager
+    async def transports(self, count: int) -> AsyncIterator[Sequence[Transport]]:
+        """Serve apart from the first one, which is the sender."""
+        async with AsyncExitStack() as stack:
+            kinds = [True, *[False] * (count - 1)]
+            yield [await stack.enter_async_context(made(process=p)) for p in kinds]
+
+
+def made(**server: Any) -> Transport:
+    """Return a transport with nothing but the defaults that matter."""
+    options = Server(host="127.0.0.1", **server)
+    return HTTPTransport(chunk_bytes=64 << 10, server=options)
 
 
 # What a user has who has neither numpy nor this project's settings of pytest.

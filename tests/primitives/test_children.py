@@ -25,11 +25,13 @@ pytestmark = [
 
 
 @asynccontextmanager
-async def started(**options: Any) -> AsyncIterator[tuple[Child, list[object]]]:
+async def started(
+    *also: Any, **options: Any
+) -> AsyncIterator[tuple[Child, list[object]]]:
     """Start a child that repeats what it hears; give it, and what it has said."""
     bridge, said = Bridge(threads=1, name="test"), list[object]()
     child = await bridge.run(partial(Child, "tests.support.echoing_child", **options))
-    child.listen(lambda data: said.append(msgspec.msgpack.decode(data)))
+    child.listen(lambda data: said.append(msgspec.msgpack.decode(data)), *also)
     try:
         yield child, said
     finally:
@@ -52,30 +54,18 @@ async def test_it_hears_and_answers_and_ends() -> None:
         assert await child.exitcode(10) == 0
 
 
-async def test_its_death_is_noticed() -> None:
-    """At once; what is sent afterwards is said to nobody."""
-    async with started() as (child, _):
+@pytest.mark.parametrize("kernel", ["new", "old"])
+async def test_its_death_is_noticed(kernel, monkeypatch) -> None:
+    """At once, on old kernels by its socket; what is sent then is said to nobody."""
+    if kernel == "old":
+        monkeypatch.delattr(os, "pidfd_open")
+    ended = asyncio.Event()
+    async with started(ended.set) as (child, _):
         os.kill(child.pid, signal.SIGKILL)
         async with asyncio.timeout(20):
-            await child.gone.wait()
+            await (child.gone if kernel == "new" else ended).wait()
         assert await child.exitcode(10) == -signal.SIGKILL
         child.send("nothing")
-
-
-async def test_its_death_is_noticed_on_an_old_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The socket tells of it, and whoever listens is called."""
-    monkeypatch.delattr(os, "pidfd_open")
-    bridge, gone = Bridge(threads=1, name="test"), asyncio.Event()
-    child = await bridge.run(partial(Child, "tests.support.echoing_child"))
-    child.listen(lambda _: None, gone.set)
-    os.kill(child.pid, signal.SIGKILL)
-    async with asyncio.timeout(20):
-        await gone.wait()
-    assert await child.exitcode(10) == -signal.SIGKILL
-    child.close()
-    await bridge.aclose(timeout=5)
 
 
 async def test_it_may_be_paused() -> None:
@@ -86,7 +76,7 @@ async def test_it_may_be_paused() -> None:
         child.pause()
         await settle(lambda: child.is_stopped)
         child.send("still here")
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.05)
         assert said == ["here"]
         assert await child.exitcode(0) is None
         child.resume()

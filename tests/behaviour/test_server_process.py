@@ -1,0 +1,491 @@
+"""`HTTPTransport(server=Server(process=True))` serves from a process of its own.
+
+Once more it lends the trainer's memory to the processes of its host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import time
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+
+from aiockpt import StepNotFoundError, TransferEvent
+from aiockpt.errors import (
+    ClosedError,
+    LocalProtocolError,
+    PeerFailedError,
+    TransferTimeoutError,
+    UnsupportedLeafError,
+    WorkerError,
+)
+from aiockpt.events import add_hook
+from aiockpt.http import setup
+from aiockpt.memory.arena import CAN_LEND
+from aiockpt.testing import assert_same, interruptions
+from tests.support.exhaustion import exhausted_fds
+from tests.support.proofs import proves
+from tests.support.serving import settle
+from tests.support.terminals import FROM_A_TERMINAL, ignored
+from tests.support.transports import in_the_middle, receive, transport, weights
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_blocking")]
+
+STATE = weights(1.0)
+
+
+def apart(**options):
+    """Make a transport that serves from a process of its own."""
+    return transport(process=True, **options)
+
+
+@asynccontextmanager
+async def pair(**options):
+    """Make a sender whose process serves, and a receiver."""
+    async with apart(**options) as sender, transport() as receiver:
+        yield sender, receiver
+
+
+def process_of(sender) -> Any:
+    """Return what keeps the process that serves."""
+    return sender._store
+
+
+def arena_of(sender) -> Any:
+    """Return the memory of what is offered."""
+    return sender._offered.arena
+
+
+async def kill(sender, number=signal.SIGKILL):
+    """End the process that serves, and wait for the next one."""
+    before = process_of(sender).restarts
+    os.kill(process_of(sender).pid, number)
+    await settle(lambda: process_of(sender).restarts > before)
+
+
+def alive(pid):
+    """Tell whether a process runs, and is no zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state.split()[0] != "Z"
+
+
+def maps_of(pid):
+    """Return what a process has mapped."""
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+@pytest.fixture
+def events():
+    """Return what happens."""
+    found: list[TransferEvent] = []
+    remove = add_hook(found.append)
+    yield found
+    remove()
+
+
+def of_kind(stop, events):
+    """Return the events of one kind."""
+    return [each for each in events if each.stop == stop]
+
+
+class TestServing:
+    """It serves what was staged, and knows when it is not needed any more."""
+
+    @pytest.mark.parametrize("nice", [0, 7])
+    async def test_it_is_a_process_without_torch(self, nice, fresh_interpreters):
+        """As nice as it is told, in a group of its own, and deaf to terminals."""
+        async with pair(nice=nice) as (sender, receiver):
+            await sender.send_checkpoint([1], 1, STATE)
+            assert_same(await receive(sender, receiver), STATE)
+            pid = process_of(sender).pid
+            mapped = maps_of(pid)
+            assert "memfd:aiockpt" in mapped
+            assert "libtorch" not in mapped
+            assert ignored(pid) >= FROM_A_TERMINAL
+            mine = os.getpriority(os.PRIO_PROCESS, 0)
+            threads = map(int, os.listdir(f"/proc/{pid}/task"))
+            found = {os.getpriority(os.PRIO_PROCESS, each) for each in threads}
+            assert found == {mine, min(mine + nice, 19)}  # it waits for no nice thread
+            assert os.getpriority(os.PRIO_PROCESS, pid) == min(mine + nice, 19)
+            assert os.getsid(pid) == os.getsid(0)  # in which alone niceness counts
+            assert os.getpgid(pid) == pid
+
+    async def test_it_answers_while_the_trainers_loop_does_not(self):
+        """A receiver in a process of its own is served while the loop is blocked."""
+        async with apart() as sender:
+            await sender.send_checkpoint([1], 1, STATE)
+            done = subprocess.run(  # noqa: ASYNC221 - it blocks the loop on purpose
+                [sys.executable, "-c", FETCH, sender.metadata()],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=50,
+            )
+            assert done.stdout.strip() == "262144", done.stderr
+
+    async def test_memory_is_reused_once_nobody_reads_it(self):
+        """A superseded snapshot is not overwritten; a retraction gives it back."""
+        async with pair() as (sender, receiver):
+            store, seen = process_of(sender), set()
+            for step in range(1, 7):
+                await sender.send_checkpoint([1], step, STATE)
+                assert_same(await receive(sender, receiver, step), STATE)
+                seen.add(arena_of(sender).address)
+                await settle(lambda: len(store._given) == 1)
+            assert len(seen) <= 3
+            await sender.disallow_checkpoint()
+            assert not store._given
+
+    @proves("cell HTTPTransport.send_checkpoint, Server(process=True): success")
+    async def test_a_slow_reader_keeps_the_old_one(self):
+        """Its snapshot is not overwritten under it."""
+        async with pair() as (sender, receiver):
+            await sender.send_checkpoint([1], 1, weights(1.0, mib=8))
+
+            async def send_on():
+                for step in (2, 3, 4):
+                    await sender.send_checkpoint([1], step, weights(step, mib=8))
+
+            task, _ = await in_the_middle(
+                lambda halfway: receive(sender, receiver, progress=halfway), send_on
+            )
+            assert_same(await task, weights(1.0, mib=8))
+
+    async def test_figures_events_and_audit_records_are_the_trainers(
+        self, events, caplog
+    ):
+        """Hooks run in the trainer, and each record is logged once."""
+        caplog.set_level(logging.INFO, logger="aiockpt.audit")
+        caplog.set_level(logging.DEBUG, logger="aiockpt")
+        async with pair() as (sender, receiver):
+            await sender.send_checkpoint([1], 4, STATE)
+            assert sender.statistics().step == 4
+            await receive(sender, receiver, 4)
+            await settle(lambda: sender.statistics().bytes_sent > 1 << 20)
+            assert sender.statistics().requests >= 2
+            await settle(lambda: of_kind("serve", events))
+        [audited, *_] = [r for r in caplog.records if r.name == "aiockpt.audit"]
+        assert "status=200" in audited.getMessage()
+        served = [r for r in caplog.records if r.getMessage().startswith("serve ")]
+        assert len(served) == len(of_kind("serve", events))
+
+    @proves("cell HTTPTransport.send_checkpoint, Server(process=True): error")
+    async def test_a_failed_send_is_told(self):
+        """At once, to the receivers that wait for it."""
+        async with pair() as (sender, receiver):
+            waiting = asyncio.create_task(receive(sender, receiver, 3))
+            await settle(lambda: sender.statistics().waiting)
+            with pytest.raises(UnsupportedLeafError):
+                await sender.send_checkpoint([1], 3, {"bad": object()})
+            with pytest.raises(PeerFailedError, match="UnsupportedLeafError"):
+                await waiting
+
+    @proves("cell HTTPTransport.send_checkpoint, Server(process=True): cancel")
+    async def test_a_cancel_at_any_await_leaves_one_offer(self):
+        """The old one; and the memory of the new one comes back."""
+        async with pair() as (sender, receiver):
+            store, new = process_of(sender), {"weight": torch.ones(1000)}
+            await sender.send_checkpoint([1], 1, STATE)
+            async for cut in interruptions(lambda: sender.send_checkpoint([1], 2, new)):
+                assert cut.cancelled is cut.reached, cut
+                if cut.cancelled:
+                    assert_same(await receive(sender, receiver), STATE)
+                await settle(lambda: len(store._given) == 1)
+            assert_same(await receive(sender, receiver, 2), new)
+            await sender.allow_checkpoint(3)  # which stages nothing
+            assert_same(await receive(sender, receiver, 3), new)
+            with pytest.raises(StepNotFoundError):
+                await receive(sender, receiver, 2, timeout=5)
+
+
+class TestItsDeath:
+    """A process that dies is replaced; what was offered is offered again."""
+
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+    async def test_another_one_serves_the_same(self, number, caplog):
+        """At the same address, while peers that connect meanwhile wait."""
+        async with pair() as (sender, receiver):
+            await sender.send_checkpoint([1], 1, STATE)
+            os.kill(process_of(sender).pid, number)
+            if number == signal.SIGTERM:  # until then it serves
+                await settle(lambda: process_of(sender).restarts == 1)
+            assert_same(await receive(sender, receiver), STATE)
+            assert process_of(sender).restarts == 1
+            assert number == signal.SIGTERM or "exit code -9" in caplog.text
+
+    async def test_what_was_retracted_stays_so(self):
+        """The next process does not offer it."""
+        async with pair() as (sender, receiver):
+            await sender.send_checkpoint([1], 1, STATE)
+            os.kill(process_of(sender).pid, signal.SIGKILL)
+            await sender.disallow_checkpoint()
+            await settle(lambda: process_of(sender).restarts == 1)
+            with pytest.raises(TransferTimeoutError):
+                await receive(sender, receiver, timeout=0.3)
+            await sender.send_checkpoint([1], 1, STATE)
+            assert_same(await receive(sender, receiver), STATE)
+
+    @proves(
+        "cell HTTPTransport.send_checkpoint, Server(process=True): the other one dies"
+    )
+    async def test_a_send_at_that_moment_is_not_lost(self):
+        """Whenever in a send the process dies, the step is there afterwards."""
+        async with pair() as (sender, receiver):
+            for step in range(1, 6):
+                pid = process_of(sender).pid
+                sending = asyncio.create_task(sender.send_checkpoint([1], step, STATE))
+                for _ in range(step * step):
+                    await asyncio.sleep(0)
+                if pid is not None:
+                    os.kill(pid, signal.SIGKILL)
+                await sending
+                assert_same(await receive(sender, receiver, step), STATE)
+
+    async def test_one_that_hangs_is_killed_by_a_retraction(self, caplog):
+        """Training is not held up by more than the grace and a little."""
+        async with pair(grace=0.1) as (sender, receiver):
+            await sender.send_checkpoint([1], 1, STATE)
+            os.kill(process_of(sender).pid, signal.SIGSTOP)
+            async with asyncio.timeout(20):
+                await sender.disallow_checkpoint()
+            assert "does not answer" in caplog.text
+            await sender.send_checkpoint([1], 2, STATE)
+            assert_same(await receive(sender, receiver, 2), STATE)
+
+    @pytest.mark.allow_error_logs
+    @pytest.mark.parametrize("why", ["no program", "no descriptor"])
+    async def test_one_that_cannot_start_is_an_error(
+        self, why, monkeypatch, fresh_interpreters
+    ):
+        """Of the call that needs it; a later one works, at the address told already."""
+        sender = apart()
+        metadata = sender.metadata()
+        try:
+            with monkeypatch.context() as broken:
+                if why == "no program":
+                    broken.setattr(sys, "executable", shutil.which("false"))
+                    with pytest.raises(WorkerError, match="exit code 1"):
+                        await sender.start()
+                    with pytest.raises(WorkerError, match="no server process can be"):
+                        await sender.send_checkpoint([1], 1, STATE)
+                else:
+                    lacks = pytest.raises(WorkerError, match="Too many open")
+                    with exhausted_fds(left=0), lacks:
+                        await sender.start()
+            async with transport() as receiver:
+                await sender.send_checkpoint([1], 1, STATE)
+                assert sender.metadata() == metadata
+                assert_same(await receive(sender, receiver), STATE)
+        finally:
+            await sender.shutdown()
+
+
+FETCH = """
+import asyncio, sys
+from tests.support.transports import transport
+async def main():
+    async with transport() as receiver:
+        state = await receiver.recv_checkpoint(0, sys.argv[1], 1, timeout=30)
+        print(state["w0"].numel())
+asyncio.run(main())
+"""
+
+TRAINER = """
+import asyncio, sys
+from tests.support.transports import transport, weights
+async def main():
+    sender = transport(process=True, keep_last=float(sys.argv[1]))
+    await sender.send_checkpoint([1], 1, weights(1.0))
+    print(sender.metadata(), sender._store.pid, flush=True)
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def forked():
+    """Have a forked child, as of a data loader, that does nothing."""
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+class TestTheTrainersDeath:
+    """The process ends with its trainer, or keeps the last checkpoint for a while."""
+
+    @proves(
+        "cell HTTPTransport.send_checkpoint, Server(process=True): this process dies"
+    )
+    @pytest.mark.parametrize("keep_last", [0.0, 0.2, 60.0])
+    async def test_it_ends_too(self, keep_last):
+        """At once, or when nobody has asked for ``keep_last`` seconds.
+
+        Until then the trainer's successor gets the last checkpoint from the same URL.
+        """
+        trainer = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", TRAINER, str(keep_last)),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert trainer.stdout is not None
+        try:
+            async with asyncio.timeout(50):
+                metadata, pid = (await trainer.stdout.readline()).decode().split()
+        finally:
+            trainer.kill()
+            await trainer.wait()
+        if keep_last > 1:
+            async with transport() as successor:
+                state = await successor.recv_checkpoint(0, metadata, 1)
+            assert_same(state, STATE)
+            os.kill(int(pid), signal.SIGTERM)
+        await settle(lambda: not alive(int(pid)))
+        trainer._transport.close()  # type: ignore[attr-defined]
+
+    async def test_a_forked_child_does_not_keep_it(self):
+        """The trainer's death counts, not that of all who have its sockets."""
+        async with apart() as sender:
+            server = process_of(sender).pid
+            with forked():
+                await sender.shutdown()
+                await settle(lambda: not alive(server))
+
+
+class TestOptions:
+    """What does not go together is refused when the transport is made."""
+
+    @pytest.mark.parametrize(
+        ("options", "error", "reason"),
+        [
+            ({"keep_last": 1.0}, LocalProtocolError, "needs process"),
+            ({"process": True, "keep_last": -1.0}, ValueError, "at least 0"),
+            ({"process": True, "zero_copy": True}, LocalProtocolError, "zero_copy"),
+            (
+                {"process": True, "ssl_context": ssl.create_default_context()},
+                LocalProtocolError,
+                "ssl_context",
+            ),
+        ],
+    )
+    async def test_it_is_refused(self, options, error, reason):
+        """With the remedy."""
+        with pytest.raises(error, match=reason):
+            transport(**options)
+
+    async def test_it_cannot_be_mounted(self):
+        """Handlers run in the application's process."""
+        async with apart() as sender:
+            with pytest.raises(LocalProtocolError, match="process=True"):
+                setup(web.Application(), sender)
+
+    async def test_the_address_is_there_before_the_process(self):
+        """As ever, and nothing is left of a transport that was never started."""
+        sender = apart()
+        assert sender.metadata().startswith("http://127.0.0.1:")
+        assert process_of(sender).pid is None
+        await sender.shutdown()
+        with pytest.raises(ClosedError):
+            await sender.send_checkpoint([1], 1, STATE)
+
+    async def test_times_without_end_are_taken(self):
+        """As by a server on the loop."""
+        names = ("timeout", "stall_timeout", "keep_last")
+        async with pair(**dict.fromkeys(names, math.inf)) as (sender, receiver):
+            await sender.send_checkpoint([], 1, STATE, timeout=60)
+            assert_same(await receive(sender, receiver), STATE)
+
+
+async def send_often(sender, held):
+    """Send other states; what is held stays what it was."""
+    for step in range(2, 5):
+        await sender.send_checkpoint([1], step, weights(float(step)))
+        assert_same(held, STATE)
+
+
+@pytest.mark.skipif(not CAN_LEND, reason="memory is lent on Linux only")
+class TestLending:
+    """The process lends the trainer's memory."""
+
+    async def test_the_memory_is_shared_and_stays(self, events):
+        """No byte came over HTTP; later sends go to other memory, to the last."""
+        async with pair(same_host=True) as (sender, receiver):
+            await sender.send_checkpoint([1], 1, STATE)
+            held = await receive(sender, receiver, share=True)
+            assert_same(held, STATE)
+            assert of_kind("recv", events)[-1].medium == "shared memory"
+            await settle(lambda: sender.statistics().lent == 1)
+            assert sender.statistics().requests == 1  # the manifest
+            await settle(
+                lambda: "shared memory" in {e.medium for e in of_kind("serve", events)}
+            )
+            await send_often(sender, held)
+            await sender.disallow_checkpoint()
+            assert_same(held, STATE)
+        assert_same(held, STATE)
+
+    async def test_what_was_copied_is_used_again(self):
+        """It is given back to the process, and by that to the trainer."""
+        async with pair(same_host=True) as (sender, receiver):
+            for step in range(3):
+                state, into = weights(float(step)), weights(-1.0)
+                await sender.send_checkpoint([1], step, state)
+                assert_same(await receive(sender, receiver, step, into=into), state)
+                assert not arena_of(sender).spent
+
+    async def test_a_process_that_dies_may_have_lent_it(self):
+        """It had no time to say so: nothing is staged there any more."""
+        async with pair(same_host=True) as (sender, receiver):
+            await sender.send_checkpoint([1], 1, STATE)
+            held = await receive(sender, receiver, share=True)
+            await kill(sender)
+            assert arena_of(sender).spent
+            await send_often(sender, held)
+            await sender.send_checkpoint([1], 9, weights(9.0))
+            assert_same(await receive(sender, receiver, 9, share=True), weights(9.0))
+
+    @pytest.mark.parametrize("what", ["death", "retraction", "cancel"])
+    async def test_a_copy_under_way_is_not_disturbed(self, what):
+        """A retraction waits for nobody that has it; a cancel frees the receiver."""
+        state = weights(1.0, mib=8)
+        async with pair(same_host=True, grace=60) as (sender, receiver):
+            await sender.send_checkpoint([1], 1, state)
+            held = await receive(sender, receiver, share=True)
+
+            async def act():
+                if what == "death":
+                    await kill(sender)
+                    await sender.send_checkpoint([1], 2, weights(2.0, mib=8))
+                elif what == "retraction":
+                    await sender.disallow_checkpoint()
+
+            task, _ = await in_the_middle(
+                lambda halfway: receive(sender, receiver, progress=halfway), act
+            )
+            if what == "cancel":
+                task.cancel()
+                await asyncio.wait({task})
+                assert_same(await receive(sender, receiver), state)
+            else:
+                assert_same(await task, state)
+            assert_same(held, state)
