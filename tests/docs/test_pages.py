@@ -114,7 +114,7 @@ def test_each_kind_of_threat_has_a_row() -> None:
     """Spoofing, tampering, repudiation, disclosure, denial of service, elevation."""
     page = (DOCS / "explanation" / "security.md").read_text()
     table = page.partition("(security-threats)=")[2]
-    assert set(re.findall(r"^\| ([A-Z])\d* \|", table, re.MULTILINE)) == set("STRIDE")
+    assert set(re.findall(r"^\| ([A-Z])\d+ \|", table, re.MULTILINE)) == set("STRIDE")
 
 
 def test_a_vulnerability_is_reported_in_private() -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -85,13 +85,8 @@ def _invariants() -> dict[str, str]:
 def _threats() -> dict[str, str]:
     text = (DOCS / "explanation" / "security.md").read_text()
     table = text.partition("(security-threats)=")[2]
-    cells = re.findall(r"^\| ([STRIDE])\d* \| (.*?) \|", table, re.MULTILINE)
-    count: Counter[str] = Counter()
-    found = {}
-    for letter, threat in cells:
-        count[letter] += 1
-        found[f"threat {letter}{count[letter]}"] = threat
-    return found
+    cells = re.findall(r"^\| ([STRIDE]\d+) \| (.*?) \|", table, re.MULTILINE)
+    return {f"threat {number}": threat for number, threat in cells}
 
 
 def _faults() -> dict[str, str]:
