@@ -17,8 +17,6 @@ from aiockpt.testing import TransportConformance
 from aiockpt.testing.conformance import Endings, Offers
 from tests.support.proofs import proves
 
-pytestmark = pytest.mark.every_loop
-
 Transport = HTTPTransport[Any]
 
 
@@ -57,6 +55,7 @@ Transport = HTTPTransport[Any]
 @proves("cell HTTPTransport.shutdown: success", by="test_shutdown_is_idempotent")
 @proves("invariant 4", by="test_a_receive_times_out_promptly")
 @pytest.mark.asyncio
+@pytest.mark.every_loop
 class TestHTTPTransport(TransportConformance[Transport]):
     """Over loopback, in chunks that are small enough for many requests."""
 

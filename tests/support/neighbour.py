@@ -1,6 +1,6 @@
 """Another process of this host, which sends or receives as its input says.
 
-``neighbour.py`` reads JSON lines ``{"do": name, ...}`` and answers each with one. What
+It reads JSON lines ``{"do": name, ...}`` and answers each with one. What
 it received it holds until it is told otherwise, or ends.
 """
 

@@ -1,0 +1,650 @@
+"""Snapshots that processes of one host take as memory, and all that may go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import socket
+import sys
+from asyncio.subprocess import PIPE, create_subprocess_exec
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from aiohttp import ClientSession, web
+
+import aiockpt.http
+from aiockpt import AuthenticationError, Limits
+from aiockpt.errors import LimitExceededError
+from aiockpt.events import TransferEvent, add_hook
+from aiockpt.http import lender, shared_memory
+from aiockpt.http.protocol import parse_metadata
+from aiockpt.http.shared_memory import (
+    OFFER_HEADER,
+    PROBE_HEADER,
+    Ask,
+    Lent,
+    Offer,
+    format_offer,
+    format_probe,
+    identity,
+    parse_offer,
+)
+from aiockpt.memory.arena import CAN_LEND, LENT_SEALS
+from aiockpt.runtime.ipc import arrival
+from aiockpt.runtime.ipc import receive as packet_of
+from aiockpt.testing import assert_same
+from tests.support.applications import running
+from tests.support.proofs import proves
+from tests.support.transports import (
+    MIB,
+    Halfway,
+    Transport,
+    in_the_middle,
+    receive,
+    transport,
+    weights,
+)
+
+pytestmark = [
+    pytest.mark.asyncio,
+    pytest.mark.skipif(not CAN_LEND, reason="memory is lent on Linux only"),
+]
+
+MEMORY, HTTP = "shared memory", "HTTP"
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be another")
+
+
+class Events(list[TransferEvent]):
+    """What happens."""
+
+    @property
+    def came_by(self) -> str:
+        """How the last receive got its bytes."""
+        return [each for each in self if each.stop == "recv"][-1].medium
+
+
+@pytest.fixture
+def events():
+    """Return what happens."""
+    found = Events()
+    remove = add_hook(found.append)
+    yield found
+    remove()
+
+
+@asynccontextmanager
+async def lending_pair(**options):
+    """Make a sender that lends, and a receiver that takes what is lent."""
+    async with (
+        transport(same_host=True, **options) as sender,
+        transport(**options) as receiver,
+    ):
+        yield sender, receiver
+
+
+@asynccontextmanager
+async def lending(**options):
+    """Make a sender that lends step 1."""
+    async with transport(same_host=True, **options) as sender:
+        await sender.send_checkpoint([1], 1, weights(1.0))
+        yield sender
+
+
+def mixed():
+    """Return a state with all kinds of leaves."""
+    tied = torch.arange(40_000, dtype=torch.float64)
+    return {
+        "tied": tied,
+        "again": tied[10:20],
+        "small": {n: torch.full((n + 1,), float(n)) for n in range(300)},
+        "bytes": bytes(range(256)) * 300,
+        "half": torch.ones(3, 5, dtype=torch.bfloat16).t(),
+        "empty": torch.empty(0),
+        "values": [1, None, "text"],
+    }
+
+
+def like(state):
+    """Return tensors to receive into."""
+    return {key: torch.zeros_like(value) for key, value in state.items()}
+
+
+class TestShare:
+    """``share=True``: the sender's own pages."""
+
+    @proves("cell HTTPTransport.recv_checkpoint, share=True: success")
+    @pytest.mark.parametrize("verify", [False, True])
+    async def test_it_is_the_same_state(self, verify, events):
+        """Of whatever leaves it is made; no byte of data went over HTTP."""
+        async with lending_pair() as (sender, receiver):
+            state = mixed()
+            await sender.send_checkpoint([1], 1, state)
+            got = await receive(sender, receiver, share=True, verify_shared=verify)
+            assert_same(got, state)
+            assert events.came_by == MEMORY
+            now = sender.statistics()
+            assert (now.lent, now.readers, now.requests) == (1, 0, 1)  # the manifest
+            part = await receive(sender, receiver, share=True, select=["half"])
+            assert_same(part, {"half": state["half"]})
+            assert events.came_by == MEMORY
+
+    @proves("cell HTTPTransport.recv_checkpoint, share=True: success")
+    @proves("threat T3")
+    async def test_later_sends_do_not_change_it(self):
+        """The sender's own state dict may change, and be sent again and again."""
+        async with lending_pair() as (sender, receiver):
+            state = weights(1.0)
+            await sender.send_checkpoint([1], 1, state)
+            held = await receive(sender, receiver, share=True)
+            for step in range(2, 6):
+                state["w0"].fill_(float(step))
+                await sender.send_checkpoint([1], step, state)
+                assert_same(held, weights(1.0))
+            await sender.disallow_checkpoint()
+            assert_same(held, weights(1.0))
+        assert_same(held, weights(1.0))
+
+    @proves("cell HTTPTransport.recv_checkpoint, share=True: success")
+    async def test_what_is_written_is_the_receivers_alone(self):
+        """The sender's snapshot, and what others share of it, stay."""
+        async with lending() as sender, transport() as receiver:
+            first = await receive(sender, receiver, share=True)
+            second = await receive(sender, receiver, share=True)
+            first["w0"].fill_(5.0)
+            second["w0"][:3] = 7.0
+            assert float(first["w0"].min()) == 5.0
+            assert second["w0"][:4].tolist() == [7.0, 7.0, 7.0, 1.0]
+            assert_same(await receive(sender, receiver), weights(1.0))
+            assert_same(await receive(sender, receiver, share=True), weights(1.0))
+            assert sender.statistics().lent == 4
+
+    @pytest.mark.parametrize(
+        ("sends", "receives"),
+        [
+            ({}, {}),
+            ({"same_host": False}, {}),
+            ({"same_host": True, "zero_copy": True}, {}),
+            ({"same_host": True}, {"same_host": False}),
+        ],
+    )
+    async def test_where_nothing_is_lent_it_comes_over_http(
+        self, sends, receives, events
+    ):
+        """One end does not want to, or the sender has not copied the state dict."""
+        async with transport(**sends) as sender, transport(**receives) as receiver:
+            state = weights(2.0)
+            await sender.send_checkpoint([1], 1, state)
+            got = await receive(sender, receiver, share=True)
+            assert_same(got, state)
+            assert events.came_by == HTTP
+            if not receives:
+                assert "not shared: the sender offers no memory" in events[-1].detail
+            got["w0"].zero_()
+            assert float(state["w0"][0]) == 2.0
+
+    async def test_there_must_be_memory_that_may_be_taken(self, events):
+        """A template is refused, whose memory it would not be; a limit holds."""
+        async with lending() as sender, transport() as receiver:
+            with pytest.raises(ValueError, match="into"):
+                await receive(sender, receiver, share=True, into={})
+            async with transport(limits=Limits(max_bytes=1000)) as limited:
+                with pytest.raises(LimitExceededError):
+                    await receive(sender, limited, share=True)
+            await sender.send_checkpoint([1], 2, {"a": 1})
+            assert await receive(sender, receiver, 2, share=True) == {"a": 1}
+            assert events.came_by == HTTP
+
+
+class TestCopy:
+    """Everything else is copied out of the lent memory, and verified."""
+
+    @pytest.mark.parametrize("how", ["fresh", "into", "direct", "part", "part into"])
+    async def test_every_way_of_receiving(self, how, events):
+        """It gives what HTTP would, in memory of its own."""
+        state = {**weights(4.0, count=5), "n": torch.arange(70_000)}
+        template = like(state)
+        options: dict[str, Any] = {
+            "fresh": {},
+            "into": {"into": template},
+            "direct": {"into": template, "direct": True},
+            "part": {"select": ["w1", "n"]},
+            "part into": {"select": ["w1", "n"], "into": template},
+        }[how]
+        async with lending_pair() as (sender, receiver):
+            await sender.send_checkpoint([1], 1, state)
+            seen = Halfway()
+            got = await receive(sender, receiver, progress=seen, **options)
+            assert events.came_by == MEMORY
+            wanted = ["w1", "n"] if "part" in how else [*state]
+            for key in wanted:
+                assert_same(got[key], state[key])
+                assert "into" not in options or got[key] is template[key]
+            assert sender.statistics().requests == 1
+            last = seen.seen[-1]
+            assert last.chunks_done == last.chunks_total > 1
+
+    @pytest.mark.parametrize("direct", [None, False, True])
+    async def test_the_memory_is_given_back(self, direct):
+        """A later send is staged into it."""
+        arenas = set()
+        async with lending_pair() as (sender, receiver):
+            for step in range(1, 6):
+                state = weights(float(step))
+                await sender.send_checkpoint([1], step, state)
+                arenas.add(id(sender._offered.arena))
+                options: dict[str, Any] = {}
+                if direct is not None:
+                    options["into"] = like(state)
+                got = await receive(
+                    sender, receiver, step, direct=bool(direct), **options
+                )
+                assert_same(got, state)
+                assert not sender._offered.arena.spent
+        assert len(arenas) <= 3
+
+    @pytest.mark.parametrize("into", [False, True])
+    @pytest.mark.parametrize("what", ["retraction", "shutdown", "cancel"])
+    async def test_one_under_way_is_not_waited_for(self, what, into):
+        """What was lent is read to its end; a cancel leaves nothing, not even open."""
+        state = weights(2.0, mib=8)
+        async with lending_pair(grace=30.0) as (sender, receiver):
+            await sender.send_checkpoint([1], 1, state)
+            template = like(state) if into else None
+
+            async def act():
+                if what == "retraction":
+                    await sender.disallow_checkpoint()
+                elif what == "shutdown":
+                    await sender.shutdown()
+
+            task, _ = await in_the_middle(
+                lambda halfway: receive(
+                    sender, receiver, progress=halfway, into=template
+                ),
+                act,
+            )
+            if what == "cancel":
+                task.cancel()
+                await asyncio.wait({task})
+                assert_same(await receive(sender, receiver), state)
+            else:
+                assert_same(await task, state)
+
+
+# -------------------------------------------------------------------------- who is lent
+
+
+async def offered(sender, probe=""):
+    """Return what a request for the manifest is offered, with a probe of this host."""
+    here = identity()
+    assert here is not None
+    token = parse_metadata(sender.metadata()).token
+    headers = {"Authorization": f"Bearer {token}"}
+    if probe is not None:
+        headers[PROBE_HEADER] = probe or format_probe(here, os.urandom(16))
+    async with (
+        ClientSession(headers=headers) as session,
+        session.get(f"{sender.address()}1/metadata") as answer,
+    ):
+        await answer.read()
+        return parse_offer(answer.headers.get(OFFER_HEADER))
+
+
+def guest_at(offer):
+    """Connect to a sender's socket."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.settimeout(0)
+    sock.connect(offer.address)
+    return sock
+
+
+async def answer_to(sock, said=None):
+    """Say something, if anything; return the answer, and close what came with it."""
+    fds: list[int] = []
+    data = b""
+    with sock, suppress(BrokenPipeError, ConnectionResetError):
+        if said is not None:
+            sock.send(said)
+        async with asyncio.timeout(20):
+            await arrival(sock)
+            data, fds = packet_of(sock, 4096, 4)
+    for fd in fds:
+        os.close(fd)
+    return data
+
+
+async def redeem(offer, keep=False):
+    """Return what a ticket is answered."""
+    said = msgspec.json.encode(Ask(offer.ticket, keep=keep))
+    return await answer_to(guest_at(offer), said)
+
+
+class TestWho:
+    """Who is lent anything."""
+
+    async def test_only_this_host_is_offered_anything(self):
+        """Others are not told of it: without a probe, or with that of another host."""
+        async with lending() as sender:
+            for probe in (None, format_probe(b"e" * 32, bytes(16)), "nonsense"):
+                assert await offered(sender, probe) is None
+            assert not sender.statistics().lent
+            assert await offered(sender)
+
+    async def test_wrong_credentials_get_no_offer(self):
+        """The request is refused as ever."""
+        async with lending(token="right") as sender, transport(token="wrong") as thief:
+            with pytest.raises(AuthenticationError):
+                await receive(sender, thief, share=True)
+            assert sender.statistics().lent == 0
+
+    @proves("threat S5")
+    async def test_a_ticket_is_good_once(self):
+        """And nothing else opens the socket."""
+        async with lending() as sender:
+            offer = await offered(sender)
+            bad = msgspec.json.encode(Ask("0" * 32, keep=False))
+            for said in (bad, b"{}", b"nonsense", b"", b"x" * 5000):
+                assert await answer_to(guest_at(offer), said) == b""
+            assert await redeem(offer)
+            assert not await redeem(offer)
+
+    @pytest.mark.parametrize("end", ["replaced", "retracted", "old"])
+    async def test_a_ticket_is_for_its_checkpoint(self, end, monkeypatch):
+        """What was replaced or retracted is not lent; old tickets are forgotten."""
+        monkeypatch.setattr(lender, "_TICKETS", 2)
+        async with lending() as sender:
+            offer = await offered(sender)
+            if end == "replaced":
+                await sender.send_checkpoint([1], 2, weights(2.0))
+            elif end == "retracted":
+                await sender.disallow_checkpoint()
+            else:
+                newer = [await offered(sender) for _ in range(2)]
+            assert await redeem(offer, keep=True) == b""
+            if end == "old":
+                assert all([await redeem(each) for each in newer])
+
+    async def test_guests_that_say_nothing_are_let_go(self, monkeypatch):
+        """They cost a descriptor for a moment, and never more than there may be."""
+        monkeypatch.setattr(lender, "_TICKET_TIMEOUT", 0.1)
+        async with lending(readers=2) as sender:
+            offer = await offered(sender)
+            for guest in [guest_at(offer) for _ in range(3)]:
+                assert await answer_to(guest) == b""
+
+    async def test_the_audit_tells_of_it(self, caplog):
+        """With the name that was granted."""
+        caplog.set_level("INFO", logger="aiockpt.audit")
+        async with lending() as sender, transport() as receiver:
+            metadata = sender.grant("rank-3", step=1)
+            await receiver.recv_checkpoint(0, metadata, 1, share=True)
+        (line,) = (text for text in caplog.messages if "LEND" in text)
+        assert f"peer=pid:{os.getpid()} receiver=rank-3" in line
+        assert f"step=1 status=200 bytes={MIB} lent" in line
+
+
+# ------------------------------------------------------------------------ forged offers
+
+
+def memory(content, seals=LENT_SEALS):
+    """Return memory with a content and seals."""
+    fd = os.memfd_create("forged", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(fd, content)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def pipe():
+    """Return an end of a pipe."""
+    ours, theirs = os.pipe()
+    os.close(theirs)
+    return ours
+
+
+ONES = b"\x00\x00\x80\x3f" * (MIB // 4)
+FORGED = {
+    "nothing": list,
+    "a pipe": lambda: [pipe()],
+    "a device": lambda: [os.open("/dev/zero", os.O_RDWR)],
+    "a file": lambda: [os.open(__file__, os.O_RDONLY)],
+    "short": lambda: [memory(ONES[:-1])],
+    "without seals": lambda: [memory(ONES, 0)],
+    "that may shrink": lambda: [memory(ONES, LENT_SEALS & ~2)],
+    "that may be written": lambda: [memory(ONES, LENT_SEALS & ~16)],
+    "that is too many": lambda: [memory(ONES), memory(ONES)],
+}
+
+
+class Forger:
+    """A sender that offers what it should not."""
+
+    def __init__(self, monkeypatch):
+        self.offer = format_offer(Offer(os.urandom(16).hex(), "0" * 32))
+        self.snapshot = ""
+        self._patch = monkeypatch
+        attach = shared_memory.attach
+
+        async def noting(offer, outline, *, keep):
+            self.snapshot = outline.snapshot_id
+            return await attach(offer, outline, keep=keep)
+
+        monkeypatch.setattr("aiockpt.http.source.attach", noting)
+
+    def truth(self, _):
+        """Return the answer that names the snapshot that is received."""
+        return msgspec.json.encode(Lent(self.snapshot, MIB))
+
+    @asynccontextmanager
+    async def answering(self, answer, fds=list):
+        """Listen where the offer leads, and answer with descriptors."""
+        offer = parse_offer(self.offer)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.settimeout(0)
+        assert offer is not None
+        listener.bind(offer.address)
+        listener.listen()
+        guests = [listener]
+
+        def accept():
+            guest, _ = listener.accept()
+            guests.append(guest)
+            said, handed = answer(guest), fds()
+            with suppress(OSError):
+                if said is not None:
+                    socket.send_fds(guest, [said], handed)
+            for fd in handed:
+                os.close(fd)
+
+        loop = asyncio.get_running_loop()
+        loop.add_reader(listener, accept)
+        try:
+            yield
+        finally:
+            loop.remove_reader(listener)
+            for each in guests:
+                each.close()
+
+    async def received(self, offer="", **options):
+        """Receive from it; it makes no difference."""
+
+        async def forge(*_):
+            return offer or self.offer
+
+        self._patch.setattr(lender.Lender, "offer", forge)
+        async with lending() as sender, transport() as receiver:
+            assert_same(await receive(sender, receiver, **options), weights(1.0))
+
+
+@pytest.fixture
+def forger(monkeypatch):
+    """Return somebody who forges offers."""
+    return Forger(monkeypatch)
+
+
+class TestForged:
+    """A server that offers what it should not: the bytes come over HTTP."""
+
+    @proves("threat T3")
+    @pytest.mark.parametrize("share", [False, True])
+    @pytest.mark.parametrize("kind", FORGED)
+    async def test_what_is_no_sealed_memory(self, forger, kind, share, events):
+        """It is neither mapped nor read, and not kept open."""
+        async with forger.answering(forger.truth, FORGED[kind]):
+            await forger.received(share=share)
+        assert events.came_by == HTTP
+        assert any("not shared: " in event.detail for event in events)
+
+    @proves("threat T3", "invariant 1")
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"share": True, "verify_shared": True}, {"into": 1}, {"select": ["w0"]}],
+    )
+    async def test_other_contents_are_not_taken(self, forger, options, events):
+        """Chunks whose digests differ come over HTTP."""
+        if "into" in options:
+            options = {"into": like(weights())}
+        content = ONES[: MIB // 2] + bytes(MIB // 2)
+        async with forger.answering(forger.truth, lambda: [memory(content)]):
+            await forger.received(**options)
+        assert "8 chunks of the shared memory were bad" in str(events)
+
+    async def test_other_answers(self, forger, monkeypatch):
+        """Nonsense, another snapshot, too much, silence, nobody, and a path."""
+        monkeypatch.setattr(shared_memory, "_ANSWER", 0.1)
+        another = msgspec.json.encode(Lent("another", MIB))
+        for said in (b"nonsense", b"[]", another, b"x" * 5000, None):
+            async with forger.answering(lambda _, said=said: said, FORGED["short"]):
+                await forger.received(share=True)
+        await forger.received(share=True)
+        await forger.received("../etc/passwd", share=True)
+
+    @proves("threat I2")
+    async def test_another_users_process(self, forger, monkeypatch):
+        """A process that listens there gets no ticket unless it is this user's."""
+        monkeypatch.setattr(shared_memory, "is_ours", lambda _: False)
+        heard = []
+
+        def hear(guest):
+            guest.settimeout(0)
+            with suppress(BlockingIOError):
+                heard.append(guest.recv(100))
+
+        async with forger.answering(hear):
+            await forger.received(share=True)
+        assert heard in ([], [b""])
+
+
+# ------------------------------------------------------------------------ two processes
+
+
+class Other:
+    """A process of `neighbour`."""
+
+    def __init__(self, process):
+        self.process = process
+
+    async def call(self, do, **arguments):
+        """Have it do something."""
+        line = json.dumps({"do": do, **arguments})
+        self.process.stdin.write(line.encode() + b"\n")
+        answer = await self.process.stdout.readline()
+        assert answer, "the process has ended"
+        return json.loads(answer)
+
+    async def kill(self):
+        """End it."""
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.process.communicate()
+
+
+@asynccontextmanager
+async def another():
+    """Start a process, and end it."""
+    command = (sys.executable, "-m", "tests.support.neighbour")
+    other = Other(await create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE))
+    try:
+        yield other
+    finally:
+        await other.kill()
+
+
+class TestProcesses:
+    """Two processes."""
+
+    async def test_they_hold_apart_what_they_share(self):
+        """Each may write, send again, and be killed."""
+        async with lending() as sender, another() as other, transport() as receiver:
+            metadata = sender.metadata()
+            for step, share in ((1, False), (3, True)):
+                await sender.send_checkpoint([1], step, weights(1.0))
+                ask = {"metadata": metadata, "step": step, "share": share}
+                medium, _, seen = await other.call("receive", **ask)
+                assert (medium, seen) == (MEMORY, [1.0, 1.0])
+                await sender.send_checkpoint([1], step + 1, weights(5.0))
+                assert await other.call("look") == [1.0, 1.0]
+            await other.call("receive", metadata=metadata, step=4, share=True)
+            state = await receive(sender, receiver, 4, share=True)
+            await other.call("write", fill=9.0)
+            assert_same(state, weights(5.0))
+            await other.kill()
+            assert_same(state, weights(5.0))
+            await sender.send_checkpoint([1], 8, weights(8.0))
+
+    @proves("cell HTTPTransport.recv_checkpoint, share=True: the other one dies")
+    async def test_the_senders_death_does_not_matter(self):
+        """Its memory lives as long as somebody maps it."""
+        async with transport() as receiver:
+            async with another() as other:
+                metadata = await other.call("send", step=1, fill=3.0, mib=1)
+                held = await receiver.recv_checkpoint(0, metadata, 1, share=True)
+            assert_same(held, weights(3.0))
+            held["w0"][0] = 1.0
+            assert float(held["w0"][1]) == 3.0
+
+    @proves("threat S5")
+    @needs_root
+    async def test_another_user_gets_it_over_http(self):
+        """In either direction: the kernel tells whose process it is."""
+        async with lending() as sender, another() as other, transport() as receiver:
+            await other.call("become", user=NOBODY)
+            ask = {"metadata": sender.metadata(), "step": 1, "share": True}
+            medium, detail, seen = await other.call("receive", **ask)
+            assert (medium, seen) == (HTTP, [1.0, 1.0])
+            assert "another user's" in detail
+            metadata = await other.call("send", step=1, fill=3.0, mib=1)
+            await receiver.recv_checkpoint(0, metadata, 1, share=True)
+            assert sender.statistics().lent == 0
+
+    @proves("threat S5")
+    @needs_root
+    @pytest.mark.parametrize("pretend", [False, True])
+    async def test_another_network_gets_it_over_http(self, pretend, events):
+        """As containers have one; even if it took itself for this host."""
+        async with another() as other, transport() as receiver:
+            if not await other.call("move", pretend=pretend):
+                pytest.skip("root may not change networks here")
+            metadata = await other.call("send", step=1, fill=3.0, mib=1)
+            got = await receiver.recv_checkpoint(0, metadata, 1, share=True)
+            assert_same(got, weights(3.0))
+            assert events.came_by == HTTP
+            assert ("Connection refused" in events[-1].detail) is pretend
+
+
+async def test_it_works_from_within_an_application(events):
+    """The socket is there as long as the transport is."""
+    sender = Transport(same_host=True, advertise="http://127.0.0.1/w/")
+    app = web.Application()
+    aiockpt.http.setup(app, sender, prefix="/w")
+    async with running(app) as host, transport() as receiver:
+        await sender.send_checkpoint([1], 1, weights(6.0))
+        metadata = sender.metadata().replace("127.0.0.1", f"127.0.0.1:{host.port}")
+        held = await receiver.recv_checkpoint(0, metadata, 1, share=True)
+        assert events.came_by == MEMORY
+    assert_same(held, weights(6.0))
