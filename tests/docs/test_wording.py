@@ -1,4 +1,4 @@
-"""One thing has one name: what admits a receiver is the token."""
+"""Pages say one thing per sentence, and one thing has one name."""
 
 from __future__ import annotations
 
@@ -58,3 +58,55 @@ def test_parameters_have_it_too() -> None:
         assert not set(map(OTHER_NAMES.search, inspect.signature(call).parameters)) - {
             None
         }
+
+
+ENTRY_PAGES = [
+    ROOT / "README.md",
+    ROOT / "SECURITY.md",
+    *(
+        ROOT / "docs" / name
+        for name in (
+            "faq.md",
+            "tutorial/quickstart.md",
+            "howto/troubleshooting.md",
+            "reference/glossary.md",
+            "reference/options.md",
+            "reference/stability.md",
+            "explanation/comparison.md",
+            "explanation/limitations.md",
+        )
+    ),
+]
+"""What a newcomer reads first."""
+LONGEST = 30
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Return the sentences of a page without its code; a link counts as one word."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"\[[^\]]*\]\([^)]*\)", "LINK", text)
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|#]|\d+\.) )|\n(?=\|)", text):
+        cells = block.split("|") if block.lstrip().startswith("|") else [block]
+        for cell in cells:
+            yield from re.split(r"(?<=[.!?:;])\s+", " ".join(cell.split()))
+
+
+def test_sentences_end_before_the_reader_forgets_how_they_began() -> None:
+    """Most have fewer than 25 words; none has many more."""
+    assert list(sentences("One. Two [a b](c) more.")) == ["One.", "Two LINK more."]
+    long = [
+        f"{page.name}: {sentence}"
+        for page in ENTRY_PAGES
+        for sentence in sentences(page.read_text())
+        if len(sentence.split()) > LONGEST
+    ]
+    assert long == []
+
+
+def test_an_entry_of_the_changelog_is_one_line() -> None:
+    """It says what a user needs to know; the pages say the rest."""
+    _, _, text = (ROOT / "CHANGELOG.md").read_text().partition("\n## [")
+    lines = [line for line in text.splitlines()[1:] if line]
+    assert len(lines) > 100
+    assert [line for line in lines if not line.startswith(("- ", "#"))] == []
+    assert [line for line in lines if len(line) > 125] == []
