@@ -1,0 +1,344 @@
+"""Checkpoint directories: what is whole, what is listed, what goes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from aiockpt.errors import CheckpointNotFoundError, StorageError
+from aiockpt.storage import commit, retention
+from aiockpt.storage import files as _files
+from aiockpt.storage.commit import Draft
+from aiockpt.storage.directory import (
+    MARKER,
+    checkpoint_at,
+    find_checkpoint,
+    latest,
+    list_checkpoints,
+    step_of,
+)
+from aiockpt.storage.retention import retire, sweep
+from tests.support.saved import load, names, save, sync_checkpointer
+
+FILE = "checkpoint_0.safetensors"
+
+
+def steps(directory: Path) -> list[int]:
+    """Return the steps that are listed."""
+    return [checkpoint.step for checkpoint in list_checkpoints(directory)]
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    """Return a checkpoint of step 7."""
+    return save(tmp_path / "step-7", {"a": 1})
+
+
+class TestWhole:
+    """A checkpoint is there when its marker and its files are."""
+
+    def test_a_saved_one_is(self, tmp_path, path) -> None:
+        """The marker says its step, its ranks and its files; a link to it is one."""
+        found = checkpoint_at(path)
+        assert (found.step, found.world_size, found.path) == (7, 1, path)
+        assert found.nbytes == (path / FILE).stat().st_size
+        assert latest(tmp_path) == found
+        assert names(tmp_path) == ["step-7"]
+        assert names(path) == [FILE, MARKER]
+        (tmp_path / "best").symlink_to(path)
+        assert load(tmp_path / "best") == {"a": 1}
+
+    @pytest.mark.parametrize("lost", [MARKER, FILE, "some bytes"])
+    def test_without_its_marker_or_a_file_it_is_not(
+        self, tmp_path, path, lost: str
+    ) -> None:
+        """Neither `load`, nor `latest`, nor a list knows it."""
+        if lost == "some bytes":
+            os.truncate(path / FILE, 100)
+        else:
+            (path / lost).unlink()
+        assert find_checkpoint(path) is None
+        assert latest(tmp_path) is None
+        full = "not of their full size" if lost == "some bytes" else "step-7"
+        with pytest.raises(CheckpointNotFoundError, match=full) as caught:
+            load(path)
+        assert isinstance(caught.value, FileNotFoundError)
+        assert caught.value.path == str(path)
+
+    @pytest.mark.parametrize(
+        ("old", "new", "reason"),
+        [
+            ("{", "", "not a valid marker"),
+            ('"aiockpt"', "\xff", "not a valid marker"),
+            ('t": 1', 't": 2', "format version 2; this library knows version 1"),
+            ('step": 7', 'step": -1', "not a valid marker"),
+            ('size": 1', 'size": 2', "names 1 files for 2 ranks"),
+            ('size": 1', f'size": {10**18}', f"names 1 files for {10**18} ranks"),
+            (FILE, f"../x/{FILE}", "is not the name of a rank's file"),
+            (FILE, "a\\u0000b", "is not the name of a rank's file"),
+        ],
+    )
+    def test_a_marker_of_another_kind(
+        self, tmp_path, path, caplog, old: str, new: str, reason: str
+    ) -> None:
+        """It is named, with what is wrong; a list goes on without it, and warns."""
+        save(tmp_path / "step-6", {"a": 1})
+        text = (path / MARKER).read_text()
+        assert old in text
+        (path / MARKER).write_bytes(text.replace(old, new, 1).encode("latin-1"))
+        with pytest.raises(StorageError, match=reason):
+            load(path)
+        caplog.clear()
+        assert steps(tmp_path) == [6]
+        (record,) = caplog.records
+        assert record.levelname == "WARNING"
+        assert "a checkpoint is left out: " in record.getMessage()
+        assert "step-7" in record.getMessage()
+
+    @pytest.mark.parametrize("name", ["a\0b", "x" * 300, "x" * 5000])
+    def test_an_impossible_path(self, tmp_path, name: str) -> None:
+        """It is no checkpoint, and nothing can be saved there."""
+        for call in (
+            lambda: save(tmp_path / name, {"a": 1}),
+            lambda: load(tmp_path / name),
+        ):
+            with pytest.raises(StorageError):
+                call()
+
+    def test_nothing_is_there(self, tmp_path) -> None:
+        """Each case is said in its own words."""
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "loop").symlink_to(tmp_path / "loop")
+        with pytest.raises(CheckpointNotFoundError, match="no such checkpoint"):
+            load(tmp_path / "missing")
+        with pytest.raises(CheckpointNotFoundError, match="it holds no marker"):
+            load(tmp_path / "empty")
+        with pytest.raises(StorageError):
+            load(tmp_path / "loop")
+        assert latest(tmp_path / "missing") is None
+        assert list_checkpoints(tmp_path) == []
+
+    def test_lists_go_by_the_step(self, tmp_path) -> None:
+        """Which was given, or ends the name."""
+        found = [step_of(f"/c/{name}") for name in ("step-12", "7", "best", "v2-final")]
+        assert found == [12, 7, 0, 0]
+        for step in (10, 9, 100):
+            save(tmp_path / f"step-{step}", {"a": step})
+        with sync_checkpointer() as checkpointer:
+            checkpointer.save({"a": 1}, tmp_path / "best", step=55)
+        (tmp_path / "other").mkdir()
+        (tmp_path / "file").touch()
+        assert steps(tmp_path) == [9, 10, 55, 100]
+        newest = latest(tmp_path)
+        assert newest is not None
+        assert newest.step == 100
+
+
+class TestReplacing:
+    """A name has the old checkpoint or the new one."""
+
+    def test_a_second_save_replaces_the_first(self, tmp_path) -> None:
+        """All of it; the directories above are made."""
+        path = save(tmp_path / "above" / "it" / "last", {"a": 1}, fsync=True)
+        (path / "notes.txt").touch()
+        save(path, {"a": 2})
+        assert load(path) == {"a": 2}
+        assert names(path) == [FILE, MARKER]
+        assert names(path.parent) == ["last"]
+
+    def test_where_names_cannot_be_exchanged(self, tmp_path, monkeypatch) -> None:
+        """Two renames do, and the old one is found between them."""
+        path = save(tmp_path / "last", {"a": 1})
+        monkeypatch.setattr(commit, "exchange", lambda one, other: False)
+        renames = []
+
+        def rename(old: Path, new: Path) -> None:
+            renames.append((load(path), new.name))
+            os.replace(old, new)
+
+        monkeypatch.setattr(os, "rename", rename)
+        save(path, {"a": 2})
+        assert load(path) == {"a": 2}
+        assert {"a": 1} in [state for state, _ in renames]
+        assert ".last.old" in [name for _, name in renames]
+        assert names(tmp_path) == ["last"]
+
+    def test_the_old_one_stands_in(self, tmp_path, path) -> None:
+        """After a crash between the two renames."""
+        path.rename(tmp_path / ".step-7.old")
+        assert load(path) == {"a": 1}
+        found = latest(tmp_path)
+        assert found is not None
+        assert (found.name, found.step) == ("step-7", 7)
+        sweep(tmp_path, shared=False)
+        assert load(path) == {"a": 1}
+        save(path, {"a": 2})
+        assert load(path) == {"a": 2}
+        assert names(tmp_path) == ["step-7"]
+
+    def test_what_is_no_checkpoint_is_left_alone(self, tmp_path) -> None:
+        """A file, or a directory that holds files of something else."""
+        path = tmp_path / "step-1"
+        path.mkdir()
+        (path / "thesis.tex").touch()
+        (tmp_path / "f").write_text("x")
+        with pytest.raises(StorageError, match="choose a new directory"):
+            save(path, {"a": 1})
+        with pytest.raises(StorageError, match="it is a file"):
+            save(tmp_path / "f", {"a": 1})
+        assert (tmp_path / "f").read_text() == "x"
+        assert names(path) == ["thesis.tex"]
+        assert names(tmp_path) == ["f", "step-1"]
+        (path / "thesis.tex").unlink()
+        save(path, {"a": 1})  # an empty one is taken
+
+    def test_two_processes_with_one_name(self, tmp_path) -> None:
+        """The second one is told; the first one goes on."""
+        with Draft(tmp_path / "s", 0, durable=False) as draft:
+            with pytest.raises(StorageError, match="another process is writing it"):
+                Draft(tmp_path / "s", 0, durable=False)
+            assert draft.temporary.exists()
+
+    @pytest.mark.parametrize("length", [230, 240, 249])
+    @pytest.mark.parametrize("letter", ["x", "\N{BLACK STAR}"])
+    @pytest.mark.parametrize("exchange", [True, False])
+    def test_a_long_name(
+        self, tmp_path, monkeypatch, length: int, letter: str, exchange: bool
+    ) -> None:
+        """Nothing is left of what is replaced, or retired: its trash has a name too."""
+        if not exchange:
+            monkeypatch.setattr(commit, "exchange", lambda *_: False)
+        room = length - len("9")
+        fill = letter * (room // len(letter.encode()))
+        name = fill + "x" * (room - len(fill.encode()))
+        for step in (1, 2, 2, 3):
+            save(tmp_path / f"{name}{step}", {"a": step}, keep_last=1)
+        assert names(tmp_path) == [f"{name}3"]
+        assert load(tmp_path / f"{name}3") == {"a": 3}
+
+    @pytest.mark.parametrize("length", [250, 255, 256, 5000])
+    def test_too_long_a_name(self, tmp_path, length: int) -> None:
+        """What is built beside it would have a longer one."""
+        with pytest.raises(StorageError, match="File name too long"):
+            save(tmp_path / ("x" * length), {"a": 1})
+        assert names(tmp_path) == []
+
+
+class TestRetention:
+    """Old ones go, but never all."""
+
+    def test_the_last_few_stay(self, tmp_path) -> None:
+        """And those whose step is a round number, and what was just saved."""
+        for step in range(1, 8):
+            save(tmp_path / f"s-{step}", {"a": step}, keep_last=2, keep_every=3)
+        assert names(tmp_path) == ["s-3", "s-6", "s-7"]
+        save(tmp_path / "s-4", {"a": 4}, keep_last=1)
+        assert steps(tmp_path) == [4, 7]
+        for option in ("keep_last", "keep_every"):
+            with pytest.raises(ValueError, match=option):
+                sync_checkpointer(**{option: 0})
+
+    def test_unfinished_ones_do_not_count(self, tmp_path) -> None:
+        """The last whole one stays, however many broken ones there are."""
+        save(tmp_path / "s-1", {"a": 1})
+        for step in (2, 3):
+            (save(tmp_path / f"s-{step}", {"a": 2}) / MARKER).unlink()
+        assert retire(tmp_path, keep_last=1) == []
+        assert steps(tmp_path) == [1]
+
+    def test_one_that_cannot_go_keeps_no_other(
+        self, tmp_path, monkeypatch, caplog
+    ) -> None:
+        """The save is well, and a warning says what stays."""
+        for step in (1, 2, 3):
+            save(tmp_path / f"s-{step}", {"a": step})
+        trash = _files.trash
+
+        def stuck(path: Path) -> Path:
+            if path.name == "s-1":
+                raise PermissionError(1, "not yours")
+            return trash(path)
+
+        monkeypatch.setattr(retention, "trash", stuck)
+        save(tmp_path / "s-4", {"a": 4}, keep_last=1)
+        assert names(tmp_path) == ["s-1", "s-4"]
+        assert "old checkpoints are not removed" in caplog.text
+        assert "s-1: not yours" in caplog.text
+
+    def test_links_are_no_checkpoints(self, tmp_path) -> None:
+        """They do not count, and what they name stays, wherever it is."""
+        elsewhere = save(tmp_path / "elsewhere" / "s-9", {"a": 9})
+        place = tmp_path / "checkpoints"
+        best = save(place / "s-1", {"a": 1})
+        (place / "best").symlink_to(best)
+        (place / "other").symlink_to(elsewhere)
+        (place / "newest").symlink_to("s-4")
+        (place / "nothing").symlink_to("nothing")
+        for suffix in ("old", "0123abcd.trash"):
+            (place / f".s-4.{suffix}").symlink_to(elsewhere)
+        for step in (2, 3, 4):
+            save(place / f"s-{step}", {"a": step}, keep_last=2)
+        sweep(place, shared=False)
+        found = ["best", "newest", "nothing", "other", "s-1", "s-3", "s-4"]
+        assert [each for each in names(place) if each[0] != "."] == found
+        assert load(place / "best") == {"a": 1}
+        assert load(place / "other") == {"a": 9}
+
+
+class TestSweep:
+    """What died is cleaned up by the next save, and what lives is not."""
+
+    def test_a_dead_save_is_removed(self, tmp_path) -> None:
+        """Its files are not locked any more; one live rank protects all files."""
+        draft = Draft(tmp_path / "s-1", 0, durable=False)
+        (tmp_path / ".s-1.part" / MARKER).touch()  # as it is being written
+        sweep(tmp_path, shared=False)
+        assert names(tmp_path / ".s-1.part") == [f"{FILE}.tmp", MARKER]
+        draft.close()  # as the end of a process does
+        save(tmp_path / "s-2", {"a": 1})
+        assert names(tmp_path) == ["s-2"]
+
+    def test_among_hosts_it_must_be_old(self, tmp_path) -> None:
+        """Locks of other hosts may be invisible."""
+        Draft(tmp_path / "s-1", 0, durable=False).close()
+        part = tmp_path / ".s-1.part"
+        sweep(tmp_path, shared=True)
+        assert names(tmp_path) == [".s-1.part"]
+        for each in (*part.iterdir(), part):
+            os.utime(each, (time.time() - 7200,) * 2)
+        assert sweep(tmp_path, shared=True) == [part]
+
+    def test_what_was_being_removed_goes(self, tmp_path, path) -> None:
+        """Trash, and an old one whose name is taken again."""
+        shutil.copytree(path, tmp_path / ".step-7.old")
+        shutil.copytree(path, tmp_path / ".step-7.0123abcd.trash")
+        (tmp_path / ".hidden").touch()
+        sweep(tmp_path, shared=False)
+        assert names(tmp_path) == [".hidden", "step-7"]
+
+    @pytest.mark.parametrize(
+        "name", [".photos.part", ".config.old", ".mail.trash", ".s-1.part"]
+    )
+    def test_what_others_call_so_stays(self, tmp_path, name: str) -> None:
+        """A checkpointer removes what it has made."""
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious").touch()
+        (tmp_path / "config").mkdir()
+        save(tmp_path / "s-2", {"a": 1})
+        assert names(tmp_path / name) == ["precious"]
+
+    def test_a_new_save_goes_on_in_the_directory_of_a_dead_one(self, tmp_path) -> None:
+        """What the dead one, of more ranks, has left there is not committed."""
+        for rank in (0, 1):
+            with Draft(tmp_path / "s-1", rank, durable=False) as draft:
+                draft.keep_file()
+        lock = os.open(tmp_path / ".s-1.part" / "checkpoint_1.safetensors", os.O_RDWR)
+        fcntl.flock(lock, fcntl.LOCK_EX)  # or it would be swept
+        path = save(tmp_path / "s-1", {"a": 1})
+        os.close(lock)
+        assert names(path) == [FILE, MARKER]

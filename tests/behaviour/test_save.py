@@ -1,0 +1,434 @@
+"""A save: what it writes, when it calls the hooks, and what a failure leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from aiockpt import CheckpointerConfig, make_async_checkpointer, make_sync_checkpointer
+from aiockpt.checkpointers.reader import CheckpointReader
+from aiockpt.checkpointers.sync import SyncCheckpointer
+from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
+from aiockpt.errors import StorageError
+from aiockpt.events import Progress, TransferEvent, add_hook
+from aiockpt.format.chunks import ChunkHasher
+from aiockpt.format.limits import Limits
+from aiockpt.format.manifest import Manifest
+from aiockpt.memory.arena import ArenaPool
+from aiockpt.storage import commit
+from aiockpt.storage.checkpoint_file import read_header, verify_chunks
+from aiockpt.storage.directory import latest
+from aiockpt.storage.write import BLOCK, WritableSnapshot, write_file
+from aiockpt.testing import assert_same
+from aiockpt.transfer.live import LiveState
+from tests.support.accelerators import FakeAccelerator
+from tests.support.disks import small_disk
+from tests.support.pipeline import stager
+from tests.support.proofs import proves
+from tests.support.saved import (
+    ALONE,
+    CHUNK,
+    config,
+    load,
+    names,
+    run_beside,
+    save,
+    sync_checkpointer,
+    training_state,
+)
+
+FILE = "checkpoint_0.safetensors"
+
+
+@pytest.fixture
+def events():
+    """Return what hooks hear, as it comes."""
+    found: list[TransferEvent] = []
+    remove = add_hook(found.append)
+    yield found
+    remove()
+
+
+class TestFile:
+    """What a rank's file is."""
+
+    def test_other_tools_read_it(self, tmp_path) -> None:
+        """It is a safetensors file with the names of the tensors, and digests."""
+        state = training_state()
+        path = save(tmp_path / "s-3", state) / FILE
+        found = load_file(path)
+        moments = state["optimizer"]["state"][0]["exp_avg"]
+        assert torch.equal(found["model.norm.bias"], state["model"]["norm.bias"])
+        assert torch.equal(found["optimizer.state[0].exp_avg"], moments)
+        header = read_header(path, limits=Limits())
+        assert isinstance(header, Manifest)
+        assert (header.step, header.chunk_bytes) == (3, CHUNK)
+        assert len(header.digests) > 3
+        assert list(verify_chunks(path, header)) == []
+
+    @pytest.mark.parametrize("chunk_bytes", [BLOCK + 64, 3 * CHUNK, 2 * BLOCK])
+    def test_blocks_and_chunks_need_not_meet(self, tmp_path, chunk_bytes) -> None:
+        """Nor need a block fit into one system call."""
+        state = {"a": torch.randn(3 * BLOCK // 4 + 1000), "b": torch.randn(7)}
+        state |= {f"{i}": torch.full((3,), float(i)) for i in range(2000)}
+        path = save(tmp_path / "s", state, chunk_bytes=chunk_bytes)
+        assert_same(load(path), state)
+
+    def test_it_is_written_in_large_pieces(self, tmp_path, monkeypatch) -> None:
+        """Aligned, in order, however small the tensors are; the header comes last."""
+        written: list[tuple[int, int]] = []
+        real = os.pwritev
+
+        def seen(fd: int, views, at: int) -> int:
+            done = real(fd, views, at)
+            written.append((at, done))
+            return done
+
+        monkeypatch.setattr(os, "pwritev", seen)
+        state = {f"{i}": torch.ones(BLOCK // 256) for i in range(320)}
+        path = save(tmp_path / "s", state) / FILE
+        *pieces, header = written
+        assert header == (0, pieces[0][0])
+        assert [at for at, _ in pieces[1:]] == [n * BLOCK for n in range(1, 6)]
+        assert sum(size for _, size in pieces) == 5 * BLOCK
+        assert sum(pieces[-1]) == path.stat().st_size
+
+    @proves("cell SyncCheckpointer.save: success")
+    @pytest.mark.parametrize("fsync", [True, False])
+    def test_the_disk_confirms_each_step_before_the_next(
+        self, tmp_path, monkeypatch, fsync: bool
+    ) -> None:
+        """File, its name, marker, its name, and the name of the checkpoint."""
+        said: list[str] = []
+        real, rename = os.fsync, os.rename
+
+        def seen(fd: int) -> None:
+            real(fd)
+            said.append(f"sync {Path(os.readlink(f'/proc/self/fd/{fd}')).name}")
+
+        def renamed(one, other) -> None:
+            rename(one, other)
+            said.append(f"name {Path(other).name}")
+
+        monkeypatch.setattr(os, "fsync", seen)
+        monkeypatch.setattr(os, "rename", renamed)
+        save(tmp_path / "new" / "s", {"a": 1}, fsync=fsync)
+        expected = [
+            *(f"sync {tmp_path.name}", f"sync {FILE}.tmp", f"name {FILE}"),
+            *("sync .s.part", "sync commit.json.tmp", "name commit.json"),
+            *("sync .s.part", "name s", "sync new"),
+        ]
+        assert said == [each for each in expected if fsync or each[:4] == "name"]
+
+    def test_the_state_dict_is_not_copied(self) -> None:
+        """Its bytes go from where they are to the file."""
+        tensor, pool = torch.randn(CHUNK), ArenaPool(keep=1)
+        options: Any = {"step": 1, "chunk_bytes": CHUNK, "allow_pickle": False}
+        with LiveState({"a": tensor}, pool=pool, **options) as live:
+            view = live.views(0, live.segment_bytes)[0]
+            before = bytes(view[:4])
+            tensor.add_(1)
+            assert bytes(view[:4]) != before
+            del view
+
+    @pytest.mark.parametrize("read", [0, 1, CHUNK, 2 * CHUNK + 5, None])
+    def test_a_snapshot_is_written_as_it_is(self, tmp_path, read: int | None) -> None:
+        """Its digests may be asked for before, while, or after it is written."""
+        state = {"a": torch.arange(3 * CHUNK + 7, dtype=torch.uint8)}
+
+        async def main() -> None:
+            async with stager() as staging, stager(seal=False) as hasty:
+                expected = await staging.stage(state, step=12)
+                snapshot = await hasty.stage(state, step=12)
+                sealed: list[Manifest] = []
+                source = WritableSnapshot(snapshot, on_seal=sealed.append)
+                stop = source.segment_bytes if read is None else read
+                for start in range(0, stop, CHUNK // 2):
+                    source.views(start, min(start + CHUNK // 2, stop))
+                found = source.seal()
+                assert source.seal() is found
+                assert sealed == [found]
+                assert found.header == expected.manifest.header
+                assert found.digests == expected.manifest.digests
+                writer = CheckpointWriter(config(), ALONE)
+                writer.write_staged(tmp_path / "s", WritableSnapshot(expected), 12)
+                expected.release()
+                snapshot.release()
+
+        asyncio.run(main())
+        found = latest(tmp_path)
+        assert found is not None
+        assert found.step == 12
+        assert_same(load(tmp_path / "s"), state)
+
+    @pytest.mark.parametrize("held", [False, True])
+    def test_a_device_is_copied_ahead_of_the_writing(
+        self, tmp_path, held: bool
+    ) -> None:
+        """Through a pinned arena, which is kept for the next save."""
+        device = FakeAccelerator(held=held)
+        state = {"a": torch.randn(CHUNK), "t": torch.randn(9, 5).t(), "n": 1}
+        pool = ArenaPool(keep=1)
+        options: Any = {"chunk_bytes": CHUNK, "allow_pickle": False, "pool": pool}
+
+        def written(step: int) -> None:
+            with (
+                LiveState(state, step=step, ports=device.port_for, **options) as live,
+                (tmp_path / "f").open("w+b") as file,
+            ):
+                write_file(tmp_path / "f", file.fileno(), live, durable=False)
+
+        for step in (1, 2):
+            run_beside(device, lambda step=step: written(step))
+            assert_same(load(tmp_path / "f"), state)
+        assert len(device.pinned) == 1
+        pool.close()
+        assert not device.pinned
+
+
+class Hook(WriterHook):
+    """Notes what it is called with, and what it sees then."""
+
+    def __init__(self, directory: Path, *, fails: str = "") -> None:
+        self.calls: list[object] = []
+        self._directory, self._fails = directory, fails
+
+    def _note(self, what: str, path: str, kwargs) -> None:
+        found = latest(self._directory)
+        self.calls.append((what, path, kwargs, found and found.step))
+        if self._fails == what:
+            raise KeyError(what)
+
+    def pre_commit(self, path: str, **kwargs) -> None:
+        self._note("pre", path, kwargs)
+
+    def post_commit(self, path: str, **kwargs) -> None:
+        self._note("post", path, kwargs)
+
+
+class CoroutineHook(Hook):
+    """The same, as coroutine functions."""
+
+    async def pre_commit(self, path: str, **kwargs) -> None:  # type: ignore[override]
+        await asyncio.sleep(0)
+        self._note("pre", path, kwargs)
+
+    async def post_commit(self, path: str, **kwargs) -> None:  # type: ignore[override]
+        await asyncio.sleep(0)
+        self._note("post", path, kwargs)
+
+
+@pytest.mark.parametrize("kind", [Hook, CoroutineHook])
+class TestHooks:
+    """Called around the commit, with the keywords of ``save``."""
+
+    @pytest.mark.parametrize("beside_a_loop", [False, True])
+    def test_before_and_after(self, tmp_path, kind, beside_a_loop: bool) -> None:
+        """The path is that of ``save``; the checkpoint is there after, not before."""
+        hook, path = kind(tmp_path), tmp_path / "s-5"
+        told: list[Progress] = []
+
+        async def saving() -> None:
+            state = {"a": torch.ones(3 * BLOCK // 4)}
+            with sync_checkpointer(hook) as checkpointer:
+                checkpointer.save(state, path, epoch=3, progress=told.append)
+
+        if beside_a_loop:
+            asyncio.run(saving())
+        else:
+            with pytest.raises(StopIteration):
+                saving().send(None)
+        given = {"epoch": 3}
+        expected = [("pre", str(path), given, None), ("post", str(path), given, 5)]
+        assert hook.calls == expected
+        done = [each.bytes_done for each in told]
+        assert (done[0], done[-1], len(done)) == (0, 3 * BLOCK, 5)
+        assert all(0 < b - a <= BLOCK for a, b in pairwise(done))
+
+    @proves("cell SaveHandle.written: error", "cell SyncCheckpointer.save: error")
+    @pytest.mark.parametrize(("fails", "there"), [("pre", 1), ("post", 2)])
+    def test_one_that_fails(self, tmp_path, kind, fails: str, there: int) -> None:
+        """Before the commit there is none; after it, the new checkpoint stays."""
+        save(tmp_path / "s-5", {"a": 1})
+        checkpointer = sync_checkpointer(kind(tmp_path, fails=fails))
+        with checkpointer, pytest.raises(KeyError, match=fails):
+            checkpointer.save({"a": 2}, tmp_path / "s-5")
+        assert load(tmp_path / "s-5") == {"a": there}
+        assert names(tmp_path) == ["s-5"]
+
+
+class TestFailures:
+    """A save that fails leaves what was there, and nothing else."""
+
+    def test_a_full_disk(self, tmp_path) -> None:
+        """The error says what is needed and what is free."""
+        with small_disk(tmp_path / "disk", 1 << 20) as disk:
+            save(disk / "s", {"a": 1})
+            with pytest.raises(StorageError) as caught:
+                save(disk / "s", {"a": torch.zeros(1 << 20)})
+            assert "No space left on device: 4.2 MB are needed and" in str(caught.value)
+            assert load(disk / "s") == {"a": 1}
+            assert names(disk) == ["s"]
+
+    @proves("cell SaveHandle.written: error", "cell SyncCheckpointer.save: error")
+    @pytest.mark.parametrize("call", ["pwritev", "fsync", "rename"])
+    def test_a_call_that_fails(self, tmp_path, monkeypatch, call: str) -> None:
+        """Any of them, each time that it is made."""
+        save(tmp_path / "s", {"a": 1})
+        real, calls = getattr(os, call), 0
+
+        def counted(*args):
+            nonlocal calls
+            calls += 1
+            if calls == doomed:
+                raise OSError(5, "Input/output error")
+            return real(*args)
+
+        monkeypatch.setattr(os, call, counted)
+        for doomed in range(1, 20):
+            calls = 0
+            with contextlib.suppress(StorageError):
+                save(tmp_path / "s", {"a": 2, "t": torch.zeros(9)}, fsync=True)
+            assert load(tmp_path / "s")["a"] in (1, 2)
+            if calls < doomed:
+                break
+        assert 1 < doomed <= calls + 1
+        assert load(tmp_path / "s")["a"] == 2
+
+    def test_a_digest_that_fails(self, tmp_path, monkeypatch) -> None:
+        """It is computed in a thread behind the writing, which hears of it."""
+        save(tmp_path / "s", {"a": 1})
+        update, seen = ChunkHasher.update, []
+
+        def failing(self, start: int, *views):
+            seen.append(start)
+            if len(seen) == 2:
+                raise MemoryError("injected")
+            return update(self, start, *views)
+
+        monkeypatch.setattr(ChunkHasher, "update", failing)
+        with pytest.raises(MemoryError, match="injected"):
+            save(tmp_path / "s", {"a": torch.zeros(3 * BLOCK // 4)})
+        assert load(tmp_path / "s") == {"a": 1}
+        assert names(tmp_path) == ["s"]
+
+    @pytest.mark.parametrize("fsync", [True, False])
+    def test_a_close_that_fails(self, tmp_path, monkeypatch, fsync: bool) -> None:
+        """It matters before the commit, and only if the disk was not asked before."""
+        close, denied = os.close, []
+
+        def closed(fd: int) -> None:
+            mine = ".part" in os.readlink(f"/proc/self/fd/{fd}")
+            close(fd)
+            if mine:
+                denied.append(fd)
+                raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(os, "close", closed)
+        if fsync:
+            # The directory that was synced is closed, too.
+            monkeypatch.setattr(commit, "sync_directory", lambda _: None)
+            save(tmp_path / "s", {"a": 1}, fsync=True)
+        else:
+            with pytest.raises(StorageError, match="Input/output error"):
+                save(tmp_path / "s", {"a": 1}, fsync=False)
+        monkeypatch.undo()
+        assert names(tmp_path) == (["s"] if fsync else [])
+        assert bool(denied) != fsync
+
+
+class Own(CheckpointWriter):
+    """A writer of one's own, which knows one word."""
+
+    def write(self, path, state_dict, **kwargs) -> None:
+        assert kwargs == {"epoch": 3}
+        super().write(path, state_dict, **kwargs)
+
+
+@pytest.mark.allow_error_logs
+def test_what_is_told(tmp_path, events) -> None:
+    """A hook hears of each save and load; a callback that raises does not matter."""
+
+    def refuse(_: Progress) -> None:
+        raise KeyError
+
+    with sync_checkpointer() as checkpointer:
+        checkpointer.save({"a": 1}, tmp_path / "s-3", progress=refuse)
+        checkpointer.load(tmp_path / "s-3")
+        assert repr(checkpointer) == "<SyncCheckpointer <CheckpointWriter rank=0/1>>"
+    assert repr(checkpointer).endswith(" closed>")
+    assert [(each.stop, each.step) for each in events] == [("write", 3), ("load", None)]
+    assert all(each.detail == str(tmp_path / "s-3") for each in events)
+    with SyncCheckpointer(Own(config(), ALONE), CheckpointReader(ALONE)) as made:
+        made.save({"a": 1}, tmp_path / "own", progress=print, epoch=3)
+        assert made.statistics().written == 1
+
+
+def test_pickles_are_opted_into(tmp_path) -> None:
+    """By both, who saves and who loads."""
+    path = save(tmp_path / "s", {"x": 1 + 2j, "y": slice(3)}, allow_pickle=True)
+    assert CheckpointReader(ALONE, allow_pickle=True).read(path)[0]["y"] == slice(3)
+
+
+class TestUnchanged:
+    """A save whose tensors are those of the save before it says so.
+
+    A trainer that saves a copy of its first step for ever loses everything, and nobody
+    notices as long as files appear.
+    """
+
+    def state(self, step: int, fill: float = 1.0):
+        """Return a state dict whose plain value says the step."""
+        return {"step": step, "weight": torch.full((1000,), fill), "b": torch.ones(3)}
+
+    def check(self, events, log, paths) -> None:
+        """Check that the last event, and one line of the log, name both saves."""
+        assert events[-1].unchanged
+        assert events[-1].level == logging.WARNING
+        (line,) = [x.getMessage() for x in log.records if x.levelname == "WARNING"]
+        for text in (events[-1].detail, line):
+            assert all(word in text for word in [*map(str, paths), "step 1", "step 2"])
+
+    @pytest.mark.parametrize("process", [None, True, False])
+    def test_it_warns(self, tmp_path, events, caplog, process: bool | None) -> None:
+        """Its handle says so, its event, and one warning in the log."""
+        paths = [tmp_path / f"step-{step}" for step in (1, 2, 3)]
+        states = self.state(1), self.state(2), self.state(3, fill=2.0)
+
+        async def main() -> None:
+            background = CheckpointerConfig(use_process=bool(process))
+            async with make_async_checkpointer(background) as made:
+                for state, path in zip(states, paths, strict=True):
+                    handle = await made.save(state, path)
+                    await handle.written()
+                    assert handle.unchanged is (path == paths[1])
+
+        if process is None:
+            with make_sync_checkpointer() as made:
+                for state, path in zip(states, paths, strict=True):
+                    made.save(state, path)
+        else:
+            asyncio.run(main())
+        written = [each for each in events if each.stop == "write"]
+        assert [each.unchanged for each in written] == [False, True, False]
+        self.check(written[:2], caplog, paths[:2])
+
+    def test_what_is_meant_to_be_equal_is_no_warning(self, tmp_path, events) -> None:
+        """The same step as "best" beside "last", and states without tensors."""
+        with make_sync_checkpointer() as made:
+            for name in ("last", "best", "best"):
+                made.save(self.state(5), tmp_path / name, step=5)
+            for step in (6, 7):
+                made.save({"step": step}, tmp_path / f"step-{step}")
+        assert [each.unchanged for each in events] == [False, True, True, False, False]
+        assert events[1].level == logging.INFO
+        assert events[2].level == logging.WARNING
