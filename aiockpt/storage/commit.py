@@ -161,6 +161,9 @@ class Draft:
         busy = "another process is writing it"
         for _ in range(_TRIES):
             self.part.mkdir(exist_ok=True)
+            # What is built would go where the link leads, and replace what is there.
+            if self.part.is_symlink():
+                raise StorageError(str(self.part), "it is a symbolic link: remove it")
             # A sweep may remove the directory at the same time.
             with suppress(FileNotFoundError):
                 return open_locked(

@@ -23,6 +23,7 @@ from aiockpt.storage.directory import (
     step_of,
 )
 from aiockpt.storage.retention import retire, sweep
+from tests.support.proofs import proves
 from tests.support.saved import load, names, save, sync_checkpointer
 
 FILE = "checkpoint_0.safetensors"
@@ -203,6 +204,18 @@ class TestReplacing:
             with pytest.raises(StorageError, match="another process is writing it"):
                 Draft(tmp_path / "s", 0, durable=False)
             assert draft.temporary.exists()
+
+    @proves("threat E2")
+    def test_a_link_in_the_place_of_what_is_built(self, tmp_path, path) -> None:
+        """It is not followed: what it names stays as it is."""
+        other = tmp_path / ".other.part"
+        other.symlink_to(path)
+        with pytest.raises(StorageError, match=r"\.other\.part: it is a symbolic link"):
+            save(tmp_path / "other", {"a": 2})
+        assert names(path) == [FILE, MARKER]
+        assert load(path) == {"a": 1}
+        other.unlink()
+        save(tmp_path / "other", {"a": 2})
 
     @pytest.mark.parametrize("length", [230, 240, 249])
     @pytest.mark.parametrize("letter", ["x", "\N{BLACK STAR}"])
