@@ -1,0 +1,229 @@
+"""What the options of an `HTTPTransport` do: credentials, TLS, addresses, limits."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+
+from aiockpt import AuthenticationError, Limits
+from aiockpt.errors import (
+    LimitExceededError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    UnsupportedLeafError,
+)
+from aiockpt.testing import assert_same
+from tests.support.applications import certified
+from tests.support.groups import transports as group_transports
+from tests.support.proofs import proves
+from tests.support.serving import Peer
+from tests.support.transports import MIB, pair, port_of, receive, transport, weights
+
+pytestmark = pytest.mark.asyncio
+
+VARIABLES = ("AIOCKPT_TOKEN", "AIOCKPT_TOKEN_PATH", "AIOCKPT_IFNAME",
+             "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch):
+    """No variable of the machine decides a test."""
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+
+
+class TestCredentials:
+    """Who may read."""
+
+    @proves("threat S1")
+    async def test_the_metadata_holds_the_token(self):
+        """A receiver that was handed it may read; every transport has another one."""
+        async with pair() as (sender, receiver):
+            await sender.send_checkpoint([], 1, weights())
+            _, _, secret = sender.metadata().partition("#")
+            assert len(secret) >= 32
+            assert secret != receiver.metadata().partition("#")[2]
+            assert_same(await receive(sender, receiver), weights())
+            with pytest.raises(AuthenticationError, match="metadata"):
+                await receiver.recv_checkpoint(0, sender.address(), 1)
+
+    @pytest.mark.parametrize("how", ["argument", "variable", "file"])
+    async def test_a_shared_token_is_not_in_the_metadata(
+        self, how, monkeypatch, tmp_path
+    ):
+        """Both ends were given it, or find it in the environment."""
+        (tmp_path / "token").write_text("sesame\n")  # a secret that is mounted
+        if how == "variable":
+            monkeypatch.setenv("AIOCKPT_TOKEN", "sesame")
+        elif how == "file":
+            monkeypatch.setenv("AIOCKPT_TOKEN_PATH", str(tmp_path / "token"))
+        given = {"token": "sesame"} if how == "argument" else {}
+        async with transport(**given) as sender:
+            await sender.send_checkpoint([], 1, weights())
+            assert sender.metadata() == sender.address()
+            async with transport(token="sesame") as receiver:
+                assert_same(await receive(sender, receiver), weights())
+            monkeypatch.undo()
+            for wrong in ({"token": "another"}, {}):
+                async with transport(**wrong) as stranger:
+                    with pytest.raises(AuthenticationError):
+                        await receive(sender, stranger)
+
+    async def test_a_bad_token_is_no_open_door(self, monkeypatch):
+        """It is refused when it is given, not when it is needed."""
+        for token in ("", "two words", "naïve", "line\nend"):
+            with pytest.raises(ValueError, match="token"):
+                transport(token=token)
+        monkeypatch.setenv("AIOCKPT_TOKEN_PATH", "/nowhere/token")
+        with pytest.raises(OSError, match="/nowhere/token"):
+            transport()
+
+    async def test_insecure_must_be_said_and_is_logged(self, caplog):
+        """As a warning."""
+        with caplog.at_level(logging.WARNING):
+            async with pair(insecure=True) as (sender, receiver):
+                await sender.send_checkpoint([], 1, weights())
+                assert sender.metadata() == sender.address()
+                await receive(sender, receiver)
+        assert "everybody who reaches the port may read" in caplog.text
+
+
+@proves("threat S3")
+async def test_an_untrusted_server_is_refused():
+    """Before the token is shown to it; a trusted one is read over https."""
+    server, client = certified()
+    async with (
+        transport(ssl_context=server) as sender,
+        transport(client_ssl_context=client) as receiver,
+        transport(reconnect_timeout=0) as stranger,
+    ):
+        await sender.send_checkpoint([], 1, weights())
+        assert sender.metadata().startswith("https://127.0.0.1:")
+        assert_same(await receive(sender, receiver), weights())
+        with pytest.raises(RemoteProtocolError, match="certificate"):
+            await receive(sender, stranger)
+
+
+class TestAddress:
+    """What peers are told."""
+
+    async def test_the_bound_address_is_told(self, monkeypatch):
+        """That of an interface, too, named by argument or as frameworks name it."""
+        for options in ({}, {"host": None, "interface": "lo"}, {"host": None}):
+            async with transport(**options) as sender:
+                port = port_of(sender)
+                assert sender.address() == f"http://127.0.0.1:{port}/checkpoint/"
+            monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        async with transport(host=None, interface="nope0") as sender:
+            with pytest.raises(LocalProtocolError, match="nope0"):
+                sender.metadata()
+
+    async def test_another_address_can_be_advertised(self):
+        """A name, to which an insecure server answers, or the URL of a proxy."""
+        async with transport(advertise="trainer.example", insecure=True) as sender:
+            port = port_of(sender)
+            assert sender.address() == f"http://trainer.example:{port}/checkpoint/"
+            async with Peer(port, token=None) as peer:
+                answer = await peer.ask("/healthz", Host="trainer.example")
+                assert answer.status != 421
+        async with transport(advertise="https://proxy.example/a/b") as sender:
+            assert sender.address() == "https://proxy.example/a/b/"
+
+    async def test_metadata_of_another_kind_is_the_callers_mistake(self):
+        """Torchft hands over whatever a peer said."""
+        async with transport() as receiver:
+            for metadata in ("", "nonsense", "ftp://x/", "http://"):
+                with pytest.raises(LocalProtocolError, match="metadata"):
+                    await receiver.recv_checkpoint(0, metadata, 1)
+
+
+async def test_a_session_of_the_callers_is_used_and_left_open():
+    """Its owner closes it."""
+    asked: list[str] = []
+
+    async def note(_: object, __: object, params: Any) -> None:
+        asked.append(str(params.url.path))
+
+    tracing = aiohttp.TraceConfig()
+    tracing.on_request_start.append(note)
+    async with aiohttp.ClientSession(trace_configs=[tracing]) as session:
+        async with transport() as sender, transport(session=session) as receiver:
+            await sender.send_checkpoint([], 1, weights())
+            assert_same(await receive(sender, receiver), weights())
+        assert "/checkpoint/1/metadata" in asked
+        assert not session.closed
+
+
+async def test_a_checkpoint_that_is_too_large_is_refused(monkeypatch):
+    """Before memory is taken; the error has both numbers. The host has a limit, too."""
+    async with transport() as sender:
+        await sender.send_checkpoint([], 1, weights())
+        for limit in (0, MIB - 1, MIB):
+            async with transport(limits=Limits(max_bytes=limit)) as receiver:
+                if limit == MIB:
+                    await receive(sender, receiver)
+                    continue
+                with pytest.raises(LimitExceededError) as caught:
+                    await receive(sender, receiver)
+                assert (caught.value.limit, caught.value.actual) == (limit, MIB)
+        monkeypatch.setattr("aiockpt.runtime.system.available_memory", lambda _: MIB)
+        async with transport() as receiver:
+            with pytest.raises(LimitExceededError, match="size"):
+                await receive(sender, receiver)
+            template = weights(0.0)
+            await receive(sender, receiver, into=template, direct=True)
+            assert_same(template, weights())
+
+
+async def test_both_ends_must_allow_a_pickle():
+    """A receiver that does not runs nothing."""
+    odd = {"x": frozenset, "w": torch.ones(2)}
+    async with transport() as careful, transport(allow_pickle=True) as bold:
+        with pytest.raises(UnsupportedLeafError):
+            await careful.send_checkpoint([], 1, odd)
+        await bold.send_checkpoint([], 1, odd)
+        with pytest.raises(RemoteProtocolError, match="allow_pickle=True"):
+            await receive(bold, careful)
+        assert_same(await receive(bold, bold), odd)
+        for x in (None, len):
+            template = {"x": x, "w": torch.zeros(2)}
+            assert (await receive(bold, bold, into=template))["x"] is frozenset
+
+
+class TestStep:
+    """A step that is none is refused by its name; any integer type is taken."""
+
+    @pytest.mark.parametrize(
+        ("step", "error", "reason"),
+        [
+            ("5", TypeError, r"must be an integer, got '5' \(str\); pass int\(step\)"),
+            (5.0, TypeError, r"step must be an integer, got 5.0 \(float\)"),
+            (-1, ValueError, r"step must be from 0 to 2\*\*63 - 1, got -1"),
+            (1 << 63, ValueError, "step must be from 0"),
+        ],
+    )
+    async def test_no_transport_takes_it(self, step, error, reason):
+        """Neither to send, nor to look for it."""
+        for transports in (pair, group_transports):
+            async with transports() as (sender, receiver):
+                with pytest.raises(error, match=reason):
+                    await sender.send_checkpoint([1], step, weights())
+                with pytest.raises(error, match=reason):
+                    await receiver.recv_checkpoint(0, sender.metadata(), step)
+
+    @pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7), 7], ids=repr)
+    async def test_transports_take_any_integer(self, step: Any):
+        """It is what the peer's is equal to."""
+        async with pair() as (sender, receiver):
+            await sender.send_checkpoint([1], step, weights())
+            got = await receiver.recv_checkpoint(0, sender.metadata(), step)
+            assert_same(got, weights())
+            with pytest.raises(TypeError, match="step must be an integer"):
+                await sender.allow_checkpoint("8")  # type: ignore[arg-type]
+            await sender.allow_checkpoint(np.int64(8))  # type: ignore[arg-type]
+            assert_same(await receive(sender, receiver, 8), weights())
