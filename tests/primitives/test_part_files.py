@@ -1,0 +1,285 @@
+"""Checkpoint files: received into part files, resumed, and read."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import contextmanager
+
+import pytest
+
+from aiockpt.errors import StorageError
+from aiockpt.format.limits import Limits
+from aiockpt.storage.checkpoint_file import read_header, verify_chunks
+from aiockpt.storage.partfile import PartFile, check_target
+from tests.support.disks import small_disk
+from tests.support.proofs import proves
+from tests.support.serving import Memory
+
+pytestmark = pytest.mark.torch_free
+
+CHUNK = 64 << 10
+
+
+def memory(*, step: int = 7, nbytes: int = 5 * CHUNK // 2, **options) -> Memory:
+    """Return a checkpoint of two and a half chunks."""
+    return Memory(nbytes, step=step, chunk_bytes=CHUNK, **options)
+
+
+@contextmanager
+def opened(target, source: Memory, *chunks: int, commit: bool = False):
+    """Open a part file, and put chunks into it as a receive would; perhaps commit."""
+    part = PartFile.open(target, source.manifest)
+    try:
+        for chunk in chunks:
+            start, stop = source.manifest.grid.range(chunk)
+            (view,) = part.buffers(start, stop)
+            view[:] = source.data[start:stop]
+        yield part
+        if commit:
+            part.commit()
+    finally:
+        part.close()
+
+
+def received(target, source: Memory, *chunks: int) -> None:
+    """Receive these chunks, the last that are missing, and commit."""
+    with opened(target, source, *chunks, commit=True):
+        pass
+    assert target.read_bytes() == source.file
+
+
+def held(part: PartFile) -> list[int]:
+    """Return the chunks that need not be fetched."""
+    return [chunk for chunk in part.candidates if part.holds(chunk)]
+
+
+def mode_of(path) -> int:
+    """Return who may do what with a file."""
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+class TestReceive:
+    """A part file becomes the file."""
+
+    @proves("invariant 7")
+    @pytest.mark.parametrize("linked", [False, True])
+    def test_the_old_file_stays_until_the_commit(self, tmp_path, linked: bool) -> None:
+        """The new one is what its manifest describes; a link to it stays one."""
+        old, new, file = memory(step=1), memory(step=2), tmp_path / "f"
+        target = tmp_path / "link" if linked else file
+        if linked:
+            target.symlink_to(file)
+        file.write_bytes(old.file)
+        with opened(target, new, 2, 0, 1) as part:
+            assert file.read_bytes() == old.file
+            part.commit()
+            assert file.read_bytes() == new.file
+        assert sorted(tmp_path.iterdir()) == sorted({file, target})
+        assert target.is_symlink() is linked
+
+    def test_an_empty_segment_has_no_chunks_to_wait_for(self, tmp_path) -> None:
+        """A checkpoint without bytes is a file that is only a header."""
+        source = memory(nbytes=0)
+        with opened(tmp_path / "f", source, commit=True) as part:
+            assert held(part) == []
+        assert (tmp_path / "f").read_bytes() == source.manifest.header
+
+    @pytest.mark.parametrize("mode", [0o600, 0o664, 0o444, 0o000])
+    def test_a_replaced_file_hands_on_its_permissions(self, tmp_path, mode) -> None:
+        """To the part file as well; those that it has at the commit count."""
+        (tmp_path / "f").write_bytes(memory(step=1).file)
+        for last in (mode, 0o640):
+            (tmp_path / "f").chmod(mode)
+            with opened(tmp_path / "f", memory(), 0, 1, 2, commit=True) as part:
+                assert mode_of(part.path) == mode | 0o600
+                (tmp_path / "f").chmod(last)
+            assert mode_of(tmp_path / "f") == last
+        assert (tmp_path / "f").read_bytes() == memory().file
+
+    @pytest.mark.parametrize("umask", [0o022, 0o077])
+    def test_a_new_file_has_what_the_umask_leaves(self, tmp_path, umask: int) -> None:
+        """As a file of any other program."""
+        before = os.umask(umask)
+        try:
+            received(tmp_path / "f", memory(), 0, 1, 2)
+        finally:
+            os.umask(before)
+        assert mode_of(tmp_path / "f") == 0o666 & ~umask
+
+    def test_what_the_disk_refuses_is_not_kept(self, tmp_path, monkeypatch) -> None:
+        """After a failed fsync nobody knows what is on the disk: start over."""
+        (tmp_path / "f").write_bytes(memory(step=1).file)
+
+        def fail(fd: int) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "fsync", fail)
+        with (
+            opened(tmp_path / "f", memory(step=2)) as part,
+            pytest.raises(StorageError, match=r"f\.part: Input/output error"),
+        ):
+            part.commit()
+        assert os.listdir(tmp_path) == ["f"]
+        assert (tmp_path / "f").read_bytes() == memory(step=1).file
+
+    def test_a_refused_rename_keeps_what_was_received(self, tmp_path) -> None:
+        """The next receive goes on from there, once the obstacle is gone."""
+        with opened(tmp_path / "f", memory(), 0, 1, 2) as part:
+            (tmp_path / "f").mkdir(mode=0o500)
+            with pytest.raises(StorageError, match="Is a directory"):
+                part.commit()
+        assert part.path.stat().st_mode & 0o600 == 0o600
+        (tmp_path / "f").rmdir()
+        with opened(tmp_path / "f", memory()) as part:
+            assert held(part) == [0, 1, 2]
+
+    def test_closing_twice_is_fine(self, tmp_path) -> None:
+        """Also with a view alive, as a traceback may keep one; the lock is gone."""
+        with opened(tmp_path / "f", memory()) as part:
+            assert not part.candidates  # reserved zeros are not looked at
+            views = part.buffers(0, 10)
+            part.close()
+        assert bytes(views[0]) == bytes(10)
+        with opened(tmp_path / "f", memory()):
+            pass
+
+
+class TestResume:
+    """What a failed receive left is used, if its digest is right."""
+
+    def test_verified_chunks_stay(self, tmp_path) -> None:
+        """The others, half written ones too, are fetched again."""
+        source = memory()
+        with opened(tmp_path / "f", source, 0, 2) as part:
+            (view,) = part.buffers(CHUNK, CHUNK + 1000)
+            view[:] = source.data[CHUNK : CHUNK + 1000]
+        with opened(tmp_path / "f", source) as part:
+            assert held(part) == [0, 2]
+
+    @pytest.mark.parametrize("size", [0, 20, 45, 5000, 70_000, 100_000, 163_000])
+    def test_a_part_of_any_length_is_a_start(self, tmp_path, size: int) -> None:
+        """Where a crash cut the file does not matter."""
+        source = memory()
+        with opened(tmp_path / "f", source, 0, 1, 2) as part:
+            os.truncate(part.path, size)
+        with opened(tmp_path / "f", source) as part:
+            known = held(part)
+        assert len(known) == max(0, size - source.manifest.header_bytes) // CHUNK
+        received(tmp_path / "f", source, *({0, 1, 2} - {*known}))
+
+    def test_a_part_of_another_checkpoint_gives_what_they_share(self, tmp_path) -> None:
+        """A chunk is right if its digest is, wherever it came from."""
+        old, new = (memory(nbytes=3 * CHUNK, step=step, fill=5) for step in (1, 2))
+        with opened(tmp_path / "f", old, 0, 2):
+            pass
+        with opened(tmp_path / "f", new) as part:
+            assert held(part) == [0, 2]
+        received(tmp_path / "f", new, 1)
+
+    def test_zeros_are_a_start(self, tmp_path) -> None:
+        """A receive that is killed early leaves only reserved space."""
+        (tmp_path / "f.part").write_bytes(bytes(1000))
+        with opened(tmp_path / "f", memory()) as part:
+            assert held(part) == []
+
+
+class TestRefusals:
+    """What cannot be written says so, and destroys nothing."""
+
+    @pytest.mark.parametrize("content", [b"notes", b"\0" * 8 + b"x" * 100, b"PK\3\4"])
+    def test_another_programs_part_file(self, tmp_path, content: bytes) -> None:
+        """Browsers call their downloads so, too."""
+        (tmp_path / "f.part").write_bytes(content)
+        with pytest.raises(StorageError, match=r"f\.part: it is no part of a check"):
+            PartFile.open(tmp_path / "f", memory().manifest)
+        assert (tmp_path / "f.part").read_bytes() == content
+
+    def test_a_part_file_in_use(self, tmp_path) -> None:
+        """Two receives into one file would mix; the second one is refused."""
+        with opened(tmp_path / "f", memory(), 0, 1, 2) as part:
+            with pytest.raises(StorageError, match="another process is receiving"):
+                PartFile.open(tmp_path / "f", memory().manifest)
+            part.commit()
+        assert (tmp_path / "f").read_bytes() == memory().file
+
+    @proves("threat E2")
+    def test_a_part_file_that_is_a_link(self, tmp_path) -> None:
+        """Nobody can make us write elsewhere."""
+        (tmp_path / "f.part").symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(StorageError, match=r"f\.part: "):
+            PartFile.open(tmp_path / "f", memory().manifest)
+        assert not (tmp_path / "elsewhere").exists()
+
+    @pytest.mark.parametrize("part", [False, True])
+    def test_a_full_disk(self, tmp_path, part: bool) -> None:
+        """It is found out before a byte arrives; an earlier part or file is kept."""
+        small, large = memory(), memory(step=2, nbytes=40 * CHUNK)
+        with small_disk(tmp_path / "disk", 1 << 20) as disk:
+            if part:
+                with opened(disk / "f", small, 0, 1, 2):
+                    pass
+            else:
+                (disk / "f").write_bytes(small.file)
+            with pytest.raises(StorageError) as caught:
+                PartFile.open(disk / "f", large.manifest)
+            assert "2.6 MB are needed and 0.9 MB are free" in str(caught.value)
+            assert "f.part: No space left on device" in str(caught.value)
+            assert os.listdir(disk) == ["f.part" if part else "f"]
+            if part:
+                with opened(disk / "f", small) as again:
+                    assert held(again) == [0, 1, 2]
+            else:
+                assert (disk / "f").read_bytes() == small.file
+
+    @pytest.mark.parametrize(
+        ("name", "reason"),
+        [
+            ("directory", "it is a directory"),
+            ("fifo", "it is not a regular file"),
+            ("missing/f", "there is no directory"),
+            ("loop", "link"),
+            ("x" * 300, "File name too long"),
+        ],
+    )
+    def test_a_target_that_is_no_file(self, tmp_path, name: str, reason: str) -> None:
+        """A rename would replace a device as readily as a file."""
+        (tmp_path / "directory").mkdir()
+        os.mkfifo(tmp_path / "fifo")
+        (tmp_path / "loop").symlink_to(tmp_path / "loop")
+        with pytest.raises(StorageError, match=reason) as caught:
+            check_target(tmp_path / name)
+        assert caught.value.path == str(tmp_path / name)
+
+
+class TestRead:
+    """Headers and chunks of files that are there."""
+
+    @pytest.mark.parametrize(
+        ("content", "reason"),
+        [
+            (memory().file[:-1], "it is truncated: 16.* bytes where its header says"),
+            (memory().file + b"x", "it is too long: 16.* bytes where its header says"),
+            (b"", "it cannot be read"),
+            (b"short", "it cannot be read"),
+            (b"PK\3\4" + bytes(100), "it is a file of torch.save"),
+            (b"\x10" + bytes(7) + b"{}", "it cannot be read"),
+            (None, "No such file"),
+        ],
+        ids=range(7),
+    )
+    def test_a_file_that_is_none(self, tmp_path, content, reason: str) -> None:
+        """It is named, and what is wrong with it."""
+        if content is not None:
+            (tmp_path / "f").write_bytes(content)
+        with pytest.raises(StorageError, match=f"^{tmp_path}/f: .*{reason}"):
+            read_header(tmp_path / "f", limits=Limits())
+
+    def test_a_file_that_shrinks_meanwhile(self, tmp_path) -> None:
+        """Is an error, and not the end of the process."""
+        source = memory()
+        cut = source.file[: source.manifest.header_bytes + CHUNK]
+        (tmp_path / "f").write_bytes(cut)
+        with pytest.raises(StorageError, match="it ends at byte"):
+            list(verify_chunks(tmp_path / "f", source.manifest))
