@@ -127,6 +127,7 @@ class TestMessages:
         if watched:
             bar = rb"\[#{9,}\] 100%  41.9 MB of 41.9 MB  .*/s  ETA 0:00"
             assert b"waiting" in shown
+            assert not re.search(rb"fetch_|allocate|plan", shown)  # no functions
             assert re.search(bar, shown)
 
     @pytest.mark.parametrize("how", ["2>&-", "2>&1 >&- | true", ">&- 2>&-"])
@@ -310,6 +311,11 @@ class TestErrors:
             ("{base}8#{token}", "", "step 8 is not published at "),
             ("{base}6#{token}", "", "step 6 is not published at "),
             ("{base}#{token}", "--step 8 --wait 0.3", "being served is step 7"),
+            (
+                "{base}#{token}",
+                "--step 8 --wait 9 --timeout 0.5",
+                "timed out after 0.5 s while waiting for step 8 from http",
+            ),
             ("{base}#not-the-token", "", "refused the token"),
             ("{base}", "", "refused the token"),
             ("http://127.0.0.1:1/checkpoint/", "", "cannot reach http://127.0.0.1:1/"),

@@ -79,10 +79,18 @@ class TestInspect:
         assert re.search(r"^a\\x1b\[31m +bfloat16 +2 +4 B$", shown, re.MULTILINE)
         assert "no digests to verify" in cli.error("verify", tmp_path / "f")
 
-    def test_a_torch_file(self, cli: Commands, model: Path) -> None:
-        """It is not read: that could run code."""
-        error = cli.error("inspect", model)
+    @pytest.mark.parametrize("command", ["inspect", "verify"])
+    @pytest.mark.parametrize("legacy", [False, True])
+    def test_a_torch_file(
+        self, cli: Commands, tmp_path: Path, command: str, legacy: bool
+    ) -> None:
+        """It has neither header nor digests; ``convert`` makes a file with both."""
+        model = tmp_path / "model.pt"
+        state = {"w": torch.ones(2)}
+        torch.save(state, model, _use_new_zipfile_serialization=not legacy)
+        error = cli.error(command, model)
         assert error.startswith(f"{model}: it is a file of torch.save")
+        assert "aiockpt convert" in error
 
     def test_one_rank_of_several(
         self, cli: Commands, tmp_path: Path, ranks: Path

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parent / "support" / "call_frames.py"
+PROGRAM = Path(__file__).parents[1] / "support" / "call_frames.py"
 
 BOUNDS = {
     "HTTP receive": 15,

@@ -14,7 +14,7 @@ from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest, TensorSpec
 from tests.support.headers import entries_of
 
-PAGE = (Path(__file__).parents[1] / "docs/reference/wire-format.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/reference/wire-format.md").read_text()
 SEGMENT = struct.pack("<4f", 1, 2, 3, 4)
 
 pytestmark = pytest.mark.torch_free

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from aiockpt.testing import (
-    FaultUnavailableError,
     LaggingLoop,
     PeerProcess,
     WallClock,
@@ -25,17 +24,8 @@ from aiockpt.testing import (
     wall_clock_jumped,
 )
 from tests.support.checkpointing import eventually, is_running, state_of
-from tests.support.disks import small_disk
-from tests.support.system_calls import SystemCallFault, system_call_faults
 
 pytestmark = pytest.mark.torch_free
-
-WRITES = """\
-import os, sys
-fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-for letter in "abc":
-    os.write(fd, letter.encode())
-"""
 
 
 def python(code: str, *arguments: str) -> list[str]:
@@ -208,56 +198,6 @@ class TestPeerProcess:
         with pytest.raises(RuntimeError, match="not started"):
             peer.resume()
         await peer.kill()
-
-
-class TestFull:
-    """ENOSPC where it was asked for."""
-
-    def test_a_machine_that_does_not_permit_it_says_why(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The error is for a test to be skipped by."""
-        monkeypatch.setenv("PATH", str(tmp_path))
-        with pytest.raises(FaultUnavailableError, match="mount is not installed") as e:
-            small_disk(tmp_path / "disk", 1 << 20).__enter__()
-        assert (e.value.fault, e.value.reason) == (
-            "small disk",
-            "mount is not installed",
-        )
-
-
-class TestSystemCalls:
-    """The n-th one fails."""
-
-    def test_each_of_them_fails_once(self, tmp_path: Path) -> None:
-        """And then the program has no more of them."""
-        left = []
-        for fault in system_call_faults("write", "EIO", paths=[tmp_path / "f"]):
-            done = fault.run(python(WRITES, str(tmp_path / "f")))
-            assert (done.returncode != 0) == fault.struck
-            left.append((tmp_path / "f").read_text())
-        assert left == ["", "a", "ab", "abc"]
-
-    def test_or_kills(self) -> None:
-        """The program, and nobody else."""
-        fault = SystemCallFault("getcwd", "KILL")
-        done = fault.run(python("import os; os.getcwd(); os.write(1, b'alive')"))
-        assert fault.struck
-        assert done.stdout == ""
-
-    def test_strace_that_is_missing_is_told(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Not mistaken for the program's failure."""
-        from tests.support import system_calls
-
-        system_calls._refused.cache_clear()
-        monkeypatch.setenv("PATH", str(tmp_path))
-        try:
-            with pytest.raises(FaultUnavailableError, match="strace is not installed"):
-                SystemCallFault("write", "EIO").run(["true"])
-        finally:
-            system_calls._refused.cache_clear()
 
 
 @pytest.mark.asyncio
