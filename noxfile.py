@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import nox
@@ -41,9 +42,11 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 SOAK = "tests/faults/test_soak.py"
 
-# What `quick` runs if no room is named, and where it looks for none.
-QUICK = ("tests/format", "tests/test_exports.py")
+# What `quick` runs if no room is named, what it runs only if that is named, and the
+# rooms that tests import whatever they are about.
+QUICK = ("exports", "format", "wire")
 SLOW = ("cuda", "faults", "torchft")
+EVERYWHERE = ("errors", "events", "testing")
 
 # What needs torchft, which `tests` does without.
 TORCHFT = (
@@ -146,14 +149,25 @@ def run_lint(session: nox.Session) -> None:
     run(session, "ruff", "format", "--check", "--diff", ".")
 
 
-def tests_of(room: str) -> list[str]:
-    """Return the test modules that import a room, or have its name in their path."""
-    imports = re.compile(rf"\baiockpt\.{re.escape(room)}\b")
+def rooms_of(module: Path) -> set[str]:
+    """Return the rooms that a test module imports most, and the words of its path."""
+    rooms = "|".join(path.stem for path in Path("aiockpt").iterdir())
+    found = re.findall(
+        rf"^ *(?:from|import) aiockpt\.({rooms})\b", module.read_text(), re.MULTILINE
+    )
+    counts = Counter(room for room in found if room not in EVERYWHERE)
+    most = max(counts.values(), default=0)
+    words = set(re.split(r"[/_.]", module.as_posix()))
+    return words | {room for room, count in counts.items() if count == most}
+
+
+def tests_of(*rooms: str) -> list[str]:
+    """Return the test modules of some rooms or directories."""
+    slow = {name for name in SLOW if name not in rooms}
     return [
-        str(path)
-        for path in sorted(Path("tests").rglob("test_*.py"))
-        if room in path.as_posix()
-        or (path.parts[1] not in SLOW and imports.search(path.read_text()))
+        str(module)
+        for module in sorted(Path("tests").rglob("test_*.py"))
+        if not slow.intersection(module.parts) and rooms_of(module).intersection(rooms)
     ]
 
 
@@ -163,12 +177,10 @@ def quick(session: nox.Session) -> None:
     run_lint(session)
     rooms = [arg for arg in session.posargs if re.fullmatch(r"\w+", arg)]
     options = [arg for arg in session.posargs if arg not in rooms]
-    chosen = [path for room in rooms for path in tests_of(room)]
-    if rooms and not chosen:
-        session.error(f"no test module imports aiockpt.{rooms[0]} or has that name")
-    run(
-        session, "pytest", "-q", *PARALLEL, *(chosen or QUICK), *options, env=ONE_THREAD
-    )
+    chosen = tests_of(*(rooms or QUICK))
+    if not chosen:
+        session.error(f"no test module is about {' or '.join(rooms)}")
+    run(session, "pytest", "-q", *PARALLEL, *chosen, *options, env=ONE_THREAD)
 
 
 @shared
