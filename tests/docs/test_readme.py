@@ -71,3 +71,25 @@ def test_what_is_run_is_there() -> None:
     named |= set(re.findall(r"^\| `(\w+\.py)` \|", README, re.MULTILINE))
     assert named >= {path.name for path in ROOT.glob("examples/*.py")}
     assert all((ROOT / "examples" / name).is_file() for name in named)
+
+
+def test_figures_are_of_runs_that_the_benchmarks_page_has() -> None:
+    """Who measures anew renews the table, too."""
+    table = README.partition("## How fast it is")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| .* \| (\d{4}-\d\d-\d\d) \|$", table, re.MULTILINE)
+    assert len(rows) >= 8
+    page = (ROOT / "docs" / "reference" / "benchmarks.md").read_text()
+    assert [day for day in rows if day not in page] == []
+    # Each figure of the left column, rounded as there, is on that page.
+    figures = re.findall(r"^\| [^|]+ \| ([\d.]+) (GB/s|ms|s|%) \|", table, re.MULTILINE)
+    assert len(figures) == len(rows)
+    known = {
+        (unit, float(number))
+        for number, unit in re.findall(r"(\d+\.?\d*) (GB/s|ms|s|%)", page)
+    } | {("s", float(number)) for number in re.findall(r"\| (\d\.\d+) \|", page)}
+    for number, unit in figures:
+        digits = len(number.partition(".")[2])
+        assert any(
+            unit == other and round(value, digits) == float(number)
+            for other, value in known
+        ), f"{number} {unit}"
