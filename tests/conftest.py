@@ -233,7 +233,7 @@ def no_blocking() -> Iterator[BlockBuster]:
     """Raise ``BlockingError`` where the package blocks an event loop.
 
     Only calls that the package makes, directly or through a library, count: a test may
-    read a file. ``tests/http`` uses it for every test.
+    read a file. Modules that test the transports use it for every test.
     """
     guard = BlockBuster("aiockpt")
     # The first torch operation of a kind imports modules, which reads files.

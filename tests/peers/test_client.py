@@ -41,7 +41,11 @@ from tests.support.rangepeer import (
     soon,
 )
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
+pytestmark = [
+    pytest.mark.usefixtures("no_blocking"),
+    pytest.mark.asyncio,
+    pytest.mark.torch_free,
+]
 
 CHUNK = 1 << 16
 SEGMENT = noise(5 * CHUNK + 100)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,25 +13,23 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from aiockpt import IntegrityError, Progress, TransportError, make_sync_checkpointer
+from aiockpt import IntegrityError, Progress, make_sync_checkpointer
 from aiockpt.checkpointers import CheckpointReader, RankInfo
 from aiockpt.errors import (
     LocalProtocolError,
-    TransferTimeoutError,
     UnsupportedLeafError,
 )
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.testing import (
-    CutAfter,
     FlipBit,
-    Refuse,
-    StallAfter,
     assert_same,
 )
 from tests.support.accelerators import FakeAccelerator
 from tests.support.proofs import proves
 from tests.support.states import State, states
 from tests.support.transports import Transport, pair, proxied, receive, through
+
+pytestmark = pytest.mark.usefixtures("no_blocking")
 
 CHUNK = 64 << 10
 WIDE = CHUNK // 4  # numbers in a chunk
@@ -307,67 +304,6 @@ async def test_wrong_bytes_are_never_taken(how: str) -> None:
             except IntegrityError:
                 return
     assert_same(got, big())
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("how", ["into", "home"])
-@pytest.mark.parametrize("ending", ["cut", "stall", "cancel"])
-async def test_a_failure_leaves_the_template(how: str, ending: str) -> None:
-    """Not a byte of it changes before all of it is here."""
-    have = big()
-    have["w3"].zero_()
-    have["w7"].zero_()
-    options = options_of(how, have)
-    before = copy.deepcopy(options["into"])
-    header = 6000
-    fault = CutAfter(header) if ending == "cut" else StallAfter(header)
-    faults = {"faults": [fault], "otherwise": Refuse()}
-    settings = {"stall_timeout": 20.0, "reconnect_timeout": 0.0}
-    async with pair(connections=1, **settings) as (sender, receiver):
-        await sender.send_checkpoint([], 1, big())
-        async with proxied(sender, **faults) as proxy:
-            metadata = through(proxy, sender)
-            fetching = asyncio.Event()
-
-            def notice(progress: Progress) -> None:
-                if progress.stop == "fetch_chunk":
-                    fetching.set()
-
-            timeout = 1.0 if ending == "stall" else 20.0
-            options |= {"progress": notice, "timeout": timeout}
-            call = receiver.recv_checkpoint(0, metadata, 1, **options)
-            task = asyncio.create_task(call)
-            await asyncio.wait(
-                {task, asyncio.create_task(fetching.wait())},
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            assert fetching.is_set()
-            if ending == "cancel":
-                task.cancel()
-            outcome = (await asyncio.gather(task, return_exceptions=True))[0]
-    assert isinstance(outcome, BaseException)
-    if ending == "stall":
-        assert isinstance(outcome, TransferTimeoutError)
-    assert_same(options["into"], before)
-    if ending != "cancel":
-        assert "the template was not modified" in outcome.__notes__
-
-
-@pytest.mark.asyncio
-async def test_direct_says_that_the_template_was_modified() -> None:
-    """What matches stays, and the rest may have come."""
-    have = big()
-    have["w3"].zero_()
-    async with pair(reconnect_timeout=0.0) as (sender, receiver):
-        await sender.send_checkpoint([], 1, big())
-        faults: dict[str, Any] = {"faults": [CutAfter(6000)], "otherwise": Refuse()}
-        async with proxied(sender, **faults) as proxy:
-            options: dict[str, Any] = {"into": have, "have": True, "direct": True}
-            with pytest.raises(TransportError) as caught:
-                await receiver.recv_checkpoint(0, through(proxy, sender), 1, **options)
-    assert "the template was modified" in caught.value.__notes__
-    del have["w3"]
-    assert_same(have, {key: value for key, value in big().items() if key != "w3"})
 
 
 @pytest.mark.asyncio

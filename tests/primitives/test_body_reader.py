@@ -20,7 +20,11 @@ from aiockpt.http.chunk_run import Place
 from aiockpt.runtime.bridge import Bridge
 from tests.support.rangepeer import io_threads, noise
 
-pytestmark = [pytest.mark.every_loop, pytest.mark.torch_free]
+pytestmark = [
+    pytest.mark.usefixtures("no_blocking"),
+    pytest.mark.every_loop,
+    pytest.mark.torch_free,
+]
 
 
 @pytest.fixture(params=["threads", "loop", "portable"])

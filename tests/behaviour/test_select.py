@@ -1,11 +1,11 @@
-"""``recv_checkpoint(select=)``: a part is fetched alone, and is what a load gives."""
+"""``select=``: a part is fetched alone, is what a load gives, and must be there."""
 
 from __future__ import annotations
 
-import asyncio
 import copy
+import logging
 from collections import OrderedDict, defaultdict
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,28 +14,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiockpt import IntegrityError, Limits, register_leaf
+from aiockpt import Limits, register_leaf
 from aiockpt.errors import (
-    CheckpointChangedError,
     LimitExceededError,
-    TransferTimeoutError,
+    MissingKeysError,
 )
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.format.chunks import ChunkGrid, chunks_over
 from aiockpt.state import load_plan
 from aiockpt.state.selection import Selection, pruned
-from aiockpt.testing import Drip, FlipBit, assert_same
+from aiockpt.testing import assert_same
 from tests.support.accelerators import FakeAccelerator
+from tests.support.saved import load, save
 from tests.support.transports import (
     Transport,
-    in_the_middle,
     pair,
-    proxied,
     receive,
-    through,
     transport,
-    weights,
 )
+
+pytestmark = pytest.mark.usefixtures("no_blocking")
 
 CHUNK = 64 << 10
 WIDE = CHUNK // 4  # numbers in a chunk
@@ -309,97 +307,6 @@ async def test_what_a_function_raises_is_raised() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_damaged_chunk_is_fetched_again() -> None:
-    """And counted once."""
-    seen: list[Any] = []
-    async with (
-        pair(connections=1) as (sender, receiver),
-        proxied(sender, faults=[FlipBit(3 * CHUNK)]) as proxy,
-    ):
-        await sender.send_checkpoint([], 1, big())
-        url = through(proxy, sender)
-        got = await receiver.recv_checkpoint(
-            0, url, 1, select=["w2", "w3", "w4"], progress=seen.append
-        )
-        assert_same(got, {f"w{n}": big()[f"w{n}"] for n in (2, 3, 4)})
-        assert (seen[-1].bytes_done, seen[-1].chunks_done) == (3 * CHUNK, 3)
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("direct", [False, True])
-async def test_what_fails_says_what_the_template_is(direct: bool) -> None:
-    """Without ``direct`` it is untouched until everything has been verified."""
-    state = big()
-    into = {name: torch.zeros(WIDE) for name in ("w2", "w3", "w5")}
-    async with transport(zero_copy=True) as sender, transport() as receiver:
-        await sender.send_checkpoint([], 1, state)
-        state["w3"].numpy()[:] = 99  # which nobody can see
-        with pytest.raises(IntegrityError) as caught:
-            await receive(
-                sender,
-                receiver,
-                into=into,
-                select=lambda path: path != "n",
-                direct=direct,
-            )
-    done = "was modified" if direct else "was not modified"
-    assert f"the template {done}" in caught.value.__notes__
-    assert direct or not any(tensor.any() for tensor in into.values())
-
-
-@pytest.mark.asyncio
-async def test_a_cancel_leaves_the_template() -> None:
-    """In the middle of the bytes, nothing has been written to it."""
-    async with pair(connections=1) as (sender, receiver):
-        await sender.send_checkpoint([], 1, weights(mib=64, count=2))
-        into = weights(0.0, mib=64, count=2)
-        call = partial(receive, sender, receiver, into=into, select=["w0"])
-
-        async def act() -> None:
-            await asyncio.sleep(0)
-
-        task, _ = await in_the_middle(lambda halfway: call(progress=halfway), act)
-        task.cancel()
-        await asyncio.wait({task})
-        assert task.cancelled()
-        assert not into["w0"].any()
-        await call()
-        assert into["w0"].all()
-        assert not into["w1"].any()
-
-
-@pytest.mark.asyncio
-async def test_the_deadline_is_that_of_the_whole_call() -> None:
-    """It says where it was."""
-    async with pair() as (sender, receiver), proxied(sender) as proxy:
-        await sender.send_checkpoint([], 1, big(64))
-        proxy.otherwise = Drip(CHUNK / 4, burst=100)  # nobody is slower than others
-        with pytest.raises(TransferTimeoutError, match="timed out") as caught:
-            await receiver.recv_checkpoint(
-                0, through(proxy, sender), 1, 2.5, select=["w40", "w41"]
-            )
-        assert caught.value.stop == "fetch_chunk"
-
-
-@pytest.mark.asyncio
-async def test_a_replaced_checkpoint_is_an_error() -> None:
-    """Parts of two are never mixed."""
-    async with pair(connections=1) as (sender, receiver):
-        await sender.send_checkpoint([], 1, weights(1.0, mib=64, count=2))
-        task, _ = await in_the_middle(
-            lambda halfway: receive(
-                sender, receiver, select=["w0", "w1"], progress=halfway
-            ),
-            lambda: sender.send_checkpoint([], 1, weights(2.0, mib=64, count=2)),
-        )
-        try:
-            got = await task  # it was quicker
-        except CheckpointChangedError:
-            return
-        assert {float(each.min()) for each in got.values()} == {1.0}
-
-
-@pytest.mark.asyncio
 async def test_more_than_there_is_memory_for_is_refused(monkeypatch: Any) -> None:
     """What counts is what is selected, not what the checkpoint has."""
     monkeypatch.setattr("aiockpt.runtime.system.available_memory", lambda _: 3 * CHUNK)
@@ -425,34 +332,6 @@ async def test_a_template_on_a_device(direct: bool, monkeypatch: Any) -> None:
         await receive(sender, receiver, into=into, select=["w1", "n"], direct=direct)
     assert device.copied
     assert (into["w1"].min(), into["n"], into["w2"].max()) == (1, 1, 0)
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("direct", [False, True])
-async def test_an_inference_tensor_is_filled(direct: bool) -> None:
-    """Serving engines keep their weights in inference mode, of any stride."""
-    state = {"a": torch.ones(4, 6), "b": torch.ones(4, 6).t()}
-    with torch.inference_mode():
-        into = {"a": torch.zeros(4, 6), "b": torch.zeros(6, 4)}
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, state)
-        await receive(sender, receiver, into=into, select=["a", "b"], direct=direct)
-    assert into["a"].all()
-    assert into["b"].all()
-
-
-@pytest.mark.asyncio
-async def test_autograd_notices_what_was_filled() -> None:
-    """And nothing else."""
-    template = {n: torch.nn.Parameter(torch.ones(3)) for n in ("a", "b")}
-    losses = {n: (each**2).sum() for n, each in template.items()}
-    async with pair() as (sender, receiver):
-        state = {n: torch.nn.Parameter(torch.zeros(3)) for n in ("a", "b")}
-        await sender.send_checkpoint([], 1, state)
-        await receive(sender, receiver, into=template, select=["a"])
-    torch.autograd.backward(losses["b"])
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.backward(losses["a"])
 
 
 RANGES = st.lists(
@@ -560,3 +439,62 @@ async def test_a_leaf_keeps_the_bytes_that_it_shares_with_a_tensor(
         )
         assert torch.equal(got["w"], weight)
         assert torch.equal(got["box"].tensor, weight)
+
+
+# ---------------------------------------------------------- paths at which nothing is
+
+STATE = {"model": {"w": torch.ones(3)}, "step": 5}
+
+
+def zeros() -> dict[str, Any]:
+    """Return a template."""
+    return {"model": {"w": torch.zeros(3)}, "step": 0}
+
+
+WRONG: list[tuple[list[str], str]] = [
+    (["typo"], "typo"),
+    (["model.typo"], r"model\.typo"),
+    (["model", "typo"], "typo"),
+    (["model.w.typo"], r"model\.w\.typo"),
+    (["step[0]"], r"step\[0\]"),
+]
+
+
+@pytest.mark.parametrize(("select", "named"), WRONG)
+@pytest.mark.parametrize("template", [True, False])
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_strict_load_raises(
+    tmp_path: Path, select: list[str], named: str, *, template: bool, mapped: bool
+) -> None:
+    """Before the template is changed."""
+    path, into = save(tmp_path / "s", STATE), zeros() if template else None
+    with pytest.raises(MissingKeysError, match=named) as caught:
+        load(path, into, select=select, strict=True, mmap=mapped)
+    assert len(caught.value.keys) == 1
+    if into is not None:
+        assert_same(into, zeros())
+
+
+def test_another_load_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And loads what there is."""
+    path, into = save(tmp_path / "s", STATE), zeros()
+    with caplog.at_level(logging.WARNING, logger="aiockpt"):
+        load(path, into, select=["step", "typo"])
+    assert "is missing keys: typo" in caplog.text
+    assert_same(into, zeros() | {"step": 5})
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("select", "named"), WRONG)
+@pytest.mark.parametrize("template", [True, False])
+async def test_a_receive_raises(
+    select: list[str], named: str, *, template: bool
+) -> None:
+    """It is always strict."""
+    into = zeros() if template else None
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, STATE)
+        with pytest.raises(MissingKeysError, match=named):
+            await receive(sender, receiver, select=select, into=into)
+    if into is not None:
+        assert_same(into, zeros())

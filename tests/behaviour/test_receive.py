@@ -26,7 +26,7 @@ from tests.support.proofs import proves
 from tests.support.rangepeer import RangePeer, serving_peer
 from tests.support.transports import transport
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_blocking")]
 
 ONES = b"\1" * 24
 

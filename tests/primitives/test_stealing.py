@@ -30,6 +30,7 @@ from aiockpt.testing.faults import (
 from tests.support.rangepeer import Memory, RangePeer, fetch, noise, receiver, serving
 
 pytestmark = [
+    pytest.mark.usefixtures("no_blocking"),
     pytest.mark.asyncio,
     pytest.mark.torch_free,
     pytest.mark.timeout(120),

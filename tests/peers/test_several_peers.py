@@ -32,7 +32,12 @@ from tests.support.replicas import (
     source,
 )
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free, pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.usefixtures("no_blocking"),
+    pytest.mark.asyncio,
+    pytest.mark.torch_free,
+    pytest.mark.timeout(120),
+]
 
 CLOSED = Origin("http://127.0.0.1:9/checkpoint/", "token")
 

@@ -16,7 +16,7 @@ from aiockpt.http.security import CheckedResolver, Reach
 from tests.support.proofs import proves
 from tests.support.rangepeer import STEP, fetch, fetch_manifest, receiver, serving, soon
 
-pytestmark = pytest.mark.torch_free
+pytestmark = [pytest.mark.torch_free, pytest.mark.usefixtures("no_blocking")]
 
 SERVICES = [
     "169.254.169.254",

@@ -16,7 +16,12 @@ from tests.support.rangepeer import serving as peer
 from tests.support.replicas import FAR, Fetch
 from tests.support.serving import settle
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free, pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.usefixtures("no_blocking"),
+    pytest.mark.asyncio,
+    pytest.mark.torch_free,
+    pytest.mark.timeout(120),
+]
 
 CHUNK = 1 << 16
 CHUNKS = 128

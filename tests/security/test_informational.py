@@ -15,7 +15,7 @@ from tests.support.floods import CONTINUE, HINTS, flooding, stalls
 from tests.support.proofs import proves
 from tests.support.transports import pair, proxied, through, transport, weights
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_blocking")]
 
 EMPTY = b"\r\n" * 50_000  # lines in front of an answer, which HTTP lets clients ignore
 

@@ -42,6 +42,7 @@ from tests.support.rangepeer import (
 )
 
 pytestmark = [
+    pytest.mark.usefixtures("no_blocking"),
     pytest.mark.asyncio,
     pytest.mark.torch_free,
     pytest.mark.parametrize("fast_path", [True, False], ids=["direct", "portable"]),
