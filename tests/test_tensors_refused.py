@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -20,11 +18,14 @@ from aiockpt.storage.statefile import read_state_file
 from aiockpt.testing import assert_same
 from tests.support import rangepeer
 from tests.support.groups import both, moved, transports
-from tests.support.headers import entries_of
-from tests.support.mutations import header_of, parts_of
+from tests.support.headers import entries_of, header_of, parts_of
 from tests.support.pipeline import LIMITS
 from tests.support.saved import load, save
 from tests.support.transports import pair, receive, transport, weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import tracemalloc
-from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -16,9 +15,12 @@ import torch
 from aiockpt import AiockptError, Limits
 from aiockpt.errors import LimitExceededError
 from tests.support import rangepeer
-from tests.support.mutations import header_of, sealed
+from tests.support.headers import header_of, sealed
 from tests.support.proofs import proves
 from tests.support.transports import pair, receive, transport
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
 
 pytestmark = pytest.mark.asyncio
 

@@ -7,20 +7,22 @@ import io
 import os
 import pickle
 import zipfile
-from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
 
 from aiockpt.format.chunks import digest
 from aiockpt.format.header import build_manifest
-from aiockpt.format.manifest import Manifest
-from tests.support.headers import entries_of
-from tests.support.mutations import header_of, parts_of
+from tests.support.headers import entries_of, header_of, parts_of
 from tests.support.rangepeer import RangePeer, serving
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from aiockpt.format.manifest import Manifest
 
 SEGMENT = bytes(range(250)) * 4
 STEP = 7

@@ -15,16 +15,15 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from aiockpt.errors import AiockptError
-from aiockpt.format.header import ID_SLICE, PREFIX, decode_header, snapshot_id_of
+from aiockpt.format.header import decode_header
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest
 from aiockpt.http import problems
@@ -34,7 +33,11 @@ from aiockpt.http.tokens import make_token, read_token
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
 from aiockpt.testing.leaves import LEAVES
 from tests.support.auditing import Guard
+from tests.support.headers import header_of, parts_of, sealed
 from tests.support.pipeline import file_of, stager
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LIMITS = Limits(max_bytes=1 << 20, max_header_bytes=1 << 20, max_nodes=100_000)
 
@@ -107,30 +110,6 @@ def split(file: bytes) -> tuple[bytes, bytes]:
     """Return a file's header and its data segment."""
     start = 8 + int.from_bytes(file[:8], "little")
     return file[:start], file[start:]
-
-
-def sealed(header: bytes) -> bytes:
-    """Pad a header, fill in its right snapshot id, put its length before it."""
-    header += b" " * (-(8 + len(header)) % 64)
-    if header.startswith(PREFIX):
-        found = snapshot_id_of(header).encode()
-        header = header[: ID_SLICE.start] + found + header[ID_SLICE.stop :]
-    return len(header).to_bytes(8, "little") + header
-
-
-def parts_of(header: bytes) -> tuple[Any, Any]:
-    """Return a header's manifest and its entries."""
-    entries = msgspec.json.decode(header[8:])
-    return msgspec.json.decode(entries.pop("__metadata__")["aiockpt"]), entries
-
-
-def header_of(manifest: Any, entries: Any) -> bytes:
-    """Return the canonical header of a manifest and entries, right but for them."""
-    text = msgspec.json.encode(manifest).decode()
-    facts = {"aiockpt.snapshot": "0" * 32, "format": "pt", "aiockpt": text}
-    rest = msgspec.json.encode(entries)
-    start = b'{"__metadata__":' + msgspec.json.encode(facts)
-    return sealed(start + (b"," if len(rest) > 2 else b"") + rest[1:])
 
 
 class Mutator:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
-import time
 from collections import ChainMap, Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -16,9 +14,11 @@ from hypothesis import strategies as st
 
 from aiockpt.errors import LimitExceededError, UnsupportedLeafError
 from aiockpt.format.limits import Limits
-from aiockpt.format.paths import Node, Path
 from aiockpt.format.registry import REGISTRY, Registry
 from aiockpt.format.tree import BLOB_BYTES, decode_tree, encode_tree
+
+if TYPE_CHECKING:
+    from aiockpt.format.paths import Node, Path
 
 LIMITS = Limits()
 
@@ -35,14 +35,12 @@ class Leaves:
 
     def __init__(self) -> None:
         self.found: list[Any] = []
-        self.paths: list[Path] = []
 
     def __call__(self, value: object, path: Path) -> Node:
         """Return the node of a tensor or of bytes; None for anything else."""
         if not isinstance(value, Tensor | bytes):
             return None
         self.found.append(value)
-        self.paths.append(path)
         return ["blob" if type(value) is bytes else "tensor", len(self.found) - 1]
 
 
@@ -156,10 +154,9 @@ def test_equal_values_are_encoded_alike(value: object) -> None:
     assert msgspec.json.encode(node) == msgspec.json.encode(again)
 
 
-def test_equal_sets_are_encoded_alike() -> None:
-    """The order of a set is an accident of its history."""
-    upwards, downwards = set(range(0, 8000, 8)), set(range(7992, -1, -8))
-    assert encode(upwards) == encode(downwards)
+def test_the_order_of_a_set_is_not_encoded() -> None:
+    """It is an accident of the history of the set."""
+    assert encode(set(range(0, 8000, 8))) == encode(set(range(7992, -1, -8)))
 
 
 @pytest.mark.parametrize(
@@ -213,25 +210,14 @@ def test_large_bytes_stay_in_the_tree_where_nobody_takes_them() -> None:
     assert node[0] == "bytes"
 
 
-def test_the_leaf_encoder_learns_the_path() -> None:
-    """The keys are the state dict's own objects."""
-    leaves = Leaves()
-    encode({"opt": {"state": {0: [1, Tensor()]}}}, leaf=leaves)
-    assert leaves.paths == [("opt", "state", 0, 1)]
-
-
 class Str(str):
     """A subclass whose values would come back as something else."""
 
     __slots__ = ()
 
 
-class Int(int):
-    """Likewise."""
-
-
 @pytest.mark.parametrize(
-    "value", [Str("a"), Int(1), ChainMap(), object(), memoryview(b""), len, Tensor]
+    "value", [Str("a"), ChainMap(), object(), memoryview(b""), len, Tensor]
 )
 def test_other_types_are_refused_with_their_path(value: object) -> None:
     """Nothing is silently turned into its base class, pickled or left out."""
@@ -239,35 +225,31 @@ def test_other_types_are_refused_with_their_path(value: object) -> None:
         encode({"a": {"b": [value]}})
     assert caught.value.path == "a.b[0]"
     assert type(value).__qualname__ in caught.value.type_name
-
-
-def test_a_factory_that_cannot_travel_is_refused() -> None:
-    """A lambda is code."""
-    with pytest.raises(UnsupportedLeafError, match="default_factory"):
-        encode({"a": defaultdict(lambda: 0)})
-
-
-def test_an_attribute_that_hides_a_method_is_refused() -> None:
-    """It would be refused on arrival."""
-    with pytest.raises(UnsupportedLeafError, match="shadows"):
-        encode(attributed({}, {"items": 1}))
-
-
-def nested(depth: int) -> list[Any]:
-    """Return lists in lists."""
-    value: list[Any] = []
-    for _ in range(depth - 1):
-        value = [value]
-    return value
+    for refused, why in (
+        (defaultdict(lambda: 0), "default_factory"),
+        (attributed({}, {"items": 1}), "shadows"),
+    ):
+        with pytest.raises(UnsupportedLeafError, match=why):
+            encode({"a": refused})
 
 
 def test_nesting_is_limited() -> None:
-    """The limit is exact, and the error says where it was met."""
-    limits = Limits(max_depth=10)
-    encode(nested(10), limits)
+    """The limits end what nests deeply, repeats itself, or never ends."""
+    value: Any = []
+    for _ in range(9):
+        value = [value]
+    encode(value, Limits(max_depth=10))
     with pytest.raises(LimitExceededError, match="nesting") as caught:
-        encode(nested(11), limits)
+        encode([value], Limits(max_depth=10))
     assert (caught.value.limit, caught.value.actual) == (10, 11)
+    for _ in range(30):  # shared containers are encoded each time
+        value = [value, value]
+    with pytest.raises(LimitExceededError):
+        encode(value, Limits(max_nodes=10_000))
+    endless = Registry()  # an encoder may return its own type
+    endless.register("t", Tensor, lambda tensor: tensor, lambda value: Tensor())
+    with pytest.raises(LimitExceededError):
+        encode_tree(Tensor(), registry=endless, leaf=Leaves(), limits=LIMITS)
 
 
 @pytest.mark.parametrize("max_depth", [64, 10**9])
@@ -277,41 +259,3 @@ def test_a_value_that_contains_itself_is_refused(max_depth: int) -> None:
     cycle.append({"again": cycle})
     with pytest.raises(LimitExceededError, match="nesting"):
         encode(cycle, Limits(max_depth=max_depth))
-
-
-def test_a_value_that_repeats_itself_is_limited() -> None:
-    """Shared containers are encoded each time, so their number is bounded."""
-    value: list[Any] = []
-    for _ in range(40):
-        value = [value, value]
-    with pytest.raises(LimitExceededError):
-        encode(value, Limits(max_nodes=10_000))
-
-
-def test_an_encoder_that_never_ends_is_limited() -> None:
-    """A registered encoder may return its own type."""
-    registry = Registry()
-    registry.register("t", Tensor, lambda tensor: tensor, lambda value: Tensor())
-    with pytest.raises(LimitExceededError):
-        encode_tree(Tensor(), registry=registry, leaf=Leaves(), limits=LIMITS)
-
-
-def best_of(count: int, run: Callable[[], object]) -> float:
-    """Return the least processor time of several runs."""
-    times = []
-    for _ in range(count):
-        start = time.process_time()
-        run()
-        times.append(time.process_time() - start)
-    return min(times)
-
-
-def test_a_hundred_thousand_tensors_are_fast() -> None:
-    """0.1 s to encode and 0.03 s to decode; this notices ten times as much."""
-    state = {f"layers.{i}.weight": Tensor() for i in range(100_000)}
-    node, tensors = encode(state), [*state.values()]
-    decode = lambda: decode_tree(  # noqa: E731
-        node, registry=REGISTRY, tensors=tensors, limits=LIMITS
-    )
-    assert best_of(3, lambda: encode(state)) < 1.0
-    assert best_of(3, decode) < 0.3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
 from itertools import count
 from math import prod
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiockpt.errors import (
@@ -24,12 +23,9 @@ from aiockpt.format import dtypes
 from aiockpt.format.chunks import UNSEALED, ChunkGrid, digest
 from aiockpt.format.entries import place
 from aiockpt.format.header import (
-    ID_SLICE,
-    PREFIX,
     build_manifest,
     decode_header,
     header_length,
-    snapshot_id_of,
     with_digests,
     with_step,
 )
@@ -45,11 +41,9 @@ from aiockpt.format.manifest import (
     ForeignHeader,
     Manifest,
     TensorSpec,
-    dense_stride,
 )
-from tests.support.headers import entries_of
+from tests.support.headers import entries_of, forged, parts_of, prefixed, sealed
 
-Forge = Callable[..., bytes]
 CHUNK = 1 << 16
 GOLDEN = Path(__file__).parent / "golden" / "version1.hex"
 LIMITS = Limits()
@@ -84,24 +78,50 @@ def text_of(header: bytes) -> bytes:
     return bytes(header[8:]).rstrip(b" ")
 
 
+@pytest.fixture
+def manifest() -> Manifest:
+    """A small checkpoint with two entries, a view, and all that a header can say."""
+    rows = ("layer.weight", "F32", (2, 3), 24), ("layer.scale", "BF16", (4,), 8)
+    return build_manifest(
+        step=7,
+        chunk_bytes=CHUNK,
+        entries=entries_of(*rows),
+        views=[TensorSpec(0, "float32", (3, 2), (1, 3), 0, 3)],
+        tree=["dict", ["layer", "step"], [["tensors", ["weight", "t"], [0, 2]], 7]],
+        digests=[digest([bytes(32)])],
+    )
+
+
 class TestManifest:
     """What a decoded manifest says, and what it refuses to say."""
 
-    def test_sizes_add_up(self, manifest: Manifest) -> None:
-        """The data segment follows the header, at a multiple of 64."""
-        assert repr(manifest) == "<Manifest step=7 tensors=3 bytes=32>"
-        assert manifest.segment_bytes == 32
-        assert manifest.header_bytes == len(manifest.header)
+    def test_it_is_the_same_once_it_has_been_decoded(self, manifest: Manifest) -> None:
+        """It does not depend on the memory that the header lay in."""
+        empty: Any = {"entries": entries_of(), "tree": ["dict", [], []], "digests": []}
+        for sent in (manifest, build_manifest(**VALID | empty)):
+            for kind in (bytes, bytearray, memoryview):
+                data = bytearray(sent.header)
+                decoded = decode_header(kind(data), limits=LIMITS)
+                data[:] = bytes(len(data))
+                assert decoded == sent
+        assert (
+            len(manifest.header) == manifest.header_bytes == manifest.total_bytes - 32
+        )
         assert manifest.header_bytes % 64 == 0
-        assert manifest.total_bytes == manifest.header_bytes + 32
-        assert manifest.grid == ChunkGrid(32, manifest.chunk_bytes)
-
-    def test_its_outline_is_what_fetching_takes(self, manifest: Manifest) -> None:
-        """It agrees with the manifest, and needs neither entries nor tree."""
-        outline, lean = manifest.outline, manifest.without_header()
+        lean, outline = manifest.without_header(), manifest.outline
+        assert (lean.header, lean.outline) == (b"", outline)
         assert (outline.grid, outline.digests) == (manifest.grid, manifest.digests)
         assert outline.total_bytes == manifest.total_bytes == lean.total_bytes
-        assert (lean.header, lean.outline) == (b"", outline)
+
+    def test_its_id_is_of_the_content(self, manifest: Manifest) -> None:
+        """A restarted server serves the same snapshot; digests may come later."""
+        assert again(manifest) == manifest
+        assert again(manifest, step=8).snapshot_id != manifest.snapshot_id
+        assert with_step(manifest, 9) == again(manifest, step=9)
+        late = again(manifest, digests=[UNSEALED])
+        assert len(late.header) == len(manifest.header)
+        assert late.snapshot_id != manifest.snapshot_id
+        assert with_digests(late, manifest.digests) == manifest
 
     def test_tensors_are_entries_first_and_views_behind(
         self, manifest: Manifest
@@ -114,50 +134,9 @@ class TestManifest:
             TensorSpec(0, "float32", (3, 2), (1, 3), 0, 3),
         ]
         assert [manifest.storage_of(number) for number in numbers] == [0, 1, 0]
-
-    @pytest.mark.parametrize("index", [-1, 3, 2**62])
-    def test_a_tensor_that_is_none_is_refused(
-        self, manifest: Manifest, index: int
-    ) -> None:
-        """Indices come from the peer's tree."""
-        with pytest.raises(RemoteProtocolError, match="of 3"):
-            manifest.tensor(index)
-
-    @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-    def test_a_header_decodes_to_what_was_built(
-        self, manifest: Manifest, kind: Any
-    ) -> None:
-        """Whatever memory it lies in; the result does not depend on that memory."""
-        data = bytearray(manifest.header)
-        decoded = decode_header(kind(data), limits=LIMITS)
-        data[:] = bytes(len(data))
-        assert decoded == manifest
-
-    def test_equal_checkpoints_have_equal_ids(self, manifest: Manifest) -> None:
-        """A restarted server serves the same snapshot; another step is another one."""
-        assert again(manifest) == manifest
-        assert again(manifest, step=8).snapshot_id != manifest.snapshot_id
-
-    def test_another_step_changes_nothing_else(self, manifest: Manifest) -> None:
-        """The memory is the same."""
-        assert with_step(manifest, 9) == again(manifest, step=9)
-
-    def test_digests_may_come_later(self, manifest: Manifest) -> None:
-        """Whoever staged in a hurry has the same header in the end."""
-        late = again(manifest, digests=[UNSEALED])
-        assert decode_header(bytes(late.header), limits=LIMITS) == late
-        assert len(late.header) == len(manifest.header)
-        assert late.snapshot_id != manifest.snapshot_id
-        assert with_digests(late, manifest.digests) == manifest
-
-    def test_a_checkpoint_without_tensors_has_a_manifest(self) -> None:
-        """A state dict may hold nothing but a step."""
-        tree: Any = ["dict", [], []]
-        manifest = build_manifest(
-            step=0, chunk_bytes=64, entries=entries_of(), tree=tree, digests=[]
-        )
-        assert manifest.segment_bytes == len(manifest.grid) == 0
-        assert decode_header(manifest.header, limits=LIMITS) == manifest
+        for number in (-1, 3, 2**62):  # a number comes from the peer's tree
+            with pytest.raises(RemoteProtocolError, match="of 3"):
+                manifest.tensor(number)
 
     @pytest.mark.parametrize(
         "changes",
@@ -177,6 +156,9 @@ class TestManifest:
             {"views": [msgspec.structs.replace(VIEW, dtype="float")]},
             {"step": -1},
             {"step": 2**63},
+            {"entries": entries_of(("__metadata__", "U8", (1,), 1))},
+            {"entries": entries_of(("\ud800", "U8", (1,), 1))},
+            {"entries": entries_of(("a", "U8", (1,), 1), ("a", "U8", (1,), 1))},
         ],
         ids=repr,
     )
@@ -185,25 +167,8 @@ class TestManifest:
     ) -> None:
         """The sender learns of its bug, not each of its receivers."""
         build_manifest(**VALID)
-        with pytest.raises(LocalProtocolError, match="cannot describe step"):
+        with pytest.raises(LocalProtocolError):
             build_manifest(**VALID | changes)
-
-    @pytest.mark.parametrize(
-        ("names", "why"),
-        [
-            (["a", "a"], "same name"),
-            (["__metadata__"], "cannot name a tensor"),
-            (["\ud800"], "no valid Unicode"),
-        ],
-        ids=["twice", "reserved", "surrogate"],
-    )
-    def test_a_name_that_the_header_cannot_hold_is_refused(
-        self, names: list[str], why: str
-    ) -> None:
-        """It is our bug, not the receiver's puzzle."""
-        entries = entries_of(*((name, "U8", (1,), 1) for name in names))
-        with pytest.raises(LocalProtocolError, match=why):
-            build_manifest(**VALID | {"entries": entries})
 
 
 def golden() -> bytes:
@@ -212,8 +177,8 @@ def golden() -> bytes:
     return bytes.fromhex("".join(lines))
 
 
-def test_version_1_is_read() -> None:
-    """A header that an earlier release wrote says the same today."""
+def test_version_1_is_read_and_written_as_ever() -> None:
+    """A header of an earlier release says the same today, and is made byte for byte."""
     manifest = decode_header(golden(), limits=LIMITS)
     assert isinstance(manifest, Manifest)
     assert manifest.step == 42
@@ -222,13 +187,6 @@ def test_version_1_is_read() -> None:
     assert manifest.segment_bytes == 62
     assert manifest.digests == ("00112233445566778899aabbccddeeff",)
     assert [view.flags for view in manifest.views] == [3, 4]
-
-
-def test_version_1_is_written_as_ever() -> None:
-    """Describing the same checkpoint again gives the same bytes."""
-    manifest = decode_header(golden(), limits=LIMITS)
-    assert isinstance(manifest, Manifest)
-    assert again(manifest) == manifest
     assert again(manifest).header == golden()
 
 
@@ -249,6 +207,7 @@ def rows(draw: st.DrawFn) -> list[tuple[str, str, tuple[int, ...], int, int]]:
 class TestLayout:
     """The segment has no holes, and every tensor in it is aligned."""
 
+    @settings(max_examples=50)
     @given(rows())
     def test_entries_tile_the_segment_aligned(
         self, found: list[tuple[str, str, tuple[int, ...], int, int]]
@@ -278,31 +237,6 @@ class TestLayout:
         """Whatever follows it would not be aligned."""
         with pytest.raises(LocalProtocolError, match=r"'b': 10 bytes.* alignment of 8"):
             place(["a", "b"], ["U8"] * 2, [(8,), (10,)], [8, 10], [8, 8])
-
-    def test_the_keys_of_a_header_are_in_order(self, manifest: Manifest) -> None:
-        """The bytes of version 1 do not depend on how a dict was made."""
-        assert bytes(manifest.header).startswith(PREFIX, 8)
-        header = msgspec.json.decode(text_of(bytes(manifest.header)))
-        assert list(header) == ["__metadata__", "layer.weight", "layer.scale"]
-        assert list(header["__metadata__"]) == ["aiockpt.snapshot", "format", "aiockpt"]
-        assert list(header["layer.scale"]) == ["dtype", "shape", "data_offsets"]
-
-    @pytest.mark.parametrize(
-        ("shape", "stride"),
-        [
-            ((), ()),
-            ((5,), (1,)),
-            ((2, 3, 4), (12, 4, 1)),
-            ((2, 0, 3), (3, 3, 1)),
-            ((0,), (1,)),
-            ((1, 1), (1, 1)),
-        ],
-    )
-    def test_dense_strides(
-        self, shape: tuple[int, ...], stride: tuple[int, ...]
-    ) -> None:
-        """Row-major; a dimension without elements counts as one."""
-        assert dense_stride(shape) == stride
 
 
 MANY = 9_000  # entries, views or nodes: several pieces, both ways
@@ -366,12 +300,6 @@ class TestPieces:
         assert isinstance(decoded, Manifest)
         assert decoded.tree == tree
 
-    def test_many_views_are_read_whole(self) -> None:
-        """Each is compared with how it is written, in any piece."""
-        views = [msgspec.structs.replace(VIEW, flags=n % 4) for n in range(MANY)]
-        manifest = build_manifest(**VALID | {"views": views})
-        assert decode_header(manifest.header, limits=LIMITS) == manifest
-
     @pytest.mark.parametrize(
         ("old", "new"),
         [
@@ -384,85 +312,57 @@ class TestPieces:
         ],
         ids=["space", "escape", "twice", "twice, later", "malformed", "unclosed"],
     )
-    def test_damage_is_noticed_in_any_piece(
-        self, forge: Forge, old: bytes, new: bytes
-    ) -> None:
+    def test_damage_is_noticed_in_any_piece(self, old: bytes, new: bytes) -> None:
         """One checkpoint has one header, and no name twice."""
         entries = text_of(bytes(large().header))
         entries = b"{" + entries[entries.index(b',"layer.0.') + 1 :]
-        facts = {"count": MANY, "digests": UNSEALED}
+        facts: Any = {"count": MANY, "digests": UNSEALED}
         assert isinstance(
-            decode_header(forge(entries=entries, **facts), limits=LIMITS), Manifest
+            decode_header(forged(entries=entries, **facts), limits=LIMITS), Manifest
         )
         assert old in entries
-        damaged = forge(entries=entries.replace(old, new, 1), **facts)
+        damaged = forged(entries=entries.replace(old, new, 1), **facts)
         with pytest.raises(RemoteProtocolError):
             decode_header(damaged, limits=LIMITS)
 
     @pytest.mark.parametrize("space", [b" ],[0,", b"], [0,"])
     @pytest.mark.parametrize("nth", [1, 8_000])
-    def test_another_spelling_of_a_view_is_refused(
-        self, forge: Forge, nth: int, space: bytes
-    ) -> None:
-        """A space, in the first piece or a later one."""
+    def test_a_view_has_one_spelling(self, nth: int, space: bytes) -> None:
+        """A space is noticed in the first piece and in a later one."""
         views = [[0, "float32", [1], [1], 0, 0]] * MANY
+        header = forged(views=views)
+        assert isinstance(decode_header(header, limits=LIMITS), Manifest)
         parts = msgspec.json.encode(views).split(between := b"],[0,")
         spaced = between.join(parts[:nth]) + space + between.join(parts[nth:])
-        document = msgspec.json.decode(_document_of(forge(views=views)))
-        text = msgspec.json.encode(document | {"views": msgspec.Raw(spaced)})
+        document = parts_of(header)[0] | {"views": msgspec.Raw(spaced)}
         with pytest.raises(RemoteProtocolError, match="canonical"):
-            decode_header(forge(manifest=text), limits=LIMITS)
-
-    def test_the_comma_after_the_metadata_belongs_to_an_entry(
-        self, forge: Forge
-    ) -> None:
-        """The pieces alone would not tell."""
-        missing = sealed(text_of(forge()).replace(b'"},"w":', b'"}"w":'))
-        for header in (missing, forge(entries={}, digests="")):
-            with pytest.raises(RemoteProtocolError, match="canonical"):
-                decode_header(header, limits=LIMITS)
+            decode_header(forged(manifest=msgspec.json.encode(document)), limits=LIMITS)
 
     @pytest.mark.parametrize(
         ("old", "new"),
         [
+            (b'"},"w":', b'"}"w":'),
             (b'\\"step\\"', b"\\u0022step\\u0022"),
             (b'","format":"pt","', b'","format":"np","'),
             (b'","format":"pt","', b'", "format":"pt","'),
             (b"]}}", b"]}}" + b" " * 64),
         ],
-        ids=["escape", "format", "space", "padding"],
+        ids=["comma", "escape", "format", "space", "padding"],
     )
-    def test_the_metadata_has_one_spelling(
-        self, forge: Forge, old: bytes, new: bytes
-    ) -> None:
+    def test_the_metadata_has_one_spelling(self, old: bytes, new: bytes) -> None:
         """Also where nothing else would notice the difference."""
-        text = text_of(forge())
+        text = text_of(forged())
         assert text.count(old) == 1
         assert isinstance(decode_header(sealed(text), limits=LIMITS), Manifest)
         with pytest.raises(RemoteProtocolError, match="canonical"):
             decode_header(sealed(text.replace(old, new)), limits=LIMITS)
 
 
-def sealed(text: bytes) -> bytes:
-    """Pad the JSON of a header, fill in its snapshot id, put its length before it."""
-    header = bytearray(text + b" " * (-(8 + len(text)) % 64))
-    header[ID_SLICE] = snapshot_id_of(bytes(header)).encode()
-    return struct.pack("<Q", len(header)) + header
-
-
-def _document_of(header: bytes) -> bytes:
-    return msgspec.json.decode(text_of(header))["__metadata__"]["aiockpt"].encode()
-
-
 class TestLength:
     """The first 8 bytes say how much to read, and are not believed blindly."""
 
-    def test_it_counts_its_own_bytes(self) -> None:
-        """The client learns from 8 bytes how many to read."""
-        assert header_length(struct.pack("<Q", 56), limits=LIMITS) == 64
-
     @pytest.mark.parametrize(
-        "first8", [b"", b"\0" * 7, b"\0" * 9, b"\0" * 8, b"\1" + b"\0" * 7, b"<!DOCTYP"]
+        "first8", [b"", b"\0" * 7, b"\0" * 9, b"\0" * 8, b"<!DOCTYP"]
     )
     def test_an_error_page_is_no_large_checkpoint(self, first8: bytes) -> None:
         """What is no header is told from one that is too long."""
@@ -472,7 +372,7 @@ class TestLength:
     def test_a_long_header_is_refused_by_its_first_bytes(self) -> None:
         """Before a byte of it is read."""
         limits = Limits(max_header_bytes=1000)
-        header_length(struct.pack("<Q", 1000), limits=limits)
+        assert header_length(struct.pack("<Q", 1000), limits=limits) == 1008
         with pytest.raises(LimitExceededError) as caught:
             header_length(struct.pack("<Q", 1001), limits=limits)
         assert (caught.value.limit, caught.value.actual) == (1000, 1001)
@@ -485,7 +385,7 @@ class TestForeign:
     def decode(document: object, padding: bytes = b"") -> ForeignHeader:
         """Decode a header as another tool writes it."""
         text = msgspec.json.encode(document) + padding
-        header = decode_header(struct.pack("<Q", len(text)) + text, limits=LIMITS)
+        header = decode_header(prefixed(text), limits=LIMITS)
         assert isinstance(header, ForeignHeader)
         return header
 
@@ -504,18 +404,15 @@ class TestForeign:
         assert header.segment_bytes == 8
         assert header.header_bytes == len(header.header)
         assert header.header_bytes % 64 != 0
-
-    def test_it_may_be_empty(self) -> None:
-        """Safetensors allows a file without tensors and without metadata."""
-        header = self.decode({})
-        assert (header.names, header.metadata, header.segment_bytes) == ([], {}, 0)
+        empty = self.decode({})
+        assert (empty.names, empty.metadata, empty.segment_bytes) == ([], {}, 0)
 
     def test_it_may_be_unwanted(self, manifest: Manifest) -> None:
         """Where only our own will do, it is refused before it is decoded."""
         decode_header(manifest.header, limits=LIMITS, ours=True)
         text = b'{"a":"nonsense"}'
         with pytest.raises(RemoteProtocolError, match="no manifest of aiockpt"):
-            decode_header(struct.pack("<Q", 16) + text, limits=LIMITS, ours=True)
+            decode_header(prefixed(text), limits=LIMITS, ours=True)
 
 
 JSON = st.recursive(
@@ -534,14 +431,6 @@ def count_values(value: object) -> int:
 class TestLimits:
     """Limits are exact, and name what exceeded them."""
 
-    def test_the_defaults_fit_a_large_model(self) -> None:
-        """They bound a hostile peer and are out of the way of a real one."""
-        assert LIMITS.max_header_bytes == 32 << 20
-        assert LIMITS.max_text_bytes == 8 << 20
-        assert LIMITS.max_tensors == 100_000
-        assert LIMITS.max_nodes == 500_000
-        assert LIMITS.max_bytes is None
-
     def test_a_limit_may_be_reached(self) -> None:
         """Only what is above it is refused."""
         enforce("it", 5, 5)
@@ -551,6 +440,7 @@ class TestLimits:
         ):
             enforce("it", 6, 5)
 
+    @settings(max_examples=50)
     @given(JSON)
     def test_no_document_holds_more_values_than_are_counted(
         self, value: object
@@ -565,33 +455,24 @@ class TestLimits:
             with pytest.raises(LimitExceededError):
                 enforce_values("it", text, count_values(value) - 1)
 
-    def test_decoding_ends_soon_after_its_caller_is_cancelled(self) -> None:
-        """In whichever piece it is: text, views, entries, tree."""
-        views = [VIEW] * MANY
-        tree: Any = ["list", [["list", ["x" * 100] * 5 * MANY]]]
-        entries = entries_of(*((f"layer.{n}", "F32", (4,), 16) for n in range(MANY)))
-        header = large(
-            entries=entries, views=views, tree=tree, digests=[UNSEALED] * 3
-        ).header
-        pieces = asked_while_decoding(header)
-        assert pieces > 20
-        for allowed in range(pieces):
-            assert asked_while_decoding(header, allowed) == allowed + 1
-
     @pytest.mark.parametrize("long", ["tree", "views", "entries"])
     def test_every_long_part_is_decoded_in_pieces(self, long: str) -> None:
-        """An event loop of this process gets its turn in between."""
-        rows = ((f"a{n}", "F32", (4,), 16) for n in range(5 * MANY))
+        """The event loop gets its turn in between, and a cancel ends it at once."""
+        names = [f"a{n}" for n in range(5 * MANY)]
         changes: dict[str, Any] = {
             "tree": ["list", [["list", [n / 7 for n in range(5 * MANY)]]]],
             "views": [VIEW] * 5 * MANY,
-            "entries": entries_of(*rows),
+            "entries": entries_of(*((name, "F32", (4,), 16) for name in names)),
         }
         facts = VALID | {long: changes[long]}
         if long == "entries":
             facts["digests"] = [UNSEALED] * len(ChunkGrid(16 * 5 * MANY, CHUNK))
         before = asked_while_decoding(build_manifest(**VALID).header)
-        assert asked_while_decoding(build_manifest(**facts).header) > before + 8
+        header = build_manifest(**facts).header
+        pieces = asked_while_decoding(header)
+        assert pieces > before + 8
+        for allowed in range(0, pieces, 5):
+            assert asked_while_decoding(header, allowed) == allowed + 1
 
     def test_a_deep_tree_is_not_read_again_on_every_level(self) -> None:
         """A header of 64 MiB would be read for minutes."""
@@ -613,21 +494,3 @@ def asked_while_decoding(header: Any, allowed: int = 1 << 30) -> int:
     finally:
         IS_CANCELLED.reset(token)
     return next(asked) - 1
-
-
-class TestDtypes:
-    """Dtypes by name; `test_agreement` holds the table to torch's own."""
-
-    def test_each_code_names_a_dtype_of_its_size(self) -> None:
-        """Elements smaller than a byte come in pairs."""
-        for code, name in dtypes.CODES.items():
-            pair = 2 if code == "F4" else 1
-            assert dtypes.CODE_BITS[code] * pair == 8 * dtypes.itemsize(name)
-
-    @pytest.mark.parametrize("ask", [dtypes.itemsize, dtypes.torch_name])
-    def test_an_unknown_dtype_is_the_peers_fault(
-        self, ask: Callable[[str], object]
-    ) -> None:
-        """A name is looked up in the table and nowhere else."""
-        with pytest.raises(RemoteProtocolError, match="unknown"):
-            ask("__class__" * 100)

@@ -47,6 +47,8 @@ def test_leaves_are_the_tensors_of_the_state_dict() -> None:
     leaves = list(tensor_leaves(TREE))
     assert [number for _, number in leaves] == [0, 0, 1, 2, 3, 4, 5]
     assert leaves[:3] == [(("model", "w"), 0), (("model", "tied"), 0), (("opt", 0), 1)]
+    assert tensor_paths(["tensor", 0]) == {0: ""}
+    assert list(tensor_leaves(["tensor", 0])) == [((), 0)]
 
 
 def test_tensors_in_a_row_are_mentioned_at_once() -> None:
@@ -90,12 +92,6 @@ def test_paths_of_leaves_never_coincide() -> None:
     assert len(dict(tensor_leaves(tree))) == len(keys)
 
 
-def test_a_lone_tensor_is_at_the_root() -> None:
-    """A state dict may be a tensor."""
-    assert tensor_paths(["tensor", 0]) == {0: ""}
-    assert list(tensor_leaves(["tensor", 0])) == [((), 0)]
-
-
 def test_renumbering_reaches_every_reference() -> None:
     """Tensors get their final numbers when the segment is laid out."""
     tree: Node = [
@@ -132,6 +128,10 @@ def test_a_path_through_a_bottomless_key_is_refused() -> None:
     tree: Node = ["dict", [key], [["tensor", 0]]]
     with pytest.raises(RemoteProtocolError, match="nested too deeply"):
         tensor_paths(tree)
+    tree = ["tensor", 0]
+    for _ in range(5000):
+        tree = ["ext", "x", tree]
+    assert tensor_paths(tree) == {0: ""}
 
 
 @pytest.mark.parametrize(
@@ -143,14 +143,6 @@ def test_what_is_malformed_in_a_node_of_tensors_counts_as_empty(
 ) -> None:
     """A name that cannot be a key, a number that is none, one without the other."""
     assert list(tensor_leaves(["tensors", names, numbers])) == [(("a",), 3)]
-
-
-def test_a_deep_tree_is_walked_level_by_level() -> None:
-    """Nor does the walk itself recurse."""
-    tree: Node = ["tensor", 0]
-    for _ in range(5000):
-        tree = ["ext", "x", tree]
-    assert tensor_paths(tree) == {0: ""}
 
 
 @pytest.mark.parametrize(
