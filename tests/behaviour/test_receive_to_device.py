@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from aiockpt import Progress
-from aiockpt.errors import RemoteProtocolError
+from aiockpt.errors import RemoteProtocolError, TransferTimeoutError
 from aiockpt.format.chunks import ChunkGrid
 from aiockpt.memory.device import Event, Pair
 from aiockpt.testing import FaultProxy, FlipBit, assert_same
@@ -32,8 +32,13 @@ from tests.support.transports import (
 
 pytestmark = pytest.mark.asyncio
 
+
 CHUNK = 64 << 10
+
+
 COUNT = 8
+
+
 SEGMENT = COUNT * CHUNK
 
 
@@ -66,7 +71,7 @@ def strided(fill: float) -> dict[str, Any]:
 class Held:
     """A receive whose last bytes are held back."""
 
-    task: asyncio.Task[Any]
+    task: asyncio.Task
     template: dict[str, Any]
     proxy: FaultProxy
     fault: HoldBack
@@ -81,14 +86,16 @@ class Held:
         assert error is not None
         return error.with_traceback(None)
 
+    async def released(self, device) -> None:
+        """Let the bytes come and the device work; wait for the end."""
+        self.fault.gate.set()
+        device.held = False
+        device.run()
+        await self.task
+
 
 @asynccontextmanager
-async def held(
-    make: Callable[[float], dict[str, Any]] = one,
-    *,
-    options: dict[str, Any] | None = None,
-    **how: Any,
-) -> AsyncIterator[Held]:
+async def held(make=one, *, options=None, **how):
     """Receive, by one connection, into a template of zeros."""
     template, fault = make(0.0), HoldBack(SEGMENT - CHUNK)
     async with (
@@ -108,25 +115,26 @@ async def held(
                 await asyncio.wait({found.task})
 
 
-def asked_for(device: FakeAccelerator) -> bool:
+def asked_for(device) -> bool:
     """Say whether a receive waits for what training has enqueued."""
     return bool(device.events) and device.events[0].queries > 0
 
 
-async def begun(device: FakeAccelerator, copies: int = 1) -> None:
+async def begun(device, copies: int = 1) -> None:
     """Let run what comes before the template's copies; wait until so many wait."""
     await settle(lambda: device.run(copies=0) >= 0 and len(device._side) >= 3 * copies)
+
+
+def nbytes(state) -> int:
+    """Return how many bytes the tensors of a state dict have."""
+    return sum(each.nbytes for each in state.values())
 
 
 @pytest.mark.parametrize("make", [one, many])
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "portable"])
 @pytest.mark.parametrize("select", [None, [""]], ids=["all", "selected"])
 async def test_the_first_chunk_is_copied_before_the_last_one_comes(
-    device: FakeAccelerator,
-    make: Any,
-    fast: bool,
-    select: list[str] | None,
-    monkeypatch: pytest.MonkeyPatch,
+    device, make, fast: bool, select, monkeypatch
 ) -> None:
     """A tensor in several chunks part by part, also small ones that come in a run."""
     monkeypatch.setattr("aiockpt.http.body_reader._KNOWN_SYSTEM", fast)
@@ -135,75 +143,77 @@ async def test_the_first_chunk_is_copied_before_the_last_one_comes(
         await settle(lambda: device.copied >= SEGMENT // 2)
         assert not receiving.fault.gate.is_set()
         assert not receiving.task.done()
-        first = next(iter(receiving.template.values()))
-        assert first[0] == 1
-        receiving.fault.gate.set()
-        await receiving.task
+        assert next(iter(receiving.template.values()))[0] == 1
+        await receiving.released(device)
     assert_same(receiving.template, make(1.0))
-    assert device.copied == sum(each.nbytes for each in make(1.0).values())
+    assert device.copied == nbytes(make(1.0))
 
 
-async def test_what_is_strided_is_copied_with_its_last_chunk(
-    device: FakeAccelerator,
-) -> None:
+async def test_what_is_strided_is_copied_with_its_last_chunk(device) -> None:
     """Not in parts, and not at the end either."""
     device.held = False
     async with held(strided, direct=True) as receiving:
-        columns = receiving.template["columns"]
-        await settle(lambda: bool(columns.all()))
+        await settle(lambda: bool(receiving.template["columns"].all()))
         assert not receiving.task.done()
-        receiving.fault.gate.set()
-        await receiving.task
+        await receiving.released(device)
     assert_same(receiving.template, strided(1.0))
-    assert device.copied == sum(each.nbytes for each in strided(1.0).values())
+    assert device.copied == nbytes(strided(1.0))
 
 
-async def test_without_direct_nothing_is_copied_early(device: FakeAccelerator) -> None:
+async def test_without_direct_nothing_is_copied_early(device) -> None:
     """A template that is verified as a whole is filled as a whole."""
-    device.held = False
     async with held() as receiving:
         await receiving.fault.closed.wait()
         assert (device.copied, len(device.events)) == (0, 0)
-        receiving.fault.gate.set()
-        await receiving.task
+        await receiving.released(device)
     assert_same(receiving.template, one(1.0))
 
 
-async def test_copies_wait_for_who_still_uses_the_template(
-    device: FakeAccelerator,
-) -> None:
+@pytest.mark.parametrize("direct", [False, True])
+async def test_copies_wait_for_who_still_uses_the_template(device, direct) -> None:
     """What the producer has enqueued before comes first."""
-    async with held(direct=True) as receiving:
+    async with held(strided, direct=direct) as receiving:
         device.produce(lambda: receiving.template["w"].fill_(5))
+        receiving.fault.gate.set()
         await settle(lambda: asked_for(device))
         assert device.idle
-        receiving.fault.gate.set()
-        device.held = False
-        device.run()
-        await receiving.task
-    assert_same(receiving.template, one(1.0))
+        await receiving.released(device)
+    assert_same(receiving.template, strided(1.0))
 
 
-async def test_it_ends_when_the_device_has_copied_everything(
-    device: FakeAccelerator,
-) -> None:
-    """Also what was enqueued long ago."""
-    async with held(direct=True) as receiving:
+async def test_it_ends_when_the_device_has_copied_everything(device) -> None:
+    """Also what was enqueued long ago; that is the load, as its progress says."""
+    seen: list[Progress] = []
+    async with held(direct=True, progress=seen.append) as receiving:
         receiving.fault.gate.set()
         await begun(device, COUNT)
         await settle(lambda: device.run(copies=0) >= 0 and len(device._side) % 3 > 0)
         await settle(lambda: device.events[-1].queries > 0)
         device.run(copies=2)
+        assert (seen[-1].stop, seen[-1].chunks_done) == ("load", COUNT)
         assert not receiving.task.done()
+        await receiving.released(device)
+    assert_same(receiving.template, one(1.0))
+
+
+async def test_a_deadline_does_not_tear_the_template(device) -> None:
+    """The memory lives until the device has read it, and the template is whole."""
+    async with pair() as (sender, receiver):
+        await sender.send_checkpoint([], 1, strided(1.0))
+        template = strided(0.0)
+        call = receiver.recv_checkpoint(0, sender.metadata(), 1, 0.3, into=template)
+        task = asyncio.create_task(call)
+        await settle(lambda: device.run(copies=0) >= 0 and not device.idle)
+        with pytest.raises(TransferTimeoutError, match="while copying step 1"):
+            await task
         device.held = False
         device.run()
-        await receiving.task
-    assert_same(receiving.template, one(1.0))
+        assert_same(template, strided(1.0))
 
 
 @pytest.mark.parametrize("keep", [False, True])
 async def test_memory_outlives_the_copies_of_a_cancelled_receive(
-    device: FakeAccelerator, keep: bool
+    device, keep: bool
 ) -> None:
     """They run to their end in the background, from memory that nobody else gets."""
     async with held(direct=True, options={"keep_arena": keep}) as receiving:
@@ -221,7 +231,7 @@ async def test_memory_outlives_the_copies_of_a_cancelled_receive(
 
 
 async def test_memory_outlives_the_copies_of_a_receive_that_fails(
-    device: FakeAccelerator,
+    device,
 ) -> None:
     """The peer is gone, and its like does not come."""
     options = {"reconnect_timeout": 0.05, "stall_timeout": 5}
@@ -239,7 +249,7 @@ async def test_memory_outlives_the_copies_of_a_receive_that_fails(
 
 
 async def test_memory_outlives_the_copies_of_a_state_that_cannot_be_made(
-    device: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+    device, monkeypatch
 ) -> None:
     """All of it has come, and then it is of no use."""
 
@@ -257,9 +267,7 @@ async def test_memory_outlives_the_copies_of_a_state_that_cannot_be_made(
     assert_same(receiving.template, one(1.0))
 
 
-async def test_a_busy_device_holds_up_no_other_receive(
-    device: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_busy_device_holds_up_no_other_receive(device, monkeypatch) -> None:
     """However many were cancelled that copy to it."""
     async with transport() as sender, transport() as receiver:
         await sender.send_checkpoint([], 1, one(1.0))
@@ -279,7 +287,7 @@ async def test_a_busy_device_holds_up_no_other_receive(
 
 
 async def test_who_has_copied_nothing_waits_for_no_device(
-    device: FakeAccelerator,
+    device,
 ) -> None:
     """Its memory goes at once."""
     async with held(direct=True) as receiving:
@@ -293,7 +301,7 @@ async def test_who_has_copied_nothing_waits_for_no_device(
 
 @pytest.mark.parametrize("direct", [True, False])
 async def test_a_cancel_ends_what_waits_for_who_still_uses_the_template(
-    device: FakeAccelerator, direct: bool, monkeypatch: pytest.MonkeyPatch
+    device, direct: bool, monkeypatch
 ) -> None:
     """Though a copy of pageable memory blocks its thread until that has run."""
     copy, blocked = device.copy, list[Event]()
@@ -317,21 +325,9 @@ async def test_a_cancel_ends_what_waits_for_who_still_uses_the_template(
     assert not receiving.template["w"].any()
 
 
-async def test_who_has_all_bytes_is_at_the_load(device: FakeAccelerator) -> None:
-    """Only the device is still waited for, and a deadline says so."""
-    seen: list[Progress] = []
-    async with held(direct=True, progress=seen.append) as receiving:
-        receiving.fault.gate.set()
-        await settle(lambda: bool(seen) and seen[-1].stop == "load")
-        assert (seen[-1].chunks_done, device.copied) == (COUNT, 0)
-        device.held = False
-        device.run()
-        await receiving.task
-
-
 @pytest.mark.parametrize("fake", [True, False], ids=["device", "host"])
 async def test_autograd_is_told_of_a_receive_that_was_cancelled(
-    device: FakeAccelerator, fake: bool, monkeypatch: pytest.MonkeyPatch
+    device, fake: bool, monkeypatch
 ) -> None:
     """The template has new elements by then."""
     device.held = False
@@ -344,7 +340,7 @@ async def test_autograd_is_told_of_a_receive_that_was_cancelled(
     assert receiving.template["w"]._version > 0
 
 
-async def test_a_chunk_that_is_wrong_never_gets_there(device: FakeAccelerator) -> None:
+async def test_a_chunk_that_is_wrong_never_gets_there(device) -> None:
     """It is copied once it is right."""
     device.held = False
     async with transport() as sender, transport(connections=1) as receiver:
@@ -358,9 +354,7 @@ async def test_a_chunk_that_is_wrong_never_gets_there(device: FakeAccelerator) -
     assert device.copied == SEGMENT
 
 
-async def test_a_copy_that_fails_ends_the_receive(
-    device: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_copy_that_fails_ends_the_receive(device, monkeypatch) -> None:
     """Though chunks would still come."""
 
     def fail(*_: object, **__: object) -> None:
@@ -373,7 +367,7 @@ async def test_a_copy_that_fails_ends_the_receive(
             await receiving.task
 
 
-async def test_memory_that_is_kept_is_page_locked(device: FakeAccelerator) -> None:
+async def test_memory_that_is_kept_is_page_locked(device) -> None:
     """Once for all receives, until it is given back."""
     device.held = False
     async with transport() as sender:
@@ -389,46 +383,30 @@ async def test_memory_that_is_kept_is_page_locked(device: FakeAccelerator) -> No
             assert not device.pinned
 
 
-@pytest.mark.parametrize("followed", [False, True])
-async def test_it_comes_from_a_sender_that_stages(
-    device: FakeAccelerator, followed: bool
-) -> None:
-    """What came before the digests goes on when they are there."""
-    device.held = False
-    template = one(0.0)
-    async with pair() as (sender, receiver):
-        coming = receive(sender, receiver, into=template, direct=True)
-        task = asyncio.create_task(coming)
-        if followed:
-            await asyncio.sleep(0)
-        await sender.send_checkpoint([], 1, one(1.0))
-        await task
-    assert_same(template, one(1.0))
-    assert device.copied == SEGMENT
-
-
-async def test_it_comes_from_several_sources(device: FakeAccelerator) -> None:
-    """Each chunk once, whoever has sent it."""
+@pytest.mark.parametrize("how", ["before", "after", "same host", "two sources"])
+async def test_wherever_it_comes_from(device, how: str) -> None:
+    """A sender that still stages, the sender's memory, or several sources."""
     device.held = False
     template = many(0.0)
-    async with transport() as first, transport() as second, transport() as receiver:
-        for sender in (first, second):
+    async with (
+        pair(same_host=how == "same host") as (sender, receiver),
+        transport() as other,
+    ):
+        await other.send_checkpoint([], 1, many(1.0))
+        if how in ("before", "after"):
+            coming = receive(sender, receiver, into=template, direct=True)
+            task = asyncio.create_task(coming)
+            if how == "after":
+                await asyncio.sleep(0)
             await sender.send_checkpoint([], 1, many(1.0))
-        metadata = [first.metadata(), second.metadata()]
-        await receiver.recv_checkpoint(0, metadata, 1, into=template, direct=True)
+            await task
+        else:
+            await sender.send_checkpoint([], 1, many(1.0))
+            both = [sender.metadata(), other.metadata()]
+            where = both if how == "two sources" else both[0]
+            await receiver.recv_checkpoint(0, where, 1, into=template, direct=True)
     assert_same(template, many(1.0))
-    assert device.copied == sum(each.nbytes for each in template.values())
-
-
-async def test_it_comes_out_of_the_senders_memory(device: FakeAccelerator) -> None:
-    """On the same host."""
-    device.held = False
-    template = many(0.0)
-    async with pair(same_host=True) as (sender, receiver):
-        await sender.send_checkpoint([], 1, many(1.0))
-        await receive(sender, receiver, into=template, direct=True)
-    assert_same(template, many(1.0))
-    assert device.copied == sum(each.nbytes for each in template.values())
+    assert device.copied == nbytes(template)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,225 @@
+"""Staging: a live state dict becomes an immutable snapshot, while training waits."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from aiockpt.checkpointers.config import CheckpointStagerConfig
+from aiockpt.checkpointers.stager import DefaultStager
+from aiockpt.errors import ClosedError, StagingError, UnsupportedLeafError
+from aiockpt.format.chunks import UNSEALED, digest
+from aiockpt.testing import assert_same
+from tests.support.accelerators import FakeAccelerator
+from tests.support.pipeline import file_of, rebuilt, stager
+from tests.support.proofs import proves
+from tests.support.saved import tied_state
+from tests.support.serving import settle
+
+pytestmark = pytest.mark.asyncio
+
+
+def state(fill: float = 1.0):
+    """Return a state dict of several chunks, with padding and a sparse view."""
+    wide = torch.full((1000,), fill)
+    return {
+        "weight": torch.full((50_000,), fill),
+        "odd": [torch.full((3,), int(fill), dtype=torch.int8), wide[1:4:2]],
+        "view": wide[::10],
+        "step": 7,
+    }
+
+
+def address(snapshot) -> int:
+    """Return where a snapshot's bytes are."""
+    (first, *_) = snapshot.views(0, 64)
+    return np.frombuffer(first, np.uint8).ctypes.data
+
+
+class TestSnapshot:
+    """The bytes that come out, and the memory that they are in."""
+
+    async def test_every_chunk_has_the_digest_of_its_bytes(self) -> None:
+        """That is what a receiver compares with; nobody can write them."""
+        async with stager() as staging:
+            snapshot = await staging.stage(state(), step=1)
+            grid = snapshot.manifest.grid
+            assert len(grid) > 2
+            for chunk, expected in enumerate(snapshot.manifest.digests):
+                views = snapshot.views(*grid.range(chunk))
+                assert digest(views) == expected
+                assert all(view.readonly for view in views)
+
+    async def test_equal_states_have_equal_ids(self) -> None:
+        """Whatever the memory held before, and without a copy, too."""
+        ids = []
+        async with stager() as staging, stager(zero_copy=True) as in_place:
+            for made, fill in ((staging, 1), (staging, 3), (staging, 1), (in_place, 1)):
+                snapshot = await made.stage(state(fill), step=1)
+                ids.append(snapshot.manifest.snapshot_id)
+                snapshot.release()
+        assert ids[0] == ids[2] == ids[3] != ids[1]
+
+    @pytest.mark.parametrize("read", [False, True])
+    async def test_memory_is_reused_when_nobody_reads(self, read: bool) -> None:
+        """Every reader counts."""
+        async with stager() as staging:
+            first = await staging.stage(state(1.0), step=1)
+            place = address(first)
+            if read:
+                first.acquire()
+            first.release()
+            second = await staging.stage(state(2.0), step=2)
+            assert (address(second) == place) is not read
+            if read:
+                assert_same(rebuilt(file_of(first)), state(1.0))
+
+
+class Broken(FakeAccelerator):
+    """A device that copies nothing."""
+
+    def copy(self, pairs, *, after):
+        raise RuntimeError("an illegal memory access was encountered")
+
+
+class TestDevice:
+    """Staging from a device: ordered, held, and never in the way of the loop."""
+
+    async def test_it_waits_for_what_training_has_enqueued(self) -> None:
+        """Meanwhile the loop goes on, and the wait burns no core."""
+        device, live = FakeAccelerator(), state(0.0)
+        device.produce(lambda: live["weight"].fill_(7))
+        async with stager(ports=device.port_for) as staging:
+            task = asyncio.create_task(staging.stage(live, step=1))
+            await settle(lambda: not device.idle)
+            loop = asyncio.get_running_loop()
+            began, asked = loop.time(), sum(each.queries for each in device.events)
+            for _ in range(20):
+                await asyncio.sleep(0.001)
+            assert not task.done()
+            asked = sum(each.queries for each in device.events) - asked
+            assert asked < 100 + (loop.time() - began) / 0.0005
+            assert device.run(producer=False) == 0
+            device.held = False
+            device.run()
+            assert rebuilt(file_of(await task))["weight"].unique().tolist() == [7]
+
+    async def test_it_returns_when_the_last_copy_has_run(self) -> None:
+        """The state is held until then; from then on it may be changed."""
+        device, live = FakeAccelerator(), state()
+        async with stager(ports=device.port_for) as staging:
+            task = asyncio.create_task(staging.stage(dict(live), step=1))
+            weight = live.pop("weight")
+            del weight  # the device owns nothing: it would read memory that was freed
+            while not task.done():
+                await settle(lambda: task.done() or not device.idle)
+                device.run(copies=1)
+                await asyncio.sleep(0)
+            assert device.idle
+            beside = 4  # between the two elements of a view
+            assert device.copied == task.result().manifest.segment_bytes - beside
+            device.produce(live["view"].zero_)
+            device.run()
+            assert_same(rebuilt(file_of(task.result())), state())
+
+    @proves("cell DefaultStager.stage: cancel")
+    async def test_a_cancel_leaves_the_arena_to_the_copies(self) -> None:
+        """Until they have run, no other staging writes to the same memory."""
+        device = FakeAccelerator()
+        async with stager(ports=device.port_for) as staging:
+            task = asyncio.create_task(staging.stage(state(1.0), step=1))
+            await settle(lambda: not device.idle)
+            task.cancel()
+            await asyncio.wait({task})
+            assert task.cancelled()
+            again = asyncio.create_task(staging.stage(state(2.0), step=2))
+            await settle(lambda: len(device.pinned) == 2)
+            device.held = False
+            device.run()
+            assert_same(rebuilt(file_of(await again)), state(2.0))
+
+    async def test_a_device_that_fails_is_named(self) -> None:
+        """In the words of its driver."""
+        async with stager(ports=Broken().port_for) as staging:
+            with pytest.raises(StagingError, match=r"step 1 .*illegal memory access"):
+                await staging.stage(state(), step=1)
+
+    @pytest.mark.parametrize("zero_copy", [False, True])
+    async def test_the_arena_is_pinned_as_long_as_it_lives(self, zero_copy) -> None:
+        """Once, not for every checkpoint; what lies on a device is always copied."""
+        device, live = FakeAccelerator(held=False), state()
+        before = copy.deepcopy(live)
+        async with stager(ports=device.port_for, zero_copy=zero_copy) as staging:
+            for step in range(3):
+                snapshot = await staging.stage(live, step=step)
+                assert device.pinned == {address(snapshot)}
+                live["weight"].zero_()
+                assert_same(rebuilt(file_of(snapshot)), before)
+                live["weight"].fill_(1)
+                snapshot.release()
+            staging.trim()
+            await settle(lambda: not device.pinned)
+
+
+SWITCHES = [
+    *("use_pinned_memory", "use_shared_memory"),
+    *("use_async_staging", "use_non_blocking_copy"),
+]
+
+
+class TestDefaultStager:
+    """The stager of the checkpointers, with the options of torch's."""
+
+    @proves("cell DefaultStager.stage: success")
+    @pytest.mark.parametrize("off", [[], SWITCHES, *([each] for each in SWITCHES)])
+    @pytest.mark.parametrize("device", [None, FakeAccelerator])
+    async def test_each_option_stages_everything(self, off, device) -> None:
+        """Ties, views and containers included; nothing follows the state dict."""
+        config = CheckpointStagerConfig(
+            **dict.fromkeys(off, False), chunk_bytes=1 << 16
+        )
+        port = device and device(held=False)
+        options = {"ports": port.port_for} if port else {}
+        before = threading.active_count()
+        made, live = DefaultStager(config, **options), tied_state()
+        with await made.stage(live, step=3, loss=0.5) as staged:
+            if not config.use_async_staging:
+                assert threading.active_count() == before
+            live["weight"].zero_()
+            found = staged.state_dict()
+            assert_same(found, tied_state())
+            found["weight"][10] = 5
+            assert found["tied"][0] == 5
+            if port:
+                assert bool(port.pinned) is config.use_pinned_memory
+            arena = staged.snapshot.arena
+            assert arena is not None
+            assert (arena.fd >= 0) is config.use_shared_memory
+            # Digests are left to the process that writes.
+            assert {*staged.snapshot.manifest.digests} == {UNSEALED}
+        await made.close()
+        if port:
+            await settle(lambda: not port.pinned)
+
+    @proves("cell DefaultStager.close: success", "cell DefaultStager.stage: error")
+    async def test_memory_is_reused(self) -> None:
+        """As soon as whoever wrote it is done; a refused state leaves nothing."""
+        made = DefaultStager()
+        with pytest.raises(UnsupportedLeafError):
+            await made.stage({"a": object()})
+        seen = []
+        for _ in range(2):
+            both = [await made.stage(tied_state()) for _ in range(2)]
+            seen.append({each.snapshot.arena for each in both})
+            for staged in (*both, *both):  # twice does no harm
+                staged.release()
+        assert seen[0] == seen[1]
+        assert len(seen[0]) == 2
+        await made.close()
+        with pytest.raises(ClosedError):
+            await made.stage(tied_state())
