@@ -1,7 +1,7 @@
 """Distributed tensors as data: what is sent, checked, rebuilt, and refused.
 
 The world of four ranks here is torch's fake one, in which this process is rank 1 and
-no collective moves anything; tests/test_sharded_ranks.py has real ones.
+no collective moves anything; tests/behaviour/test_distributed_ranks.py has real ones.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.forked import kill_all
 
-SUPPORT = Path(__file__).parent / "support"
+SUPPORT = Path(__file__).parents[1] / "support"
 SECONDS = 150
 
 pytestmark = pytest.mark.timeout(SECONDS + 30)

@@ -1,0 +1,106 @@
+"""The port to the accelerator, and memory that only a device still reads."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+
+from aiockpt.memory.device import completed, keep_until, port_for
+from tests.support.accelerators import FakeAccelerator
+
+
+def test_host_memory_needs_no_port() -> None:
+    """Its copies are memmoves in threads."""
+    assert port_for(torch.device("cpu")) is None
+
+
+@pytest.mark.asyncio
+class TestCompleted:
+    """The loop awaits an event of a device."""
+
+    async def test_it_returns_when_the_event_is_there(self) -> None:
+        """And not before."""
+        device = FakeAccelerator()
+        waiting = asyncio.create_task(completed(device.fence()))
+        await asyncio.sleep(0.005)
+        assert not waiting.done()
+        device.run()
+        await waiting
+
+    async def test_it_does_not_yield_for_an_event_that_is_past(self) -> None:
+        """A chunk that was copied meanwhile costs nothing."""
+        device = FakeAccelerator(held=False)
+        event = device.fence()
+        waiting = completed(event)
+        with pytest.raises(StopIteration):
+            waiting.send(None)
+
+    async def test_it_can_be_cancelled(self) -> None:
+        """A deadline ends the wait for a device that hangs."""
+        device = FakeAccelerator()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await completed(device.fence())
+
+
+class Memory:
+    """Something that a device copies from."""
+
+    def __init__(self) -> None:
+        self.idle = threading.Event()
+
+    def drain(self) -> None:
+        """Block until it does so no more."""
+        self.idle.wait(30)
+
+
+def ended() -> None:
+    """Wait until no thread waits for a device any more."""
+    for thread in threading.enumerate():
+        if "drain" in thread.name:
+            thread.join(30)
+
+
+def test_it_lives_until_the_device_is_idle() -> None:
+    """And no longer, though nobody asks."""
+    memory = Memory()
+    idle, gone = memory.idle, weakref.ref(memory)
+    keep_until(memory.drain)
+    del memory
+    gc.collect()
+    assert gone() is not None
+    idle.set()
+    ended()
+    assert gone() is None
+
+
+def test_no_exit_waits_for_a_device() -> None:
+    """A process whose device hangs ends all the same."""
+    program = (
+        "import threading\n"
+        "from aiockpt.memory.device import keep_until\n"
+        "keep_until(threading.Event().wait)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
+    assert done.returncode == 0
+
+
+def test_a_device_that_fails_is_logged(
+    allow_error_logs: list[logging.LogRecord],
+) -> None:
+    """There is nobody to raise it to."""
+
+    def fail() -> None:
+        raise RuntimeError("device lost")
+
+    keep_until(fail)
+    ended()
+    assert "waiting for a device failed" in allow_error_logs[0].getMessage()

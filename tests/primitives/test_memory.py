@@ -1,0 +1,414 @@
+"""Host memory: arenas, the pool that keeps one warm, and state dicts as one segment."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiockpt.format.limits import Limits
+from aiockpt.memory import arena as memory
+from aiockpt.memory.arena import (
+    CAN_LEND,
+    Arena,
+    ArenaPool,
+    Borrowed,
+    PageChooser,
+    view_of_address,
+)
+from aiockpt.memory.copies import CopyPlan
+from aiockpt.state.flatten import describe
+
+MIB = 1 << 20
+
+
+def resident(arena: Arena) -> int:
+    """Return how many bytes of an arena are in memory."""
+    states = (ctypes.c_ubyte * -(-arena.nbytes // mmap.PAGESIZE))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    where = ctypes.c_void_p(arena.address), ctypes.c_size_t(arena.nbytes)
+    assert libc.mincore(*where, states) == 0, os.strerror(ctypes.get_errno())
+    return sum(state & 1 for state in states) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are Linux's here")
+@pytest.mark.parametrize(
+    ("quick", "at", "every", "least", "most"),
+    [
+        (0.0, (0, 40), False, 40, 40),
+        (0.0, (16, 24), False, 8, 12),
+        (60.0, (0, 40), False, 1, 20),  # but for a sample, the bytes bring them
+        (60.0, (0, 16), True, 16, 20),
+    ],
+)
+def test_pages_are_there_before_bytes_are(
+    monkeypatch, quick: float, at, every: bool, least: int, most: int
+) -> None:
+    """Where they are slow, or all of them; what lies there already stays."""
+    monkeypatch.setattr(memory, "_QUICK", quick)
+    arena = Arena(40 * MIB)
+    (view,) = arena.buffers(at[0] * MIB, at[0] * MIB + 6)
+    view[:5] = b"bytes"
+    arena.populate(at[0] * MIB, at[1] * MIB, every=every)
+    assert least * MIB <= resident(arena) <= most * MIB
+    assert bytes(view) == b"bytes\0"
+    del view
+    arena.close()
+
+
+class Host:
+    """Memory whose pages take as long as a test says, and who mapped which."""
+
+    def __init__(
+        self, huge: float, small: float, *, cold: range = range(1 << 60)
+    ) -> None:
+        self.rates = {True: huge * 1e9, False: small * 1e9}
+        self.cold = cold
+        self.seconds = 0.0
+        self.kinds: dict[int, bool] = {}
+
+    def rate(self, at: int, *, huge: bool) -> float:
+        """Return the bytes per second of a page; outside of ``cold`` it is warm."""
+        return self.rates[huge] if at in self.cold else (7e9 if huge else 3.2e9)
+
+    def touch(self, start: int, stop: int, huge: bool) -> float:
+        """Map pages; return how long that took."""
+        took = 0.0
+        for page in range(start // (2 * MIB), -(-stop // (2 * MIB))):
+            if page not in self.kinds:
+                self.kinds[page] = huge
+                took += 2 * MIB / self.rate(page * 2 * MIB, huge=huge)
+        self.seconds += took
+        return took
+
+    def fill(self, nbytes: int) -> float:
+        """Receive that many bytes as a download does; return the seconds for pages."""
+        chooser = PageChooser()
+        for start in range(0, nbytes, 32 * MIB):
+            chooser.map(self.touch, start, min(start + 32 * MIB, nbytes), every=False)
+            self.touch(start, min(start + 32 * MIB, nbytes), True)
+        return self.seconds
+
+
+class TestPageChooser:
+    """The faster kind of pages, whatever the host has left."""
+
+    @pytest.mark.parametrize(
+        ("huge", "small", "mib"),
+        [
+            *((0.45, 1.6, 64), (0.5, 1.7, 64), (0.64, 1.9, 64), (0.18, 0.66, 64)),
+            *((3.4, 1.7, 64), (7.6, 1.9, 64), (0.18, 0.66, 1024), (7.6, 1.9, 1024)),
+            (0.45, 2.9, 1024),  # a sample is six times as slow: it needs more bytes
+        ],
+    )
+    def test_a_fresh_arena_is_as_fast_as_the_better_kind(
+        self, huge: float, small: float, mib: int
+    ) -> None:
+        """Within a tenth: a sample of the slower kind is all that is lost."""
+        best = mib * MIB / (max(huge, small) * 1e9)
+        assert Host(huge, small).fill(mib * MIB) <= best / 0.9
+
+    def test_the_kind_follows_the_host(self) -> None:
+        """Free memory is warm at first, and cold where the host has taken it back."""
+        host = Host(0.5, 1.7, cold=range(256 * MIB, 512 * MIB))
+        host.fill(512 * MIB)
+        assert all(kind for page, kind in host.kinds.items() if page < 128)
+        cold = [kind for page, kind in host.kinds.items() if page >= 128]
+        assert cold.count(False) > 0.9 * len(cold)
+
+    def test_a_few_cold_pages_do_not_hide_warm_ones(self) -> None:
+        """Small pages that come quickly are a sign that huge ones would, too."""
+        host = Host(0.5, 1.7, cold=range(16 * MIB))
+        host.fill(512 * MIB)
+        small = [page for page, kind in host.kinds.items() if not kind]
+        assert 0 < len(small) * 2 * MIB <= 48 * MIB
+
+    def test_what_is_there_is_left_alone(self) -> None:
+        """Warm pages but for a sample in each stride, and those that were mapped."""
+        host = Host(7.6, 1.9)
+        PageChooser().map(host.touch, 0, 64 * MIB, every=False)
+        assert len(host.kinds) == 8
+        host, chooser = Host(0.5, 1.7), PageChooser()
+        chooser.map(host.touch, 0, 64 * MIB, every=True)
+        before = dict(host.kinds)
+        chooser.map(host.touch, 0, 64 * MIB, every=True)
+        assert host.kinds == before
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_arena(shared: bool) -> None:
+    """It costs nothing until it is touched; its views, address and buffer are one."""
+    arena = Arena(64 * MIB, shared=shared)
+    assert resident(arena) == 0
+    (view,) = arena.buffers(5, 5000)
+    assert bytes(view) == bytes(4995)
+    view[:3] = b"abc"
+    assert ctypes.string_at(arena.address + 5, 3) == b"abc"
+    assert arena.buffers(7, 7) == []
+    if shared:
+        assert os.pread(arena.fd, 3, 5) == b"abc"  # another process may map it
+        target = Path(f"/proc/self/fd/{arena.fd}").readlink()
+        assert target.name.startswith("memfd:aiockpt")  # which has no name to leak
+        assert not os.get_inheritable(arena.fd)
+    tensor = torch.frombuffer(arena.buffer, dtype=torch.uint8)
+    arena.close()
+    arena.close()
+    assert arena.fd == -1
+    del arena, view
+    gc.collect()
+    assert tensor[5:8].tolist() == [*b"abc"]  # who can read it keeps it
+    empty = Arena(0, shared=shared)
+    assert empty.nbytes == 0
+    empty.close()
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_an_arena_is_pinned_once(closed: bool) -> None:
+    """Until it is closed, or nobody has it any more."""
+    done: list[str] = []
+
+    def pin(_: Arena):
+        done.append("pin")
+        return lambda: done.append("unpin")
+
+    arena = Arena(100)
+    arena.pin(pin)
+    arena.pin(pin)
+    if closed:
+        arena.close()
+        arena.close()
+    else:
+        del arena
+        gc.collect()
+    assert done == ["pin", "unpin"]
+
+
+def test_a_view_of_an_address_keeps_its_owner() -> None:
+    """The memory cannot go while somebody can write to it."""
+    tensor = torch.zeros(4, dtype=torch.uint8)
+    view = view_of_address(tensor.data_ptr(), 4, tensor)
+    del tensor
+    gc.collect()
+    view[:] = b"abcd"
+    assert view.obj.owner.tolist() == [*b"abcd"]  # type: ignore[attr-defined]
+
+
+class TestPool:
+    """As many free arenas are kept as were asked for."""
+
+    @pytest.fixture
+    def disposed(self):
+        """Return what the pool has let go of; closed at the end."""
+        found: list[Arena] = []
+        yield found
+        for arena in found:
+            arena.close()
+
+    @pytest.mark.parametrize(
+        ("nbytes", "fits"), [(600, True), (1001, False), (499, False)]
+    )
+    def test_one_that_fits_is_taken_again(self, disposed, nbytes, fits: bool) -> None:
+        """A huge arena is not kept for a small checkpoint."""
+        pool = ArenaPool(shared=False, keep=1, dispose=disposed.append)
+        arena = pool.take(1000)
+        pool.give_back(arena)
+        assert (pool.take(nbytes) is arena) is fits
+        assert disposed == [arena] * (not fits)
+
+    def test_what_came_back_last_is_taken_first(self, disposed) -> None:
+        """It may still be in a cache; one too many goes, and so does a spent one."""
+        pool = ArenaPool(shared=True, keep=2, dispose=disposed.append)
+        one, two, three, spent = (pool.take(1000) for _ in range(4))
+        spent.spent = True  # others may still read it
+        for arena in (one, two, three, spent):
+            pool.give_back(arena)
+        assert {*map(id, disposed)} == {id(one), id(spent)}
+        assert pool.take(1000) is three
+        assert pool.take(1000) is two
+        disposed += [two, three]
+
+    def test_one_that_fits_is_found_beside_one_that_does_not(self, disposed) -> None:
+        """Checkpoints of two sizes may take turns."""
+        pool = ArenaPool(shared=False, keep=2, dispose=disposed.append)
+        small, large = pool.take(100), pool.take(10_000)
+        pool.give_back(small)
+        pool.give_back(large)
+        assert pool.take(100) is small
+        assert disposed == []
+
+    @pytest.mark.parametrize("end", [ArenaPool.trim, ArenaPool.close])
+    def test_trimming_keeps_nothing(self, disposed, end) -> None:
+        """Nor what comes back then, until somebody takes one again."""
+        pool = ArenaPool(shared=False, keep=1, dispose=disposed.append)
+        free, late, other = pool.take(1000), pool.take(1000), pool.take(1000)
+        pool.give_back(free)
+        end(pool)
+        end(pool)
+        pool.give_back(late)
+        assert disposed == [free, late]
+        if end is ArenaPool.trim:
+            assert pool.take(1000) is not late
+            pool.give_back(other)
+            assert pool.take(1000) is other
+        else:
+            pool.give_back(other)
+            assert disposed == [free, late, other]
+
+    def test_threads_may_share_it(self, disposed) -> None:
+        """An arena has one user at a time, and none is lost."""
+        pool = ArenaPool(shared=False, keep=1, dispose=disposed.append)
+        taken: set[int] = set()
+
+        def use() -> None:
+            for _ in range(300):
+                arena = pool.take(100)
+                assert arena.address not in taken
+                taken.add(arena.address)
+                taken.remove(arena.address)
+                pool.give_back(arena)
+
+        with ThreadPoolExecutor(4) as threads:
+            for work in [threads.submit(use) for _ in range(4)]:
+                work.result()
+        pool.close()
+        assert not taken
+        assert len({id(arena) for arena in disposed}) == len(disposed)
+
+
+@pytest.mark.skipif(not CAN_LEND, reason="memory is lent on Linux only")
+class TestLending:
+    """Memory that another process gets."""
+
+    def test_only_its_owner_can_write_or_change_it(self) -> None:
+        """And he only by the mapping that he has had before."""
+        arena = Arena(1 << 20, shared=True)
+        fd = arena.lend()
+        assert arena.lend() == fd
+        assert not os.get_inheritable(fd)
+        for each in (fd, arena.fd):
+            with pytest.raises(OSError, match=r"not permitted|Bad file descriptor"):
+                os.pwrite(each, b"x", 0)
+            with pytest.raises(PermissionError):
+                mmap.mmap(each, 1 << 20)
+            with pytest.raises(OSError, match=r"not permitted|Invalid argument"):
+                os.ftruncate(each, 0)
+        arena.buffer[:3] = b"abc"
+        assert os.pread(fd, 3, 0) == b"abc"
+        arena.close()
+        assert arena.closed
+
+    def test_what_is_borrowed_is_copied_where_it_is_written(self) -> None:
+        """Not where it is made ready, nor on the other side."""
+        arena = Arena(3 * mmap.PAGESIZE, shared=True)
+        borrowed = Borrowed(arena.lend(), arena.nbytes)
+        borrowed.populate(0, arena.nbytes)
+        arena.buffer[:3] = b"abc"
+        assert bytes(borrowed.buffer[:3]) == b"abc"
+        borrowed.buffer[:2] = b"xy"
+        assert bytes(arena.buffer[:3]) == b"abc"
+        arena.close()
+        assert bytes(borrowed.buffer[:3]) == b"xyc"
+        view = borrowed.buffer
+        borrowed.close()
+        assert not borrowed.closed
+        del view
+        borrowed.close()
+        assert borrowed.closed
+
+
+def planned(state, arena: Arena | None = None) -> tuple[CopyPlan, int]:
+    """Return the copies of a state dict, and the length of its segment."""
+    own = describe(state, limits=Limits(), allow_pickle=False, writing=True)
+    arena = arena or Arena(own.entries.nbytes)
+    plan = CopyPlan(own.backings, own.entries, arena=arena, port_for=lambda _: None)
+    return plan, own.entries.nbytes
+
+
+def odd_state() -> dict[str, torch.Tensor]:
+    """Return tensors of every alignment, a sparse view, padding, and nothing at all."""
+    flat = torch.arange(41, dtype=torch.uint8)
+    return {
+        "wide": torch.arange(5, dtype=torch.float64),
+        "sparse": torch.arange(40.0)[::4],
+        "odd": flat[1:4],
+        "words": torch.arange(7, dtype=torch.int16),
+        "empty": torch.empty(0),
+        "mixed": flat[8:40].view(torch.int32)[:3],
+        "rest": flat[9:33],
+    }
+
+
+STATE = odd_state()
+PLAN, SEGMENT_BYTES = planned(STATE)
+SPARSE = 256  # more than is staged element by element, or is padding
+
+
+class TestCopyPlan:
+    """The data segment in a state dict's own memory looks like one run of bytes."""
+
+    @given(bounds=st.lists(st.integers(0, SEGMENT_BYTES), max_size=6))
+    def test_any_cut_gives_the_same_bytes(self, bounds: list[int]) -> None:
+        """Wherever a range starts and stops, its views join up to the whole."""
+        window = PLAN.in_place()
+        whole = b"".join(window.buffers(0, SEGMENT_BYTES))
+        assert len(whole) == SEGMENT_BYTES
+        cuts = sorted({0, SEGMENT_BYTES, *bounds})
+        pieces = [window.buffers(start, stop) for start, stop in pairwise(cuts)]
+        assert b"".join(view for piece in pieces for view in piece) == whole
+        assert all(view.nbytes for piece in pieces for view in piece)
+
+    @given(
+        start=st.integers(0, SEGMENT_BYTES - 1),
+        nbytes=st.integers(1, SEGMENT_BYTES),
+        block=st.integers(1, 100),
+    )
+    def test_what_is_reported_as_staged_is_there(self, start, nbytes, block) -> None:
+        """Of any range, in blocks of any size; the last report is of its end."""
+        arena = Arena(SEGMENT_BYTES)
+        [staged] = arena.buffers(0, SEGMENT_BYTES)
+        staged[:] = b"?" * SEGMENT_BYTES  # as another snapshot leaves it
+        plan, _ = planned(STATE, arena)
+        for each in (plan, PLAN):
+            each.stage_parts({})
+        whole = b"".join(PLAN.in_place().buffers(0, SEGMENT_BYTES))
+        stop = min(start + nbytes, SEGMENT_BYTES)
+        done = [start]
+        for at in plan.staged(start, stop, block):
+            assert staged[start:at] == whole[start:at]
+            done.append(at)
+        assert done == sorted(set(done))
+        assert done[-1] == stop
+        assert max(last - first for first, last in pairwise(done)) < 2 * block + SPARSE
+
+    def test_what_is_written_is_in_the_tensors(self) -> None:
+        """Others than contiguous ones get it by way of the arena."""
+        state = odd_state()
+        plan, size = planned(state)
+        for view in plan.in_place().buffers(0, size):
+            view[:] = bytes(view.nbytes)
+        assert not state["wide"].any()
+        assert not state["words"].any()
+        assert state["sparse"].any()
+        plan.load_parts(plan.part_ranges(), {})
+        assert not state["sparse"].any()
+
+    def test_the_window_keeps_the_tensors_alive(self) -> None:
+        """Memory is not freed while it can still be written to; there may be none."""
+        plan, size = planned({"only": torch.ones(1000)})
+        views = plan.in_place().buffers(0, size)
+        del plan
+        views[0][:] = bytes(size)
+        assert bytes(views[0]) == bytes(size)
+        plan, size = planned({"step": 3})
+        assert size == 0
+        assert plan.in_place().buffers(0, 0) == []
