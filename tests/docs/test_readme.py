@@ -78,15 +78,20 @@ def test_figures_are_of_runs_that_the_benchmarks_page_has() -> None:
     table = README.partition("## How fast it is")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| .* \| (\d{4}-\d\d-\d\d) \|$", table, re.MULTILINE)
     assert len(rows) >= 8
-    page = (ROOT / "docs" / "reference" / "benchmarks.md").read_text()
+    pages = ("reference/benchmarks.md", "explanation/performance.md")
+    page = "\n".join((ROOT / "docs" / name).read_text() for name in pages)
     assert [day for day in rows if day not in page] == []
-    # Each figure of the left column, rounded as there, is on that page.
+    # Each figure of the left column, rounded as there, is on these pages.
     figures = re.findall(r"^\| [^|]+ \| ([\d.]+) (GB/s|ms|s|%) \|", table, re.MULTILINE)
     assert len(figures) == len(rows)
     known = {
         (unit, float(number))
         for number, unit in re.findall(r"(\d+\.?\d*) (GB/s|ms|s|%)", page)
-    } | {("s", float(number)) for number in re.findall(r"\| (\d\.\d+) \|", page)}
+    } | {
+        (unit, float(number))  # of tables whose headings have the units
+        for number in re.findall(r"(?<=\| )(\d\.\d+)(?= \|)", page)
+        for unit in ("s", "GB/s")
+    }
     for number, unit in figures:
         digits = len(number.partition(".")[2])
         assert any(
