@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import re
+import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -87,6 +88,17 @@ async def test_receives_that_fail() -> None:
         await shows(lambda: receive(select=["adapters"]))
         await sender.disallow_checkpoint()
         await shows(lambda: receive(timeout=0.2))
+
+
+@pytest.mark.asyncio
+async def test_a_sender_that_is_silent() -> None:
+    """It takes the connection, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/checkpoint/#token"
+        async with aiockpt.HTTPTransport(
+            server=LOOPBACK, receive=IMPATIENT, stall_timeout=0.2
+        ) as receiver:
+            await shows(lambda: receiver.recv_checkpoint(metadata=url, step=3))
 
 
 @pytest.mark.asyncio

@@ -110,3 +110,14 @@ def test_an_entry_of_the_changelog_is_one_line() -> None:
     assert len(lines) > 100
     assert [line for line in lines if not line.startswith(("- ", "#"))] == []
     assert [line for line in lines if len(line) > 125] == []
+
+
+def test_the_glossary_says_each_word_in_one_sentence() -> None:
+    """In the order of the alphabet, each word once."""
+    page = (ROOT / "docs" / "reference" / "glossary.md").read_text()
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE)[1:]
+    words = [word for word, _ in rows]
+    assert len(words) > 40
+    assert words == sorted(set(words))
+    assert [word for word, meaning in rows if len([*sentences(meaning)]) > 2] == []
+    assert [word for word, meaning in rows if not meaning.endswith(".")] == []
