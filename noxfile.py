@@ -325,14 +325,9 @@ def oldest(session: nox.Session) -> None:
     except CommandFailed:
         session.warn(f"no CPU build of torch {torch} is to be had: {TORCH} stands in")
         session.install(TORCH)
-    others = Path(session.create_tmp()).absolute() / "constraints.txt"
-    free = {name.lower().replace("-", "_") for name in (*floors, "torch")}
-    kept = [pin for pin in PINS if pin.split("==")[0].lower() not in free]
-    others.write_text("\n".join(kept))
-    session.install(
-        *("-c", str(others), *group("test"), *group("test-torch")),
-        *(f"{name}=={version}" for name, version in floors.items()),
-    )
+    # What these versions need in turn is free, for the pins are those of newer ones.
+    exact = [f"{name}=={version}" for name, version in floors.items()]
+    session.install(*exact, *group("test"), *group("test-torch"))
     session.install(*INSTALL_MODEL)
     install_wheel(session)
     session.run("pytest", *PARALLEL, *session.posargs, env=ONE_THREAD)
