@@ -44,14 +44,12 @@ from tests.support.followers import (
 from tests.support.proofs import proves
 from tests.support.serving import settle
 from tests.support.transports import (
-    in_the_middle,
     pair,
     port_of,
     proxied,
     receive,
     through,
     transport,
-    weights,
 )
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_blocking")]
@@ -194,46 +192,6 @@ class TestSteps:
             assert await soon(steps) == 1
             assert proxy.statistics().connections > 3
 
-    async def test_a_connection_that_breaks_during_the_wait_is_made_again(self):
-        """What was published meanwhile is given."""
-        async with pair() as (sender, receiver), proxied(sender) as proxy:
-            steps = receiver.steps(through(proxy, sender))
-            waiting = await waiting_for(steps, sender)
-            proxy.refuse()
-            await proxy.cut_all()
-            await publish(sender, 1)
-            await asyncio.sleep(0.05)
-            assert not waiting.done()
-            await proxy.listen()
-            assert await waiting == 1
-
-    @proves("cell HTTPTransport.steps: the other one dies")
-    @pytest.mark.parametrize("first", [90, 102])
-    async def test_a_peer_that_starts_again_is_found_again(self, first):
-        """With the token that both know; a step that was given is not given again."""
-        async with known() as (before, receiver):
-            steps = receiver.steps(before.metadata())
-            await publish(before, 102)
-            assert await soon(steps) == 102
-            waiting = await waiting_for(steps, before)
-            async with restarted(before) as after:
-                await publish(after, first)
-                if first == 102:
-                    await settle(lambda: after.statistics().waiting == 1)
-                    await publish(after, 103)
-                assert await waiting == (103 if first == 102 else first)
-
-    async def test_a_peer_with_another_token_is_an_error(self):
-        """Its new metadata must be handed over; trying again would not help."""
-        async with transport() as receiver:
-            async with transport() as first:
-                metadata, port = first.metadata(), port_of(first)
-            async with transport(port=port):
-                steps = receiver.steps(metadata)
-                for _ in range(2):  # it stays what it is
-                    with pytest.raises(AuthenticationError):
-                        await soon(steps)
-
     @proves(
         "cell HTTPTransport.steps: error",
         "cell HTTPTransport.steps: the other one dies",
@@ -305,17 +263,6 @@ class TestSteps:
             for step in (1, 2):
                 await publish(sender, step)
                 assert await (first if step == 1 else soon(steps)) == step
-
-    async def test_it_does_not_disturb_a_receive(self):
-        """Both go on at once, over one transport."""
-        async with pair() as (sender, receiver):
-            await sender.send_checkpoint([], 1, weights(mib=16))
-            steps = receiver.steps(sender.metadata(), 1)
-            task, _ = await in_the_middle(
-                lambda halfway: receive(sender, receiver, progress=halfway),
-                lambda: nothing(steps, 0.02),
-            )
-            await task
 
     @pytest.mark.parametrize("step", [7, 2**63, 10**19 - 1])
     async def test_a_server_of_an_earlier_version_is_polled_slowly(self, step):

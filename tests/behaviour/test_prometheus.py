@@ -176,24 +176,6 @@ async def test_an_endpoint_shows_what_a_transport_does() -> None:
     assert found["aiockpt_event_bytes_total", "recv"] == 1 << 20
 
 
-@pytest.mark.asyncio
-async def test_middlewares_of_the_application_guard_the_endpoint() -> None:
-    """It is a route of theirs as any other."""
-
-    @web.middleware
-    async def closed(request: web.Request, handler: Any) -> web.StreamResponse:
-        raise web.HTTPForbidden
-
-    app = web.Application(middlewares=[closed])
-    setup(app, {})
-    async with (
-        running(app) as host,
-        aiohttp.ClientSession(host.url) as client,
-        client.get("/metrics") as answer,
-    ):
-        assert answer.status == 403
-
-
 @pytest.mark.usefixtures("fresh_interpreters")
 def test_the_library_may_be_missing(monkeypatch) -> None:
     """The error names the remedy; importing the module loads nothing heavy."""

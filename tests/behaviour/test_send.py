@@ -18,8 +18,6 @@ from aiockpt.errors import (
     ClosedError,
     LocalProtocolError,
     PeerFailedError,
-    StagingError,
-    TransferTimeoutError,
     UnsupportedLeafError,
 )
 from aiockpt.events import TransferEvent, add_hook
@@ -148,24 +146,6 @@ class TestStaging:
                 assert_same(await early, weights())
                 assert (await peer.ask("/checkpoint/1/metadata")).status == 200
 
-    @pytest.mark.parametrize("how", ["fails", "is cancelled"])
-    async def test_a_receiver_that_waits_is_told_of_a_send_that(self, how, copies):
-        """At once, with the reason."""
-        async with pair() as (sender, receiver):
-            send = sending(sender)
-            early = asyncio.create_task(receive(sender, receiver))
-            await settle(lambda: copies.waiting and sender.statistics().waiting)
-            if how == "fails":
-                copies.go(OSError("no such device"))
-            else:
-                send.cancel()
-                copies.go()
-            with pytest.raises((StagingError, asyncio.CancelledError)):
-                await send
-            said = "no such device" if how == "fails" else "cut short"
-            with pytest.raises(PeerFailedError, match=said):
-                await early
-
     async def test_a_receiver_that_waits_is_told_why_nothing_comes(self):
         """With the path of the leaf; what is offered stays, and may be sent again."""
         async with pair() as (sender, receiver):
@@ -177,28 +157,8 @@ class TestStaging:
             with pytest.raises(PeerFailedError, match="bad is a object"):
                 await waiting
             assert_same(await receive(sender, receiver, 1), weights())
-            waiting = asyncio.ensure_future(receive(sender, receiver, 2, timeout=60))
-            await settle(lambda: sender.statistics().waiting)
-            with pytest.raises(TransferTimeoutError):
-                await sender.send_checkpoint([1], 2, weights(), timeout=0)
-            with pytest.raises(PeerFailedError, match="timed out after 0 s"):
-                await waiting
             await sender.send_checkpoint([1], 2, weights())
             assert_same(await receive(sender, receiver, 2), weights())
-
-    async def test_a_request_that_is_repeated_gets_the_same_answer(self):
-        """The first answer may have been lost on its way; it is counted once."""
-        async with transport(insecure=True) as sender:
-            with pytest.raises(UnsupportedLeafError):
-                await sender.send_checkpoint([1, 2], 1, {"bad": object()})
-            found = []
-            async with Peer(port_of(sender), token=None) as peer:
-                for digit in "111231":
-                    headers = {"Aiockpt-Lease": f"{digit * 32}; ttl=9"}
-                    path = "/checkpoint/1/metadata"
-                    answer = await peer.ask(path, Prefer="wait=0", **headers)
-                    found.append(answer.status)
-            assert found == [424, 424, 424, 424, 404, 424]
 
 
 class TestWithdrawal:
@@ -400,19 +360,6 @@ class TestZeroCopy:
                 rest = await peer.read_all()
             assert len(rest) < 16 * MIB
             assert torch.tensor(7.0).numpy().tobytes() * 2 not in rest
-
-    @proves("cell HTTPTransport.send_checkpoint, zero_copy=True: timeout")
-    async def test_a_send_that_times_out_leaves_the_old_offer(self):
-        """And its reader, who may finish."""
-        async with transport(zero_copy=True, grace=30, insecure=True) as sender:
-            await sender.send_checkpoint([], 1, LARGE)
-            async with slow_reader(sender, Connection="close") as peer:
-                with pytest.raises(TransferTimeoutError):
-                    await sender.send_checkpoint([], 2, weights(), timeout=0.1)
-                assert "step=1 readers=1" in repr(sender)
-                assert len(await peer.read_all()) > 16 * MIB
-                await sender.send_checkpoint([], 2, weights())
-                assert "step=2" in repr(sender)
 
 
 class TestShutdown:

@@ -27,9 +27,7 @@ from aiockpt import StepNotFoundError, TransferEvent
 from aiockpt.errors import (
     ClosedError,
     LocalProtocolError,
-    PeerFailedError,
     TransferTimeoutError,
-    UnsupportedLeafError,
     WorkerError,
 )
 from aiockpt.events import add_hook
@@ -185,17 +183,6 @@ class TestServing:
         served = [r for r in caplog.records if r.getMessage().startswith("serve ")]
         assert len(served) == len(of_kind("serve", events))
 
-    @proves("cell HTTPTransport.send_checkpoint, Server(process=True): error")
-    async def test_a_failed_send_is_told(self):
-        """At once, to the receivers that wait for it."""
-        async with pair() as (sender, receiver):
-            waiting = asyncio.create_task(receive(sender, receiver, 3))
-            await settle(lambda: sender.statistics().waiting)
-            with pytest.raises(UnsupportedLeafError):
-                await sender.send_checkpoint([1], 3, {"bad": object()})
-            with pytest.raises(PeerFailedError, match="UnsupportedLeafError"):
-                await waiting
-
     @proves("cell HTTPTransport.send_checkpoint, Server(process=True): cancel")
     async def test_a_cancel_at_any_await_leaves_one_offer(self):
         """The old one; and the memory of the new one comes back."""
@@ -256,17 +243,6 @@ class TestItsDeath:
                     os.kill(pid, signal.SIGKILL)
                 await sending
                 assert_same(await receive(sender, receiver, step), STATE)
-
-    async def test_one_that_hangs_is_killed_by_a_retraction(self, caplog):
-        """Training is not held up by more than the grace and a little."""
-        async with pair(grace=0.1) as (sender, receiver):
-            await sender.send_checkpoint([1], 1, STATE)
-            os.kill(process_of(sender).pid, signal.SIGSTOP)
-            async with asyncio.timeout(20):
-                await sender.disallow_checkpoint()
-            assert "does not answer" in caplog.text
-            await sender.send_checkpoint([1], 2, STATE)
-            assert_same(await receive(sender, receiver, 2), STATE)
 
     @pytest.mark.allow_error_logs
     @pytest.mark.parametrize("why", ["no program", "no descriptor"])

@@ -110,23 +110,6 @@ async def test_every_answer_is_of_one_step_while_steps_come():
         assert worker.process.returncode == 0
 
 
-async def test_a_worker_that_was_killed_catches_up():
-    """It gets the newest step at once, and its death disturbs nobody."""
-    async with transport() as sender, working(sender.metadata()) as kept:
-        async with working(sender.metadata()) as lost:
-            await publish(sender, 1)
-            await lost.until(1)
-        for step in (2, 3):
-            await publish(sender, step)
-        await kept.until(3)
-        async with working(sender.metadata()) as again:
-            await again.until(3)
-            assert {*again.steps} <= {None, 3}  # it replays nothing
-            await publish(sender, 4)
-            await again.until(4)
-            await kept.until(4)
-
-
 async def test_a_worker_serves_on_while_the_trainer_is_gone():
     """With what it has, and follows again when the trainer is back."""
     async with (

@@ -44,9 +44,9 @@ async def test_an_app_behind_it_is_reached_by_its_public_path(tmp_path: Path) ->
 
 async def test_a_cache_makes_several_receivers_cost_one_read(tmp_path: Path) -> None:
     """Every one gets the right bytes, and none without a credential gets any."""
-    size = 16 * MIB
+    size = 48 * MIB
     async with transport(chunk_bytes=MIB) as sender, transport() as receiver:
-        await sender.send_checkpoint([], 7, weights(7.0, mib=16))
+        await sender.send_checkpoint([], 7, weights(7.0, mib=48))
         async with cached(tmp_path, sender.address()) as port:
             url = f"http://127.0.0.1:{port}/checkpoint/"
             metadata = f"{url}#{sender.metadata().partition('#')[2]}"
@@ -55,7 +55,7 @@ async def test_a_cache_makes_several_receivers_cost_one_read(tmp_path: Path) -> 
             )
             found.append(await receiver.recv_checkpoint(0, metadata, 7))
             for each in found:
-                assert_same(each, weights(7.0, mib=16))
+                assert_same(each, weights(7.0, mib=48))
             assert size < sender.statistics().bytes_sent < 1.5 * size
             with pytest.raises(AuthenticationError):
                 await receiver.recv_checkpoint(0, url, 7)

@@ -1,13 +1,15 @@
-"""A child process: what it hears and says, and what is left of it."""
+"""Child processes and the packets between them: what is said, heard and left over."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,13 +17,78 @@ import pytest
 
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.children import Child
+from aiockpt.runtime.ipc import arrival, is_ours, owner_of, receive
 from tests.support.serving import settle
 
-pytestmark = [
-    pytest.mark.asyncio,
-    pytest.mark.every_loop,
-    pytest.mark.torch_free,
-]
+pytestmark = [pytest.mark.every_loop, pytest.mark.torch_free]
+
+Ends = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """Return two ends that are connected."""
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in pair:
+        end.settimeout(0)
+    yield pair
+    for end in pair:
+        end.close()
+
+
+def test_a_packet_brings_its_descriptors(ends: Ends) -> None:
+    """No program that is started inherits them."""
+    ours, theirs = ends
+    with Path(__file__).open("rb") as file:
+        socket.send_fds(theirs, [b"two"], [file.fileno(), file.fileno()])
+    data, fds = receive(ours, 100, 2)
+    assert data == b"two"
+    assert len(fds) == 2
+    for fd in fds:
+        assert not os.get_inheritable(fd)
+        assert os.pread(fd, 3, 0) == b'"""'
+        os.close(fd)
+
+
+@pytest.mark.parametrize(("length", "count"), [(101, 0), (3, 3), (3, 40), (101, 3)])
+def test_what_is_cut_short_is_refused(ends: Ends, length: int, count: int) -> None:
+    """And its descriptors are closed."""
+    ours, theirs = ends
+    with Path(__file__).open("rb") as file:
+        socket.send_fds(theirs, [b"x" * length], [file.fileno()] * count)
+    with pytest.raises(OSError, match="cut short"):
+        receive(ours, 100, 2)
+
+
+def test_nothing_yet_and_the_end(ends: Ends) -> None:
+    """The one raises, the other is empty."""
+    ours, theirs = ends
+    with pytest.raises(BlockingIOError):
+        receive(ours, 100, 1)
+    theirs.close()
+    assert receive(ours, 100, 1) == (b"", [])
+
+
+def test_the_kernel_tells_who_is_there(ends: Ends) -> None:
+    """This process, at both ends."""
+    assert owner_of(ends[0]) == (os.getpid(), os.geteuid())
+    assert is_ours(ends[1])
+
+
+@pytest.mark.asyncio
+async def test_an_arrival_wakes_the_loop(ends: Ends) -> None:
+    """Once; a cancel leaves nothing on the loop."""
+    ours, theirs = ends
+    waiting = asyncio.ensure_future(arrival(ours))
+    await asyncio.sleep(0)
+    theirs.send(b"here")
+    await waiting
+    assert receive(ours, 100, 1) == (b"here", [])
+    waiting = asyncio.ensure_future(arrival(ours))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert not asyncio.get_running_loop().remove_reader(ours)
 
 
 @asynccontextmanager
@@ -42,6 +109,7 @@ async def started(
         await bridge.aclose(timeout=5)
 
 
+@pytest.mark.asyncio
 async def test_it_hears_and_answers_and_ends() -> None:
     """Its last words are heard before it counts as gone."""
     async with started(greeting="good morning") as (child, said):
@@ -54,6 +122,7 @@ async def test_it_hears_and_answers_and_ends() -> None:
         assert await child.exitcode(10) == 0
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("kernel", ["new", "old"])
 async def test_its_death_is_noticed(kernel, monkeypatch) -> None:
     """At once, on old kernels by its socket; what is sent then is said to nobody."""
@@ -68,6 +137,7 @@ async def test_its_death_is_noticed(kernel, monkeypatch) -> None:
         child.send("nothing")
 
 
+@pytest.mark.asyncio
 async def test_it_may_be_paused() -> None:
     """It says nothing then, and goes on later."""
     async with started(greeting="here") as (child, said):
@@ -84,6 +154,7 @@ async def test_it_may_be_paused() -> None:
         assert not child.is_stopped
 
 
+@pytest.mark.asyncio
 async def test_it_ends_when_nobody_talks_to_it_any_more() -> None:
     """A child that is released is left to itself."""
     async with started(greeting="here") as (child, said):
@@ -93,6 +164,7 @@ async def test_it_ends_when_nobody_talks_to_it_any_more() -> None:
     await settle(lambda: os.waitpid(pid, os.WNOHANG) != (0, 0))
 
 
+@pytest.mark.asyncio
 async def test_a_process_that_cannot_be_started() -> None:
     """The system says why, and nothing is left."""
     before = len(os.listdir("/dev/fd"))

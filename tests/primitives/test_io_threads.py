@@ -18,13 +18,11 @@ import anyio
 import pytest
 from aiohttp import ClientSession
 
-from aiockpt.errors import ClosedError
 from aiockpt.http import body_reader, sockets
 from aiockpt.http.body_reader import BodySink, read_body
 from aiockpt.http.chunk_run import Place
 from aiockpt.http.listen import open_sockets
-from aiockpt.http.sockets import IO_THREADS, Turn
-from aiockpt.runtime.bridge import Bridge
+from aiockpt.http.sockets import Turn
 from tests.support.rangepeer import io_threads, noise
 from tests.support.serving import settle
 
@@ -73,21 +71,6 @@ class TestIdleClock:
 
 class TestTurns:
     """A bounded number of threads, each for a bounded time."""
-
-    async def test_none_is_free_while_all_are_at_work(self):
-        """Nor once it is closed."""
-        go, works = threading.Event(), []
-        threads = Bridge(threads=IO_THREADS, name="test-pump")
-        while threads.free:
-            works.append(asyncio.create_task(threads.run(go.wait)))
-            await asyncio.sleep(0)
-        assert 2 <= len(works) <= 8
-        threads.close(wait=False)
-        go.set()
-        assert all(await asyncio.gather(*works))
-        assert not threads.free
-        with pytest.raises(ClosedError):
-            await threads.run(go.wait)
 
     async def test_a_turn_ends_and_a_silent_peer_is_not_waited_for(self, monkeypatch):
         """But for a moment, which ends as soon as the peer does something."""
@@ -252,25 +235,6 @@ class TestReceiving:
                 with pytest.raises(asyncio.CancelledError):
                     await task
             assert threads.free
-
-    async def test_several_buffers_are_received_into_at_once(self):
-        """None of them is small; small ones share a scratch."""
-        sizes = [100_000, 64 << 10, 70_000, 10, 10, 200_000]
-        memories = [bytearray(size) for size in sizes]
-        total, source, at = sum(sizes), noise(sum(sizes)), 0
-        views = [memoryview(memory) for memory in memories]
-        fill = BodySink(lambda *_: views, 0, total)
-        assert [*map(len, fill.next_buffers())] == sizes[:3]
-        while fill.remaining:
-            count = 0
-            for room in fill.next_buffers():
-                piece = source[at + count : at + count + min(len(room), 150_000)]
-                room[: len(piece)] = piece
-                count += len(piece)
-            fill.advance(count)
-            at += count
-        fill.close()
-        assert b"".join(memories) == source
 
     @pytest.mark.parametrize("pause", [0.0, 0.002, 0.015, 0.06])
     async def test_a_peer_that_trickles_is_waited_for(self, pause, monkeypatch):
