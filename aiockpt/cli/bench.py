@@ -1,8 +1,9 @@
 """``aiockpt bench``: what this machine, or the line to another host, does, in a minute.
 
-On this machine, another process sends a state dict over loopback; a raw socket and
-``memcpy`` take turns with it. With ``--url``, another host's ``aiockpt serve`` sends,
-and a plain GET takes turns. Either ends in three lines.
+On this machine, another process sends a state dict over loopback. A raw socket with the
+same congestion control and ``memcpy`` take turns with it. With ``--url``, another
+host's ``aiockpt serve`` sends, and a plain GET takes turns. The first round warms
+everything up and does not count, if there is another one. Either ends in three lines.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import json
 import math
 import os
 import socket
-import ssl
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import torch
@@ -33,6 +35,7 @@ from aiockpt.events import Progress
 from aiockpt.http.auth import find_credentials
 from aiockpt.http.options import Server
 from aiockpt.http.protocol import format_metadata
+from aiockpt.http.sockets import begin_classic
 from aiockpt.http.transport import HTTPTransport
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
@@ -71,13 +74,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+_Candidates: TypeAlias = dict[str, Callable[[], Awaitable[object]]]
+_Late: TypeAlias = Callable[[], Awaitable[list[float]]]
+
+
 @dataclass(slots=True)
 class _Samples:
     """What was measured: seconds by candidate, and how late the loop's ticks were."""
 
     nbytes: int
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    lags: dict[str, list[float]] = field(default_factory=dict)
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    lags: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def speed(self, name: str) -> float:
         """Return the median in GB/s (10^9 bytes)."""
@@ -85,51 +92,63 @@ class _Samples:
 
     def lag(self, name: str) -> float:
         """Return the 99th percentile of how late the ticks were, in milliseconds."""
-        lags = sorted(self.lags.get(name, ()))
+        lags = sorted(self.lags[name])
         return 1e3 * lags[math.ceil(0.99 * len(lags)) - 1] if lags else 0.0
 
     async def take_turns(
-        self,
-        repeat: int,
-        candidates: dict[str, Callable[[], Awaitable[object]]],
-        late: Callable[[], Awaitable[Sequence[float]]],
+        self, repeat: int, candidates: _Candidates, late: _Late
     ) -> None:
         """Time the candidates in rounds, so that a busy moment hits all of them."""
         until = time.monotonic() + _SECONDS
-        for turn in range(repeat):
-            if turn and time.monotonic() >= until:
+        for turn in range(repeat + 1):
+            if turn > 1 and time.monotonic() >= until:
                 return
+            if turn == 1:
+                self.seconds.clear()
+                self.lags.clear()
             for name, act in candidates.items():
                 await late()  # what came before is no part of it
                 started = time.perf_counter()
                 await act()
-                seconds = time.perf_counter() - started
-                self.seconds.setdefault(name, []).append(seconds)
-                self.lags.setdefault(name, []).extend(await late())
+                self.seconds[name].append(time.perf_counter() - started)
+                self.lags[name] += await late()
 
 
-class _Ticker:
-    """A task that wants the loop every 5 ms, and notes how late it gets it."""
+@asynccontextmanager
+async def _ticking() -> AsyncIterator[_Late]:
+    """Want the loop every 5 ms; give what tells how late that was since last asked."""
+    lags: list[float] = []
 
-    def __init__(self) -> None:
-        self._lags: list[float] = []
-        self._task = asyncio.create_task(self._tick())
-
-    async def late(self) -> list[float]:
-        """Return how late the ticks since the last call were, in seconds."""
-        await asyncio.sleep(0)
-        lags, self._lags = self._lags, []
-        return lags
-
-    def close(self) -> None:
-        """Tick no more."""
-        self._task.cancel()
-
-    async def _tick(self) -> None:
+    async def tick() -> None:
         while True:
             due = time.monotonic() + _PERIOD
             await asyncio.sleep(_PERIOD)
-            self._lags.append(time.monotonic() - due)
+            lags.append(time.monotonic() - due)
+
+    async def late() -> list[float]:
+        await asyncio.sleep(0)
+        found = lags[:]
+        lags.clear()
+        return found
+
+    task = asyncio.create_task(tick())
+    try:
+        yield late
+    finally:
+        task.cancel()
+
+
+async def _receive(
+    transport: HTTPTransport[Any],
+    metadata: str,
+    step: int,
+    into: object = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> object:
+    options: dict[str, Any] = {"into": into, "direct": into is not None}
+    return await transport.recv_checkpoint(
+        metadata=metadata, step=step, progress=progress, **options
+    )
 
 
 # ----------------------------------------------------------------------- this machine
@@ -144,34 +163,21 @@ async def _measure_machine(nbytes: int, repeat: int) -> _Samples:
         async with run_child(f"{__name__}:send", nbytes) as ask:
             offer = await ask("offer")
 
-            async def receive(into: object = None) -> object:
-                return await transport.recv_checkpoint(
-                    metadata=offer["metadata"],
-                    step=_SENDS,
-                    into=into,
-                    direct=into is not None,
-                )
-
-            async def late() -> Sequence[float]:
-                lags: list[float] = await ask("late")
-                return lags
+            receive = partial(_receive, transport, offer["metadata"], _SENDS)
 
             def raw(memory: Callable[[], memoryview]) -> Callable[[], Awaitable[None]]:
                 return lambda: bridge.run(_receive_raw, offer["port"], memory())
 
             template = await receive()  # connections and threads are no part of it
+            candidates: _Candidates = {
+                "idle": lambda: asyncio.sleep(_MOMENT),
+                "raw socket, in place": raw(lambda: touched),
+                "receive in place": lambda: receive(template),
+                "raw socket, fresh": raw(lambda: Arena(nbytes).buffer),
+                "receive, fresh": receive,
+            }
+            await found.take_turns(repeat, candidates, lambda: ask("late"))
             found.seconds |= {name: offer[name] for name in ("stage", "memcpy")}
-            await found.take_turns(
-                repeat,
-                {
-                    "idle": lambda: asyncio.sleep(_MOMENT),
-                    "raw socket, in place": raw(lambda: touched),
-                    "receive in place": lambda: receive(template),
-                    "raw socket, fresh": raw(lambda: Arena(nbytes).buffer),
-                    "receive, fresh": receive,
-                },
-                late,
-            )
     finally:
         await transport.shutdown()
         bridge.close()
@@ -183,16 +189,13 @@ def _conclude_machine(found: _Samples, machine: dict[str, str]) -> list[str]:
     raw = found.speed("raw socket, in place"), found.speed("raw socket, fresh")
     staged, copied = (1e3 * median(found.seconds[name]) for name in ("stage", "memcpy"))
     lag, idle = found.lag("receive in place"), found.lag("idle")
-    missed = [
-        what
-        for what, is_met in (
-            ("receive in place", in_place >= _OF_RAW_IN_PLACE * raw[0]),
-            ("receive into new memory", fresh >= _OF_RAW_FRESH * raw[1]),
-            ("staging", copied >= _OF_MEMCPY * staged),
-            ("the sender's loop", lag <= max(_MAX_LAG, idle)),
-        )
-        if not is_met
-    ]
+    targets = {
+        "receive in place": in_place >= _OF_RAW_IN_PLACE * raw[0],
+        "receive into new memory": fresh >= _OF_RAW_FRESH * raw[1],
+        "staging": copied >= _OF_MEMCPY * staged,
+        "the sender's loop": lag <= max(_MAX_LAG, idle),
+    }
+    missed = [what for what, is_met in targets.items() if not is_met]
     cores, load = int(machine["cores"]), float(machine["load average"].split()[0])
     if load > cores:
         advice = (
@@ -234,10 +237,11 @@ async def send(size: str) -> None:
     memory, other = (memoryview(bytearray(b"\1") * nbytes) for _ in range(2))
     bridge = Bridge(threads=1, name="bench")
     listener = socket.create_server(("127.0.0.1", 0))
+    begin_classic(listener)  # as those that serve a receive on the same host
     sending = asyncio.create_task(bridge.run(_send_raw, listener, memory))
-    ticker = _Ticker()
     here = Server(host="127.0.0.1")
-    async with HTTPTransport[object](_TIMEOUT, server=here) as transport:
+    serving = HTTPTransport[object](_TIMEOUT, server=here)
+    async with serving as transport, _ticking() as late:
         for step in range(1, _SENDS + 1):
             for tensor in state.values():
                 tensor.fill_(step)
@@ -255,8 +259,7 @@ async def send(size: str) -> None:
                 "memcpy": [copied - started],
             }
 
-        await answer({"offer": offer, "late": ticker.late})
-    ticker.close()
+        await answer({"offer": offer, "late": late})
     listener.shutdown(socket.SHUT_RDWR)  # which ends the thread's accept
     await sending
     listener.close()
@@ -281,36 +284,24 @@ async def _measure_line(peer: Address, repeat: int) -> _Samples:
     metadata = format_metadata(source.base_url, source.token)
     transport: HTTPTransport[Any] = HTTPTransport(_TIMEOUT)
     seen: list[Progress] = []
-    ticker = _Ticker()
     try:
         step = peer.step
         if step is None:
             step = await anext(transport.steps(metadata, reconnect_timeout=_PATIENCE))
 
-        async def receive(into: object = None) -> object:
-            return await transport.recv_checkpoint(
-                metadata=metadata,
-                step=step,
-                into=into,
-                direct=into is not None,
-                progress=seen.append,
-            )
-
+        receive = partial(_receive, transport, metadata, step, progress=seen.append)
         template = await receive()
         found = _Samples(seen[-1].bytes_total)
         url, token = f"{source.base_url}{step}/full", source.token or known.to_send
-        await found.take_turns(
-            repeat,
-            {
-                "idle": lambda: asyncio.sleep(_MOMENT),
-                "plain GET": lambda: bridge.run(_get, url, token, found.nbytes),
-                "receive, fresh": receive,
-                "receive in place": lambda: receive(template),
-            },
-            ticker.late,
-        )
+        candidates: _Candidates = {
+            "idle": lambda: asyncio.sleep(_MOMENT),
+            "plain GET": lambda: bridge.run(_get, url, token, found.nbytes),
+            "receive, fresh": receive,
+            "receive in place": lambda: receive(template),
+        }
+        async with _ticking() as late:
+            await found.take_turns(repeat, candidates, late)
     finally:
-        ticker.close()
         await transport.shutdown()
         await bridge.aclose(timeout=_PATIENCE)
     return found
@@ -322,12 +313,9 @@ def _get(url: str, token: str | None, nbytes: int) -> None:
     It follows no redirect: the token is for this peer only.
     """
     parts = urlsplit(url)
-    peer: http.client.HTTPConnection
-    if parts.scheme == "https":
-        context = ssl.create_default_context()
-        peer = http.client.HTTPSConnection(parts.netloc, context=context)
-    else:
-        peer = http.client.HTTPConnection(parts.netloc)
+    secure = parts.scheme == "https"
+    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+    peer = kind(parts.netloc)
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     memory, got = bytearray(_PIECE), 0
     try:
