@@ -337,7 +337,7 @@ def oldest(session: nox.Session) -> None:
 
 CHECK = ("lint", "types", "docs", *(f"tests-{python}" for python in PYTHONS), "torchft")
 NIGHTLY = ("oldest", "coverage", "faults", "soak", "fuzz", "torchft_nightly")
-MEASURED = ("http", "checkpointer")
+MEASURED = ("http", "saving")
 
 
 @shared
@@ -355,9 +355,8 @@ def nightly(session: nox.Session) -> None:
         if name != "bench":
             session.notify(name, posargs=[])
     if "bench" in parts:  # the rest follows, so this has the machine to itself
-        for case in MEASURED:
-            options = ("--shapes", "1m", "--history", ".benchmarks")
-            run(session, "python", "-m", "benchmarks", case, *options)
+        history = ("--history", ".benchmarks")
+        run(session, "python", "-m", "benchmarks", *MEASURED, *history)
 
 
 @nox.session(python=WHOLE, reuse_venv=False)

@@ -4,95 +4,111 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from aiockpt.cli.doctor import describe_machine
 from benchmarks.cases import CASES, measure
-from benchmarks.cases.pair import Plan
 from benchmarks.history import keep, last_runs, slower
-from benchmarks.measures import BenchmarkError
-from benchmarks.plot import as_svg
-from benchmarks.references import has_torchft
-from benchmarks.report import Report, as_json, as_markdown, as_text, rows_of_trees
-from benchmarks.state import SHAPES, Shape, available_memory, shape_of
+from benchmarks.lines import hindrance
+from benchmarks.measures import BenchmarkError, Samples
+from benchmarks.memory import available_memory
+from benchmarks.report import as_text, rows_of, write_page
 
-__all__ = ["main"]
-
-_SIZE, _REPEAT = 2.0, 5
-_DELTA_SIZE, _DELTA_REPEAT = 1.0, 3  # a whole GiB takes 9 s over its line
-_QUICK_SIZE, _QUICK_REPEAT = 0.25, 3
-_CONNECTIONS = min(4, os.cpu_count() or 4)  # as many as a transport has
-_COPIES = 5  # of the state dict, in all processes of a tree together, at most
-_ALL_SHAPES = ("http", "pg")
+_ROUNDS = 6  # the first one is discarded, and five pairs are the fewest for an interval
+_QUICK = 0.125
+_COPIES = 6  # of the largest state dict, in all processes of a tree together, at most
+_PAGE = Path("docs/reference")
+_NEED_ROOT = ("10g", "25g", "lossy", "cold", "delta")
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure what ``argv`` asks for; return the exit code.
 
-    0: it ran; 1: it could not run, missed a target that ``--check`` asked for, or is
-    slower than the runs that ``--history`` has.
+    0: it ran. 1: it could not run, it missed a target that ``--check`` asked for, or it
+    is slower than the runs that ``--history`` has.
     """
     options = _parse(argv)
-    report = Report(
-        machine=describe_machine(),
-        options={name: str(value) for name, value in vars(options).items()},
-    )
     worse: list[str] = []
     try:
-        _measure(report, options)
+        report = _read(options.from_) if options.from_ else _measure(options)
+        text = json.dumps(report, indent=1) + "\n"
         if options.json is not None:
-            options.json.write_text(json.dumps(as_json(report)) + "\n")
-        if options.plot is not None:
-            options.plot.write_text(as_svg(report))
+            options.json.write_text(text)
+        if options.page is not None:
+            (options.page / "benchmarks.json").write_text(text)
+            write_page(report, options.page)
         if options.history is not None:
-            run = as_json(report)
-            others = last_runs(run, options.history)
-            worse = slower(run, others)
-            file = keep(run, options.history)
+            others = last_runs(report, options.history)
+            worse = slower(report, others)
+            file = keep(report, options.history)
             sys.stderr.write(f"kept as {file}, compared with {len(others)} runs\n")
-    except (BenchmarkError, OSError) as error:
+    except (BenchmarkError, OSError, ValueError) as error:
         sys.stderr.write(f"benchmarks: {error}\n")
         return 1
-    sys.stdout.write(as_markdown(report) if options.markdown else as_text(report))
+    sys.stdout.write(as_text(report))
     sys.stderr.writelines(f"SLOWER: {line}\n" for line in worse)
-    return int(bool(worse) or (options.check and bool(report.missed)))
+    missed = any(row["verdict"] == "missed" for row in report["rows"])
+    return int(bool(worse) or (options.check and missed))
 
 
-def _measure(report: Report, options: argparse.Namespace) -> None:
-    size = int(options.size * 2**30)
+def _read(path: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(path.read_text())
+    if not report.keys() >= {"machine", "options", "rows", "cases"}:
+        raise ValueError(f"{path} was not written by --json")
+    return report
+
+
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
     trees = 1 if options.against is None else 2
-    needed, free = _COPIES * trees * size, available_memory()
+    sizes = {
+        name: int(CASES[name].mib * options.scale * 2**20) // 64 * 64
+        for name in options.cases
+    }
+    needed, free = _COPIES * trees * max(sizes.values()), available_memory()
     if needed > free:
         raise BenchmarkError(
             f"the benchmark needs {needed / 2**30:.1f} GiB of memory and "
-            f"{free / 2**30:.1f} GiB are available: choose a smaller --size"
+            f"{free / 2**30:.1f} GiB are available: choose a smaller --scale"
         )
-    plan = Plan(
-        size=size,
-        repeat=options.repeat,
-        connections=tuple(dict.fromkeys((1, options.connections))),
-        torchft=options.torchft and (has_torchft() or options.case == "checkpointer"),
-    )
-    # A small size makes one tensor of several shapes, which is measured once.
-    shapes: dict[tuple[int, int], Shape] = {}
-    for key in options.shapes:
-        shape = shape_of(key, size)
-        shapes.setdefault((shape.count, shape.tensor_bytes), shape)
-    case = CASES[options.case]
-    for shape in shapes.values():
+    report: dict[str, Any] = {
+        "machine": describe_machine(),
+        "options": {
+            "cases": options.cases,
+            "rounds": options.rounds,
+            "scale": options.scale,
+            "rivals": options.rivals,
+        },
+        "rows": [],
+        "cases": {},
+    }
+    for name, nbytes in sizes.items():
 
-        def note(text: str, shape: Shape = shape) -> None:
-            sys.stderr.write(f"{shape}, {text}\n")
-            sys.stderr.flush()
+        def note(text: str, name: str = name) -> None:
+            sys.stderr.write(f"{name}, {text}\n")
 
-        found = measure(case, shape, plan, options.against, note)
-        report.series[shape] = found
-        report.rows += [*case.rows(shape, found), *rows_of_trees(shape, found)]
-    order = list(dict.fromkeys(row.what for row in report.rows))
-    report.rows.sort(key=lambda row: order.index(row.what))
+        samples = measure(
+            CASES[name],
+            nbytes=nbytes,
+            rounds=options.rounds,
+            rivals=options.rivals,
+            against=options.against,
+            note=note,
+        )
+        rounded = {of: _rounded(them) for of, them in samples.items()}
+        report["cases"][name] = {"nbytes": nbytes, "samples": rounded}
+        report["rows"] += rows_of(name, rounded)
+    return report
+
+
+def _rounded(samples: Samples) -> Samples:
+    """Keep five digits of each figure: more would be noise, and megabytes of it."""
+    return [
+        each and {name: float(f"{value:.5g}") for name, value in each.items()}
+        for each in samples
+    ]
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -100,62 +116,55 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measure this source tree on this machine beside memcpy, raw "
-        "sockets and, where it is installed, torchft.",
+        "sockets, plain files, torch's checkpointers and torchft.",
+        epilog="cases: "
+        + "; ".join(f"{name}: {case.about}" for name, case in CASES.items()),
     )
     add = parser.add_argument
-    add("case", nargs="?", choices=CASES, default="http",
-        help="transfers over HTTP or a process group (pg), saving (checkpointer), what "
-        "a transfer costs the app that serves it (embedded) or a training loop "
-        "(trainer); as root: receives into memory that the host has taken back, over "
-        "10 Gb/s (cold), or of what has changed, over 1 Gb/s (delta)")  # fmt: skip
-    add("--size", type=_size, metavar="GIB", help=f"of a state dict; {_SIZE:g}")
-    add("--repeat", type=_count, metavar="N", help=f"of each candidate; {_REPEAT}")
-    add("--shapes", nargs="+", choices=SHAPES, help="of tensors; all, or 1m")
-    add("--connections", type=_count, default=_CONNECTIONS, metavar="N",
-        help="of raw copies, beside 1; as many as a receive has")  # fmt: skip
-    add("--quick", action="store_true",
-        help=f"{_QUICK_SIZE} GiB, {_QUICK_REPEAT} repeats")  # fmt: skip
+    add("cases", nargs="*", metavar="CASE", help="what to measure; all that can be")
+    add("--rounds", type=_count, default=_ROUNDS, metavar="N",
+        help=f"one of which is discarded; {_ROUNDS}")  # fmt: skip
+    add(
+        "--scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="of the state dicts' sizes",
+    )
+    add("--quick", action="store_true", help=f"the same as --scale {_QUICK}")
     add("--against", type=_tree, metavar="PATH",
         help="measure another source tree too, in the same rounds")  # fmt: skip
-    add("--no-torchft", dest="torchft", action="store_false", help="leave rivals out")
-    add("--json", type=Path, metavar="FILE",
-        help="write all samples there, and what the machine is")  # fmt: skip
+    add("--no-rivals", dest="rivals", action="store_false", help="leave rivals out")
+    add("--json", type=Path, metavar="FILE", help="write rows and all samples there")
+    add("--from", dest="from_", type=Path, metavar="FILE",
+        help="report what --json has written, instead of measuring")  # fmt: skip
+    add("--page", nargs="?", type=Path, const=_PAGE, metavar="DIR",
+        help=f"write the page there, with JSON and pictures; {_PAGE}")  # fmt: skip
     add("--history", type=Path, metavar="DIR",
-        help="keep the samples there, and compare with the last runs; exit with 1 if a "
-        "figure is over 10 %% slower")  # fmt: skip
-    add("--plot", type=Path, metavar="FILE.svg",
-        help="draw the rows there, beside what they are compared with")  # fmt: skip
-    add("--markdown", action="store_true", help="print tables for a document")
+        help="keep the run there, and compare it with the last ones")  # fmt: skip
     add("--check", action="store_true", help="exit with 1 if a target is missed")
     given = parser.parse_args(argv)
-    size, repeat = _SIZE, _REPEAT
-    if given.quick:
-        size, repeat = _QUICK_SIZE, _QUICK_REPEAT
-    elif given.case == "delta":
-        size, repeat = _DELTA_SIZE, _DELTA_REPEAT
-    given.size, given.repeat = given.size or size, given.repeat or repeat
-    default = SHAPES if given.case in _ALL_SHAPES else SHAPES[:1]
-    given.shapes = tuple(dict.fromkeys(given.shapes or default))
+    if unknown := [name for name in given.cases if name not in CASES]:
+        parser.error(f"unknown case {unknown[0]!r}: choose from {', '.join(CASES)}")
+    if not given.cases:
+        left_out = _NEED_ROOT if hindrance() else ()
+        given.cases = [name for name in CASES if name not in left_out]
+    given.scale = _QUICK if given.quick else given.scale
+    if not 1e-4 <= given.scale <= 1e3:
+        parser.error("--scale is a number from 0.0001 to 1000")
     return given
-
-
-def _size(text: str) -> float:
-    size = float(text)
-    if not 1 / 1024 <= size < 2**20:
-        raise argparse.ArgumentTypeError(f"{text} GiB is less than 1 MiB, or absurd")
-    return size
 
 
 def _count(text: str) -> int:
     count = int(text)
-    if not 1 <= count <= 1000:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 to 1000")
+    if not 2 <= count <= 1000:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 2 to 1000")
     return count
 
 
 def _tree(text: str) -> Path:
     if not (Path(text) / "aiockpt/__init__.py").is_file():
-        raise argparse.ArgumentTypeError(f"{text} is no source tree of aiockpt")
+        raise argparse.ArgumentTypeError(f"{text} is not a source tree of aiockpt")
     return Path(text).resolve()
 
 

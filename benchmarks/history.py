@@ -9,20 +9,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-__all__ = ["keep", "last_runs", "slower"]
-
 _LAST = 5  # runs that a new one is compared with
 _ENOUGH = 3  # runs without which chance decides
 _SLOWER = 1.1
 _MACHINE = ("cores", "memory", "Python", "torch")
-_OPTIONS = ("case", "size", "torchft")
+_OPTIONS = ("cases", "scale", "rivals")
 
 
 def keep(run: Mapping[str, Any], directory: Path) -> Path:
     """Write a run into the directory; return its file. Names sort by time."""
     directory.mkdir(parents=True, exist_ok=True)
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H%M%S.%f")
-    file = directory / f"{now}-{run['options']['case']}.json"
+    file = directory / f"{now}.json"
     file.write_text(json.dumps(run) + "\n")
     return file
 
@@ -53,17 +51,16 @@ def slower(run: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> list[
             continue
         usual = median(before)
         if cost > _SLOWER * usual and cost > max(before):
-            lines.append(
-                f"{': '.join(what)} is {cost / usual - 1:.0%} slower than the median "
-                f"of the last {len(before)} runs"
-            )
+            name, share = ": ".join(filter(None, what)), cost / usual - 1
+            runs = f"the median of the last {len(before)} runs"
+            lines.append(f"{name} is {share:.0%} slower than {runs}")
     return lines
 
 
-def _costs(run: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], float]]:
+def _costs(run: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], float]]:
     """Yield the figures that are times or speeds, as what grows when it gets slower."""
     for row in run["rows"]:
-        what = row["what"], row["shape"]
+        what = row["case"], row["what"], row["against"].partition(",")[0]
         if row["unit"] in ("s", "ms"):
             yield what, row["value"]
         elif row["unit"] == "GB/s" and (speed := row["ratio"] or row["value"]):

@@ -1,88 +1,216 @@
-"""Samples: how one is taken in a process, how candidates take turns, what many say."""
+"""Samples and what they say: rounds of turns, paired ratios, intervals, verdicts.
+
+A sample is one figure or several of one candidate in one round. The first round warms
+everything up and is discarded. Two candidates are compared by the ratios of their
+samples of the same round, so that a busy minute hits both. The interval of the median
+is that of order statistics: it assumes nothing about the distribution, and for ratios
+it is the same with and without logarithms. A verdict is given only where the whole
+interval lies on one side of the target.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
-from typing import NotRequired, TypedDict, TypeVar
-
-__all__ = [
-    "BenchmarkError",
-    "Candidate",
-    "Cost",
-    "Note",
-    "Sample",
-    "Series",
-    "Watch",
-    "best",
-    "percentile",
-    "take_turns",
-    "timed",
-]
+from typing import TypeVar
 
 T = TypeVar("T")
-Note = Callable[[str], None]
+Sample = dict[str, float]
+"""Figures by name; ``seconds`` is always there."""
+Samples = list[Sample | None]
+"""One sample for each round, the discarded first one included; None: not measured."""
+Cost = dict[str, float]
+"""What an act took in its process: ``seconds``, ``cpu`` seconds, the 99th percentile of
+the loop's ``lag`` in seconds, and when it ``began`` on the monotonic clock."""
 
-_PERIOD = 0.005  # seconds between the ticks of the task that watches a loop
-_HOPELESS = 1.5  # how many times slower than the best setting is not worth repeating
+WARM_UP = 1  # rounds that are not counted
+CONFIDENCE = 0.9
+_TRIES = 2  # counted rounds before a rival's setting may be dropped
+_HOPELESS = 1.5  # times slower than the best setting
+_PERIOD = 0.005  # seconds between the ticks that show how late a loop is
 
 
 class BenchmarkError(RuntimeError):
-    """A worker process could not do what it was asked, or the machine cannot."""
+    """A process could not do what it was asked, or the machine cannot."""
 
 
-class Cost(TypedDict):
-    """What one act took in its process, as it travels between processes.
+# ---------------------------------------------------------------- what samples say
 
-    ``lags`` says how late each tick of an unrelated task was. ``began`` is on the
-    system's monotonic clock, which all processes share.
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A median, and the interval that holds the true one with `CONFIDENCE`.
+
+    ``low`` and ``high`` are None where there are too few values for an interval.
     """
 
-    seconds: float
-    cpu: float
-    lags: list[float]
-    began: NotRequired[float]
+    value: float
+    low: float | None
+    high: float | None
+
+
+def counted(samples: Samples) -> list[Sample]:
+    """Return the samples that count."""
+    return [each for each in samples[WARM_UP:] if each is not None]
+
+
+def paired(ours: Samples, theirs: Samples, metric: str) -> list[float]:
+    """Return ours / theirs for each counted round that has both."""
+    rounds = list(zip(ours, theirs, strict=False))[WARM_UP:]
+    return [a[metric] / b[metric] for a, b in rounds if a and b and b[metric]]
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Return the median and its order-statistic interval, the narrowest that suffices.
+
+    The k-th smallest and the k-th largest of n values enclose the median unless fewer
+    than k values fall on one of its sides, which has a binomial probability. Five
+    values are the fewest that suffice.
+    """
+    ordered, n = sorted(values), len(values)
+    outside, k = 0.0, 0
+    while k < n // 2:
+        outside += 2 * math.comb(n, k) / 2**n
+        if outside > 1 - CONFIDENCE:
+            break
+        k += 1
+    if not k:
+        return Estimate(median(ordered), None, None)
+    return Estimate(median(ordered), ordered[k - 1], ordered[n - k])
+
+
+def verdict(
+    found: Estimate, *, at_least: float | None = None, at_most: float | None = None
+) -> str:
+    """Return ``ok``, ``missed`` or ``undecided``; empty if there is no target."""
+    if at_least is None and at_most is None:
+        return ""
+    if found.low is None or found.high is None:
+        return "undecided"
+    low, high = at_least or -math.inf, math.inf if at_most is None else at_most
+    if low <= found.low and found.high <= high:
+        return "ok"
+    return "missed" if found.high < low or found.low > high else "undecided"
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the smallest value that ``share`` of the values do not exceed, or 0."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(share * len(ordered)), 1) - 1] if ordered else 0.0
+
+
+# ---------------------------------------------------- how candidates take turns
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Something that is measured.
+
+    Attributes:
+        name: Its name.
+        run: Takes one sample.
+        rival: The rival that this is one of several settings of. A setting may fail,
+            and is dropped when it turns out hopeless.
+        ours: Whether it measures this library, so that another source tree has it too.
+    """
+
+    name: str
+    run: Callable[[], Sample]
+    rival: str = ""
+    ours: bool = False
+
+
+def take_turns(
+    candidates: Sequence[Candidate], rounds: int, note: Callable[[str], object]
+) -> dict[str, Samples]:
+    """Sample every candidate once in each round.
+
+    Every other round goes backwards, and every two rounds begin with another candidate,
+    so no candidate always runs after the same one.
+    """
+    found: dict[str, Samples] = {each.name: [] for each in candidates}
+    running = list(candidates)
+    for turn in range(rounds):
+        shift = turn // 2 % max(len(running), 1)
+        order = running[shift:] + running[:shift]
+        for each in order[::-1] if turn % 2 else order:
+            note(f"round {turn + 1} of {rounds}: {each.name}")
+            try:
+                found[each.name].append(each.run())
+            except BenchmarkError as error:
+                if not each.rival:
+                    raise
+                note(f"left out: {error}")
+                running.remove(each)
+        running = [each for each in running if not _is_dropped(each, running, found)]
+    padded = {
+        name: [*them, *[None] * (rounds - len(them))] for name, them in found.items()
+    }
+    return {name: them for name, them in padded.items() if counted(them)}
+
+
+def _is_dropped(
+    candidate: Candidate, all_: Sequence[Candidate], found: Mapping[str, Samples]
+) -> bool:
+    if not candidate.rival:
+        return False
+    settings = [
+        counted(found[each.name]) for each in all_ if each.rival == candidate.rival
+    ]
+    return is_hopeless(counted(found[candidate.name]), settings)
+
+
+def is_hopeless(
+    samples: Sequence[Sample], settings: Sequence[Sequence[Sample]]
+) -> bool:
+    """Return whether one setting of a rival is not worth another round.
+
+    It takes two counted rounds at least: the first may have met a busy moment.
+    """
+    if len(samples) < _TRIES:
+        return False
+
+    def typical(them: Sequence[Sample]) -> float:
+        return median(each["seconds"] for each in them)
+
+    return typical(samples) > _HOPELESS * min(
+        typical(them) for them in settings if them
+    )
+
+
+# ----------------------------------------------------- how one sample is taken
 
 
 class Watch:
-    """Counts seconds, CPU seconds and late ticks from `start` to `stop`."""
+    """Counts seconds, CPU seconds and late ticks of this process and its loop."""
 
     def __init__(self) -> None:
         self._lags: list[float] = []
+        self._began = self._cpu = 0.0
         self._ticking: asyncio.Task[None] | None = None
-        self._began = self._started = self._cpu = 0.0
 
     def start(self) -> None:
         """Count from now on."""
         self._lags = []
         self._ticking = asyncio.create_task(self._tick())
-        self._began = time.monotonic()
-        self._cpu, self._started = time.process_time(), time.perf_counter()
+        self._began, self._cpu = time.monotonic(), time.process_time()
 
     async def stop(self) -> Cost:
-        """Return what was counted.
-
-        The tick that was due at the end counts too, so a loop that was blocked all the
-        time has at least one.
-        """
-        seconds = time.perf_counter() - self._started
+        """Return what was counted; the tick that was due at the end counts too."""
+        seconds = time.monotonic() - self._began
         cpu = time.process_time() - self._cpu
         ticking, self._ticking = self._ticking, None
         if ticking is not None:
             ticking.cancel()
             with suppress(asyncio.CancelledError):
                 await ticking
-        return {
-            "seconds": seconds,
-            "cpu": cpu,
-            "lags": self._lags,
-            "began": self._began,
-        }
+        lag = percentile(self._lags, 0.99)
+        return {"seconds": seconds, "cpu": cpu, "lag": lag, "began": self._began}
 
     async def _tick(self) -> None:
         due = time.monotonic() + _PERIOD
@@ -93,8 +221,7 @@ class Watch:
                 self._lags.append(now - due)
                 due = now + _PERIOD
         finally:
-            if (late := time.monotonic() - due) > 0:
-                self._lags.append(late)
+            self._lags.append(max(time.monotonic() - due, 0.0))
 
 
 async def timed(act: Callable[[], Awaitable[T]]) -> tuple[T, Cost]:
@@ -106,159 +233,3 @@ async def timed(act: Callable[[], Awaitable[T]]) -> tuple[T, Cost]:
     finally:
         cost = await watch.stop()
     return result, cost
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One measurement of one candidate.
-
-    Attributes:
-        seconds: How long the receiver took (or the sender, if it is alone).
-        sender_cpu: CPU seconds of the sender's process meanwhile.
-        receiver_cpu: CPU seconds of the receiver's process meanwhile.
-        sender_lags: How late the ticks of the sender's loop were, in seconds.
-        receiver_lags: The same of the receiver's loop.
-        latencies: How long small requests took meanwhile, one by one.
-        figures: Other figures by name.
-    """
-
-    seconds: float
-    sender_cpu: float = 0.0
-    receiver_cpu: float = 0.0
-    sender_lags: Sequence[float] = ()
-    receiver_lags: Sequence[float] = ()
-    latencies: Sequence[float] = ()
-    figures: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """All samples of one candidate, which moves ``nbytes`` each time, or none."""
-
-    name: str
-    nbytes: int
-    samples: Sequence[Sample]
-
-    @property
-    def seconds(self) -> float:
-        """The median."""
-        return median(sample.seconds for sample in self.samples)
-
-    @property
-    def speed(self) -> float:
-        """The median in GB/s (10^9 bytes)."""
-        return self.nbytes / self.seconds / 1e9
-
-    @property
-    def speeds(self) -> tuple[float, float]:
-        """The slowest and the fastest sample in GB/s."""
-        seconds = [sample.seconds for sample in self.samples]
-        return self.nbytes / max(seconds) / 1e9, self.nbytes / min(seconds) / 1e9
-
-    @property
-    def sender_cost(self) -> float:
-        """CPU seconds of the sender per GB."""
-        return median(each.sender_cpu for each in self.samples) * 1e9 / self.nbytes
-
-    @property
-    def receiver_cost(self) -> float:
-        """CPU seconds of the receiver per GB."""
-        return median(each.receiver_cpu for each in self.samples) * 1e9 / self.nbytes
-
-    @property
-    def cost(self) -> float:
-        """CPU seconds of both ends per GB."""
-        spent = (each.sender_cpu + each.receiver_cpu for each in self.samples)
-        return median(spent) * 1e9 / self.nbytes
-
-    @property
-    def sender_lags(self) -> list[float]:
-        """The sender's ticks of all samples."""
-        return [lag for sample in self.samples for lag in sample.sender_lags]
-
-    @property
-    def receiver_lags(self) -> list[float]:
-        """The receiver's ticks of all samples."""
-        return [lag for sample in self.samples for lag in sample.receiver_lags]
-
-    @property
-    def latencies(self) -> list[float]:
-        """The small requests of all samples."""
-        return [took for sample in self.samples for took in sample.latencies]
-
-    def figure(self, name: str) -> float:
-        """Return the median of one of the other figures."""
-        return median(sample.figures[name] for sample in self.samples)
-
-
-def percentile(values: Iterable[float], share: float) -> float:
-    """Return what ``share`` of the values do not exceed; 0 if there are none."""
-    ordered = sorted(values)
-    rank = math.ceil(share * len(ordered))
-    return ordered[max(rank, 1) - 1] if ordered else 0.0
-
-
-def best(series: Mapping[str, Series], prefix: str) -> Series | None:
-    """Return the fastest series whose name starts with ``prefix``, if any."""
-    found = [each for name, each in series.items() if name.startswith(prefix)]
-    return min(found, key=lambda each: each.seconds, default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """Something that is measured.
-
-    Attributes:
-        name: Its name in the tables.
-        run: Takes one sample.
-        rivals: Names of all settings of the same thing, of which the best counts. Such
-            a candidate may fail. It is not repeated if the first round shows it more
-            than 1.5 times slower than the best.
-        once: Whether one sample is enough.
-        ours: Whether it measures this library, so that another source tree of it can
-            stand beside.
-        empty: Whether it moves no bytes, so that it has no speed.
-    """
-
-    name: str
-    run: Callable[[], Sample]
-    rivals: tuple[str, ...] = ()
-    once: bool = False
-    ours: bool = False
-    empty: bool = False
-
-
-def take_turns(
-    candidates: Sequence[Candidate], repeat: int, note: Note
-) -> dict[str, list[Sample]]:
-    """Sample every candidate ``repeat`` times, in rounds.
-
-    A busy moment of the machine then hits all of them. Every other round goes
-    backwards, and every two rounds begin with another candidate: what a disk or a cache
-    owes to the one before falls on nobody in particular.
-    """
-    samples: dict[str, list[Sample]] = {each.name: [] for each in candidates}
-    running = list(candidates)
-    for turn in range(repeat):
-        shift = turn // 2 % max(len(running), 1)
-        order = running[shift:] + running[:shift]
-        for candidate in order[::-1] if turn % 2 else order:
-            note(f"round {turn + 1} of {repeat}: {candidate.name}")
-            try:
-                samples[candidate.name].append(candidate.run())
-            except BenchmarkError as error:
-                if not candidate.rivals:
-                    raise
-                note(f"left out: {error}")
-        running = [each for each in running if _is_repeated(each, samples)]
-    return {name: found for name, found in samples.items() if found}
-
-
-def _is_repeated(candidate: Candidate, samples: Mapping[str, list[Sample]]) -> bool:
-    if candidate.once:
-        return False
-    if not candidate.rivals:
-        return True
-    own = samples[candidate.name]
-    firsts = [samples[name][0].seconds for name in candidate.rivals if samples[name]]
-    return bool(own) and own[0].seconds <= _HOPELESS * min(firsts)

@@ -1,16 +1,15 @@
-"""The references: copies in memory, raw sockets, plain files, and torchft's transport.
+"""The references: copies in memory, raw sockets, plain files, and torchft's transports.
 
 A raw receiver connects, says which bytes it wants, and receives them with blocking
 calls in as many threads as connections. It parses and verifies nothing: that is what
-the sockets of this machine can do. Sockets and copies can also digest what they move
-and do nothing else, which is what anybody who verifies could reach.
+the sockets of this machine can do. Copies and sockets can also digest what they move,
+which is the least that anybody who verifies must do.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
-import importlib.util
 import os
 import socket
 import struct
@@ -23,32 +22,16 @@ from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 from xxhash import xxh3_128
 
-from benchmarks.state import address_of
-
-__all__ = [
-    "TORCHFT_CHUNKS",
-    "RawServer",
-    "Torchft",
-    "fetch_raw",
-    "has_torchft",
-    "in_thread",
-    "memcpy",
-    "memcpy_and_digest",
-    "write_raw",
-]
+from benchmarks.memory import fresh, ready, touch
 
 T = TypeVar("T")
 
-TORCHFT_CHUNKS = (0, 4, 8)
-"""The values of ``num_chunks`` that are tried; the best one counts."""
-
-_CONGESTION = b"reno"  # what the library asks for on the way to the same host
 _PIECE = 4 << 20
-_BLOCK = 256 << 10  # is still in a core's own cache when it is digested
 _WRITE = 8 << 20
 _RANGE = struct.Struct("<QQ")
 _TIMEOUT = timedelta(seconds=300)
@@ -57,38 +40,33 @@ _THREADS = ThreadPoolExecutor(16, "benchmarks")
 
 async def in_thread(work: Callable[..., T], *arguments: object) -> T:
     """Return what ``work`` returns in a thread; nobody cancels a benchmark."""
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_THREADS, work, *arguments)
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, work, *arguments)
 
 
-# ---------------------------------------------------------------------- memory, disk
+def _set_congestion(listener: socket.socket, algorithm: str | None) -> None:
+    """Choose the congestion control of accepted sockets; None: the system's."""
+    if algorithm is not None:
+        with suppress(OSError, AttributeError):  # not on Linux, or not allowed
+            listener.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_CONGESTION, algorithm.encode()
+            )
 
 
-def memcpy(destination: memoryview, source: memoryview) -> float:
-    """Copy all of ``source`` in one thread; return the seconds."""
-    to, origin = address_of(destination), address_of(source)
-    started = time.perf_counter()
-    ctypes.memmove(to, origin, source.nbytes)
-    return time.perf_counter() - started
+# ---------------------------------------------------------------- memory and disk
 
 
-async def memcpy_and_digest(
-    destination: memoryview, source: memoryview, threads: int
-) -> float:
-    """Copy and digest all of ``source``, a part in each thread; return the seconds."""
-
-    def work(start: int) -> None:
-        to, origin, digest = address_of(destination), address_of(source), xxh3_128()
-        for at in range(start, min(start + size, source.nbytes), _BLOCK):
-            block = destination[at : min(at + _BLOCK, start + size)]
-            ctypes.memmove(to + at, origin + at, block.nbytes)
-            digest.update(block)
-
-    size = -(-source.nbytes // threads)
-    started = time.perf_counter()
-    starts = range(0, source.nbytes, size)
-    await asyncio.gather(*(in_thread(work, start) for start in starts))
-    return time.perf_counter() - started
+def copy(kind: str, source: memoryview) -> Callable[[], object]:
+    """Return what copies all of ``source`` by one ``memmove`` to memory of a kind."""
+    ready("warm", source.nbytes)
+    touched = kind == "touched"
+    destination = fresh("like ours" if touched else kind, source.nbytes)
+    if touched:
+        touch(destination)
+    to, origin = (
+        ctypes.addressof(ctypes.c_char.from_buffer(each))
+        for each in (destination, source)
+    )
+    return lambda: ctypes.memmove(to, origin, source.nbytes) and destination
 
 
 def write_raw(path: Path, memory: memoryview, *, fsync: bool) -> float:
@@ -97,9 +75,8 @@ def write_raw(path: Path, memory: memoryview, *, fsync: bool) -> float:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         os.posix_fallocate(fd, 0, len(memory))  # or large writes wait for the disk
-        rest = memory
-        while rest:
-            rest = rest[os.write(fd, rest[:_WRITE]) :]
+        while memory:
+            memory = memory[os.write(fd, memory[:_WRITE]) :]
         if fsync:
             os.fsync(fd)
         return time.perf_counter() - started
@@ -107,26 +84,18 @@ def write_raw(path: Path, memory: memoryview, *, fsync: bool) -> float:
         os.close(fd)
 
 
-# --------------------------------------------------------------------------- sockets
+# ---------------------------------------------------------------- raw sockets
 
 
 class RawServer:
     """Sends ranges of touched memory, each connection in a thread of its own."""
 
-    def __init__(self, memory: memoryview, host: str) -> None:
+    def __init__(self, memory: memoryview, host: str, congestion: str | None) -> None:
         self._memory = memory
         self._listener = socket.create_server((host, 0))
-        with suppress(OSError, AttributeError):  # accepted sockets inherit it
-            self._listener.setsockopt(
-                socket.IPPROTO_TCP, socket.TCP_CONGESTION, _CONGESTION
-            )
+        _set_congestion(self._listener, congestion)
+        self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
-
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        port: int = self._listener.getsockname()[1]
-        return port
 
     def close(self) -> None:
         """Accept no more; open connections get the rest."""
@@ -148,9 +117,9 @@ class RawServer:
 
 async def fetch_raw(
     address: tuple[str, int],
-    connections: int,
     memory: memoryview,
     *,
+    connections: int,
     digest: bool = False,
 ) -> None:
     """Receive all of ``memory``, a part of it over each connection."""
@@ -172,26 +141,22 @@ async def fetch_raw(
     await asyncio.gather(*(in_thread(work, start) for start in starts))
 
 
-# --------------------------------------------------------------------------- torchft
-
-
-def has_torchft() -> bool:
-    """Return whether torchft can be measured here."""
-    return importlib.util.find_spec("torchft") is not None
+# ---------------------------------------------------------------- torchft and torch
 
 
 class Torchft:
     """One HTTP transport of torchft."""
 
-    def __init__(self, num_chunks: int) -> None:
+    def __init__(self, num_chunks: int, congestion: str | None = None) -> None:
         module = import_module("torchft.checkpointing.http_transport")
         self._transport: Any = module.HTTPTransport(_TIMEOUT, num_chunks)
+        _set_congestion(self._transport._server.socket, congestion)  # noqa: SLF001
 
-    def send(self, state_dict: Mapping[str, torch.Tensor]) -> str:
+    def send(self, state_dict: Mapping[str, torch.Tensor], host: str) -> str:
         """Offer the state dict itself, which is not copied; return the metadata."""
         self._transport.send_checkpoint([1], 1, state_dict, _TIMEOUT)
-        metadata: str = self._transport.metadata()
-        return metadata
+        url = urlsplit(self._transport.metadata())  # which names the host
+        return f"{url.scheme}://{host}:{url.port}{url.path}"
 
     def receive(self, metadata: str) -> dict[str, torch.Tensor]:
         """Fetch what a peer offers."""
@@ -204,3 +169,25 @@ class Torchft:
         """Stop its server and its thread."""
         self._transport.disallow_checkpoint()
         self._transport.shutdown()
+
+
+_GROUP_MODULES = {
+    "torchft": "torchft.checkpointing.pg_transport",
+    "torch": "torch.distributed.checkpoint._pg_transport",
+}
+
+
+def group_end(
+    by: str, group: object, template: Mapping[str, torch.Tensor] | None = None
+) -> tuple[Callable[[Any], object], Callable[[], Any]]:
+    """Return ``(send, receive)`` of torchft's or torch's transport over a group."""
+    fill = None if template is None else (lambda: template)
+    made = import_module(_GROUP_MODULES[by]).PGTransport
+    end = made(group, _TIMEOUT, torch.device("cpu"), fill)
+    if by == "torch":  # it has the interface of torchft's without steps
+        return (lambda state: end.send_checkpoint([1], state)), (
+            lambda: end.recv_checkpoint(0)
+        )
+    return (lambda state: end.send_checkpoint([1], 1, state, _TIMEOUT)), (
+        lambda: end.recv_checkpoint(0, end.metadata(), 1, _TIMEOUT)
+    )

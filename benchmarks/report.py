@@ -1,244 +1,294 @@
-"""What was measured: rows with their targets, as text, as Markdown, as JSON."""
+"""What was measured, as rows: for a terminal, a page, its pictures, a comparison."""
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from html import escape
+from pathlib import Path
+from statistics import median
+from string import Template
 from typing import Any
 
-from benchmarks.measures import Series, percentile
-from benchmarks.state import Shape
+from benchmarks.cases import CASES, OTHER_TREE, Row
+from benchmarks.measures import Samples, counted, estimate, paired, verdict
 
-__all__ = [
-    "OTHER_TREE",
-    "Report",
-    "Row",
-    "as_json",
-    "as_markdown",
-    "as_text",
-    "rows_of_trees",
-    "speed_row",
-]
+Found = Mapping[str, Any]
+"""One row with what was found: a JSON object."""
 
-OTHER_TREE = "other tree: "
-"""What the names of another source tree's candidates begin with."""
-
-_OF_OTHER_TREE = 0.9
-_ROWS = ("what", "tensors", "aiockpt", "compared with", "ratio", "target", "")
-_DETAILS = (
-    "what",
-    "tensors",
-    "GB/s",
-    "slowest to fastest",
-    "CPU s/GB sender",
-    "receiver",
-    "lag p99 (max) ms sender",
-    "receiver",
-)
+_OF_OTHER_TREE = 0.9  # of its speed, at least
+_SPEEDS = {"speed": "GB/s", "staged speed": "GB/s"}
+_PAGE = Path(__file__).with_name("page.md")
+_HEAD = ("case", "what", "aiockpt", "beside it", "ratio", "target", "verdict")
+_GAP = "not measured"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One figure.
-
-    Attributes:
-        what: What was measured.
-        shape: Of what.
-        value: The median.
-        unit: Its unit.
-        reference: What it is compared with, if anything.
-        reference_value: In the same unit.
-        at_least: What the ratio should reach, if anything.
-        at_most: What the value should not exceed, if anything.
-        ratio_at_most: What the ratio should not exceed, if anything.
-    """
-
-    what: str
-    shape: str
-    value: float
-    unit: str
-    reference: str = ""
-    reference_value: float | None = None
-    at_least: float | None = None
-    at_most: float | None = None
-    ratio_at_most: float | None = None
-
-    @property
-    def ratio(self) -> float | None:
-        """The value by the reference's; None where less is better."""
-        if self.at_most is not None or not self.reference_value:
-            return None
-        return self.value / self.reference_value
-
-    @property
-    def missed(self) -> bool:
-        """Whether there is a target, and it was not reached."""
-        ratio = self.ratio or 0.0
-        return (
-            (self.at_least is not None and ratio < self.at_least)
-            or (self.at_most is not None and self.value > self.at_most)
-            or (self.ratio_at_most is not None and ratio > self.ratio_at_most)
-        )
-
-    @property
-    def target(self) -> str:
-        """The target in words; empty if there is none."""
-        if self.at_least is not None:
-            return f"at least {self.at_least:g}"
-        if self.ratio_at_most is not None:
-            return f"at most {self.ratio_at_most:g}"
-        return "" if self.at_most is None else f"at most {self.at_most:g} {self.unit}"
-
-    @property
-    def verdict(self) -> str:
-        """``ok`` or ``MISSED``; empty if there is no target."""
-        return ("MISSED" if self.missed else "ok") if self.target else ""
+# ---------------------------------------------------------------- rows of samples
 
 
-def speed_row(
-    shape: Shape, what: str, ours: Series, reference: Series, target: float = 0.0
-) -> Row:
-    """Return a row that compares speeds; without ``target``, for information."""
-    return Row(
-        what=what,
-        shape=str(shape),
-        value=ours.speed,
-        unit="GB/s",
-        reference=reference.name,
-        reference_value=reference.speed,
-        at_least=target or None,
-    )
-
-
-def rows_of_trees(shape: Shape, found: Mapping[str, Series]) -> Iterator[Row]:
-    """Yield each candidate beside the same one of the other source tree, if any.
-
-    Speeds are compared, so more is better; figures are compared as they are.
-    """
-    for name, ours in found.items():
-        theirs = found.get(OTHER_TREE + name)
-        if theirs is None:
+def rows_of(case: str, samples: Mapping[str, Samples]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a case whose candidates were measured."""
+    for row in [*CASES[case].rows, *_rows_of_trees(samples)]:
+        ours = _best(samples, row.ours, row.metric)
+        theirs = _best(samples, row.against, row.metric) if row.against else ""
+        if ours is None or theirs is None:
             continue
-        if ours.nbytes:
-            yield speed_row(shape, name, ours, theirs, _OF_OTHER_TREE)
-        for figure in ours.samples[0].figures:
-            yield Row(
-                what=f"{name}: {figure}",
-                shape=str(shape),
-                value=ours.figure(figure),
-                unit="",
-                reference=theirs.name,
-                reference_value=theirs.figure(figure),
-            )
+        values = [each[row.metric] for each in counted(samples[ours])]
+        found = estimate(values)
+        beside = None
+        if theirs:
+            ratios = paired(samples[ours], samples[theirs], row.metric)
+            if not ratios:
+                continue
+            found = estimate(ratios)
+            beside = median(each[row.metric] for each in counted(samples[theirs]))
+        yield {
+            "case": case,
+            "what": row.what,
+            "ours": ours,
+            "against": theirs,
+            "metric": row.metric,
+            "unit": row.unit,
+            "value": median(values),
+            "beside": beside,
+            "ratio": found.value if theirs else None,
+            "low": found.low,
+            "high": found.high,
+            "at_least": row.at_least,
+            "at_most": row.at_most,
+            "verdict": verdict(found, at_least=row.at_least, at_most=row.at_most),
+        }
 
 
-@dataclass(slots=True)
-class Report:
-    """Everything that one run found."""
+def _best(samples: Mapping[str, Samples], name: str, metric: str) -> str | None:
+    """Return the candidate, or the best setting of a rival, of that name."""
+    if name in samples:
+        return name
 
-    machine: Mapping[str, str]
-    options: Mapping[str, object]
-    rows: list[Row] = field(default_factory=list)
-    series: dict[Shape, Mapping[str, Series]] = field(default_factory=dict)
+    def typical(setting: str) -> float:
+        return median(each["seconds"] for each in counted(samples[setting]))
 
-    @property
-    def missed(self) -> list[Row]:
-        """The rows whose targets were not reached."""
-        return [row for row in self.rows if row.missed]
-
-
-def as_json(report: Report) -> dict[str, Any]:
-    """Return the report with all its samples."""
-    return {
-        "machine": dict(report.machine),
-        "options": dict(report.options),
-        "rows": [
-            {**asdict(row), "ratio": row.ratio, "verdict": row.verdict}
-            for row in report.rows
-        ],
-        "samples": {
-            shape.key: {
-                name: [asdict(sample) for sample in series.samples]
-                for name, series in found.items()
-            }
-            for shape, found in report.series.items()
-        },
-    }
+    settings = [
+        each
+        for each, them in samples.items()
+        if each.startswith(f"{name}, num_chunks=") and metric in counted(them)[0]
+    ]
+    return min(settings, key=typical, default=None)
 
 
-def as_text(report: Report) -> str:
+def _rows_of_trees(samples: Mapping[str, Samples]) -> Iterator[Row]:
+    """Yield what compares each candidate with that of the other source tree."""
+    for name in samples:
+        other = OTHER_TREE + name
+        if other in samples:
+            for metric in counted(samples[name])[0]:
+                target = _OF_OTHER_TREE if metric in _SPEEDS else None
+                unit = _SPEEDS.get(metric, "")
+                yield Row(f"{name}: {metric}", name, other, metric, unit, target)
+
+
+# ---------------------------------------------------------------- tables
+
+
+def _cells(row: Found) -> list[str]:
+    interval = ""
+    if row["low"] is not None:
+        interval = f" ({_short(row['low'])} to {_short(row['high'])})"
+    unit, ours = row["unit"], _short(row["value"])
+    of = "" if row["ratio"] is None else "ratio "
+    target = ""
+    if row["at_least"] is not None:
+        target = f"{of}at least {row['at_least']:g}"
+    elif row["at_most"] is not None:
+        target = f"{of}at most {row['at_most']:g}"
+    compared = row["ratio"] is not None
+    return [
+        row["case"],
+        row["what"],
+        f"{ours}{'' if compared else interval} {unit}".rstrip(),
+        f"{row['against']}: {_short(row['beside'])} {unit}".rstrip()
+        if compared
+        else "",
+        f"{_short(row['ratio'])}{interval}" if compared else "",
+        target,
+        row["verdict"],
+    ]
+
+
+def _short(value: float) -> str:
+    """Write three digits that count, and no exponent."""
+    if not value:
+        return "0"
+    digits = max(2 - math.floor(math.log10(abs(value))), 0)
+    return f"{value:,.{min(digits, 4)}f}"
+
+
+def as_text(report: Mapping[str, Any]) -> str:
     """Return the report for a terminal."""
-    machine = ", ".join(f"{name} {value}" for name, value in report.machine.items())
-    tables = [_aligned(head, cells) for head, cells in _tables(report)]
-    return "\n\n".join([machine, *tables]) + "\n"
-
-
-def as_markdown(report: Report) -> str:
-    """Return the report for a document."""
-    machine = "; ".join(f"{name} {value}" for name, value in report.machine.items())
-    tables = [_piped(head, cells) for head, cells in _tables(report)]
-    return "\n\n".join([machine, *tables]) + "\n"
-
-
-def _tables(
-    report: Report,
-) -> Iterator[tuple[Sequence[str], list[list[str]]]]:
-    yield _ROWS, [_row_cells(row) for row in report.rows]
-    yield (
-        _DETAILS,
-        [
-            [series.name, str(shape), *_speed_cells(series), *_lag_cells(series)]
-            for shape, found in report.series.items()
-            for series in found.values()
-        ],
-    )
-
-
-def _row_cells(row: Row) -> list[str]:
-    reference = ""
-    if row.reference_value is not None:
-        reference = f"{row.reference}: {row.reference_value:.2f} {row.unit}".rstrip()
-    return [
-        row.what,
-        row.shape,
-        f"{row.value:.2f} {row.unit}".rstrip(),
-        reference,
-        "" if row.ratio is None else f"{row.ratio:.2f}",
-        row.target,
-        row.verdict,
-    ]
-
-
-def _speed_cells(series: Series) -> list[str]:
-    if not series.nbytes:
-        return [""] * 4
-    slowest, fastest = series.speeds
-    return [
-        f"{series.speed:.2f}",
-        f"{slowest:.2f} to {fastest:.2f}",
-        f"{series.sender_cost:.2f}" if series.sender_lags else "",
-        f"{series.receiver_cost:.2f}" if series.receiver_lags else "",
-    ]
-
-
-def _lag_cells(series: Series) -> list[str]:
-    return [
-        f"{1e3 * percentile(lags, 0.99):.1f} ({1e3 * max(lags):.1f})" if lags else ""
-        for lags in (series.sender_lags, series.receiver_lags)
-    ]
-
-
-def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [head, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) for cell, width in zip(line, widths, strict=True)
-        ).rstrip()
+    lines = [_HEAD, *(_cells(row) for row in report["rows"])]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         for line in lines
+    ]
+    return "\n".join([_machine(report), "", *(line.rstrip() for line in table)]) + "\n"
+
+
+def _machine(report: Mapping[str, Any]) -> str:
+    return "; ".join(f"{name} {value}" for name, value in report["machine"].items())
+
+
+def _markdown(rows: Iterable[Sequence[str]]) -> str:
+    lines = [_HEAD, ["---"] * len(_HEAD), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+# ---------------------------------------------------------------- the page
+
+
+def write_page(report: Mapping[str, Any], directory: Path) -> None:
+    """Write the benchmarks page and its two pictures."""
+    rows = [_cells(row) for row in report["rows"]]
+    verdicts = [row["verdict"] for row in report["rows"] if row["verdict"]]
+    absent = [name for name in CASES if name not in report["cases"]]
+    rows += [[name, CASES[name].about, _GAP, "", "", "", ""] for name in absent]
+    rows.append(["GPU", "stage from a device, load to it, NCCL", _GAP, "", "", "", ""])
+    text = Template(_PAGE.read_text()).substitute(
+        machine="\n".join(textwrap.wrap(_machine(report), 110)),
+        rounds=report["options"]["rounds"],
+        pairs=report["options"]["rounds"] - 1,
+        scale=f"{report['options']['scale']:g}",
+        table=_markdown(rows),
+        **{name: str(verdicts.count(name)) for name in ("ok", "missed", "undecided")},
+    )
+    (directory / "benchmarks.md").write_text(text)
+    (directory / "benchmarks-ratios.svg").write_text(picture_of_ratios(report["rows"]))
+    star = picture_of_star(report["cases"].get("star", {}).get("samples", {}))
+    (directory / "benchmarks-star.svg").write_text(star)
+
+
+# ---------------------------------------------------------------- pictures
+
+_WIDTH, _MARGIN, _LINE = 860, 16, 18
+_LEFT = 470  # where the axis of ratios begins
+_SPAN = (-2.0, 6.0)  # powers of two on it
+_STYLE = """\
+text { font: 12px system-ui, sans-serif; fill: #1f2328 }
+.small { font-size: 11px; fill: #59636e }
+.grid { stroke: #d1d9e0; fill: none }
+.one { stroke: #59636e; fill: none }
+.ok { stroke: #1a7f37; fill: #1a7f37 }
+.missed { stroke: #cf222e; fill: #cf222e }
+.undecided { stroke: #9a6700; fill: #9a6700 }
+.plain { stroke: #0969da; fill: #0969da }
+.raw { stroke: #818b98; fill: #818b98 }
+polyline { fill: none; stroke-width: 2 }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3 }
+  .small { fill: #9198a1 }
+  .grid { stroke: #3d444d }
+  .one { stroke: #9198a1 }
+}"""
+
+
+def _svg(title: str, height: float, parts: Iterable[str]) -> str:
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height:g}" '
+        f'viewBox="0 0 {_WIDTH} {height:g}" role="img">'
+    )
+    style = f"<style>\n{_STYLE}\n</style>"
+    return "\n".join(
+        [head, f"<title>{escape(title)}</title>", style, *parts, "</svg>\n"]
     )
 
 
-def _piped(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+    return (
+        f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">'
+        f"{escape(text)}</text>"
+    )
+
+
+def _segment(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
+    ends = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
+    return f'<line class="{kind}" {ends}/>'
+
+
+def picture_of_ratios(rows: Iterable[Found]) -> str:
+    """Draw each ratio of speeds with its interval and its target, on one axis."""
+    drawn = [
+        row
+        for row in rows
+        if row["ratio"]
+        and row["metric"] in _SPEEDS
+        and OTHER_TREE not in row["against"]
+    ]
+    bottom = _MARGIN + _LINE * (len(drawn) + 1)
+
+    def at(ratio: float) -> float:
+        low, high = _SPAN
+        power = min(max(math.log2(max(ratio, 1e-9)), low), high)
+        return _LEFT + (power - low) / (high - low) * (_WIDTH - _MARGIN - _LEFT)
+
+    parts = []
+    for power in range(int(_SPAN[0]), int(_SPAN[1]) + 1):
+        x = at(2.0**power)
+        parts.append(_segment("one" if not power else "grid", x, _MARGIN, x, bottom))
+        parts.append(_text(x, bottom + 14, f"{2.0**power:g}", "small", "middle"))
+    for number, row in enumerate(drawn, 1):
+        y, kind = _MARGIN + _LINE * number, row["verdict"] or "plain"
+        name = f"{row['case']}: {row['what']} / {row['against']}"
+        parts.append(_text(_LEFT - 8, y + 4, name, "small", "end"))
+        if row["low"] is not None:
+            parts.append(_segment(kind, at(row["low"]), y, at(row["high"]), y))
+        parts.append(
+            f'<circle class="{kind}" cx="{at(row["ratio"]):.1f}" cy="{y}" r="4"/>'
+        )
+        if row["at_least"] is not None:
+            x = at(row["at_least"])
+            parts.append(_segment("one", x, y - 7, x, y + 7))
+    title = "How many times the speed of what stands beside it"
+    return _svg(title, bottom + 2 * _LINE, parts)
+
+
+def picture_of_star(samples: Mapping[str, Samples]) -> str:
+    """Draw the speed of all receivers together, by their number."""
+    height, top, left = 300, 24, 60
+    series: dict[str, list[tuple[int, float]]] = {
+        "aiockpt": [],
+        "raw": [],
+        "torchft": [],
+    }
+    for name, prefix in (("aiockpt", ""), ("raw", "raw, "), ("torchft", "torchft, ")):
+        for count in (1, 2, 4, 8):
+            found = _best(samples, f"{prefix}{count} at once", "speed")
+            if found is not None:
+                speed = median(each["speed"] for each in counted(samples[found]))
+                series[name].append((count, speed))
+    most = max((speed for line in series.values() for _, speed in line), default=1.0)
+    bottom = height - 40
+
+    def point(count: int, speed: float) -> tuple[float, float]:
+        across = math.log2(count) / 3 * (_WIDTH - 220 - left)
+        return left + across, bottom - speed / most * (bottom - top)
+
+    parts = [_text(left, top - 8, "GB/s, all receivers together", "small")]
+    for share in (0.0, 0.5, 1.0):
+        y = point(1, share * most)[1]
+        parts.append(_segment("grid", left, y, _WIDTH - 160, y))
+        parts.append(_text(left - 8, y + 4, f"{share * most:.1f}", "small", "end"))
+    for count in (1, 2, 4, 8):
+        name = f"{count} receiver{'s' * (count > 1)}"
+        parts.append(_text(point(count, 0)[0], bottom + 18, name, "small", "middle"))
+    for (name, line), kind in zip(
+        series.items(), ("plain", "raw", "missed"), strict=True
+    ):
+        if line:
+            points = [point(*each) for each in line]
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+            parts.append(f'<polyline class="{kind}" points="{path}"/>')
+            x, y = points[-1]
+            label = {"raw": "raw sockets"}.get(name, name)
+            parts.append(_text(x + 8, y + 4, label, "small"))
+    return _svg("One sender and one to eight receivers", height, parts)

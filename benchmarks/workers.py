@@ -1,12 +1,12 @@
-"""Worker processes: how a case starts and asks one, and what runs inside it.
+"""Processes that do one end of what is measured.
 
-``python -m benchmarks.worker ROLE`` reads commands from its standard input, one JSON
-object a line, ``{"do": name, "with": {...}}``. It answers ``{"ok": value}`` or
-``{"error": text}`` on its standard output and ends with its input. Whatever prints
-meanwhile prints to the standard error.
+``Worker`` starts one. It runs this file, reads commands from its standard input, one
+JSON object a line, ``{"do": name, "with": {...}}``, and answers ``{"ok": value}`` or
+``{"error": text}``. It ends with its input. What it prints goes to the standard error.
 
-The process imports ``aiockpt`` from a source tree of the caller's choice. If that tree
-has benchmarks of its own, those run there: they know its interface.
+These benchmarks always run, but ``aiockpt`` may come from another source tree. The
+process's main thread is for training; commands are obeyed in another thread, as the
+transports of a trainer under torchft work.
 """
 
 from __future__ import annotations
@@ -17,76 +17,68 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from benchmarks.measures import BenchmarkError
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-__all__ = ["HERE", "Worker", "all_cores_but_one"]
+from benchmarks.measures import BenchmarkError
 
 HERE = Path(__file__).resolve().parents[1]
 """The source tree that these benchmarks belong to."""
 
 _PATIENCE = 30.0
-_PINNED = (
-    "import os, sys; "
-    "os.sched_setaffinity(0, map(int, sys.argv[1].split(','))); "
-    "os.execv(sys.argv[2], sys.argv[2:])"
-)
 
 
-def all_cores_but_one() -> Sequence[str]:
-    """Return a command that runs another one on all cores but the first.
-
-    It is empty where there is one core, or where the system does not let us choose.
-    """
-    if not hasattr(os, "sched_setaffinity"):
-        return ()
-    others = sorted(os.sched_getaffinity(0))[1:]
-    if not others:
-        return ()
-    return (sys.executable, "-c", _PINNED, ",".join(map(str, others)))
+def all_cores_but_one() -> list[int]:
+    """Return the cores of this process without the first, or all if there is one."""
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[1:] or cores
 
 
 class Worker:
-    """A process with a role; use it in a ``with`` block.
+    """A process; use it in a ``with`` block.
 
     Args:
-        role: A key of ``ROLES`` in ``benchmarks.ends``.
+        kind: ``module:class`` of the object whose methods are the commands.
         tree: The source tree to import ``aiockpt`` from.
         inside: A command that runs the process.
-        own_session: Whether the process gets a session of its own, as other jobs have:
-            Linux may share busy cores among sessions first (autogroups).
+        cores: The cores that it may use; all, if empty.
+        nice: What is added to its niceness.
+        own_session: Whether it gets a session of its own, as other jobs have: Linux may
+            share busy cores among sessions first (autogroups).
     """
 
     def __init__(
         self,
-        role: str,
+        kind: str = "benchmarks.ends:End",
         tree: Path = HERE,
         *,
         inside: Sequence[str] = (),
+        cores: Sequence[int] = (),
+        nice: int = 0,
         own_session: bool = False,
     ) -> None:
-        self._role = role
         self._doing = ""
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by __exit__
-        known = os.environ.get("PYTHONPATH", "")
-        path = os.pathsep.join(filter(None, (str(tree), str(HERE), known)))
+        settings = json.dumps({"cores": [*cores], "nice": nice})
+        script = str(Path(__file__).resolve())
         self._process = subprocess.Popen(
-            [*inside, sys.executable, "-m", "benchmarks.worker", role],
+            [*inside, sys.executable, script, kind, str(tree), settings],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
             start_new_session=own_session,
-            env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
         )
 
     def __repr__(self) -> str:
-        return f"<Worker {self._role} pid={self._process.pid}>"
+        return f"<Worker pid={self._process.pid}>"
 
     def __enter__(self) -> Self:
         return self
@@ -110,7 +102,7 @@ class Worker:
         return self.finish()
 
     def begin(self, do: str, **arguments: object) -> None:
-        """Start a command, for commands that two processes run together."""
+        """Start a command, for commands that several processes run together."""
         assert self._process.stdin is not None
         self._doing = do
         with suppress(BrokenPipeError):
@@ -126,40 +118,46 @@ class Worker:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise BenchmarkError(f"the {self._role} has ended: {self._last_words()}")
+            self._process.wait(_PATIENCE)
+            self._errors.seek(0)
+            words = " | ".join(self._errors.read().split("\n")[-4:]).strip(" |")
+            raise BenchmarkError(f"a process has ended: {words or 'it said nothing'}")
         answer = json.loads(line)
         if "error" in answer:
-            what = f"the {self._role} could not {self._doing}"
-            raise BenchmarkError(f"{what}: {answer['error']}")
+            raise BenchmarkError(
+                f"a process could not {self._doing}: {answer['error']}"
+            )
         return answer["ok"]
 
-    def _last_words(self) -> str:
-        self._process.wait(_PATIENCE)
-        self._errors.seek(0)
-        lines = self._errors.read().split("\n")
-        return " | ".join(lines[-4:]).strip(" |") or "it printed nothing"
+
+# ---------------------------------------------------------------- inside the process
 
 
-# -------------------------------------------------------------- inside the process
-
-
-def main(role: str) -> None:
-    """Obey commands until the input ends."""
-    from benchmarks.ends import ROLES, Trainer, train_beside
-
+def main(kind: str, tree: str, settings: str) -> None:
+    """Obey commands in a thread until the input ends; train in this one if told to."""
+    chosen = json.loads(settings)
+    if chosen["cores"]:
+        os.sched_setaffinity(0, chosen["cores"])
+    os.nice(chosen["nice"])
+    sys.path.insert(0, tree)  # benchmarks is imported already, so only aiockpt follows
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    with answers:
-        if role == "trainer":  # its main thread trains, and another one obeys
-            train_beside(
-                lambda loop: asyncio.run(_obey(partial(Trainer, loop), answers))
-            )
-        else:
-            asyncio.run(_obey(ROLES[role], answers))
+    training = import_module("benchmarks.training").Training()
+    module, _, name = kind.partition(":")
+
+    def obey() -> None:
+        try:
+            asyncio.run(_obey(getattr(import_module(module), name)(training), answers))
+        finally:
+            training.close()
+
+    thread = threading.Thread(target=obey, name="benchmarks")
+    thread.start()
+    training.run()
+    thread.join()
 
 
-async def _obey(make: Any, answers: TextIO) -> None:
-    end = make()
+async def _obey(end: Any, answers: TextIO) -> None:
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
@@ -177,4 +175,4 @@ async def _obey(make: Any, answers: TextIO) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -11,18 +11,18 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.history import keep, last_runs, slower
 
-RECEIVE = "receive: 1 MiB"
+RECEIVE = "http: receive"
 MACHINE = {"cores": "2", "memory": "24 GiB", "Python": "3.11.7", "torch": "2.13.0"}
 
 
 def run(
-    value: float, *, unit: str = "s", ratio: float | None = None, size: str = "1.0"
+    value: float, *, unit: str = "s", ratio: float | None = None, scale: float = 1.0
 ) -> dict[str, Any]:
     """Return a run with one figure."""
-    what = {"what": "receive", "shape": "1 MiB"}
+    what = {"case": "http", "what": "receive", "against": "raw" if ratio else ""}
     return {
         "machine": {**MACHINE, "date": "today"},
-        "options": {"case": "http", "size": size, "torchft": "False"},
+        "options": {"cases": ["http"], "scale": scale, "rivals": True},
         "rows": [{**what, "value": value, "unit": unit, "ratio": ratio}],
     }
 
@@ -48,7 +48,7 @@ def test_a_speed_counts_by_its_reference() -> None:
     before = [run(4.0, unit="GB/s", ratio=0.8)] * 3
     assert slower(run(2.0, unit="GB/s", ratio=0.8), before) == []
     assert slower(run(4.0, unit="GB/s", ratio=0.6), before) == [
-        "receive: 1 MiB is 33% slower than the median of the last 3 runs"
+        "http: receive: raw is 33% slower than the median of the last 3 runs"
     ]
 
 
@@ -68,27 +68,22 @@ def test_the_last_five_runs_of_the_same_kind_count(tmp_path: Path) -> None:
     """Those of another size do not, nor what is older."""
     for value in range(7):
         keep(run(float(value)), tmp_path)
-    keep(run(99.0, size="2.0"), tmp_path)
+    keep(run(99.0, scale=2.0), tmp_path)
     found = [other["rows"][0]["value"] for other in last_runs(run(0.0), tmp_path)]
     assert found == [6, 5, 4, 3, 2]
 
 
-@pytest.mark.timeout(180)  # processes import torch
 def test_a_slower_run_fails_and_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole program, against runs that no machine can reach."""
-    history = tmp_path / "history"
-    tiny = ("--size", "0.004", "--repeat", "1", "--no-torchft", "--shapes", "1m")
-    assert main(["pg", *tiny, "--history", str(history)]) == 0
-    [kept] = history.iterdir()
-    before = json.loads(kept.read_text())
-    for row in before["rows"]:
-        if row["unit"] == "GB/s":
-            row["ratio"] = 1e6
-    keep(before, history)
-    keep(before, history)
-    kept.write_text(json.dumps(before))
-    assert main(["pg", *tiny, "--history", str(history)]) == 1
-    assert "SLOWER: receive into fresh memory" in capsys.readouterr().err
+    """A failure of the whole program names the figure."""
+    history, file = tmp_path / "history", tmp_path / "run.json"
+    for _ in range(3):
+        keep(run(1.0), history)
+    found = run(2.0) | {"cases": {}}
+    found["rows"][0] |= dict.fromkeys(("low", "high", "at_least", "at_most"))
+    found["rows"][0] |= {"verdict": ""}
+    file.write_text(json.dumps(found))
+    assert main(["--from", str(file), "--history", str(history)]) == 1
+    assert "SLOWER: http: receive is 100% slower" in capsys.readouterr().err
     assert len(list(history.iterdir())) == 4

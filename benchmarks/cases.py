@@ -1,0 +1,640 @@
+"""The cases: who measures what, and the rows that are made of it.
+
+A case is a generator that starts processes and yields lists of candidates, which take
+turns, and a table of rows. A row compares a figure of one candidate with that of
+another one, or with a limit. Everything is measured beside what could be reached: raw
+sockets with as many connections and the same congestion control, copies in memory,
+plain files, and the rivals in the best of their settings.
+"""
+
+from __future__ import annotations
+
+import csv
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import aiockpt
+from benchmarks.lines import Line, lossy, shaped
+from benchmarks.measures import Candidate, Cost, Sample, Samples, take_turns
+from benchmarks.workers import HERE, Worker, all_cores_but_one
+
+OTHER_TREE = "other tree: "
+"""What the names of another source tree's candidates begin with."""
+
+Phases = Generator[list[Candidate], None, None]
+
+_MIB = 1 << 20
+_SOCKETS = aiockpt.Receive().connections  # of a receive, and of raw receivers
+_RENO = "reno"  # what the library asks for on the way to the same host
+_CHUNKS = (0, 4, 8)  # settings of torchft's num_chunks
+_NICEST = 19  # of a server process
+_IDLE = 0.5  # seconds
+_UNTIL_COLD = 6.0  # seconds; a host is told of free pages every 2 s
+_START = 3.0  # seconds in which a checkpoint process starts, as before a first save
+_SLOW = 100_000  # tensors take torchft half a minute
+_ALONE, _SERVED, _BOTH, _TURNS = 0.3, 0.5, 0.5, 3  # of training and serving
+_PUBLISHED, _EVERY = 3, 0.8  # steps that followers get, and seconds between them
+_STAR = (1, 2, 4, 8)  # receivers at once
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure.
+
+    Attributes:
+        what: What was measured.
+        ours: The candidate.
+        against: Another candidate, or a rival, whose best setting counts.
+        metric: The figure of the samples.
+        unit: Its unit.
+        at_least: What the ratio, or the figure itself if it is compared with nothing,
+            should reach.
+        at_most: What it should not exceed.
+    """
+
+    what: str
+    ours: str
+    against: str = ""
+    metric: str = "speed"
+    unit: str = "GB/s"
+    at_least: float | None = None
+    at_most: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is measured by ``phases``, of a state dict of ``mib`` MiB."""
+
+    about: str
+    mib: int
+    phases: Callable[[Setup], Phases]
+    rows: Sequence[Row]
+
+
+class Setup:
+    """Processes of one source tree; ends them with its ``with`` block."""
+
+    def __init__(self, tree: Path, nbytes: int, *, rivals: bool) -> None:
+        self.tree, self.nbytes = tree, nbytes
+        self.rivals = rivals
+        self.chunks = _CHUNKS if rivals and find_spec("torchft") else ()
+        self.stack = ExitStack()
+
+    def __enter__(self) -> Setup:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stack.close()
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Tensors of 1 MiB, or one if there is less."""
+        each = min(self.nbytes, _MIB) // 8 * 8
+        return {"count": self.nbytes // each, "each": each}
+
+    def worker(self, **options: Any) -> Worker:
+        """Return a process that knows the shape."""
+        worker = self.stack.enter_context(Worker(tree=self.tree, **options))
+        worker.call("prepare", **self.shape)
+        return worker
+
+    def pair(self, line: Line | None = None) -> Pair:
+        """Return a sender and a receiver, at the ends of a line if there is one."""
+        if line is None:
+            return Pair(self, self.worker(), [self.worker()])
+        with line.near():
+            sender = self.worker()
+        with line.far():
+            receiver = self.worker(inside=line.inside)
+        return Pair(self, sender, [receiver], line.address, None)
+
+
+class Pair:
+    """A sender and its receivers, and what most cases measure between them."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        sender: Worker,
+        receivers: Sequence[Worker],
+        host: str = "127.0.0.1",
+        congestion: str | None = _RENO,
+    ) -> None:
+        self.setup, self.sender, self.receivers = setup, sender, receivers
+        self.nbytes = setup.nbytes
+        self._host, self._congestion = host, congestion
+        self._sources: dict[str, Any] = {}
+
+    def offer(self, by: str, **options: Any) -> Any:
+        """Return where the sender offers the state dict in this way."""
+        key = repr((by, options))
+        if key not in self._sources:
+            options["host"] = self._host
+            self._sources[key] = self.sender.call("offer", by=by, **options)
+        return self._sources[key]
+
+    def reshape(self, *, count: int, each: int) -> None:
+        """Move a state dict of another shape from now on."""
+        self._sources, self.nbytes = {}, count * each
+        for end in (self.sender, *self.receivers):
+            end.call("prepare", count=count, each=each)
+
+    def received(
+        self,
+        by: str,
+        source: Any,
+        memory: Any = "touched",
+        count: int = 1,
+        **options: Any,
+    ) -> Sample:
+        """Have ``count`` receivers receive at once; return what it cost both ends."""
+        receivers = self.receivers[:count]
+        for each in receivers:
+            each.call("ready", condition=memory)
+        if grouped := by == "group":
+            self.sender.begin("send_to_group", by=source)
+        else:
+            self.sender.call("watch")
+        for each in receivers:
+            each.begin("receive", by=by, source=source, **options)
+        costs: list[Cost] = [each.finish()[0] for each in receivers]
+        theirs = self.sender.finish() if grouped else self.sender.call("watched")
+        return _sample(self.nbytes, costs, theirs)
+
+    def ours(self, name: str, **options: Any) -> Candidate:
+        """Return a receive by this library."""
+        lent = {"same_host": True} if "same_host" in options else {}
+        source = self.offer("aiockpt", **lent)
+        run = partial(self.received, "aiockpt", source, **options)
+        return Candidate(name, run, ours=True)
+
+    def raw(self, name: str, *, system: bool = False, **options: Any) -> Candidate:
+        """Return raw sockets, with our congestion control or with the system's."""
+        source = self.offer("raw", congestion=None if system else self._congestion)
+        run = partial(self.received, "raw", source, connections=_SOCKETS, **options)
+        return Candidate(name, run)
+
+    def torchft(
+        self, name: str = "torchft", *, system: bool = False, **options: Any
+    ) -> list[Candidate]:
+        """Return the settings of torchft, if it takes part."""
+        offer = partial(
+            self.offer, "torchft", congestion=None if system else self._congestion
+        )
+
+        def run(chunks: int) -> Callable[[], Sample]:
+            return partial(
+                self.received, "torchft", offer(num_chunks=chunks), **options
+            )
+
+        return [Candidate(_setting(name, n), run(n), name) for n in self.setup.chunks]
+
+    def sent(self, name: str, do: str, **options: Any) -> Candidate:
+        """Return what the sender does alone."""
+
+        def run() -> Sample:
+            return _sample(self.nbytes, [self.sender.call(do, **options)])
+
+        return Candidate(name, run, ours=do == "stage")
+
+
+def _setting(name: str, chunks: int) -> str:
+    return f"{name}, num_chunks={chunks}"
+
+
+def _sample(nbytes: int, costs: Sequence[Cost], sender: Cost | None = None) -> Sample:
+    """Return the figures of receives that ran at once."""
+    began = min(cost["began"] for cost in costs)
+    seconds = max(cost["began"] + cost["seconds"] for cost in costs) - began
+    gigabytes = nbytes * len(costs) / 1e9
+    found = {
+        "seconds": seconds,
+        "ms": 1e3 * seconds,
+        "speed": gigabytes / seconds,
+        "cpu": (sum(cost["cpu"] for cost in costs)) / gigabytes,
+        "lag, receiving": 1e3 * max(cost["lag"] for cost in costs),
+    }
+    if sender is not None:
+        found["cpu"] += sender["cpu"] / gigabytes
+        found["lag, sending"] = 1e3 * sender["lag"]
+    return found
+
+
+# ------------------------------------------------------ receives over loopback
+
+
+def _http(setup: Setup) -> Phases:
+    pair = setup.pair()
+
+    def idle() -> Sample:
+        pair.sender.call("watch")
+        mine: Cost = pair.receivers[0].call("idle", seconds=_IDLE)
+        return _sample(setup.nbytes, [mine], pair.sender.call("watched"))
+
+    fresh: dict[str, Any] = {"memory": "warm"}
+    yield [
+        Candidate("idle", idle),
+        pair.ours("fresh", **fresh),
+        pair.raw("raw, fresh", kind="like ours", **fresh),
+        pair.raw("raw, fresh, system's", kind="like ours", system=True, **fresh),
+        *pair.torchft(**fresh),
+        *pair.torchft("torchft, system's", system=True, **fresh),
+    ]
+    yield [
+        pair.ours("in place", in_place=True),
+        pair.raw("raw, in place"),
+        pair.raw("raw and digests, in place", digest=True),
+    ]
+    yield [
+        pair.sent("copy beside them", "copy", kind="touched"),
+        pair.ours("shared", same_host=True),
+        pair.ours("copied", same_host=True, in_place=True),
+    ]
+    yield [
+        pair.sent("copy, fresh", "copy", kind="like ours"),
+        pair.sent("copy, touched", "copy", kind="touched"),
+        pair.sent("stage, new", "stage", used=False),
+        pair.sent("stage, used", "stage", used=True),
+    ]
+
+
+def _tensors(setup: Setup) -> Phases:
+    """Yield few large tensors, and many small ones."""
+    pair = setup.pair()
+    for name, count, each in (
+        ("large", 4, setup.nbytes // 4 // 8 * 8),
+        ("10,000", 10_000, 4096),
+        ("100,000", 100_000, 4096),
+    ):
+        pair.reshape(count=min(count, max(setup.nbytes // each, 1)), each=each)
+        yield [
+            pair.ours(f"{name}, fresh", memory="warm"),
+            pair.ours(f"{name}, in place", in_place=True),
+            pair.raw(f"{name}, raw, in place"),
+            *(pair.torchft(f"{name}, torchft", memory="warm") if count < _SLOW else ()),
+        ]
+
+
+def _star(setup: Setup) -> Phases:
+    receivers = [setup.worker() for _ in range(max(_STAR))]
+    pair = Pair(setup, setup.worker(), receivers)
+    yield [
+        each
+        for count in _STAR
+        for each in (
+            pair.ours(f"{count} at once", count=count, in_place=True),
+            pair.raw(f"raw, {count} at once", count=count),
+            *pair.torchft(f"torchft, {count} at once", count=count),
+        )
+    ]
+
+
+# ---------------------------------------------------------------- receives over lines
+
+
+def _shaped(rate: str, setup: Setup) -> Phases:
+    pair = setup.pair(setup.stack.enter_context(shaped(rate)))
+    yield [
+        pair.ours("fresh", memory="warm"),
+        pair.ours("in place", in_place=True),
+        pair.raw("raw, in place"),
+        pair.raw("raw, fresh", kind="like ours", memory="warm"),
+        *pair.torchft(memory="warm"),
+    ]
+
+
+def _lossy(setup: Setup) -> Phases:
+    pair = setup.pair(setup.stack.enter_context(lossy(0.01, 0.01)))
+    yield [
+        pair.ours("in place", in_place=True),
+        pair.raw("raw, in place"),
+        *pair.torchft(),
+    ]
+
+
+def _cold(setup: Setup) -> Phases:
+    """Yield receives into memory that the host has taken back."""
+    pair = setup.pair(setup.stack.enter_context(shaped("10gbit")))
+    yield [
+        pair.ours("fresh", memory=_UNTIL_COLD),
+        pair.raw("raw, in place"),
+        pair.raw("raw, huge pages", kind="huge", memory=_UNTIL_COLD),
+        pair.raw("raw, small pages", kind="small", memory=_UNTIL_COLD),
+        *pair.torchft(memory=_UNTIL_COLD),
+    ]
+
+
+def _delta(setup: Setup) -> Phases:
+    """Yield receives of what has changed only."""
+    pair = setup.pair(setup.stack.enter_context(shaped("1gbit")))
+    yield [
+        pair.ours("all", in_place=True, memory="as it is"),
+        *(
+            pair.ours(name, in_place=True, memory="as it is", changed=share)
+            for name, share in (("none", 0.0), ("some", 0.02), ("every", 1.0))
+        ),
+        pair.ours("some, fresh", memory="as it is", changed=0.02),
+    ]
+
+
+# ---------------------------------------------------------------- beside other work
+
+
+def _trainer(setup: Setup) -> Phases:
+    """Yield everybody who serves beside a training loop, one after the other.
+
+    Each has a session, as other jobs have. The receiver, which would be on another
+    host, leaves one core alone.
+    """
+    apart: dict[str, Any] = {"own_session": True}
+    trainer = setup.worker(**apart)
+    elsewhere, nicest = setup.worker(**apart), setup.worker(**apart, nice=_NICEST)
+    receiver = setup.worker(**apart, cores=all_cores_but_one())
+
+    def alone() -> float:
+        trainer.call("train")
+        began = time.monotonic()
+        time.sleep(_ALONE)
+        ended = time.monotonic()
+        trainer.call("rest")
+        speed: float = trainer.call("trained", began=began, ended=ended)["speed"]
+        return speed
+
+    def run(
+        sender: Worker, by: str, offer: dict[str, Any], take: dict[str, Any]
+    ) -> Sample:
+        source = sender.call("offer", by=by, **offer)
+        receive = partial(receiver.call, "receive", by=by, source=source, **take)
+        try:
+            receiver.call("ready", condition="touched")
+            receive()  # connections and threads are no part of it
+            idle: list[Cost] = receive(seconds=_SERVED)
+            turns = []
+            before = alone()
+            for _ in range(_TURNS):
+                trainer.call("train")
+                costs: list[Cost] = receive(seconds=_BOTH)
+                trainer.call("rest")
+                window = {
+                    "began": costs[0]["began"],
+                    "ended": costs[-1]["began"] + costs[-1]["seconds"],
+                }
+                beside = trainer.call("trained", **window)
+                after = alone()
+                turns.append(((before + after) / 2, beside, costs))
+                before = after
+        finally:
+            sender.call("retract")
+        return trained(setup.nbytes, idle, turns)
+
+    ours, sockets = {"in_place": True}, {"connections": _SOCKETS}
+    by, process = "aiockpt", {"process": True}
+    reno, rival = {"congestion": _RENO}, "torchft"
+    yield [
+        Candidate(
+            "server process", partial(run, trainer, by, process, ours), ours=True
+        ),
+        Candidate("server in the loop", partial(run, trainer, by, {}, ours), ours=True),
+        Candidate("unrelated, nice", partial(run, nicest, by, {}, ours)),
+        Candidate("raw, nice", partial(run, nicest, "raw", reno, sockets)),
+        Candidate("raw, not nice", partial(run, elsewhere, "raw", reno, sockets)),
+        *(
+            Candidate(
+                _setting(rival, number),
+                partial(run, trainer, rival, {"num_chunks": number, **reno}, {}),
+                rival,
+            )
+            for number in setup.chunks
+        ),
+    ]
+
+
+def trained(
+    nbytes: int,
+    idle: Sequence[Cost],
+    turns: Sequence[tuple[float, Mapping[str, float], Sequence[Cost]]],
+) -> Sample:
+    """Return the receives beside a training loop, and what they cost each other.
+
+    Each turn is the loop's usual speed, its progress, and the receives meanwhile.
+    """
+    costs = [cost for _, _, them in turns for cost in them]
+    shares = [1 - beside["speed"] / usual for usual, beside, _ in turns]
+    served = [
+        them[-1]["began"] + them[-1]["seconds"] - them[0]["began"]
+        for _, _, them in turns
+    ]
+    lost = sum(share * seconds for share, seconds in zip(shares, served, strict=True))
+    seconds = mean(cost["seconds"] for cost in costs)
+    return {
+        "seconds": seconds,
+        "speed": nbytes / seconds / 1e9,
+        "kept": 100 * mean(cost["seconds"] for cost in idle) / seconds,
+        "lost": 100 * mean(shares),
+        "waited": 100 * mean(beside["waited"] for _, beside, _ in turns),
+        "stall": 1e3 * max(beside["stall"] for _, beside, _ in turns),
+        "price": 1e3 * lost / (len(costs) * nbytes / 1e9),
+    }
+
+
+def _followers(setup: Setup) -> Phases:
+    """Yield followers of a trainer whose server process publishes again and again."""
+    trainer = setup.worker(own_session=True)
+    followers = [setup.worker(own_session=True) for _ in range(4)]
+    source = trainer.call("offer", by="aiockpt", process=True)
+
+    def run(count: int, changed: float) -> Sample:
+        step = trainer.call("step")
+        trainer.call("train")
+        began = time.monotonic()
+        for each in followers[:count]:
+            each.begin("follow", source=source, until=step + _PUBLISHED)
+        steps = trainer.call("publish", times=_PUBLISHED, every=_EVERY, changed=changed)
+        arrivals = [each.finish() for each in followers[:count]]
+        ended = time.monotonic()
+        trainer.call("rest")
+        beside = trainer.call("trained", began=began, ended=ended)
+        sent = {each["step"]: each["began"] for each in steps}
+        came = [each for them in arrivals for each in them if each["step"] in sent]
+        seconds = [each["usable"] - sent[each["step"]] for each in came]
+        return {
+            "seconds": median(seconds),
+            "ms": 1e3 * median(seconds),
+            "slowest": 1e3 * max(seconds),
+            "send": 1e3 * median(each["published"] - each["began"] for each in steps),
+            "stall": 1e3 * beside["stall"],
+            "skipped": float(count * _PUBLISHED - len(came)),
+            "MB": mean(each["nbytes"] for each in came) / 1e6,
+        }
+
+    yield [
+        Candidate(name, partial(run, count, changed), ours=True)
+        for name, count, changed in (
+            ("1 follower", 1, 1.0),
+            ("4 followers", 4, 1.0),
+            ("4 followers, little changed", 4, 0.02),
+        )
+    ]
+
+
+# ---------------------------------------------------------------- saving and groups
+
+
+def _saver(setup: Setup) -> tuple[Worker, Callable[..., Candidate]]:
+    """Return what makes candidates of a process that saves in a new directory."""
+    place = tempfile.TemporaryDirectory(prefix="benchmarks-", dir=Path.cwd())
+    saver = Worker("benchmarks.savers:Saver", setup.tree)
+    setup.stack.enter_context(place)
+    setup.stack.enter_context(saver)
+    saver.call("prepare", **setup.shape, place=place.name)
+
+    def run(do: str, **arguments: Any) -> Sample:
+        found: Sample = saver.call(do, **arguments)
+        seconds = found["seconds"]
+        return found | {
+            "ms": 1e3 * seconds,
+            "speed": setup.nbytes / seconds / 1e9,
+            "staged speed": setup.nbytes / found.get("staged", seconds) / 1e9,
+        }
+
+    def make(name: str, do: str, rival: str = "", **arguments: Any) -> Candidate:
+        ours = name.startswith("aiockpt")
+        return Candidate(name, partial(run, do, **arguments), rival, ours=ours)
+
+    return saver, make
+
+
+def _saving(setup: Setup) -> Phases:
+    saver, make = _saver(setup)
+    yield [
+        make("copy, touched", "copy", kind="touched"),
+        make("raw, fsync", "write", how="raw, fsync"),
+        make("aiockpt", "save", by="aiockpt"),
+        make("copy, small pages", "copy", kind="small"),
+        make("aiockpt, first", "save", by="aiockpt", first=_START),
+    ]
+    rivals = ("torch.save", "safetensors") if setup.rivals else ()
+    yield [
+        make("raw", "write", how="raw"),
+        make("aiockpt, here", "write", how="aiockpt"),
+        *(make(how, "write", how, how=how) for how in rivals),
+    ]
+    saver.call("keep")
+    loaders = ("torch.load", "safetensors") if setup.rivals else ()
+    yield [
+        make("copy, fresh", "copy", kind="like ours"),
+        make("aiockpt, load", "load", how="aiockpt"),
+        make("aiockpt, mapped", "load", how="mapped"),
+        make("aiockpt, one", "load", how="one"),
+        *(make(f"{how}, load", "load", how, how=how) for how in loaders),
+    ]
+
+
+def _background(setup: Setup) -> Phases:
+    """Yield saves beside training, ours and torch's."""
+    from benchmarks.savers import TORCH_SAVERS
+
+    _, make = _saver(setup)
+    ours = ("aiockpt", "aiockpt, nice=0")
+    rivals = TORCH_SAVERS if setup.rivals else {}
+    yield [
+        *(make(name, "save", by=name, beside=_ALONE) for name in ours),
+        *(make(name, "save", name, by=name, beside=_ALONE) for name in rivals),
+    ]
+
+
+def _group(setup: Setup) -> Phases:
+    """Yield transfers over a process group of gloo."""
+    pair = setup.pair()
+    rivals = ["torch"] * setup.rivals + ["torchft"] * bool(setup.chunks)
+    everyone = ["aiockpt", *rivals]
+    with tempfile.TemporaryDirectory() as directory:
+        for by in everyone:
+            pair.sender.begin("join", directory=directory, by=by, rank=0)
+            pair.receivers[0].call("join", directory=directory, by=by, rank=1)
+            pair.sender.finish()
+
+    def candidate(by: str, **how: Any) -> Candidate:
+        name = f"{by}, {'in place' if how['in_place'] else 'fresh'}"
+        run = partial(pair.received, "group", by, **how)
+        return Candidate(name, run, "" if by == "aiockpt" else by, by == "aiockpt")
+
+    yield [candidate(by, in_place=False, memory="warm") for by in everyone]
+    yield [
+        *(candidate(by, in_place=True) for by in everyone),
+        pair.raw("raw, in place"),
+    ]
+
+
+# ---------------------------------------------------------------- the table of cases
+
+
+def _rows() -> Iterator[tuple[str, Row]]:
+    with Path(__file__).with_name("rows.csv").open(newline="") as table:
+        for line in csv.DictReader(table):
+            case, target = line.pop("case"), line.pop("target")
+            sign, _, limit = target.partition(" ")
+            limits = [float(limit) if sign == side else None for side in (">=", "<=")]
+            yield case, Row(**line, at_least=limits[0], at_most=limits[1])
+
+
+CASES: Mapping[str, Case] = {
+    name: Case(about, mib, phases, [row for case, row in _rows() if case == name])
+    for name, mib, phases, about in (
+        ("http", 1024, _http, "receives over loopback, staging, memory of one host"),
+        ("tensors", 512, _tensors, "few large tensors, and many small ones"),
+        ("star", 256, _star, "one to eight receivers of one sender at once"),
+        ("10g", 512, partial(_shaped, "10gbit"), "receives over 10 Gb/s; as root"),
+        ("25g", 512, partial(_shaped, "25gbit"), "receives over 25 Gb/s; as root"),
+        ("lossy", 32, _lossy, "receives over 20 ms and 1 % loss; as root"),
+        ("cold", 512, _cold, "over 10 Gb/s into memory that the host took; as root"),
+        ("delta", 512, _delta, "of what has changed, over 1 Gb/s; as root"),
+        ("trainer", 1024, _trainer, "what serving costs a training loop"),
+        ("followers", 256, _followers, "followers of a trainer that publishes"),
+        ("saving", 512, _saving, "saves and loads below the working directory"),
+        ("background", 128, _background, "saves beside training, ours and torch's"),
+        ("pg", 512, _group, "transfers over a process group of gloo"),
+    )
+}
+
+
+def measure(
+    case: Case,
+    *,
+    nbytes: int,
+    rounds: int,
+    rivals: bool,
+    against: Path | None,
+    note: Callable[[str], object],
+) -> dict[str, Samples]:
+    """Return the samples of a case by candidate.
+
+    With another source tree, its processes run beside ours, and its candidates take
+    turns with ours; their names begin with `OTHER_TREE`.
+
+    Raises:
+        BenchmarkError: a process could not do what it was asked, or the machine cannot.
+    """
+    found: dict[str, Samples] = {}
+    trees = [HERE] if against is None else [HERE, against]
+    with ExitStack() as stack:
+        setups = [
+            stack.enter_context(Setup(tree, nbytes, rivals=rivals)) for tree in trees
+        ]
+        for ours, *others in zip(*map(case.phases, setups), strict=True):
+            named = [
+                replace(each, name=OTHER_TREE + each.name)
+                for other in others
+                for each in other
+                if each.ours
+            ]
+            found |= take_turns([*ours, *named], rounds, note)
+    return found

@@ -1,0 +1,121 @@
+"""Slow lines between two processes of this machine, in network namespaces.
+
+`Shaped` is a virtual cable with a token bucket (``tc tbf``). `lossy` delays and loses
+packets of a TUN link. Both need Linux, root and iproute2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+from benchmarks.measures import BenchmarkError
+
+_PATIENCE = 20.0
+_numbers = itertools.count(10 * os.getpid())  # so that one process may have several
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Two ends of a line.
+
+    Attributes:
+        address: Where the sender listens.
+        near: Gives a context in which the sender's process is started.
+        far: Gives one for the receiver's process.
+        inside: A command that runs the receiver's process, if that is needed.
+    """
+
+    address: str
+    near: Callable[[], AbstractContextManager[None]] = nullcontext
+    far: Callable[[], AbstractContextManager[None]] = nullcontext
+    inside: tuple[str, ...] = ()
+
+
+def hindrance() -> str:
+    """Return why this process cannot have a line; empty if it may."""
+    if missing := [name for name in ("ip", "tc") if shutil.which(name) is None]:
+        return f"a line needs {' and '.join(missing)}, of the package iproute2"
+    return "" if os.geteuid() == 0 else "a line needs root, for a network namespace"
+
+
+@contextmanager
+def shaped(rate: str) -> Iterator[Line]:
+    """Give a line of a rate as ``tc`` writes it: ``10gbit``.
+
+    Raises:
+        BenchmarkError: the system does not let us.
+    """
+    if why := hindrance():
+        raise BenchmarkError(why)
+    number = next(_numbers)
+    near, far, space = f"ckpt{number}a", f"ckpt{number}b", f"aiockpt-{number}"
+    here, there = (f"10.213.{number % 256}.{end}" for end in (1, 2))
+    try:
+        for command in (
+            f"ip netns add {space}",
+            f"ip link add {near} type veth peer name {far} netns {space}",
+            f"ip addr add {here}/30 dev {near}",
+            f"ip link set {near} up",
+            f"ip -n {space} addr add {there}/30 dev {far}",
+            f"ip -n {space} link set {far} up",
+            f"tc qdisc add dev {near} root tbf rate {rate} burst 4m latency 50ms",
+        ):
+            done = _call(command)
+            if done.returncode:
+                raise BenchmarkError(f"{command}: {done.stderr.strip()}")
+        yield Line(here, inside=("ip", "netns", "exec", space))
+    finally:
+        for command in (f"ip link del {near}", f"ip netns del {space}"):
+            _call(command)
+
+
+def _call(command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command.split(), capture_output=True, text=True, timeout=_PATIENCE, check=False
+    )
+
+
+@contextmanager
+def lossy(delay: float, loss: float) -> Iterator[Line]:
+    """Give a line with a delay in seconds, one way, and a share of lost packets.
+
+    Raises:
+        BenchmarkError: the system does not let us.
+    """
+    from aiockpt.testing.processes import FaultUnavailableError
+    from tests.support.link import Link
+
+    ready, over = threading.Event(), asyncio.Event()
+    found: list[Link | Exception] = []
+
+    async def carry() -> None:
+        try:
+            async with Link(delay=delay, loss=loss) as link:
+                found.append(link)
+                ready.set()
+                await over.wait()
+        except FaultUnavailableError as error:
+            found.append(error)
+        ready.set()
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_until_complete, args=(carry(),))
+    thread.start()
+    try:
+        ready.wait()
+        (link,) = found
+        if isinstance(link, Exception):
+            raise BenchmarkError(str(link))
+        yield Line(link.near_address, link.near.entered, link.far.entered)
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join()
+        loop.close()

@@ -1,0 +1,70 @@
+"""A training loop in plain Python, and what others cost it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+Moment = tuple[float, float]
+"""When a step ended: on the clock of the system, and of its thread, in seconds."""
+
+_OPERATIONS = 2000  # of a step, which then takes a tenth of a millisecond
+
+
+class Training:
+    """Steps of plain Python between `begin` and `end`, in the thread of `run`."""
+
+    def __init__(self) -> None:
+        self._wanted = threading.Event()
+        self._ends: list[Moment] | None = None
+        self._closed = False
+
+    def run(self) -> None:
+        """Make steps whenever they are wanted, until `close`."""
+        while not self._closed:
+            self._wanted.wait()
+            self._wanted.clear()
+            ends = self._ends
+            while ends is not None and self._ends is ends:
+                total = 0
+                for number in range(_OPERATIONS):
+                    total += number * number
+                ends.append((time.monotonic(), time.thread_time()))
+
+    def begin(self) -> None:
+        """Train from now on."""
+        self._ends = []
+        self._wanted.set()
+
+    def end(self) -> Sequence[Moment]:
+        """Train no more; return when each step ended."""
+        ends, self._ends = self._ends, None
+        return ends or ()
+
+    def close(self) -> None:
+        """Let `run` return."""
+        self._closed = True
+        self.end()
+        self._wanted.set()
+
+
+def progress(ends: Sequence[Moment], began: float, ended: float) -> dict[str, float]:
+    """Return how far a loop got between two times of the system's clock.
+
+    ``speed`` is in steps per second. ``stall`` is the longest time in which no step
+    ended. ``waited`` is the share of the time in which the thread did not run, because
+    others had its core or its interpreter's lock.
+    """
+    inside = [end for end in ends if began <= end[0] <= ended]
+    at = [began, *(end[0] for end in inside), ended]
+    waited = 1.0
+    if len(inside) > 1:
+        passed, ran = (b - a for a, b in zip(inside[0], inside[-1], strict=True))
+        waited = max(1 - ran / passed, 0.0)
+    return {
+        "speed": len(inside) / (ended - began),
+        "stall": max(after - before for before, after in pairwise(at)),
+        "waited": waited,
+    }

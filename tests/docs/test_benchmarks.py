@@ -1,0 +1,487 @@
+"""The benchmarks run, their figures and verdicts are right, and the page is theirs.
+
+How fast anything is, no test asks.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from benchmarks import __main__ as program
+from benchmarks import cases, ends, report, savers
+from benchmarks.cases import CASES, OTHER_TREE
+from benchmarks.lines import Line, hindrance, shaped
+from benchmarks.measures import (
+    BenchmarkError,
+    Candidate,
+    Sample,
+    Samples,
+    estimate,
+    paired,
+    percentile,
+    take_turns,
+    verdict,
+)
+from benchmarks.memory import cut, looks_right, numbered
+from benchmarks.training import Moment, progress
+from benchmarks.workers import HERE, Worker
+
+MIB = 1 << 20
+PAGE = Path(__file__).parents[2] / "docs/reference"
+SVG = "{http://www.w3.org/2000/svg}"
+RIVAL = "async_save, thread"  # the others take long to start
+
+needs_root = pytest.mark.skipif(bool(hindrance()), reason=hindrance())
+
+
+def samples(*seconds: float | None, **figures: float) -> Samples:
+    """Return a discarded round, and rounds that move a GB in these seconds."""
+    rounds: Samples = []
+    for each in (1e9, *seconds):
+        alike = {"seconds": each or 1.0, "cpu": each or 1.0, "ms": 1e3 * (each or 1.0)}
+        rounds.append(alike | {"speed": 1 / each} | figures if each else None)
+    return rounds
+
+
+# ------------------------------------------------------------------- what samples say
+
+
+@pytest.mark.parametrize("count", range(1, 40))
+def test_an_interval_is_the_narrowest_order_statistics_that_suffice(count: int) -> None:
+    """Nine tenths of all samples have the true median inside; four have no interval."""
+    found = estimate(range(count))
+    assert found.value == (count - 1) / 2
+    if count < 5:
+        assert found.low is found.high is None
+        return
+    assert found.low is not None
+    k = int(found.low) + 1
+
+    def coverage(k: int) -> float:
+        inside = sum(math.comb(count, each) for each in range(k, count - k + 1))
+        return inside / 2**count
+
+    assert coverage(k) >= 0.9 > coverage(k + 1)
+    assert found.high == count - k
+
+
+@pytest.mark.parametrize(
+    ("at_least", "at_most", "expected"),
+    [
+        *((1.0, None, "ok"), (1.1, None, "undecided"), (1.5, None, "missed")),
+        *((None, 1.4, "ok"), (None, 1.2, "undecided"), (None, 0.9, "missed")),
+        *((None, 0.0, "missed"), (None, None, "")),
+    ],
+)
+def test_a_verdict_needs_the_whole_interval(
+    at_least: float | None, at_most: float | None, expected: str
+) -> None:
+    """On one side of the target; else it is undecided, as without an interval."""
+    values = [1.0, 1.1, 1.2, 1.3, 1.4]
+    target = {"at_least": at_least, "at_most": at_most}
+    assert verdict(estimate(values), **target) == expected
+    assert verdict(estimate(values[1:]), **target) == ("undecided" if expected else "")
+
+
+def test_ratios_are_of_one_round_and_the_first_one_is_discarded() -> None:
+    """A round that one of both lacks gives none."""
+    ours, theirs = samples(1.0, None, 4.0), samples(2.0, 3.0, 2.0)
+    assert paired(ours, theirs, "seconds") == [0.5, 2.0]
+    assert paired(ours, samples(1.0), "seconds") == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "expected"),
+    [([], 0.99, 0), ([7], 0.99, 7), (range(100, 0, -1), 0.99, 99), ([1, 2], 1.0, 2)],
+)
+def test_a_percentile_is_one_of_the_values(
+    values: Sequence[float], share: float, expected: float
+) -> None:
+    """Nearest rank: no value is made up between two."""
+    assert percentile(values, share) == expected
+
+
+def test_candidates_take_turns_and_hopeless_settings_stop() -> None:
+    """Forwards and backwards, and after two rounds beside the discarded one."""
+    order = []
+
+    def candidate(name: str, seconds: float, rival: str = "") -> Candidate:
+        def run() -> Sample:
+            order.append(name)
+            return {"seconds": seconds}
+
+        return Candidate(name, run, rival)
+
+    found = take_turns(
+        [candidate("a", 9.0), candidate("f", 1.0, "r"), candidate("s", 2.0, "r")],
+        5,
+        lambda _: None,
+    )
+    assert "".join(order) == "afssfafsaafaf"
+    assert [len([each for each in them if each]) for them in found.values()] == [
+        5,
+        5,
+        3,
+    ]
+    assert {len(them) for them in found.values()} == {5}
+
+
+def test_a_rival_that_fails_is_left_out_and_anything_else_ends_the_run() -> None:
+    """Installed, a rival may still not work; our own code must."""
+
+    def fail() -> Sample:
+        raise BenchmarkError("no")
+
+    notes: list[str] = []
+    assert take_turns([Candidate("r", fail, "r")], 3, notes.append) == {}
+    assert notes == ["round 1 of 3: r", "left out: no"]
+    with pytest.raises(BenchmarkError):
+        take_turns([Candidate("a", fail)], 2, notes.append)
+
+
+# ------------------------------------------------------------------------ the figures
+
+
+def test_progress_counts_steps_of_the_time_that_is_asked_for() -> None:
+    """The longest pause lies between steps, before the first or after the last."""
+    ends: list[Moment] = [(0.5, 0.1), (1.5, 1.1), (2.0, 1.5), (2.5, 1.9), (4.5, 2.4)]
+    found = progress(ends, 1.0, 3.0)
+    assert found == {"speed": 1.5, "stall": 0.5, "waited": pytest.approx(0.2)}
+    assert progress([], 1.0, 3.0) == {"speed": 0.0, "stall": 2.0, "waited": 1.0}
+
+
+def test_what_is_lost_counts_against_the_loop_alone() -> None:
+    """In percent, and in time per GB, pauses between receives included."""
+
+    def costs(*seconds: float) -> list[dict[str, float]]:
+        starts = [sum(seconds[:at]) + at for at in range(len(seconds))]
+        return [
+            {"began": at, "seconds": each}
+            for at, each in zip(starts, seconds, strict=True)
+        ]
+
+    turns = [
+        (1.0, {"speed": 0.5, "stall": 3.0, "waited": 0.6}, costs(2.0, 3.0)),
+        (1.25, {"speed": 1.0, "stall": 1.0, "waited": 0.0}, costs(2.0)),
+    ]
+    found = cases.trained(10**9, costs(1.0, 1.0), turns)
+    assert found == {
+        "seconds": pytest.approx(7 / 3),
+        "speed": pytest.approx(3 / 7),
+        "kept": pytest.approx(100 * 3 / 7),
+        "lost": pytest.approx(35.0),
+        "waited": pytest.approx(30.0),
+        "stall": 3000.0,
+        "price": pytest.approx(1e3 * (0.5 * 6 + 0.2 * 2) / 3),
+    }
+
+
+@pytest.mark.parametrize(
+    ("chunks", "share", "expected"),
+    [(100, 0.0, []), (100, 0.02, [0, 50]), (4, 0.02, [0]), (3, 1.0, [0, 1, 2])],
+)
+def test_the_changed_chunks_are_spread(
+    chunks: int, share: float, expected: list[int]
+) -> None:
+    """At least one, where there shall be any."""
+    assert ends.changed_chunks(chunks * ends.CHUNK_BYTES, share) == expected
+
+
+@pytest.mark.parametrize(("count", "each"), [(1, 64), (3, MIB), (5000, 4096)])
+def test_what_was_received_is_recognized(count: int, each: int) -> None:
+    """A state dict of other bytes, or with a tensor less, is not right."""
+    flat = numbered(count * each)
+    state = cut(flat, count)
+    assert looks_right(state, count, each)
+    flat[-1] += 1
+    assert not looks_right(state, count, each)
+    assert not looks_right(state, count + 1, each)
+
+
+# ---------------------------------------------------------------------------- the rows
+
+
+def test_rows_compare_with_the_best_setting_of_a_rival() -> None:
+    """Less is better for milliseconds; what was not measured has no row."""
+    found = {
+        "fresh": samples(*[1.0] * 5, **{"lag, sending": 6.0, "lag, receiving": 1.0}),
+        "raw, fresh": samples(*[0.8] * 5),
+        "torchft, num_chunks=0": samples(*[3.5] * 5),
+        "torchft, num_chunks=4": samples(*[3.2] * 5),
+        "torchft, num_chunks=8": samples(9.0, 9.0, None, None, None),
+        "shared": samples(*[0.01] * 5),
+    }
+    rows = {(row["what"], row["against"]): row for row in report.rows_of("http", found)}
+    fresh = "receive into fresh memory"
+    assert {name: (row["ratio"], row["verdict"]) for name, row in rows.items()} == {
+        (fresh, "raw, fresh"): (pytest.approx(0.8), "missed"),
+        (fresh, "torchft, num_chunks=4"): (pytest.approx(3.2), "ok"),
+        ("CPU s/GB of both ends, fresh", "raw, fresh"): (1.25, "missed"),
+        ("ticker lag p99 of the sending loop, fresh", ""): (None, "missed"),
+        ("ticker lag p99 of the receiving loop, fresh", ""): (None, "ok"),
+        ("same host, shared", ""): (None, "ok"),
+    }
+    assert rows["same host, shared", ""]["value"] == pytest.approx(10.0)
+
+
+def test_another_tree_is_compared_by_all_figures() -> None:
+    """Nine tenths of its speed are asked for."""
+    ours = {"shared": samples(*[1.0] * 5), OTHER_TREE + "shared": samples(*[0.5] * 5)}
+    rows = [row for row in report.rows_of("http", ours) if row["against"]]
+    assert {row["metric"]: (row["ratio"], row["verdict"]) for row in rows} == {
+        "seconds": (2.0, ""),
+        "ms": (2.0, ""),
+        "cpu": (2.0, ""),
+        "speed": (0.5, "missed"),
+    }
+
+
+def made(**seconds: float) -> dict[str, Any]:
+    """Return a report of one case with two candidates and five pairs."""
+    found = {
+        "none": samples(*[seconds["ours"] + at / 100 for at in range(5)]),
+        "all": samples(*[seconds["theirs"]] * 5),
+    }
+    return {
+        "machine": {"cores": "2", "kernel": "Linux <6>"},
+        "options": {"rounds": 6, "scale": 1.0},
+        "cases": {"delta": {"nbytes": 10**9, "samples": found}},
+        "rows": list(report.rows_of("delta", found)),
+    }
+
+
+# ---------------------------------------------------------------------------- the page
+
+
+def test_the_page_is_what_its_json_says(tmp_path: Path) -> None:
+    """After a change, `python -m benchmarks --from JSON --page` writes it anew."""
+    found = json.loads((PAGE / "benchmarks.json").read_text())
+    for case, them in found["cases"].items():
+        rows = [row for row in found["rows"] if row["case"] == case]
+        assert rows == list(report.rows_of(case, them["samples"])), case
+    report.write_page(found, tmp_path)
+    for name in ("benchmarks.md", "benchmarks-ratios.svg", "benchmarks-star.svg"):
+        assert (tmp_path / name).read_text() == (PAGE / name).read_text(), name
+
+
+def test_a_page_names_what_was_not_measured(tmp_path: Path) -> None:
+    """Cases that need root, torchft's, and everything on a GPU."""
+    report.write_page(made(ours=0.5, theirs=1.0), tmp_path)
+    text = (tmp_path / "benchmarks.md").read_text()
+    assert text.count("not measured") == len(CASES)
+    assert "| GPU | " in text
+    assert "$" not in text.replace("$ nox", "")
+
+
+def test_the_pictures_are_valid_and_fit_on_either_background(tmp_path: Path) -> None:
+    """Whatever a kernel calls itself, and where there is nothing to draw."""
+    found = made(ours=1e-5, theirs=1.0)
+    star = {
+        f"{name}{n} at once": samples(1.0) for name in ("", "raw, ") for n in (1, 8)
+    }
+    pictures = [report.picture_of_ratios(found["rows"]), report.picture_of_star(star)]
+    for text in [*pictures, report.picture_of_ratios([]), report.picture_of_star({})]:
+        picture = ET.fromstring(text)
+        width, height = float(picture.get("width", 0)), float(picture.get("height", 0))
+        for mark in picture.iter(f"{SVG}circle"):
+            assert 0 < float(mark.get("cx", -1)) < width
+            assert 0 < float(mark.get("cy", -1)) < height
+        assert "prefers-color-scheme: dark" in picture.findtext(f"{SVG}style", "")
+    assert len(ET.fromstring(pictures[1]).findall(f"{SVG}polyline")) == 2
+
+
+# ----------------------------------------------------------------------- it really runs
+
+
+def expected_rows(case: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the rows of the table that what is installed, and a tiny run, can fill."""
+    absent = ["torchft"] if find_spec("torchft") is None else []
+    absent += {
+        "background": ["process", "_experimental"],
+        "star": ["4 at once", "8 at once"],
+    }.get(case, [])
+    with (HERE / "benchmarks/rows.csv").open(newline="") as table:
+        for line in csv.DictReader(table):
+            used = line["ours"] + "/" + line["against"]
+            if line["case"] == case and not any(name in used for name in absent):
+                yield line["what"], line["ours"], line["against"]
+
+
+@contextmanager
+def loopback(_: str) -> Iterator[Line]:
+    """Give no line at all."""
+    yield Line("127.0.0.1")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=needs_root if name in {"lossy", "delta"} else ())
+        for name in CASES
+    ],
+)
+def test_a_tiny_run_fills_all_rows(
+    case: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Processes, lines and directories are made, used, and gone."""
+    for name in ("_IDLE", "_UNTIL_COLD", "_START", "_SERVED", "_BOTH"):
+        monkeypatch.setattr(cases, name, 0.05)
+    for name, value in (("_STAR", (1, 2)), ("_TURNS", 1), ("_PUBLISHED", 1)):
+        monkeypatch.setattr(cases, name, value)
+    if case in {"10g", "25g", "cold"}:  # a real line takes longer, and delta has one
+        monkeypatch.setattr(cases, "shaped", loopback)
+        monkeypatch.setattr(program, "hindrance", str)
+    monkeypatch.setattr(savers, "TORCH_SAVERS", {RIVAL: object})
+    monkeypatch.chdir(tmp_path)
+    argv = [case, "--scale", "0.004", "--rounds", "2", "--json", "found.json"]
+    assert program.main(argv) == 0, capsys.readouterr().err
+    found = json.loads((tmp_path / "found.json").read_text())
+    rows = {
+        tuple(
+            row[key].partition(", num_chunks")[0] for key in ("what", "ours", "against")
+        )
+        for row in found["rows"]
+    }
+    assert rows == set(expected_rows(case))
+    assert {row["verdict"] for row in found["rows"]} <= {"", "undecided"}
+    assert [each.name for each in tmp_path.iterdir()] == ["found.json"]
+
+
+def test_two_trees_take_turns_in_one_run() -> None:
+    """The other one's candidates of the library stand beside ours."""
+
+    def phases(setup: cases.Setup) -> cases.Phases:
+        speed = 1.0 if setup.tree == HERE else 2.0
+        for phase in ("x", "y"):
+            yield [
+                Candidate(phase, lambda: {"seconds": speed}, ours=True),
+                Candidate(f"raw {phase}", lambda: {"seconds": 3.0}),
+            ]
+
+    notes: list[str] = []
+    case = cases.Case("", 1, phases, [])
+    found = cases.measure(
+        case, nbytes=MIB, rounds=2, rivals=False, against=PAGE, note=notes.append
+    )
+    typical = {name: them[1] and them[1]["seconds"] for name, them in found.items()}
+    raw = {"raw x": 3.0, "raw y": 3.0}
+    ours = {"x": 1.0, "y": 1.0, f"{OTHER_TREE}x": 2.0, f"{OTHER_TREE}y": 2.0}
+    assert typical == raw | ours
+    turns = [note.partition(": ")[2] for note in notes]
+    assert turns[:3] == ["x", "raw x", f"{OTHER_TREE}x"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("fresh_interpreters")
+def test_a_worker_uses_the_package_of_its_tree(tmp_path: Path) -> None:
+    """With these benchmarks, even if that tree has benchmarks of its own."""
+    shutil.copytree(HERE / "aiockpt", tmp_path / "aiockpt")
+    for name in ("aiockpt", "benchmarks"):
+        init = tmp_path / name / "__init__.py"
+        init.parent.mkdir(exist_ok=True)
+        init.touch()
+        init.write_text(init.read_text() + 'open(__file__ + ".used", "w").close()\n')
+    with Worker(tree=tmp_path) as worker:
+        assert worker.call("step") == 0
+    assert (tmp_path / "aiockpt/__init__.py.used").exists()
+    assert not (tmp_path / "benchmarks/__init__.py.used").exists()
+
+
+@needs_root
+def test_a_line_that_cannot_be_laid_leaves_nothing() -> None:
+    """A rate that tc does not know."""
+    before = subprocess.run(["ip", "netns"], capture_output=True, check=True).stdout
+    with pytest.raises(BenchmarkError, match=r"ip netns|tc qdisc"), shaped("warp9"):
+        pass
+    assert (
+        subprocess.run(["ip", "netns"], capture_output=True, check=True).stdout
+        == before
+    )
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_that_cannot_or_is_gone_says_why() -> None:
+    """A failure names the command and the reason; the process goes on."""
+    with Worker() as worker:
+        for _ in range(2):
+            with pytest.raises(BenchmarkError, match="could not fly: AttributeError"):
+                worker.call("fly")
+        worker.call("train")
+        worker.call("rest")
+    gone = pytest.raises(
+        BenchmarkError, match=r"has ended: .*has no attribute 'Nobody'"
+    )
+    with Worker("benchmarks.ends:Nobody") as worker, gone:
+        worker.call("watch")
+
+
+# -------------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--scale", "0"],
+        ["--rounds", "1"],
+        ["nothing"],
+        ["--against", "/nowhere"],
+    ],
+)
+def test_wrong_arguments_are_refused(argv: Sequence[str]) -> None:
+    """A benchmark of nothing would print nonsense."""
+    with pytest.raises(SystemExit, match="2"):
+        program.main(argv)
+
+
+def test_too_little_memory_is_an_error_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It says what it needs, and does not take the machine down."""
+    assert program.main(["--scale", "1000"]) == 1
+    assert "choose a smaller --scale" in capsys.readouterr().err
+
+
+def test_a_line_needs_root_and_its_tools(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who lacks them is told before anything starts."""
+    monkeypatch.setattr("benchmarks.lines.shutil.which", lambda _: "/sbin/it")
+    monkeypatch.setattr("benchmarks.lines.os.geteuid", lambda: 1000)
+    assert program.main(["delta", "--scale", "0.01"]) == 1
+    assert "needs root" in capsys.readouterr().err
+    monkeypatch.setattr("benchmarks.lines.shutil.which", lambda _: None)
+    assert "iproute2" in hindrance()
+
+
+def test_an_earlier_report_can_be_shown_and_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without measuring anew; a missed target is an error only if asked."""
+    new, other = tmp_path / "new.json", tmp_path / "x.json"
+    found = made(ours=0.9, theirs=1.0)
+    found["rows"][0]["verdict"] = "missed"
+    new.write_text(json.dumps(found))
+    other.write_text("{}")
+    assert program.main(["--from", str(new)]) == 0
+    assert "nothing changed, in place" in capsys.readouterr().out
+    assert program.main(["--from", str(new), "--check"]) == 1
+    assert program.main(["--from", str(other)]) == 1
+    assert "was not written by --json" in capsys.readouterr().err
+    assert program.main(["--from", str(new), "--page", str(tmp_path)]) == 0
+    assert (tmp_path / "benchmarks.md").exists()
