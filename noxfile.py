@@ -350,13 +350,15 @@ def check(session: nox.Session) -> None:
 @shared
 def nightly(session: nox.Session) -> None:
     """Benchmarks kept and compared, then what takes hours; `-- fuzz` runs one part."""
-    parts = session.posargs or ["bench", *NIGHTLY]
+    parts = [arg for arg in session.posargs if re.fullmatch(r"[a-z]\w+", arg)]
+    options = [arg for arg in session.posargs if arg not in parts]
+    parts = parts or ["bench", *NIGHTLY]
     for name in parts:
         if name != "bench":
-            session.notify(name, posargs=[])
+            session.notify(name, posargs=options)
     if "bench" in parts:  # the rest follows, so this has the machine to itself
         history = ("--history", ".benchmarks")
-        run(session, "python", "-m", "benchmarks", *MEASURED, *history)
+        run(session, "python", "-m", "benchmarks", *MEASURED, *history, *options)
 
 
 @nox.session(python=WHOLE, reuse_venv=False)
