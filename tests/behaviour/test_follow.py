@@ -456,11 +456,11 @@ class TestFollow:
         plan = Delta.plan
 
         async def compare(self, chunks):
-            await asyncio.sleep(0.8)
+            await asyncio.sleep(1.3)
             return await plan(self, chunks)
 
         monkeypatch.setattr(Delta, "plan", compare)
-        async with pair(stall_timeout=0.3) as (sender, receiver):
+        async with pair(stall_timeout=0.6) as (sender, receiver):
             await publish(sender, 1)
             options = {"into": state_of(0), "have": True, "select": select}
             receiving = asyncio.ensure_future(receive(sender, receiver, **options))

@@ -460,16 +460,18 @@ class TestShutdown:
 @contextmanager
 def forked():
     """Fork a child, which lives until the end of the block."""
-    done = os.pipe()
+    ready, done = os.pipe(), os.pipe()
     if (pid := os.fork()) == 0:
+        os.write(ready[1], b"!")
         os.read(done[0], 1)
         os._exit(0)
     try:
+        os.read(ready[0], 1)
         yield
     finally:
         os.write(done[1], b"!")
         os.waitpid(pid, 0)
-        for end in done:
+        for end in (*ready, *done):
             os.close(end)
 
 

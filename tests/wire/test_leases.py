@@ -179,7 +179,7 @@ async def test_a_lease_ends_with_its_deadline_or_with_a_stall(ttl, options):
 
 async def test_each_request_renews_the_lease():
     """A receive that goes on asking keeps its snapshot for longer than a stall."""
-    async with sending(stall_timeout=0.4) as sender:
+    async with sending(stall_timeout=0.8) as sender:
         await sender.begin(1, ONE)
         await sender.publish(2)
         for _ in range(12):
