@@ -164,9 +164,7 @@ async def test_a_hook_of_events_hears_of_the_copy_and_of_the_write(tmp_path) -> 
     assert found == [("stage", 4, 200_000), ("write", 4, 200_000)]
 
 
-async def test_nothing_that_blocks_is_called_on_the_loop(
-    tmp_path, no_blocking: object
-) -> None:
+async def test_nothing_that_blocks_is_called_on_the_loop(tmp_path, no_blocking) -> None:
     """From the first save to the end."""
     async with make_async_checkpointer(
         checkpoint_writer_init_fn=configured_writer

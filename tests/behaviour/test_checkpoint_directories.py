@@ -55,9 +55,7 @@ class TestWhole:
         assert load(tmp_path / "best") == {"a": 1}
 
     @pytest.mark.parametrize("lost", [MARKER, FILE, "some bytes"])
-    def test_without_its_marker_or_a_file_it_is_not(
-        self, tmp_path, path, lost: str
-    ) -> None:
+    def test_without_its_marker_or_a_file_it_is_not(self, tmp_path, path, lost) -> None:
         """Neither `load`, nor `latest`, nor a list knows it."""
         if lost == "some bytes":
             os.truncate(path / FILE, 100)
@@ -220,9 +218,7 @@ class TestReplacing:
     @pytest.mark.parametrize("length", [230, 240, 249])
     @pytest.mark.parametrize("letter", ["x", "\N{BLACK STAR}"])
     @pytest.mark.parametrize("exchange", [True, False])
-    def test_a_long_name(
-        self, tmp_path, monkeypatch, length: int, letter: str, exchange: bool
-    ) -> None:
+    def test_a_long_name(self, tmp_path, monkeypatch, length, letter, exchange) -> None:
         """Nothing is left of what is replaced, or retired: its trash has a name too."""
         if not exchange:
             monkeypatch.setattr(commit, "exchange", lambda *_: False)

@@ -96,9 +96,7 @@ class TestAnotherUser:
         assert said[f"convert into {kind}"].startswith("1: ")
         assert said["changed"] == []
 
-    def test_one_that_cannot_be_removed_is_not_taken_away(
-        self, said: dict[str, Any]
-    ) -> None:
+    def test_one_that_cannot_be_removed_is_not_taken_away(self, said) -> None:
         """Its files would stay, as trash; the new one is saved all the same."""
         assert said["save mine"] is None
         assert said["latest mine"] == 2
@@ -114,9 +112,7 @@ class TestAnotherUser:
 class TestFileSystems:
     """Everything of a checkpoint is made where it will be: no rename leaves a disk."""
 
-    def test_a_link_to_another_one(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_link_to_another_one(self, tmp_path, monkeypatch) -> None:
         """What is built, replaced and retired stays there."""
         seen: list[tuple[int, int]] = []
         rename = os.rename

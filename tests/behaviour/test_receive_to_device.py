@@ -212,9 +212,7 @@ async def test_a_deadline_does_not_tear_the_template(device) -> None:
 
 
 @pytest.mark.parametrize("keep", [False, True])
-async def test_memory_outlives_the_copies_of_a_cancelled_receive(
-    device, keep: bool
-) -> None:
+async def test_memory_outlives_the_copies_of_a_cancelled_receive(device, keep) -> None:
     """They run to their end in the background, from memory that nobody else gets."""
     async with held(direct=True, options={"keep_arena": keep}) as receiving:
         await begun(device)
@@ -230,9 +228,7 @@ async def test_memory_outlives_the_copies_of_a_cancelled_receive(
     assert int(receiving.template["w"].sum()) == device.copied // 4
 
 
-async def test_memory_outlives_the_copies_of_a_receive_that_fails(
-    device,
-) -> None:
+async def test_memory_outlives_the_copies_of_a_receive_that_fails(device) -> None:
     """The peer is gone, and its like does not come."""
     options = {"reconnect_timeout": 0.05, "stall_timeout": 5}
     async with held(direct=True, options=options) as receiving:
@@ -286,9 +282,7 @@ async def test_a_busy_device_holds_up_no_other_receive(device, monkeypatch) -> N
             device.run()
 
 
-async def test_who_has_copied_nothing_waits_for_no_device(
-    device,
-) -> None:
+async def test_who_has_copied_nothing_waits_for_no_device(device) -> None:
     """Its memory goes at once."""
     async with held(direct=True) as receiving:
         await settle(lambda: asked_for(device))
@@ -413,9 +407,7 @@ async def test_wherever_it_comes_from(device, how: str) -> None:
     ("reach", "chunks"),
     [((0, 10), [0]), ((5, 25), [0, 1, 2]), ((10, 30), [2, 1]), ((30, 31), [3])],
 )
-async def test_an_entry_is_finished_with_its_last_chunk(
-    reach: tuple[int, int], chunks: list[int]
-) -> None:
+async def test_an_entry_is_finished_with_its_last_chunk(reach, chunks) -> None:
     """In whatever order they come."""
     unfinished = _Unfinished({7: reach}, ChunkGrid(35, 10))
     for chunk in chunks[:-1]:

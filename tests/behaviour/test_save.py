@@ -171,9 +171,7 @@ class TestFile:
         assert_same(load(tmp_path / "s"), state)
 
     @pytest.mark.parametrize("held", [False, True])
-    def test_a_device_is_copied_ahead_of_the_writing(
-        self, tmp_path, held: bool
-    ) -> None:
+    def test_a_device_is_copied_ahead_of_the_writing(self, tmp_path, held) -> None:
         """Through a pinned arena, which is kept for the next save."""
         device = FakeAccelerator(held=held)
         state = {"a": torch.randn(CHUNK), "t": torch.randn(9, 5).t(), "n": 1}

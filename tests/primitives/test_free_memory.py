@@ -125,9 +125,7 @@ def test_files_that_make_no_sense_bound_nothing(root) -> None:
 
 
 @pytest.mark.asyncio
-async def test_memory_that_is_kept_for_the_next_receive_is_free(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_memory_that_is_kept_for_the_next_receive_is_free(monkeypatch) -> None:
     """It needs no other, so a full host does not matter; as far as it fits."""
     free = 64 * MIB
     monkeypatch.setattr("aiockpt.runtime.system.available_memory", lambda _: free)

@@ -197,9 +197,7 @@ def test_a_signal_s_handler_may_close_in_the_middle_of_a_call(
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_a_loop_that_something_ends_is_closed(
-    facade, later: bool, allow_error_logs
-) -> None:
+def test_a_loop_that_something_ends_is_closed(facade, later, allow_error_logs) -> None:
     """Calls say so at once, and closing is no error."""
 
     async def exit_() -> None:
