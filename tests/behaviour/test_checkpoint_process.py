@@ -10,7 +10,6 @@ import sys
 import time
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -506,7 +505,7 @@ async def test_a_cancel_at_every_await_leaves_it_usable(tmp_path) -> None:
         await made.ready()
         for turns in range(30):
             task = asyncio.create_task(
-                made.write(state(turns), tmp_path / f"step-{turns}")
+                made.write(state(float(turns)), tmp_path / f"step-{turns}")
             )
             for _ in range(turns):
                 await asyncio.sleep(0)
@@ -538,44 +537,40 @@ async def main():
 """
     INIT = "subprocess_init_fn=init, subprocess_init_args=('hello',)"
     GUARD = "if __name__ == '__main__':"
+    MAIN = "main runs as __main__"
+    READ = "import sys; sys.path[:] = {path!r}; exec(open('script.py').read())"
 
-    def run(self, place: Path, *flags: str, options: str = "", guard: str = "if True:"):
-        """Run the script; return its code, and what it has said where."""
+    @pytest.mark.parametrize(
+        ("flags", "options", "guard", "said"),
+        [
+            # It trains once, as it would not with multiprocessing's spawn.
+            ([], "", "if True:", [MAIN]),
+            # A function of it makes the child import it, under another name.
+            ([], INIT, GUARD, [MAIN, "main runs as __mp_main__", "child says hello"]),
+            # Without a guard the child would train, too.
+            ([], INIT, "if True:", None),
+            # The child of an isolated interpreter finds what the trainer has found.
+            (["-I"], "", "if True:", [MAIN]),
+            (["-P"], "", "if True:", [MAIN]),
+        ],
+    )
+    def test_a_script(self, tmp_path, flags, options: str, guard: str, said) -> None:
+        """It is imported only if it has a function that the child needs."""
         text = self.SCRIPT.format(options=options, guard=guard)
-        (place / "script.py").write_text(text)
-        return subprocess.run(
-            [sys.executable, *flags, *([] if "-c" in flags else ["-u", "script.py"])],
-            cwd=place,
+        (tmp_path / "script.py").write_text(text)
+        program = ["-c", self.READ.format(path=sys.path)] if flags else ["script.py"]
+        done = subprocess.run(
+            [sys.executable, "-u", *flags, *program],
+            cwd=tmp_path,
             env=ENVIRONMENT,
             capture_output=True,
             text=True,
             timeout=PATIENCE * 2,
             check=False,
         )
-
-    def test_it_is_not_run_again(self, tmp_path) -> None:
-        """A script without a guard trains once, as multiprocessing would not."""
-        done = self.run(tmp_path)
-        assert (done.returncode, done.stdout) == (0, "main runs as __main__\n"), done
-        assert (tmp_path / "s" / "commit.json").exists()
-
-    def test_a_function_of_it_makes_the_child_import_it(self, tmp_path) -> None:
-        """Under another name, so that the guard keeps it from training."""
-        done = self.run(tmp_path, options=self.INIT, guard=self.GUARD)
-        runs = ["main runs as __main__", "main runs as __mp_main__", "child says hello"]
-        assert (done.returncode, done.stdout.splitlines()) == (0, runs), done.stderr
-
-    def test_a_missing_guard_is_named(self, tmp_path) -> None:
-        """And the child does not train."""
-        done = self.run(tmp_path, options=self.INIT)
-        assert done.returncode
-        assert f"guard it by `{self.GUARD}`" in done.stderr
-        assert not (tmp_path / "s").exists()
-
-    @pytest.mark.parametrize("flag", ["-I", "-P"])
-    def test_isolated_interpreters_work(self, tmp_path, flag: str) -> None:
-        """The child finds what the trainer has found."""
-        read = "exec(open('script.py').read())"
-        code = f"import sys; sys.path[:] = {sys.path!r}; {read}"
-        done = self.run(tmp_path, flag, "-c", code)
-        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "s" / "commit.json").exists() is (said is not None)
+        if said is None:
+            assert done.returncode
+            assert f"guard it by `{self.GUARD}`" in done.stderr
+        else:
+            assert (done.returncode, done.stdout.splitlines()) == (0, said), done.stderr

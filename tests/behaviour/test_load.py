@@ -674,11 +674,11 @@ class TestPeer:
 
     def test_a_peer_that_is_slow_has_its_time(self, monkeypatch) -> None:
         """Each new byte renews the deadline, but no byte that was there before."""
-        monkeypatch.setattr(peers, "_IDLE_LIMIT", 0.5)
+        monkeypatch.setattr(peers, "_IDLE_LIMIT", 1.5)
         monkeypatch.setattr(peers, "_CONNECTIONS", 1)  # which makes two requests
 
         async def meddle(peer, request) -> None:
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.8)
 
         slow = addressed(bytes(10 * CHUNK), chunk_bytes=CHUNK, meddle=meddle)
         with beside(slow) as url:
