@@ -41,7 +41,7 @@ from tests.support.checkpointing import (
     loaded,
     wait_until,
 )
-from tests.support.holding import Copies
+from tests.support.pipeline import Copies
 from tests.support.proofs import proves
 from tests.support.saved import tied_state as state
 from tests.support.serving import settle

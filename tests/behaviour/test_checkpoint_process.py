@@ -34,6 +34,7 @@ from aiockpt.errors import (
 from aiockpt.runtime.ipc import Channel, encode
 from aiockpt.testing import assert_same
 from tests.support.checkpointing import (
+    FROM_A_TERMINAL,
     PATIENCE,
     Forsaken,
     GatedWriter,
@@ -42,6 +43,7 @@ from tests.support.checkpointing import (
     eventually,
     has_begun,
     has_torch,
+    ignored,
     is_running,
     loaded,
     note_threads,
@@ -51,7 +53,6 @@ from tests.support.checkpointing import (
 from tests.support.commandline import ENVIRONMENT
 from tests.support.proofs import proves
 from tests.support.saved import tied_state as state
-from tests.support.terminals import FROM_A_TERMINAL, ignored
 
 ALONE = RankInfo(0, 1)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forked import kill_all
+from tests.support.rankprocesses import kill_all
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SECONDS = 150
@@ -19,12 +19,10 @@ Job = tuple[subprocess.Popen[str], int]
 """The process that leads the ranks of a job, and how many these are."""
 
 
-def started(
-    scenario: str, ranks: int, directory: Path, program: str = "sharded_rank.py"
-) -> Job:
+def started(scenario: str, ranks: int, directory: Path) -> Job:
     """Start the ranks of one job: a process that forks into them."""
     directory.mkdir()
-    command = [sys.executable, str(SUPPORT / program), scenario]
+    command = [sys.executable, str(SUPPORT / "sharded_rank.py"), scenario]
     leader = subprocess.Popen(
         [*command, str(ranks), str(directory)],
         stdout=subprocess.PIPE,
@@ -60,6 +58,6 @@ def test_what_a_rank_may_take_from_another(tmp_path: Path) -> None:
 
 def test_two_jobs(tmp_path: Path) -> None:
     """FSDP2 models of two worlds: over HTTP, and over a group of a rank of either."""
-    sending = started("sending_job", 2, tmp_path / "sending", "job_rank.py")
-    receiving = started("receiving_job", 2, tmp_path / "receiving", "job_rank.py")
+    sending = started("sending_job", 2, tmp_path / "sending")
+    receiving = started("receiving_job", 2, tmp_path / "receiving")
     joined(sending, receiving)

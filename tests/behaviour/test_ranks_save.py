@@ -54,8 +54,8 @@ def ranks(directory: Path, kind: str, *lives: str) -> list[list[str]]:
     async def main():
         words = (port, str(directory), kind)
         async with (
-            process(program, "0", *words, lives[0]) as first,
-            process(program, "1", *words, lives[1]) as second,
+            process(program, "live", "0", *words, lives[0]) as first,
+            process(program, "live", "1", *words, lives[1]) as second,
         ):
             said = await asyncio.gather(first.communicate(), second.communicate())
             return said, [first.returncode, second.returncode]

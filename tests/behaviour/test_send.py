@@ -22,7 +22,7 @@ from aiockpt.errors import (
 )
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.testing import assert_same
-from tests.support.holding import Copies
+from tests.support.pipeline import Copies
 from tests.support.proofs import proves
 from tests.support.receivers import Gate
 from tests.support.serving import Peer, settle

@@ -75,7 +75,7 @@ class Rank:
 @asynccontextmanager
 async def two_ranks(port: int) -> AsyncIterator[list[Rank]]:
     """Give two ranks that are ready; end them."""
-    command = [sys.executable, str(SUPPORT / "told_rank.py")]
+    command = [sys.executable, str(SUPPORT / "saving_rank.py"), "told"]
     started = [
         await create_subprocess_exec(
             *command,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import threading
 import time
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 PATIENCE = 60.0
 """Seconds that a slow machine may take to start a process."""
+
+
+FROM_A_TERMINAL = {signal.SIGINT, signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU}
 
 
 class Gate:
@@ -224,6 +228,15 @@ def state_of(pid: int) -> str:
 def is_running(pid: int) -> bool:
     """Tell whether a process is there, and is no zombie."""
     return state_of(pid) not in ("", "Z")
+
+
+def ignored(pid: int) -> set[signal.Signals]:
+    """Return the signals that a process ignores."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    found = re.search(r"^SigIgn:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    assert found
+    mask = int(found[1], 16)
+    return {each for each in signal.Signals if mask >> (each - 1) & 1}
 
 
 def has_torch(pid: int) -> bool:

@@ -6,10 +6,12 @@ And manifests and trees as a sender could write them, over a few counted bytes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 import torch
 
 from aiockpt.format.chunks import digest
@@ -17,6 +19,7 @@ from aiockpt.format.header import build_manifest, decode_header, header_length
 from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import Manifest, TensorSpec
 from aiockpt.format.paths import Node
+from aiockpt.memory.copies import CopyPlan
 from aiockpt.memory.device import Port, PortFor
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
@@ -129,3 +132,32 @@ def view(**changes: Any) -> TensorSpec:
         "flags": 0,
     }
     return TensorSpec(**{**facts, **changes})
+
+
+class Copies:
+    """Holds the copies of host memory to a segment's bytes ``after`` some.
+
+    Attributes:
+        waiting: Whether one of them is held now.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
+        self.waiting = False
+        self.failure: Exception | None = None
+        self._go = threading.Event()
+        copy = CopyPlan.staged
+
+        def staged(plan: CopyPlan, start: int, stop: int, *block: int) -> Iterator[int]:
+            if start >= after:
+                self.waiting = True
+                assert self._go.wait(30)
+                if self.failure is not None:
+                    raise self.failure
+            return copy(plan, start, stop, *block)
+
+        monkeypatch.setattr(CopyPlan, "staged", staged)
+
+    def go(self, failure: Exception | None = None) -> None:
+        """Let them go on, or fail."""
+        self.failure = failure
+        self._go.set()

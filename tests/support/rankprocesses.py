@@ -1,7 +1,8 @@
-"""Starts ranks in processes of their own, beside a rank 0 in this one."""
+"""Ranks in processes of their own: beside a rank 0 in this one, or forks of one."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process, create_subprocess_exec
@@ -52,3 +53,30 @@ async def ranks(path: Path, *lives: str) -> AsyncIterator[tuple[Any, list[Proces
 def transport(group: Any, **options: Any) -> Transport:
     """Return rank 0's transport."""
     return Transport(group, **{"timeout": 30, **options})
+
+
+def rank_of(world: int) -> int:
+    """Fork into ``world`` ranks, and return in each of them which one it is.
+
+    It must come before anything starts a thread. The process that forked waits for its
+    ranks; when one fails, it kills the others and fails as well.
+    """
+    ranks: set[int] = set()
+    for rank in range(world):
+        if not (child := os.fork()):
+            return rank
+        ranks.add(child)
+    while ranks:
+        child, status = os.wait()
+        ranks.discard(child)
+        if status:
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(f"a rank of {world} ended with status {status}")
+    sys.exit()
+
+
+def kill_all(leader: int) -> None:
+    """Kill that process and its ranks, if it leads a session of its own."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)

@@ -1,7 +1,14 @@
-"""One of two ranks that save together, as a process that may die at a given moment.
+"""Two ranks that save together, as processes that may die at a given moment.
 
-``saving_rank.py RANK PORT DIRECTORY KIND LIFE`` saves steps 1 and 2 and says how each
-went. KIND is where the ranks meet: ``tcp_store``, ``dist_barrier`` or
+``saving_rank.py told RANK PORT`` saves in the background when it is told to: a value
+for each line ``PATH STEP VALUE`` of its input. Then it prints the id of its checkpoint
+process, and ``saved`` or the error.
+
+``saving_rank.py late PATH`` becomes two ranks with a ``DistBarrier``, of which one
+stays away. The other one prints what its first meeting raises, and the next one.
+
+``saving_rank.py live RANK PORT DIRECTORY KIND LIFE`` saves steps 1 and 2 and says how
+each went. KIND is where the ranks meet: ``tcp_store``, ``dist_barrier`` or
 ``default_store``; after ``background/``, a checkpoint process saves. LIFE is ``well``,
 or what happens in step 2:
 
@@ -25,8 +32,10 @@ import os
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +44,7 @@ import torch.distributed as dist
 import aiockpt
 from aiockpt.checkpointers.barriers import (
     Barrier,
+    DistBarrier,
     Meeting,
     barrier_config_for,
     create_barrier_from_config,
@@ -45,8 +55,10 @@ from aiockpt.checkpointers.config import (
     RankInfo,
 )
 from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
+from aiockpt.errors import ProcessGroupError
 from aiockpt.events import TransferEvent, add_hook
 from tests.support.checkpointing import die_between_meetings
+from tests.support.rankprocesses import rank_of
 
 TIMEOUTS = {1: 60.0, 2: 2.0}
 """How long another rank is waited for: to start, and when it may have died."""
@@ -207,5 +219,60 @@ def main(rank: int, port: str, directory: str, kind: str, life: str) -> None:
         dist.destroy_process_group()
 
 
+async def told(rank: int, port: int) -> None:
+    """Save until the input ends."""
+    where = {"tcpstore_port": port, "master_address": "127.0.0.1", "is_master": False}
+    config = aiockpt.CheckpointerConfig(
+        writer_config=CheckpointWriterConfig(
+            write_barrier_timeout_secs=30, fsync=False
+        ),
+        barrier_config=BarrierConfig("tcp_store", where),
+    )
+    made = aiockpt.make_async_checkpointer(config, RankInfo(rank, 2))
+    writer: Any = made._writer
+    async with made as checkpointer:
+        await writer.ready()
+        print(writer.pid, "ready", flush=True)
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            path, step, value = line.split()
+            state = {"rank": rank, "w": torch.full((4_000_000,), float(value))}
+            handle = await checkpointer.save(state, path, step=int(step))
+            try:
+                await handle.written()
+                said = "saved"
+            except aiockpt.AiockptError as error:
+                said = f"{type(error).__name__}: {error}".replace("\n", " ")
+            print(writer.pid, said, flush=True)
+
+
+def meet(barrier: Barrier, timeout: float) -> None:
+    """Meet the other one; say what became of it."""
+    meeting = Meeting(name="s", step=1, phase="written", place=Path(), timeout=timeout)
+    try:
+        barrier.meet(meeting)
+    except ProcessGroupError as error:
+        print(type(error).__name__, flush=True)
+
+
+def late(path: Path) -> None:
+    """Be one of two."""
+    rank = rank_of(2)
+    store = f"file://{path / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    barrier, over = DistBarrier(), path / "over"
+    if rank == 0:
+        meet(barrier, 0.3)
+        meet(barrier, 600)
+        over.touch()
+    while not over.exists():
+        time.sleep(0.01)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    verb, *words = sys.argv[1:]
+    if verb == "told":
+        asyncio.run(told(int(words[0]), int(words[1])))
+    elif verb == "late":
+        late(Path(words[0]))
+    else:
+        main(int(words[0]), *words[1:])

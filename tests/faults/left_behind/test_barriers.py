@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(180)
 def test_a_rank_that_stays_away(cell: Cell, tmp_path: Path) -> None:
     """A group in which a rank was missed once is out of step, and says so at once."""
     done = subprocess.run(
-        [sys.executable, SUPPORT / "late_rank.py", tmp_path],
+        [sys.executable, SUPPORT / "saving_rank.py", "late", tmp_path],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
