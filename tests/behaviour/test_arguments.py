@@ -197,21 +197,12 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("option", "value"),
         [
-            ("chunk_bytes", 0),
-            ("chunk_bytes", 65_537),
-            ("connections", 0),
-            ("readers", 0),
-            ("stall_timeout", 0),
-            ("stall_timeout", float("nan")),
-            ("reconnect_timeout", -1),
-            ("grace", -0.5),
-            ("timeout", -1),
-            ("nice", -1),
-            ("nice", 20),
-            ("token", ""),
-            ("token", "two words"),
+            ("chunk_bytes", 0), ("chunk_bytes", 65_537), ("connections", 0),
+            ("readers", 0), ("stall_timeout", 0), ("stall_timeout", float("nan")),
+            ("reconnect_timeout", -1), ("grace", -0.5), ("timeout", -1), ("nice", -1),
+            ("nice", 20), ("token", ""), ("token", "two words"),
         ],
-    )
+    )  # fmt: skip
     def test_an_impossible_one_is_named(self, option: str, value: Any) -> None:
         """So that the caller finds it at once."""
         with pytest.raises(ValueError, match=option):
@@ -290,16 +281,14 @@ class TestAddresses:
             ("host:80", "begins with http:// or https://"),
             ("host.example/weights/", "begins with http:// or https://"),
             ("https//host/x", "begins with http:// or https://"),
-            ("[::1]:80", "begins with http:// or https://"),
-            ("ftp://h/x/", "http"),
-            ("my host", "blanks"),
-            ("http://my host/checkpoint/", "blanks"),
+            ("[::1]:80", "begins with http:// or https://"), ("ftp://h/x/", "http"),
+            ("my host", "blanks"), ("http://my host/checkpoint/", "blanks"),
             ("https://host/checkpoint/?run=7", "a query"),
             ("https://user:word@host/checkpoint/", "user information"),
             ("https://host/checkpoint/#part", "a '#'"),
             ("http:///checkpoint/", "no host"),
         ],
-    )
+    )  # fmt: skip
     def test_what_cannot_be_advertised(self, advertise: str, fault: str) -> None:
         """Bad metadata is refused before anything is staged."""
         with pytest.raises(LocalProtocolError) as caught:

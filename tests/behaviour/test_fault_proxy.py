@@ -68,48 +68,56 @@ async def listen_to(proxy: FaultProxy, *, enough: int = len(SPEECH) + 1) -> byte
     return heard
 
 
-async def test_passes_everything_on_when_nothing_goes_wrong() -> None:
-    """A connection without a fault is the server's own, and counted both ways."""
-    async with proxied() as proxy:
+async def test_connections_are_counted_and_each_has_its_own_fault() -> None:
+    """Faults go by the order of connections; the last word has ``otherwise``."""
+    async with proxied(Fault(), CutAfter(1), otherwise=CutAfter(2)) as proxy:
         assert await listen_to(proxy) == SPEECH
         now = proxy.statistics()
         assert now[:1] + now[2:] == (1, len(SPEECH), len(b"speak"))
         assert repr(proxy) == f"<FaultProxy port={proxy.port} connections=1>"
+        assert [len(await listen_to(proxy)) for _ in range(3)] == [1, 2, 2]
 
 
-async def test_each_connection_has_its_own_fault() -> None:
-    """Faults go by the order of connections; the last word has ``otherwise``."""
-    async with proxied(CutAfter(1), Fault(), otherwise=CutAfter(2)) as proxy:
-        assert [len(await listen_to(proxy)) for _ in range(4)] == [1, len(SPEECH), 2, 2]
+FLIPPED = bytes([SPEECH[300] ^ 1 << 7])
 
 
-@pytest.mark.parametrize("count", [0, 1, 255, len(SPEECH)])
-async def test_cut_with_fin_ends_the_stream_after_the_count(count: int) -> None:
-    """The bytes before the cut all arrive, then the end."""
-    async with proxied(CutAfter(count)) as proxy:
-        assert await listen_to(proxy) == SPEECH[:count]
+@pytest.mark.parametrize(
+    ("fault", "heard"),
+    [
+        (CutAfter(0), b""),
+        (CutAfter(255), SPEECH[:255]),
+        (CutAfter(len(SPEECH)), SPEECH),
+        (FlipBit(300, bit=7), SPEECH[:300] + FLIPPED + SPEECH[301:]),
+        (Drop(100, 50), SPEECH[:100] + SPEECH[150:]),
+        (Answer(b"SSH-2.0-OpenSSH_9.9\r\n"), b"SSH-2.0-OpenSSH_9.9\r\n"),
+    ],
+    ids=repr,
+)
+async def test_what_is_heard_and_then_the_end(fault: Fault, heard: bytes) -> None:
+    """Every byte that the fault does not name arrives."""
+    async with proxied(fault) as proxy:
+        assert await listen_to(proxy) == heard
 
 
-async def test_cut_with_rst_resets_the_connection() -> None:
-    """A reset is an error to the client, not an end."""
-    async with proxied(CutAfter(10, reset=True)) as proxy:
+@pytest.mark.parametrize("fault", [CutAfter(10, reset=True), Refuse()], ids=repr)
+async def test_a_reset_is_an_error_and_no_end(fault: Fault) -> None:
+    """Within the answer, or before anything was read."""
+    async with proxied(fault) as proxy:
         with pytest.raises(ConnectionResetError):
             await listen_to(proxy)
 
 
-async def test_flipped_bit_is_the_only_difference() -> None:
-    """One bit of one byte differs; the length does not."""
-    async with proxied(FlipBit(300, bit=7)) as proxy:
-        heard = await listen_to(proxy)
-    wrong = [at for at in range(len(SPEECH)) if heard[at] != SPEECH[at]]
-    assert (len(heard), wrong) == (len(SPEECH), [300])
-    assert heard[300] ^ SPEECH[300] == 1 << 7
-
-
-async def test_dropped_bytes_are_missing_from_the_middle() -> None:
-    """What comes after them moves up."""
-    async with proxied(Drop(100, 50)) as proxy:
-        assert await listen_to(proxy) == SPEECH[:100] + SPEECH[150:]
+@pytest.mark.parametrize(
+    ("fault", "seconds"),
+    [(Drip(10_000, burst=100), len(SPEECH) / 10_000), (Delay(0.1), 0.1)],
+    ids=repr,
+)
+async def test_what_is_late_takes_its_time(fault: Fault, seconds: float) -> None:
+    """A rate of 10 kB/s needs 0.1 s for 1 kB; of what is delayed all comes."""
+    async with proxied(fault) as proxy:
+        start = asyncio.get_running_loop().time()
+        assert await listen_to(proxy) == SPEECH
+        assert asyncio.get_running_loop().time() - start >= seconds * 0.9
 
 
 async def test_stall_leaves_the_connection_open_and_silent() -> None:
@@ -123,22 +131,6 @@ async def test_stall_leaves_the_connection_open_and_silent() -> None:
                 await reader.read(1)
         assert proxy.statistics().open == 1
         writer.close()
-
-
-async def test_drip_takes_the_time_that_its_rate_says() -> None:
-    """A rate of 10 kB/s needs 0.1 s for 1 kB."""
-    async with proxied(Drip(10_000, burst=100)) as proxy:
-        start = asyncio.get_running_loop().time()
-        assert await listen_to(proxy) == SPEECH
-        assert asyncio.get_running_loop().time() - start >= len(SPEECH) / 10_000 * 0.9
-
-
-async def test_delayed_bytes_all_arrive_late() -> None:
-    """Not one of them before its time."""
-    async with proxied(Delay(0.2)) as proxy:
-        start = asyncio.get_running_loop().time()
-        assert await listen_to(proxy) == SPEECH
-        assert asyncio.get_running_loop().time() - start >= 0.2 * 0.9
 
 
 async def test_black_hole_takes_everything_and_gives_nothing() -> None:
@@ -155,19 +147,6 @@ async def test_black_hole_takes_everything_and_gives_nothing() -> None:
         async with asyncio.timeout(10):
             while proxy.statistics().open:  # noqa: ASYNC110 - no event tells
                 await asyncio.sleep(0.001)
-
-
-async def test_refused_connection_never_reaches_the_server() -> None:
-    """The client is reset before it has read anything."""
-    async with proxied(Refuse()) as proxy:
-        with pytest.raises(ConnectionResetError):
-            await listen_to(proxy)
-
-
-async def test_impostor_answers_for_the_server() -> None:
-    """The client hears what the fault says."""
-    async with proxied(Answer(b"SSH-2.0-OpenSSH_9.9\r\n")) as proxy:
-        assert await listen_to(proxy) == b"SSH-2.0-OpenSSH_9.9\r\n"
 
 
 async def test_peer_can_go_and_come_back_on_the_same_port() -> None:

@@ -8,9 +8,7 @@ import socket
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from contextlib import suppress
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -19,12 +17,10 @@ from aiockpt import (
     AiockptError,
     StepNotFoundError,
     TransportError,
-    register_leaf,
 )
 from aiockpt.errors import (
     CheckpointChangedError,
     TransferTimeoutError,
-    UnsupportedLeafError,
 )
 from aiockpt.memory.arena import Arena
 from aiockpt.testing import (
@@ -92,37 +88,11 @@ class TestContent:
                 assert_same(await task, weights(1.0, mib=16))
             assert_same(await receive(sender, receiver, 5), weights(2.0, mib=16))
 
-    async def test_a_leaf_that_is_no_container_keeps_its_tensors(self) -> None:
-        """A registered dataclass travels whole; a foreign dict is refused by name."""
-        async with pair() as (sender, receiver):
-            state = {"box": Box(torch.ones(1000), "b"), "beside": torch.zeros(3)}
-            await sender.send_checkpoint([], 1, state)
-            assert_same(await receive(sender, receiver), state)
-            with pytest.raises(UnsupportedLeafError, match=r"^a\.b is a .*Foreign"):
-                await sender.send_checkpoint([], 2, {"a": {"b": Foreign(w=1)}})
-
-
-@dataclass
-class Box:
-    """A type of the user's."""
-
-    weight: torch.Tensor
-    name: str
-
-
-register_leaf(Box, tag="tests.Box")
-
-
-class Foreign(OrderedDict[str, object]):
-    """A dict that adds something."""
-
 
 class TestWire:
     """No byte more than needed, however the work is divided."""
 
-    @pytest.mark.parametrize(
-        ("theirs", "ours"), [(1, 4), (4, 8), (8, 4), (3, 1), (4, 1)]
-    )
+    @pytest.mark.parametrize(("theirs", "ours"), [(1, 4), (8, 3)])
     async def test_the_two_ends_need_not_agree_on_chunks(
         self, theirs: int, ours: int
     ) -> None:
@@ -150,16 +120,6 @@ class TestWire:
 class TestMemory:
     """What a transport holds on to."""
 
-    async def test_the_state_dict_is_not_kept_after_the_send(self) -> None:
-        """A model that was replaced is freed at once."""
-        state = weights()
-        gone = weakref.ref(state["w0"])
-        async with transport() as sender:
-            await sender.send_checkpoint([], 1, state)
-            del state
-            gc.collect()
-            assert gone() is None
-
     @pytest.mark.parametrize("zero_copy", [False, True])
     async def test_nothing_is_kept_after_disallow(self, zero_copy: bool) -> None:
         """Neither the state dict nor its copy: it may be as large as the model."""
@@ -169,9 +129,11 @@ class TestMemory:
         gone = weakref.ref(state["w0"])
         async with pair(zero_copy=zero_copy) as (sender, receiver):
             await sender.send_checkpoint([], 1, state)
+            del state
+            gc.collect()
+            assert zero_copy or gone() is None
             await receive(sender, receiver)
             await sender.disallow_checkpoint()
-            del state
             gc.collect()
             await settle(lambda: not _arenas() - before)
             assert gone() is None
@@ -298,15 +260,6 @@ class TestShutdown:
             assert (await peer.ask("/checkpoint/1/metadata")).status == 200
             await sender.shutdown(wait=False)
             assert await peer.read_all() == b""
-
-    async def test_a_sender_that_cannot_stage_does_not_hang_its_receivers(self) -> None:
-        """They wait for the next send, which may come; their deadline is theirs."""
-        async with pair() as (sender, receiver):
-            early = asyncio.create_task(receive(sender, receiver, timeout=10))
-            with pytest.raises(UnsupportedLeafError):
-                await sender.send_checkpoint([], 1, {"x": object()})
-            await sender.send_checkpoint([], 1, weights())
-            assert_same(await early, weights())
 
     async def test_a_receive_ends_when_the_sender_shuts_down(self) -> None:
         """It does not wait for its deadline if the caller wants none of that."""

@@ -77,29 +77,24 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(threading, "_start_new_thread", refuse)
 
 
+@pytest.mark.parametrize("verb", ["send", "recv"])
 async def test_no_thread_can_be_started(
-    no_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    verb: str, no_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The transport is not closed, and works again once there are threads."""
     async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, weights())
-        no_threads()
-        with pytest.raises(StagingError, match=r"thread.*ulimit -u"):
-            await receive(sender, receiver, into=weights(0.0))
-        monkeypatch.undo()
-        assert_same(await receive(sender, receiver), weights())
-
-
-async def test_no_thread_can_be_started_for_a_send(
-    no_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As for a receive."""
-    async with transport() as sender:
-        no_threads()
-        with pytest.raises(StagingError, match=r"thread.*ulimit -u"):
+        if verb == "recv":
             await sender.send_checkpoint([], 1, weights())
+        no_threads()
+        calls = {
+            "send": lambda: sender.send_checkpoint([], 1, weights()),
+            "recv": lambda: receive(sender, receiver, into=weights(0.0)),
+        }
+        with pytest.raises(StagingError, match=r"thread.*ulimit -u"):
+            await calls[verb]()
         monkeypatch.undo()
         await sender.send_checkpoint([], 1, weights())
+        assert_same(await receive(sender, receiver), weights())
 
 
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.EMFILE])

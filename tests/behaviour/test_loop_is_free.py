@@ -6,8 +6,6 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -16,12 +14,14 @@ from aiockpt.errors import LocalProtocolError
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.testing import assert_same
+from tests.support.floods import stalls
+from tests.support.serving import settle
 from tests.support.transports import receive, transport, weights
 
 pytestmark = pytest.mark.asyncio
 
 NAME = "sender.test"
-SLOW = 1.0
+SLOW = 0.5
 NUMERIC = socket.AI_NUMERICHOST
 
 
@@ -50,36 +50,14 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Names:
     return service
 
 
-@asynccontextmanager
-async def ticking(most: float) -> AsyncIterator[None]:
-    """Check that the loop went round at least every ``most`` seconds."""
-    longest = 0.0
-
-    async def tick() -> None:
-        nonlocal longest
-        last = time.monotonic()
-        while True:
-            await asyncio.sleep(0.005)
-            now = time.monotonic()
-            longest, last = max(longest, now - last), now
-
-    ticker = asyncio.create_task(tick())
-    await asyncio.sleep(0.02)
-    try:
-        yield
-        await asyncio.sleep(0.02)
-    finally:
-        ticker.cancel()
-    assert longest < most
-
-
 @pytest.mark.parametrize("server", ["loop", "process"])
 async def test_a_name_is_looked_up_beside_the_loop(server: Any, names: Names) -> None:
     """However slow the name service is, and before the URL is asked for."""
     sender = transport(host=NAME, advertise="127.0.0.1", process=server == "process")
     try:
-        async with ticking(SLOW / 2):
+        async with stalls() as longest:
             await sender.start()
+        assert longest[0] < SLOW / 2
         assert sender.metadata().startswith("http://127.0.0.1:")
         assert {host for host, _ in names.asked} == {NAME}
         assert threading.get_ident() not in {thread for _, thread in names.asked}
@@ -102,8 +80,7 @@ async def test_a_start_that_waits_for_a_name_can_be_cancelled(names: Names) -> N
     """At once; and the transport can be started afterwards."""
     sender = transport(host=NAME)
     starting = asyncio.create_task(sender.start())
-    while not names.asked:  # noqa: ASYNC110 - a moment
-        await asyncio.sleep(0.005)
+    await settle(lambda: names.asked)
     began = time.monotonic()
     starting.cancel()
     await asyncio.wait({starting})
@@ -184,8 +161,7 @@ async def test_a_cancelled_send_gives_back_what_was_mapped(
     monkeypatch.setattr(Arena, "__init__", slow)
     async with transport() as sender:
         sending = asyncio.create_task(sender.send_checkpoint([1], 1, weights()))
-        while not mapping.is_set():  # noqa: ASYNC110 - a thread is waited for
-            await asyncio.sleep(0.005)
+        await settle(mapping.is_set)
         sending.cancel()
         await asyncio.sleep(0.02)
         go.set()
@@ -221,7 +197,5 @@ async def test_what_comes_back_after_the_end_is_unmapped_in_a_thread() -> None:
     await bridge.aclose(timeout=30)
     done: list[int] = []
     bridge.post(lambda: done.append(threading.get_ident()))
-    async with asyncio.timeout(30):
-        while not done:  # noqa: ASYNC110 - a thread is waited for
-            await asyncio.sleep(0.005)
+    await settle(lambda: done)
     assert done != [threading.get_ident()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import OrderedDict, defaultdict
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from aiockpt import Limits, register_leaf
 from aiockpt.errors import (
     LimitExceededError,
     MissingKeysError,
+    RemoteProtocolError,
 )
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.format.chunks import ChunkGrid, chunks_over
@@ -27,39 +29,16 @@ from aiockpt.testing import assert_same
 from tests.support.accelerators import FakeAccelerator
 from tests.support.saved import load, save
 from tests.support.transports import (
-    Transport,
+    CHUNK,
+    WIDE,
+    chunked,
+    counted,
     pair,
     receive,
     transport,
 )
 
 pytestmark = pytest.mark.usefixtures("no_blocking")
-
-CHUNK = 64 << 10
-WIDE = CHUNK // 4  # numbers in a chunk
-
-
-def big(count: int = 8) -> dict[str, Any]:
-    """Return tensors of a chunk each, and a value between them."""
-    state: dict[str, Any] = {
-        f"w{n}": torch.full((WIDE,), float(n)) for n in range(count)
-    }
-    return {**state, "n": 1}
-
-
-async def counted(
-    sender: Transport, receiver: Transport, **options: Any
-) -> tuple[Any, int]:
-    """Receive; return the result, and how many bytes of data the sender sent."""
-    step = sender.statistics().step
-    assert step is not None
-    await receive(sender, receiver, step, select=[])  # the header, and nothing else
-    before = sender.statistics().bytes_sent
-    await receive(sender, receiver, step, select=[])
-    header = sender.statistics().bytes_sent - before
-    before = sender.statistics().bytes_sent
-    got = await receive(sender, receiver, step, **options)
-    return got, sender.statistics().bytes_sent - before - header
 
 
 @pytest.mark.asyncio
@@ -82,11 +61,11 @@ async def test_no_other_chunk_is_fetched(select: Any, chunks: int, how: str) -> 
     events: list[TransferEvent] = []
     options: dict[str, Any] = {"select": select, "progress": seen.append}
     if how != "anew":
-        options |= {"into": {k: v * 0 for k, v in big().items()}}
+        options |= {"into": {k: v * 0 for k, v in chunked().items()}}
     if how == "direct":
         options |= {"direct": True}
     async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, big())
+        await sender.send_checkpoint([], 1, chunked())
         remove = add_hook(events.append)
         try:
             got, nbytes = await counted(sender, receiver, **options)
@@ -98,7 +77,7 @@ async def test_no_other_chunk_is_fetched(select: Any, chunks: int, how: str) -> 
     assert [e.nbytes for e in events if e.stop == "recv"][-1] == nbytes
     for key, value in got.items():
         taken = Selection(select).takes_leaf(key)
-        expected = big()[key] if taken else big()[key] * 0
+        expected = chunked()[key] if taken else chunked()[key] * 0
         assert_same(value, expected)
 
 
@@ -114,10 +93,6 @@ async def test_what_is_selected_is_fetched_by_few_requests() -> None:
         assert [*got] == names
         # The header, two runs of chunks for each of two connections, and the end.
         assert sender.statistics().requests - before <= 1 + 4 + 1
-
-
-class Opaque:
-    """A leaf that nobody registers on the other side."""
 
 
 def rich() -> dict[str, Any]:
@@ -207,39 +182,29 @@ async def test_values_that_are_not_selected_cost_nothing() -> None:
 @pytest.mark.asyncio
 async def test_a_value_that_nobody_knows_here_may_stay_away() -> None:
     """A pickled leaf, say, which is refused where it is selected."""
-    from aiockpt.errors import RemoteProtocolError
-
     async with (
         transport(allow_pickle=True) as sender,
         transport() as receiver,
     ):
-        await sender.send_checkpoint([], 1, {"w": torch.ones(2), "odd": Opaque()})
-        with pytest.raises(RemoteProtocolError):
-            await receive(sender, receiver)
-        with pytest.raises(RemoteProtocolError):
-            await receive(sender, receiver, select=["odd"])
+        await sender.send_checkpoint([], 1, {"w": torch.ones(2), "odd": Fraction(1, 2)})
+        for select in (None, ["odd"]):
+            with pytest.raises(RemoteProtocolError):
+                await receive(sender, receiver, select=select)
         got = await receive(sender, receiver, select=["w"])
         assert_same(got, {"w": torch.ones(2)})
 
 
 @pytest.mark.asyncio
-async def test_a_function_is_asked_once_for_each_value() -> None:
-    """In the order of the checkpoint."""
+async def test_names_are_taken_once_and_a_function_is_asked_once() -> None:
+    """For each value."""
     asked: list[str] = []
     state = {"a": 1, "b": {"c": b"x" * 9000, "d": [torch.ones(1), (1, 2)]}}
     async with pair() as (sender, receiver):
         await sender.send_checkpoint([], 1, state)
         await receive(sender, receiver, select=asked.append)
+        got = await receive(sender, receiver, select=iter(["a"]))
     assert sorted(asked) == ["a", "b.c", "b.d[0]", "b.d[1]"]
-
-
-@pytest.mark.asyncio
-async def test_names_may_come_from_an_iterator() -> None:
-    """They are taken once."""
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, big())
-        got = await receive(sender, receiver, select=(f"w{n}" for n in (1, 2)))
-        assert [*got] == ["w1", "w2"]
+    assert got == {"a": 1}
 
 
 @pytest.mark.asyncio
@@ -265,12 +230,12 @@ async def test_a_place_that_is_empty_gets_what_is_selected_only(
     """None in a template stands for a whole container, of which a part is wanted."""
     seen: list[Any] = []
     async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, {"k": big()})
+        await sender.send_checkpoint([], 1, {"k": chunked()})
         into: dict[str, Any] = {"k": None, "other": 5}
         options: dict[str, Any] = {"into": into, "direct": direct, "select": select}
         got = await receive(sender, receiver, progress=seen.append, **options)
     assert got is into
-    assert_same(got, {"k": {"w1": big()["w1"]}, "other": 5})
+    assert_same(got, {"k": {"w1": chunked()["w1"]}, "other": 5})
     assert seen[-1].bytes_total == CHUNK
 
 
@@ -297,26 +262,16 @@ async def test_a_short_list_grows_as_far_as_something_is_selected(
 
 
 @pytest.mark.asyncio
-async def test_what_a_function_raises_is_raised() -> None:
-    """It is the caller's."""
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, big())
-        with pytest.raises(ZeroDivisionError):
-            await receive(sender, receiver, select=lambda path: bool(1 / 0))
-        assert_same(await receive(sender, receiver, select=["n"]), {"n": 1})
-
-
-@pytest.mark.asyncio
 async def test_more_than_there_is_memory_for_is_refused(monkeypatch: Any) -> None:
     """What counts is what is selected, not what the checkpoint has."""
     monkeypatch.setattr("aiockpt.runtime.system.available_memory", lambda _: 3 * CHUNK)
     async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, big())
+        await sender.send_checkpoint([], 1, chunked())
         await receive(sender, receiver, select=["w0", "w1"])
         with pytest.raises(LimitExceededError):
             await receive(sender, receiver, select=["w0", "w1", "w2"])
     async with pair(limits=Limits(max_bytes=9 * CHUNK)) as (sender, receiver):
-        await sender.send_checkpoint([], 1, big())
+        await sender.send_checkpoint([], 1, chunked())
         await receive(sender, receiver, select=["w0"])
 
 
@@ -327,11 +282,12 @@ async def test_a_template_on_a_device(direct: bool, monkeypatch: Any) -> None:
     device = FakeAccelerator(held=False)
     monkeypatch.setattr("aiockpt.http.transport.port_for", device.port_for)
     async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, big())
-        into = {k: v * 0 for k, v in big().items()}
+        await sender.send_checkpoint([], 1, chunked())
+        into = {k: v * 0 for k, v in chunked().items()}
         await receive(sender, receiver, into=into, select=["w1", "n"], direct=direct)
     assert device.copied
-    assert (into["w1"].min(), into["n"], into["w2"].max()) == (1, 1, 0)
+    assert_same(into["w1"], chunked()["w1"])
+    assert (into["n"], into["w2"].max()) == (1, 0)
 
 
 RANGES = st.lists(
@@ -364,7 +320,7 @@ TREES = st.recursive(
 
 
 @given(tree=TREES, names=st.lists(st.sampled_from(["", "a", "3", "a.b", "b[0]"])))
-@settings(max_examples=200)
+@settings(max_examples=50)
 def test_pruning_takes_any_tree(tree: Any, names: list[str]) -> None:
     """What is malformed stays, and the tree that was given is not changed."""
     before = copy.deepcopy(tree)
@@ -462,14 +418,13 @@ WRONG: list[tuple[list[str], str]] = [
 
 @pytest.mark.parametrize(("select", "named"), WRONG)
 @pytest.mark.parametrize("template", [True, False])
-@pytest.mark.parametrize("mapped", [True, False])
 def test_a_strict_load_raises(
-    tmp_path: Path, select: list[str], named: str, *, template: bool, mapped: bool
+    tmp_path: Path, select: list[str], named: str, *, template: bool
 ) -> None:
     """Before the template is changed."""
     path, into = save(tmp_path / "s", STATE), zeros() if template else None
     with pytest.raises(MissingKeysError, match=named) as caught:
-        load(path, into, select=select, strict=True, mmap=mapped)
+        load(path, into, select=select, strict=True)
     assert len(caught.value.keys) == 1
     if into is not None:
         assert_same(into, zeros())

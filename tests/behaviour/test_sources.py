@@ -14,12 +14,13 @@ import torch
 from aiockpt import IntegrityError, Progress
 from aiockpt.errors import LocalProtocolError, MissingKeysError, TransferTimeoutError
 from aiockpt.events import TransferEvent, add_hook
-from aiockpt.testing import FaultProxy, StallAfter, assert_same, interrupted
+from aiockpt.testing import StallAfter, assert_same, interrupted
 from tests.support.proofs import proves
 from tests.support.replicas import Lies
 from tests.support.senders import MIB_SERVED, TOKEN, serving_process
 from tests.support.transports import (
     MIB,
+    Halfway,
     Transport,
     proxied,
     through,
@@ -100,15 +101,12 @@ async def test_it_arrives_anew_and_says_who_gave_what() -> None:
     assert not any(token in str(event) for event in events for token in tokens)
 
 
-@pytest.mark.parametrize("into", [template, lambda: None])
-async def test_a_part_is_selected(into: Any) -> None:
+async def test_a_part_is_selected() -> None:
     """Of several sources as of one."""
     async with senders(2) as made, transport() as receiver:
         metadata = [each.metadata() for each in made]
-        got = await receiver.recv_checkpoint(
-            0, metadata, 7, select=["optimizer"], into=into()
-        )
-        assert torch.equal(got["optimizer"]["m"], STATE["optimizer"]["m"])  # type: ignore[index]
+        got = await receiver.recv_checkpoint(0, metadata, 7, select=["optimizer"])
+        assert_same(got, {"optimizer": STATE["optimizer"]})
         with pytest.raises(MissingKeysError):
             await receiver.recv_checkpoint(0, metadata, 7, select=["nothing"])
 
@@ -160,7 +158,7 @@ async def test_the_deadline_is_kept() -> None:
         transport() as receiver,
     ):
         with pytest.raises(TransferTimeoutError) as caught:
-            await receiver.recv_checkpoint(0, [first, second], 7, timeout=1.5)
+            await receiver.recv_checkpoint(0, [first, second], 7, timeout=0.4)
         assert caught.value.stop == "fetch_chunk"
 
 
@@ -178,13 +176,12 @@ async def test_shared_tokens_work_as_with_one() -> None:
         assert_same(await receiver.recv_checkpoint(0, metadata, 7), STATE)
 
 
-@pytest.mark.parametrize("begin", range(3))
-async def test_a_cancel_at_any_await_leaves_everything_usable(begin: int) -> None:
+async def test_a_cancel_at_any_await_leaves_everything_usable() -> None:
     """The template is untouched or wholly filled, and the next receive works."""
     async with senders(2) as made, transport() as receiver:
         metadata = [each.metadata() for each in made]
         metadata.append("http://127.0.0.1:9/checkpoint/")
-        at, reached = begin, True
+        at, reached = 0, True
         while reached:
             into = template()
             call = receiver.recv_checkpoint(0, metadata, 7, into=into)
@@ -194,23 +191,8 @@ async def test_a_cancel_at_any_await_leaves_everything_usable(begin: int) -> Non
             if not is_untouched(into):
                 into.update(optimizer=STATE["optimizer"], step=7)
                 assert_same(into, STATE)
-            at += 3 + at // 10
+            at += 1 + at // 10
         assert_same(await receiver.recv_checkpoint(0, metadata, 7), STATE)
-
-
-class Acting:
-    """A ``progress`` that does something once a tenth has arrived."""
-
-    def __init__(self, act: Any) -> None:
-        self.seen: list[Progress] = []
-        self._act = act
-        self._done = False
-
-    def __call__(self, progress: Progress) -> None:
-        self.seen.append(progress)
-        if not self._done and progress.bytes_done > MIB_SERVED * MIB / 10:
-            self._done = True
-            self._act()
 
 
 @proves("cell HTTPTransport.recv_checkpoint, metadata=[...]: the other one dies")
@@ -224,35 +206,10 @@ async def test_a_process_that_ends_or_stops_in_the_middle(number: int) -> None:
         serving_process() as (_, second),
         serving_process() as (_, third),
     ):
-        acting = Acting(lambda: victim.send_signal(number))
-        got = await receiver.recv_checkpoint(
-            0, [first, second, third], 1, progress=acting
-        )
-        assert_same(got, weights(mib=MIB_SERVED))
-    assert acting.seen[-1].bytes_done == MIB_SERVED * MIB
-
-
-async def test_a_proxy_before_one_source_sees_its_share_only() -> None:
-    """The bytes come from all of them, and not twice."""
-    state = weights(mib=8)
-    async with (
-        senders(2, state) as (one, other),
-        proxied(one) as first,
-        proxied(other) as second,
-        transport() as receiver,
-    ):
-        proxies: list[FaultProxy] = [first, second]
-        metadata = [through(first, one), through(second, other)]
-        assert_same(await receiver.recv_checkpoint(0, metadata, 7), state)
-        down = [proxy.statistics().bytes_down for proxy in proxies]
-    assert all(down)
-    assert sum(down) < 1.1 * 8 * MIB
-
-
-async def test_receives_at_the_same_time_do_not_meet() -> None:
-    """One transport, many receives of several sources each."""
-    async with senders(3) as made, transport() as receiver:
-        metadata = [each.metadata() for each in made]
-        calls = [receiver.recv_checkpoint(0, metadata, 7) for _ in range(6)]
-        for got in await asyncio.gather(*calls):
-            assert_same(got, STATE)
+        halfway = Halfway()
+        call = receiver.recv_checkpoint(0, [first, second, third], 1, progress=halfway)
+        receiving = asyncio.create_task(call)
+        await halfway.reached.wait()
+        victim.send_signal(number)
+        assert_same(await receiving, weights(mib=MIB_SERVED))
+    assert halfway.seen[-1].bytes_done == MIB_SERVED * MIB

@@ -38,7 +38,6 @@ from tests.support.rangepeer import (
     noise,
     receiver,
     serving,
-    soon,
 )
 
 pytestmark = [
@@ -51,6 +50,7 @@ pytestmark = [
 CHUNK = 1 << 16
 SMALL = noise(200)
 LARGE = noise(16 * CHUNK)
+HEAD, LENGTH = b"HTTP/1.1 206 OK\r\n", b"Content-Length: %d\r\n"
 
 
 async def length_of_answer(client: Client, peer: RangePeer) -> int:
@@ -146,20 +146,10 @@ async def test_broken_connection_resumes_after_what_had_arrived(fast_path) -> No
     ]
 
 
-async def test_connections_that_keep_breaking_cost_little_extra(fast_path) -> None:
-    """All end after 100 kB: at most a tenth is sent again."""
-    async with (
-        serving(LARGE, chunk_bytes=4 * CHUNK) as peer,
-        FaultProxy("127.0.0.1", peer.port, otherwise=CutAfter(100_000)) as proxy,
-        receiver(fast_path=fast_path) as client,
-    ):
-        assert (await fetch(client, peer, port=proxy.port)).content == LARGE
-        assert proxy.statistics().bytes_down < 1.1 * len(LARGE)
-
-
-async def test_connections_that_are_reset_all_the_time_are_survived(fast_path) -> None:
-    """A reset may take all that its connection brought, so the peer seems silent."""
-    cut = CutAfter(100_000, reset=True)
+@pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
+async def test_connections_that_keep_breaking_are_survived(fast_path, reset) -> None:
+    """All end after 100 kB; a reset may take all that its connection brought."""
+    cut = CutAfter(100_000, reset=reset)
     async with (
         serving(LARGE, chunk_bytes=4 * CHUNK) as peer,
         FaultProxy("127.0.0.1", peer.port, otherwise=cut) as proxy,
@@ -168,36 +158,24 @@ async def test_connections_that_are_reset_all_the_time_are_survived(fast_path) -
         memory = await fetch(client, peer, port=proxy.port)
         assert memory.content == LARGE
         assert memory.bytes == len(LARGE)
+        assert reset or proxy.statistics().bytes_down < 1.1 * len(LARGE)
 
 
 @proves("threat D12")
-async def test_silent_peer_is_given_up_after_the_stall_timeout(fast_path) -> None:
+@pytest.mark.parametrize("count", [0, 50, 5000])
+async def test_silent_peer_is_given_up_after_the_stall_timeout(
+    fast_path, count
+) -> None:
     """Before or within its answer, and the error says after how long."""
-    for count in (0, 50, 5000):
-        async with (
-            serving(LARGE) as peer,
-            FaultProxy("127.0.0.1", peer.port, otherwise=StallAfter(count)) as proxy,
-            receiver(fast_path=fast_path, stall_timeout=0.2) as client,
-        ):
-            start = time.monotonic()
-            with pytest.raises(TransferStalledError) as caught:
-                await fetch(client, peer, port=proxy.port)
-            elapsed = time.monotonic() - start
-        assert caught.value.idle >= 0.2
-        assert elapsed < 5
-        assert caught.value.chunk == 0
-
-
-async def test_slow_peer_is_no_silent_peer(fast_path) -> None:
-    """A drip that lasts longer than the stall timeout is waited for."""
     async with (
-        serving(noise(2000)) as peer,
-        FaultProxy("127.0.0.1", peer.port, otherwise=Drip(4000, burst=20)) as proxy,
+        serving(LARGE) as peer,
+        FaultProxy("127.0.0.1", peer.port, otherwise=StallAfter(count)) as proxy,
         receiver(fast_path=fast_path, stall_timeout=0.2) as client,
     ):
-        start = time.monotonic()
-        assert (await fetch(client, peer, port=proxy.port)).content == peer.segment
-        assert time.monotonic() - start > 0.4
+        with pytest.raises(TransferStalledError) as caught:
+            await fetch(client, peer, port=proxy.port)
+    assert caught.value.idle >= 0.2
+    assert caught.value.chunk == 0
 
 
 async def received(proxy: FaultProxy, nbytes: int) -> None:
@@ -206,60 +184,48 @@ async def received(proxy: FaultProxy, nbytes: int) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_loop_that_is_busy_elsewhere_is_not_the_peers_silence(fast_path) -> None:
-    """Time in which nobody could have read a byte does not count."""
+@pytest.mark.parametrize("busy", [0, 0.5])
+async def test_slow_peer_is_no_silent_peer(fast_path, busy) -> None:
+    """A drip is waited for; time in which nobody could read a byte does not count."""
     async with (
         serving(noise(2000)) as peer,
-        FaultProxy("127.0.0.1", peer.port, otherwise=Drip(8000, burst=20)) as proxy,
+        FaultProxy("127.0.0.1", peer.port, otherwise=Drip(4000, burst=20)) as proxy,
         receiver(fast_path=fast_path, stall_timeout=0.2) as client,
     ):
+        start = time.monotonic()
         task = asyncio.create_task(fetch(client, peer, port=proxy.port))
         await received(proxy, 1)
-        time.sleep(0.5)  # noqa: ASYNC251 - the point of the test
+        time.sleep(busy)  # noqa: ASYNC251 - the loop is busy elsewhere
         assert (await task).content == peer.segment
+        assert time.monotonic() - start > 0.4
 
 
-async def test_refused_connection_is_an_error_at_once(fast_path) -> None:
-    """Where no reconnect timeout is set, and the error asks the right question."""
-    async with serving(SMALL) as peer, receiver(fast_path=fast_path) as client:
-        start = time.monotonic()
-        with pytest.raises(
-            PeerUnreachableError, match="is the sender running"
-        ) as caught:
-            await fetch(client, peer, port=1)
-        assert time.monotonic() - start < 2
-        assert caught.value.__cause__ is not None
-
-
-async def test_peer_that_stays_away_is_given_up_after_the_reconnect_timeout(
-    fast_path,
+@pytest.mark.parametrize("seconds", [0, 0.3])
+async def test_peer_that_is_not_there_is_tried_until_the_reconnect_timeout(
+    fast_path, seconds
 ) -> None:
-    """It is tried again and again until then."""
+    """At once where there is none; the error asks the right question."""
     async with (
         serving(SMALL) as peer,
-        receiver(fast_path=fast_path, reconnect_timeout=0.3) as client,
+        receiver(fast_path=fast_path, reconnect_timeout=seconds) as client,
     ):
         start = time.monotonic()
         memory = Memory(len(SMALL))
-        with pytest.raises(PeerUnreachableError):
+        with pytest.raises(PeerUnreachableError, match="is the sender running") as e:
             await fetch(client, peer, memory, port=1)
-        assert 0.3 <= time.monotonic() - start < 2
-        assert len(memory.errors) > 1
+        assert seconds <= time.monotonic() - start < 3
+        assert len(memory.errors) > 1 or not seconds
+        assert e.value.__cause__ is not None
 
 
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
         (Answer(b"SSH-2.0-OpenSSH_9.9\r\n"), RemoteProtocolError),
-        (
-            Answer(
-                b"HTTP/1.1 206 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n"
-            ),
-            RemoteProtocolError,
-        ),
-        (Answer(b"HTTP/1.1 206 OK\r\n" + b"X: y\r\n" * 10_000), RemoteProtocolError),
+        (Answer(HEAD + LENGTH % 5 + LENGTH % 6 + b"\r\n"), RemoteProtocolError),
+        (Answer(HEAD + b"X: y\r\n" * 10_000), RemoteProtocolError),
         (Answer(b"\0" * 1000), RemoteProtocolError),
-        (Answer(b"HTTP/1.0 206 OK\r\n\r\nunframed"), RemoteProtocolError),
+        (Answer(HEAD.replace(b"1.1", b"1.0") + b"\r\nend?"), RemoteProtocolError),
         (Answer(b""), PeerUnreachableError),
         (Refuse(), PeerUnreachableError),
     ],
@@ -275,9 +241,7 @@ async def test_impostor_is_told_from_a_sender(fast_path, fault, error) -> None:
         with pytest.raises(error) as caught:
             await fetch(client, peer, port=proxy.port)
         with pytest.raises(error):
-            await fetch_manifest(
-                client, peer.source(port=proxy.port), 7, deadline=soon()
-            )
+            await fetch_manifest(client, peer.source(port=proxy.port))
         with pytest.raises(error):
             await fetch_latest(client, peer, port=proxy.port)
     assert str(proxy.port) in str(caught.value)
@@ -292,7 +256,7 @@ async def test_cancelled_anywhere_the_client_goes_on_as_if_nothing_was(
         serving(LARGE, chunk_bytes=CHUNK) as peer,
         receiver(fast_path=fast_path, max_concurrency=4) as client,
     ):
-        for rounds in [*range(60), *range(60, 300, 10)]:
+        for rounds in [*range(40), *range(40, 300, 20)]:
             task = asyncio.create_task(fetch(client, peer))
             for _ in range(rounds):
                 await asyncio.sleep(0)
@@ -320,7 +284,7 @@ async def test_cancelled_receive_writes_nothing_more(fast_path) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         left = bytes(memory.content)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.02)
         assert memory.content == left
         assert 0 < len(left.rstrip(b"\0")) < len(LARGE)
 

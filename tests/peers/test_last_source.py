@@ -9,7 +9,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 from aiohttp import web
 
-from aiockpt.errors import CheckpointChangedError
 from aiockpt.events import TransferEvent, add_hook
 from tests.support.rangepeer import Client, Meddle, RangePeer, noise, receiver
 from tests.support.rangepeer import serving as peer
@@ -32,28 +31,6 @@ MOST = 8
 
 HANGS = 60.0
 """Seconds after which a receive that should have ended is said to hang."""
-
-
-def span(request: web.Request) -> tuple[int, int]:
-    """Return the first byte that is asked for, and the one behind the last."""
-    asked = request.http_range
-    return asked.start, asked.stop
-
-
-async def stalled(
-    peer: RangePeer, request: web.Request, nbytes: int
-) -> web.StreamResponse:
-    """Answer with so many bytes, and never with the others; end with the connection."""
-    whole = peer.answer(request)
-    assert isinstance(whole.body, bytes)
-    answer = web.StreamResponse(status=whole.status, headers=whole.headers)
-    answer.content_length = len(whole.body)
-    await answer.prepare(request)
-    await answer.write(whole.body[:nbytes])
-    line = request.transport
-    assert line is not None
-    await settle(line.is_closing, patience=HANGS)
-    return answer
 
 
 def leaving(number: int) -> Meddle:
@@ -80,18 +57,14 @@ class Stalls:
 
     Args:
         number: Which one.
-        again: Whether the one for the rest of that range stalls, too.
 
     Attributes:
         asked: All ranges, in order.
-        raced: Set when the rest of that range is asked for.
     """
 
-    def __init__(self, number: int = -1, *, again: bool = False) -> None:
+    def __init__(self, number: int = -1) -> None:
         self.asked: list[tuple[int, int]] = []
-        self.raced = asyncio.Event()
         self._number = number
-        self._again = again
 
     async def meddle(
         self, peer: RangePeer, request: web.Request
@@ -99,16 +72,21 @@ class Stalls:
         """Stall, or have the normal handler answer."""
         if "Range" not in request.headers:
             return None
-        number, (start, stop) = len(self.asked), span(request)
-        self.asked.append((start, stop))
+        number = len(self.asked)
+        self.asked.append((request.http_range.start, request.http_range.stop))
         await self.ready()
-        if number == self._number:
-            return await stalled(peer, request, CHUNK // 2)
-        if 0 <= self._number < number and self.asked[self._number][1] == stop:
-            self.raced.set()
-            if self._again:
-                return await stalled(peer, request, 0)
-        return None
+        if number != self._number:
+            return None
+        whole = peer.answer(request)
+        assert isinstance(whole.body, bytes)
+        answer = web.StreamResponse(status=whole.status, headers=whole.headers)
+        answer.content_length = len(whole.body)
+        await answer.prepare(request)
+        await answer.write(whole.body[: CHUNK // 2])
+        line = request.transport
+        assert line is not None
+        await settle(line.is_closing, patience=HANGS)
+        return answer
 
     async def ready(self) -> None:
         """Answer at once."""
@@ -125,8 +103,8 @@ class Last(Stalls):
         most: How many requests waited at a time.
     """
 
-    def __init__(self, number: int = -1, *, again: bool = False) -> None:
-        super().__init__(number, again=again)
+    def __init__(self, number: int = -1) -> None:
+        super().__init__(number)
         self.early = 0
         self.alone = asyncio.Event()
         self.most = 0
@@ -212,77 +190,22 @@ async def test_one_stalled_connection_is_overtaken(number: int) -> None:
     assert again == [(start, stop), (start + CHUNK // 2, stop)]
 
 
-class Fails(Last):
-    """It sends all of a run but half a chunk; when that is there, it has gone on."""
+async def test_one_that_has_not_joined_is_no_help() -> None:
+    """What stalls is overtaken by another connection of the same source."""
+    silence, stalls = asyncio.Event(), Stalls(0)
 
-    fetch: Fetch
-    _half: tuple[int, int] | None = None
+    async def silent(_: RangePeer, request: web.Request) -> None:
+        await silence.wait()
 
-    async def meddle(
-        self, peer: RangePeer, request: web.Request
-    ) -> web.StreamResponse | None:
-        """Answer normally until then."""
-        if "Range" not in request.headers:
-            return None
-        start, stop = (at - len(peer.manifest.header) for at in span(request))
-        # On a machine that is busy, no run may be longer than a chunk.
-        will = stop - start > CHUNK or len(peer.ranges()) > 2 * MOST
-        if self._half is None and will:
-            self._half = start, stop - CHUNK
-            return await stalled(peer, request, stop - start - CHUNK // 2)
-        if self._half is None:
-            return None
-        chunk = slice(*self._half)
-        await self.alone.wait()
-        content = self.fetch.target.content
-        await settle(lambda: content[chunk] == SEGMENT[chunk], patience=HANGS)
-        return web.Response(status=412)
-
-
-async def test_what_it_gave_is_counted_when_it_fails_at_last() -> None:
-    """To the last chunk, also of runs that were under way."""
-    last = Fails()
-    async with receiver(max_concurrency=MOST) as client, nine(client, last) as fetch:
-        last.fetch = fetch
+    async with (
+        peer(SEGMENT, chunk_bytes=CHUNK, meddle=stalls.meddle) as one,
+        peer(SEGMENT, chunk_bytes=CHUNK, meddle=silent) as other,
+        receiver(stall_timeout=FAR, reconnect_timeout=FAR) as client,
+    ):
+        fetch = Fetch(client, [one.source(), other.source()])
         async with asyncio.timeout(HANGS):
-            with pytest.raises(CheckpointChangedError):
-                await fetch.run()
-    assert len(fetch.dropped()) == SOURCES
-    told = {event.peer: event.nbytes for event in fetch.events if event.stop == "drop"}
-    assert told[fetch.urls[4]] == fetch.given[4] > CHUNK
-    assert sum(fetch.given) == fetch.target.chunks * CHUNK == fetch.target.bytes
-
-
-class Late:
-    """It does not say a word before it is let in."""
-
-    def __init__(self) -> None:
-        self.let_in = asyncio.Event()
-
-    async def meddle(self, peer: RangePeer, request: web.Request) -> None:
-        """Have the normal handler answer, then."""
-        await self.let_in.wait()
-
-
-class TestWhoHasNotJoined:
-    """It is no help, and so the other one helps itself."""
-
-    @pytest.mark.parametrize("joins", [False, True], ids=["never", "later"])
-    async def test_one_stalled_connection_is_overtaken(self, joins: bool) -> None:
-        """By another one of the same source; or by that source, once it is there."""
-        late, stalls = Late(), Stalls(0, again=joins)
-        async with (
-            peer(SEGMENT, chunk_bytes=CHUNK, meddle=stalls.meddle) as one,
-            peer(SEGMENT, chunk_bytes=CHUNK, meddle=late.meddle) as other,
-            receiver(stall_timeout=FAR, reconnect_timeout=FAR) as client,
-        ):
-            fetch = Fetch(client, [one.source(), other.source()])
-            async with asyncio.timeout(HANGS), asyncio.TaskGroup() as group:
-                group.create_task(fetch.run())
-                await stalls.raced.wait()
-                if joins:
-                    late.let_in.set()
-            late.let_in.set()  # or its handler would outlive the test
-        check(fetch)
-        assert fetch.dropped() == {}
-        assert bool(fetch.given[1]) is joins
+            await fetch.run()
+        silence.set()  # or its handler would outlive the test
+    check(fetch)
+    assert fetch.dropped() == {}
+    assert not fetch.given[1]

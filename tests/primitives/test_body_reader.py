@@ -162,18 +162,20 @@ class TestBodyWriter:
                 assert memory[:stop] == source[:stop]
         assert memory == source
 
-    def test_large_buffers_are_received_in_place(self) -> None:
-        """A megabyte at a time, without a copy."""
-        memory, fill = memory_of([3 << 20])
+    @pytest.mark.parametrize(
+        ("sizes", "length"),
+        [([3 << 20], 1 << 20), ([100] * 5000, 100 * body_reader.MAX_SCATTER)],
+        ids=["large", "small"],
+    )
+    def test_one_system_call_receives_a_bounded_number_of_bytes(
+        self, sizes: list[int], length: int
+    ) -> None:
+        """A megabyte of a large buffer in place, or many small ones together."""
+        memory, fill = memory_of(sizes)
         room = fill.next_buffer()
         room[:2] = b"ab"
-        assert len(room) == 1 << 20
-        assert memory.startswith(b"ab")
-
-    def test_small_buffers_are_received_together(self) -> None:
-        """One system call serves many of them; their number is bounded."""
-        _, fill = memory_of([100] * 5000)
-        assert len(fill.next_buffer()) == 100 * body_reader.MAX_SCATTER
+        assert len(room) == length
+        assert memory.startswith(b"ab") is (len(sizes) == 1)
 
 
 @asynccontextmanager
@@ -255,7 +257,7 @@ class TestReceive:
                 await read_body(answer, fill, pumps)
             assert memory == body
 
-    @pytest.mark.parametrize("size", [0, 1, 150_000, 299_999])
+    @pytest.mark.parametrize("size", [0, 150_000, 299_999])
     async def test_body_that_breaks_off_is_an_error_and_what_came_is_kept(
         self, pumps, size
     ) -> None:
@@ -273,13 +275,12 @@ class TestReceive:
         assert memory[: fill.filled] == BODY[: fill.filled]
         assert fill.filled <= size
 
-    @pytest.mark.parametrize("last_words", ["FIN", "keep"])
+    @pytest.mark.parametrize("close", [True, False])
     async def test_peer_that_closes_after_the_last_byte_has_sent_it_all(
-        self, pumps, last_words
+        self, pumps, close
     ) -> None:
         """``Connection: close`` is obeyed, and no error."""
         head = HEAD[:-2] + b"Connection: close\r\n\r\n"
-        close = last_words == "FIN"
         async with (
             answering(head, BODY, close=close) as url,
             ClientSession() as session,

@@ -49,17 +49,11 @@ def test_an_offer_is_parsed_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        None,
-        "",
-        NAME,
-        f"{NAME}.{TICKET}.",
-        f"{NAME}.{TICKET}\n",
-        f"/run/docker.sock.{TICKET}",
-        f"../../{NAME}.{TICKET}",
-        f"{NAME.upper()}.{TICKET}",
-        f"{NAME}{NAME}.{TICKET}",
+        None, "", NAME, f"{NAME}.{TICKET}.", f"{NAME}.{TICKET}\n",
+        f"/run/docker.sock.{TICKET}", f"../../{NAME}.{TICKET}",
+        f"{NAME.upper()}.{TICKET}", f"{NAME}{NAME}.{TICKET}",
     ],
-)
+)  # fmt: skip
 def test_no_offer_leads_elsewhere(text: str | None) -> None:
     """A peer cannot choose which socket is connected to."""
     assert parse_offer(text) is None

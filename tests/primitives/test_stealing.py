@@ -24,10 +24,10 @@ from aiockpt.testing.faults import (
     FaultProxy,
     FlipBit,
     Pipe,
-    Refuse,
     StallAfter,
 )
 from tests.support.rangepeer import Memory, RangePeer, fetch, noise, receiver, serving
+from tests.support.serving import settle
 
 pytestmark = [
     pytest.mark.usefixtures("no_blocking"),
@@ -84,9 +84,9 @@ def overtaken(told: Iterable[TransferEvent]) -> int:
     return sum("another connection has it" in event.detail for event in told)
 
 
-@pytest.mark.parametrize("parallel", [2, 4])
 @pytest.mark.parametrize(
-    "slow", [SLOWEST, StallAfter(0), StallAfter(3 * CHUNK + 10)], ids=repr
+    ("slow", "parallel"),
+    [(SLOWEST, 2), (StallAfter(0), 4), (StallAfter(3 * CHUNK + 10), 2)],
 )
 @movers
 async def test_one_slow_connection_is_overtaken(fast_path, slow, parallel) -> None:
@@ -103,18 +103,6 @@ async def test_one_slow_connection_is_overtaken(fast_path, slow, parallel) -> No
         assert proxy.statistics().bytes_down <= len(SEGMENT) + CHUNK + HEADS
     assert overtaken(told) == 1
     assert {(event.stop, event.step) for event in told} == {("retry", 7)}
-
-
-async def test_two_slow_connections_are_overtaken() -> None:
-    """Of four, by a lane each."""
-    async with (
-        serving(SEGMENT, chunk_bytes=CHUNK) as peer,
-        proxy_to(peer, SLOWEST, StallAfter(CHUNK)) as proxy,
-        receiver(max_concurrency=4, stall_timeout=FAR) as client,
-    ):
-        with events() as told:
-            check(await fetch(client, peer, port=proxy.port))
-    assert overtaken(told) == 2
 
 
 async def test_a_straggler_that_is_stopped_while_a_thread_receives_lied_not() -> None:
@@ -143,20 +131,29 @@ async def test_connections_that_are_equally_slow_are_left_alone() -> None:
     assert len(peer.ranges()) == 8
 
 
-async def test_a_single_connection_has_no_rival() -> None:
-    """Where only one may be made, however slow it is."""
-    async with (
-        serving(SEGMENT, chunk_bytes=CHUNK) as peer,
-        proxy_to(peer, Drip(2e6, burst=20_000)) as proxy,
-        receiver(max_concurrency=1) as client,
-    ):
-        check(await fetch(client, peer, port=proxy.port))
-        assert proxy.statistics().connections == 1
-    assert len(peer.ranges()) == 2
-
-
 class TestTheConnectionThatTakesOver:
     """It may be as bad as the first, or worse."""
+
+    @pytest.mark.parametrize(
+        ("slow", "then", "stops"),
+        [
+            (Drip(250_000, burst=5000), [Drip(100_000, burst=2000)], 0),
+            (SLOWEST, [StallAfter(2 * CHUNK), StallAfter(2 * CHUNK)], 3),
+            (SLOWEST, [CutAfter(2 * CHUNK)], 1),
+        ],
+        ids=["slower", "stalls", "breaks"],
+    )
+    async def test_all_comes_nevertheless(self, slow, then, stops) -> None:
+        """It is a straggler as any other then."""
+        async with (
+            serving(SEGMENT, chunk_bytes=CHUNK, meddle=one_request_each) as peer,
+            proxy_to(peer, slow, *[Fault()] * 3, *then) as proxy,
+            receiver(stall_timeout=FAR) as client,
+        ):
+            with events() as told:
+                check(await fetch(client, peer, port=proxy.port))
+            assert proxy.statistics().bytes_down <= len(SEGMENT) + 8 * CHUNK
+        assert overtaken(told) >= stops
 
     async def test_if_it_is_silent_the_peer_has_stalled(self) -> None:
         """A run is not passed around for ever."""
@@ -164,7 +161,7 @@ class TestTheConnectionThatTakesOver:
         async with (
             serving(SEGMENT, chunk_bytes=CHUNK, meddle=one_request_each) as peer,
             proxy_to(peer, slow, *[Fault()] * 3, then=BlackHole()) as proxy,
-            receiver(stall_timeout=0.5, reconnect_timeout=0.5) as client,
+            receiver(stall_timeout=0.3, reconnect_timeout=0.3) as client,
         ):
             with pytest.raises((TransferStalledError, PeerUnreachableError)):
                 await fetch(client, peer, port=proxy.port)
@@ -184,41 +181,6 @@ class TestTheConnectionThatTakesOver:
         ):
             with pytest.raises(RemoteProtocolError, match="418"):
                 await fetch(client, peer, port=proxy.port)
-
-    async def test_if_it_is_slower_all_comes_nevertheless(self) -> None:
-        """And each byte that was received counts."""
-        slow, slower = Drip(250_000, burst=5000), Drip(100_000, burst=2000)
-        async with (
-            serving(SEGMENT, chunk_bytes=CHUNK, meddle=one_request_each) as peer,
-            proxy_to(peer, slow, *[Fault()] * 3, then=slower) as proxy,
-            receiver() as client,
-        ):
-            check(await fetch(client, peer, port=proxy.port))
-            assert proxy.statistics().bytes_down <= len(SEGMENT) + 4 * CHUNK
-
-    @movers
-    async def test_if_it_stalls_later_it_is_overtaken_itself(self, fast_path) -> None:
-        """It is a straggler as any other then."""
-        stall = StallAfter(2 * CHUNK)
-        async with (
-            serving(SEGMENT, chunk_bytes=CHUNK, meddle=one_request_each) as peer,
-            proxy_to(peer, SLOWEST, *[Fault()] * 3, stall, stall) as proxy,
-            receiver(fast_path=fast_path, stall_timeout=FAR) as client,
-        ):
-            with events() as told:
-                check(await fetch(client, peer, port=proxy.port))
-        assert overtaken(told) == 3
-
-    async def test_if_it_breaks_later_its_lane_goes_on(self) -> None:
-        """The first one is gone by then."""
-        async with (
-            serving(SEGMENT, chunk_bytes=CHUNK, meddle=one_request_each) as peer,
-            proxy_to(peer, SLOWEST, *[Fault()] * 3, CutAfter(2 * CHUNK)) as proxy,
-            receiver(stall_timeout=FAR) as client,
-        ):
-            with events() as told:
-                check(await fetch(client, peer, port=proxy.port))
-        assert overtaken(told) == 1
 
 
 class _BadThenSilent(Fault):
@@ -255,64 +217,31 @@ async def test_what_the_straggler_got_wrong_is_fetched_again(fast_path) -> None:
     assert ["has digest" in str(error) for error in memory.errors] == [True]
 
 
-class TestCancelled:
-    """Nothing is left, and nothing is written any more."""
-
-    async def stop(self, task: asyncio.Task[Memory], memory: Memory) -> None:
-        """Cancel a fetch, and see that its memory is the caller's again."""
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        left = bytes(memory.content)
-        await asyncio.sleep(0.05)
-        assert memory.content == left
-
-    async def test_while_the_second_connection_is_asked(self) -> None:
-        """Both end."""
-        memory = Memory(len(SEGMENT))
-        async with (
-            serving(SEGMENT, chunk_bytes=CHUNK, meddle=one_request_each) as peer,
-            proxy_to(peer, SLOWEST, *[Fault()] * 3, then=BlackHole()) as proxy,
-            receiver(stall_timeout=FAR) as client,
-        ):
-            task = asyncio.create_task(fetch(client, peer, memory, port=proxy.port))
-            while proxy.statistics().connections < 5:  # noqa: ASYNC110 - no event tells
-                await asyncio.sleep(0.01)
-            await self.stop(task, memory)
-
-    @movers
-    async def test_when_it_has_overtaken(self, fast_path) -> None:
-        """The first one has ended already."""
-        memory, slow = Memory(len(SEGMENT)), Drip(100_000, burst=2000)
-        async with (
-            serving(SEGMENT, chunk_bytes=CHUNK, meddle=one_request_each) as peer,
-            proxy_to(peer, SLOWEST, *[Fault()] * 3, then=slow) as proxy,
-            receiver(fast_path=fast_path, stall_timeout=FAR) as client,
-        ):
-            with events() as told:
-                task = asyncio.create_task(fetch(client, peer, memory, port=proxy.port))
-                while not overtaken(told):  # noqa: ASYNC110 - no event tells
-                    await asyncio.sleep(0.01)
-                await self.stop(task, memory)
-
-
-async def test_a_peer_that_is_gone_is_an_error_still() -> None:
-    """Of the straggler, which nobody could overtake."""
+@pytest.mark.parametrize("then", [BlackHole(), Drip(100_000, burst=2000)], ids=repr)
+@movers
+async def test_a_cancel_leaves_the_memory_to_the_caller(fast_path, then) -> None:
+    """While the second connection is asked, and when it has overtaken the first."""
+    memory = Memory(len(SEGMENT))
     async with (
         serving(SEGMENT, chunk_bytes=CHUNK, meddle=one_request_each) as peer,
-        proxy_to(peer, SLOWEST, *[Fault()] * 3, then=Refuse()) as proxy,
-        receiver(stall_timeout=0.5) as client,
+        proxy_to(peer, SLOWEST, *[Fault()] * 3, then=then) as proxy,
+        receiver(fast_path=fast_path, stall_timeout=FAR) as client,
     ):
-        task = asyncio.create_task(fetch(client, peer, port=proxy.port))
-        while proxy.statistics().connections < 5:  # noqa: ASYNC110 - no event tells
-            await asyncio.sleep(0.01)
-        proxy.refuse()
-        await proxy.cut_all()
-        with pytest.raises(PeerUnreachableError):
-            await task
+        with events() as told:
+            task = asyncio.create_task(fetch(client, peer, memory, port=proxy.port))
+            asked = isinstance(then, BlackHole)
+            await settle(
+                lambda: proxy.statistics().connections > 4 if asked else overtaken(told)
+            )
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        left = bytes(memory.content)
+        await asyncio.sleep(0.02)
+        assert memory.content == left
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @movers
 async def test_whatever_connections_do_every_byte_comes_once(fast_path, seed) -> None:
     """Faults of all kinds, in any order, and few bytes more than needed."""

@@ -6,6 +6,7 @@ import socket
 from typing import Any
 
 import pytest
+from aiohttp import web
 from aiohttp.abc import AbstractResolver
 
 from aiockpt import Auth
@@ -19,16 +20,10 @@ from tests.support.rangepeer import STEP, fetch, fetch_manifest, receiver, servi
 pytestmark = [pytest.mark.torch_free, pytest.mark.usefixtures("no_blocking")]
 
 SERVICES = [
-    "169.254.169.254",
-    "[::ffff:169.254.169.254]",
-    "[::ffff:a9fe:a9fe]",
-    "[64:ff9b::a9fe:a9fe]",
-    "[2002:a9fe:a9fe::]",
-    "[fd00:ec2::254]",
-    "100.100.100.200",
-    "168.63.129.16",
-    "169.254.170.2",
-]
+    "169.254.169.254", "[::ffff:169.254.169.254]", "[::ffff:a9fe:a9fe]",
+    "[64:ff9b::a9fe:a9fe]", "[2002:a9fe:a9fe::]", "[fd00:ec2::254]", "100.100.100.200",
+    "168.63.129.16", "169.254.170.2",
+]  # fmt: skip
 
 
 @proves("threat I6")
@@ -126,19 +121,15 @@ def test_metadata_may_spell_out_what_is_near(host: str) -> None:
 @pytest.mark.parametrize(
     ("peers", "host", "allowed"),
     [
-        (["10.0.0.0/8"], "10.1.2.3", True),
-        (["10.0.0.0/8"], "11.1.2.3", False),
-        (["10.0.0.0/8"], "::ffff:10.1.2.3", True),
-        (["fd00::/8"], "fd00::7", True),
-        (["fd00::/8"], "10.1.2.3", False),
-        (["10.1.2.3"], "10.1.2.3", True),
+        (["10.0.0.0/8"], "10.1.2.3", True), (["10.0.0.0/8"], "11.1.2.3", False),
+        (["10.0.0.0/8"], "::ffff:10.1.2.3", True), (["fd00::/8"], "fd00::7", True),
+        (["fd00::/8"], "10.1.2.3", False), (["10.1.2.3"], "10.1.2.3", True),
         (["10.1.2.3"], "10.1.2.4", False),
         (["169.254.169.254"], "169.254.169.254", True),
-        (["0.0.0.0/0"], "169.254.169.254", True),
-        (["trainer"], "10.1.2.3", False),
+        (["0.0.0.0/0"], "169.254.169.254", True), (["trainer"], "10.1.2.3", False),
         ([], "127.0.0.1", False),
     ],
-)
+)  # fmt: skip
 def test_peers_are_the_only_ones(peers: list[str], host: str, allowed: bool) -> None:
     """A list says all that is allowed, also what is not without one."""
     decide = Reach(peers).check_host
@@ -173,30 +164,10 @@ async def test_peers_may_be_names(
     await resolver.close()
 
 
-@proves("threat I4", "invariant 10")
-@pytest.mark.asyncio
-async def test_a_redirect_leads_nowhere(book: Book) -> None:
-    """Neither the request nor the credential goes on."""
-    from aiohttp import web
-
-    async def elsewhere(_: object, request: web.Request) -> web.Response:
-        return web.Response(status=307, headers={"Location": other.base_url})
-
-    async with (
-        serving(b"x" * 1000) as other,
-        serving(b"x" * 1000, meddle=elsewhere) as peer,
-        receiver() as client,
-    ):
-        with pytest.raises(Exception, match="redirects are not followed"):
-            await fetch(client, peer, token="t0ken")
-        assert other.requests == []
-
-
 @proves("threat I5")
 @pytest.mark.asyncio
 async def test_an_error_page_that_shows_the_request_shows_no_token() -> None:
     """Frameworks in debug mode answer with the request's headers."""
-    from aiohttp import web
 
     async def debug(_: object, request: web.Request) -> web.Response:
         shown = {"detail": f"headers: {dict(request.headers)}", "title": "t0ken-7"}

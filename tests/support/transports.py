@@ -78,6 +78,35 @@ def weights(fill: float = 1.0, *, mib: float = 1.0, count: int = 1) -> dict[str,
     return {f"w{n}": torch.full((size,), fill) for n in range(count)}
 
 
+CHUNK = 64 << 10
+"""Bytes of a chunk of `transport`."""
+WIDE = CHUNK // 4
+"""Numbers in a chunk."""
+
+
+def chunked(count: int = 8) -> dict[str, Any]:
+    """Return different tensors of a chunk each, and a value behind them."""
+    tensors = {f"w{n}": torch.arange(WIDE) + float(n) for n in range(count)}
+    return {**tensors, "n": 1}
+
+
+async def counted(
+    sender: Transport, receiver: Transport, **options: Any
+) -> tuple[Any, int]:
+    """Receive; return the result, and how many bytes of data the sender sent.
+
+    The header's length is what a receive without a selection costs.
+    """
+    step = sender.statistics().step
+    assert step is not None
+    sent = [sender.statistics().bytes_sent]
+    calls: list[dict[str, Any]] = [{"select": []}, options]
+    for each in calls:
+        got = await receive(sender, receiver, step, **each)
+        sent.append(sender.statistics().bytes_sent)
+    return got, sent[2] - 2 * sent[1] + sent[0]
+
+
 @dataclass
 class HoldBack(Fault):
     """Passes on so many bytes of all connections; the others wait for the ``gate``.

@@ -44,33 +44,39 @@ def answer(problem: Problem, **request: Any) -> AiockptError:
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("error", "status", "kind"),
     [
-        (StepNotFoundError(5, serving=None), 404),
-        (StepNotFoundError(5, serving=4), 404),
-        (StepNotFoundError(5, serving=6), 410),
-        (StepNotFoundError(None), 404),
-        (CheckpointChangedError(expected="a", actual="b"), 412),
-        (AuthenticationError("/checkpoint/5/full"), 401),
-        (PeerFailedError(None, "no memory"), 424),
-        (RangeNotSatisfiable("bytes=9-", 5), 416),
-        (HostNotAllowed("evil.example"), 421),
-        (RemoteProtocolError("no such resource"), 400),
-        (PeerBusy(retry_after=2), 503),
-        (ClosedError("the server"), 503),
-        (LocalProtocolError("a bug"), 500),
-        (ZeroDivisionError("secret"), 500),
+        (StepNotFoundError(5, serving=None), 404, StepNotFoundError),
+        (StepNotFoundError(5, serving=4), 404, StepNotFoundError),
+        (StepNotFoundError(5, serving=6), 410, StepNotFoundError),
+        (StepNotFoundError(None), 404, StepNotFoundError),
+        (CheckpointChangedError(expected="a", actual="b"), 412, CheckpointChangedError),
+        (AuthenticationError("/checkpoint/5/full"), 401, AuthenticationError),
+        (PeerFailedError(None, "no memory"), 424, PeerFailedError),
+        (RangeNotSatisfiable("bytes=9-", 5), 416, RemoteProtocolError),
+        (HostNotAllowed("evil.example"), 421, HostNotAllowed),
+        (RemoteProtocolError("no such resource"), 400, RemoteProtocolError),
+        (PeerBusy(retry_after=2), 503, PeerBusy),
+        (ClosedError("the server"), 503, PeerBusy),
+        (LocalProtocolError("a bug"), 500, RemoteProtocolError),
+        (ZeroDivisionError("secret"), 500, RemoteProtocolError),
     ],
     ids=repr,
 )
-def test_an_error_has_a_status_and_a_document(error: Exception, status: int) -> None:
-    """RFC 9457; ``status`` in the body is that of the response."""
+def test_an_error_has_a_status_and_comes_back(
+    error: Exception, status: int, kind: type[AiockptError]
+) -> None:
+    """By RFC 9457, and as what it means for the client, naming the peer."""
     problem = to_problem(error)
     document = json.loads(problem.body)
     assert problem.status == document["status"] == status
     assert problem.headers["Content-Type"] == "application/problem+json"
     assert document["type"].startswith("tag:aiockpt,2025:")
     assert document["title"]
+    assert b"secret" not in problem.body
+    came = answer(problem)
+    assert isinstance(came, kind)
+    assert URL in f"{came} {getattr(came, 'url', '')}"
 
 
 def test_the_sender_s_reason_travels() -> None:
@@ -87,11 +93,6 @@ def test_facts_travel_as_members() -> None:
     document = json.loads(to_problem(StepNotFoundError(5, serving=4)).body)
     assert (document["step"], document["serving"]) == (5, 4)
     assert "step 4" in document["detail"]
-
-
-def test_a_bug_tells_the_client_nothing() -> None:
-    """Its message may hold what is none of the client's business."""
-    assert b"secret" not in to_problem(ZeroDivisionError("secret")).body
 
 
 def test_headers_that_http_asks_for() -> None:
@@ -120,25 +121,6 @@ def test_a_replaced_checkpoint_comes_back() -> None:
     )
     assert isinstance(error, CheckpointChangedError)
     assert (error.expected, error.actual, error.url) == ("mine", "new", URL)
-
-
-@pytest.mark.parametrize(
-    ("sent", "kind"),
-    [
-        (AuthenticationError("/"), AuthenticationError),
-        (RangeNotSatisfiable("bytes=9-", 5), RemoteProtocolError),
-        (HostNotAllowed("x"), HostNotAllowed),
-        (RemoteProtocolError("odd"), RemoteProtocolError),
-        (ClosedError("the server"), PeerBusy),
-        (ZeroDivisionError(), RemoteProtocolError),
-    ],
-    ids=repr,
-)
-def test_an_error_comes_back(sent: Exception, kind: type[AiockptError]) -> None:
-    """As what it means for the client, naming the peer."""
-    error = answer(to_problem(sent))
-    assert isinstance(error, kind)
-    assert URL in str(error)
 
 
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
@@ -213,17 +195,11 @@ def test_any_answer_is_a_typed_error(status: int, body: bytes, after: str) -> No
 @pytest.mark.parametrize(
     ("value", "seconds"),
     [
-        ("120", 120.0),
-        (" 0 ", 0.0),
-        (None, None),
-        ("", None),
-        ("-1", None),
-        ("1.5", None),
-        ("inf", None),
-        ("9" * 10, None),
+        ("120", 120.0), (" 0 ", 0.0), (None, None), ("", None), ("-1", None),
+        ("1.5", None), ("inf", None), ("9" * 10, None),
         ("Wed, 21 Oct 2015 07:28:00 GMT", None),
     ],
-)
+)  # fmt: skip
 def test_retry_after(value: str | None, seconds: float | None) -> None:
     """Only seconds count: what time it is there, nobody knows."""
     assert parse_retry_after(value) == seconds

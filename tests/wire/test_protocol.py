@@ -58,27 +58,13 @@ def test_a_resource_round_trips(resource: Resource) -> None:
 @pytest.mark.parametrize(
     ("step", "what"),
     [
-        ("", "full"),
-        ("-1", "full"),
-        ("+1", "full"),
-        ("01", "full"),
-        ("1.0", "full"),
-        ("1_0", "full"),
-        (" 1", "full"),
-        ("1\n", "full"),
-        ("\u0661", "full"),
-        ("latest", "full"),
-        ("9" * 20, "full"),
-        ("9" * 10_000, "full"),
-        ("1", ""),
-        ("1", "Full"),
-        ("1", "chunk"),
-        ("1", "-1"),
-        ("1", "00"),
-        ("1", "../2"),
+        ("", "full"), ("-1", "full"), ("+1", "full"), ("01", "full"), ("1.0", "full"),
+        ("1_0", "full"), (" 1", "full"), ("1\n", "full"), ("\u0661", "full"),
+        ("latest", "full"), ("9" * 20, "full"), ("9" * 10_000, "full"), ("1", ""),
+        ("1", "Full"), ("1", "chunk"), ("1", "-1"), ("1", "00"), ("1", "../2"),
         ("1", "0x0"),
     ],
-)
+)  # fmt: skip
 def test_another_path_is_refused(step: str, what: str) -> None:
     """One resource has one path, or caches and logs would know two."""
     with pytest.raises(RemoteProtocolError, match="no such resource"):
@@ -124,35 +110,14 @@ def test_metadata_names_a_source(text: str, source: Origin) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "h:80",
-        "//h/",
-        "ftp://h/",
-        "file:///etc/passwd",
-        "javascript:alert(1)",
-        "http://",
-        "http:///path",
-        "http://:80/",
-        "http://h:0/",
-        "http://h:99999/",
-        "http://h:port/",
-        "http://[::1/",
-        "http://user@h/",
-        "http://user:secret@h/",
-        "http://@h/",
-        "http://h/?a=b",
-        "http://h/ ",
-        " http://h/",
-        "http://h/\r\nHost: x",
-        "http://h\n/",
-        "http://h/\x00",
-        "http://hé/",
-        "http://h/#a#b",
-        "http://h/#a b",
-        "http://h/#a?b",
-        "http://h/#%41",
+        "", "h:80", "//h/", "ftp://h/", "file:///etc/passwd", "javascript:alert(1)",
+        "http://", "http:///path", "http://:80/", "http://h:0/", "http://h:99999/",
+        "http://h:port/", "http://[::1/", "http://user@h/", "http://user:secret@h/",
+        "http://@h/", "http://h/?a=b", "http://h/ ", " http://h/",
+        "http://h/\r\nHost: x", "http://h\n/", "http://h/\x00", "http://hé/",
+        "http://h/#a#b", "http://h/#a b", "http://h/#a?b", "http://h/#%41",
     ],
-)
+)  # fmt: skip
 def test_other_metadata_is_refused(text: str) -> None:
     """The message says what is wrong and what to pass, and repeats no secret."""
     with pytest.raises(LocalProtocolError, match=r"metadata\(\)") as caught:
@@ -192,27 +157,14 @@ def test_a_source_does_not_show_its_token() -> None:
 @pytest.mark.parametrize(
     ("value", "seconds"),
     [
-        ("wait=10", 10.0),
-        ("wait=0", 0.0),
-        ("wait=0.25", 0.25),
-        ('wait="5"', 5.0),
-        ("Wait = 5", 5.0),
-        ("respond-async, wait=5", 5.0),
-        ("wait=5;foo=bar", 5.0),
-        ("wait=5, wait=6", 5.0),
-        (None, None),
-        ("", None),
-        ("wait", None),
-        ("wait=", None),
-        ("wait=-1", None),
-        ("wait=inf", None),
-        ("wait=nan", None),
-        ("wait=1e9", None),
-        ("wait=9999999999", None),
-        ("await=5", None),
+        ("wait=10", 10.0), ("wait=0", 0.0), ("wait=0.25", 0.25), ('wait="5"', 5.0),
+        ("Wait = 5", 5.0), ("respond-async, wait=5", 5.0), ("wait=5;foo=bar", 5.0),
+        ("wait=5, wait=6", 5.0), (None, None), ("", None), ("wait", None),
+        ("wait=", None), ("wait=-1", None), ("wait=inf", None), ("wait=nan", None),
+        ("wait=1e9", None), ("wait=9999999999", None), ("await=5", None),
         ("return=minimal", None),
     ],
-)
+)  # fmt: skip
 def test_prefer_wait(value: str | None, seconds: float | None) -> None:
     """RFC 7240 section 4.3, with fractions; the first one counts."""
     assert parse_prefer_wait(value) == seconds
@@ -258,22 +210,12 @@ TAG, WEAK, OTHER_TAG = f'"{ID}"', f'W/"{ID}"', f'"{OTHER}"'
 @pytest.mark.parametrize(
     ("header", "proceed"),
     [
-        (None, True),
-        ("*", True),
-        (TAG, True),
-        (f"{OTHER_TAG}, {TAG}", True),
-        (f"{OTHER_TAG},{TAG}", True),
-        (f" , {TAG} ,, ", True),
-        (OTHER_TAG, False),
-        (WEAK, False),
-        (ID, False),
-        ("", False),
-        (f"{TAG} {TAG}", False),
-        (f"{TAG}, nonsense", False),
-        ('"a, b"', False),
-        (f'"{ID}, "', False),
+        (None, True), ("*", True), (TAG, True), (f"{OTHER_TAG}, {TAG}", True),
+        (f"{OTHER_TAG},{TAG}", True), (f" , {TAG} ,, ", True), (OTHER_TAG, False),
+        (WEAK, False), (ID, False), ("", False), (f"{TAG} {TAG}", False),
+        (f"{TAG}, nonsense", False), ('"a, b"', False), (f'"{ID}, "', False),
     ],
-)
+)  # fmt: skip
 def test_if_match(header: str | None, proceed: bool) -> None:
     """RFC 9110 section 13.1.1: strong comparison; what is odd matches nothing."""
     assert if_match(header, ID) is proceed
@@ -282,16 +224,10 @@ def test_if_match(header: str | None, proceed: bool) -> None:
 @pytest.mark.parametrize(
     ("header", "proceed"),
     [
-        (None, True),
-        ("*", False),
-        (TAG, False),
-        (WEAK, False),
-        (f"{OTHER_TAG}, {WEAK}", False),
-        (OTHER_TAG, True),
-        ("", True),
-        (ID, True),
+        (None, True), ("*", False), (TAG, False), (WEAK, False),
+        (f"{OTHER_TAG}, {WEAK}", False), (OTHER_TAG, True), ("", True), (ID, True),
     ],
-)
+)  # fmt: skip
 def test_if_none_match(header: str | None, proceed: bool) -> None:
     """RFC 9110 section 13.1.2: weak comparison; what is odd matches nothing."""
     assert if_none_match(header, ID) is proceed
@@ -300,17 +236,11 @@ def test_if_none_match(header: str | None, proceed: bool) -> None:
 @pytest.mark.parametrize(
     ("header", "counts"),
     [
-        (None, True),
-        (TAG, True),
-        (f" {TAG} ", True),
-        (OTHER_TAG, False),
-        (WEAK, False),
-        ("*", False),
-        (f"{TAG}, {OTHER_TAG}", False),
-        ("Wed, 21 Oct 2015 07:28:00 GMT", False),
-        ("", False),
+        (None, True), (TAG, True), (f" {TAG} ", True), (OTHER_TAG, False),
+        (WEAK, False), ("*", False), (f"{TAG}, {OTHER_TAG}", False),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", False), ("", False),
     ],
-)
+)  # fmt: skip
 def test_if_range(header: str | None, counts: bool) -> None:
     """RFC 9110 section 13.1.5: one strong tag; a date proves too little."""
     assert if_range(header, ID) is counts
