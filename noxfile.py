@@ -51,7 +51,6 @@ EVERYWHERE = ("errors", "events", "testing")
 # What needs torchft, which `tests` does without.
 TORCHFT = (
     "tests/torchft",
-    "tests/pg/test_pg_torchft.py",
     "tests/docs/test_examples.py::test_example_runs[torchft_ddp]",
 )
 

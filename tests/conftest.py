@@ -7,6 +7,8 @@ import gc
 import logging
 import os
 import sys
+import threading
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +34,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([PACKAGE, ROOT])
 from tests.support import forkserver  # noqa: E402 - it is found from here on
 from tests.support.leakcheck import (  # noqa: E402
     KINDS,
+    PATIENCE,
     ErrorLog,
     Footprint,
     allowed_leaks,
@@ -246,3 +249,22 @@ def no_blocking() -> Iterator[BlockBuster]:
     guard.activate()
     yield guard
     guard.deactivate()
+
+
+@pytest.fixture
+def only_waits_left() -> Iterator[None]:
+    """Check the threads that a test may leave behind: those that wait for gloo.
+
+    Nothing ends a wait for gloo but its deadline. The thread that waits is a daemon,
+    and its name says what it does.
+    """
+    before = set(threading.enumerate())
+    yield
+    until = time.monotonic() + PATIENCE
+    while others := [
+        each
+        for each in set(threading.enumerate()) - before
+        if not (each.daemon and "-apart" in each.name)
+    ]:
+        assert time.monotonic() < until, f"left behind: {others}"
+        time.sleep(0.01)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 from torch import distributed
 
 from aiockpt import PGTransport
 from aiockpt.pg.messages import Channel
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    import pytest
 
 Transport = PGTransport[Any]
 
@@ -63,14 +66,22 @@ async def in_a_thread(call: Callable[[], Any]) -> Any:
 
 
 @asynccontextmanager
-async def transports(count: int = 2, **options: Any) -> AsyncIterator[list[Transport]]:
-    """Make the transports of all ranks of a new group."""
+async def transports(
+    count: int = 2,
+    *,
+    groups: list[Any] | None = None,
+    receiver: dict[str, Any] | None = None,
+    **options: Any,
+) -> AsyncIterator[list[Transport]]:
+    """Make the transports of all ranks; ``receiver`` has options of all but rank 0."""
     options = {"timeout": 20, "chunk_bytes": 64 << 10, **options}
     async with AsyncExitStack() as stack:
-        yield [
-            await stack.enter_async_context(Transport(group, **options))
-            for group in await gloo_groups(count)
-        ]
+        made = []
+        for rank, group in enumerate(groups or await gloo_groups(count)):
+            more = (receiver or {}) if rank else {}
+            transport = Transport(group, **{**options, **more})
+            made.append(await stack.enter_async_context(transport))
+        yield made
 
 
 async def moved(
@@ -130,3 +141,68 @@ def watch_leaving(
         return data, copied
 
     monkeypatch.setattr(kind, "_take", watched)
+
+
+class Counted:
+    """A group that counts the bytes of each message that it sends."""
+
+    def __init__(self, group: Any) -> None:
+        self.messages: list[int] = []
+        self.size, self.recv = group.size, group.recv
+        self._group = group
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        """Count, and pass on."""
+        self.messages.append(tensors[0].nbytes)
+        return self._group.send(tensors, rank, tag)
+
+
+class WrappedWork(distributed.Work):
+    """Passes a wait on; it is a Work, but not one of the backend."""
+
+    def __init__(self, work: Any) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until it has ended."""
+        return bool(self._work.wait(timeout or timedelta(seconds=60)))
+
+
+class Wrapped(distributed.ProcessGroup):
+    """Says that it is rank 0, whichever rank it is, and can be configured anew.
+
+    Until it is, and after an abort, it has no group, and everything but its rank is an
+    ``AssertionError``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]  # torch has a second one
+        self._parent: Any = None
+
+    async def configure(self, store: Any, rank: int, count: int) -> None:
+        """Take part in another group than before."""
+        self.abort()
+        self._parent = await joined(store, rank, count)
+
+    def abort(self) -> None:
+        """Drop the group."""
+        self._parent = None
+
+    @property
+    def parent(self) -> Any:
+        """The group."""
+        assert self._parent is not None, "process group not initialized"
+        return self._parent
+
+    def size(self) -> int:
+        """Pass on."""
+        return int(self.parent.size())
+
+    def send(self, tensors: list[torch.Tensor], dst_rank: int, tag: int) -> Any:
+        """Pass on, and wrap."""
+        return WrappedWork(self.parent.send(tensors, dst_rank, tag))
+
+    def recv(self, tensors: list[torch.Tensor], src_rank: int, tag: int) -> Any:
+        """Pass on, and wrap."""
+        return WrappedWork(self.parent.recv(tensors, src_rank, tag))

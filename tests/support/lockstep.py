@@ -1,6 +1,6 @@
 """The public suite in several processes, which all run it in step: one for each rank.
 
-pytest runs this file in every process; tests/pg/test_pg_conformance.py starts them.
+pytest runs this file in every process. `suites/test_group_transport.py` starts them.
 Rank 0 sends to all others at once, and the last of them sends to rank 0 what it has
 received: so each of them has a checkpoint that came from another process, by a group
 that they share from the first test to the last, and each checks it.

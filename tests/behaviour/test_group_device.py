@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import gc
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from aiockpt.errors import (
     TransferTimeoutError,
     UnsupportedLeafError,
 )
+from aiockpt.memory.arena import Arena
 from aiockpt.pg.device import (
     ROW_BYTES,
     DeviceChannel,
@@ -33,9 +33,11 @@ from aiockpt.testing import assert_same
 from aiockpt.testing.conformance.transports import sample
 from tests.support.accelerators import FakeAccelerator
 from tests.support.boards import CPU, FakeBoard, device_transports
-from tests.support.groups import Transport, both, flip_bits, moved, watch_leaving
-from tests.support.rendezvous import Rendezvous
+from tests.support.groups import both, flip_bits, moved, transports, watch_leaving
 from tests.support.serving import settle
+from tests.support.transports import weights
+
+pytestmark = pytest.mark.usefixtures("no_blocking", "only_waits_left")
 
 MIB = 1 << 20
 KEYS = keys(CPU)
@@ -64,54 +66,21 @@ def mixed(board: FakeBoard, fill: float) -> dict[str, Any]:
     }
 
 
-@pytest.mark.asyncio
-class TestConformance(Rendezvous):
-    """The public suite, with every tensor on the device."""
+@pytest.fixture
+def ours() -> FakeBoard:
+    """Give the sender's device."""
+    return idle_board()
 
-    @pytest.fixture(autouse=True)
-    def _patched(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._patch = monkeypatch
 
-    @asynccontextmanager
-    async def transports(self, count: int) -> AsyncIterator[Sequence[Transport]]:
-        """Make a group for every test."""
-        boards = [idle_board(all_its_own=True) for _ in range(count)]
-        async with device_transports(self._patch, *boards) as made:
-            yield made
-
-    @pytest.mark.allow_error_logs
-    @pytest.mark.allow_leaks("fds")  # pytest keeps the log, whose frames keep the group
-    async def test_a_progress_that_raises_disturbs_nothing(self) -> None:
-        """Somebody else's bug is logged."""
-        await super().test_a_progress_that_raises_disturbs_nothing()
+@pytest.fixture
+def theirs() -> FakeBoard:
+    """Give the receiver's."""
+    return idle_board()
 
 
 @pytest.mark.asyncio
 class TestMixed:
     """A state dict of which a part is on the device."""
-
-    @pytest.fixture
-    def ours(self) -> FakeBoard:
-        """Give the sender's device."""
-        return idle_board()
-
-    @pytest.fixture
-    def theirs(self) -> FakeBoard:
-        """Give the receiver's."""
-        return idle_board()
-
-    async def test_each_tensor_arrives_where_it_was(
-        self, ours: FakeBoard, theirs: FakeBoard, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """On the device or in host memory, bit by bit."""
-        state = mixed(ours, 1.5)
-        async with device_transports(monkeypatch, ours, theirs) as (sender, receiver):
-            got = await moved(sender, receiver, state)
-        assert_same(got, state)
-        tensors = {k: v for k, v in state.items() if k != "bytes"}
-        assert {k: theirs.owns(got[k]) for k in tensors} == {
-            k: ours.owns(tensor) for k, tensor in tensors.items()
-        }
 
     @pytest.mark.parametrize("direct", [False, True])
     async def test_a_template_decides_where_they_go(
@@ -314,6 +283,62 @@ class TestStreams:
             assert_same(each, state)
 
 
+def open_arenas() -> set[int]:
+    """Return the host memory that holds, or held, a checkpoint."""
+    gc.collect()
+    return {
+        id(each) for each in gc.get_objects() if type(each) is Arena and each.nbytes
+    }
+
+
+@pytest.mark.asyncio
+class TestHostGroup:
+    """A group that moves host memory only, and a template on the device."""
+
+    @pytest.mark.parametrize("direct", [False, True])
+    async def test_a_template_is_filled_and_leaves_no_copy(
+        self, monkeypatch: pytest.MonkeyPatch, *, direct: bool
+    ) -> None:
+        """Its tensors are filled where they are."""
+        others = open_arenas()  # of waits that tests before this one left behind
+        device = FakeAccelerator(held=False)
+        monkeypatch.setattr("aiockpt.pg.transport.port_for", device.port_for)
+        state, into = weights(1.0), weights(0.0)
+        home = into["w0"].data_ptr()
+        async with transports() as (sender, receiver):
+            got = await moved(sender, receiver, state, into=into, direct=direct)
+            assert got["w0"] is into["w0"]
+            assert got["w0"].data_ptr() == home
+            assert_same(into, state)
+            assert device.copied == into["w0"].nbytes
+            del got
+            # A thread may still be on its way out of what it did.
+            await settle(lambda: open_arenas() <= others)
+            assert not device.pinned
+
+    async def test_memory_outlives_the_copies_of_a_cancelled_receive(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The device reads it until the template has it all."""
+        device = FakeAccelerator()
+        monkeypatch.setattr("aiockpt.pg.transport.port_for", device.port_for)
+        state, into = weights(1.0), weights(0.0)
+        async with transports() as (sender, receiver):
+            sending = asyncio.create_task(sender.send_checkpoint([1], 1, state))
+            call = receiver.recv_checkpoint(0, "", 1, into=into)
+            receiving = asyncio.create_task(call)
+            del call
+            await settle(lambda: device.run(copies=0) >= 0 and not device.idle)
+            receiving.cancel()
+            await asyncio.wait({receiving, sending})
+            assert receiving.cancelled()
+            del receiving
+            gc.collect()
+            device.held = False
+            device.run()  # which raises if it was freed
+        assert_same(into, state)
+
+
 @pytest.mark.asyncio
 @pytest.mark.allow_leaks("threads", "fds")  # gloo waits on, as the device would
 async def test_what_is_under_way_is_kept_after_a_failure(
@@ -361,12 +386,6 @@ class TestFolding:
         for place in (at, at ^ 4):
             data[place] ^= 1 << bit
             assert not fold(data, KEYS).equal(before)
-
-    def test_slices_do_not_matter(self) -> None:
-        """A long chunk is folded piece by piece, to bound the memory."""
-        data = torch.arange(9 * MIB, dtype=torch.int64).to(torch.uint8)
-        parts = [fold(each, KEYS) for each in data.split(MIB)]
-        assert fold(data, KEYS).equal(torch.cat(parts))
 
 
 @given(st.sets(st.integers(0, 40)))

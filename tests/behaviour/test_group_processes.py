@@ -8,12 +8,10 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiockpt import Progress
 from aiockpt.errors import ProcessGroupError, TransferTimeoutError
 from aiockpt.testing import assert_same
 from tests.support.groups import Transport, joined, store_in, summed
@@ -22,11 +20,20 @@ from tests.support.rank import MIB_SENT
 from tests.support.rankprocesses import ranks, transport
 from tests.support.transports import MIB, weights
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from aiockpt import Progress
+
 # What a peer does comes to the loop by way of the threads that wait for it, which the
 # other tests of this directory do on both loops.
 LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
 
-pytestmark = [pytest.mark.asyncio(loop_factories=[LOOP]), pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.asyncio(loop_factories=[LOOP]),
+    pytest.mark.timeout(120),
+    pytest.mark.usefixtures("no_blocking", "only_waits_left"),
+]
 
 SLACK = 2.0
 
@@ -85,25 +92,32 @@ async def test_a_dead_peer_is_an_error_at_once(
     "cell PGTransport.send_checkpoint: this process dies",
     "cell PGTransport.recv_checkpoint, into=: the other one dies",
     "cell PGTransport.recv_checkpoint, into=, direct=True: the other one dies",
+    "cell PGTransport.recv_checkpoint, into=, direct=True: timeout",
     "cell PGTransport.disallow_checkpoint: this process dies",
     "cell PGTransport.shutdown: this process dies",
     "cell torchft.PGTransport, every call: this process dies",
 )
 @pytest.mark.allow_leaks("threads", "fds")  # of the wait that its death did not end
 @pytest.mark.parametrize("direct", [False, True])
-async def test_a_sender_killed_half_way(tmp_path: Path, *, direct: bool) -> None:
-    """P11: a template is untouched, or the error says that it is not."""
-    into = large(0.0)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_sender_struck_half_way(
+    tmp_path: Path, number: signal.Signals, *, direct: bool
+) -> None:
+    """A template is untouched, or the error says that it is not.
+
+    A death is noticed at once; the deadline ends the wait for a rank that stands still.
+    """
+    into, died = large(0.0), number == signal.SIGKILL
     async with ranks(tmp_path, "send") as (group, (peer,)), transport(group) as ours:
 
-        def kill(progress: Progress) -> None:
+        def strike(progress: Progress) -> None:
             if progress.bytes_done > MIB_SENT * MIB / 10 and peer.returncode is None:
-                peer.kill()
+                peer.send_signal(number)
 
-        with within(10), pytest.raises(ProcessGroupError) as caught:
-            await ours.recv_checkpoint(
-                1, "", 1, into=into, direct=direct, progress=kill
-            )
+        options: Any = {"into": into, "direct": direct, "progress": strike}
+        kind = ProcessGroupError if died else TransferTimeoutError
+        with within(10), pytest.raises(kind, match="rank 1") as caught:
+            await ours.recv_checkpoint(1, "", 1, 30 if died else 2, **options)
     words = "was modified" if direct else "was not modified"
     assert f"the template {words}" in caught.value.__notes__
     if not direct:
@@ -131,27 +145,6 @@ async def test_a_receiver_killed_half_way_disturbs_no_other(tmp_path: Path) -> N
         # Its wait for the last word of the dead one may have failed, too.
         notes = getattr(caught.value, "__notes__", [])
         assert all("with rank 1 failed" in note for note in notes), "rank 2 has it"
-
-
-@proves("cell PGTransport.recv_checkpoint, into=, direct=True: timeout")
-@pytest.mark.allow_leaks("threads", "fds")  # the waiting ones
-@pytest.mark.parametrize("direct", [False, True])
-async def test_a_sender_stopped_half_way(tmp_path: Path, *, direct: bool) -> None:
-    """The deadline ends it, and the error says what it leaves of the template."""
-    into = large(0.0)
-    async with ranks(tmp_path, "send") as (group, (peer,)), transport(group) as ours:
-
-        def stop(progress: Progress) -> None:
-            if progress.bytes_done > MIB_SENT * MIB / 10:
-                peer.send_signal(signal.SIGSTOP)
-
-        options: Any = {"into": into, "direct": direct, "progress": stop}
-        with within(2), pytest.raises(TransferTimeoutError, match="rank 1") as caught:
-            await ours.recv_checkpoint(1, "", 1, 2, **options)
-    words = "was modified" if direct else "was not modified"
-    assert f"the template {words}" in caught.value.__notes__
-    if not direct:
-        assert_same(into, large(0.0))
 
 
 @proves("cell PGTransport.send_checkpoint: timeout")

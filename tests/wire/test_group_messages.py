@@ -1,16 +1,19 @@
-"""Messages: how a segment is cut, and that every byte finds its place."""
+"""The wire of a process group: frames, and the messages of a data segment."""
 
 from __future__ import annotations
 
 import time
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aiockpt.errors import ProcessGroupError, RemoteProtocolError
 from aiockpt.format.chunks import ChunkGrid
+from aiockpt.pg.conversation import FRAME_BYTES, Frame, Kind
 from aiockpt.pg.messages import (
     COPIED_BYTES,
     COPIES,
@@ -24,7 +27,8 @@ from aiockpt.pg.messages import (
     plan_messages,
 )
 
-KIB = 1 << 10
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def ranges(sizes: list[int]) -> list[tuple[int, int]]:
@@ -32,7 +36,7 @@ def ranges(sizes: list[int]) -> list[tuple[int, int]]:
     return list(pairwise(accumulate(sizes, initial=0)))
 
 
-@given(st.lists(st.sampled_from([0, 1, 4 * KIB, 300 * KIB, 3000 * KIB, 40 << 20])))
+@given(st.lists(st.sampled_from([0, 1, 4096, 300 << 10, 3000 << 10, 40 << 20])))
 def test_messages_tile_the_segment(sizes: list[int]) -> None:
     """In order, bounded, none of them empty."""
     messages = plan_messages(ranges(sizes), MESSAGE_BYTES)
@@ -53,12 +57,8 @@ def test_a_large_entry_travels_by_itself() -> None:
         MESSAGE_BYTES,
         1,
     ]
-
-
-def test_small_entries_travel_together() -> None:
-    """100,000 tensors of 4 KiB are 200 messages."""
-    messages = plan_messages(ranges([4 * KIB] * 100_000), MESSAGE_BYTES)
-    assert len(messages) == -(-100_000 * 4 * KIB // TOGETHER_BYTES)
+    many = plan_messages(ranges([4096] * 100_000), MESSAGE_BYTES)
+    assert len(many) == -(-100_000 * 4096 // TOGETHER_BYTES)
 
 
 class Pieces:
@@ -88,22 +88,13 @@ def test_bytes_find_their_place(start: int, stop: int) -> None:
         landings.expect(start, stop)[0].copy_(gathered(source, start, stop)[0])
         landings.settle(start)
         assert b"".join(target.buffers(start, stop)) == bytes(range(start, stop))
-
-
-def test_one_run_of_memory_is_not_copied() -> None:
-    """What is received is where it belongs, and what is sent is the tensor's own."""
-    pieces = Pieces([10, 20])
-    HostIncoming(pieces).expect(10, 30)[0].fill_(7)
-    assert pieces.entries[1] == bytes([7] * 20)
-    sent, copied = gathered(pieces, 10, 30)
-    assert not copied
-    pieces.entries[1][0] = 1
+    # One run of memory is sent and received where it is; other memory is used again.
+    HostIncoming(ours).expect(10, 30)[0].fill_(7)
+    assert ours.entries[1] == bytes([7] * 20)
+    sent, copied = gathered(ours, 10, 30)
+    assert (sent.dtype, bool(copied)) == (torch.uint8, False)
+    ours.entries[1][0] = 1
     assert sent[0] == 1
-    assert sent.dtype is torch.uint8
-
-
-def test_memory_beside_the_places_is_used_again() -> None:
-    """However many small tensors there are."""
     landings = HostIncoming(Pieces([10] * 20))
     first = landings.expect(160, 180)[0].data_ptr()
     landings.settle(160)
@@ -112,6 +103,8 @@ def test_memory_beside_the_places_is_used_again() -> None:
 
 class Counting:
     """A group that counts how many messages are under way at once."""
+
+    on_wait: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self) -> None:
         self.most = self._now = 0
@@ -130,6 +123,7 @@ class Counting:
 
     def wait(self, *_: object) -> bool:
         """End the oldest one."""
+        self.on_wait()
         self._now -= 1
         return True
 
@@ -155,3 +149,55 @@ def test_copies_under_way_are_bounded(
     move = channel.send_segment if sending else channel.receive_segment
     move(time.monotonic() + 60, pieces, messages, HostDigests(ChunkGrid(size, 1 << 20)))
     assert group.most == most
+
+
+def test_a_thread_left_behind_writes_and_tells_nothing() -> None:
+    """The caller has its template back, and has been told how that is."""
+    told: list[int] = []
+    memory, digests = Pieces([4, 4]), HostDigests(ChunkGrid(8, 8), told.append)
+    group = Counting()
+    channel = Channel(group, 0, sending=False)
+    group.on_wait = channel.abandon
+    with pytest.raises(ProcessGroupError, match="given up"):
+        channel.receive_segment(time.monotonic() + 60, memory, [(0, 8)], digests)
+    assert memory.entries == [bytes(4)] * 2
+    assert told == []
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_a_frame_survives(kind: Kind) -> None:
+    """Every kind, with all that it can say."""
+    frame = Frame(kind, 2**63 - 1, 123456789, "why: …")
+    assert len(frame.encode()) == FRAME_BYTES
+    assert Frame.decode(frame.encode()) == frame
+
+
+def test_a_failure_can_always_be_told() -> None:
+    """A long text is cut, control characters go, and a senseless step is none."""
+    text = Frame.decode(Frame(Kind.FAILED, 1, text="ä" * 5000).encode()).text
+    assert text.startswith("ä" * 400)
+    assert len(text) < FRAME_BYTES
+    lines = "first\nsecond\x1b[2J\x00"
+    text = Frame.decode(Frame(Kind.FAILED, 1, text=lines).encode()).text
+    assert not {"\n", "\x1b"}.intersection(text)
+    for step in (-5, 2**63, 10**30):
+        assert Frame.decode(Frame(Kind.FAILED, step).encode()).step == -1
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "words"),
+    [
+        (0, b"torchft.", "no aiockpt.PGTransport"),
+        (8, b"\x02\x00", "version 2"),
+        (10, b"\x63\x00", "malformed"),
+        (20, b"\xff" * 8, "malformed"),
+        (28, b"\xff\xff\xff\x7f", "malformed"),
+    ],
+    ids=["magic", "version", "kind", "negative length", "longer than the frame"],
+)
+def test_nonsense_is_refused(at: int, value: bytes, words: str) -> None:
+    """The error says what the peer did wrong."""
+    frame = Frame(Kind.OFFER, 1, 64).encode()
+    frame[at : at + len(value)] = value
+    with pytest.raises(RemoteProtocolError, match=words):
+        Frame.decode(frame)
