@@ -32,22 +32,20 @@ from aiockpt.testing.faults import Drip
 from aiockpt.transfer.reuse import Delta
 from tests.support.applications import running
 from tests.support.commandline import aiockpt_command
-from tests.support.followers import (
+from tests.support.proofs import proves
+from tests.support.serving import settle
+from tests.support.transports import (
     MIB,
     TOKEN,
     Trainer,
     check,
-    publish,
-    soon,
-    state_of,
-)
-from tests.support.proofs import proves
-from tests.support.serving import settle
-from tests.support.transports import (
     pair,
     port_of,
     proxied,
+    publish,
     receive,
+    soon,
+    state_of,
     through,
     transport,
 )

@@ -8,10 +8,21 @@ from contextlib import aclosing
 import pytest
 
 from aiockpt.testing import Drip
-from tests.support.followers import MIB, TOKEN, Trainer, attempts, check, publish, soon
 from tests.support.matrix import Record
 from tests.support.proofs import proves
-from tests.support.transports import port_of, proxied, through, transport
+from tests.support.transports import (
+    MIB,
+    TOKEN,
+    Trainer,
+    attempts,
+    check,
+    port_of,
+    proxied,
+    publish,
+    soon,
+    through,
+    transport,
+)
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(900)]
 

@@ -11,8 +11,13 @@ from aiohttp import web
 import aiockpt.http
 from aiockpt import AuthenticationError, StepNotFoundError
 from aiockpt.testing import assert_same
-from tests.support.applications import running
-from tests.support.caching import cached, documented, listening_port, nginx
+from tests.support.applications import (
+    cached,
+    documented,
+    listening_port,
+    nginx,
+    running,
+)
 from tests.support.serving import settle
 from tests.support.transports import MIB, receive, transport, weights
 
