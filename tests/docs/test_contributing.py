@@ -25,6 +25,13 @@ def test_every_session_is_there() -> None:
     assert named <= sessions
 
 
+def test_every_place_is_there() -> None:
+    """A directory of tests that moves takes its line on the page with it."""
+    places = re.findall(r"`((?:tests|docs|aiockpt)/[\w./]+)`", PAGE)
+    assert len(places) > 10
+    assert [place for place in places if not (ROOT / place).exists()] == []
+
+
 def test_the_fixtures_are_there() -> None:
     """Each that bites has its name from the suite's own conftest."""
     conftest = (ROOT / "tests" / "conftest.py").read_text()
