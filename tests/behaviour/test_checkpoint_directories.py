@@ -203,6 +203,20 @@ class TestReplacing:
                 Draft(tmp_path / "s", 0, durable=False)
             assert draft.temporary.exists()
 
+    def test_a_commit_looks_at_the_files_of_all_ranks(self, tmp_path, path) -> None:
+        """One that is not there, of another step, or no checkpoint is named."""
+        with Draft(tmp_path / "step-8", 0, durable=False) as draft:
+            with pytest.raises(StorageError, match="do all ranks see the same direc"):
+                draft.commit(8, 1)
+            shutil.copy(path / FILE, draft.temporary)
+            draft.keep_file()
+            with pytest.raises(StorageError, match="it is of step 7, not 8"):
+                draft.commit(8, 1)
+            draft.path.write_bytes(bytes(100))
+            with pytest.raises(StorageError, match="it is not a checkpoint file of"):
+                draft.commit(8, 1)
+        assert find_checkpoint(tmp_path / "step-8") is None
+
     @proves("threat E2")
     def test_a_link_in_the_place_of_what_is_built(self, tmp_path, path) -> None:
         """It is not followed: what it names stays as it is."""

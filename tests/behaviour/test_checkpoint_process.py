@@ -321,6 +321,8 @@ class TestChild:
     async def test_a_failed_init_function_is_told(self, tmp_path) -> None:
         """To each write, with its traceback; it is a RuntimeError, as in torch."""
         async with process(subprocess_init_fn=refuse) as made:
+            with pytest.raises(WorkerError, match="no such environment"):
+                await made.ready()
             for _ in range(2):
                 with pytest.raises(WorkerError, match="no such environment") as caught:
                     await made.write(state(), tmp_path / "a")
@@ -431,6 +433,7 @@ class TestDeath:
             await made.write(state(), tmp_path / "a")
             assert made.restarts == 1
 
+    @pytest.mark.every_loop  # uvloop looks at its timers before it reads
     async def test_a_busy_one_is_not_taken_for_hung(self, tmp_path, gate) -> None:
         """It says that it is alive, also while the loop here stands still."""
         async with process({"hang_timeout_secs": 1}, gate) as made:

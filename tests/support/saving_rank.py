@@ -183,9 +183,8 @@ async def save_in_the_background(
     elif life == "child-dies-late":
         options["subprocess_init_fn"] = die_between_meetings
         options["subprocess_init_args"] = (mark,)
-    async with aiockpt.make_async_checkpointer(
-        config, RankInfo(rank, 2), **options
-    ) as made:
+    info = None if dist.is_initialized() else RankInfo(rank, 2)
+    async with aiockpt.make_async_checkpointer(config, info, **options) as made:
         for step in (1, 2):
             hasty = (life, step) == ("hasty", 2)
             path = f"{directory}/step-{step}"
