@@ -18,7 +18,6 @@ from aiockpt.testing import (
     PeerProcess,
     WallClock,
     busy_interpreter,
-    interrupted,
     interruptions,
     monotonic_ahead,
     wall_clock_jumped,
@@ -111,17 +110,6 @@ class TestInterrupting:
         kinds = [type(struck.error) for struck in seen]
         assert kinds == [OSError, ConnectionError, type(None)]
         assert journal.said == ["over", "failed", "over", "over"]
-
-    async def test_a_cancelled_harness_leaves_no_call(self) -> None:
-        """It waits for its end."""
-        journal = Journal()
-        task = asyncio.create_task(interrupted(journal.call(), 99))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait({task})
-        assert task.cancelled()
-        assert journal.said[-1:] in ([], ["over"])
 
 
 @pytest.mark.asyncio

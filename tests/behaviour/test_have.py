@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -20,7 +19,7 @@ from aiockpt.events import TransferEvent, add_hook
 from aiockpt.testing import assert_same
 from tests.support.accelerators import FakeAccelerator
 from tests.support.proofs import proves
-from tests.support.states import State, states
+from tests.support.states import State, rich, states
 from tests.support.transports import CHUNK, WIDE, chunked, counted, pair, receive
 
 pytestmark = pytest.mark.usefixtures("no_blocking")
@@ -90,54 +89,19 @@ async def test_what_has_not_changed_is_not_fetched(how: str, changed: int) -> No
     assert (event.nbytes, event.reused) == (nbytes, whole - nbytes)
 
 
-def rich() -> dict[Any, Any]:
-    """Return a state of every kind: ties, views, holes, values made of tensors."""
-    torch.manual_seed(0)
-    weight = torch.randn(300, 300)
-    return {
-        "model": {"embed": weight, "head": weight, "norm": torch.randn(7)},
-        "view": weight[3:5],
-        "strided": torch.randn(100, 400).t(),
-        "sparse": torch.randn(4000, 20)[:, ::7],
-        "conj": torch.randn(9, dtype=torch.complex64).conj(),
-        "odd": torch.randn(33)[1:],
-        "array": np.arange(50_000),
-        "blob": b"x" * 100_000,
-        "half": torch.randn(30_000).to(torch.bfloat16),
-        "scale": torch.nn.Parameter(torch.randn(30_000)),
-        "empty": torch.empty(0, 3),
-        "groups": [{"lr": 0.1, "step": 3}],
-        (1, "key"): torch.ones(3),
-    }
-
-
-@pytest.mark.asyncio
-@hows
-async def test_ties_views_and_values_are_there_too(how: str) -> None:
-    """Nothing but the manifest travels, and all of it is as without ``have``."""
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, rich())
-        plain = {**options_of(how, rich(), rich), "have": None}
-        expected = await receive(sender, receiver, **plain)
-        options = options_of(how, rich(), rich)
-        got, nbytes = await counted(sender, receiver, **options)
-    assert nbytes == 0
-    assert_same(got, expected)
-    assert got["model"]["embed"] is got["model"]["head"]
-
-
 @pytest.mark.asyncio
 @hows
 async def test_a_change_of_anything_is_fetched(how: str) -> None:
-    """Of a view, of what lies in strides, of a value."""
+    """Of a view, of what lies in strides, of a value; the rest is as without it."""
     changes: list[Callable[[dict[str, Any]], object]] = [
+        lambda state: None,
         lambda state: state["view"].fill_(1),
         lambda state: state["strided"][7:9].fill_(1),
         lambda state: state["sparse"].fill_(1),
         lambda state: state.update(blob=b"x" * 99_999 + b"y"),
         lambda state: state["array"].fill(5),
         lambda state: state["conj"].fill_(1),
-        lambda state: state["groups"][0].update(lr=0.2),
+        lambda state: state["optimizer"]["groups"][0].update(lr=0.2),
     ]
     async with pair() as (sender, receiver):
         for step, change in enumerate(changes):
@@ -149,7 +113,8 @@ async def test_a_change_of_anything_is_fetched(how: str) -> None:
             options = options_of(how, rich(), rich)
             got, nbytes = await counted(sender, receiver, **options)
             assert_same(got, expected)
-            assert nbytes < 8 * CHUNK
+            assert got["model"]["embed"] is got["model"]["head"]
+            assert (0 < nbytes < 8 * CHUNK) if 0 < step < 7 else not nbytes
 
 
 @pytest.mark.asyncio
@@ -207,16 +172,6 @@ async def test_a_first_receive_may_have_nothing(have: Any) -> None:
         got, nbytes = await counted(sender, receiver, have=have)
     assert_same(got, chunked())
     assert nbytes == 8 * CHUNK
-
-
-@pytest.mark.asyncio
-@hows
-async def test_an_empty_checkpoint_has_no_chunks(how: str) -> None:
-    """There is nothing to compare."""
-    async with pair() as (sender, receiver):
-        await sender.send_checkpoint([], 1, {"n": 1})
-        options = options_of(how, {"n": 2}, dict)
-        assert await receive(sender, receiver, **options) == {"n": 1}
 
 
 @proves("cell HTTPTransport.recv_checkpoint, have=: success")
@@ -309,7 +264,7 @@ async def test_the_template_needs_to_be_there() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd dtypes
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=25)
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=15)
 @given(sent=states(), have=states(), same=st.booleans())
 def test_any_two_states(sent: State, have: State, same: bool) -> None:
     """Whatever is there, what comes out is what was sent."""

@@ -14,7 +14,6 @@ from aiockpt.errors import (
     AiockptError,
     IntegrityError,
     LimitExceededError,
-    RemoteProtocolError,
     StagingError,
 )
 from aiockpt.format.chunks import digest
@@ -81,14 +80,6 @@ async def test_a_state_that_cannot_be_made_leaves_the_template(kind: str) -> Non
             await receive(url, {"w": weight})
     assert not weight.any()
     assert "the template was not modified" in caught.value.__notes__
-
-
-async def test_direct_says_that_the_template_was_modified() -> None:
-    """Its bytes were there before the tree was looked at."""
-    async with sending(manifest_of(8, LIES["unknown type"])) as url:
-        with pytest.raises(RemoteProtocolError) as caught:
-            await receive(url, {"w": torch.zeros(4)}, direct=True)
-    assert "the template was modified" in caught.value.__notes__
 
 
 @pytest.mark.parametrize(("direct", "done"), [(False, "was not"), (True, "was")])

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import OrderedDict, defaultdict
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -28,6 +26,7 @@ from aiockpt.state.selection import Selection, pruned
 from aiockpt.testing import assert_same
 from tests.support.accelerators import FakeAccelerator
 from tests.support.saved import load, save
+from tests.support.states import rich
 from tests.support.transports import (
     CHUNK,
     WIDE,
@@ -93,26 +92,6 @@ async def test_what_is_selected_is_fetched_by_few_requests() -> None:
         assert [*got] == names
         # The header, two runs of chunks for each of two connections, and the end.
         assert sender.statistics().requests - before <= 1 + 4 + 1
-
-
-def rich() -> dict[str, Any]:
-    """Return a state with every kind of container, and values made of tensors."""
-    torch.manual_seed(0)
-    weight = torch.randn(300, 300)
-    state: dict[Any, Any] = {
-        "model": OrderedDict(embed=weight, head=weight, norm=torch.randn(7)),
-        "optimizer": {
-            "state": {0: {"step": 3, "avg": torch.randn(50)}, 1: {"step": 4}},
-            "groups": [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "betas": (0.9, 0.5)}],
-        },
-        "array": np.arange(30_000),
-        "blob": b"x" * 100_000,
-        "made": defaultdict(list, a=[torch.ones(2)]),
-        (1, "key"): torch.ones(3),
-        "view": weight[3:5],
-        "conj": torch.randn(5, dtype=torch.complex64).conj(),
-    }
-    return state
 
 
 PATHS = [
@@ -316,6 +295,7 @@ TREES = st.recursive(
         st.lists(nodes, max_size=3),
         nodes.map(lambda node: {"a": node}),
     ),
+    max_leaves=20,
 )
 
 

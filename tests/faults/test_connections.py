@@ -215,7 +215,7 @@ async def test_memory_that_differs_from_its_manifest_is_told(record: Record) -> 
             record.ran()
 
 
-@proves("fault 10")
+@proves("fault 10", "threat D12", "invariant 4")
 async def test_a_deadline_holds_however_slowly_bytes_drip(record: Record) -> None:
     """Every drop is progress, so no stall timeout ends it."""
     chance = record.chance()

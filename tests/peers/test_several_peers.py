@@ -10,7 +10,6 @@ from aiockpt.errors import (
     AuthenticationError,
     CheckpointChangedError,
     ClosedError,
-    IntegrityError,
     PeerUnreachableError,
     StepNotFoundError,
 )
@@ -42,36 +41,8 @@ pytestmark = [
 CLOSED = Origin("http://127.0.0.1:9/checkpoint/", "token")
 
 
-async def test_every_source_gives_a_part() -> None:
-    """Each chunk comes once, and it is told who gave how much."""
-    held = checkpoint()
-    async with replicas(held, held, held) as sites, receiver() as client:
-        fetch = Fetch(client, [source(site) for site in sites])
-        await fetch.run()
-    fetch.check(held)
-    assert all(fetch.given)
-    told = {e.peer: e.nbytes for e in fetch.events if e.stop == "fetch_chunk"}
-    assert [told[url] for url in fetch.urls] == fetch.given
-    assert fetch.dropped() == {}
-
-
 class TestOneFails:
     """The others bring what it does not."""
-
-    async def test_killed(self) -> None:
-        """It was sending, and is never heard of again."""
-        held = checkpoint()
-        async with (
-            replicas(held, held, held) as sites,
-            behind(sites[0], Drip(10e6, burst=1 << 14)) as proxy,
-            receiver() as client,
-        ):
-            fetch = Fetch(client, [source(proxy), *map(source, sites[1:])])
-            running = asyncio.create_task(fetch.run())
-            await fetch.under_way.wait()
-            await proxy.aclose()
-            await running
-        fetch.check(held)
 
     @pytest.mark.parametrize("nbytes", [0, CHUNK + CHUNK // 2])
     async def test_stalled(self, nbytes: int) -> None:
@@ -241,20 +212,6 @@ class TestAllFail:
             with pytest.raises(StepNotFoundError) as caught:
                 await fetch.run()
         assert caught.value.serving == 8
-
-    async def test_all_lie(self) -> None:
-        """The last one is asked three times, as if it were alone."""
-        held = checkpoint()
-        async with (
-            replicas(held, held) as sites,
-            behind(sites[0], Lies()) as one,
-            behind(sites[1], Lies()) as other,
-            receiver() as client,
-        ):
-            fetch = Fetch(client, [source(one), source(other)])
-            with pytest.raises(IntegrityError) as caught:
-                await fetch.run()
-        assert caught.value.chunk is not None
 
     async def test_the_only_one_is_left_with_another_snapshot(self) -> None:
         """Two snapshots are never mixed: it is an error, and a new receive works."""

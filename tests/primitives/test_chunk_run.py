@@ -84,13 +84,6 @@ def test_a_run_is_cut_behind_a_chunk(
         assert run.unverified + rest.unverified == before
 
 
-@pytest.mark.parametrize("chunk", [-1, 5])
-def test_a_chunk_outside_the_grid_is_no_chunk(chunk: int) -> None:
-    """It is named."""
-    with pytest.raises(IndexError, match=f"chunk {chunk}"):
-        ChunkRun(OUTLINE, [chunk])
-
-
 @given(cuts=st.lists(st.integers(0, len(SEGMENT)), max_size=9))
 def test_bytes_in_any_pieces_verify_every_chunk(cuts: list[int]) -> None:
     """A piece may end within a chunk, or span several."""
@@ -168,16 +161,6 @@ def test_another_peer_begins_with_whole_chunks() -> None:
     receive(run, SEGMENT[CHUNK:])
     assert again == [1, 2, 3, 4]
     assert (run.unverified, run.remaining) == (0, 0)
-
-
-def test_a_request_after_a_broken_one_goes_on_within_the_chunk() -> None:
-    """The digest does, too."""
-    verified: list[int] = []
-    run = run_of(verified)
-    receive(run, SEGMENT[: CHUNK + 10])
-    assert run.begin_request() == (CHUNK + 10, len(SEGMENT))
-    receive(run, SEGMENT[CHUNK + 10 :])
-    assert verified == [0, 1, 2, 3, 4]
 
 
 def test_steals_are_forgotten_when_bytes_come() -> None:

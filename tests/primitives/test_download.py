@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from aiockpt.errors import PeerUnreachableError
 from aiockpt.format.chunks import ChunkGrid
 from aiockpt.format.manifest import Outline
 from aiockpt.http.chunk_run import ChunkRun
 from aiockpt.http.download import Assignment, Connection, choose
-from aiockpt.http.peers import Peer, verdict
+from aiockpt.http.peers import Peer
 from aiockpt.http.protocol import Origin
 from aiockpt.http.retry import Patience, Retries
 
@@ -176,12 +175,3 @@ def test_what_was_before_somebody_looked_does_not_count() -> None:
     victim.watch(1000.0, again=False)
     assert choose(connection_to(ONE), [], [victim], rate=RATE, now=1000.1) is None
     assert choose(connection_to(ONE), [], [victim], rate=RATE, now=1003.0) is victim
-
-
-def test_the_error_of_several_is_what_one_of_them_answered() -> None:
-    """That another one is not there is a note."""
-    gone, gave_up = peer_at(1), peer_at(2)
-    gone.error = PeerUnreachableError(gone.origin.base_url, "refused")
-    gave_up.error = PermissionError("no")  # type: ignore[assignment]
-    assert verdict([gone, gave_up]) is gave_up.error
-    assert gone.origin.base_url in gave_up.error.__notes__[0]

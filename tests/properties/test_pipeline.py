@@ -32,7 +32,7 @@ def staged(state: object, **options: Any) -> bytes:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd dtypes
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=150)
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=75)
 @given(states())
 def test_any_state_dict_survives(state: State) -> None:
     """Types, bits, strides, flags and shared memory come out as they went in."""
@@ -63,7 +63,7 @@ def overlapping(draw: st.DrawFn) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("zero_copy", [False, True])
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=200)
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=75)
 @given(overlapping())
 def test_buffers_that_overlap_at_any_byte_survive(
     zero_copy: bool,

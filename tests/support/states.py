@@ -6,6 +6,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 
@@ -147,3 +148,28 @@ def states(draw: st.DrawFn) -> State:
     leaves = SCALARS | numbers.map(lambda number: tensors[number])
     tree = draw(st.recursive(leaves, _containers, max_leaves=12))
     return State(tree=tree, tensors=tensors)
+
+
+def rich() -> dict[Any, Any]:
+    """Return a state of every kind: containers, ties, views, holes, odd values."""
+    torch.manual_seed(0)
+    weight = torch.randn(300, 300)
+    return {
+        "model": OrderedDict(embed=weight, head=weight, norm=torch.randn(7)),
+        "optimizer": {
+            "state": {0: {"step": 3, "avg": torch.randn(50)}, 1: {"step": 4}},
+            "groups": [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "betas": (0.9, 0.5)}],
+        },
+        "view": weight[3:5],
+        "strided": torch.randn(100, 400).t(),
+        "sparse": torch.randn(4000, 20)[:, ::7],
+        "conj": torch.randn(9, dtype=torch.complex64).conj(),
+        "odd": torch.randn(33)[1:],
+        "array": np.arange(50_000),
+        "blob": b"x" * 100_000,
+        "half": torch.randn(30_000).to(torch.bfloat16),
+        "scale": torch.nn.Parameter(torch.randn(30_000)),
+        "empty": torch.empty(0, 3),
+        "made": defaultdict(list, a=[torch.ones(2)]),
+        (1, "key"): torch.ones(3),
+    }

@@ -18,7 +18,6 @@ from aiockpt.errors import (
     PeerFailedError,
     RemoteProtocolError,
     StepNotFoundError,
-    TransportError,
 )
 from aiockpt.http.problems import (
     HostNotAllowed,
@@ -123,38 +122,30 @@ def test_a_replaced_checkpoint_comes_back() -> None:
     assert (error.expected, error.actual, error.url) == ("mine", "new", URL)
 
 
-@pytest.mark.parametrize("status", [429, 502, 503, 504])
-def test_a_busy_peer_may_be_asked_again(status: int) -> None:
-    """Also where a proxy says so while the server restarts."""
-    error = from_problem(status, {"Retry-After": "7"}, b"<html>", url=URL)
-    assert isinstance(error, PeerBusy)
-    assert isinstance(error, TransportError)
-    assert error.retry_after == 7
-    assert "try again in 7 s" in str(error)
+PAGE, THERE = b"<html>Not Found</html>", {"Location": "http://evil"}
 
 
-def test_forbidden_is_a_matter_of_credentials() -> None:
-    """A proxy may say 403 where we say 401."""
-    assert isinstance(from_problem(403, {}, b"", url=URL), AuthenticationError)
-
-
-def test_another_server_is_told_from_a_missing_step() -> None:
-    """Waiting for a step there would be in vain."""
-    error = from_problem(404, {}, b"<html>Not Found</html>", url=URL, step=5)
-    assert isinstance(error, RemoteProtocolError)
-    assert "is that an aiockpt server?" in str(error)
-
-
-def test_an_answer_without_a_body_is_believed() -> None:
-    """HEAD has none."""
-    assert isinstance(from_problem(404, {}, b"", url=URL, step=5), StepNotFoundError)
-
-
-def test_a_redirect_is_not_followed() -> None:
-    """Credentials go only to the origin they were given for."""
-    error = from_problem(302, {"Location": "http://evil"}, b"", url=URL)
-    assert isinstance(error, RemoteProtocolError)
-    assert "redirects are not followed" in str(error)
+@pytest.mark.parametrize(
+    ("status", "headers", "body", "kind", "text"),
+    [
+        (403, {}, b"", AuthenticationError, "token"),
+        (404, {}, b"", StepNotFoundError, "step 5"),
+        (404, {}, PAGE, RemoteProtocolError, "is that an aiockpt server?"),
+        (302, THERE, b"", RemoteProtocolError, "redirects are not followed"),
+        *[
+            (status, {"Retry-After": "7"}, PAGE, PeerBusy, "try again in 7 s")
+            for status in (429, 502, 503, 504)
+        ],
+    ],
+)
+def test_what_a_proxy_or_a_stranger_answers(
+    status: int, headers: Any, body: bytes, kind: type[AiockptError], text: str
+) -> None:
+    """HEAD has no body, a page is no step, and a server that restarts is busy."""
+    error = from_problem(status, headers, body, url=URL, step=5)
+    assert isinstance(error, kind)
+    assert text in str(error)
+    assert not isinstance(error, PeerBusy) or error.retry_after == 7
 
 
 @pytest.mark.parametrize(
