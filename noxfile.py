@@ -45,7 +45,7 @@ SOAK = "tests/faults/test_soak.py"
 # What `quick` runs if no room is named, what it runs only if that is named, and the
 # rooms that tests import whatever they are about.
 QUICK = ("exports", "format", "wire")
-SLOW = ("cuda", "faults", "torchft")
+SLOW = ("cuda", "faults", "properties", "torchft")
 EVERYWHERE = ("errors", "events", "testing")
 
 # What needs torchft, which `tests` does without.
