@@ -433,7 +433,6 @@ class TestDeath:
             await made.write(state(), tmp_path / "a")
             assert made.restarts == 1
 
-    @pytest.mark.every_loop  # uvloop looks at its timers before it reads
     async def test_a_busy_one_is_not_taken_for_hung(self, tmp_path, gate) -> None:
         """It says that it is alive, also while the loop here stands still."""
         async with process({"hang_timeout_secs": 1}, gate) as made:
