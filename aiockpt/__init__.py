@@ -84,7 +84,7 @@ __all__ = [
 ]
 
 # Where each lazy name lives; the imports under TYPE_CHECKING tell type checkers the
-# same, and tests/test_exports.py holds the two together.
+# same, and tests/behaviour/test_exports.py holds the two together.
 _HOMES = {
     "AsyncCheckpointer": "aiockpt.checkpointers.async_checkpointer",
     "Auth": "aiockpt.http.options",

@@ -56,11 +56,10 @@ TORCH_FREE = (
     "wire/test_re",
     "properties/test_tree.py",
     "properties/test_chunks.py",
-    "test_errors.py",
-    "test_bans.py",
-    "test_exports.py",
-    "test_rwlock.py",
-    "test_bridge.py",
+    "behaviour/test_errors.py",
+    "behaviour/test_exports.py",
+    "primitives/test_rwlock.py",
+    "primitives/test_bridge",
 )
 """Rooms whose tests need no torch; other modules say so by a ``torch_free`` mark."""
 

@@ -89,21 +89,6 @@ class TestResults:
         await map_in_threads(bridge, 2, lambda item, _: 2 * item, range(count), reports)
         assert reports.found == {item: 2 * item for item in range(count)}
 
-    async def test_threads_work_at_once(self, bridge: Bridge) -> None:
-        """So many as were asked for."""
-        both = threading.Barrier(2, timeout=LONG)
-        reports = Reports()
-        await map_in_threads(bridge, 2, lambda *_: both.wait(), range(2), reports)
-        assert sorted(reports.found.values()) == [0, 1]
-
-    async def test_items_are_begun_in_their_order(self, bridge: Bridge) -> None:
-        """Who reads behind them waits for the first ones first."""
-        begun: list[int] = []
-        await map_in_threads(
-            bridge, 1, lambda item, _: begun.append(item), range(100), ignore
-        )
-        assert begun == [*range(100)]
-
     @pytest.mark.usefixtures("short_turns")
     async def test_what_is_done_is_reported_while_the_rest_goes_on(
         self, bridge: Bridge
@@ -203,15 +188,6 @@ class TestEnds:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert (calls, ended, reports.found) == (2, 2, {})
-
-    async def test_a_failing_report_is_raised(self, bridge: Bridge) -> None:
-        """It is the caller's own code."""
-
-        def report(item: int, _: int) -> None:
-            raise LookupError(item)
-
-        with pytest.raises(LookupError):
-            await map_in_threads(bridge, 2, lambda item, _: item, range(10), report)
 
 
 async def _fail() -> None:

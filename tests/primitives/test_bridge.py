@@ -146,15 +146,6 @@ class TestRun:
         assert await bridge.run(swap) == "caller's"
         assert variable.get() == "caller's"
 
-    async def test_the_loop_stays_live_while_a_thread_blocks(self, bridge):
-        """The loop itself releases the thread that the task waits for."""
-        blocker = Blocker()
-        task = await start(bridge, blocker)
-        await turns(1000)
-        assert not task.done()
-        blocker.release()
-        assert await task == "result"
-
     async def test_calls_run_in_as_many_threads_as_there_are(self):
         """Three calls that meet inside need three threads, and get no more."""
         bridge = Bridge(threads=3, name="bridge")
@@ -167,18 +158,6 @@ class TestRun:
 @pytest.mark.asyncio
 class TestCancellation:
     """A cancelled call ends with its thread, and its cancel is raised."""
-
-    async def test_a_cancelled_call_outlasts_its_thread(self, bridge):
-        """A buffer that the thread writes into is not given back under its hands."""
-        blocker = Blocker()
-        task = await start(bridge, blocker)
-        task.cancel()
-        await turns()
-        assert not task.done()
-        blocker.release()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert blocker.ended
 
     async def test_repeated_cancels_are_absorbed(self, bridge):
         """However often it is asked, the task ends when the thread has ended."""
@@ -193,23 +172,6 @@ class TestCancellation:
             await task
         assert blocker.ended
         assert task.cancelling() == 5
-
-    async def test_a_deadline_passes_and_the_thread_still_ends_first(self, bridge):
-        """``asyncio.timeout`` reports the time out, once the thread is done."""
-        blocker = Blocker()
-
-        async def call() -> None:
-            async with asyncio.timeout(0.001):
-                await bridge.run(blocker)
-
-        task = asyncio.create_task(call())
-        await blocker.begun()
-        await asyncio.sleep(0.01)
-        assert not task.done()
-        blocker.release()
-        with pytest.raises(TimeoutError):
-            await task
-        assert blocker.ended
 
     @pytest.mark.parametrize("error", [None, OSError("in the thread")])
     async def test_a_cancel_in_the_moment_of_the_end_wins(self, bridge, error):
@@ -252,15 +214,6 @@ class TestCancellation:
         await running
         assert await bridge.run(int) == 0  # the thread has passed the cancelled call
         assert not second.ended
-
-    async def test_a_task_that_is_cancelled_before_it_starts_calls_nothing(
-        self, bridge
-    ):
-        """The first schedule point of a task is its start."""
-        task = asyncio.create_task(bridge.run(pytest.fail))
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
 
     async def test_no_thread_works_for_a_task_that_has_ended(self):
         """500 calls, cancelled at random: whenever one is over, so is its thread."""
@@ -350,35 +303,10 @@ class TestUnderAnyio:
             await task
         assert blocker.ended
 
-    async def test_a_group_ends_after_the_threads_of_its_tasks(self, bridge):
-        """The first failure cancels the rest, and the group waits for its threads."""
-        blocker = Blocker()
-
-        async def fail() -> None:
-            await blocker.begun()
-            asyncio.get_running_loop().call_later(0.01, blocker.release)
-            raise OSError
-
-        async def call_and_fail() -> None:
-            async with anyio.create_task_group() as group:
-                group.start_soon(bridge.run, blocker)
-                group.start_soon(fail)
-
-        with pytest.raises(ExceptionGroup):
-            await call_and_fail()
-        assert blocker.ended
-
 
 @pytest.mark.asyncio
 class TestClosing:
     """After close there is no thread, and no call is left waiting."""
-
-    async def test_close_leaves_no_thread(self, bridge):
-        """It returns when the last thread has ended."""
-        await asyncio.gather(*(bridge.run(int) for _ in range(10)))
-        assert names()
-        bridge.close()
-        assert names() == []
 
     async def test_a_call_after_close_is_refused(self, bridge):
         """The error says what is closed; closing again does nothing."""
@@ -433,20 +361,6 @@ class TestClosing:
 @pytest.mark.asyncio
 class TestPost:
     """Work that nobody waits for, such as giving memory back."""
-
-    async def test_posted_work_is_done_in_a_thread(self, bridge):
-        """The caller goes on at once, and the work is done before close returns."""
-        done: list[str] = []
-        blocker = Blocker()
-        running = await start(bridge, blocker)
-        bridge.post(lambda: done.append(threading.current_thread().name))
-        await turns()
-        assert done == []
-        blocker.release()
-        await running
-        assert await bridge.run(int) == 0  # behind what was posted
-        (name,) = done
-        assert name.startswith("bridge")
 
     @pytest.mark.parametrize("wait", [True, False])
     async def test_close_loses_no_posted_work(self, bridge, wait):
@@ -551,21 +465,6 @@ class TestMemory:
         await turns()
         assert not alive
 
-    async def test_a_cancelled_call_in_the_queue_lets_go(self, bridge):
-        """The arguments go before a thread has passed the call by."""
-        blocker = Blocker()
-        running = await start(bridge, blocker)
-        argument = Marker()
-        alive = weakref.WeakSet([argument])
-        queued = asyncio.create_task(bridge.run(id, argument))
-        await turns()
-        queued.cancel()
-        del argument
-        await asyncio.wait([queued])
-        assert not alive
-        blocker.release()
-        await running
-
 
 @pytest.mark.asyncio
 class TestStatistics:
@@ -592,13 +491,6 @@ class TestStatistics:
 
 class TestLoops:
     """A bridge is bound to no loop."""
-
-    @LOOPS
-    def test_one_loop_after_the_other(self, bridge, new_loop):
-        """A bridge outlives the loops that use it."""
-        for number in range(3):
-            with asyncio.Runner(loop_factory=new_loop) as runner:
-                assert runner.run(bridge.run(abs, -number)) == number
 
     @LOOPS
     def test_several_loops_at_once(self, new_loop):
@@ -669,33 +561,6 @@ class TestAwaitedClosing:
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(close())
         assert done == ["inner"] * 5
-
-    @LOOPS
-    def test_what_was_posted_is_done_in_threads(self, new_loop):
-        """The loop goes round meanwhile, and no thread is left."""
-        bridge = Bridge(threads=1, name="bridge-closing")
-        done: list[int] = []
-
-        def work() -> None:
-            time.sleep(0.02)
-            done.append(threading.get_ident())
-
-        async def close() -> int:
-            for _ in range(3):
-                bridge.post(work)
-            closing = asyncio.create_task(bridge.aclose(timeout=LONG))
-            rounds = 0
-            while not closing.done():
-                await asyncio.sleep(0.001)
-                rounds += 1
-            await closing
-            return rounds
-
-        with asyncio.Runner(loop_factory=new_loop) as runner:
-            assert runner.run(close()) > 10
-        assert len(done) == 3
-        assert threading.get_ident() not in done
-        assert not names()
 
     @LOOPS
     def test_it_is_bounded(self, new_loop, caplog):

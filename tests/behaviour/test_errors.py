@@ -13,16 +13,12 @@ from aiockpt import errors
 from aiockpt.errors import AiockptError
 
 CLASSES = {name: getattr(errors, name) for name in errors.__all__}
-PAGE = Path(__file__).parent.parent / "docs/reference/errors.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/errors.md"
 URL = "http://peer:1"
 
 SAMPLES: list[tuple[AiockptError, str]] = [
     (AiockptError("why"), "why"),
     (errors.TransportError("why"), "why"),
-    (
-        errors.PeerUnreachableError(URL),
-        f"cannot reach {URL}; is the sender running there?",
-    ),
     (
         errors.PeerUnreachableError(URL, "refused"),
         f"cannot reach {URL}: refused; is the sender running there?",
@@ -35,7 +31,6 @@ SAMPLES: list[tuple[AiockptError, str]] = [
         errors.TransferInterruptedError(URL, received=3, expected=5, chunk=7),
         f"{URL} closed the connection after 3 of 5 bytes of chunk 7",
     ),
-    (errors.TransferStalledError(URL, idle=2.5), f"{URL} sent nothing for 2.5 s"),
     (
         errors.TransferStalledError(URL, idle=30, chunk=7),
         f"{URL} sent nothing for 30 s in chunk 7",
@@ -48,17 +43,12 @@ SAMPLES: list[tuple[AiockptError, str]] = [
         errors.TransferTimeoutError("stage", 0.25, what="step 3", last_error="full"),
         "timed out after 0.25 s while staging step 3; last error: full",
     ),
-    (errors.TransferTimeoutError("odd", 5), "timed out after 5 s in odd"),
     (errors.PeerFailedError(2, "no memory"), "rank 2 gave up: no memory"),
     (errors.PeerFailedError(None, "x", url=URL), f"{URL} gave up: x"),
     (errors.PeerFailedError(None, "x"), "the sender gave up: x"),
     (
         errors.ProcessGroupError("aborted", rank=2),
         "process group operation with rank 2 failed: aborted; make a new group",
-    ),
-    (
-        errors.ProcessGroupError("aborted"),
-        "process group operation failed: aborted; make a new group",
     ),
     (errors.UnavailableError("why"), "why"),
     (
@@ -72,10 +62,6 @@ SAMPLES: list[tuple[AiockptError, str]] = [
     (
         errors.CheckpointChangedError(expected="aa", actual="bb", url=URL),
         f"snapshot aa at {URL} is now bb; receive again",
-    ),
-    (
-        errors.CheckpointChangedError(expected="aa"),
-        "snapshot aa is gone; receive again",
     ),
     (errors.ProtocolError("why"), "why"),
     (errors.LocalProtocolError("why"), "why"),
@@ -109,13 +95,6 @@ SAMPLES: list[tuple[AiockptError, str]] = [
             "and were both ends given the same manifest_key?"
         ),
     ),
-    (
-        errors.ForgedManifestError(URL, missing=False),
-        (
-            f"the manifest of {URL} has a MAC of another key or manifest; is it the "
-            "sender that you mean, and were both ends given the same manifest_key?"
-        ),
-    ),
     (errors.StateDictError("why"), "why"),
     (
         errors.UnsupportedLeafError("a.b", "module.Type"),
@@ -129,11 +108,6 @@ SAMPLES: list[tuple[AiockptError, str]] = [
         errors.TemplateMismatchError("a", expected="one", actual="two"),
         "template a: the checkpoint has one, the template has two",
     ),
-    (
-        errors.TemplateMismatchError("", expected="one", actual="two"),
-        "template: the checkpoint has one, the template has two",
-    ),
-    (errors.MissingKeysError("p", ["a", "b"]), "p is missing keys: a, b"),
     (
         errors.MissingKeysError("p", [*"abcdefghijkl"]),
         "p is missing keys: a, b, c, d, e, f, g, h, i, j and 2 more",
@@ -170,22 +144,16 @@ SAMPLES: list[tuple[AiockptError, str]] = [
 def test_a_message_is_made_of_the_facts(error: AiockptError, message: str) -> None:
     """What happened, where, and what to do."""
     assert str(error) == message
+    # It crosses processes with its facts, whatever arguments its constructor wants.
+    there = pickle.loads(pickle.dumps(error))
+    assert type(there) is type(error)
+    assert vars(there) == vars(error)
+    assert str(there) == message
 
 
 def test_every_class_has_a_message_that_is_tested() -> None:
     """Nobody adds an exception without seeing what it says."""
     assert {type(error) for error, _ in SAMPLES} == set(CLASSES.values())
-
-
-@pytest.mark.parametrize(("error", "message"), SAMPLES, ids=lambda each: None)
-def test_an_exception_crosses_processes_with_its_facts(
-    error: AiockptError, message: str
-) -> None:
-    """Whatever arguments its constructor wants."""
-    there = pickle.loads(pickle.dumps(error))
-    assert type(there) is type(error)
-    assert vars(there) == vars(error)
-    assert str(there) == message
 
 
 def test_the_docstring_is_the_tree() -> None:

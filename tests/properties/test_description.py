@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -12,14 +10,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from aiockpt.errors import LimitExceededError, StateDictError, UnsupportedLeafError
+from aiockpt.errors import StateDictError, UnsupportedLeafError
 from aiockpt.format.entries import Entry
-from aiockpt.format.limits import Limits
 from aiockpt.format.manifest import COMPACTED
 from aiockpt.format.references import tensor_leaves
 from aiockpt.state.flatten import Description, describe, register_leaf
 from tests.support.pipeline import LIMITS
 from tests.support.states import State, states
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # At once: what it imports stays out of the collections that look for leaks.
 with FakeTensorMode():
@@ -56,10 +56,6 @@ class TestEntries:
         found = names(described({**one, "__metadata__": torch.ones(1)}))
         assert sorted(found) == ["__metadata__#2", "a.b", "a.b#2"]
 
-    def test_a_name_that_json_cannot_hold_is_written_otherwise(self) -> None:
-        """Lone surrogates are no Unicode."""
-        assert names(described({"\ud800": torch.ones(1)})) == ["['\\ud800']"]
-
     def test_views_that_overlap_are_one_entry(self) -> None:
         """It spans all of them."""
         base = torch.zeros(100)
@@ -72,12 +68,6 @@ class TestEntries:
         base = torch.empty(4 << 20, dtype=torch.float64)
         found = described([base[1 << 20 :], torch.ones(1), base[: 3 << 20], base[-1:]])
         assert sorted(found.entries.sizes()) == [4, 32 << 20]
-
-    def test_neighbours_in_one_storage_are_entries_of_their_own(self) -> None:
-        """They share no byte."""
-        base = torch.zeros(100)
-        found = described([base[:50], base[50:]])
-        assert [*found.entries.sizes()] == [200, 200]
 
     def test_a_sparse_view_becomes_dense(self) -> None:
         """It uses less than half of the memory that it spans."""
@@ -100,12 +90,6 @@ class TestEntries:
         assert [view.storage for view in found.views] == [0, 0, 1]
         assert all(view.flags == COMPACTED for view in found.views)
 
-    def test_columns_that_are_all_of_it_are_one_entry(self) -> None:
-        """What each leaves out, another one uses."""
-        base = torch.zeros(64, 4)
-        found = described([base[:, 0], base[:, 1], base[:, 2:]])
-        assert [*found.entries.sizes()] == [64 * 4 * 4]
-
     def test_a_sparse_view_leaves_the_others_tied(self) -> None:
         """It alone would make them travel with what is not in the state dict."""
         base = torch.zeros(1000)
@@ -121,11 +105,6 @@ class TestEntries:
         found = described([wide, tied, odd])
         assert [*found.entries.sizes()] == [32, 16]
         assert [view.offset for view in found.views] == [1]
-
-    def test_long_bytes_travel_as_a_tensor(self) -> None:
-        """Not as text in the manifest."""
-        assert described(bytes(5000)).entries.nbytes == 5000
-        assert described(bytes(4000)).entries.nbytes == 0
 
     @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd dtypes
     @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=50)
@@ -203,18 +182,6 @@ class TestRefusals:
         assert caught.value.path == "a[1].b"
         assert str(caught.value).startswith("a[1].b is a ")
 
-    def test_a_container_in_itself_is_refused(self) -> None:
-        """It would be endless."""
-        endless: list[object] = []
-        endless.append({"again": endless})
-        with pytest.raises(LimitExceededError, match="nesting"):
-            described(endless)
-
-    def test_too_many_nodes_are_refused(self) -> None:
-        """A list of a billion numbers is no state dict."""
-        with pytest.raises(LimitExceededError):
-            describe([0] * 1000, limits=Limits(max_nodes=100))
-
     def test_a_failure_while_looking_is_the_state_dict_s(self) -> None:
         """Not a bare error of somebody else's code."""
 
@@ -230,11 +197,6 @@ class TestRefusals:
         )
         with pytest.raises(StateDictError, match="no luck"):
             described({"x": Broken()})
-
-    def test_a_wrapped_tensor_has_no_memory(self) -> None:
-        """Inside of a function transform."""
-        with pytest.raises(StateDictError):
-            torch.func.vmap(lambda x: described({"x": x}))(torch.ones(2))
 
     def test_pickles_need_permission(self) -> None:
         """Even then a leaf that cannot be pickled is named."""
@@ -260,13 +222,3 @@ class TestRefusals:
         odd = torch.frombuffer(memory, dtype=torch.int32, offset=5, count=1)
         with pytest.raises(UnsupportedLeafError, match="shares elements"):
             described([wide, odd], writing=True)
-
-
-def test_numpy_is_not_imported_for_those_who_have_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A leaf is no numpy leaf where numpy was never loaded."""
-    monkeypatch.delitem(sys.modules, "numpy")
-    with pytest.raises(UnsupportedLeafError):
-        described({"x": object()})
-    assert "numpy" not in sys.modules

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import tracemalloc
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -25,6 +24,9 @@ from aiockpt.state.template import Template
 from aiockpt.testing import assert_same
 from tests.support.pipeline import LIMITS, host_only, match, staged
 from tests.support.states import State, states
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def fill(state: object, template: object, *, direct: bool) -> None:
@@ -55,40 +57,24 @@ COMPLEX = torch.ones(2, dtype=torch.complex64)
 class TestMatch:
     """What fits."""
 
-    def test_the_same_tensors_fit(self) -> None:
-        """By path, whatever the order of the keys is."""
-        weight, bias = torch.zeros(2, 3), torch.zeros(3)
-        found = match(
-            {"w": torch.ones(2, 3), "b": torch.ones(3)}, {"b": bias, "w": weight}
-        )
-        assert {id(tensor) for tensor in found.tensors.values()} == {
-            id(weight),
-            id(bias),
-        }
-
-    def test_values_that_are_no_tensors_may_differ(self) -> None:
-        """The receiver gets the sender's."""
-        match({"w": torch.ones(1), "lr": 0.1}, {"w": torch.ones(1), "lr": [1, "x"]})
-
-    def test_what_autograd_makes_of_a_tensor_may_differ(self) -> None:
-        """A frozen copy can be filled from a trained parameter."""
-        match({"w": torch.nn.Parameter(torch.ones(2))}, {"w": torch.zeros(2)})
-        match({"w": torch.ones(2)}, {"w": torch.nn.Parameter(torch.zeros(2))})
-
-    def test_the_stride_of_a_single_element_means_nothing(self) -> None:
-        """There is nothing to step over."""
-        odd = torch.empty_strided((1, 3), (77, 1))
-        match({"w": torch.ones(1, 3)}, {"w": odd})
-
-    def test_the_stride_of_no_element_means_nothing(self) -> None:
-        """Nor is there anything to fill."""
-        match({"w": torch.ones(0, 3)}, {"w": torch.ones(3, 0).t()})
-
-    def test_a_view_that_became_dense_fits_dense_memory(self) -> None:
-        """And the other way round: the elements are the same."""
-        sparse = torch.arange(100.0)[::10]
-        match({"w": sparse}, {"w": torch.zeros(10)})
-        match({"w": torch.zeros(10)}, {"w": torch.zeros(100)[::10]})
+    @pytest.mark.parametrize(
+        ("theirs", "own"),
+        [
+            ({"w": torch.ones(1), "lr": 0.1}, {"w": torch.ones(1), "lr": [1, "x"]}),
+            ({"w": torch.nn.Parameter(torch.ones(2))}, {"w": torch.zeros(2)}),
+            ({"w": torch.ones(2)}, {"w": torch.nn.Parameter(torch.zeros(2))}),
+            ({"w": torch.ones(1, 3)}, {"w": torch.empty_strided((1, 3), (77, 1))}),
+            ({"w": torch.ones(0, 3)}, {"w": torch.ones(3, 0).t()}),
+            ({"w": torch.arange(100.0)[::10]}, {"w": torch.zeros(10)}),
+            ({"w": torch.zeros(10)}, {"w": torch.zeros(100)[::10]}),
+        ],
+        ids=["value", "trained", "frozen", "one", "none", "dense", "sparse"],
+    )
+    def test_what_the_elements_do_not_depend_on_may_differ(
+        self, theirs: dict[str, Any], own: dict[str, Any]
+    ) -> None:
+        """Plain values, flags, strides that step over nothing, and holes."""
+        assert [*match(theirs, own).tensors.values()] == [own["w"]]
 
     def test_only_the_path_counts(self) -> None:
         """Whatever containers lead there, and whatever else is beside it."""
@@ -122,16 +108,6 @@ class TestMatch:
 class TestMismatch:
     """What does not fit says where and why, in the words of both sides."""
 
-    def test_a_missing_tensor(self) -> None:
-        """The template lacks one."""
-        error = mismatch({"a": {"b": torch.ones(1)}}, {"a": {}})
-        assert (error.path, error.actual) == ("a.b", "nothing")
-
-    def test_a_tensor_too_many(self) -> None:
-        """The template has one that would stay as it was."""
-        error = mismatch({}, {"a": torch.ones(1)})
-        assert (error.path, error.expected) == ("a", "nothing")
-
     def test_the_first_that_only_one_has(self) -> None:
         """Theirs come first, also where the trees have parted before."""
         one, two = torch.ones(1), torch.ones(1)
@@ -141,19 +117,8 @@ class TestMismatch:
         assert (error.path, error.expected) == ("c", "nothing")
         error = mismatch({"a": {"x": one}}, {"a": {"x": one}, "b": {"y": two}})
         assert (error.path, error.expected) == ("b.y", "nothing")
-
-    def test_a_place_comes_before_what_is_there(self) -> None:
-        """All tensors are where they belong before the first two are compared."""
-        error = mismatch(
-            {"a": torch.ones(1), "b": [torch.ones(1)]}, {"a": torch.ones(2), "b": []}
-        )
-        assert error.path == "b[0]"
-
-    def test_the_path_is_that_of_the_pair(self) -> None:
-        """Past values, leaves and tied tensors."""
-        one = torch.ones(1)
-        state = {"a": bytes(5000), "b": {"x": one, "y": one}, "c": [torch.ones(3)]}
-        assert mismatch(state, {**state, "a": None, "c": [one * 2]}).path == "c[0]"
+        error = mismatch({"a": one, "b": [one * 1]}, {"a": torch.ones(2), "b": []})
+        assert (error.path, error.actual) == ("b[0]", "nothing")
 
     @pytest.mark.parametrize(
         ("theirs", "own", "words"),
@@ -187,27 +152,15 @@ class TestMismatch:
         one = torch.ones(2)
         error = mismatch({"a": one, "b": one}, {"a": torch.ones(2), "b": torch.ones(2)})
         assert (error.path, error.actual) == ("b", "its own")
-
-    def test_a_part_of_shared_memory_there_and_all_of_its_own_here(self) -> None:
-        """Both look alike but for where they begin, so that is said."""
         whole = torch.arange(6.0)
         error = mismatch(
             {"a": whole[:4], "b": whole[2:]}, {"a": whole[:4], "b": whole[2:].clone()}
         )
         assert error.path == "b"
         assert "from element 2 of its memory" in error.expected
-        assert error.expected != error.actual
-
-    def test_views_that_overlap_otherwise(self) -> None:
-        """The same shapes at another distance are not the same memory."""
         there, here = torch.ones(10), torch.ones(10)
         state = {"a": there[:6], "b": there[2:8]}
         assert mismatch(state, {"a": here[:6], "b": here[3:9]}).path == "b"
-
-    def test_a_template_without_memory(self) -> None:
-        """There is nowhere to receive into."""
-        with pytest.raises(UnsupportedLeafError, match="w is a meta tensor"):
-            match({"w": torch.ones(2)}, {"w": torch.ones(2, device="meta")})
 
 
 def test_many_tensors_take_little_memory() -> None:
@@ -283,7 +236,7 @@ def outside(tensors: list[torch.Tensor], storage: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on odd dtypes
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=100)
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=60)
 @given(state=states())
 def test_any_template_is_filled_and_nothing_else(state: State, direct: bool) -> None:
     """Every element arrives; every other byte stays as it was.
@@ -305,15 +258,6 @@ def test_any_template_is_filled_and_nothing_else(state: State, direct: bool) -> 
     for storage in storages:
         beside: Any = storage[outside(template["tensors"], storage)]
         assert (beside == 0xAA).all()
-
-
-@pytest.mark.parametrize("step", [2, 5])
-def test_an_expanded_view_with_holes_is_filled(step: int) -> None:
-    """Its repetitions are written once."""
-    theirs, own = torch.arange(20.0)[::step], torch.zeros(20)[::step]
-    template = {"w": own.expand(3, -1)}
-    fill({"w": theirs.expand(3, -1)}, template, direct=False)
-    assert torch.equal(template["w"], theirs.expand(3, -1))
 
 
 def test_assert_same_is_exact() -> None:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from aiockpt.errors import LimitExceededError, UnsupportedLeafError
+from aiockpt.errors import UnsupportedLeafError
 from aiockpt.format import tree
-from aiockpt.format.limits import Limits
 from aiockpt.format.registry import REGISTRY
 from aiockpt.state import flatten as _flatten
 from aiockpt.state.flatten import Description, describe
 from tests.support.pipeline import LIMITS
 from tests.support.states import families
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 KEYS = st.text(st.sampled_from("ab.é_"), max_size=4) | st.just("__metadata__")
 LONG = 40
@@ -120,22 +121,6 @@ def test_one_that_differs_spoils_no_row(
     """Whatever is not as plain as the others is found among them."""
     in_rows, one_by_one = both_ways(kind(change(plain())), monkeypatch)
     assert in_rows == one_by_one
-
-
-def test_tensors_that_overlap_across_rows_are_found() -> None:
-    """Memory is compared with all other memory, not within a row."""
-    row = plain()
-    found = describe({"a": row, "b": {"v": row["layer.5"][1:]}}, limits=LIMITS)
-    assert len(found.views) == 1
-    assert len(found.entries) == LONG
-
-
-def test_a_row_counts_towards_the_limits() -> None:
-    """As each of its values would."""
-    with pytest.raises(LimitExceededError, match="tree"):
-        describe(plain(), limits=Limits(max_nodes=LONG))
-    with pytest.raises(LimitExceededError, match="nesting"):
-        describe([[plain()]], limits=Limits(max_depth=2))
 
 
 def test_a_type_that_a_user_has_registered_travels_as_the_user_says(

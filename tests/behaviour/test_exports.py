@@ -8,12 +8,15 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pytest
 
 import aiockpt
 from aiockpt import checkpointers, errors
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 pytestmark = pytest.mark.usefixtures("fresh_interpreters")
 
@@ -58,13 +61,7 @@ def declared_to_type_checkers(package: ModuleType) -> dict[str, str]:
 def loaded_by(statement: str) -> set[str]:
     """Return which heavy libraries a fresh interpreter loads for a statement."""
     report = f"import sys; print(*(n for n in {HEAVY!r} if n in sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{statement}\n{report}"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return set(done.stdout.split())
+    return set(printed_by(f"{statement}\n{report}").split())
 
 
 def test_the_first_namespace_fits_on_a_screen() -> None:
@@ -76,22 +73,6 @@ def test_the_first_namespace_fits_on_a_screen() -> None:
     assert len(caught) <= 7
 
 
-def test_every_error_is_in_its_room() -> None:
-    """Also those that are in the first namespace."""
-    ours = [
-        name
-        for name, value in vars(errors).items()
-        if isinstance(value, type) and issubclass(value, errors.AiockptError)
-    ]
-    assert {*errors.__all__} >= {*ours}
-
-
-@pytest.mark.parametrize("room", ["checkpointers", "errors", "http", "testing"])
-def test_rooms_are_there_after_importing_the_package(room: str) -> None:
-    """And nothing heavy is loaded for it."""
-    assert loaded_by(f"import aiockpt; aiockpt.{room}.__all__") == set()
-
-
 def test_type_checkers_and_the_lazy_table_see_the_same_names() -> None:
     """A name cannot be added to one of the two only."""
     assert declared_to_type_checkers(aiockpt) == aiockpt._HOMES
@@ -101,7 +82,6 @@ def test_the_checkpointers_have_a_face_of_their_own() -> None:
     """The room shows what the root does not; nothing loads before its use."""
     assert declared_to_type_checkers(checkpointers) == checkpointers._HOMES
     assert checkpointers.__all__ == sorted(checkpointers._HOMES)
-    assert loaded_by("import aiockpt.checkpointers") == set()
     if find_spec("torch") is None:
         pytest.skip("needs torch")
     for name, home in checkpointers._HOMES.items():
@@ -123,11 +103,8 @@ def test_public_name_is_there(name: str) -> None:
 
 def test_dir_lists_names_that_are_not_loaded_yet() -> None:
     """Completion at a prompt shows the whole face."""
-    report = "import aiockpt; print(*{*aiockpt.__all__} - {*dir(aiockpt)})"
-    done = subprocess.run(
-        [sys.executable, "-c", report], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == []
+    program = "import aiockpt; print(*{*aiockpt.__all__} - {*dir(aiockpt)})"
+    assert printed_by(program) == ""
 
 
 def test_unknown_name_is_an_attribute_error_that_names_it() -> None:
@@ -136,19 +113,90 @@ def test_unknown_name_is_an_attribute_error_that_names_it() -> None:
         _ = aiockpt.HTTPTransprot  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("module", ["aiockpt", "aiockpt.errors", "aiockpt.cli"])
-def test_importing_loads_neither_torch_nor_aiohttp(module: str) -> None:
+LIGHT = ("CheckpointTransport", "Limits", "Progress")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import aiockpt.errors, aiockpt.cli, aiockpt.format, aiockpt.events",
+        *(f"import aiockpt; aiockpt.{name}" for name in LIGHT),
+        *(f"import aiockpt; aiockpt.{room}.__all__" for room in ("http", "testing")),
+        "import aiockpt.checkpointers",
+    ],
+)
+def test_importing_loads_neither_torch_nor_aiohttp(statement: str) -> None:
     """``import aiockpt`` and ``aiockpt --help`` are quick."""
-    assert loaded_by(f"import {module}") == set()
+    assert loaded_by(statement) == set()
 
 
-@pytest.mark.parametrize("name", ["CheckpointTransport", "Limits", "Progress"])
-def test_light_name_loads_nothing_heavy(name: str) -> None:
-    """What needs neither torch nor aiohttp does not bring them in."""
-    assert loaded_by(f"import aiockpt; aiockpt.{name}") == set()
+def printed_by(program: str) -> str:
+    """Run a program in a fresh interpreter; return what it prints."""
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
-@pytest.mark.parametrize("name", ["aiockpt.format", "aiockpt.events"])
-def test_lower_rooms_load_nothing_heavy(name: str) -> None:
-    """The wire format can be read by a program that has no torch."""
-    assert loaded_by(f"import {name}") == set()
+@pytest.mark.parametrize(
+    ("missing", "statement", "said"),
+    [
+        (
+            "torchft",
+            "import aiockpt.torchft",
+            (
+                "torchft aiockpt.torchft needs torchft, which is not installed: "
+                "pip install 'aiockpt[torchft]'"
+            ),
+        ),
+        (
+            "pytest",
+            (
+                "import aiockpt.testing; aiockpt.testing.FaultProxy; "
+                "aiockpt.testing.TransportConformance"
+            ),
+            (
+                "pytest the suites of aiockpt.testing need pytest, which is not "
+                "installed: pip install 'aiockpt[testing]'"
+            ),
+        ),
+    ],
+)
+def test_what_needs_an_extra_says_how_to_install_it(
+    missing: str, statement: str, said: str
+) -> None:
+    """As the kind of error that a missing module is."""
+    program = (
+        f"import sys; sys.modules[{missing!r}] = None\ntry: {statement}\n"
+        "except ModuleNotFoundError as error: print(error.name, error)\n"
+    )
+    assert printed_by(program) == said
+
+
+def test_the_command_line_loads_no_test_tools() -> None:
+    """Neither ``aiockpt`` nor any of its commands needs the extra ``testing``."""
+    if find_spec("torch") is None:
+        pytest.skip("needs torch")
+    program = (
+        "import pkgutil, sys\n"
+        "from importlib import import_module\n"
+        "import aiockpt.cli\n"
+        "found = pkgutil.walk_packages(aiockpt.cli.__path__, 'aiockpt.cli.')\n"
+        "names = [each.name for each in found]\n"
+        "for name in names: import_module(name)\n"
+        "print(len(names) > 5, {'aiockpt.testing', 'pytest'} & {*sys.modules})"
+    )
+    assert printed_by(program) == "True set()"
+
+
+def test_nothing_runs_in_the_default_executor() -> None:
+    """It is shared by all, and closing a loop waits for it."""
+    found = [
+        f"{path}:{node.lineno}"
+        for path in sorted(Path(aiockpt.__file__).parent.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "run_in_executor"
+        and (not node.args or ast.unparse(node.args[0]) == "None")
+    ]
+    assert not found

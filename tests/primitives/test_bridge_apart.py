@@ -43,16 +43,6 @@ async def begun(wait: Wait) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_results_errors_and_context_come_back() -> None:
-    """As with any call of the bridge."""
-    bridge = Bridge(threads=1, name="bridge-apart")
-    VARIABLE.set(3)
-    assert await bridge.run_apart(VARIABLE.get) == 3
-    with pytest.raises(ZeroDivisionError):
-        await bridge.run_apart(divmod, 1, 0)
-    bridge.close()
-
-
 async def test_every_call_has_a_thread_of_its_own() -> None:
     """They do not wait for one another, nor for the pool."""
     bridge = Bridge(threads=1, name="bridge-apart")
