@@ -195,10 +195,8 @@ async def test_a_cancel_at_any_await_leaves_everything_usable() -> None:
         assert_same(await receiver.recv_checkpoint(0, metadata, 7), STATE)
 
 
-@proves("cell HTTPTransport.recv_checkpoint, metadata=[...]: the other one dies")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_process_that_ends_or_stops_in_the_middle(number: int) -> None:
-    """The other two go on, and neither is waited for."""
+async def test_a_process_that_stands_still_in_the_middle() -> None:
+    """The other two go on, and do not wait for it."""
     options = {"token": TOKEN, "stall_timeout": 120, "reconnect_timeout": 120}
     async with (
         transport(timeout=100, **options) as receiver,
@@ -210,6 +208,6 @@ async def test_a_process_that_ends_or_stops_in_the_middle(number: int) -> None:
         call = receiver.recv_checkpoint(0, [first, second, third], 1, progress=halfway)
         receiving = asyncio.create_task(call)
         await halfway.reached.wait()
-        victim.send_signal(number)
+        victim.send_signal(signal.SIGSTOP)
         assert_same(await receiving, weights(mib=MIB_SERVED))
     assert halfway.seen[-1].bytes_done == MIB_SERVED * MIB

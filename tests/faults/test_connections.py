@@ -93,7 +93,7 @@ async def used_up(
     record.ran(len(proxy.faults))
 
 
-@proves("fault 7")
+@proves("fault 7", "threat T1")
 @pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
 async def test_an_answer_may_end_after_any_byte(record: Record, reset: bool) -> None:
     """It goes on from there, on another connection."""
@@ -160,7 +160,7 @@ async def whole_manifest(
     return b"\r\n".join([*lines, b""]), body
 
 
-@proves("fault 8")
+@proves("fault 8", "threat T1", "invariant 1")
 async def test_one_inverted_bit_is_never_accepted(record: Record) -> None:
     """In a body it costs its chunk again; in a head it may be an error."""
     state, size, chunk = noise(1), MIB, 64 << 10

@@ -90,7 +90,7 @@ async def offered(sender: Transport) -> None:
     await sender.send_checkpoint([], 1, state())
 
 
-@proves("fault 25")
+@proves("fault 25", "invariant 8")
 @pytest.mark.parametrize("verb", VERBS)
 async def test_a_cancel_anywhere_leaves_a_transport_usable(
     record: Record, verb: str

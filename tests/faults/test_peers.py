@@ -130,7 +130,10 @@ async def sources(count: int, *, mib: int) -> AsyncIterator[tuple[list[str], Pro
         yield urls, peer.process
 
 
-@proves("fault 40")
+@proves(
+    "fault 40",
+    "cell HTTPTransport.recv_checkpoint, metadata=[...]: the other one dies",
+)
 async def test_two_of_three_sources_finish_what_the_third_began(record: Record) -> None:
     """Beside what two take that nothing happens to."""
     mib = record.pick(32, 192)

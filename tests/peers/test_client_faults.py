@@ -8,7 +8,7 @@ import time
 
 import pytest
 import trustme
-from aiohttp import ClientSession, TCPConnector, web
+from aiohttp import web
 
 from aiockpt.errors import (
     AiockptError,
@@ -23,13 +23,11 @@ from aiockpt.testing.faults import (
     Drip,
     Drop,
     FaultProxy,
-    FlipBit,
     Refuse,
     StallAfter,
 )
 from tests.support.proofs import proves
 from tests.support.rangepeer import (
-    Client,
     Memory,
     RangePeer,
     fetch,
@@ -51,67 +49,6 @@ CHUNK = 1 << 16
 SMALL = noise(200)
 LARGE = noise(16 * CHUNK)
 HEAD, LENGTH = b"HTTP/1.1 206 OK\r\n", b"Content-Length: %d\r\n"
-
-
-async def length_of_answer(client: Client, peer: RangePeer) -> int:
-    """Return the bytes of one whole answer, its head included."""
-    async with FaultProxy("127.0.0.1", peer.port) as proxy:
-        await fetch(client, peer, port=proxy.port)
-        return proxy.statistics().bytes_down
-
-
-async def until_used_up(
-    client: Client, peer: RangePeer, proxy: FaultProxy, *, may_fail: bool
-) -> int:
-    """Fetch until every fault of the proxy has had its turn; count the successes."""
-    successes = 0
-
-    async def work() -> None:
-        nonlocal successes
-        while proxy.statistics().connections < len(proxy.faults):
-            memory = Memory(len(peer.segment), pieces=range(0, 200, 7))
-            try:
-                await fetch(client, peer, memory, port=proxy.port)
-            except AiockptError:
-                assert may_fail
-                assert memory.chunks == 0
-            else:
-                assert memory.content == peer.segment
-                assert memory.bytes == len(peer.segment)
-                successes += 1
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(32):
-            group.create_task(work())
-    return successes
-
-
-@proves("threat T1")
-@pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
-async def test_every_truncation_point_is_survived(fast_path, reset) -> None:
-    """A connection may end after any byte: the transfer goes on from there."""
-    async with (
-        serving(SMALL) as peer,
-        receiver(fast_path=fast_path, reconnect_timeout=20) as client,
-        FaultProxy("127.0.0.1", peer.port) as proxy,
-    ):
-        points = range(await length_of_answer(client, peer) + 1)
-        proxy.faults = [CutAfter(count, reset=reset) for count in points]
-        assert await until_used_up(client, peer, proxy, may_fail=False)
-
-
-@proves("threat T1", "invariant 1")
-async def test_no_flipped_bit_gets_through(fast_path) -> None:
-    """In the body it is repaired; in the head it may be an error, never a success."""
-    async with (
-        serving(SMALL) as peer,
-        ClientSession(connector=TCPConnector(force_close=True)) as session,
-        receiver(session, fast_path=fast_path, stall_timeout=0.3) as client,
-        FaultProxy("127.0.0.1", peer.port) as proxy,
-    ):
-        points = range(await length_of_answer(client, peer))
-        proxy.faults = [FlipBit(at, bit=at % 8) for at in points]
-        assert await until_used_up(client, peer, proxy, may_fail=True)
 
 
 async def test_missing_bytes_are_noticed(fast_path) -> None:
@@ -144,21 +81,6 @@ async def test_broken_connection_resumes_after_what_had_arrived(fast_path) -> No
     assert [error.received for error in errors] == [
         start - head for start in starts[1:]
     ]
-
-
-@pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
-async def test_connections_that_keep_breaking_are_survived(fast_path, reset) -> None:
-    """All end after 100 kB; a reset may take all that its connection brought."""
-    cut = CutAfter(100_000, reset=reset)
-    async with (
-        serving(LARGE, chunk_bytes=4 * CHUNK) as peer,
-        FaultProxy("127.0.0.1", peer.port, otherwise=cut) as proxy,
-        receiver(fast_path=fast_path, reconnect_timeout=20) as client,
-    ):
-        memory = await fetch(client, peer, port=proxy.port)
-        assert memory.content == LARGE
-        assert memory.bytes == len(LARGE)
-        assert reset or proxy.statistics().bytes_down < 1.1 * len(LARGE)
 
 
 @proves("threat D12")
@@ -245,29 +167,6 @@ async def test_impostor_is_told_from_a_sender(fast_path, fault, error) -> None:
         with pytest.raises(error):
             await fetch_latest(client, peer, port=proxy.port)
     assert str(proxy.port) in str(caught.value)
-
-
-@proves("invariant 8")
-async def test_cancelled_anywhere_the_client_goes_on_as_if_nothing_was(
-    fast_path,
-) -> None:
-    """No task, no descriptor, no connection that answers the last question."""
-    async with (
-        serving(LARGE, chunk_bytes=CHUNK) as peer,
-        receiver(fast_path=fast_path, max_concurrency=4) as client,
-    ):
-        for rounds in [*range(40), *range(40, 300, 20)]:
-            task = asyncio.create_task(fetch(client, peer))
-            for _ in range(rounds):
-                await asyncio.sleep(0)
-            finished = task.done()
-            task.cancel()
-            try:
-                assert (await task).content == LARGE
-            except asyncio.CancelledError:
-                assert not finished
-        for _ in range(3):
-            assert (await fetch(client, peer)).content == LARGE
 
 
 async def test_cancelled_receive_writes_nothing_more(fast_path) -> None:
