@@ -526,7 +526,7 @@ class TestMainModule:
 
     SCRIPT = """
 import asyncio, os, torch, aiockpt
-print("main runs as", __name__)
+print("main runs as", __name__, flush=True)
 
 def init(text):
     print("child says", text, flush=True)
@@ -554,16 +554,17 @@ async def main():
             ([], INIT, "if True:", None),
             # The child of an isolated interpreter finds what the trainer has found.
             (["-I"], "", "if True:", [MAIN]),
-            (["-P"], "", "if True:", [MAIN]),
         ],
     )
     def test_a_script(self, tmp_path, flags, options: str, guard: str, said) -> None:
         """It is imported only if it has a function that the child needs."""
         text = self.SCRIPT.format(options=options, guard=guard)
-        (tmp_path / "script.py").write_text(text)
-        program = ["-c", self.READ.format(path=sys.path)] if flags else ["script.py"]
+        script = tmp_path / "script.py"
+        script.write_text(text)
+        if flags:
+            flags = [*flags, "-c", self.READ.format(path=sys.path)]
         done = subprocess.run(
-            [sys.executable, "-u", *flags, *program],
+            [sys.executable, *(flags or [str(script)])],
             cwd=tmp_path,
             env=ENVIRONMENT,
             capture_output=True,

@@ -197,7 +197,8 @@ class TestDamage:
     @pytest.mark.parametrize("held", [False, True])
     def test_a_call_that_fails(self, tmp_path, monkeypatch, call, held) -> None:
         """Each time that it is made: the error is typed, and names the file."""
-        path = save(tmp_path / "s", training_state(), chunk_bytes=CHUNK)
+        state = {"a": torch.ones(CHUNK), "b": torch.arange(35.0), "n": 5}
+        path = save(tmp_path / "s", state)
         place = io if call == "open" else os
         real = getattr(place, call)
         for number in itertools.count():
@@ -210,13 +211,13 @@ class TestDamage:
                 return real(*args, **more)
 
             monkeypatch.setattr(place, call, failing)
-            template = zeroed(training_state()) if held else None
+            template = zeroed(state) if held else None
             try:
                 found = load(path, template)
             except StorageError as error:
                 assert str(tmp_path) in str(error)  # noqa: PT017 - or it goes on
             else:
-                assert_same(found, training_state())
+                assert_same(found, state)
             finally:
                 monkeypatch.undo()
             if left[0] >= 0:

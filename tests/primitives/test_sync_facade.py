@@ -182,7 +182,7 @@ def test_a_signal_s_handler_may_close_in_the_middle_of_a_call(
 ) -> None:
     """It runs in the thread that calls, between any two of its steps."""
     schedule = asyncio.run_coroutine_threadsafe
-    before = signal.signal(signal.SIGUSR1, lambda *_: facade.close(nothing, wait=5))
+    before = signal.signal(signal.SIGUSR1, lambda *_: facade.close(nothing, wait=0.2))
 
     def interrupted(*args: object) -> object:
         signal.raise_signal(signal.SIGUSR1)
