@@ -21,6 +21,8 @@ _ROUNDS = 6  # the first one is discarded, and five pairs are the fewest for an 
 _QUICK = 0.125
 _COPIES = 6  # of the largest state dict, in all processes of a tree together, at most
 _PAGE = Path("docs/reference")
+_MEASURED = ("rounds", "rivals", "against")  # options that a case needs
+_KEPT = ("cases", "rounds", "scale", "rivals")  # options that a report keeps
 _NEED_ROOT = ("10g", "25g", "lossy", "cold", "delta")
 
 
@@ -34,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     worse: list[str] = []
     try:
         report = _read(options.from_) if options.from_ else _measure(options)
-        text = json.dumps(report, indent=1) + "\n"
+        text = json.dumps(report) + "\n"
         if options.json is not None:
             options.json.write_text(text)
         if options.page is not None:
@@ -51,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     sys.stdout.write(as_text(report))
     sys.stderr.writelines(f"SLOWER: {line}\n" for line in worse)
     missed = any(row["verdict"] == "missed" for row in report["rows"])
-    return int(bool(worse) or (options.check and missed))
+    return int(bool(report.get("failed") or worse) or (options.check and missed))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -75,28 +77,23 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         )
     report: dict[str, Any] = {
         "machine": describe_machine(),
-        "options": {
-            "cases": options.cases,
-            "rounds": options.rounds,
-            "scale": options.scale,
-            "rivals": options.rivals,
-        },
+        "options": {name: getattr(options, name) for name in _KEPT},
         "rows": [],
         "cases": {},
+        "failed": [],
     }
+    given = {name: getattr(options, name) for name in _MEASURED}
     for name, nbytes in sizes.items():
 
         def note(text: str, name: str = name) -> None:
             sys.stderr.write(f"{name}, {text}\n")
 
-        samples = measure(
-            CASES[name],
-            nbytes=nbytes,
-            rounds=options.rounds,
-            rivals=options.rivals,
-            against=options.against,
-            note=note,
-        )
+        try:
+            samples = measure(CASES[name], nbytes=nbytes, note=note, **given)
+        except BenchmarkError as error:  # the other cases may work
+            sys.stderr.write(f"benchmarks: {name}: {error}\n")
+            report["failed"].append(name)
+            continue
         rounded = {of: _rounded(them) for of, them in samples.items()}
         report["cases"][name] = {"nbytes": nbytes, "samples": rounded}
         report["rows"] += rows_of(name, rounded)
@@ -117,20 +114,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="python -m benchmarks",
         description="Measure this source tree on this machine beside memcpy, raw "
         "sockets, plain files, torch's checkpointers and torchft.",
-        epilog="cases: "
-        + "; ".join(f"{name}: {case.about}" for name, case in CASES.items()),
+        epilog="; ".join(f"{name}: {case.about}" for name, case in CASES.items()),
     )
     add = parser.add_argument
     add("cases", nargs="*", metavar="CASE", help="what to measure; all that can be")
     add("--rounds", type=_count, default=_ROUNDS, metavar="N",
         help=f"one of which is discarded; {_ROUNDS}")  # fmt: skip
-    add(
-        "--scale",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="of the state dicts' sizes",
-    )
+    add("--scale", type=float, default=1.0, metavar="X", help="of all sizes")
     add("--quick", action="store_true", help=f"the same as --scale {_QUICK}")
     add("--against", type=_tree, metavar="PATH",
         help="measure another source tree too, in the same rounds")  # fmt: skip
