@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 
 
-@proves("fault 22")
+@proves("fault 22", "threat T2")
 @pytest.mark.parametrize("grace", [0.0, 5.0], ids=["no_grace", "grace"])
 @pytest.mark.parametrize("act", ["send", "retract", "again"])
 async def test_a_step_that_changes_in_the_middle_is_never_mixed(

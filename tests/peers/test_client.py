@@ -273,18 +273,6 @@ class TestFetchChunks:
         (error,) = memory.errors
         assert isinstance(error, IntegrityError)
 
-    async def test_chunk_that_is_bad_three_times_is_an_error(self, fast_path) -> None:
-        """It names chunk, digests and peer; a fourth request would bring no more."""
-        async with serving(SEGMENT) as peer, receiver(fast_path=fast_path) as client:
-            peer.segment = b"?" + SEGMENT[1:]
-            with pytest.raises(IntegrityError) as caught:
-                await fetch(client, peer)
-        error = caught.value
-        assert (error.chunk, error.expected) == (0, peer.manifest.digests[0])
-        assert error.actual != error.expected
-        assert error.url == peer.base_url
-        assert len(peer.requests) == 3
-
     @proves("threat T2", "invariant 1")
     async def test_snapshot_that_changes_is_never_mixed_in(self, fast_path) -> None:
         """A 412 or another ``ETag`` ends the transfer and says what is there now."""

@@ -37,6 +37,7 @@ from tests.support.rangepeer import (
     receiver,
     serving,
 )
+from tests.support.serving import settle
 
 pytestmark = [
     pytest.mark.usefixtures("no_blocking"),
@@ -100,12 +101,6 @@ async def test_silent_peer_is_given_up_after_the_stall_timeout(
     assert caught.value.chunk == 0
 
 
-async def received(proxy: FaultProxy, nbytes: int) -> None:
-    """Wait until so many bytes have come through."""
-    while proxy.statistics().bytes_down < nbytes:  # noqa: ASYNC110 - no event tells
-        await asyncio.sleep(0.001)
-
-
 @pytest.mark.parametrize("busy", [0, 0.5])
 async def test_slow_peer_is_no_silent_peer(fast_path, busy) -> None:
     """A drip is waited for; time in which nobody could read a byte does not count."""
@@ -116,7 +111,7 @@ async def test_slow_peer_is_no_silent_peer(fast_path, busy) -> None:
     ):
         start = time.monotonic()
         task = asyncio.create_task(fetch(client, peer, port=proxy.port))
-        await received(proxy, 1)
+        await settle(lambda: proxy.statistics().bytes_down)
         time.sleep(busy)  # noqa: ASYNC251 - the loop is busy elsewhere
         assert (await task).content == peer.segment
         assert time.monotonic() - start > 0.4
@@ -178,7 +173,7 @@ async def test_cancelled_receive_writes_nothing_more(fast_path) -> None:
     ):
         memory = Memory(len(LARGE), pieces=range(0, len(LARGE) // 2, 4096))
         task = asyncio.create_task(fetch(client, peer, memory, port=proxy.port))
-        await received(proxy, len(LARGE) // 3)
+        await settle(lambda: proxy.statistics().bytes_down >= len(LARGE) // 3)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
