@@ -98,26 +98,6 @@ class TestRoundTrip:
         assert found._spec == sent._spec
         assert found.stride() == sent.stride()
 
-    def test_parts_of_a_mesh(self, mesh: DeviceMesh) -> None:
-        """One that was cut out of another is equal to the model's own."""
-        for name in ("dp", "tp"):
-            found = round_trip(dtensor(mesh[name], Shard(0), shape=(4, 3)))
-            assert found.device_mesh == mesh[name]
-
-    def test_a_mesh_without_names(self, world: None) -> None:
-        """Over the default process group itself."""
-        mesh = init_device_mesh("cpu", (WORLD,))
-        found = round_trip(dtensor(mesh, Shard(0), shape=(8, 3)))
-        assert found.device_mesh == mesh
-        assert found.device_mesh.get_group() is dist.group.WORLD
-
-    def test_an_odd_order_of_ranks(self, world: None) -> None:
-        """Ranks that no stride describes."""
-        mesh = DeviceMesh("cpu", [[3, 0], [1, 2]], mesh_dim_names=("a", "b"))
-        found = round_trip(dtensor(mesh, Shard(0), Shard(1), shape=(4, 6)))
-        assert found.device_mesh == mesh
-        assert found.device_mesh.get_coordinate() == mesh.get_coordinate()
-
     def test_ties(self, mesh: DeviceMesh) -> None:
         """One object is one object, and its part shares memory with what it did."""
         tied = dtensor(mesh, Shard(0), Replicate(), shape=(4, 3))
@@ -125,29 +105,47 @@ class TestRoundTrip:
         assert found["a"] is found["b"][0]
         assert found["part"].data_ptr() == found["a"].to_local().data_ptr()
 
+    def test_meshes(self, mesh: DeviceMesh) -> None:
+        """Parts of a mesh, the default process group, and ranks in an odd order."""
+        odd = DeviceMesh("cpu", [[3, 0], [1, 2]], mesh_dim_names=("a", "b"))
+        for sent in (mesh["dp"], mesh["tp"], init_device_mesh("cpu", (WORLD,)), odd):
+            placements = [Shard(0)] * sent.ndim
+            found = round_trip(dtensor(sent, *placements, shape=(8, 3))).device_mesh
+            assert found == sent
+            assert found.get_coordinate() == sent.get_coordinate()
+            if sent.size() == WORLD and sent.ndim == 1:
+                assert found.get_group() is dist.group.WORLD
 
-class TestRefusedToSend:
-    """What cannot be said as data is named before anything is copied."""
 
-    def test_a_mask(self, mesh: DeviceMesh) -> None:
-        """It lies outside of the tensor."""
-        sent = dtensor(mesh, _MaskPartial("sum"), Replicate(), shape=(2, 3))
-        with pytest.raises(UnsupportedLeafError, match="redistribute") as caught:
-            describe({"x": [sent]}, limits=LIMITS)
-        assert caught.value.path == "x[0]"
+def _sparse(mesh: DeviceMesh) -> DTensor:
+    made = dtensor(mesh, Replicate(), Replicate(), shape=(2, 3))
+    made._local_tensor = made._local_tensor.to_sparse()
+    return made
 
-    def test_a_reduction_that_no_receiver_knows(self, mesh: DeviceMesh) -> None:
-        """The sender hears of it, not every receiver."""
-        sent = dtensor(mesh, Partial("median"), Replicate(), shape=(2, 3))
-        with pytest.raises(UnsupportedLeafError, match="placement Partial"):
-            describe({"x": sent}, limits=LIMITS)
 
-    def test_a_local_tensor_that_is_not_plain(self, mesh: DeviceMesh) -> None:
-        """What it is would be lost."""
-        sent = dtensor(mesh, Replicate(), Replicate(), shape=(2, 3))
-        sent._local_tensor = sent._local_tensor.to_sparse()
-        with pytest.raises(UnsupportedLeafError, match="local tensor"):
-            describe({"x": sent}, limits=LIMITS)
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (_sparse, "local tensor"),
+        *(
+            (
+                lambda mesh, kind=kind: dtensor(mesh, kind, Replicate(), shape=(2, 3)),
+                why,
+            )
+            for kind, why in (
+                (_MaskPartial("sum"), "redistribute"),
+                (Partial("median"), "placement Partial"),
+            )
+        ),
+    ],
+)
+def test_what_cannot_be_said_as_data_is_refused(
+    mesh: DeviceMesh, make: Callable[[DeviceMesh], DTensor], why: str
+) -> None:
+    """The sender hears of it before anything is copied, not each receiver."""
+    with pytest.raises(UnsupportedLeafError, match=why) as caught:
+        describe({"x": [make(mesh)]}, limits=LIMITS)
+    assert caught.value.path == "x[0]"
 
 
 def leaf(state: Any, **changes: Any) -> Manifest:
@@ -397,6 +395,9 @@ class TestShardedTensor:
             ("dtype", "float33"),
             ("dtype", "int8"),
             ("group", t((2, 2), (2, 1), (0,))),
+            ("group", t((8,), (1,), (0,))),
+            ("group", t((2,), (1,), (1,))),
+            ("shards", t(*[((n, 0), (1, 3), 1, "cpu") for n in range(2000)])),
         ],
     )
     def test_malformed(self, state: dict[str, Any], item: str, node: Any) -> None:
@@ -404,26 +405,8 @@ class TestShardedTensor:
         manifest, segment = staged(state)
         tree: Any = copy.deepcopy(manifest.tree)
         tree[2][0][2][1][SHARDED.index(item)] = node
-        with pytest.raises(RemoteProtocolError):
+        with pytest.raises((RemoteProtocolError, DeviceMeshError, LimitExceededError)):
             rebuilt(replace(manifest, tree=tree), segment)
-
-    @pytest.mark.parametrize("group", [((8,), (1,), (0,)), ((2,), (1,), (1,))])
-    def test_no_such_group(self, state: dict[str, Any], group: Any) -> None:
-        """Neither in this world, nor among its groups."""
-        manifest, _ = staged(state)
-        tree: Any = copy.deepcopy(manifest.tree)
-        tree[2][0][2][1][SHARDED.index("group")] = t(*group)
-        with pytest.raises(DeviceMeshError):
-            check_meshes(Frame.of(replace(manifest, tree=tree)), limits=LIMITS)
-
-    def test_too_many_shards(self, state: dict[str, Any]) -> None:
-        """Comparing them would take for ever."""
-        manifest, _ = staged(state)
-        tree: Any = copy.deepcopy(manifest.tree)
-        shards = t(*[((n, 0), (1, 3), 1, "cpu") for n in range(2000)])
-        tree[2][0][2][1][SHARDED.index("shards")] = shards
-        with pytest.raises(LimitExceededError, match="shards"):
-            check_meshes(Frame.of(replace(manifest, tree=tree)), limits=LIMITS)
 
 
 def test_a_torch_without_process_groups(

@@ -106,18 +106,32 @@ class Marker:
 class TestRun:
     """What goes into the thread, and what comes back."""
 
-    async def test_the_function_runs_in_a_thread_of_the_bridge(self, bridge):
-        """Arguments go in, the result comes back, the thread has the bridge's name."""
-        assert await bridge.run(divmod, 17, 5) == (3, 2)
-        name = await bridge.run(lambda: threading.current_thread().name)
-        assert name.startswith("bridge")
-
-    async def test_no_thread_is_started_before_the_first_call(self, bridge):
-        """A bridge that is not used costs no thread; idle threads are used again."""
+    async def test_a_function_runs_in_a_thread_with_the_context_of_the_caller(self):
+        """As many threads start as are needed, and the thread changes a copy."""
+        bridge = Bridge(threads=3, name="bridge")
+        variable = ContextVar("variable", default="unset")
+        variable.set("caller's")
         assert names() == []
-        for _ in range(5):
+
+        def swap(barrier: threading.Barrier) -> str:
+            seen = variable.get()
+            variable.set("thread's")
+            barrier.wait()
+            return f"{seen}, {threading.current_thread().name}"
+
+        for count in (1, 3):
+            meeting = threading.Barrier(count, timeout=LONG)
+            calls = [bridge.run(swap, meeting) for _ in range(2 * count)]
+            for result in await asyncio.gather(*calls):
+                assert result.startswith("caller's, bridge")
+            assert len(names()) <= count
+        assert len(names()) == 3
+        assert variable.get() == "caller's"
+        bridge.close()
+        bridge.close()
+        assert names() == []
+        with pytest.raises(ClosedError, match="bridge is closed"):
             await bridge.run(int)
-        assert len(names()) == 1
 
     async def test_an_exception_arrives_with_its_traceback(self, bridge):
         """The same object, with the frames of the thread in its traceback."""
@@ -132,27 +146,6 @@ class TestRun:
         frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
         assert "fail_deep_inside" in frames
         assert await bridge.run(int) == 0
-
-    async def test_context_variables_follow_the_caller(self, bridge):
-        """The thread sees the caller's context, and changes a copy."""
-        variable = ContextVar("variable", default="unset")
-        variable.set("caller's")
-
-        def swap() -> str:
-            seen = variable.get()
-            variable.set("thread's")
-            return seen
-
-        assert await bridge.run(swap) == "caller's"
-        assert variable.get() == "caller's"
-
-    async def test_calls_run_in_as_many_threads_as_there_are(self):
-        """Three calls that meet inside need three threads, and get no more."""
-        bridge = Bridge(threads=3, name="bridge")
-        meeting = threading.Barrier(3, timeout=LONG)
-        await asyncio.gather(*(bridge.run(meeting.wait) for _ in range(6)))
-        assert len(names()) == 3
-        bridge.close()
 
 
 @pytest.mark.asyncio
@@ -308,22 +301,18 @@ class TestUnderAnyio:
 class TestClosing:
     """After close there is no thread, and no call is left waiting."""
 
-    async def test_a_call_after_close_is_refused(self, bridge):
-        """The error says what is closed; closing again does nothing."""
-        bridge.close()
-        bridge.close()
-        with pytest.raises(ClosedError, match="bridge is closed"):
-            await bridge.run(int)
-
     async def test_queued_calls_fail_and_running_ones_end(self, bridge):
         """Without waiting, close returns under the feet of a running call."""
         blocker = Blocker()
         running = await start(bridge, blocker)
-        queued = asyncio.create_task(bridge.run(int))
+        queued, both = (asyncio.create_task(bridge.run(int)) for _ in range(2))
         await turns()
         bridge.close(wait=False)
+        both.cancel()  # a cancel is never lost
         with pytest.raises(ClosedError):
             await queued
+        with pytest.raises(asyncio.CancelledError):
+            await both
         assert not running.done()
         blocker.release()
         assert await running == "result"
@@ -341,21 +330,6 @@ class TestClosing:
         assert blocker.ended
         assert await running == "result"
         other.close()
-
-    async def test_a_queued_call_closed_and_cancelled_at_once_is_cancelled(
-        self, bridge
-    ):
-        """The cancel is never lost."""
-        blocker = Blocker()
-        running = await start(bridge, blocker)
-        queued = asyncio.create_task(bridge.run(int))
-        await turns()
-        bridge.close(wait=False)
-        queued.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await queued
-        blocker.release()
-        await running
 
 
 @pytest.mark.asyncio
@@ -491,28 +465,6 @@ class TestStatistics:
 
 class TestLoops:
     """A bridge is bound to no loop."""
-
-    @LOOPS
-    def test_several_loops_at_once(self, new_loop):
-        """Loops in several threads share one bridge."""
-        bridge = Bridge(threads=2, name="bridge")
-        loops = Bridge(threads=3, name="bridge-loops")
-
-        async def call() -> list[int]:
-            return [await bridge.run(abs, -number) for number in range(50)]
-
-        def loop() -> list[int]:
-            with asyncio.Runner(loop_factory=new_loop) as runner:
-                return runner.run(call())
-
-        async def gather() -> None:
-            for result in await asyncio.gather(*(loops.run(loop) for _ in range(3))):
-                assert result == [*range(50)]
-
-        with asyncio.Runner(loop_factory=new_loop) as runner:
-            runner.run(gather())
-        bridge.close()
-        loops.close()
 
     @LOOPS
     def test_a_loop_that_closed_before_the_thread_ended_is_no_error(
