@@ -30,9 +30,7 @@ from aiockpt.errors import (
     TransferTimeoutError,
     UnsupportedLeafError,
 )
-from aiockpt.testing import assert_same
 from aiockpt.transport import exact_step, seconds
-from tests.support.groups import transports as group_transports
 from tests.support.saved import load, names, save, sync_checkpointer
 from tests.support.transports import grouped, pair, transport, weights
 
@@ -106,10 +104,6 @@ STEPS = [
 ]
 """What is no step, and what is said of it before anything is staged."""
 
-right = pytest.mark.parametrize(
-    "step", [np.int64(7), torch.tensor(7), 7], ids=["numpy", "torch", "int"]
-)
-
 
 class TestSteps:
     """Any integer; hooks and peers get an ``int``."""
@@ -147,7 +141,7 @@ class TestSteps:
         assert not names(tmp_path)
 
     @pytest.mark.asyncio
-    @right
+    @pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7)], ids=repr)
     async def test_checkpointers_take_any_integer(
         self, tmp_path: Path, step: Any
     ) -> None:
@@ -160,33 +154,6 @@ class TestSteps:
             assert (handle.step, type(handle.step)) == (7, int)
             assert await handle.written()
             assert (await saver.save(weights(), tmp_path / "b-8", step=None)).step == 8
-
-    @pytest.mark.asyncio
-    @pytest.mark.parametrize(("step", "error", "reason"), STEPS)
-    async def test_no_transport_takes_another_value(
-        self, step: Any, error: type[Exception], reason: str
-    ) -> None:
-        """Neither to send, nor to look for it."""
-        for transports in (pair, group_transports):
-            async with transports() as (sender, receiver):
-                with pytest.raises(error, match=reason):
-                    await sender.send_checkpoint([1], step, weights())
-                with pytest.raises(error, match=reason):
-                    await receiver.recv_checkpoint(0, sender.metadata(), step)
-
-    @pytest.mark.asyncio
-    @right
-    async def test_transports_take_any_integer(self, step: Any) -> None:
-        """Also to offer what is served as another step."""
-        async with pair() as (sender, receiver):
-            await sender.send_checkpoint([1], step, weights())
-            got = await receiver.recv_checkpoint(0, sender.metadata(), step)
-            assert_same(got, weights())
-            with pytest.raises(TypeError, match="step must be an integer"):
-                await sender.allow_checkpoint("8")  # type: ignore[arg-type]
-            await sender.allow_checkpoint(np.int64(8))  # type: ignore[arg-type]
-            got = await receiver.recv_checkpoint(0, sender.metadata(), 8)
-            assert_same(got, weights())
 
 
 class TestOptions:
