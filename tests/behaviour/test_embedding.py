@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import socket
+import sys
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
@@ -266,6 +267,25 @@ class TestMiddlewares:
                 assert answer.status == status
                 assert "Content-Encoding" not in answer.headers
                 assert status == 204 or "Content-Length" in answer.headers
+
+    async def test_an_auth_middleware_may_ask_for_the_same_token(self):
+        """One secret for all of the application, in the same header."""
+
+        @web.middleware
+        async def demanding(request, handler):
+            if request.headers.get("Authorization") != "Bearer shared":
+                raise web.HTTPUnauthorized
+            return await handler(request)
+
+        async with serving(demanding, token="shared") as mounted:
+            for token, error in (("shared", None), ("wrong", AuthenticationError)):
+                async with transport(token=token) as receiver:
+                    if error is None:
+                        got = await receive(mounted.sender, receiver, 7)
+                        assert_same(got, CHECKPOINT)
+                        continue
+                    with pytest.raises(error):
+                        await receiver.recv_checkpoint(0, mounted.sender.address(), 7)
 
     async def test_a_middleware_that_rewrites_all_errors_is_told_of(self):
         """What the transport said is lost, and the receiver says what it got."""
@@ -583,6 +603,26 @@ class TestEnd:
                 task.cancel()
             await asyncio.wait({received, early})
 
+    @pytest.mark.timeout(120)
+    async def test_run_app_lets_the_body_under_way_end_after_sigterm(self):
+        """The process that hosts the application then ends well."""
+        async with (
+            reverse_proxy(pause=MIB) as proxy,
+            transport(token="shared", timeout=60) as receiver,
+            process(sys.executable, "-c", HOSTING, proxy.url) as hosting,
+        ):
+            port = int(await hosting.stdout.readline())
+            proxy.upstream = f"http://127.0.0.1:{port}/ckpt/"
+            received = asyncio.create_task(receiver.recv_checkpoint(0, proxy.url, 7))
+            await proxy.paused.wait()
+            hosting.terminate()
+            await settle(lambda: refuses(port))
+            assert hosting.returncode is None
+            proxy.go_on.set()
+            assert_same(await received, weights(mib=24))
+            assert await hosting.stdout.readline() == b"ended\n"
+            assert await hosting.wait() == 0
+
     async def test_what_the_application_itself_receives_ends_with_it(self):
         """Its background task learns why, before it is cancelled."""
         mounted, ended = Mounted(), list[type]()
@@ -604,6 +644,48 @@ class TestEnd:
             async with mounted.running():
                 await settle(lambda: peer.statistics().waiting)
             assert ended == [ClosedError]
+
+
+HOSTING = """
+import socket, sys
+from aiohttp import web
+import aiockpt.http
+from tests.support.transports import transport, weights
+
+one = 24 << 20
+sender = transport(advertise=sys.argv[1], token="shared", grace=20, chunk_bytes=one)
+
+async def offer(app):
+    await sender.send_checkpoint([], 7, weights(mib=24))
+
+app = web.Application()
+aiockpt.http.setup(app, sender, prefix="/ckpt")
+app.on_startup.append(offer)
+listening = socket.create_server(("127.0.0.1", 0))
+print(listening.getsockname()[1], flush=True)
+web.run_app(app, sock=listening, print=None, shutdown_timeout=5)
+print("ended", flush=True)
+"""
+
+
+@asynccontextmanager
+async def process(*command):
+    """Run a program, and kill what is left of it."""
+    running = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        yield running
+    finally:
+        if running.returncode is None:
+            running.kill()
+        await running.communicate()
+
+
+def refuses(port):
+    """Return whether nobody listens there any more."""
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) != 0
 
 
 async def connected(runner):
