@@ -203,6 +203,9 @@ class TestAllFail:
                 await running
         assert len(caught.value.__notes__) == 1
         assert {*fetch.dropped()} == {0, 1}
+        told = {e.peer: e.nbytes for e in fetch.events if e.stop == "drop"}
+        assert [told[url] for url in fetch.urls] == fetch.given
+        assert sum(fetch.given) == fetch.target.chunks * CHUNK > 0
 
     async def test_all_have_gone_on(self) -> None:
         """To another step."""
