@@ -25,6 +25,7 @@ from aiockpt.errors import (
     TemplateMismatchError,
     UnsupportedLeafError,
 )
+from aiockpt.state.distributed import ranks_of
 from aiockpt.state.flatten import describe
 from aiockpt.state.rebuild import Frame, assemble, check_meshes, tensors_over
 from aiockpt.state.template import Template
@@ -104,6 +105,24 @@ class TestRoundTrip:
         found = round_trip({"a": tied, "b": [tied], "part": tied.to_local()})
         assert found["a"] is found["b"][0]
         assert found["part"].data_ptr() == found["a"].to_local().data_ptr()
+
+    def test_an_order_of_cuts(self, mesh: DeviceMesh) -> None:
+        """It survives where the placements do not tell it."""
+        sent = dtensor(mesh, Shard(0), Shard(0), shape=(8, 3))
+        (entry,) = sent._spec.shard_order
+        sent._spec.shard_order = (entry._replace(mesh_dims=(1, 0)),)
+        assert round_trip(sent)._spec.shard_order == sent._spec.shard_order
+
+    @pytest.mark.parametrize("regular", [True, False])
+    def test_ranks_of_a_large_mesh(self, *, regular: bool) -> None:
+        """A regular grid takes a few numbers, however many ranks it has."""
+        ranks = torch.arange(10_000).view(10, 10, 100).permute(1, 0, 2).flip(0)
+        if not regular:
+            ranks = ranks.clone()
+            ranks[0, 0, :2] = ranks[0, 0, :2].flip(0)
+        found = ranks_of(ranks)
+        assert (len(repr(found)) < 100) is regular
+        assert found.flat() == ranks.flatten().tolist()
 
     def test_meshes(self, mesh: DeviceMesh) -> None:
         """Parts of a mesh, the default process group, and ranks in an odd order."""

@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 import uvloop
 
-from aiockpt.runtime.rwlock import RWLock, RWLockStatistics
+from aiockpt.runtime.rwlock import Hold, RWLock, RWLockStatistics
 from tests.support.lockmodel import (
     IDLE,
     TroubleError,
@@ -170,6 +170,22 @@ class TestEviction:
             writer = await queue(lock.acquire_write(grace=0.05))
             assert await evicted - begin >= 0.045  # uvloop's clock ticks in ms
         (await writer).release()
+
+    async def test_an_eviction_may_release_everybody(self):
+        """Evictions that release on the spot, even for others, let the writer in."""
+        lock = RWLock()
+        leases: list[Hold] = []
+        evictions = []
+
+        def release_all() -> None:
+            evictions.append(len(leases))
+            for lease in leases:
+                lease.release()
+
+        leases += [await lock.acquire_read(evict=release_all) for _ in range(3)]
+        (await lock.acquire_write(grace=0.0)).release()
+        assert evictions == [3]
+        assert facts(lock) == IDLE
 
     async def test_readers_admitted_later_get_a_grace_of_their_own(self):
         """It is counted from when a writer let them in, and they are evicted then."""

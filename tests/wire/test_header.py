@@ -7,7 +7,7 @@ import struct
 from itertools import count
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -43,6 +43,9 @@ from aiockpt.format.manifest import (
     TensorSpec,
 )
 from tests.support.headers import entries_of, forged, parts_of, prefixed, sealed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 CHUNK = 1 << 16
 GOLDEN = Path(__file__).parent / "golden" / "version1.hex"
@@ -494,3 +497,10 @@ def asked_while_decoding(header: Any, allowed: int = 1 << 30) -> int:
     finally:
         IS_CANCELLED.reset(token)
     return next(asked) - 1
+
+
+@pytest.mark.parametrize("ask", [dtypes.itemsize, dtypes.torch_name])
+def test_an_unknown_dtype_is_the_peers_fault(ask: Callable[[str], object]) -> None:
+    """A name is looked up in the table and nowhere else."""
+    with pytest.raises(RemoteProtocolError, match="unknown"):
+        ask("__class__" * 100)
