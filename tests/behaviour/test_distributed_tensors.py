@@ -124,6 +124,19 @@ class TestRoundTrip:
         assert (len(repr(found)) < 100) is regular
         assert found.flat() == ranks.flatten().tolist()
 
+    def test_flags(self, mesh: DeviceMesh) -> None:
+        """A Parameter is one again, frozen or not; and so is a tensor with a grad."""
+        base = dtensor(mesh, Shard(0), Replicate(), shape=(4, 3))
+        sent = {
+            "parameter": torch.nn.Parameter(base),
+            "frozen": torch.nn.Parameter(base, requires_grad=False),
+            "grad": base.detach().requires_grad_(),
+        }
+        found = round_trip(sent)
+        assert_same(found, sent)
+        for name in ("parameter", "frozen"):
+            assert isinstance(found[name], torch.nn.Parameter)
+
     def test_meshes(self, mesh: DeviceMesh) -> None:
         """Parts of a mesh, the default process group, and ranks in an odd order."""
         odd = DeviceMesh("cpu", [[3, 0], [1, 2]], mesh_dim_names=("a", "b"))
