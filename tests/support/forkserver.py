@@ -25,6 +25,7 @@ import os
 import random
 import resource
 import runpy
+import signal
 import socket
 import struct
 import subprocess
@@ -318,6 +319,8 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"python", 0, 0, 0)
+    # A shell starts what runs in its background deaf to interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     random.seed()
 
 
@@ -388,6 +391,7 @@ if __name__ == "__main__":
 
     gc.collect()
     gc.freeze()
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, _NAME.encode(), 0, 0, 0)
     connection = socket.socket(fileno=int(sys.argv[1]))
     _send(connection, b"ready", [])
     request = serve(connection)
