@@ -168,8 +168,10 @@ async def test_a_retraction_does_not_wait_until_gigabytes_are_free(
         async with stuck_readers(sender) as readers:
             if trouble == "stopped":
                 os.kill(pid, signal.SIGSTOP)
-                stat = Path(f"/proc/{pid}/stat")
-                await eventually(lambda: ") T " in stat.read_text(), "its stop")
+                stopped = os.WSTOPPED | os.WNOHANG | os.WNOWAIT  # all of its threads
+                await eventually(
+                    lambda: os.waitid(os.P_PID, pid, stopped) is not None, "its stop"
+                )
             began = time.monotonic()
             await sender.disallow_checkpoint()
             late = time.monotonic() - began
