@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from functools import reduce
+
 import pytest
 
 from tests.support.proofs import PAGE, promises, proofs, render
@@ -17,3 +20,16 @@ def test_the_page_is_up_to_date() -> None:
 def test_every_promise_has_a_proof_and_every_proof_a_promise() -> None:
     """Ten invariants, the threat model and the matrix of faults are covered."""
     assert set(proofs()) == set(promises())
+
+
+def test_every_proof_is_a_test() -> None:
+    """A class that inherits its tests has the one that its mark names."""
+    pytest.importorskip("torch", reason="the suites need it")
+    found = {test for tests in proofs().values() for test in tests}
+    for test in found:
+        file, *names = test.split("::")
+        if file.startswith(("torchft/", "cuda/")):
+            continue  # they need more than is installed here
+        module = importlib.import_module("tests." + file[:-3].replace("/", "."))
+        assert names[-1].startswith(("test_", "Test")), test
+        assert callable(reduce(getattr, names, module)), test

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import trustme
-from aiohttp import web
+from aiohttp import ClientSession, TCPConnector, web
 
 from aiockpt.errors import (
     AiockptError,
@@ -23,11 +23,13 @@ from aiockpt.testing.faults import (
     Drip,
     Drop,
     FaultProxy,
+    FlipBit,
     Refuse,
     StallAfter,
 )
 from tests.support.proofs import proves
 from tests.support.rangepeer import (
+    Client,
     Memory,
     RangePeer,
     fetch,
@@ -50,6 +52,67 @@ CHUNK = 1 << 16
 SMALL = noise(200)
 LARGE = noise(16 * CHUNK)
 HEAD, LENGTH = b"HTTP/1.1 206 OK\r\n", b"Content-Length: %d\r\n"
+
+
+async def length_of_answer(client: Client, peer: RangePeer) -> int:
+    """Return the bytes of one whole answer, its head included."""
+    async with FaultProxy("127.0.0.1", peer.port) as proxy:
+        await fetch(client, peer, port=proxy.port)
+        return proxy.statistics().bytes_down
+
+
+async def until_used_up(
+    client: Client, peer: RangePeer, proxy: FaultProxy, *, may_fail: bool
+) -> int:
+    """Fetch until every fault of the proxy has had its turn; count the successes."""
+    successes = 0
+
+    async def work() -> None:
+        nonlocal successes
+        while proxy.statistics().connections < len(proxy.faults):
+            memory = Memory(len(peer.segment), pieces=range(0, 200, 7))
+            try:
+                await fetch(client, peer, memory, port=proxy.port)
+            except AiockptError:
+                assert may_fail
+                assert memory.chunks == 0
+            else:
+                assert memory.content == peer.segment
+                assert memory.bytes == len(peer.segment)
+                successes += 1
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(32):
+            group.create_task(work())
+    return successes
+
+
+@proves("threat T1")
+@pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
+async def test_every_truncation_point_is_survived(fast_path, reset) -> None:
+    """A connection may end after any byte: the transfer goes on from there."""
+    async with (
+        serving(SMALL) as peer,
+        receiver(fast_path=fast_path, reconnect_timeout=20) as client,
+        FaultProxy("127.0.0.1", peer.port) as proxy,
+    ):
+        points = range(await length_of_answer(client, peer) + 1)
+        proxy.faults = [CutAfter(count, reset=reset) for count in points]
+        assert await until_used_up(client, peer, proxy, may_fail=False)
+
+
+@proves("threat T1", "invariant 1")
+async def test_no_flipped_bit_gets_through(fast_path) -> None:
+    """In the body it is repaired; in the head it may be an error, never a success."""
+    async with (
+        serving(SMALL) as peer,
+        ClientSession(connector=TCPConnector(force_close=True)) as session,
+        receiver(session, fast_path=fast_path, stall_timeout=0.3) as client,
+        FaultProxy("127.0.0.1", peer.port) as proxy,
+    ):
+        points = range(await length_of_answer(client, peer))
+        proxy.faults = [FlipBit(at, bit=at % 8) for at in points]
+        assert await until_used_up(client, peer, proxy, may_fail=True)
 
 
 async def test_missing_bytes_are_noticed(fast_path) -> None:

@@ -20,7 +20,7 @@ from aiockpt.http.listen import (
     url_host,
 )
 
-pytestmark = pytest.mark.torch_free
+pytestmark = [pytest.mark.torch_free, pytest.mark.usefixtures("no_blocking")]
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FRESH", "children_of", "install"]
+__all__ = ["ADOPTED", "FRESH", "NAME", "children_of", "install"]
 
 FRESH = "AIOCKPT_TEST_FRESH"
 """The name of a variable. A process that has it forks none; see `tests/conftest.py`."""
@@ -59,7 +59,12 @@ PRELOADED = (
     "aiockpt.pg",
     "aiockpt.testing",
 )
-_NAME = "fork server"
+NAME = "fork server"
+"""What the kernel calls a fork server."""
+
+ADOPTED: set[int] = set()
+"""Children that another process of the tests left while this one made a new one."""
+
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _HIGH = 512  # descriptors that arrive wait above this number for their own
 
@@ -111,7 +116,7 @@ def children_of(pid: int) -> set[int]:
     """Return the child processes of one, without its fork server."""
     lists = Path(f"/proc/{pid}/task").glob("*/children")
     found = {int(child) for each in lists for child in each.read_text().split()}
-    return {pid for pid in found if _name_of(pid) != _NAME}
+    return {pid for pid in found if _name_of(pid) != NAME}
 
 
 def _name_of(pid: int) -> str:
@@ -147,6 +152,8 @@ def _request(given: dict[str, Any]) -> dict[str, Any] | None:
     ):
         return None
     cwd = given["cwd"]
+    if cwd is not None and not os.path.isdir(cwd):
+        return None  # Popen raises
     group = given.get("process_group", -1)
     return {
         "argv": rest,
@@ -201,13 +208,16 @@ class _Client:
         with self._lock:
             if self._pid != os.getpid():
                 self._server, self._pid = _start_server(), os.getpid()
+            before = children_of(os.getpid())
             adopt(True)
             try:
                 _send(self._server, json.dumps(request).encode(), fds)
                 answer, _ = _receive(self._server)
             finally:
                 adopt(False)
-        return int(answer)
+            pid = int(answer)
+            ADOPTED.update(children_of(os.getpid()) - before - {pid})
+        return pid
 
 
 def _kind_of_process() -> list[object]:
@@ -264,7 +274,10 @@ def _receive(source: socket.socket) -> tuple[bytes, list[int]]:
     (size,) = struct.unpack("<I", head)
     data = b""
     while len(data) < size:
-        data += source.recv(size - len(data))
+        more = source.recv(size - len(data))
+        if not more:
+            raise EOFError
+        data += more
     return data, list(fds)
 
 
@@ -289,6 +302,7 @@ def serve(connection: socket.socket) -> dict[str, Any] | None:
                 os._exit(0)
             while os.getppid() == parent:  # until it was adopted
                 time.sleep(0.0002)
+            connection.detach()  # its number may become another one's
             _become(request, fds)
             return request
         os.waitpid(between, 0)
@@ -317,6 +331,7 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
         os.setpgid(0, request["group"])
     os.environ.clear()
     os.environ.update(request["env"])
+    time.tzset()
     os.chdir(request["cwd"])
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"python", 0, 0, 0)
     # A shell starts what runs in its background deaf to interrupts.
@@ -329,7 +344,7 @@ def _nest() -> None:
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
         ours.close()
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, _NAME.encode(), 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, NAME.encode(), 0, 0, 0)
         null = os.open(os.devnull, os.O_RDWR)
         for number in range(3):
             os.dup2(null, number)
@@ -391,7 +406,7 @@ if __name__ == "__main__":
 
     gc.collect()
     gc.freeze()
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, _NAME.encode(), 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, NAME.encode(), 0, 0, 0)
     connection = socket.socket(fileno=int(sys.argv[1]))
     _send(connection, b"ready", [])
     request = serve(connection)

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import forkserver
+
 PATIENCE = 5.0
 """Seconds that a thread or a process which was told to end may take to be gone."""
 
@@ -28,9 +30,8 @@ ALLOWED_THREADS = {
 """Names of threads that may stay, with the reason."""
 
 ALLOWED_CHILDREN = {
-    "support/forkserver.py": "starts processes for the tests and ends with this one",
     "resource_tracker": "multiprocessing starts it once and ends it with the process",
-    "forkserver": "multiprocessing starts it once and ends it with the process",
+    "multiprocessing.forkserver": "Python starts it once and ends it with the process",
 }
 """Parts of command lines of children that may stay, with the reason."""
 
@@ -97,13 +98,20 @@ def children() -> set[str]:
     found: set[str] = set()
     for listing in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):
-            found.update(map(_describe, listing.read_text().split()))
+            pids = set(map(int, listing.read_text().split())) - forkserver.ADOPTED
+            found.update(_describe(pid) for pid in pids if not _is_fork_server(pid))
     return {
         child for child in found if not any(part in child for part in ALLOWED_CHILDREN)
     }
 
 
-def _describe(pid: str) -> str:
+def _is_fork_server(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip() == forkserver.NAME
+    return False
+
+
+def _describe(pid: int) -> str:
     with suppress(OSError):
         line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
         return f"{pid}: {line.strip() or 'zombie'}"

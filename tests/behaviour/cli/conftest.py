@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.commandline import CHUNK, Commands, Serving, run_aiockpt, serving
 
@@ -21,6 +20,8 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Commands:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a torch file of two and a half chunks, some values, and tied weights."""
+    import torch
+
     weight = torch.arange(2 * CHUNK // 4 + CHUNK // 8, dtype=torch.float32).sin()
     state = {
         "model": OrderedDict(weight=weight, tied=weight, bias=torch.ones(3)),
@@ -51,6 +52,8 @@ def file(server: Serving, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     """Return a torch file that no plain safetensors file can hold."""
+    import torch
+
     path = tmp_path / "model.pt"
     torch.save({"w": torch.ones(3), "optimizer": {"lr": 0.1}}, path)
     return path
