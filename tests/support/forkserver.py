@@ -114,8 +114,10 @@ def install(server: socket.socket | None = None) -> None:
 
 def children_of(pid: int) -> set[int]:
     """Return the child processes of one, without its fork server."""
-    lists = Path(f"/proc/{pid}/task").glob("*/children")
-    found = {int(child) for each in lists for child in each.read_text().split()}
+    found: set[int] = set()
+    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            found.update(map(int, listing.read_text().split()))
     return {pid for pid in found if _name_of(pid) != NAME}
 
 
