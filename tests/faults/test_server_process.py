@@ -19,7 +19,7 @@ import pytest
 from aiockpt.memory.arena import Arena
 from aiockpt.testing import assert_same
 from tests.support.checkpointing import eventually
-from tests.support.forkserver import children_of
+from tests.support.forkserver import ADOPTED, children_of
 from tests.support.matrix import Record
 from tests.support.proofs import proves
 from tests.support.transports import MIB, Transport, receive, transport, weights
@@ -33,8 +33,17 @@ LATE = 0.3
 
 
 def servers() -> list[int]:
-    """Return the processes of this one that serve."""
-    return sorted(children_of(os.getpid()))
+    """Return the processes of this one that serve: those that lower their priority."""
+    found = children_of(os.getpid()) - ADOPTED
+    return sorted(pid for pid in found if niceness(pid) > niceness(os.getpid()))
+
+
+def niceness(pid: int) -> int:
+    """Return how much a process gives way to others; a dead one gives way to none."""
+    with suppress(OSError):  # it has ended
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return -99 if stat[0] in "ZX" else int(stat[16])
+    return -99
 
 
 def shared() -> int:
