@@ -21,6 +21,8 @@ from contextlib import suppress
 from socket import socket
 from typing import Final, Protocol
 
+from aiockpt.errors import StagingError
+from aiockpt.runtime.bridge import start_daemon
 from aiockpt.runtime.ipc import Channel, close_all, pair, send
 
 __all__ = [
@@ -73,6 +75,7 @@ class Child:
     ) -> None:
         self.gone = asyncio.Event()
         self._pidfd = -1
+        self._is_left = False
         self._channel: Channel | None = None
         self._socket, theirs = pair()
         close_in_forks([self._socket, theirs])
@@ -180,7 +183,10 @@ class Child:
         return found
 
     def close(self) -> None:
-        """Release it. A process that still runs is left to itself. Idempotent."""
+        """Release it. A process that still runs is left to itself. Idempotent.
+
+        A daemon thread waits for the end of that process, so that no zombie stays.
+        """
         if self._channel is not None:
             self._channel.close()
         self._socket.close()
@@ -189,8 +195,10 @@ class Child:
                 asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = -1
-        if self._popen.poll() is None:
-            self._popen.returncode = 0  # or subprocess would warn about it later
+        if self._popen.poll() is None and not self._is_left:
+            self._is_left = True
+            with suppress(StagingError):  # without a thread, a zombie may stay
+                start_daemon("aiockpt-reaper", self._popen.wait)
 
 
 class Parent:

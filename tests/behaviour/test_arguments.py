@@ -118,7 +118,6 @@ class TestSteps:
         assert type(exact_step(step)) is int
 
     @pytest.mark.asyncio
-    @pytest.mark.usefixtures("fresh_interpreters")  # it closes what has just started
     async def test_no_checkpointer_takes_another_value(self, tmp_path: Path) -> None:
         """Before anything is staged or written."""
         async with (

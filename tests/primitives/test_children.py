@@ -156,12 +156,14 @@ async def test_it_may_be_paused() -> None:
 
 @pytest.mark.asyncio
 async def test_it_ends_when_nobody_talks_to_it_any_more() -> None:
-    """A child that is released is left to itself."""
+    """A child that is released is left to itself, and leaves no zombie."""
     async with started(greeting="here") as (child, said):
         await settle(lambda: said == ["here"])
-        pid = child.pid
+        child.pause()  # it still runs while it is closed
         child.close()
-    await settle(lambda: os.waitpid(pid, os.WNOHANG) != (0, 0))
+        child.close()
+        child.resume()
+        await settle(lambda: not Path(f"/proc/{child.pid}").exists())
 
 
 @pytest.mark.asyncio
