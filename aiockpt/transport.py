@@ -1,4 +1,4 @@
-"""The interface of every transport: torchft's names and arguments, awaited."""
+"""The interface of every transport: torchft's methods, as coroutines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Timeout: TypeAlias = float | timedelta
 
 
 class _Required:
-    """The default of an argument that must be given, behind one with a default."""
+    """The default of a required argument that follows an optional one."""
 
     def __repr__(self) -> str:
         return "REQUIRED"
@@ -43,7 +43,7 @@ REQUIRED: Any = _Required()
 
 
 def require_given(verb: str, **arguments: object) -> None:
-    """Raise ``TypeError`` that names the first argument that was not given."""
+    """Raise ``TypeError`` with the name of the first missing argument."""
     for name, value in arguments.items():
         if value is REQUIRED:
             raise TypeError(f"{verb}() needs {name}=")
@@ -65,7 +65,7 @@ def exact_step(step: object) -> int:
     """Return a step of any integer type as an ``int``.
 
     Raises:
-        TypeError: the step is no integer.
+        TypeError: the step is not an integer.
         ValueError: the step is negative or has more than 63 bits.
     """
     try:
@@ -82,9 +82,9 @@ class CheckpointTransport(ABC, Generic[T]):
     """Moves a live checkpoint of type ``T`` between processes.
 
     Methods, arguments and their order are those of torchft's ``CheckpointTransport``;
-    what blocks there is awaited here. Every ``timeout`` is one deadline for the whole
-    call. As an async context manager a transport shuts itself down; if an exception
-    ends the block, receivers get no grace.
+    its blocking methods are coroutines here. Every ``timeout`` is one deadline for the
+    whole call. As an async context manager, a transport shuts down at the end of the
+    block. If an exception ends the block, receivers get no grace period.
     """
 
     async def __aenter__(self) -> Self:
@@ -97,8 +97,8 @@ class CheckpointTransport(ABC, Generic[T]):
     def metadata(self) -> str:
         """Return the string that a peer's :meth:`recv_checkpoint` needs.
 
-        It is valid until :meth:`shutdown`; the call never blocks. The string may
-        contain a token, which lets its owner read: keep it out of logs.
+        The string is valid until :meth:`shutdown`; the call never blocks. The string
+        may contain a token that allows its holder to read: keep it out of logs.
         """
 
     @abstractmethod
@@ -107,17 +107,17 @@ class CheckpointTransport(ABC, Generic[T]):
     ) -> None:
         """Make ``state_dict`` available to ``dst_ranks`` as checkpoint ``step``.
 
-        When it returns, the caller may change the state dict. A later call replaces
-        the checkpoint of an earlier one. If cancelled, the earlier checkpoint stays.
+        You may change the state dict as soon as the call returns. A later call
+        replaces the checkpoint. If cancelled, the earlier checkpoint stays.
         """
 
     @abstractmethod
     async def disallow_checkpoint(self) -> None:
-        """Stop offering; once this returns, no byte of the state dict is read.
+        """Retract the checkpoint. After the call nothing reads the state dict.
 
-        Receivers get a grace, then they are evicted. Idempotent, and cheap when
-        nothing is offered. If cancelled, nothing new is offered, and a later call
-        finishes the work.
+        Receivers get a grace period, then their connections are cut. Idempotent, and
+        cheap if nothing is published. If cancelled, the checkpoint is retracted, and a
+        later call waits for the remaining receivers.
         """
 
     @abstractmethod
@@ -126,10 +126,14 @@ class CheckpointTransport(ABC, Generic[T]):
     ) -> T:
         """Return checkpoint ``step`` of the transport that ``metadata`` names.
 
-        It waits if the peer has not called :meth:`send_checkpoint` yet. If cancelled,
-        nothing of what was received is kept.
+        The call waits if the peer has not called :meth:`send_checkpoint` yet. If
+        cancelled, nothing of what was received is kept.
         """
 
     @abstractmethod
     async def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
-        """Close everything. With ``wait=False`` receivers get no grace. Idempotent."""
+        """Close everything. Idempotent.
+
+        Args:
+            wait: Give receivers that still read the grace period.
+        """

@@ -1,9 +1,9 @@
-"""Who may read: tokens on both ends, and the decision over a request's headers.
+"""Who may read: tokens on both ends, and the check of a request's headers.
 
-All guards run in the handler. So an embedded server is as safe as our own, whatever
-the application around it does. Browsers are kept out twice. A page of another site is
-refused because its browser names the site. And a server without a token refuses a
-forged host name (DNS rebinding) because it was told of no such name.
+All checks run in the request handler, so an embedded server is as safe as our own.
+Browsers are kept out twice. The server refuses a page of another site, because the
+browser sends the name of that site. A server without a token also refuses unknown host
+names, which prevents DNS rebinding.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Credentials:
     """The bearer token of a transport.
 
     Attributes:
-        token: What a receiver must show; None: everybody may read.
-        shared: Whether both ends were given it, so that the metadata need not carry it.
+        token: The token that a receiver must send. None: everybody may read.
+        shared: Whether both ends were given the token, so the metadata has none.
     """
 
     token: str | None = field(repr=False)
@@ -45,7 +45,7 @@ class Credentials:
 
     @property
     def to_send(self) -> str | None:
-        """The token to show to a sender whose metadata carries none."""
+        """The token to send to a sender whose metadata carries none."""
         return self.token if self.shared else None
 
     @property
@@ -61,7 +61,8 @@ class Credentials:
         """
         if self.token is None:
             raise LocalProtocolError(
-                "an insecure transport asks for no token, so it can grant none"
+                "an insecure transport asks for no token, so it can grant none: "
+                "leave out insecure=True"
             )
         return make_token(self.token, receiver, step=step, expires=expires)
 
@@ -70,16 +71,16 @@ class Credentials:
 def find_credentials(
     token: str | None, *, insecure: bool, env: Mapping[str, str]
 ) -> Credentials:
-    """Return the token: the given one, the environment's, or a new one.
+    """Return the given token, the one in the environment, or a new random one.
 
-    ``AIOCKPT_TOKEN`` holds a token, ``AIOCKPT_TOKEN_PATH`` names a file that does.
+    ``AIOCKPT_TOKEN`` is a token; ``AIOCKPT_TOKEN_PATH`` names a file that holds one.
 
     Raises:
-        ValueError: a token together with ``insecure``, or one that is empty.
-        OSError: the token file cannot be read; no other token is tried.
+        ValueError: a token together with ``insecure``, or an invalid token.
+        OSError: the token file cannot be read.
     """
     if insecure and token is not None:
-        raise ValueError("insecure=True and token= contradict each other: choose one")
+        raise ValueError("insecure=True and token= exclude each other: choose one")
     if insecure:
         logger.warning("insecure=True: everybody who reaches the port may read")
         return Credentials(None, shared=True)
@@ -91,7 +92,7 @@ def find_credentials(
     if token is None:
         return Credentials(Token(secrets.token_urlsafe(32)), shared=False)
     if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise ValueError("the token must be printable ASCII without spaces, not empty")
+        raise ValueError("the token must be printable ASCII, without spaces, not empty")
     return Credentials(Token(token), shared=True)
 
 
@@ -99,7 +100,7 @@ def _read_token_file(path: str) -> str:
     with Path(path).open("rb") as file:
         content = file.read(_LONGEST + 1)
     if len(content) > _LONGEST:
-        raise ValueError(f"the token file {path} is no token: it is too long")
+        raise ValueError(f"the token file {path} is too long: at most {_LONGEST} bytes")
     # No decoding that could fail: such an error would carry the content.
     return content.decode("ascii", "replace").strip()
 
@@ -107,26 +108,27 @@ def _read_token_file(path: str) -> str:
 def admit(
     headers: Mapping[str, str], *, token: str | None, hosts: frozenset[str]
 ) -> Grant | None:
-    """Return if a request with these headers may be answered.
+    """Check whether a request with these headers may be answered.
 
-    For a token of one receiver this returns what it grants, which still has to be
-    checked. It returns None for the token that everybody shares.
+    Returns:
+        The grant of a receiver's own token, which the caller still has to check; None
+        for the token of the whole server, or if the server asks for none.
 
     Args:
-        headers: The request's headers, by name in any case.
-        token: The token of this server; None: everybody may read who names the server
-            by an IP address, ``localhost`` or one of ``hosts``.
+        headers: The request's headers, with case-insensitive names.
+        token: The token of this server. None: the server asks for none, and the request
+            must name it by an IP address, ``localhost`` or one of ``hosts``.
         hosts: The host names of this server.
 
     Raises:
-        RefusedError: 403, another site's page asks.
-        HostNotAllowed: the host is not ours.
+        RefusedError: 403; a web page sent the request.
+        HostNotAllowed: the request names another host.
         AuthenticationError: the token is wrong or missing.
     """
     site = headers.get("Sec-Fetch-Site", "none")
     if "Origin" in headers or site not in ("none", "same-origin"):
         raise RefusedError(
-            HTTPStatus.FORBIDDEN, "requests of web pages are not answered"
+            HTTPStatus.FORBIDDEN, "this server does not answer requests of web pages"
         )
     if token is not None:
         return _check_token(headers.get("Authorization", ""), token)
@@ -144,7 +146,7 @@ def _check_token(authorization: str, token: str) -> Grant | None:
         detail = "no token was sent: send the header 'Authorization: Bearer TOKEN'"
         raise AuthenticationError("the server", detail)
     if scheme.lower() != "bearer" or not (matches or grant):
-        raise AuthenticationError("the server", "the token is none of this server's")
+        raise AuthenticationError("the server", "the token is not this server's")
     return grant
 
 
@@ -156,8 +158,8 @@ def _check_host(host: str, allowed: frozenset[str]) -> None:
         ipaddress.ip_address(name.partition("%")[0])
         return
     raise HostNotAllowed(
-        f"host {host[:80]!r} is not this server's; name it by its IP address, or start "
-        "it with this name as the advertised one"
+        f"host {host[:80]!r} is not a name of this server: use its IP address, or "
+        "start the server with this name as advertise="
     )
 
 

@@ -1,4 +1,4 @@
-"""The options of a transport, as frozen records; checks of what a caller passes."""
+"""The options of a transport as frozen records, and checks of their values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHORTEST_KEY = 16
 def require(*, at_least: float = 0, **options: float) -> None:
     """Raise ``ValueError`` that names the first option below ``at_least``.
 
-    A number that is not one (nan) is below everything.
+    NaN counts as below every number.
     """
     for name, value in options.items():
         if not value >= at_least:
@@ -31,7 +31,7 @@ def require(*, at_least: float = 0, **options: float) -> None:
 
 
 def require_type(kind: type[object], **options: object) -> None:
-    """Raise ``TypeError`` that names the first option that is no ``kind``."""
+    """Raise ``TypeError`` that names the first option that is not a ``kind``."""
     for name, value in options.items():
         if not isinstance(value, kind):
             got = type(value).__name__  # not the value, which may be a token
@@ -40,31 +40,32 @@ def require_type(kind: type[object], **options: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """Where and how a transport serves what it sends.
+    """Where and how a transport serves its checkpoints.
 
     Attributes:
-        host: The address to listen on. None is every interface.
-        port: The port to listen on. 0 is any free port.
+        host: The address to listen on. None: every interface.
+        port: The port to listen on. 0: any free port.
         interface: The network interface whose address the metadata names. Without it,
-            and without ``advertise``, the variables ``AIOCKPT_IFNAME``,
-            ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` are asked, then the
-            routing table.
-        process: Serve from a process of its own, which a busy trainer cannot slow
-            down, nor the process the trainer. It is started with the transport,
-            replaced if it dies, and serves from the memory that was staged into. It
-            works without ``ssl_context`` and ``zero_copy`` only.
-        readers: How many bodies are served at once. Further receivers are told to come
-            back later.
-        grace: Seconds that readers get when a checkpoint is retracted.
-        keep_superseded: How many snapshots stay, after a newer one was published, for
-            the receivers that have begun to read them. Each takes as much memory as a
-            checkpoint, only while it is read. If more are being read, those that have
-            been read longest stay, and the other receivers must begin anew.
-        keep_last: Seconds for which the process outlives a trainer that dies, after
-            its last request, so that a successor can fetch what was offered last from
-            the same URL. An orderly end ends the process at once.
-        nice: What is added to the niceness of the process: 19 for what the trainer
-            leaves of the cores, 0 for as much as any other process has.
+            and without ``advertise``, the transport reads the variables
+            ``AIOCKPT_IFNAME``, ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``, and
+            then the routing table.
+        process: Serve from a separate process, so that the trainer and the server do
+            not slow each other down. The process starts with the transport, is replaced
+            if it dies, and serves from the shared memory of the snapshot. It excludes
+            ``ssl_context`` and ``zero_copy``.
+        readers: How many response bodies the server sends at once. It tells further
+            receivers to come back later.
+        grace: Seconds that receivers get to finish when a checkpoint is retracted.
+        keep_superseded: How many replaced snapshots the server keeps for receivers that
+            still read them. Each takes the memory of one checkpoint for as long as it
+            is read. If receivers read more than that, the snapshots that have been read
+            longest stay, and the other receivers must start again.
+        keep_last: If the trainer dies, the server process lives on until this many
+            seconds after its last request. A successor of the trainer can fetch the
+            last checkpoint from the same URL. An orderly shutdown ends the process at
+            once.
+        nice: The increase of the server process's niceness, 0 to 19. With 19 it gets
+            only the CPU time that the trainer leaves; with 0 it gets an equal share.
     """
 
     host: str | None = None
@@ -95,22 +96,22 @@ class Auth:
     """Who may read, and which senders a receive trusts.
 
     Attributes:
-        token: A token that both ends know, instead of a random one in the metadata.
-            ``AIOCKPT_TOKEN`` and ``AIOCKPT_TOKEN_PATH`` stand in for it.
-        insecure: Let everybody read who reaches the port.
-        ssl_context: Serve TLS with it.
-        client_ssl_context: Verify senders with it. None takes the authorities of the
-            system.
-        manifest_key: A key of both ends, 16 bytes or more. The sender proves with
-            it that a manifest is its own, and the receiver accepts no other one:
-            ``ForgedManifestError`` comes before any of the data. It tells one job
-            from another that answers at the same address. Against somebody who can
-            change what travels it needs TLS beside it.
+        token: A token that both ends know. Without it, the transport makes a random
+            one, and the metadata carries it. The variables ``AIOCKPT_TOKEN`` (a token)
+            and ``AIOCKPT_TOKEN_PATH`` (a file with a token) are the default.
+        insecure: Ask for no token: everybody who reaches the port may read.
+        ssl_context: The TLS context to serve with. None: serve without TLS.
+        client_ssl_context: The TLS context that verifies senders. None: the system's
+            certificate authorities.
+        manifest_key: A key that both ends know, at least 16 bytes. The sender signs
+            each manifest with it, and the receiver accepts no other manifest: it raises
+            ``ForgedManifestError`` before any data moves. The key protects against
+            another job that answers at the same address. Against an attacker who can
+            change the traffic, use TLS as well.
         peers: The only hosts that a receive connects to: networks such as
-            ``"10.0.0.0/8"``, addresses, and names, in which ``*`` stands for anything.
-            None: whatever the metadata names, except addresses of cloud metadata
-            services, multicast, and link-local ones that the metadata does not
-            spell out.
+            ``"10.0.0.0/8"``, addresses, and host names with ``*`` as a wildcard. None:
+            every host that the metadata names, except cloud metadata services,
+            multicast addresses, and link-local addresses that a host name resolves to.
     """
 
     token: str | None = field(default=None, repr=False)
@@ -121,11 +122,11 @@ class Auth:
     peers: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        if self.token is not None:  # whoever prints this record does not print it
+        if self.token is not None:  # printing this record does not show the token
             require_type(str, token=self.token)
             object.__setattr__(self, "token", Token(self.token))
         if self.key is not None and len(self.key) < _SHORTEST_KEY:
-            raise ValueError(f"manifest_key needs {_SHORTEST_KEY} bytes or more")
+            raise ValueError(f"manifest_key must have at least {_SHORTEST_KEY} bytes")
         check_peers(self.peers)
 
     @property
@@ -141,13 +142,13 @@ class Receive:
 
     Attributes:
         limits: The largest sizes that a receive accepts.
-        connections: How many ranges are fetched at once from a single source, 4 at
-            most by default.
+        connections: How many ranges a receive fetches in parallel from one source. By
+            default the number of cores, and at most 4.
         reconnect_timeout: Seconds for which a receive tries to reach a sender that no
-            longer answers. 0 raises at once.
-        keep_arena: Keep the memory of one receive for the next one, once none of its
-            tensors lives. Memory that was touched before is faster to receive into.
-        session: A ``ClientSession`` of the caller, which is used and never closed.
+            longer answers. 0: raise at once.
+        keep_arena: Keep the memory of a receive for the next one, as soon as none of
+            its tensors exists. Memory that was used before is faster to receive into.
+        session: Your own ``ClientSession``. The transport uses it and never closes it.
     """
 
     limits: Limits = Limits()  # noqa: RUF009 - frozen

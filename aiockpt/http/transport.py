@@ -1,4 +1,4 @@
-"""HTTPTransport: a checkpoint served to, and fetched from, peers over HTTP."""
+"""HTTPTransport: serve a checkpoint over HTTP, and fetch it from a peer."""
 
 from __future__ import annotations
 
@@ -65,25 +65,25 @@ __all__ = ["HTTPTransport", "TransportStatistics"]
 
 _THREADS = 2
 _DEFAULT_WAIT = 5.0  # seconds for which a server waits for a step
-_CLOSING = 5.0  # for what is under way, and then for the threads
+_CLOSING = 5.0  # seconds for running calls to end, and then for the threads
 
 
 class TransportStatistics(NamedTuple):
-    """The state of a transport at one moment; counters count from its beginning.
+    """The state of a transport at one moment. Counters start at zero with it.
 
     Attributes:
-        step: The published step; None if there is none.
-        readers: Bodies that are being sent, of any checkpoint.
-        oldest_reader: Seconds since the oldest of them began.
-        superseded: Checkpoints that were replaced and are still being read.
+        step: The published step, or None.
+        readers: Response bodies that the server is sending now, of any checkpoint.
+        oldest_reader: Seconds since the oldest of these bodies began.
+        superseded: Replaced checkpoints that receivers still read.
         waiting: Requests that wait for a step.
-        requests: Requests that came.
-        refused: Requests that were answered with an error.
-        bytes_sent: Bytes of bodies that were sent.
-        gone: Bodies whose client left, or whose connection broke.
-        stalled: Bodies that were aborted because nothing moved.
-        evicted: Readers that were cut off when their grace was over.
-        lent: Checkpoints that processes of this host took as memory.
+        requests: Requests that have arrived.
+        refused: Requests that the server answered with an error.
+        bytes_sent: Bytes of response bodies that the server has sent.
+        gone: Bodies that ended early because the client left or its connection broke.
+        stalled: Bodies that the server aborted because no byte moved.
+        evicted: Readers whose connection was cut at the end of the grace period.
+        lent: Checkpoints that processes of this host mapped instead of copying.
         threads: The calls in the threads that stage, verify and load.
     """
 
@@ -103,31 +103,34 @@ class TransportStatistics(NamedTuple):
 
 
 class HTTPTransport(CheckpointTransport[T]):
-    """Serves the last checkpoint that was sent, and receives from its like.
+    """Serves the latest checkpoint that you send, and receives from other transports.
 
     Use it as an async context manager, or call :meth:`start` and :meth:`shutdown`.
-    It both sends and receives, and belongs to the loop that first used it: a call on
-    another one raises ``LocalProtocolError``.
+    One transport can both send and receive. It belongs to the event loop that uses it
+    first; a call on another loop raises ``LocalProtocolError``.
 
     Args:
-        timeout: Default deadline of a send or a receive, and the longest time that
-            an early request waits for its step.
-        advertise: The host that the metadata names, or the whole base URL where a
-            reverse proxy or an app of your own serves the routes.
+        timeout: The default deadline of a send or a receive, in seconds or as a
+            ``timedelta``. It is also the longest time that the server lets a request
+            wait for a step that is not published yet.
+        advertise: The host name in the metadata. If a reverse proxy or your own
+            application serves the routes: the whole base URL.
         server: Where and how to serve.
         auth: Who may read, and which senders to trust.
         receive: What to accept, and how to fetch.
-        same_host: Lend what is sent to processes of this user on this host, which then
-            take the memory instead of a copy through a socket. None takes what others
-            lend, and lends nothing, because memory that can be lent is slower when it
-            is new. False does neither.
+        same_host: True: processes of the same user on this host may map the memory of
+            a sent checkpoint, so no byte passes a socket. None: this transport maps
+            the memory that others offer, but offers none, because new memory that can
+            be shared is slower. False: neither.
         stall_timeout: Seconds without a byte after which either side gives up on a
             connection.
-        chunk_bytes: Bytes of a chunk of what is sent, a multiple of 64.
-        zero_copy: Serve contiguous host tensors from their own memory, under the
-            lock, instead of a copy. Mutate them only after ``disallow_checkpoint``.
-        allow_pickle: Let leaves that nothing else carries travel as pickles, which
-            run code when they are received. Both ends must say so.
+        chunk_bytes: The size in bytes of the chunks that this transport sends; a
+            multiple of 64.
+        zero_copy: Serve contiguous host tensors from their own memory instead of a
+            copy. Do not change these tensors until :meth:`disallow_checkpoint` has
+            returned.
+        allow_pickle: Send and accept leaves as pickles if no other encoding fits them.
+            A pickle runs code in the receiver. Both ends need this option.
     """
 
     def __init__(
@@ -209,7 +212,7 @@ class HTTPTransport(CheckpointTransport[T]):
         return self
 
     def statistics(self) -> TransportStatistics:
-        """Return what is offered, what was served and what works, as one record."""
+        """Return the published step, the counters and the state of the threads."""
         store, served, lent = msgspec.structs.astuple(self._server.counters())
         return TransportStatistics(
             step=store.step,
@@ -230,26 +233,33 @@ class HTTPTransport(CheckpointTransport[T]):
     def metadata(self) -> str:
         """Return the URL to fetch from, with the token in its fragment.
 
-        It works as soon as the transport exists; where ``host`` is a name, from the end
-        of :meth:`start` on, which looks the name up beside the event loop. Raises
-        ``ClosedError`` after :meth:`shutdown`, ``LocalProtocolError`` before such a
-        name was looked up, and ``OSError`` when the address cannot be bound.
+        This works as soon as the transport exists. The exception is a ``host`` that is
+        a name: :meth:`start` resolves it in a thread, so call this afterwards.
+
+        Raises:
+            ClosedError: after :meth:`shutdown`.
+            LocalProtocolError: ``host`` is a name that is not resolved yet.
+            OSError: the address cannot be bound.
         """
         return format_metadata(self.address(), self._credentials.in_metadata)
 
     def grant(
         self, receiver: str, *, step: int | None = None, lifetime: Timeout = 3600.0
     ) -> str:
-        """Return metadata with a token for one receiver, to hand out instead.
+        """Return metadata with a token for one receiver.
+
+        Hand it out in place of :meth:`metadata`.
 
         Args:
             receiver: A name for the audit log, such as a rank.
-            step: The only step that it may fetch; None: all.
-            lifetime: For how long, by this host's clock; see :func:`.make_token`.
+            step: The only step that the receiver may fetch. None: all steps.
+            lifetime: How long the token is valid by this host's clock, in seconds or
+                as a ``timedelta``; see :func:`.make_token`.
 
         Raises:
             LocalProtocolError: the transport is ``insecure`` and asks for no token.
-            ValueError: a name that cannot be written.
+            ValueError: ``receiver`` is empty or too long, or has a character that a
+                token cannot hold.
         """
         expires = time.time() + seconds(lifetime)
         token = self._credentials.granted(receiver, step=step, expires=expires)
@@ -261,7 +271,9 @@ class HTTPTransport(CheckpointTransport[T]):
         return self._endpoint.url()
 
     async def start(self) -> None:
-        """Start serving; does nothing when it serves already or is mounted in an app.
+        """Start to serve. Do nothing if the transport serves or is mounted in an app.
+
+        If cancelled, the address stays reserved for a later start.
 
         Raises:
             ClosedError: after :meth:`shutdown`.
@@ -271,9 +283,9 @@ class HTTPTransport(CheckpointTransport[T]):
             await self._serve()
 
     async def _serve(self) -> None:
-        """Serve, unless an application does; idempotent.
+        """Serve, unless an application does. Idempotent.
 
-        If cancelled, the address stays ours, and a receiver that connects waits for a
+        If cancelled, the address stays reserved: a receiver that connects waits for a
         later start. A server process starts nevertheless.
         """
         self._endpoint.check()
@@ -286,8 +298,12 @@ class HTTPTransport(CheckpointTransport[T]):
     def mount(self, prefix: str) -> CheckpointService:
         """Return the handlers for an application that serves them below ``prefix``.
 
-        From then on no socket of our own is opened; see :func:`aiockpt.http.setup`.
-        Raises ``LocalProtocolError`` when it serves on a socket of its own already.
+        From then on the transport opens no socket of its own; see
+        :func:`aiockpt.http.setup`.
+
+        Raises:
+            LocalProtocolError: the transport serves on a socket of its own already.
+            ClosedError: after :meth:`shutdown`.
         """
         self._lifetime.check()
         service = self._server.mount()
@@ -301,22 +317,24 @@ class HTTPTransport(CheckpointTransport[T]):
         state_dict: T = REQUIRED,
         timeout: Timeout | None = None,
     ) -> None:
-        """Stage ``state_dict`` and offer it as ``step``; peers come and fetch it.
+        """Stage ``state_dict`` and publish it as ``step``.
 
-        Whoever holds the metadata may fetch, and begin at once. When it returns, the
-        caller may change the state dict. If this fails, the receivers that wait for
-        ``step`` are told: as many of them as there are ``dst_ranks``, or all. If
-        cancelled, the earlier offer stays.
+        Receivers that hold the metadata can fetch it at once. You may change the state
+        dict as soon as the call returns.
+
+        If the call fails, the server tells receivers that wait for ``step``: as many
+        as there are ``dst_ranks``, or all of them. If the call fails or is cancelled,
+        the earlier checkpoint stays published.
 
         Args:
-            dst_ranks: Means nothing over HTTP.
+            dst_ranks: Has no meaning over HTTP.
             step: The number of the checkpoint.
-            state_dict: What to send.
-            timeout: Deadline of the call, in seconds or as a ``timedelta``.
+            state_dict: The state to send.
+            timeout: The deadline of the call, in seconds or as a ``timedelta``.
 
         Raises:
-            UnsupportedLeafError: a leaf cannot travel; what was offered stays.
-            StagingError: a copy failed.
+            UnsupportedLeafError: a leaf has a type that no checkpoint can hold.
+            StagingError: a copy failed, or the host lacks memory.
             StepNotFoundError: :meth:`disallow_checkpoint` was called meanwhile.
             TransferTimeoutError: staging took longer than ``timeout``.
             ClosedError: after :meth:`shutdown`.
@@ -348,10 +366,13 @@ class HTTPTransport(CheckpointTransport[T]):
         emit(self._repeats.told(event, content_of(snapshot.manifest)))
 
     async def allow_checkpoint(self, step: int) -> None:
-        """Offer what was sent last as ``step``, without staging it again.
+        """Publish the latest sent checkpoint as ``step``, without staging it again.
+
+        If cancelled, the checkpoint keeps its earlier step.
 
         Raises:
-            StepNotFoundError: nothing is offered; send first.
+            StepNotFoundError: nothing is published; call :meth:`send_checkpoint` first.
+            ClosedError: after :meth:`shutdown`.
         """
         with self._lifetime.call():
             step, before = exact_step(step), self._store.retractions
@@ -374,10 +395,11 @@ class HTTPTransport(CheckpointTransport[T]):
                 await self._publish(renamed, before)
 
     async def disallow_checkpoint(self) -> None:
-        """Stop offering; readers get the grace, then their connections are cut.
+        """Retract the checkpoint. Receivers that still read get the grace period.
 
-        A send that is under way is not waited for: it offers nothing, and raises
-        ``StepNotFoundError``.
+        After the grace period the server cuts their connections. A send that runs at
+        this moment publishes nothing and raises ``StepNotFoundError``. If cancelled,
+        the checkpoint is retracted, and a later call waits for the remaining readers.
         """
         self._lifetime.bind()
         await self._withdraw(self._grace)
@@ -390,7 +412,7 @@ class HTTPTransport(CheckpointTransport[T]):
             emit(TransferEvent(stop="retract", step=offered.manifest.step))
 
     async def _publish(self, snapshot: Snapshot, before: int) -> None:
-        """Publish a snapshot unless a withdrawal has come since; release it."""
+        """Publish a snapshot unless it was retracted meanwhile; release it."""
         try:
             self._check_offer(snapshot.manifest.step, before)
             await self._store.publish(snapshot, grace=self._grace)
@@ -401,7 +423,7 @@ class HTTPTransport(CheckpointTransport[T]):
             snapshot.release()  # the store has taken a reference of its own
 
     def _check_offer(self, step: int, before: int) -> None:
-        """Raise if a withdrawal or the end has come since ``before``."""
+        """Raise if the transport was retracted or closed since ``before``."""
         if self._lifetime.closed or self._store.retractions != before:
             raise self._overtaken(step)
 
@@ -409,7 +431,7 @@ class HTTPTransport(CheckpointTransport[T]):
         if self._lifetime.closed:
             return ClosedError("the transport")
         error = StepNotFoundError(step)
-        error.add_note("the offer was withdrawn while this call was under way")
+        error.add_note("the checkpoint was retracted while this call was running")
         return error
 
     async def recv_checkpoint(
@@ -429,66 +451,67 @@ class HTTPTransport(CheckpointTransport[T]):
     ) -> T:
         """Fetch ``step`` from the transport, or the transports, of ``metadata``.
 
-        Waits for a step that is not there yet, resumes after broken connections, and
-        returns only bytes whose digests matched the manifest. The sender keeps the
-        snapshot until the receive ends, even if it publishes newer ones meanwhile: see
-        its ``keep_superseded``.
+        The call waits for a step that is not published yet, resumes after broken
+        connections, and returns only bytes whose digests match the manifest. The
+        sender keeps the snapshot until the receive ends, even if it publishes newer
+        ones meanwhile: see its ``keep_superseded``. If cancelled, nothing of what was
+        received is kept, and the template is unchanged (but see ``direct``).
 
         Args:
-            src_rank: Means nothing over HTTP.
-            metadata: What the sender's :meth:`metadata` returned; or a list of what
-                several returned that hold the same checkpoint. Each is asked for a
-                share that fits its speed. The first that answers says which
-                checkpoint it is. A source that fails for good, sends a wrong chunk, or
-                has another checkpoint is dropped, and the receive goes on while one
-                is left.
-            step: The step that the sender was given. None: what is served now; when the
-                sender replaces it meanwhile, the newest is received in its place, and
-                ``progress`` begins anew.
-            timeout: Deadline of the whole call, in seconds or as a ``timedelta``.
-            into: A state dict to fill: its tensors in place, its dicts and lists with
-                the other values. It is checked before a byte moves, touched only
-                when everything has been verified, and returned.
-            direct: With ``into``: receive straight into its memory. A receive that
-                fails then says in a note whether the template was modified. What
-                accelerators have of it is copied there chunk by chunk, as each is
-                fetched and verified, while later ones travel, once the current stream
-                has done what it was given before; leave it alone meanwhile. What comes
-                from ``have``, or with values of a selection, is copied at the end.
-            have: A state dict that holds some of it already, such as an earlier step;
-                True: the template is one. Chunks of it that have the right digest are
-                not fetched, and with True not even copied. What has another path,
-                dtype or shape is fetched. It may be written to meanwhile only if it
-                is not the template.
-            select: Only these dotted paths, and what is below them; or a function of
-                the path that is asked for each value. Chunks that hold none of it are
-                not fetched. With ``into``, which may then have more or fewer keys,
-                it is filled where selected, and returned; it is checked once the
-                values that are no tensors have come.
-            share: Return tensors in the sender's own memory, where it is a process of
-                this user on this host that lends it (``same_host=True``). Nothing is
-                copied but the pages that are written to, which then are this
-                process's. The memory is sealed: it never changes, whatever the
-                sender does. Elsewhere the bytes come over HTTP, as without it.
-            verify_shared: Compare the digests of what is shared, too; that reads it
-                all.
+            src_rank: Has no meaning over HTTP.
+            metadata: The string that the sender's :meth:`metadata` returned. Pass a
+                list of such strings to fetch from several replicas of one checkpoint
+                in parallel. Each replica delivers a share that fits its speed. The
+                first one that answers decides which checkpoint it is. A replica that
+                fails for good, sends a wrong chunk or has another checkpoint is
+                dropped; the receive succeeds as long as one replica remains.
+            step: The step to fetch. None: the step that the sender serves now. If the
+                sender replaces that step during the receive, the receive starts again
+                with the newest one, and so does ``progress``.
+            timeout: The deadline of the whole call, in seconds or as a ``timedelta``.
+            into: A template: a state dict to fill and return. Its tensors are filled
+                in place, its dicts and lists get the other values. It is checked
+                before any byte moves, and changed only after all bytes are verified.
+            direct: With ``into``: receive straight into the memory of the template. If
+                such a receive fails, a note of the error says whether the template was
+                changed. Tensors on accelerators are filled chunk by chunk, each as soon
+                as it is verified, after the work that the current stream has already.
+                Do not use the template meanwhile. Bytes from ``have``, and values of a
+                selection, are copied at the end.
+            have: A state dict that holds some of the bytes already, such as an earlier
+                step. True: the template does. Chunks of it with the right digest are
+                not fetched, and with True not even copied. Tensors with another path,
+                dtype or shape are fetched. You may change a ``have`` that is not the
+                template during the call.
+            select: The dotted paths to receive, each with everything below it; or a
+                function that is called with each path and returns a bool. Chunks
+                without selected bytes are not fetched. With ``into``, only the selected
+                parts are filled, and the template may have more or fewer keys. It is
+                then checked as soon as the values that are no tensors have arrived.
+            share: Return tensors in the memory of the sender, if it is a process of the
+                same user on this host and was made with ``same_host=True``. Only pages
+                that you write to are copied. The memory is sealed: it does not change,
+                whatever the sender does. From any other sender the bytes come over
+                HTTP.
+            verify_shared: Also compare the digests of shared memory, which reads all
+                of it.
             progress: Called with :class:`.Progress` as bytes arrive.
 
         Raises:
-            ValueError: ``share`` with ``into``, which has memory of its own.
+            ValueError: ``share`` together with ``into`` or ``have``; or ``metadata``
+                is an empty list.
             TransferTimeoutError: the deadline passed.
-            StepNotFoundError: the sender has replaced ``step``, and keeps another
-                snapshot that has been read longer.
-            PeerFailedError: the sender could not send it.
-            TemplateMismatchError: ``into`` does not fit.
-            UnsupportedLeafError: ``into`` or ``have`` has what no checkpoint can hold.
+            StepNotFoundError: the sender has replaced ``step`` and does not keep it.
+            PeerFailedError: the sender's :meth:`send_checkpoint` failed.
+            TemplateMismatchError: ``into`` does not fit the checkpoint.
+            UnsupportedLeafError: ``into`` or ``have`` has a leaf of a type that no
+                checkpoint can hold.
             LocalProtocolError: ``have=True`` without a template.
             MissingKeysError: the checkpoint, or ``into``, lacks a path of ``select``.
             DeviceMeshError: a distributed tensor has no place among the ranks here.
-            StagingError: this host cannot: a copy failed, or memory is short.
+            StagingError: a copy failed, or this host lacks memory.
             TransportError, ProtocolError, AuthenticationError: see the error tree.
-                Of several sources the most telling error, with the others as notes.
-            ValueError: ``metadata`` is an empty list.
+                With several sources: the most specific error, with the others as notes.
         """
         require_given("recv_checkpoint", metadata=metadata)
         try:
@@ -520,37 +543,38 @@ class HTTPTransport(CheckpointTransport[T]):
         reconnect_timeout: Timeout | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> AsyncGenerator[tuple[int, T]]:
-        """Return the newest checkpoint of a peer, as ``(step, state_dict)``, for ever.
+        """Yield each newer checkpoint of a sender as ``(step, state_dict)``, for ever.
 
-        The iterator waits for a step newer than the last one, receives it and gives it.
-        Steps that were published meanwhile are skipped. When the sender replaces the
-        step during the receive, the iterator goes on to the newest one. When the sender
-        is away, or a receive takes longer than ``timeout``, it tries again after random
-        delays of 2 seconds at most; events and the log tell of each. No step is given
-        twice, and none of which a part is missing.
+        The iterator waits for a step newer than the last one, receives it and yields
+        it. It skips steps that the sender publishes meanwhile. If the sender replaces
+        the step during the receive, the iterator goes on to the newest one. If the
+        sender is away, or a receive takes longer than ``timeout``, the iterator tries
+        again after a random delay of at most 2 seconds; an event and a log line report
+        each attempt. It yields no step twice, and no incomplete one.
 
-        A sender that has started again, and goes on from a lower step, is followed from
-        there; an event (``restart``) and a warning say so. Nobody is followed whose
-        token has changed: give both ends the same ``token``.
+        If the sender restarts and continues from a lower step, the iterator follows it
+        from there; an event (``restart``) and a warning say so. A restarted sender
+        needs its old token to be followed: give both ends the same ``token``.
 
-        Between two steps nothing is under way. If cancelled while it waits or receives,
-        the iterator has ended, the template is as it was or holds the whole step, and
-        another iterator may go on with ``after``. It is for one task at a time.
+        Between two steps nothing runs in the background. If cancelled, the iterator
+        ends, and the template is unchanged or holds a whole step. A new iterator can
+        continue with ``after``. One task at a time may use the iterator.
 
         Args:
-            metadata: What the sender's :meth:`metadata` returned.
-            after: A step; only later ones are given. None: whatever is served first.
-            into, have, select, share, progress: As of :meth:`recv_checkpoint`.
-                ``progress`` begins anew with each receive. ``into`` is filled, and
-                given, each time.
-            timeout: Deadline of one receive, in seconds or as a ``timedelta``.
-            reconnect_timeout: How long a sender that does not answer is asked for its
-                next step, in seconds or as a ``timedelta``; None: for ever.
+            metadata: The string that the sender's :meth:`metadata` returned.
+            after: Yield only steps later than this one. None: begin with the step that
+                is served now.
+            into, have, select, share, progress: As in :meth:`recv_checkpoint`.
+                ``progress`` starts again with each receive. ``into`` is filled and
+                yielded each time.
+            timeout: The deadline of one receive, in seconds or as a ``timedelta``.
+            reconnect_timeout: How long to ask a sender that does not answer, in seconds
+                or as a ``timedelta``. None: for ever.
 
         Raises:
             ClosedError: after, or because of, :meth:`shutdown`.
             TransportError: the sender did not answer for ``reconnect_timeout``.
-            AuthenticationError, ProtocolError, StateDictError, StagingError: as of
+            AuthenticationError, ProtocolError, StateDictError, StagingError: as in
                 :meth:`recv_checkpoint`.
         """
         try:
@@ -571,34 +595,38 @@ class HTTPTransport(CheckpointTransport[T]):
         *,
         reconnect_timeout: Timeout | None = None,
     ) -> AsyncIterator[int]:
-        """Return the steps that a peer publishes, to be iterated over as they come.
+        """Yield the number of each newer step that a sender publishes.
 
-        The peer tells of each one at once, and nothing is polled. Only the newest is
-        given: those that were published while nobody asked are skipped, and one that
-        was given may be gone when it is received (``StepNotFoundError``); the next
-        one is there then. :meth:`follow` receives them, too.
+        The sender answers as soon as it publishes a step; nothing is polled. The
+        iterator yields the newest step only, and skips those that were published while
+        you did not ask. A step may be gone when you receive it
+        (``StepNotFoundError``); then a newer one is there. :meth:`follow` also
+        receives the steps.
 
-        A sender that has started again, and goes on from a lower step, is noticed: the
-        lower step is given, and an event (``restart``) and a warning say so.
+        If the sender restarts and continues from a lower step, the iterator yields
+        that step; an event (``restart``) and a warning say so.
 
-        A peer that breaks off, is silent or starts again at the same address is asked
-        again, after random delays of 2 seconds at most. Silent is who sends nothing
-        for the stall timeout after the 30 seconds for which it was asked to wait. The
-        waiting itself has no deadline: put ``asyncio.timeout`` around it. If that, or
-        a cancel, ends it, no step is lost, and the iterator can be used again. It is
-        for one task: a second one that waits gets a ``LocalProtocolError``.
+        If the connection breaks, or the sender is silent or restarts at the same
+        address, the iterator asks again after a random delay of at most 2 seconds. A
+        sender is silent if it has sent nothing for the stall timeout after the
+        30 seconds that it was asked to wait. Waiting has no deadline of its own: use
+        ``asyncio.timeout``. If that, or a cancellation, ends the wait, no step is lost,
+        and you can go on with the same iterator. One task at a time may use it; a
+        second one gets a ``LocalProtocolError``.
 
         Args:
-            metadata: What the peer's :meth:`metadata` returned.
-            after: A step; only later ones are given. None: whatever is served first.
-            reconnect_timeout: How long a peer that does not answer is asked again, in
-                seconds or as a ``timedelta``; None: for ever.
+            metadata: The string that the sender's :meth:`metadata` returned.
+            after: Yield only steps later than this one. None: begin with the step that
+                is served now.
+            reconnect_timeout: How long to ask a sender that does not answer, in seconds
+                or as a ``timedelta``. None: for ever.
 
         Raises:
-            AuthenticationError: the peer refuses; one that has started again has
-                another token in its metadata, unless both were given one (``token=``).
-            TransportError: the peer did not answer for ``reconnect_timeout``.
-            RemoteProtocolError: it is no aiockpt server, three times in a row.
+            AuthenticationError: the sender refuses the token. A restarted sender makes
+                a new one, unless you give both ends the same (``token=``).
+            TransportError: the sender did not answer for ``reconnect_timeout``.
+            RemoteProtocolError: three answers in a row were not those of an aiockpt
+                server.
             ClosedError: after, or because of, :meth:`shutdown`.
         """
         try:
@@ -608,9 +636,13 @@ class HTTPTransport(CheckpointTransport[T]):
         return self._steps(origin, after, reconnect_timeout)
 
     async def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
-        """Stop serving and close everything; ``wait=False`` gives readers no grace.
+        """Stop serving and close everything. Idempotent.
 
-        Calls under way fail. If cancelled, the closing goes on by itself.
+        Calls that still run fail with ``ClosedError``. If cancelled, the shutdown
+        continues in the background.
+
+        Args:
+            wait: Give receivers that still read the grace period.
         """
         self._lifetime.bind()
         if self._lifetime.closed and not wait:
@@ -724,7 +756,7 @@ class HTTPTransport(CheckpointTransport[T]):
         sharing: Sharing,
         limit: float,
     ) -> T:
-        """Receive ``step``, or what is served now, within ``limit`` seconds."""
+        """Receive ``step``, or the one served now, within ``limit`` seconds."""
         until = asyncio.get_running_loop().time() + limit
         lease = Lease.begin(until, receiver=self._client.name)
         leased = [replace(origin, lease=lease) for origin in origins]
@@ -754,29 +786,29 @@ def _check_together(server: Server, auth: Auth, *, zero_copy: bool) -> None:
     """Refuse options that contradict each other.
 
     Raises:
-        LocalProtocolError: some do.
+        LocalProtocolError: two options exclude each other.
     """
     if server.keep_last and not server.process:
         raise LocalProtocolError("keep_last= needs process=True")
     if server.process and zero_copy:
         raise LocalProtocolError(
-            "process=True serves from memory of its own: leave out zero_copy=True"
+            "process=True serves a copy in shared memory: leave out zero_copy=True"
         )
     if server.process and auth.ssl_context is not None:
         raise LocalProtocolError(
-            "an ssl_context cannot be handed to the server process: leave out "
+            "an ssl_context cannot be passed to the server process: leave out "
             "process=True, or let a proxy speak TLS"
         )
 
 
 def _known(have: object, into: object) -> object:
-    """Return the state dict that is meant by ``have``."""
+    """Return the state dict that ``have`` stands for: itself or the template."""
     if not isinstance(have, bool):
         return have
     if not have:
         return None
     if into is None:
         raise LocalProtocolError(
-            "have=True says that the template holds some of it: there is no into="
+            "have=True reuses the bytes of the template: pass into= as well"
         )
     return into

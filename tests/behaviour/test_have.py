@@ -256,7 +256,7 @@ async def test_a_file_is_a_state_dict_that_is_mapped(mapped: Any) -> None:
 async def test_the_template_needs_to_be_there() -> None:
     """``have=True`` says that it is."""
     async with pair() as (sender, receiver):
-        with pytest.raises(LocalProtocolError, match="there is no into="):
+        with pytest.raises(LocalProtocolError, match="pass into="):
             await receive(sender, receiver, have=True)
         with pytest.raises(UnsupportedLeafError):
             await receive(sender, receiver, have={"x": object()})

@@ -205,7 +205,7 @@ async def test_a_refusal_says_what_was_missing():
     ended = make_token(TOKEN, "rank-3", expires=1e9)
     cases = {
         None: "no token was sent: send the header 'Authorization: Bearer TOKEN'",
-        "not-the-token": "the token is none of this server's",
+        "not-the-token": "the token is not this server's",
         other_step: "step 8 only",
         ended: "the token ended",
     }
