@@ -33,8 +33,10 @@ __all__ = ["Snapshot", "Stager", "StagerOptions"]
 # Copied at once where no digest is computed beside it: worth a thread, soon cancelled.
 _SPAN: Final = 64 << 20
 
-# A block and its copy are still in the cache of most cores (1 MiB) for the digest.
-_BLOCK: Final = 256 << 10
+# The digest finds a block in the cache that cores share. Smaller blocks would release
+# the interpreter lock more often, and beside a thread that computes in Python each
+# release may take 5 ms.
+_BLOCK: Final = 2 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
