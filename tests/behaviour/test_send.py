@@ -189,7 +189,7 @@ class TestWithdrawal:
             for send in sends:
                 with pytest.raises(StepNotFoundError) as caught:
                     await send
-                assert "withdrawn" in caught.value.__notes__[0]
+                assert "retracted" in caught.value.__notes__[0]
             assert "step=None" in repr(sender)
             assert not early.done()
             await sending(sender)
