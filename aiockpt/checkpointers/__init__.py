@@ -1,8 +1,8 @@
-"""Checkpointers: save without stalling training, load what is whole.
+"""Checkpointers: save without stalling training, and load complete checkpoints.
 
-This room turns state dicts into checkpoint directories and back. It may use every
-lower room; only the command line, the bench and the tests use it. `factories` puts a
-checkpointer together from one config. A save begins at `SyncCheckpointer.save` or
+This room turns state dicts into checkpoint directories and back. It may import every
+lower room; only the command line and the tests import it. `factories` makes a
+checkpointer from one config. A save begins at `SyncCheckpointer.save` or
 `AsyncCheckpointer.save`. Both end in `CheckpointWriter`, which writes one rank's file
 and commits it with the other ranks. A load begins at `CheckpointReader.read`.
 
@@ -13,20 +13,20 @@ base               the interface of all checkpointers, their statistics
 config             every option, as frozen dataclasses
 factories          a checkpointer with everything it needs, from one config
 sync               saves and loads in the foreground
-async_checkpointer stages, and leaves the writing to a background writer
+async_checkpointer stages, and passes the copy to a background writer
 background         the same, for programs without an event loop
 stager             the copy that training waits for
-submission         what is handed over, and the interface of who writes it
+submission         a save in the background, and the writers' interface
 process            the trainer's end of the checkpoint process
-spawning           how the init functions get there
-messages           what the two say to each other
-worker             what runs in that process
+spawning           pickles the init functions for that process
+messages           the messages between trainer and process
+worker             the main function of that process
 thread             writes in a thread instead
 recovery           the last snapshot, from a dead trainer to a restarted one
 writer             one rank's file, durable; then the commit
 barriers           where ranks wait for each other
 reader             loads: whole, in place, or only some keys
-sources, peer      what a path may name: a directory, a file, a peer
+sources, peer      opens a path: a directory, a file, or the URL of a peer
 ================== ==========================================================
 """
 

@@ -1,8 +1,8 @@
-"""AsyncCheckpointer: training waits for the copy of the state dict, and no longer.
+"""AsyncCheckpointer: training waits only until the state dict is copied.
 
 ``save`` stages the state dict into an arena, hands the arena to a background writer (a
-process or a thread), and returns a `SaveHandle`. The handle ends when the writer says
-that the checkpoint is committed, or why it is not.
+process or a thread), and returns a `SaveHandle`. The handle is done when the writer
+reports the commit or an error.
 """
 
 from __future__ import annotations
@@ -42,21 +42,22 @@ from aiockpt.transport import Timeout, seconds
 __all__ = ["AsyncCheckpointer", "SaveHandle"]
 
 _SLOTS: Final = 2  # one save is being written, one waits
-_SLOTS_TO_REPLACE: Final = 3  # the one that waits stays until its successor is staged
+_SLOTS_TO_REPLACE: Final = 3  # the waiting one stays until its successor is staged
 _CLOSING: Final = 5.0
 
 
 class SaveHandle:
-    """One save. It was staged when you get the handle, and is written later.
+    """One save. It is staged when you get the handle, and is written later.
 
     Attributes:
         path: The checkpoint's directory.
         step: The checkpoint's step.
-        staged: Whether the state dict was copied; False if it was skipped, or failed.
-        skipped: Whether the busy policy did not begin it.
-        replaced: Whether a newer save took its place before it was written.
-        unchanged: Whether, once written, all tensors hold the same bytes as in the
-            previous save of this checkpointer.
+        staged: Whether the state dict was copied. False if the save was skipped or
+            failed before.
+        skipped: Whether the busy policy skipped the save.
+        replaced: Whether a newer save replaced this one before it was written.
+        unchanged: Whether all tensors hold the same bytes as in the previous save of
+            this checkpointer; known once the save is written.
     """
 
     def __init__(self, path: str, step: int) -> None:
@@ -85,26 +86,27 @@ class SaveHandle:
         return "written" if self.done() else "staged" if self.staged else "new"
 
     def done(self) -> bool:
-        """Tell whether it has ended: written, failed, skipped or replaced."""
+        """Return whether the save is written, failed, skipped or replaced."""
         return self._ended_for_threads.is_set()
 
     @property
     def error(self) -> BaseException | None:
-        """Why it failed; None if it has not failed."""
+        """Return why the save failed, or None."""
         self.observed = self.observed or self._error is not None
         return self._error
 
     async def written(self) -> bool:
         """Wait until the checkpoint is durable, and committed by all ranks.
 
-        Returns False for a save that was skipped or replaced, as the policy says.
+        If cancelled, the write continues.
+
+        Returns:
+            False if the busy policy skipped or replaced the save, else True.
 
         Raises:
-            StorageError: it could not be written or committed.
-            WorkerError: the checkpoint process died or hung while it wrote this.
-            StagingError, StateDictError: it could not be staged.
-
-        If cancelled, the write goes on.
+            StorageError: the checkpoint could not be written or committed.
+            WorkerError: the checkpoint process died or hung during this write.
+            StagingError, StateDictError: the state dict could not be staged.
         """
         await self._ended.wait()
         return self._outcome()
@@ -112,13 +114,16 @@ class SaveHandle:
     def result(self, timeout: Timeout | None = None) -> bool:
         """Block until the checkpoint is durable, and committed by all ranks.
 
-        This is :meth:`written` for threads other than the checkpointer's event loop,
-        as a program has that uses a :class:`.BackgroundCheckpointer`.
+        Use this in place of :meth:`written` in a thread without the checkpointer's
+        event loop, for example with a :class:`.BackgroundCheckpointer`.
+
+        Args:
+            timeout: How long to wait, in seconds or as a ``timedelta``. None: no limit.
 
         Raises:
-            TransferTimeoutError: it has not ended after ``timeout``; the write goes on.
-            LocalProtocolError: the event loop that would have to go on meanwhile runs
-                in this thread.
+            TransferTimeoutError: ``timeout`` has passed; the write continues.
+            LocalProtocolError: this thread runs the event loop that has to finish the
+                save, so the call would wait for ever.
         """
         limit = threading.TIMEOUT_MAX if timeout is None else seconds(timeout)
         if not self.done() and asyncio._get_running_loop() is self._loop:  # noqa: SLF001 - unlike get_running_loop, it raises nothing
@@ -136,34 +141,34 @@ class SaveHandle:
         return not (self.skipped or self.replaced)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Note the end; for the checkpointer, on its loop."""
+        """Record the end. Only the checkpointer calls this, on its loop."""
         self._error = error
         self._ended.set()
         self._ended_for_threads.set()
 
 
 class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpointer"]):
-    """Saves in the background. It belongs to the loop that uses it first.
+    """Saves in the background. It belongs to the event loop that uses it first.
 
-    ``save`` returns when the state dict may be mutated. Digests, writing, fsync and
-    commit happen in another process (or thread), one save after another. A second
-    save is staged while the first is written; the busy policy decides about a third.
+    ``save`` returns as soon as you may change the state dict. Digests, writing, fsync
+    and commit happen in another process (or thread), one save after the other. A
+    second save is staged while the first is written; the busy policy decides what
+    happens to a third.
 
-    A save that fails is logged at once. Its handle raises the error, and :meth:`close`
-    returns those that nobody has asked for; training goes on.
+    A failed save does not stop training. The error is logged at once, and the handle
+    raises it. :meth:`close` returns the errors that no handle has raised.
 
     Args:
         checkpoint_stager: Copies the state dict.
         checkpoint_process: Writes the copy.
-        reader: Loads.
-        busy_policy: What a save does while two others are not written yet: ``wait``;
-            ``skip`` itself; ``replace`` the one that waits, once it is staged itself;
-            or ``fail``.
-        raise_on_failure: Raise a failure from ``save``, the next ``save`` or
-            ``close`` instead.
+        reader: Loads checkpoints.
+        busy_policy: What a save does while two others are not written yet. ``wait``:
+            it waits. ``skip``: it is not made. ``replace``: once it is staged, it
+            replaces the waiting one. ``fail``: it raises ``SaveInProgressError``.
+        raise_on_failure: Raise the error of a failed save from ``save``, the next
+            ``save`` or ``close``.
         keep_last: The checkpoint process keeps the last staged snapshot if this
-            process dies. So its memory is not reused before a newer snapshot was
-            handed over.
+            process dies, so its memory is reused only after the next handover.
     """
 
     def __init__(
@@ -214,25 +219,26 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         progress: Callable[[Progress], None] | None = None,
         **kwargs: Any,
     ) -> SaveHandle:
-        """Stage ``state_dict``, hand it over, and return: it may be mutated then.
+        """Stage ``state_dict``, pass the copy to the writer, and return a handle.
+
+        You may change the state dict as soon as the call returns. If cancelled, nothing
+        is saved; the other ranks are told, and their saves of this step fail.
 
         Args:
-            state_dict: What to save.
+            state_dict: The state to save.
             path: The checkpoint's directory. A number at its end is the step, unless
-                ``step`` is among ``kwargs``.
-            timeout: Deadline of this call, in seconds or as a ``timedelta``; waiting
-                for earlier saves is the largest part of it.
-            progress: Called with :class:`.Progress` while it is written.
-            kwargs: Go to hooks, and to a stager or a writer of one's own.
+                ``kwargs`` has a ``step``.
+            timeout: The deadline of this call, in seconds or as a ``timedelta``. The
+                call may wait for earlier saves.
+            progress: Called with :class:`.Progress` during the write.
+            kwargs: Passed to hooks, and to your own stager or writer.
 
         Raises:
-            SaveInProgressError: the policy is ``fail``, and two others are under way.
+            SaveInProgressError: the policy is ``fail``, and two saves are not written.
             TypeError, ValueError: ``path`` is not a path, or ``step`` not a step.
             ClosedError: after :meth:`close`.
-            TransferTimeoutError: with ``raise_on_failure``. Without, this and all
-                other failures fail the handle.
-
-        If cancelled, nothing is saved; other ranks are told, and fail theirs.
+            TransferTimeoutError: the deadline passed, with ``raise_on_failure``.
+                Without it, this and all other errors are raised by the handle only.
         """
         if self._raises:
             self._raise_unobserved()
@@ -276,8 +282,8 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
     ) -> Any:
         """Return the state dict at ``path``; see :meth:`.CheckpointReader.read`.
 
-        If cancelled, ``state_dict`` may be filled in part; nothing writes to it after
-        that.
+        If cancelled, ``state_dict`` may be partly filled; nothing writes to it after
+        the call has ended.
         """
         with self._lifetime.call():
             return await load(
@@ -291,19 +297,21 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
             )
 
     def statistics(self) -> CheckpointerStatistics:
-        """Return how many saves there were, and what they took."""
+        """Return the numbers of saves, their bytes and their times."""
         return self._account.now._replace(
             under_way=len(self._under_way),
             restarts=getattr(self._writer, "restarts", 0),
         )
 
     async def close(self) -> tuple[BaseException, ...]:
-        """Write what was handed over, and close everything.
+        """Finish the staged saves, and close everything. Idempotent.
 
-        Returns the failures that nobody has seen. It takes
-        ``subprocess_shutdown_timeout_secs`` at most; then the process is killed, and
-        the saves that it had not written have failed. If cancelled, the closing goes
-        on.
+        This takes at most ``subprocess_shutdown_timeout_secs``. Then the process is
+        killed, and the saves that it has not written fail. If cancelled, the closing
+        continues in the background.
+
+        Returns:
+            The errors of failed saves that no handle has raised.
         """
         await self._end(self._writer.close)
         if self._raises:
@@ -311,14 +319,14 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         return tuple(self._take_unobserved())
 
     async def aclose(self) -> tuple[BaseException, ...]:
-        """Close it; another name for :meth:`close`."""
+        """Close the checkpointer; the same as :meth:`close`."""
         return await self.close()
 
     # ----------------------------------------------------------------- saving
 
     @asynccontextmanager
     async def _its_turn(self, timeout: Timeout | None) -> AsyncIterator[None]:
-        """Enter when no other save is being staged, and leave before the deadline."""
+        """Wait until no other save is being staged; apply the deadline."""
         limit: AbstractAsyncContextManager[object] = nullcontext()
         if timeout is not None:
             limit = Deadline(seconds(timeout), stop="save")
@@ -349,7 +357,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         progress: Callable[[Progress], None] | None,
         kwargs: dict[str, Any],
     ) -> Submission:
-        """Hand over what was staged, and release what need not be kept any longer."""
+        """Pass the snapshot to the writer, and release the older kept snapshot."""
         ours = staged if isinstance(staged, StagedState) else None
         report = meter(progress, ours.nbytes if ours else 0)
         unused = ours
@@ -378,7 +386,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
             )
         )
         if self._policy == "replace" and len(self._under_way) >= _SLOTS:
-            # The last one: the one before it is being written, or about to be.
+            # Replace the last one; the one before it is being written already.
             self._writer.drop(next(reversed(self._under_way)))
         self._under_way[submission] = handle
         submission.ended.add_done_callback(
@@ -390,7 +398,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
     def _note_end(
         self, handle: SaveHandle, submission: Submission, took: float
     ) -> None:
-        """Count a save that was handed over, announce its end, and end its handle."""
+        """Count a save that the writer has ended, emit its event, end its handle."""
         del self._under_way[submission]
         if (error := submission.ended.exception()) is not None:
             self._note_failed(handle, error)
@@ -414,7 +422,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         handle.end()
 
     def _note_failed(self, handle: SaveHandle, error: BaseException) -> None:
-        """Log the failure, and remember it until somebody asks for it."""
+        """Log the error, and keep it until a handle raises it."""
         self._account.count("failed", *([] if handle.staged else ["saves"]))
         self._failures = [one for one in self._failures if not one.observed]
         self._failures.append(handle)
@@ -424,7 +432,7 @@ class AsyncCheckpointer(Checkpointer, AbstractAsyncContextManager["AsyncCheckpoi
         handle.end(error)
 
     def _take_unobserved(self) -> list[BaseException]:
-        """Return the failures that nobody has asked for, once."""
+        """Return the errors that no handle has raised, and forget them."""
         unseen = [handle for handle in self._failures if not handle.observed]
         self._failures.clear()
         return [error for handle in unseen if (error := handle.error) is not None]

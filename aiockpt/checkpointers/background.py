@@ -1,7 +1,7 @@
 """BackgroundCheckpointer: saves in the background, for programs without an event loop.
 
-There is no second implementation: an `AsyncCheckpointer` does the work, on an event
-loop in a thread of its own. A call blocks until its coroutine has ended there.
+An `AsyncCheckpointer` does the work, on an event loop in a separate thread. Each call
+blocks until its coroutine has ended there.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class BackgroundCheckpointer(
 ):
     """Saves in the background without an event loop; any thread may use it.
 
-    ``save`` blocks for the copy only. Writing, the commit with the other ranks,
-    failures and policies are those of :class:`.AsyncCheckpointer`. A program that ends
-    without :meth:`close` loses nothing: what was handed over is written.
+    ``save`` blocks only while the state dict is copied. Writes, commits, errors and
+    policies are those of :class:`.AsyncCheckpointer`. If a program ends without
+    :meth:`close`, the staged saves are written nevertheless.
 
     Args:
-        checkpointer: What saves and loads. Nothing else may use it.
+        checkpointer: The checkpointer that does the work. Nothing else may use it.
     """
 
     def __init__(self, checkpointer: AsyncCheckpointer) -> None:
@@ -75,20 +75,20 @@ class BackgroundCheckpointer(
         progress: Callable[[Progress], None] | None = None,
         **kwargs: Any,
     ) -> SaveHandle:
-        """Stage ``state_dict``, hand it over, and return: it may be mutated then.
+        """Stage ``state_dict``, pass the copy to the writer, and return a handle.
 
-        The arguments are those of :meth:`.AsyncCheckpointer.save`. ``progress`` is
-        called in the checkpointer's own thread. Call :meth:`.SaveHandle.result` to
-        wait until the checkpoint is committed.
+        You may change the state dict as soon as the call returns. Call
+        :meth:`.SaveHandle.result` to wait until the checkpoint is committed. The
+        arguments are those of :meth:`.AsyncCheckpointer.save`; ``progress`` is called
+        in the checkpointer's thread. If interrupted (Ctrl-C), nothing is saved, and
+        the other ranks are told.
 
         Raises:
-            SaveInProgressError: the policy is ``fail``, and two others are under way.
+            SaveInProgressError: the policy is ``fail``, and two saves are not written.
             TypeError, ValueError: ``path`` is not a path, or ``step`` not a step.
             ClosedError: after :meth:`close`.
-            TransferTimeoutError: with ``raise_on_failure``. Without, this and all
-                other failures fail the handle.
-
-        If interrupted (Ctrl-C), nothing is saved; other ranks are told.
+            TransferTimeoutError: the deadline passed, with ``raise_on_failure``.
+                Without it, this and all other errors are raised by the handle only.
         """
         save = partial(
             self._checkpointer.save,
@@ -112,7 +112,7 @@ class BackgroundCheckpointer(
     ) -> Any:
         """Return the state dict at ``path``; see :meth:`.CheckpointReader.read`.
 
-        If interrupted, ``state_dict`` may be filled in part.
+        If interrupted, ``state_dict`` may be partly filled.
         """
         load = partial(
             self._checkpointer.load,
@@ -125,21 +125,23 @@ class BackgroundCheckpointer(
         return self._call(load, math.inf, "load")
 
     def statistics(self) -> CheckpointerStatistics:
-        """Return how many saves there were, and what they took."""
+        """Return the numbers of saves, their bytes and their times."""
         return self._checkpointer.statistics()
 
     def close(self) -> tuple[BaseException, ...]:
-        """Write what was handed over, and close everything. Idempotent.
+        """Finish the staged saves, and close everything. Idempotent.
 
-        Returns the failures that nobody has seen. It takes
-        ``subprocess_shutdown_timeout_secs`` at most; see
-        :meth:`.AsyncCheckpointer.close`. If interrupted, the closing goes on, and a
+        This takes at most ``subprocess_shutdown_timeout_secs``; see
+        :meth:`.AsyncCheckpointer.close`. If interrupted, the closing continues, and a
         later call waits for it.
+
+        Returns:
+            The errors of failed saves that no handle has raised.
         """
         return self._end(self._checkpointer.close) or ()
 
     def _end(self, end: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
-        """Await ``end()`` and end the thread; do nothing the second time."""
+        """Await ``end()`` and end the thread. Idempotent."""
         if self._closed:
             return None
         try:
@@ -172,7 +174,7 @@ class BackgroundCheckpointer(
         except Exception:
             raise
         except BaseException:
-            # An interrupt has cancelled it: its threads let go of the caller's memory.
+            # An interrupt has cancelled it, so no thread uses the caller's memory.
             if not begun.acquire(blocking=False):
                 ended.wait(_CLOSING)
             raise

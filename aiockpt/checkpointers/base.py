@@ -1,4 +1,4 @@
-"""What all checkpointers share: their interface, their statistics, their events."""
+"""The interface, the statistics and the events of all checkpointers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class Checkpointer(ABC):
-    """Saves state dicts to directories, and loads the checkpoints that are whole.
+    """Saves state dicts to directories, and loads complete checkpoints.
 
     The methods of an asynchronous checkpointer are coroutines.
     """
@@ -33,7 +33,7 @@ class Checkpointer(ABC):
     def save(self, state_dict: Any, path: Any, **kwargs: Any) -> Any:
         """Save ``state_dict`` to the directory ``path``.
 
-        ``kwargs`` are for the hooks, and for a writer of one's own.
+        ``kwargs`` are passed to the hooks, and to your own writer.
         """
 
     @abstractmethod
@@ -50,10 +50,10 @@ class Checkpointer(ABC):
 
         Args:
             path: The checkpoint's directory.
-            state_dict: What to fill; only its keys are read.
-            default_map_location: Where tensors that are not filled in place go.
-            strict: Refuse a checkpoint that lacks keys of ``state_dict``.
-            kwargs: The reader's other options.
+            state_dict: The template to fill; only its keys are read.
+            default_map_location: The device of tensors that are not filled in place.
+            strict: Refuse a checkpoint that lacks a key of ``state_dict``.
+            kwargs: The other options of :meth:`.CheckpointReader.read`.
         """
 
     @abstractmethod
@@ -62,18 +62,18 @@ class Checkpointer(ABC):
 
 
 class CheckpointerStatistics(NamedTuple):
-    """A moment of a checkpointer. A synchronous one skips and replaces nothing.
+    """The state of a checkpointer at one moment.
 
     Attributes:
         saves: Calls of ``save`` that were not cancelled.
         written: Saves that are durable and committed.
         failed: Saves that failed.
-        skipped: Saves that the busy policy did not begin.
-        replaced: Saves that were staged, and gave way to a newer one.
-        under_way: Saves that are being written, or wait for it.
+        skipped: Saves that the busy policy skipped.
+        replaced: Staged saves that a newer one replaced.
+        under_way: Saves that are being written or wait for it.
         bytes_written: Bytes of all written saves.
-        stall_seconds: How long the last save kept its caller from mutating the state.
-        write_seconds: How long the last write took, from the end of its staging on.
+        stall_seconds: Seconds until the last save let its caller change the state.
+        write_seconds: Seconds from the end of staging to the end of the last write.
         restarts: How often the checkpoint process was replaced.
     """
 
@@ -90,13 +90,13 @@ class CheckpointerStatistics(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What there is to say about a checkpoint that was committed.
+    """The result of a committed save.
 
     Attributes:
-        warning: Why not every rank has confirmed the commit; or empty.
-        content: Equal for two checkpoints whose tensors hold the same bytes; empty if
-            there are no tensors, or the writer does not know.
-        nbytes: The bytes of this rank's tensors; 0 if the writer does not know.
+        warning: Why some rank has not confirmed the commit, or empty.
+        content: A digest of the tensors: equal for two checkpoints whose tensors hold
+            the same bytes. Empty without tensors, or if the writer does not tell.
+        nbytes: The bytes of this rank's tensors. 0 if the writer does not tell.
     """
 
     warning: str = ""
@@ -105,7 +105,7 @@ class Written(NamedTuple):
 
 
 class Account:
-    """Counts the saves of one checkpointer, and announces those that are written.
+    """Counts the saves of one checkpointer, and emits an event for each written one.
 
     Attributes:
         now: The figures; the checkpointer adds ``under_way`` and ``restarts``.
@@ -124,13 +124,13 @@ class Account:
         self.now = self.now._replace(**more)
 
     def note_stall(self, seconds: float) -> None:
-        """Note how long the last save kept its caller from mutating the state."""
+        """Record how long the last save kept its caller from changing the state."""
         self.now = self.now._replace(stall_seconds=seconds)
 
     def note_written(
         self, path: str, step: int, written: Written, seconds: float, detail: str = ""
     ) -> bool:
-        """Count and announce a save that is committed.
+        """Count a committed save, and emit its event.
 
         Returns:
             Whether all tensors hold the same bytes as in the save before it.
@@ -166,7 +166,7 @@ def step_for(path: StrPath, keywords: Mapping[str, object]) -> int:
 def meter(
     progress: Callable[[Progress], None] | None, nbytes: int
 ) -> Callable[[int], None]:
-    """Return a function that reports to a caller's ``progress`` how far a write is."""
+    """Return a function that reports the written bytes to ``progress``."""
     began = time.monotonic()
 
     def tell(done: int) -> None:

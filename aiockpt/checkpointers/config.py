@@ -1,7 +1,7 @@
 """Every option of the checkpointers, as frozen dataclasses, with its default.
 
-The names are those of ``torch.distributed.checkpoint._experimental``. The options that
-torch does not have need not be set.
+The names are those of ``torch.distributed.checkpoint._experimental``. Options that
+torch does not have are optional.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = [
 ]
 
 BusyPolicy = Literal["wait", "skip", "replace", "fail"]
-"""What a save does while one is being written and another one waits."""
+"""What a save does while another is being written and a third one waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """The rank of this process among those that save together.
+    """The rank of this process among the ranks that save together.
 
     Attributes:
         global_rank: Its rank, from 0.
@@ -39,7 +39,8 @@ class RankInfo:
     def __post_init__(self) -> None:
         if not 0 <= self.global_rank < self.global_world_size:
             raise ValueError(
-                f"rank {self.global_rank} is not one of {self.global_world_size}"
+                f"global_rank must be from 0 to global_world_size - 1, "
+                f"got {self.global_rank} of {self.global_world_size}"
             )
 
 
@@ -49,7 +50,8 @@ class BarrierConfig:
 
     Attributes:
         barrier_type: ``"tcp_store"``, ``"dist_barrier"``, or a registered name. None:
-            one rank commits alone, and several meet where ``torch.distributed`` does.
+            a single rank needs no barrier; several ranks use the store of
+            ``torch.distributed``.
         barrier_args: Arguments of the barrier's class.
     """
 
@@ -62,15 +64,16 @@ class CheckpointWriterConfig:
     """How a rank writes its file.
 
     Attributes:
-        write_barrier_timeout_secs: How long it waits for the other ranks.
-        fsync: Have the disk confirm everything. With it, a checkpoint survives a power
-            failure; without it, only the end of the process.
-        keep_last: How many checkpoints of a directory stay when one is saved; None
-            keeps all. The last whole one always stays.
-        keep_every: Checkpoints whose step is a multiple of this stay, too.
-        chunk_bytes: How many bytes one digest covers in a synchronous save.
+        write_barrier_timeout_secs: How long a rank waits for the other ranks, in
+            seconds.
+        fsync: Wait until the disk confirms each write. Then a checkpoint survives a
+            power failure; without it, only the end of the process.
+        keep_last: How many checkpoints of a directory to keep when one is saved. None:
+            all. The last complete one is always kept.
+        keep_every: Also keep checkpoints whose step is a multiple of this.
+        chunk_bytes: The bytes that one digest covers, in a synchronous save.
         allow_pickle: In a synchronous save, pickle leaves that cannot be saved
-            otherwise. Pickles run code when they are loaded.
+            otherwise. A pickle runs code when it is loaded.
     """
 
     write_barrier_timeout_secs: float = 600
@@ -93,16 +96,16 @@ class CheckpointStagerConfig:
 
     Attributes:
         use_pinned_memory: Page-lock the arenas for the devices that copy into them.
-        use_shared_memory: Stage into memory that the checkpoint process can map;
-            otherwise the snapshot is copied once more on its way there.
-        use_async_staging: Copy in threads while the loop runs; otherwise on the
-            calling thread, which blocks until everything is copied.
-        use_non_blocking_copy: Poll for the end of the device's copies; otherwise a
-            thread blocks until then.
-        threads: How many parts are copied at once.
-        chunk_bytes: How many bytes one digest covers; a multiple of 64.
-        allow_pickle: Pickle leaves that cannot be saved otherwise. Pickles run code
-            when they are loaded.
+        use_shared_memory: Stage into memory that the checkpoint process can map.
+            Without it, the snapshot is copied once more for that process.
+        use_async_staging: Copy in threads while the loop runs. Without it, the calling
+            thread copies, and blocks until everything is copied.
+        use_non_blocking_copy: Poll for the end of a device's copies. Without it, a
+            thread blocks until they end.
+        threads: How many parts are copied in parallel.
+        chunk_bytes: The bytes that one digest covers; a multiple of 64.
+        allow_pickle: Pickle leaves that cannot be saved otherwise. A pickle runs code
+            when it is loaded.
     """
 
     use_pinned_memory: bool = True
@@ -119,21 +122,23 @@ class CheckpointProcessConfig:
     """The process that writes.
 
     Attributes:
-        subprocess_init_timeout_secs: How long it may take to start.
-        subprocess_shutdown_timeout_secs: How long it may take to finish its writes
-            when it is closed; then it is killed.
-        write_timeout_secs: How long one write may take, barriers included; then the
+        subprocess_init_timeout_secs: How long the process may take to start.
+        subprocess_shutdown_timeout_secs: How long the process may take to finish its
+            writes when it is closed. Then it is killed.
+        write_timeout_secs: How long one write may take, barriers included. Then the
             process is replaced.
-        hang_timeout_secs: How long it may be silent while it writes; then it counts
-            as hung, and is replaced.
-        nice: Added to its niceness once it is ready; it starts with the trainer's
-            priority. With 10, it gets a tenth of a core that training wants, too, and
-            all of an idle one; with 0, half of a shared core.
-        io_idle: Let it use the disk only when no other process does.
-        keep_last_seconds: How long it stays after the trainer has died, with the last
-            staged snapshot for a restarted one; 0: only until that is written.
-        runtime_dir: Where a restarted trainer finds it: a directory of this user
-            alone. None: below ``XDG_RUNTIME_DIR`` or the temporary directory.
+        hang_timeout_secs: How long the process may be silent during a write. Then it
+            counts as hung and is replaced.
+        nice: The increase of its niceness once it is ready; it starts with the
+            trainer's priority. With 10, the process gets a tenth of a core that
+            training also uses, and all of an idle core; with 0, half of a shared core.
+        io_idle: Let the process use the disk only when no other process does.
+        keep_last_seconds: How long the process lives on after the trainer has died, and
+            keeps the last staged snapshot for a restarted trainer. 0: only until that
+            snapshot is written.
+        runtime_dir: A directory in which a restarted trainer finds the process; only
+            this user may have access. None: a directory below ``XDG_RUNTIME_DIR``, or
+            below the temporary directory.
     """
 
     subprocess_init_timeout_secs: float = 30
@@ -148,19 +153,20 @@ class CheckpointProcessConfig:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointerConfig:
-    """Everything about one checkpointer.
+    """All options of one checkpointer.
 
     Attributes:
         writer_config: How files are written.
         barrier_config: How ranks commit together.
         staging_config: How an asynchronous save stages.
         process_config: The process of an asynchronous checkpointer.
-        use_process: Write in a process of its own; otherwise in a thread.
-        busy_policy: What a save does while one is being written and another one
-            waits: it waits too, is skipped, replaces the one that waits, or fails.
-        raise_on_failure: Let a failed save raise from ``save``, the next ``save`` or
-            ``close``. Otherwise it is logged, raises from its handle only, and
-            ``close`` returns it.
+        use_process: Write in a separate process. Without it, in a thread.
+        busy_policy: What a save does while another is being written and a third one
+            waits: it waits too (``wait``), is skipped (``skip``), replaces the waiting
+            one (``replace``), or fails (``fail``).
+        raise_on_failure: Raise the error of a failed save from ``save``, the next
+            ``save`` or ``close``. Without it, the error is logged, the handle raises
+            it, and ``close`` returns it.
     """
 
     writer_config: CheckpointWriterConfig = field(

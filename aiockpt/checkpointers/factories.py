@@ -1,4 +1,4 @@
-"""The factories: a checkpointer with everything it needs, made from one config.
+"""Factories: make a checkpointer from one config.
 
 `load` needs no checkpointer: it reads one checkpoint.
 """
@@ -44,12 +44,12 @@ def make_sync_checkpointer(
 
     Args:
         config: How to write, and how ranks commit together.
-        rank_info: This process's rank; by default that of ``torch.distributed``, or 0
-            of 1.
+        rank_info: This process's rank. By default the rank in ``torch.distributed``,
+            or the only rank.
         commit_hook: Called around each commit.
 
     Raises:
-        ValueError: there are several ranks, and nowhere to meet.
+        ValueError: there are several ranks, and no store to meet at.
     """
     rank_info = rank_info or default_rank_info()
     barrier = barrier_config_for(config.barrier_config, rank_info, in_process=False)
@@ -72,30 +72,30 @@ def make_async_checkpointer(
 ) -> AsyncCheckpointer:
     """Return a checkpointer that saves in the background.
 
-    Its process starts now; no event loop needs to run yet. It works with and without
-    an accelerator.
+    The checkpoint process starts at once; no event loop needs to run yet. This works
+    with and without an accelerator.
 
     Args:
         config: All options.
-        rank_info: This process's rank; by default that of ``torch.distributed``, or 0
-            of 1.
-        subprocess_init_fn: Called first in the process, with ``subprocess_init_args``;
-            not with ``use_process=False``.
+        rank_info: This process's rank. By default the rank in ``torch.distributed``,
+            or the only rank.
+        subprocess_init_fn: Called first in the checkpoint process, with
+            ``subprocess_init_args``. Not called with ``use_process=False``.
         checkpoint_writer_init_fn: Makes the writer in that process, from ``rank_info``
-            and ``checkpoint_writer_init_args``. The config's ``writer_config`` and
-            ``barrier_config`` are then not used.
+            and ``checkpoint_writer_init_args``. Then ``writer_config`` and
+            ``barrier_config`` have no effect.
         commit_hook: Called around each commit by the default writer, in its process.
 
     Raises:
-        ValueError: there are several ranks, and nowhere to meet; or a busy policy
-            that each of them would follow on its own.
+        ValueError: there are several ranks, and no store to meet at; or a busy policy
+            other than ``wait``, which ranks might apply differently.
         LocalProtocolError: a function or an argument cannot be pickled.
     """
     rank_info = rank_info or default_rank_info()
     if rank_info.global_world_size > 1 and config.busy_policy != "wait":
         raise ValueError(
             f"with busy_policy={config.busy_policy!r} some ranks might save a step "
-            "that others do not; several ranks need 'wait'"
+            "that others skip: use 'wait' with several ranks"
         )
     make_writer, arguments = checkpoint_writer_init_fn, dict[str, Any]()
     if make_writer is None:
@@ -175,22 +175,22 @@ def load(
 ) -> Any:
     """Return the state dict at ``path``; fill and return ``state_dict`` if given.
 
-    It blocks, and needs no checkpointer and no event loop.
+    The call blocks. It needs no checkpointer and no event loop.
 
     Args:
         path: A checkpoint's directory, or anything else that
             :meth:`.CheckpointReader.read` takes.
-        state_dict: A template, which is filled in place.
-        map_location: Where tensors go that have no place in the template.
+        state_dict: A template to fill in place.
+        map_location: The device of tensors that have no place in the template.
         strict: Raise if the checkpoint lacks a key of the template.
-        rank_info: This process's rank; by default that of ``torch.distributed``, or 0
-            of 1.
-        allow_pickle: Also rebuild leaves that were saved as pickles, which runs code.
+        rank_info: This process's rank. By default the rank in ``torch.distributed``,
+            or the only rank.
+        allow_pickle: Also load leaves that were saved as pickles, which runs code.
         kwargs: The other options of :meth:`.CheckpointReader.read`, such as ``select``.
 
     Raises:
-        CheckpointNotFoundError: no whole checkpoint is there.
-        StorageError, IntegrityError: it cannot be read.
+        CheckpointNotFoundError: there is no complete checkpoint at ``path``.
+        StorageError, IntegrityError: the checkpoint cannot be read, or is damaged.
         MissingKeysError: with ``strict``; nothing was changed.
     """
     reader = CheckpointReader(

@@ -1,4 +1,4 @@
-"""Loading: a rank's state dict, whole or in part, from a directory, file or peer."""
+"""Load a rank's state dict, or a part of it, from a directory, a file or a peer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["CheckpointReader", "MapLocation", "load"]
 logger = logging.getLogger("aiockpt")
 
 MapLocation = Any
-"""A device, its name, a dict of such, or a function, as ``torch.load`` takes it."""
+"""A device, its name, a dict of these, or a function, as in ``torch.load``."""
 
 _SHOWN = 10
 
@@ -39,10 +39,10 @@ class CheckpointReader:
     """Reads one rank's share of a checkpoint.
 
     Args:
-        rank_info: Whose file it reads.
-        limits: What it accepts; by default as much as there is memory for.
+        rank_info: The rank whose file it reads.
+        limits: The largest sizes that it accepts. By default the memory is the limit.
         allow_pickle: Accept leaves that were saved as pickles, which run code.
-        ports: Finds the port of a device; tests give a fake one.
+        ports: Returns the port of a device; tests pass a fake one.
     """
 
     def __init__(
@@ -76,46 +76,47 @@ class CheckpointReader:
         rank: int | None = None,
         **kwargs: Any,
     ) -> tuple[Any, list[str]]:
-        """Return the state dict, and the wanted keys that the checkpoint lacks.
+        """Return the state dict, and the requested keys that the checkpoint lacks.
 
         Args:
-            path: A checkpoint's directory; a safetensors file, a directory of such, or
-                a file of ``torch.save``, by whatever tool; a directory of the seed's
-                files; or a peer's URL, ``http://host:port/checkpoint/100``, or what
-                its ``metadata()`` says.
-            state_dict: A template: only its keys are read. Its tensors are filled, its
-                dicts and lists get the other values once everything is read, and it is
-                what is returned (a new tuple for a tuple). None as a value takes what
-                there is.
-            map_location: Where tensors go that have no place in the template.
-            strict: Raise if a key of the template is missing, or if nothing is at a
-                path of ``select``, before a byte is read.
-            select: Only these dotted paths, and what is below them; or a function of
-                the path that is asked for each value.
-            verify: Compare the digest of every chunk that is read (``full``), or of
-                none (``none``).
-            mmap: Return tensors over a private mapping of the file, which is read
-                when they are used. It must not be truncated meanwhile.
-            on_bytes: Called with numbers of bytes as they are read, from any thread;
-                what it raises ends the reading. Of a peer it is told of none while
-                that is silent, and of less than none when a chunk was wrong.
-            rank: Whose part to read, however many ranks wrote it and load it. By
-                default it is this one's, and there must be as many.
-            kwargs: Of ``save``, for readers that take them; not needed here.
+            path: One of: a checkpoint's directory; a safetensors file of any tool, or a
+                directory of such files; a file of ``torch.save``; a directory with the
+                files of torch's experimental checkpointer; the URL of a peer, such as
+                ``http://host:port/checkpoint/100``, or its ``metadata()``.
+            state_dict: A template; only its keys are read. Its tensors are filled in
+                place. Its dicts and lists get the other values after everything is
+                read. The template is returned (a new tuple for a tuple). None as a
+                value accepts any value.
+            map_location: The device of tensors that have no place in the template.
+            strict: Raise before any byte is read if a key of the template, or a path
+                of ``select``, is missing.
+            select: The dotted paths to read, each with everything below it; or a
+                function that is called with each path and returns a bool.
+            verify: ``full``: compare the digest of every chunk that is read. ``none``:
+                compare no digest.
+            mmap: Return tensors over a private mapping of the file. The file is read
+                when they are used, and must not be truncated meanwhile.
+            on_bytes: Called from any thread with the number of bytes that were read.
+                An exception in it ends the load. With a peer, 0 means that the peer is
+                silent, and a negative number that a chunk was wrong.
+            rank: The rank whose part to read, whatever the number of ranks. By default
+                this rank; then as many ranks must load the checkpoint as wrote it.
+            kwargs: Ignored here; for your own readers.
 
         Raises:
-            CheckpointNotFoundError: no whole checkpoint is there.
-            WorldSizeMismatchError: more or fewer ranks wrote it, and no ``rank`` was
-                given.
-            StorageError: it cannot be read.
-            TransferTimeoutError: a peer gave nothing new for 60 seconds.
+            CheckpointNotFoundError: there is no complete checkpoint at ``path``.
+            WorldSizeMismatchError: another number of ranks wrote it, and ``rank`` was
+                not given.
+            StorageError: the checkpoint cannot be read.
+            TransferTimeoutError: a peer sent nothing new for 60 seconds.
             IntegrityError: a chunk has a wrong digest. A note says whether tensors of
                 the template may hold bytes of it.
             StateDictError: ``map_location`` names no device of this host.
-            TemplateMismatchError: a value of the template is of another type, shape
-                or dtype; or, with ``strict``, the template has no place for what is
-                selected. Nothing was changed.
-            MissingKeysError: with ``strict``; nothing was changed.
+            TemplateMismatchError: a value of the template has another type, shape or
+                dtype; or, with ``strict``, the template has no place for a selected
+                value. The template is unchanged.
+            MissingKeysError: a key is missing, with ``strict``. The template is
+                unchanged.
         """
         del kwargs
         select = listed(select)
@@ -149,11 +150,11 @@ class CheckpointReader:
                 ),
             )
             received = load_from_peer(os.fspath(path), options, on_bytes)
-            name, _, _ = os.fspath(path).partition("#")  # a URL's token stays ours
+            name, _, _ = os.fspath(path).partition("#")  # without the token of a URL
             return received.state_dict, _reported(received.missing, name)
         with open_sources(path, reading) as found:
             if not found.sources and not mmap and device is None:
-                device = torch.device("cpu")  # what is mapped is copied
+                device = torch.device("cpu")  # mapped tensors are copied
             if state_dict is None and select is None and device is None:
                 return _whole(found, reading), []
             part = Selected(
@@ -171,7 +172,7 @@ class CheckpointReader:
 
 
 def _whole(found: Found, how: Reading) -> object:
-    """Read everything into memory of its own."""
+    """Read everything into new memory."""
     if not found.sources:
         return found.values
     for source in found.sources:
@@ -191,7 +192,7 @@ def _whole(found: Found, how: Reading) -> object:
 def _part(
     found: Found, part: Selected, how: Reading, ports: PortFor, *, into: bool
 ) -> object:
-    """Read what is wanted, to where it is wanted."""
+    """Read the requested values into the template, or into new memory."""
     for source, ranges in zip(found.sources, part.value_ranges(), strict=True):
         if ranges and not source.segment.is_there:
             values = Placement(source.segment, ranges)
@@ -227,7 +228,7 @@ def _reported(missing: Sequence[str], name: str) -> list[str]:
 
 
 def _verify(source: FileSource, ranges: Ranges, how: Reading) -> None:
-    """Compare the digests of what is mapped already."""
+    """Compare the digests of mapped bytes."""
     segment = source.segment
     if how.verify != "none" and segment.manifest.digests:
         placement = VerifyOnly(segment, ranges)
@@ -235,12 +236,12 @@ def _verify(source: FileSource, ranges: Ranges, how: Reading) -> None:
 
 
 def device_of(map_location: MapLocation) -> torch.device | None:
-    """Return where a ``map_location`` sends what was saved from host memory.
+    """Return the device that a ``map_location`` gives for tensors of host memory.
 
     A checkpoint does not say on which device a tensor was.
 
     Raises:
-        StateDictError: it names no device of this host.
+        StateDictError: ``map_location`` names no device of this host.
     """
     asked = map_location
     if isinstance(map_location, dict):
@@ -259,18 +260,18 @@ def device_of(map_location: MapLocation) -> torch.device | None:
     except (RuntimeError, TypeError, ValueError, AssertionError, ImportError) as error:
         why = str(error).strip().partition("\n")[0]
         raise StateDictError(
-            f"map_location={asked!r} names no device of this host ({why}); name one "
-            "that is here, or leave it out to load into host memory"
+            f"map_location={asked!r} names no device of this host ({why}): name "
+            "another one, or leave it out to load into host memory"
         ) from error
     return device
 
 
 class _CalledOffError(Exception):
-    """Ends the reading from within; nobody but this module sees it."""
+    """Ends the load from within; only this module catches it."""
 
 
 class _Switch:
-    """Passes on how many bytes were read, until the load is called off."""
+    """Passes on how many bytes were read, until the load is cancelled."""
 
     def __init__(self, report: Callable[[int], None] | None) -> None:
         self.off = False
@@ -293,9 +294,9 @@ async def load(
     on_bytes: Callable[[int], None] | None = None,
     **options: Any,
 ) -> Any:
-    """Return what the reader reads in a thread.
+    """Run the reader in a thread, and return its result.
 
-    If cancelled, it ends when the thread has ended, which is soon: nothing is written
+    If cancelled, this waits until the thread has ended, which is soon. Nothing writes
     to the caller's tensors afterwards.
     """
     switch = _Switch(on_bytes)

@@ -1,4 +1,4 @@
-"""A checkpointer without an event loop: every call blocks until it is done."""
+"""SyncCheckpointer: every call blocks until it is done."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = ["SyncCheckpointer"]
 class SyncCheckpointer(Checkpointer):
     """Saves straight from the tensors' memory and loads straight into it.
 
-    No event loop is needed. A loop that runs in the calling thread stands still
-    meanwhile. Use it as a context manager, or call :meth:`close`.
+    It needs no event loop; a loop of the calling thread is blocked during a call. Use
+    the checkpointer as a context manager, or call :meth:`close`.
 
     Args:
-        writer: Writes this rank's share.
-        reader: Reads it.
+        writer: Writes this rank's part.
+        reader: Reads this rank's part.
     """
 
     def __init__(self, writer: CheckpointWriter, reader: CheckpointReader) -> None:
@@ -65,15 +65,16 @@ class SyncCheckpointer(Checkpointer):
         progress: Callable[[Progress], None] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write the state dict; return when all ranks have committed it.
+        """Write the state dict, and return when all ranks have committed it.
 
-        Nobody may mutate it meanwhile. See :meth:`.CheckpointWriter.write`.
-        ``progress`` is called with :class:`.Progress` during the write, except by a
-        writer that overrides ``write``.
+        Do not change the state dict during the call. See
+        :meth:`.CheckpointWriter.write`. ``progress`` is called with
+        :class:`.Progress` during the write, except by a writer that overrides
+        ``write``.
 
         Raises:
-            UnsupportedLeafError: a leaf cannot be saved.
-            StorageError: not committed; at ``path`` is what was there before.
+            UnsupportedLeafError: a leaf has a type that cannot be saved.
+            StorageError: the checkpoint is not committed; ``path`` is as before.
             ClosedError: after :meth:`close`.
         """
         self._check()
@@ -106,9 +107,9 @@ class SyncCheckpointer(Checkpointer):
         """Return the state dict at ``path``; see :meth:`.CheckpointReader.read`.
 
         Raises:
-            MissingKeysError: with ``strict``, if the checkpoint lacks keys.
-            CheckpointNotFoundError: no whole checkpoint is there.
-            StorageError, IntegrityError: it cannot be read.
+            MissingKeysError: the checkpoint lacks keys, with ``strict``.
+            CheckpointNotFoundError: there is no complete checkpoint at ``path``.
+            StorageError, IntegrityError: the checkpoint cannot be read, or is damaged.
             ClosedError: after :meth:`close`.
         """
         self._check()
@@ -130,7 +131,7 @@ class SyncCheckpointer(Checkpointer):
         return loaded
 
     def statistics(self) -> CheckpointerStatistics:
-        """Return how many saves there were, and how long the last one took."""
+        """Return the numbers of saves, their bytes and their times."""
         now = self._account.now
         return now._replace(under_way=now.saves - now.written - now.failed)
 

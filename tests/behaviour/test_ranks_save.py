@@ -433,5 +433,5 @@ class TestRegistry:
         with pytest.raises(ValueError, match="2 ranks need a barrier"):
             CheckpointWriter(config(), RankInfo(1, 2))
         for rank, size in [(-1, 2), (2, 2), (0, 0)]:
-            with pytest.raises(ValueError, match="is not one of"):
+            with pytest.raises(ValueError, match="global_rank must be from 0"):
                 RankInfo(rank, size)
