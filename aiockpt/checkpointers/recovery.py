@@ -92,25 +92,26 @@ async def recover(
     timeout: Timeout = 30.0,
     allow_pickle: bool = False,
 ) -> Recovered:
-    """Take over the last snapshot that was to be saved below ``directory``.
+    """Take over the last snapshot that a dead trainer was saving below ``directory``.
 
-    The checkpoint process of a trainer that has died keeps it for
-    ``keep_last_seconds``. A snapshot can be taken over once; then the process exits.
-    Every digest is verified. Not a byte is copied, or read from a disk.
+    The checkpoint process of the dead trainer keeps the snapshot for
+    ``keep_last_seconds``. It can be taken over once; then that process exits. All
+    digests are verified. No byte is copied or read from a disk. If cancelled, the
+    process keeps the snapshot for a later call.
 
     Args:
         directory: The parent of the checkpoint's directory.
-        rank_info: The rank to recover; by default that of ``torch.distributed``, or 0.
-        runtime_dir: As in the config of the trainer that has died.
-        timeout: How long the process may take to answer.
-        allow_pickle: Also rebuild leaves that were staged as pickles.
+        rank_info: The rank to recover. By default the rank in ``torch.distributed``,
+            or 0.
+        runtime_dir: The ``runtime_dir`` of the dead trainer's config.
+        timeout: How long the process may take to answer, in seconds or as a
+            ``timedelta``.
+        allow_pickle: Also rebuild leaves that were staged as pickles, which runs code.
 
     Raises:
-        CheckpointNotFoundError: no process keeps one.
-        IntegrityError: it is damaged; it stays where it is.
+        CheckpointNotFoundError: no process keeps a snapshot.
+        IntegrityError: the snapshot is damaged; the process keeps it.
         WorkerError: the process does not answer, or belongs to another user.
-
-    If cancelled, it stays where it is, for a later call.
     """
     rank = (rank_info or default_rank_info()).global_rank
     bridge = Bridge(threads=1, name="aiockpt-recover")
@@ -146,7 +147,7 @@ def _take(
     except TimeoutError:
         limit = holder.gettimeout()
         raise WorkerError(
-            f"the process that keeps the snapshot said nothing for {limit:g} s"
+            f"the process that keeps the snapshot did not answer for {limit:g} s"
         ) from None
     except ConnectionError:  # it died before it had accepted
         data, fds = b"", []
@@ -171,7 +172,7 @@ def _connect(holder: socket.socket, directory: str, rank: int, runtime: str) -> 
     except (FileNotFoundError, ConnectionRefusedError):
         raise _nothing(directory, rank) from None
     if not is_ours(holder):
-        raise WorkerError("the process that keeps the snapshot is another user's")
+        raise WorkerError("the process that keeps the snapshot belongs to another user")
 
 
 def _nothing(directory: str, rank: int) -> CheckpointNotFoundError:

@@ -1,7 +1,7 @@
 """The copy that training waits for: a state dict becomes a snapshot in an arena.
 
-The stager computes no digests, encodes nothing and touches no file: the writer does
-that. The arenas are kept and reused, so only the first saves pay for new memory.
+The stager only copies. The writer computes digests, encodes and writes files. Arenas
+are reused, so only the first saves pay for new memory.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from aiockpt.transport import exact_step
 
 __all__ = ["CheckpointStager", "DefaultStager", "StagedState", "stager_of"]
 
-_ARENAS: Final = 2  # one is written while the next save is staged
+_ARENAS: Final = 2  # one is written while the next save is staged into the other
 _CLOSING: Final = 5.0
 _LIMITS: Final = replace(FILE_LIMITS, max_header_bytes=1 << 40)
 
 
 class StagedState:
-    """A staged state dict, with the memory that it lies in.
+    """A staged state dict and its memory.
 
-    Leaving its ``with`` block releases it. The checkpointer that it is given to
-    releases it, too, when it is written.
+    It is released at the end of its ``with`` block. If you pass it to a checkpointer,
+    the checkpointer releases it after the write.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class StagedState:
         return self.snapshot.manifest.segment_bytes
 
     def state_dict(self) -> Any:
-        """Return the state dict: tensors over the arena, ties and containers kept.
+        """Return the state dict with tensors over the arena.
 
-        The tensors are valid until :meth:`release`: then another save may use the
-        memory.
+        Shared storage and container types are as in the original. The tensors are
+        valid until :meth:`release`, which lets another save use the memory.
         """
         manifest = self.snapshot.manifest
         found = self.snapshot.buffers(0, manifest.segment_bytes)
@@ -79,21 +79,21 @@ class StagedState:
         )
 
     def release(self) -> None:
-        """Let the next save have the memory. Idempotent."""
+        """Give the memory back for the next save. Idempotent."""
         if not self._released:
             self._released = True
             self.snapshot.release()
 
 
 class CheckpointStager(ABC):
-    """Copies a state dict, so that training may go on. You may derive your own.
+    """Copies a state dict so that training can continue. You may subclass it.
 
-    ``stage`` may return a :class:`StagedState`, or a state dict in memory of its own.
+    ``stage`` may return a :class:`StagedState`, or a state dict with new tensors.
     """
 
     @abstractmethod
     async def stage(self, state_dict: Any, **kwargs: Any) -> Any:
-        """Return the copy; ``state_dict`` may be mutated from then on.
+        """Return a copy. The caller may change ``state_dict`` afterwards.
 
         ``kwargs`` are those of ``save``.
         """
@@ -104,11 +104,11 @@ class CheckpointStager(ABC):
 
 
 class DefaultStager(CheckpointStager):
-    """Stages into arenas that are shared with the checkpoint process, and reused.
+    """Stages into arenas, which are reused and shared with the checkpoint process.
 
     Args:
-        config: What kind of memory to use, and how to copy.
-        ports: Finds the port of a device; tests give a fake one.
+        config: The kind of memory, and how to copy.
+        ports: Returns the port of a device; tests pass a fake one.
     """
 
     def __init__(
@@ -136,13 +136,14 @@ class DefaultStager(CheckpointStager):
     async def stage(
         self, state_dict: Any, *, step: int = 0, **kwargs: Any
     ) -> StagedState:
-        """Copy a state dict; it may be mutated when this returns.
+        """Copy a state dict. The caller may change it afterwards.
+
+        If cancelled, this waits until at most 64 MiB are copied, and keeps nothing.
 
         Raises:
-            UnsupportedLeafError: a leaf cannot be saved; nothing was copied.
-            StagingError: a copy failed.
-
-        If cancelled, waits for the copy of at most 64 MiB and keeps nothing.
+            UnsupportedLeafError: a leaf has a type that cannot be saved; nothing was
+                copied.
+            StagingError: a copy failed, or the host lacks memory.
         """
         del kwargs  # for other stagers
         with self._lifetime.call():
@@ -154,7 +155,7 @@ class DefaultStager(CheckpointStager):
         )
 
     async def close(self) -> None:
-        """Release all memory, also that of a state which is still staged."""
+        """Release all memory, including that of states that are still staged."""
         self._lifetime.bind()
         self._stager.close()
         steps = [partial(self._lifetime.calls_ended, timeout=_CLOSING)]

@@ -30,17 +30,17 @@ def setup(
     *,
     app_key: web.AppKey[HTTPTransport[Any]] = APP_KEY,
 ) -> None:
-    """Serve ``transport`` below ``prefix`` of ``app``, for as long as the app runs.
+    """Serve ``transport`` below ``prefix`` of ``app`` while the app runs.
 
-    Call it before the app starts. The app shuts the transport down when it ends. The
-    routes check the token themselves and rely on none of the app's middlewares. Tell
-    the transport its public URL by ``advertise="https://host/checkpoint/"``. For a
-    second transport in the same app, pass another prefix and another key. If the app
-    has no page at the prefix itself, a page there says what is served.
+    Call this before the app starts. The app shuts the transport down when it ends. The
+    routes check the token themselves and need no middleware of the app. Pass the public
+    URL to the transport: ``advertise="https://host/checkpoint/"``. A second transport
+    in the same app needs another prefix and another key. If the app has no page at the
+    prefix itself, a page there shows the published step.
 
     Raises:
         LocalProtocolError: the app has a transport at this prefix or with this key, or
-            the prefix has characters that a URL would quote.
+            the prefix has characters that a URL must quote.
         RuntimeError: the app has started already.
     """
     _check_prefix(prefix)
@@ -56,7 +56,7 @@ def setup(
 
 
 def create_app(transport: HTTPTransport[Any]) -> web.Application:
-    """Return an application for ``add_subapp``, with the transport's lifetime."""
+    """Return an application for ``add_subapp`` that starts and ends the transport."""
     app = web.Application()
     setup(app, transport, prefix="")
     return app
@@ -65,10 +65,10 @@ def create_app(transport: HTTPTransport[Any]) -> web.Application:
 def routes(
     transport: HTTPTransport[Any], prefix: str = "/checkpoint"
 ) -> list[web.RouteDef]:
-    """Return the plain routes; you start the transport and shut it down.
+    """Return the routes only; you start the transport and shut it down.
 
     Raises:
-        LocalProtocolError: ``prefix`` has characters that a URL would quote.
+        LocalProtocolError: ``prefix`` has characters that a URL must quote.
     """
     _check_prefix(prefix)
     return handlers.routes(transport.mount(prefix), prefix)
@@ -85,11 +85,11 @@ def get_transport(
 
 
 def serves(request: web.Request) -> bool:
-    """Return whether a transport answers ``request``, so that a middleware lets it be.
+    """Return whether a transport answers ``request``; a middleware should let it pass.
 
-    A middleware that demands a token must not interfere, since the transport demands
-    its own token in the same header. Nor must a middleware that renders errors, since
-    receivers act upon the transport's errors.
+    A middleware that asks for a token must let it pass, because the transport asks for
+    its own token in the same header. So must a middleware that renders errors, because
+    receivers act on the transport's errors.
     """
     handler = request.match_info.handler
     return isinstance(getattr(handler, "__self__", None), CheckpointService)
@@ -110,8 +110,8 @@ def _check_free(
     taken = {resource.canonical for resource in app.router.resources()}
     if app_key in app or f"{prefix.rstrip('/')}/{LATEST}" in taken:
         raise LocalProtocolError(
-            f"the app has a transport at {prefix!r} or under {app_key!r} already: give "
-            "a second one another prefix= and an app_key= of its own"
+            f"the app has a transport at {prefix!r} or under {app_key!r} already: pass "
+            "another prefix= and another app_key= for the second one"
         )
 
 

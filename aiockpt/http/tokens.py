@@ -1,8 +1,8 @@
 """Tokens for single receivers, and the MAC of a manifest: HMAC-SHA256 over plain text.
 
-A receiver's token says who may read which step until when, and proves with a MAC that
-somebody said so who knows the sender's token. A sender checks it without keeping any
-list, and whoever holds one can make no other one from it.
+A receiver's token says who may read which step until when. Its MAC proves that somebody
+who knows the sender's token made it. A sender checks it without a list of tokens, and
+the holder of one token cannot make another from it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 CLOCK_SKEW: Final = 30.0
-"""Seconds for which a token is taken after its end: clocks differ."""
+"""Seconds for which a token is accepted after it has expired: clocks differ."""
 
 MAC_HEADER: Final = "Aiockpt-Manifest-Mac"
 
@@ -45,7 +45,7 @@ _TOKEN: Final = re.compile(
 )
 _RECEIVER: Final = re.compile(r"[\x21-\x7e]{1,100}")
 _ALGORITHM: Final = "hmac-sha256"
-# What a MAC is for is a part of what it covers, should one text serve for both.
+# The MAC also covers its purpose, so one MAC cannot stand for the other.
 _OF_TOKEN: Final = b"aiockpt receiver token\n"
 _OF_MANIFEST: Final = b"aiockpt manifest\n"
 _SLICE: Final = 256 << 10  # bytes per round of the loop: a fraction of a millisecond
@@ -54,17 +54,17 @@ _KEPT: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Who may read which step (None: any), until when in seconds since 1970."""
+    """Who may read which step (None: all), and until when (seconds since 1970)."""
 
     receiver: str
     step: int | None
     expires: int
 
     def check(self, step: str | None, *, now: float) -> None:
-        """Raise `AuthenticationError` unless it is for that step, and not over."""
+        """Raise `AuthenticationError` unless the grant is valid for this step now."""
         if now > self.expires + CLOCK_SKEW:
             late = f"{now - self.expires:.0f} s ago"
-            raise AuthenticationError("the server", f"the token ended {late}")
+            raise AuthenticationError("the server", f"the token expired {late}")
         if self.step is not None and step != str(self.step):
             raise AuthenticationError("the server", f"it is for step {self.step} only")
 
@@ -73,24 +73,23 @@ class Grant:
 def make_token(
     token: str, receiver: str, *, expires: float, step: int | None = None
 ) -> str:
-    """Return a token with which one receiver may fetch from whoever has ``token``.
+    """Return a token for one receiver, valid at every sender that uses ``token``.
 
-    For an orchestrator that was given the senders' ``token``;
-    :meth:`.HTTPTransport.grant` makes one at the sender. The receiver's ``token=`` it
-    may be, or the fragment of a sender's metadata. It can be taken back only by
-    changing that one.
+    This is for an orchestrator that knows the senders' token. At a sender, use
+    :meth:`.HTTPTransport.grant`. The receiver passes the result as ``token=``, or as
+    the fragment of a sender's metadata. To revoke it, change the senders' token.
 
     Args:
-        token: That of the senders. Make it of 128 random bits or more: who
-            holds a receiver's token can try others at home.
-        receiver: Whose it is, for the audit log: 100 printable characters at most.
-        expires: When it ends, in seconds since 1970; senders take it for 30 seconds
-            more, since clocks differ. A transfer must have asked for its last byte by
-            then.
-        step: The only step that it is for; None: all.
+        token: The senders' token, with at least 128 random bits: the holder of a
+            receiver's token can test guesses of it offline.
+        receiver: The receiver's name in the audit log, 1 to 100 printable characters.
+        expires: The end in seconds since 1970. Senders accept the token for 30 seconds
+            more, because clocks differ. A transfer must send its last request by then.
+        step: The only step that the receiver may fetch. None: all steps.
 
     Raises:
-        ValueError: a receiver or a time that cannot be written.
+        ValueError: ``receiver``, ``expires`` or ``step`` has a value that a token
+            cannot hold.
     """
     if _RECEIVER.fullmatch(receiver) is None:
         raise ValueError(
@@ -104,14 +103,14 @@ def make_token(
 
 
 def read_token(text: str, token: str) -> Grant | None:
-    """Return what a receiver's token grants; None if it is none, or not of ours."""
+    """Return the grant of a receiver's token, or None if the token is not valid."""
     found = _TOKEN.fullmatch(text)
     if found is None:
         return None
     payload, name, step, expires, mac = found.groups()
     if not hmac.compare_digest(mac, _token_mac(token, payload)):
         return None
-    # What is under the MAC is our own writing.
+    # The MAC is right, so this side has written the text.
     receiver = base64.urlsafe_b64decode(name + "=" * (-len(name) % 4)).decode()
     return Grant(receiver, None if step == "any" else int(step), int(expires))
 
@@ -126,7 +125,7 @@ def _text(data: bytes) -> str:
 
 
 def manifest_mac(key: bytes) -> hmac.HMAC:
-    """Return a MAC that wants to be updated with a whole header; see `format_mac`."""
+    """Return a MAC to update with a whole header; see `format_mac`."""
     return hmac.new(key, _OF_MANIFEST, hashlib.sha256)
 
 
@@ -148,7 +147,7 @@ def check_manifest_mac(
 
 
 class ManifestMacs:
-    """Knows the MACs of the last few manifests."""
+    """Caches the MACs of the last few manifests."""
 
     def __init__(self, key: bytes | None) -> None:
         self._key = key

@@ -1,4 +1,4 @@
-"""PGTransport: a checkpoint sent over a process group, rank to rank."""
+"""PGTransport: send a checkpoint over a process group, from rank to rank."""
 
 from __future__ import annotations
 
@@ -42,37 +42,40 @@ __all__ = ["PGTransport"]
 
 _METADATA: Final = "aiockpt-process-group"
 _THREADS: Final = 2
-_CLOSING: Final = 5.0  # for what is under way, and then for the threads
+_CLOSING: Final = 5.0  # seconds for running calls to end, and then for the threads
 _HOST: Final = torch.device("cpu")
 
 
 class PGTransport(CheckpointTransport[T]):
-    """Sends a checkpoint to ranks of a process group, and receives from its like.
+    """Sends a checkpoint to ranks of a process group, and receives from other ranks.
 
-    A send ends when its receivers have the checkpoint: both ends call at about the
-    same time, and whoever is early waits. It belongs to the loop that first used it.
+    A send ends when its receivers have the checkpoint. Both ends call at about the same
+    time, and the earlier one waits. The transport belongs to the event loop that uses
+    it first.
 
-    Give it a group of its own, not the one that trains: a call that is cancelled or
-    times out, and a peer that dies, leave messages under way that nothing can call
-    back. From then on the transport is broken, every call raises
-    ``ProcessGroupError``, and the remedy is a new group.
+    Pass a separate group, not the one that trains. A cancelled call, a timeout or a
+    dead peer leaves messages in the group that cannot be taken back. Then the transport
+    is broken: every call raises ``ProcessGroupError``, and you need a new group.
 
     Args:
         pg: The group: gloo for host memory, NCCL for CUDA; a
-            ``torch.distributed.ProcessGroup``, or torchft's. It stays the caller's.
-        timeout: Default deadline of a send or a receive.
-        device: Where the group's backend wants its tensors. What is on such a device
-            is sent from there, received there and verified there, and never comes to
-            the host; this has not been measured. Calls then take turns, and both ends
-            must make them in the same order.
-        state_dict: Called on the loop at every receive without ``into``. A tensor that
-            has the same path, dtype, shape and strides in what it returns is filled in
-            place. Every other tensor gets new memory: an optimizer has no state before
-            its first step, for instance. What it raises is told to the sender.
-        chunk_bytes: Bytes that one digest is for, a multiple of 64.
-        limits: What a receive accepts.
-        allow_pickle: Let leaves that nothing else carries travel as pickles, which
-            run code when they are received. Both ends must say so.
+            ``torch.distributed.ProcessGroup``, or torchft's. The transport does not
+            destroy it.
+        timeout: The default deadline of a send or a receive, in seconds or as a
+            ``timedelta``.
+        device: The device on which the group's backend needs its tensors. Tensors on
+            such a device are sent, received and verified there, without a copy to the
+            host; this has not been measured. Calls then run one after the other, and
+            both ends must make them in the same order.
+        state_dict: Returns a template; called on the loop at each receive without
+            ``into``. A tensor of the template with the same path, dtype, shape and
+            strides is filled in place. All others get new memory; for example, an
+            optimizer has no state before its first step. If it raises, the sender is
+            told.
+        chunk_bytes: The bytes that one digest covers; a multiple of 64.
+        limits: The largest sizes that a receive accepts.
+        allow_pickle: Send and accept leaves as pickles if no other encoding fits them.
+            A pickle runs code in the receiver. Both ends need this option.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class PGTransport(CheckpointTransport[T]):
             return f"<PGTransport without a group{broken}>"
 
     def metadata(self) -> str:
-        """Return a constant: a rank finds another one by the group.
+        """Return a constant; the ranks of the group know each other.
 
         Raises:
             ClosedError: after :meth:`shutdown`.
@@ -127,30 +130,31 @@ class PGTransport(CheckpointTransport[T]):
         state_dict: T = REQUIRED,
         timeout: Timeout | None = None,
     ) -> None:
-        """Send ``state_dict`` as ``step`` to ``dst_ranks``, all of them at once.
+        """Send ``state_dict`` as ``step`` to all ``dst_ranks`` in parallel.
 
-        Returns when every receiver has verified it, or failed: none waits for another.
-        If it cannot be sent, receivers that wait are told at once, and the others when
-        they receive this step or an earlier one.
+        The call returns when every receiver has verified the checkpoint or has failed.
+        If it cannot be sent, waiting receivers are told at once, and the others when
+        they receive this step or an earlier one. If cancelled before anything was sent,
+        the receivers continue to wait. If cancelled later, the transport is broken.
 
         Args:
-            dst_ranks: The receivers; None: every other rank of the group.
+            dst_ranks: The receivers. None: every other rank of the group.
             step: The number of the checkpoint.
-            state_dict: What to send. It must not change before this returns.
-            timeout: Deadline of the whole call, in seconds or as a ``timedelta``.
+            state_dict: The state to send. Do not change it during the call.
+            timeout: The deadline of the whole call, in seconds or as a ``timedelta``.
 
         Raises:
-            UnsupportedLeafError, StagingError: it cannot be sent. The group is well,
-                also if a receiver is not there.
-            ValueError: ``dst_ranks`` has this rank, a rank twice, or no rank of the
-                group; or it is None, and the group does not know this rank.
-            PeerFailedError: a receiver refused it, and says why; the group is well.
-            ProcessGroupError: the group is broken; ``rank`` says which peer broke it.
-            TransferTimeoutError: a receiver did not come or did not finish in time.
+            UnsupportedLeafError: a leaf has a type that no checkpoint can hold. The
+                group still works.
+            StagingError: a copy failed, or the host lacks memory. The group still
+                works.
+            ValueError: ``dst_ranks`` has this rank, a rank twice, or a rank that is not
+                in the group; or it is None, and the group does not know this rank.
+            PeerFailedError: a receiver refused the checkpoint; the message says why.
+                The group still works.
+            ProcessGroupError: the group is broken; ``rank`` is the peer that broke it.
+            TransferTimeoutError: a receiver did not call, or did not finish, in time.
             ClosedError: after, or because of, :meth:`shutdown`.
-
-        If cancelled before anything was sent, receivers go on waiting; later, the
-        transport is broken.
         """
         require_given("send_checkpoint", step=step, state_dict=state_dict)
         step = exact_step(step)
@@ -195,10 +199,10 @@ class PGTransport(CheckpointTransport[T]):
         )
 
     async def disallow_checkpoint(self) -> None:
-        """Return when no send is under way: nothing stays offered after a send.
+        """Wait until no send is running; a finished send leaves nothing published.
 
-        A send cannot be called off without breaking the group, so it is waited for,
-        until its deadline at most.
+        To cancel a send would break the group, so the call waits for it, at most until
+        the deadline of the send. If cancelled, the send continues.
         """
         self._lifetime.bind()
         if self._sends:
@@ -216,36 +220,37 @@ class PGTransport(CheckpointTransport[T]):
         select: Select | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> T:
-        """Receive ``step`` from ``src_rank``; it may be called before the send.
+        """Receive ``step`` from ``src_rank``; wait until it is sent.
+
+        If cancelled while it waits for the sender or later, the transport is broken.
 
         Args:
             src_rank: The sender's rank in the group.
-            metadata: What a ``PGTransport``'s :meth:`metadata` returned, which is the
-                default.
-            step: The step that the sender was given.
-            timeout: Deadline of the whole call, in seconds or as a ``timedelta``.
-            into: A state dict to fill: its tensors in place, its dicts and lists with
-                the other values. It is checked before a byte moves, touched only
-                when everything has been verified, and returned.
-            direct: With ``into``: receive straight into its memory. A receive that
-                fails then says in a note whether the template was modified. One that
-                is cut short may still be written to until the group is destroyed.
-            select: Refused: a sender sends the same bytes to all ranks at once. An
-                ``HTTPTransport`` receives parts.
+            metadata: The string of a ``PGTransport``'s :meth:`metadata`; the default.
+            step: The step to receive.
+            timeout: The deadline of the whole call, in seconds or as a ``timedelta``.
+            into: A template: a state dict to fill and return. Its tensors are filled
+                in place, its dicts and lists get the other values. It is checked
+                before any byte moves, and changed only after all bytes are verified.
+            direct: With ``into``: receive straight into the memory of the template. If
+                such a receive fails, a note of the error says whether the template was
+                changed. After a cancelled one, gloo may write to the template until the
+                group is destroyed.
+            select: Refused, because a sender sends the same bytes to all ranks. Use an
+                ``HTTPTransport`` to receive parts.
             progress: Called with :class:`.Progress` as bytes arrive.
 
         Raises:
-            LocalProtocolError: ``select`` was given; the group is well, and the send
-                still waits to be received.
-            StepNotFoundError: the sender sends another step, which it is told.
-            PeerFailedError: the sender cannot send, and says why; the group is well.
+            LocalProtocolError: ``select`` was given. The group still works, and the
+                send still waits for a receive.
+            StepNotFoundError: the sender sends another step. The sender is told.
+            PeerFailedError: the sender cannot send; the message says why. The group
+                still works.
             ProcessGroupError: the group is broken.
             TransferTimeoutError: the deadline passed.
-            TemplateMismatchError: ``into`` does not fit. The sender is told, and is
-                waited for until the deadline.
+            TemplateMismatchError: ``into`` does not fit the checkpoint. The sender is
+                told; the call waits for it until the deadline.
             ProtocolError: see the error tree.
-
-        If cancelled once it waits for the sender, the transport is broken.
         """
         require_given("recv_checkpoint", step=step)
         step, rank = exact_step(step), self._peer(src_rank)
@@ -282,11 +287,11 @@ class PGTransport(CheckpointTransport[T]):
                 return cast("T", found.state_dict)
 
     async def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
-        """Close everything but the group, which is the caller's.
+        """Close everything but the group. Idempotent.
 
-        Calls that are under way fail at once, whatever ``wait`` says; a thread that
-        waits for the group ends by itself, with the wait. If cancelled, the closing
-        goes on by itself.
+        Calls that still run fail at once, whatever ``wait`` says. A thread that waits
+        for the group ends when that wait ends. If cancelled, the shutdown continues in
+        the background.
         """
         self._lifetime.bind()
         self._bridge.refuse()
@@ -299,16 +304,16 @@ class PGTransport(CheckpointTransport[T]):
     def _peer(self, rank: int) -> int:
         size = self._size()
         if not 0 <= rank < size:
-            raise ValueError(f"{rank} is no rank of a group of {size}")
+            raise ValueError(f"rank {rank} is not in the group, which has {size} ranks")
         if rank == rank_in(self._group):
-            raise ValueError(f"{rank} is this process's own rank; name another rank")
+            raise ValueError(f"rank {rank} is this process: pass another rank")
         return rank
 
     def _other_ranks(self) -> list[int]:
         own = rank_in(self._group)
         if own is None:
             raise ValueError(
-                "this group does not say which rank this process has: pass dst_ranks="
+                "this group does not know the rank of this process: pass dst_ranks="
             )
         return [rank for rank in range(self._size()) if rank != own]
 
@@ -343,19 +348,19 @@ class PGTransport(CheckpointTransport[T]):
     async def _tell(
         self, ranks: Sequence[int], step: int, error: Exception, deadline: Deadline
     ) -> None:
-        """Tell receivers why nothing comes; note in ``error`` who was not told."""
+        """Tell receivers why the send failed; add a note for those not reached."""
         refuse = partial(self._ranks.refuse, step=step, error=error, deadline=deadline)
         async with telling(error, "the receivers", deadline):
             for lost in await _with_each(ranks, refuse):
-                error.add_note(f"could not be told: {lost}")
+                error.add_note(f"a receiver could not be told: {lost}")
 
 
 async def _with_each(
     ranks: Sequence[int], talk: Callable[[int], Awaitable[None]]
 ) -> list[AiockptError]:
-    """Talk to all ranks at once; return the errors, in the order of the ranks.
+    """Talk to all ranks in parallel; return the errors in the order of the ranks.
 
-    A rank that fails stops no other.
+    The error of one rank does not stop the others.
     """
 
     async def attempt(rank: int) -> AiockptError | None:
@@ -378,7 +383,7 @@ def _medium_of(
     allow_pickle: bool,
     limits: Limits,
 ) -> Medium:
-    """Return the medium of a transport whose group wants its tensors on ``device``."""
+    """Return the medium of a transport whose group needs tensors on ``device``."""
     device = numbered(device)
     made: Callable[..., Medium] = HostMedium
     if device.type != "cpu" and (port := port_for(device)) is not None:

@@ -1,15 +1,15 @@
-"""Checkpoints as directories: what they are called, and which of them are whole.
+"""Checkpoints as directories: their names, and which of them are complete.
 
 A checkpoint is a directory with a file per rank and, written last, a *marker*::
 
     checkpoints/step-100/checkpoint_0.safetensors, ..., commit.json
 
-What is not whole has another name, beside it. ``.step-100.part`` is being built.
-``.step-100.old`` was there before, where a file system cannot exchange names.
-``.step-100.*.trash`` is being removed. So at the name itself is either the whole old
-checkpoint or the whole new one, whatever dies and when.
+Incomplete directories have other names in the same parent. ``.step-100.part`` is being
+written. ``.step-100.old`` is the previous checkpoint, on a file system that cannot
+exchange names. ``.step-100.*.trash`` is being removed. So the name itself always leads
+to the complete old checkpoint or the complete new one, whatever dies and when.
 
-Everything here blocks, and needs no tensors.
+All functions block, and none needs a tensor.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _OLD = re.compile(r"\.(.+)\.old", re.DOTALL)
 
 
 class RankFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The marker's entry for a rank's file."""
+    """The entry of a rank's file in the marker."""
 
     bytes: Count
     snapshot: str
@@ -79,12 +79,12 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint: where it is, and what its marker says.
+    """A complete checkpoint: its directory and the content of its marker.
 
     Attributes:
-        path: Its directory: that of its name, or the ``.old`` one after a crash in the
-            middle of a replacement.
-        name: The name that it was saved under.
+        path: The directory. After a crash in the middle of a replacement, it may be the
+            ``.old`` one.
+        name: The name under which it was saved.
         step: Its training step.
         world_size: How many ranks wrote it.
         files: The ranks' files by name.
@@ -105,7 +105,7 @@ class Checkpoint:
         """Return a rank's file.
 
         Raises:
-            CheckpointNotFoundError: fewer ranks wrote it.
+            CheckpointNotFoundError: fewer ranks wrote the checkpoint.
         """
         name = rank_file(rank)
         if name not in self.files:
@@ -127,7 +127,7 @@ def step_of(path: StrPath) -> int:
 
 
 def resolve_target(path: StrPath) -> Path:
-    """Return the path of a checkpoint with all links followed.
+    """Return the path of a checkpoint with all symbolic links resolved.
 
     Raises:
         StorageError: the path is the root, or the system cannot look it up.
@@ -140,17 +140,17 @@ def resolve_target(path: StrPath) -> Path:
         said = getattr(error, "strerror", None) or str(error)
         raise StorageError(str(path), said) from error
     if not settled.name:
-        raise StorageError(str(path), "it is the root; name a directory in it")
+        raise StorageError(str(path), "this is the root directory: name one below it")
     return settled
 
 
 def part_of(path: Path) -> Path:
-    """Return the directory in which a checkpoint is built, the same on all ranks."""
+    """Return the directory in which all ranks write a checkpoint."""
     return path.with_name(f".{path.name}.part")
 
 
 def old_of(path: Path) -> Path:
-    """Return where the previous checkpoint waits while a new one takes its place."""
+    """Return the name of the previous checkpoint during a replacement."""
     return path.with_name(f".{path.name}.old")
 
 
@@ -161,11 +161,11 @@ def encode_commit(step: int, files: Mapping[str, RankFile]) -> bytes:
 
 
 def checkpoint_at(path: StrPath) -> Checkpoint:
-    """Return the whole checkpoint of this name.
+    """Return the complete checkpoint of this name.
 
     Raises:
-        CheckpointNotFoundError: there is none; the message says what is there.
-        StorageError: its marker is damaged, or of a later version.
+        CheckpointNotFoundError: there is none; the message says what was found.
+        StorageError: the marker is damaged, or has a later version.
     """
     place = resolve_target(path)
     for _ in range(_TRIES):
@@ -174,14 +174,14 @@ def checkpoint_at(path: StrPath) -> Checkpoint:
             return found
         if not before and (found := _checkpoint_in(old_of(place), place.name)):
             return found
-        if identity(place) == before:  # else it was being replaced meanwhile
+        if identity(place) == before:  # else it was replaced meanwhile
             break
     with named(place):
         raise CheckpointNotFoundError(str(path), _what_is_at(place))
 
 
 def identity(place: Path) -> tuple[int, int] | None:
-    """Return what tells a directory from one that takes its name, or None."""
+    """Return the device and inode of a directory, or None if it does not exist."""
     with suppress(OSError):
         found = place.stat()
         return found.st_dev, found.st_ino
@@ -189,17 +189,17 @@ def identity(place: Path) -> tuple[int, int] | None:
 
 
 def find_checkpoint(path: StrPath) -> Checkpoint | None:
-    """Return the whole checkpoint of this name, or None."""
+    """Return the complete checkpoint of this name, or None."""
     with suppress(StorageError):
         return checkpoint_at(path)
     return None
 
 
 def list_checkpoints(directory: StrPath) -> list[Checkpoint]:
-    """Return the whole checkpoints in a directory, by ascending step.
+    """Return the complete checkpoints in a directory, by ascending step.
 
-    A checkpoint whose marker cannot be read is left out, with a warning. A directory
-    that does not exist holds none.
+    A checkpoint whose marker cannot be read is left out, and a warning is logged. A
+    directory that does not exist has no checkpoints.
 
     Raises:
         StorageError: the directory cannot be read.
@@ -219,12 +219,12 @@ def _readable(path: Path) -> Checkpoint | None:
 
 
 def latest(directory: StrPath) -> Checkpoint | None:
-    """Return the whole checkpoint of the highest step in a directory, or None."""
+    """Return the complete checkpoint with the highest step in a directory, or None."""
     return next(reversed(list_checkpoints(directory)), None)
 
 
 def _names_in(directory: Path) -> Iterator[Path]:
-    """Yield the names under which there may be checkpoints."""
+    """Yield the paths at which there may be checkpoints."""
     names: dict[str, None] = {}
     with named(directory), suppress(FileNotFoundError):
         for each in os.scandir(directory):
@@ -236,7 +236,7 @@ def _names_in(directory: Path) -> Iterator[Path]:
 
 
 def _checkpoint_in(place: Path, name: str) -> Checkpoint | None:
-    """Return the checkpoint in a directory if its marker and every file are whole."""
+    """Return the checkpoint in a directory if its marker and all files are there."""
     commit = _read_marker(place / MARKER)
     if commit is None:
         return None
@@ -247,7 +247,7 @@ def _checkpoint_in(place: Path, name: str) -> Checkpoint | None:
 
 
 def _check_files(path: Path, commit: Commit) -> None:
-    """Refuse a marker that does not name one file for each rank, and no other."""
+    """Refuse a marker unless it names exactly one file for each rank."""
     if len(commit.files) != commit.world_size:
         detail = f"it names {len(commit.files)} files for {commit.world_size} ranks"
         raise StorageError(str(path), detail)
@@ -287,7 +287,7 @@ def _decode(text: bytes) -> Commit:
 
 
 def _what_is_at(place: Path) -> str:
-    """Return why there is no checkpoint."""
+    """Return why there is no complete checkpoint."""
     if not place.exists():
         return "there is no such checkpoint"
     if not place.is_dir():

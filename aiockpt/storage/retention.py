@@ -1,4 +1,4 @@
-"""Removes old checkpoints, and what dead processes left behind. Everything blocks."""
+"""Remove old checkpoints, and the remains of dead processes. All functions block."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def superfluous(
     keep_every: int | None,
     spare: Collection[Path],
 ) -> list[Checkpoint]:
-    """Return the checkpoints that need not stay, of a list by ascending step.
+    """Return the checkpoints that may be removed, from a list by ascending step.
 
-    These stay: the last ``keep_last`` (at least one), those whose step is a multiple
-    of ``keep_every``, and those at ``spare``.
+    These are kept: the last ``keep_last`` (at least one), those whose step is a
+    multiple of ``keep_every``, and those at ``spare``.
     """
     stay = {checkpoint.path for checkpoint in checkpoints[-max(keep_last, 1) :]}
     return [
@@ -62,11 +62,12 @@ def retire(
 ) -> list[Checkpoint]:
     """Remove the `superfluous` checkpoints of a directory, each in one step.
 
-    A process that reads from one can go on. A checkpoint that a link in the directory
-    names stays. Checkpoints in other directories do not count and are not touched.
+    A process that reads a removed checkpoint can finish. A checkpoint that a symbolic
+    link in the directory names is kept. Checkpoints in other directories do not count
+    and are not touched.
 
     Raises:
-        StorageError: one cannot be removed; the others are.
+        StorageError: one cannot be removed; the others are removed nevertheless.
     """
     place, linked = resolve_target(directory), set(_linked_from(directory))
     every = {each.path: each for each in list_checkpoints(directory)}

@@ -1,8 +1,8 @@
 """Drop-in checkpoint transports for torchft's Manager.
 
-They have torchft's interface, in which every call blocks. The transports behind them
-run on a loop in a thread of their own. This is the only room that imports torchft. The
-path begins at `HTTPTransport` and `PGTransport`::
+They have torchft's interface: every call blocks. Each one runs a transport of this
+package on an event loop in a separate thread. Only this room imports torchft. The entry
+points are `HTTPTransport` and `PGTransport`::
 
     manager = torchft.Manager(
         ...,
@@ -10,9 +10,9 @@ path begins at `HTTPTransport` and `PGTransport`::
     )
 
 ========= ===================================================================
-adapter   `Adapter`: torchft's calls over any of our transports, a receive that retries
-http      `HTTPTransport`, ready to be found by other hosts
-group     `PGTransport`, which takes up the group anew at every call
+adapter   `Adapter`: torchft's calls over any of our transports; a receive with retries
+http      `HTTPTransport`, reachable from other hosts by default
+group     `PGTransport`, which uses the group as it is at each call
 ========= ===================================================================
 """
 

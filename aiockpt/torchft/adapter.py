@@ -1,11 +1,10 @@
 """torchft's interface over any transport of ours.
 
-A receive goes on until its deadline, whatever passes by itself meanwhile. If one local
-rank's receive fails while another's succeeds, torchft's manager can take the whole
-group for healed: weights then differ, and nothing says so. So `receive` tries again
-after an error that may pass, as long as there is time. An error that cannot pass is
-raised at once, because everybody waits for it: the source has failed, or its process
-is gone.
+If the receive of one local rank fails while that of another succeeds, torchft's manager
+can count the whole group as healed: the weights then differ, and nothing reports it. So
+`receive` tries again after a temporary error until its deadline. It raises a permanent
+error at once, because all ranks wait for it: the sender has failed, or its process is
+gone.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ __all__ = ["Adapter", "adapt", "passes", "receive"]
 T = TypeVar("T")
 
 _STARTING = 30.0
-_RETRACTING = 1.0  # a turn of the loop, wherever nobody reads live memory
-_DRAINING = 30.0  # transports bound this by a grace of their own
+_RETRACTING = 1.0  # seconds; one turn of the loop if nothing reads live memory
+_DRAINING = 30.0  # seconds; the transport's grace period ends it earlier
 _PROMPT = 0.2
 _PATIENT = 30.0
 _PAUSE = 0.1  # between two tries of a receive
@@ -56,15 +55,15 @@ logger = logging.getLogger("aiockpt")
 class Adapter(CheckpointTransport[T]):
     """A transport of ours, called from threads that have no event loop.
 
-    It may be called from any thread. What is raised is an ``Exception`` of this
-    package, and a timeout says "timed out".
+    Any thread may call it. All errors are exceptions of this package, and the message
+    of a timeout contains "timed out".
 
     Args:
-        transport: It is started here, belongs to the adapter's loop from then on, and
-            is shut down with it.
-        timeout: Deadline of a send or a receive that is called without one.
-        lingers: Whether :meth:`disallow_checkpoint` may leave readers to finish by
-            themselves, because what they read is a copy.
+        transport: The adapter starts it, runs it on its own loop, and shuts it down.
+        timeout: The default deadline of a send or a receive, in seconds or as a
+            ``timedelta``.
+        lingers: Whether :meth:`disallow_checkpoint` may return while receivers still
+            read, because they read a copy.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Adapter(CheckpointTransport[T]):
         return f"<{type(self).__name__} over {self._transport}>"
 
     def metadata(self) -> str:
-        """Return where a peer finds this transport; the same string at every call."""
+        """Return the string that a peer's :meth:`recv_checkpoint` needs; a constant."""
         return self._metadata
 
     def send_checkpoint(
@@ -102,10 +101,10 @@ class Adapter(CheckpointTransport[T]):
         state_dict: T,
         timeout: Timeout | None = None,
     ) -> None:
-        """Offer a copy of ``state_dict`` as ``step``, and do not wait for receivers.
+        """Publish a copy of ``state_dict`` as ``step``, without waiting for receivers.
 
-        What the calling thread's stream has been given is waited for. If this fails,
-        the receivers that wait are told.
+        The copy begins after the work in the calling thread's current stream. If the
+        call fails, receivers that wait for the step are told.
         """
         limit = self._timeout if timeout is None else seconds(timeout)
         sent: Any = ready_for_threads(state_dict)
@@ -114,10 +113,11 @@ class Adapter(CheckpointTransport[T]):
         self._facade.call(offer, timeout=limit, stop="stage")
 
     def disallow_checkpoint(self) -> None:
-        """Offer nothing any more. Never raises, and costs nothing if nothing is.
+        """Retract the checkpoint. Never raises; cheap if nothing is published.
 
-        Those who read a copy have the transport's grace to finish, while this returns.
-        Where they read live memory it waits until they are done or evicted.
+        Receivers get the transport's grace period. If they read a copy, the call
+        returns at once. If they read live memory, it waits until they are done or their
+        connections are cut.
         """
         if not self._offered:
             return
@@ -134,10 +134,10 @@ class Adapter(CheckpointTransport[T]):
         step: int,
         timeout: Timeout | None = None,
     ) -> T:
-        """Return ``step`` from the peer that gave ``metadata``; it may be early.
+        """Return ``step`` from the peer of ``metadata``; wait if it is not published.
 
-        Whatever passes by itself is tried again until the deadline: a connection that
-        breaks or stalls, a host that cannot be reached, a checkpoint that is replaced.
+        The call retries temporary errors until the deadline: a connection that breaks
+        or stalls, an unreachable host, a checkpoint that is replaced.
         """
         limit = self._timeout if timeout is None else seconds(timeout)
         fetch = self._fetching(src_rank, metadata, step)
@@ -147,10 +147,10 @@ class Adapter(CheckpointTransport[T]):
         )
 
     def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
-        """End serving, the loop and its thread. Idempotent.
+        """Stop serving, and end the loop and its thread. Idempotent.
 
-        With ``wait=False`` readers get no grace, and this returns at once: the end
-        comes a moment later, by itself.
+        With ``wait=False`` receivers get no grace period, and the call returns at once;
+        the shutdown finishes in the background.
         """
         self._offered = False
         last = partial(self._transport.shutdown, wait=wait)
@@ -169,7 +169,7 @@ class Adapter(CheckpointTransport[T]):
         return self._transport.metadata()
 
     async def _offer(self, send: Callable[[], Awaitable[None]]) -> None:
-        # On the loop, as its undoing, so that both have one order.
+        # On the loop, like the retraction, so that both keep their order.
         self._offered = True
         await send()
 
@@ -179,7 +179,7 @@ class Adapter(CheckpointTransport[T]):
         self._retractions.add(retraction)
         retraction.add_done_callback(self._retracted)
         if self._lingers:
-            await asyncio.sleep(0)  # nothing is offered from here on
+            await asyncio.sleep(0)  # nothing is published from here on
         else:
             await asyncio.wait({retraction}, timeout=_DRAINING)
 
@@ -194,17 +194,17 @@ def adapt(
 ) -> Adapter[T]:
     """Return torchft's interface over a transport that has not been used yet.
 
-    ``timeout`` is the deadline of a send or a receive that is called without one.
+    ``timeout`` is the default deadline of a send or a receive.
     """
     return Adapter(transport, timeout=timeout)
 
 
 async def receive(fetch: Callable[[float], Awaitable[T]], timeout: float) -> T:
-    """Return what ``fetch(seconds_left)`` does, which is called until it succeeds.
+    """Call ``fetch(seconds_left)`` until it succeeds, and return its result.
 
     Raises:
-        TransferTimeoutError: the deadline passed; it names the last error.
-        AiockptError: one that does not pass.
+        TransferTimeoutError: the deadline passed; the message has the last error.
+        AiockptError: a permanent error.
     """
     loop = asyncio.get_running_loop()
     deadline, left, last = loop.time() + timeout, timeout, ""
@@ -226,9 +226,10 @@ async def receive(fetch: Callable[[float], Awaitable[T]], timeout: float) -> T:
 
 
 def passes(error: AiockptError) -> bool:
-    """Tell whether to try again after an error that a transport has given up on.
+    """Return whether the error is temporary, so that a receive should try again.
 
-    A host that refuses the connection for so long is there, and the process is not.
+    A refused connection is permanent here: the transport has retried it, so the host is
+    there and the process is not.
     """
     return isinstance(error, _PASSING) and not any(map(_is_refusal, _causes(error)))
 

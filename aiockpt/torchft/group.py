@@ -1,4 +1,4 @@
-"""torchft's process-group transport, replaced."""
+"""A replacement of torchft's process-group transport."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PATIENT = 30.0
 
 
 class GroupOptions(TypedDict, total=False):
-    """The options of :class:`aiockpt.PGTransport`, which has their defaults."""
+    """The options of :class:`aiockpt.PGTransport`, with its defaults."""
 
     chunk_bytes: int
     limits: Limits
@@ -37,21 +37,21 @@ class GroupOptions(TypedDict, total=False):
 class PGTransport(CheckpointTransport[T]):
     """Sends checkpoints to healing replicas over torchft's process group.
 
-    A send returns when its receivers have the checkpoint, as with torchft's class of
-    this name. Each call takes up the group as it is then: what broke in one quorum is
-    forgotten once the manager has configured the group for the next.
+    A send returns when its receivers have the checkpoint, like torchft's class of the
+    same name. Each call uses the group as it is at that moment: after a failure, the
+    transport works again as soon as the manager has configured the group anew.
 
     Args:
-        pg: The manager's group, or better one of its own, configured with it.
-        timeout: Deadline of a send or a receive that is called without one, and how
-            long :meth:`disallow_checkpoint` waits for a send at most. A call with 0
-            has this one or the group's own, whichever is longer: torchft's class with
-            gloo has no other deadline then than the group's.
-        device: Where the group's backend wants its tensors.
-        state_dict: Called at every receive, in the calling thread. A tensor that has
-            the same path, dtype, shape and strides in what it returns is filled in
-            place, once everything is verified. Every other tensor gets new memory.
-        **options: What :class:`aiockpt.PGTransport` takes.
+        pg: The manager's group. A separate group that is configured with it is better.
+        timeout: The default deadline of a send or a receive, in seconds or as a
+            ``timedelta``, and the longest time that :meth:`disallow_checkpoint` waits
+            for a send. A call with timeout 0 gets this deadline or that of the group,
+            whichever is longer, because torchft's class then waits as long as gloo.
+        device: The device on which the group's backend needs its tensors.
+        state_dict: Returns a template; called at each receive in the calling thread. A
+            tensor of the template with the same path, dtype, shape and strides is
+            filled in place after everything is verified. All others get new memory.
+        **options: The options of :class:`aiockpt.PGTransport`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class PGTransport(CheckpointTransport[T]):
         return f"<{type(self).__name__} over {self._group}>"
 
     def metadata(self) -> str:
-        """Return a constant: a rank finds another one by the group."""
+        """Return a constant; the ranks of the group know each other."""
         return _METADATA
 
     def send_checkpoint(
@@ -84,9 +84,9 @@ class PGTransport(CheckpointTransport[T]):
         state_dict: T,
         timeout: Timeout | None = None,
     ) -> None:
-        """Send ``state_dict`` as ``step``; returns when its receivers have it.
+        """Send ``state_dict`` as ``step``, and return when all receivers have it.
 
-        If this fails, they are told, unless it is the group that has failed.
+        If the call fails, the receivers are told, unless the group has failed.
         """
         sent: Any = ready_for_threads(state_dict)
         limit = self._limit(timeout)
@@ -98,7 +98,7 @@ class PGTransport(CheckpointTransport[T]):
             self._idle.set()
 
     def disallow_checkpoint(self) -> None:
-        """Wait until no send is under way, which its own deadline bounds."""
+        """Wait until no send is running; the deadline of the send is the limit."""
         if self._facade.is_ours:  # a forked child would wait for its parent's
             self._idle.wait(min(self._timeout, threading.TIMEOUT_MAX))
 
@@ -109,16 +109,16 @@ class PGTransport(CheckpointTransport[T]):
         step: int,
         timeout: Timeout | None = None,
     ) -> T:
-        """Return ``step`` from ``src_rank``; it may be early."""
+        """Return ``step`` from ``src_rank``; wait until it is sent."""
         limit = self._limit(timeout)
         template = self._ask()
         fetch = partial(self._receive, src_rank, metadata, step, limit, template)
         return self._facade.call(fetch, timeout=limit, stop="recv")
 
     def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
-        """End the loop and its thread; the group is the caller's. Idempotent.
+        """End the loop and its thread, but not the group. Idempotent.
 
-        Calls that are under way fail. With ``wait=False`` this returns at once.
+        Calls that still run fail. With ``wait=False`` this returns at once.
         """
         self._facade.close(_nothing, wait=_PATIENT if wait else _PROMPT)
 
@@ -130,9 +130,10 @@ class PGTransport(CheckpointTransport[T]):
         return seconds(timeout) or max(self._timeout, seconds(own))
 
     def _ask(self) -> Callable[[], T] | None:
-        """Call for the template here, where the caller's streams and groups are.
+        """Get the template in the calling thread, which has the streams and groups.
 
-        What it raises is raised when the sender has come, who is told.
+        An error of the template is raised when the sender has come, and the sender is
+        told.
         """
         if self._state_dict is None:
             return None

@@ -1,4 +1,4 @@
-"""torchft's HTTP transport, replaced."""
+"""A replacement of torchft's HTTP transport."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHORTEST_STALL = 1.0
 
 
 class HTTPOptions(TypedDict, total=False):
-    """The options of :class:`aiockpt.HTTPTransport`, which has their defaults."""
+    """The options of :class:`aiockpt.HTTPTransport`, with its defaults."""
 
     advertise: str | None
     server: Server
@@ -37,25 +37,27 @@ class HTTPOptions(TypedDict, total=False):
 class HTTPTransport(Adapter[T]):
     """Serves checkpoints to healing replicas, and receives them, over HTTP.
 
-    It takes the place of torchft's class of this name, with the same arguments, and
-    works across hosts as it is: it listens on every interface, tells the address that
-    the routing table prefers, and answers only those who hold its metadata.
+    It replaces torchft's class of the same name and has the same arguments. It works
+    across hosts by default: it listens on every interface, publishes the address that
+    the routing table prefers, and answers only receivers that hold its metadata.
 
     Args:
-        timeout: The longest time that an early request waits for its step, and the
-            deadline of a send or a receive that is called without one.
-        num_chunks: If not 0, how many ranges travel at once; the ends need not agree.
-        **options: What :class:`aiockpt.HTTPTransport` takes; chiefly ``advertise`` and
-            ``server=Server(interface=...)`` for the address, ``auth`` for the token and
-            TLS, and ``allow_pickle``. By default ``stall_timeout`` is a fifth of
-            ``timeout``, and between 1 and 10 seconds.
+        timeout: The default deadline of a send or a receive, in seconds or as a
+            ``timedelta``. It is also the longest time that a request waits for a step
+            that is not published yet.
+        num_chunks: How many ranges a receive fetches in parallel; 0: the default. The
+            two ends need not agree.
+        **options: The options of :class:`aiockpt.HTTPTransport`, such as ``advertise``
+            and ``server=Server(interface=...)`` for the address, ``auth`` for the token
+            and TLS, and ``allow_pickle``. The default ``stall_timeout`` is a fifth of
+            ``timeout``, at least 1 and at most 10 seconds.
     """
 
     def __init__(
         self, timeout: Timeout, num_chunks: int = 0, **options: Unpack[HTTPOptions]
     ) -> None:
         lingers = not options.get("zero_copy", False)
-        # So that a silent connection is replaced well before a deadline.
+        # A silent connection must be replaced well before the deadline.
         patience = min(_STALL_TIMEOUT, max(seconds(timeout) / 5, _SHORTEST_STALL))
         options.setdefault("stall_timeout", patience)
         if num_chunks:
@@ -66,11 +68,11 @@ class HTTPTransport(Adapter[T]):
         super().__init__(transport, timeout=timeout, lingers=lingers)
 
     def allow_checkpoint(self, step: int) -> None:
-        """Offer what was sent last as ``step``; a send does this by itself.
+        """Publish the latest sent checkpoint as ``step``; a send does this itself.
 
         Raises:
-            StepNotFoundError: nothing is offered, because nothing was sent, or because
-                :meth:`disallow_checkpoint` has released it; send again.
+            StepNotFoundError: nothing was sent yet, or :meth:`disallow_checkpoint` has
+                retracted it; send again.
         """
         allow = partial(self._http.allow_checkpoint, step)
         self._facade.call(allow, timeout=self._timeout, stop="stage")
@@ -80,7 +82,7 @@ class HTTPTransport(Adapter[T]):
         return self.metadata().partition("#")[0]
 
     def statistics(self) -> TransportStatistics:
-        """Return what is offered, what was served and what works, as one record."""
+        """Return the published step, the counters and the state of the threads."""
 
         async def ask() -> TransportStatistics:
             return self._http.statistics()

@@ -83,7 +83,7 @@ async def test_a_senseless_call_is_refused_at_once() -> None:
             with pytest.raises(TypeError):
                 await receiver.recv_checkpoint(0, "", step)  # type: ignore[arg-type]
         for rank in (0, 2, -1):
-            own = rf"^{rank} is {'this process' if rank == 0 else 'no rank'}"
+            own = f"^rank {rank} is {'this process' if rank == 0 else 'not in'}"
             with pytest.raises(ValueError, match=own):
                 await sender.send_checkpoint([rank], 1, {})
             with pytest.raises(ValueError, match=own):

@@ -207,7 +207,7 @@ async def test_a_refusal_says_what_was_missing():
         None: "no token was sent: send the header 'Authorization: Bearer TOKEN'",
         "not-the-token": "the token is not this server's",
         other_step: "step 8 only",
-        ended: "the token ended",
+        ended: "the token expired",
     }
     async with serving(Memory(1000)) as site:
         for token, detail in cases.items():
