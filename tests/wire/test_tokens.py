@@ -74,7 +74,7 @@ def test_the_secret_of_one_use_is_none_for_the_other() -> None:
         (Grant("r", None, 1000), "7", 1000, None),
         (Grant("r", None, 1000), None, 1000 + CLOCK_SKEW, None),
         (Grant("r", 7, 1000), "7", 999, None),
-        (Grant("r", None, 1000), "7", 1001 + CLOCK_SKEW, "ended 31 s ago"),
+        (Grant("r", None, 1000), "7", 1001 + CLOCK_SKEW, "expired 31 s ago"),
         (Grant("r", 7, 1000), "8", 999, "for step 7 only"),
         (Grant("r", 7, 1000), "07", 999, "for step 7 only"),
         (Grant("r", 7, 1000), None, 999, "for step 7 only"),
