@@ -91,7 +91,7 @@ def lossy(delay: float, loss: float) -> Iterator[Line]:
         BenchmarkError: the system does not let us.
     """
     from aiockpt.testing.processes import FaultUnavailableError
-    from tests.support.link import Link
+    from tests.support.network import Link
 
     ready, over = threading.Event(), asyncio.Event()
     found: list[Link | Exception] = []

@@ -45,7 +45,7 @@ from tests.support.proofs import faults_of  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 
-    from tests.support.checkpointing import Gate
+    from tests.support.saving import Gate
 
 HAS_TORCH = find_spec("torch") is not None
 HAS_TORCHFT = HAS_TORCH and find_spec("torchft") is not None
@@ -227,7 +227,7 @@ def fresh_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def gate(tmp_path: Path) -> Iterator[Gate]:
     """Return a gate at which a writer waits, in whatever process it is."""
-    from tests.support.checkpointing import Gate
+    from tests.support.saving import Gate
 
     made = Gate(tmp_path / "gate")
     yield made

@@ -31,7 +31,7 @@ from aiockpt.errors import (
     UnsupportedLeafError,
 )
 from aiockpt.transport import exact_step, seconds
-from tests.support.saved import load, names, save, sync_checkpointer
+from tests.support.saving import load, names, save, sync_checkpointer
 from tests.support.transports import grouped, pair, transport, weights
 
 

@@ -33,7 +33,8 @@ from aiockpt.errors import (
     WorkerError,
 )
 from aiockpt.testing import StallAfter, assert_same
-from tests.support.checkpointing import (
+from tests.support.proofs import proves
+from tests.support.saving import (
     Diary,
     GatedWriter,
     OwnFormat,
@@ -41,10 +42,9 @@ from tests.support.checkpointing import (
     loaded,
     wait_until,
 )
-from tests.support.pipeline import Copies
-from tests.support.proofs import proves
-from tests.support.saved import tied_state as state
-from tests.support.serving import settle
+from tests.support.saving import tied_state as state
+from tests.support.servers import settle
+from tests.support.states import Copies
 from tests.support.transports import proxied, through, transport
 
 pytestmark = pytest.mark.asyncio

@@ -26,10 +26,10 @@ from aiockpt.errors import (
     TransferTimeoutError,
 )
 from aiockpt.testing import assert_same
-from tests.support.checkpointing import PATIENCE, GatedWriter, loaded, wait_until
 from tests.support.commandline import ENVIRONMENT
 from tests.support.proofs import proves
-from tests.support.saved import tied_state as state
+from tests.support.saving import PATIENCE, GatedWriter, loaded, wait_until
+from tests.support.saving import tied_state as state
 
 PROCESS = CheckpointerConfig()
 THREAD = CheckpointerConfig(use_process=False)

@@ -24,7 +24,7 @@ from aiockpt.storage.directory import (
 )
 from aiockpt.storage.retention import retire, sweep
 from tests.support.proofs import proves
-from tests.support.saved import load, names, save, sync_checkpointer
+from tests.support.saving import load, names, save, sync_checkpointer
 
 FILE = "checkpoint_0.safetensors"
 

@@ -33,7 +33,9 @@ from aiockpt.errors import (
 )
 from aiockpt.runtime.ipc import Channel, encode
 from aiockpt.testing import assert_same
-from tests.support.checkpointing import (
+from tests.support.commandline import ENVIRONMENT
+from tests.support.proofs import proves
+from tests.support.saving import (
     FROM_A_TERMINAL,
     PATIENCE,
     Forsaken,
@@ -50,9 +52,7 @@ from tests.support.checkpointing import (
     pass_gate,
     refuse,
 )
-from tests.support.commandline import ENVIRONMENT
-from tests.support.proofs import proves
-from tests.support.saved import tied_state as state
+from tests.support.saving import tied_state as state
 
 ALONE = RankInfo(0, 1)
 

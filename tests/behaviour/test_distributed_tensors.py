@@ -30,7 +30,7 @@ from aiockpt.state.flatten import describe
 from aiockpt.state.rebuild import Frame, assemble, check_meshes, tensors_over
 from aiockpt.state.template import Template
 from aiockpt.testing import assert_same
-from tests.support.pipeline import LIMITS, match, staged
+from tests.support.states import LIMITS, match, staged
 from tests.support.transports import pair, receive
 
 if TYPE_CHECKING:

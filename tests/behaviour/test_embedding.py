@@ -22,9 +22,15 @@ from aiockpt import AiockptError, AuthenticationError, StepNotFoundError
 from aiockpt.errors import ClosedError, LocalProtocolError, RemoteProtocolError
 from aiockpt.http.protocol import parse_metadata
 from aiockpt.testing import assert_same
-from tests.support.applications import certified, listener, reverse_proxy, running
 from tests.support.proofs import proves
-from tests.support.serving import Peer, settle
+from tests.support.servers import (
+    Peer,
+    certified,
+    listener,
+    reverse_proxy,
+    running,
+    settle,
+)
 from tests.support.transports import MIB, Transport, receive, transport, weights
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_blocking")]

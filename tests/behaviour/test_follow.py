@@ -30,10 +30,9 @@ from aiockpt.http import manifests
 from aiockpt.testing import Answer, CutAfter, FaultProxy, Refuse, StallAfter
 from aiockpt.testing.faults import Drip
 from aiockpt.transfer.reuse import Delta
-from tests.support.applications import running
 from tests.support.commandline import aiockpt_command
 from tests.support.proofs import proves
-from tests.support.serving import settle
+from tests.support.servers import running, settle
 from tests.support.transports import (
     MIB,
     TOKEN,

@@ -31,10 +31,14 @@ from aiockpt.pg.device import (
 )
 from aiockpt.testing import assert_same
 from aiockpt.testing.conformance.transports import sample
-from tests.support.accelerators import FakeAccelerator
-from tests.support.boards import CPU, FakeBoard, device_transports
+from tests.support.accelerators import (
+    CPU,
+    FakeAccelerator,
+    FakeBoard,
+    device_transports,
+)
 from tests.support.groups import both, flip_bits, moved, transports, watch_leaving
-from tests.support.serving import settle
+from tests.support.servers import settle
 from tests.support.transports import weights
 
 pytestmark = pytest.mark.usefixtures("no_blocking", "only_waits_left")

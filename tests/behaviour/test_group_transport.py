@@ -47,7 +47,7 @@ from tests.support.groups import (
     watch_leaving,
 )
 from tests.support.proofs import proves
-from tests.support.serving import settle
+from tests.support.servers import settle
 from tests.support.transports import weights
 
 pytestmark = [

@@ -23,7 +23,7 @@ from aiockpt.testing import (
     assert_same,
 )
 from tests.support.proofs import proves
-from tests.support.serving import Peer, settle
+from tests.support.servers import Peer, settle
 from tests.support.transports import (
     MIB,
     in_the_middle,

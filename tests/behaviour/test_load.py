@@ -49,7 +49,7 @@ from tests.support.accelerators import FakeAccelerator
 from tests.support.commandline import beside
 from tests.support.proofs import proves
 from tests.support.rangepeer import serving
-from tests.support.saved import (
+from tests.support.saving import (
     ALONE,
     CHUNK,
     flip,

@@ -17,10 +17,10 @@ from aiockpt.errors import RemoteProtocolError, StagingError
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.http.protocol import Origin
 from aiockpt.testing import Answer, assert_same
-from tests.support.exhaustion import exhausted_fds
 from tests.support.faultpeers import TOKEN, noise, sender
 from tests.support.proofs import proves
 from tests.support.rangepeer import Memory, fetch_chunks, fetch_manifest, receiver, soon
+from tests.support.shortages import exhausted_fds
 from tests.support.transports import (
     MIB,
     pair,

@@ -15,7 +15,7 @@ from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.testing import assert_same
 from tests.support.floods import stalls
-from tests.support.serving import settle
+from tests.support.servers import settle
 from tests.support.transports import receive, transport, weights
 
 pytestmark = pytest.mark.asyncio

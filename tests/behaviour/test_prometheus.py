@@ -21,7 +21,7 @@ from aiockpt.events import TransferEvent, emit
 from aiockpt.http.transport import TransportStatistics
 from aiockpt.prometheus import _CHECKPOINTER, _TRANSPORT, Exporter, setup
 from aiockpt.runtime.bridge import BridgeStatistics
-from tests.support.applications import running
+from tests.support.servers import running
 from tests.support.transports import pair, receive, weights
 
 

@@ -26,19 +26,22 @@ from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.errors import PeerFailedError, StorageError
 from aiockpt.storage.directory import find_checkpoint, latest
-from tests.support.checkpointing import wait_until
 from tests.support.proofs import proves
 from tests.support.rankprocesses import SUPPORT, process
-from tests.support.rankthreads import (
+from tests.support.saving import (
+    ALONE,
     LONG,
     SHORT,
     Dying,
     barrier,
+    config,
     free_port,
     job,
+    load,
+    names,
     save_by_both,
+    wait_until,
 )
-from tests.support.saved import ALONE, config, load, names
 
 pytestmark = pytest.mark.timeout(150)
 

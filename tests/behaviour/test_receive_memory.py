@@ -14,7 +14,7 @@ import pytest
 from aiockpt import TransportError
 from aiockpt.testing import StallAfter, assert_same
 from tests.support.proofs import proves
-from tests.support.serving import settle
+from tests.support.servers import settle
 from tests.support.transports import (
     MIB,
     HoldBack,

@@ -20,7 +20,7 @@ from aiockpt.memory.device import Event, Pair
 from aiockpt.testing import FaultProxy, FlipBit, assert_same
 from aiockpt.transfer.destination import _Unfinished
 from tests.support.accelerators import FakeAccelerator
-from tests.support.serving import settle
+from tests.support.servers import settle
 from tests.support.transports import (
     HoldBack,
     pair,

@@ -12,9 +12,9 @@ import pytest
 import aiockpt
 from aiockpt.errors import CheckpointNotFoundError, StorageError
 from aiockpt.testing import assert_same
-from tests.support.checkpointing import PATIENCE, is_running, loaded
 from tests.support.commandline import ENVIRONMENT
 from tests.support.proofs import proves
+from tests.support.saving import PATIENCE, is_running, loaded
 from tests.support.trainer import state, trainer
 
 pytestmark = pytest.mark.asyncio

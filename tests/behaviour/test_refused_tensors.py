@@ -19,8 +19,8 @@ from aiockpt.testing import assert_same
 from tests.support import rangepeer
 from tests.support.groups import both, moved, transports
 from tests.support.headers import entries_of, header_of, parts_of
-from tests.support.pipeline import LIMITS
-from tests.support.saved import load, names, save
+from tests.support.saving import load, names, save
+from tests.support.states import LIMITS
 from tests.support.transports import pair, receive, transport, weights
 
 if TYPE_CHECKING:

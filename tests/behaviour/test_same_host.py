@@ -38,8 +38,8 @@ from aiockpt.memory.arena import CAN_LEND, LENT_SEALS
 from aiockpt.runtime.ipc import arrival
 from aiockpt.runtime.ipc import receive as packet_of
 from aiockpt.testing import assert_same
-from tests.support.applications import running
 from tests.support.proofs import proves
+from tests.support.servers import running
 from tests.support.transports import (
     MIB,
     Halfway,

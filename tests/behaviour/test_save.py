@@ -31,10 +31,8 @@ from aiockpt.storage.write import BLOCK, WritableSnapshot, write_file
 from aiockpt.testing import assert_same
 from aiockpt.transfer.live import LiveState
 from tests.support.accelerators import FakeAccelerator
-from tests.support.disks import small_disk
-from tests.support.pipeline import stager
 from tests.support.proofs import proves
-from tests.support.saved import (
+from tests.support.saving import (
     ALONE,
     CHUNK,
     config,
@@ -45,6 +43,8 @@ from tests.support.saved import (
     sync_checkpointer,
     training_state,
 )
+from tests.support.shortages import small_disk
+from tests.support.states import stager
 
 FILE = "checkpoint_0.safetensors"
 

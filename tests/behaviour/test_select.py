@@ -25,7 +25,7 @@ from aiockpt.state import load_plan
 from aiockpt.state.selection import Selection, pruned
 from aiockpt.testing import assert_same
 from tests.support.accelerators import FakeAccelerator
-from tests.support.saved import load, save
+from tests.support.saving import load, save
 from tests.support.states import rich
 from tests.support.transports import (
     CHUNK,

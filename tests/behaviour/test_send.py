@@ -22,11 +22,18 @@ from aiockpt.errors import (
 )
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.testing import assert_same
-from tests.support.pipeline import Copies
 from tests.support.proofs import proves
-from tests.support.receivers import Gate
-from tests.support.serving import Peer, settle
-from tests.support.transports import MIB, pair, port_of, receive, transport, weights
+from tests.support.servers import Peer, settle
+from tests.support.states import Copies
+from tests.support.transports import (
+    MIB,
+    Gate,
+    pair,
+    port_of,
+    receive,
+    transport,
+    weights,
+)
 
 pytestmark = pytest.mark.asyncio
 

@@ -16,10 +16,10 @@ from aiockpt.errors import ClosedError, StagingError, UnsupportedLeafError
 from aiockpt.format.chunks import UNSEALED, digest
 from aiockpt.testing import assert_same
 from tests.support.accelerators import FakeAccelerator
-from tests.support.pipeline import file_of, rebuilt, stager
 from tests.support.proofs import proves
-from tests.support.saved import tied_state
-from tests.support.serving import settle
+from tests.support.saving import tied_state
+from tests.support.servers import settle
+from tests.support.states import file_of, rebuilt, stager
 
 pytestmark = pytest.mark.asyncio
 

@@ -26,8 +26,8 @@ from aiockpt.state.flatten import describe
 from aiockpt.storage.directory import MARKER
 from aiockpt.storage.statefile import read_state_file
 from aiockpt.testing import assert_same
-from tests.support.pipeline import file_of, stager
-from tests.support.saved import load, read, save, training_state
+from tests.support.saving import load, read, save, training_state
+from tests.support.states import file_of, stager
 
 LIMITS = Limits()
 

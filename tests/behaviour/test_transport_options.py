@@ -18,10 +18,9 @@ from aiockpt.errors import (
     UnsupportedLeafError,
 )
 from aiockpt.testing import assert_same
-from tests.support.applications import certified
 from tests.support.groups import transports as group_transports
 from tests.support.proofs import proves
-from tests.support.serving import Peer
+from tests.support.servers import Peer, certified
 from tests.support.transports import MIB, pair, port_of, receive, transport, weights
 
 pytestmark = pytest.mark.asyncio

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aiockpt.testing import assert_same
-from tests.support.saved import load, save
+from tests.support.saving import load, save
 
 DEVICE = torch.device("cuda", 0)
 

@@ -13,8 +13,8 @@ import torch
 from aiockpt.memory.arena import Arena
 from aiockpt.memory.device import port_for
 from aiockpt.testing import assert_same
-from tests.support.pipeline import file_of, rebuilt, stager
-from tests.support.serving import settle
+from tests.support.servers import settle
+from tests.support.states import file_of, rebuilt, stager
 from tests.support.transports import (
     MIB,
     HoldBack,

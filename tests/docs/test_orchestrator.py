@@ -14,7 +14,7 @@ import torch
 from aiohttp import ClientSession
 
 import aiockpt
-from tests.support.serving import settle
+from tests.support.servers import settle
 from tests.support.transports import proxied, through, transport
 
 pytestmark = pytest.mark.asyncio

@@ -10,8 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tests.support.cells import CELLS
-from tests.support.cells import PAGE as FAILURES
+from tests.support.proofs import CELLS, FAILURES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

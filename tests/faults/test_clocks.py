@@ -29,7 +29,7 @@ from tests.support.groups import moved, transports
 from tests.support.matrix import Record
 from tests.support.proofs import proves
 from tests.support.senders import MIB_SERVED
-from tests.support.serving import Peer
+from tests.support.servers import Peer
 from tests.support.transports import (
     pair,
     port_of,

@@ -14,10 +14,10 @@ import trustme
 
 from aiockpt import AiockptError
 from aiockpt.testing import Answer, CutAfter, FaultProxy, assert_same
-from tests.support.applications import cached
 from tests.support.faultpeers import Hold, next_faults, noise, outcome
 from tests.support.matrix import Record
 from tests.support.proofs import proves
+from tests.support.servers import cached
 from tests.support.transports import (
     MIB,
     Transport,

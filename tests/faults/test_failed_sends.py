@@ -12,7 +12,7 @@ from aiockpt.errors import PeerFailedError, UnsupportedLeafError
 from aiockpt.testing import assert_same
 from tests.support.matrix import Record
 from tests.support.proofs import proves
-from tests.support.serving import settle
+from tests.support.servers import settle
 from tests.support.transports import receive, transport, weights
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]

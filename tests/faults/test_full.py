@@ -15,9 +15,9 @@ import aiockpt
 from aiockpt import StorageError
 from aiockpt.testing import assert_same
 from tests.support.commandline import ENVIRONMENT
-from tests.support.disks import in_small_shm, small_disk
 from tests.support.matrix import Record
 from tests.support.proofs import proves
+from tests.support.shortages import in_small_shm, small_disk
 
 SUPPORT = Path(__file__).parents[1] / "support"
 DISK = 8 << 20

@@ -18,10 +18,10 @@ import pytest
 from aiockpt import TransportError
 from aiockpt.testing import FaultUnavailableError, assert_same
 from tests.support.faultpeers import noise, running, said
-from tests.support.link import Link
 from tests.support.matrix import Record
+from tests.support.network import Link
 from tests.support.proofs import proves
-from tests.support.serving import settle
+from tests.support.servers import settle
 from tests.support.transports import MIB, Halfway, transport
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]

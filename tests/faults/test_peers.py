@@ -26,7 +26,7 @@ from tests.support.faultpeers import (
 )
 from tests.support.matrix import Record
 from tests.support.proofs import proves
-from tests.support.serving import settle
+from tests.support.servers import settle
 from tests.support.transports import MIB, Transport, transport
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]

@@ -21,7 +21,6 @@ import torch
 import aiockpt
 from aiockpt.errors import ProcessGroupError, TransferTimeoutError, WorkerError
 from aiockpt.testing import Drip, FaultProxy, PeerProcess, assert_same
-from tests.support.checkpointing import Gate, eventually, is_running, wait_until
 from tests.support.commandline import ENVIRONMENT
 from tests.support.leakcheck import shm
 from tests.support.matrix import Record
@@ -29,7 +28,7 @@ from tests.support.proofs import proves
 from tests.support.rank import MIB_SENT
 from tests.support.rankprocesses import ranks
 from tests.support.rankprocesses import transport as rank_transport
-from tests.support.saved import names
+from tests.support.saving import Gate, eventually, is_running, names, wait_until
 from tests.support.senders import CODE
 from tests.support.transports import in_the_middle, pair, receive, weights
 

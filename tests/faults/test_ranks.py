@@ -24,12 +24,10 @@ from aiockpt.checkpointers import CheckpointProcessConfig, RankInfo
 from aiockpt.checkpointers.process import CheckpointProcess
 from aiockpt.checkpointers.reader import CheckpointReader
 from aiockpt.storage.directory import find_checkpoint
-from tests.support.checkpointing import use_cpu
 from tests.support.commandline import ENVIRONMENT
 from tests.support.matrix import Record
 from tests.support.proofs import proves
-from tests.support.rankthreads import LONG, SHORT, Dying, Job, job
-from tests.support.saved import load
+from tests.support.saving import LONG, SHORT, Dying, Job, job, load, use_cpu
 
 # What happens to processes is the same on both loops; each takes seconds.
 LOOP = "uvloop" if find_spec("uvloop") else "asyncio"

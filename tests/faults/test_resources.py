@@ -13,13 +13,13 @@ import pytest
 
 from aiockpt import AiockptError
 from aiockpt.testing import FaultProxy, FaultUnavailableError, StallAfter, assert_same
-from tests.support.exhaustion import exhausted_fds
 from tests.support.faultpeers import TOKEN, Peer, noise, sender
 from tests.support.matrix import Record
-from tests.support.namespaces import few_ports
+from tests.support.network import few_ports
 from tests.support.proofs import proves
 from tests.support.rankprocesses import SUPPORT, process
-from tests.support.serving import settle
+from tests.support.servers import settle
+from tests.support.shortages import exhausted_fds
 from tests.support.transports import MIB, Transport, receive, transport
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]

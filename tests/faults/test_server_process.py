@@ -18,10 +18,10 @@ import pytest
 
 from aiockpt.memory.arena import Arena
 from aiockpt.testing import assert_same
-from tests.support.checkpointing import eventually
 from tests.support.forkserver import ADOPTED, children_of
 from tests.support.matrix import Record
 from tests.support.proofs import proves
+from tests.support.saving import eventually
 from tests.support.transports import MIB, Transport, receive, transport, weights
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]

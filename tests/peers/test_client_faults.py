@@ -39,7 +39,7 @@ from tests.support.rangepeer import (
     receiver,
     serving,
 )
-from tests.support.serving import settle
+from tests.support.servers import settle
 
 pytestmark = [
     pytest.mark.usefixtures("no_blocking"),

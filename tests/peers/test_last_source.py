@@ -13,7 +13,7 @@ from aiockpt.events import TransferEvent, add_hook
 from tests.support.rangepeer import Client, Meddle, RangePeer, noise, receiver
 from tests.support.rangepeer import serving as peer
 from tests.support.replicas import FAR, Fetch
-from tests.support.serving import settle
+from tests.support.servers import settle
 
 pytestmark = [
     pytest.mark.usefixtures("no_blocking"),

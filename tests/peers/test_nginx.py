@@ -11,14 +11,14 @@ from aiohttp import web
 import aiockpt.http
 from aiockpt import AuthenticationError, StepNotFoundError
 from aiockpt.testing import assert_same
-from tests.support.applications import (
+from tests.support.servers import (
     cached,
     documented,
     listening_port,
     nginx,
     running,
+    settle,
 )
-from tests.support.serving import settle
 from tests.support.transports import MIB, receive, transport, weights
 
 pytestmark = pytest.mark.asyncio

@@ -17,10 +17,9 @@ from aiohttp import web
 from aiockpt.http import body_writer, sockets
 from aiockpt.http.body_writer import BodySender, Outcome
 from aiockpt.runtime.bridge import Bridge
-from tests.support.applications import certified, running
 from tests.support.proofs import proves
 from tests.support.rangepeer import io_threads
-from tests.support.serving import Peer, settle
+from tests.support.servers import Peer, certified, running, settle
 
 pytestmark = [
     pytest.mark.asyncio,

@@ -19,8 +19,8 @@ from aiockpt.checkpointers.process import CheckpointProcess
 from aiockpt.checkpointers.stager import DefaultStager
 from aiockpt.errors import StagingError, WorkerError
 from aiockpt.testing import assert_same
-from tests.support.exhaustion import exhausted_fds
-from tests.support.serving import settle
+from tests.support.servers import settle
+from tests.support.shortages import exhausted_fds
 
 pytestmark = pytest.mark.asyncio
 

@@ -18,7 +18,7 @@ import pytest
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.runtime.children import Child
 from aiockpt.runtime.ipc import arrival, is_ours, owner_of, receive
-from tests.support.serving import settle
+from tests.support.servers import settle
 
 pytestmark = [pytest.mark.every_loop, pytest.mark.torch_free]
 

@@ -24,7 +24,7 @@ from aiockpt.http.chunk_run import Place
 from aiockpt.http.listen import open_sockets
 from aiockpt.http.sockets import Turn
 from tests.support.rangepeer import io_threads, noise
-from tests.support.serving import settle
+from tests.support.servers import settle
 
 pytestmark = [
     pytest.mark.asyncio,

@@ -13,9 +13,9 @@ from aiockpt.errors import StorageError
 from aiockpt.format.limits import Limits
 from aiockpt.storage.checkpoint_file import read_header, verify_chunks
 from aiockpt.storage.partfile import PartFile, check_target
-from tests.support.disks import small_disk
 from tests.support.proofs import proves
-from tests.support.serving import Memory
+from tests.support.servers import Memory
+from tests.support.shortages import small_disk
 
 pytestmark = pytest.mark.torch_free
 

@@ -27,7 +27,7 @@ from aiockpt.testing.faults import (
     StallAfter,
 )
 from tests.support.rangepeer import Memory, RangePeer, fetch, noise, receiver, serving
-from tests.support.serving import settle
+from tests.support.servers import settle
 
 pytestmark = [
     pytest.mark.usefixtures("no_blocking"),

@@ -14,7 +14,7 @@ from aiockpt.errors import (
 )
 from aiockpt.http.store import Failure, Store
 from tests.support.proofs import proves
-from tests.support.serving import Memory, settle
+from tests.support.servers import Memory, settle
 
 pytestmark = [
     pytest.mark.asyncio,

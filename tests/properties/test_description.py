@@ -15,8 +15,7 @@ from aiockpt.format.entries import Entry
 from aiockpt.format.manifest import COMPACTED
 from aiockpt.format.references import tensor_leaves
 from aiockpt.state.flatten import Description, describe, register_leaf
-from tests.support.pipeline import LIMITS
-from tests.support.states import State, states
+from tests.support.states import LIMITS, State, states
 
 if TYPE_CHECKING:
     from collections.abc import Callable

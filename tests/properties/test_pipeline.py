@@ -17,8 +17,7 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.state.equality import elements
 from aiockpt.testing import assert_same
 from aiockpt.testing.leaves import LEAVES, every_dtype
-from tests.support.pipeline import file_of, rebuilt, stager
-from tests.support.states import State, states
+from tests.support.states import State, file_of, rebuilt, stager, states
 
 
 def staged(state: object, **options: Any) -> bytes:

@@ -15,8 +15,7 @@ from aiockpt.format import tree
 from aiockpt.format.registry import REGISTRY
 from aiockpt.state import flatten as _flatten
 from aiockpt.state.flatten import Description, describe
-from tests.support.pipeline import LIMITS
-from tests.support.states import families
+from tests.support.states import LIMITS, families
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,8 +22,7 @@ from aiockpt.state.equality import elements
 from aiockpt.state.flatten import register_leaf
 from aiockpt.state.template import Template
 from aiockpt.testing import assert_same
-from tests.support.pipeline import LIMITS, host_only, match, staged
-from tests.support.states import State, states
+from tests.support.states import LIMITS, State, host_only, match, staged, states
 
 if TYPE_CHECKING:
     from collections.abc import Callable

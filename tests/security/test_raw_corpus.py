@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.proofs import proves
-from tests.support.serving import TOKEN, Memory, Peer, Site, serving, settle
+from tests.support.servers import TOKEN, Memory, Peer, Site, serving, settle
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch_free]
 

@@ -11,8 +11,8 @@ import pytest
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.format.entries import Entries, Entry
 from aiockpt.state.rebuild import Frame, assemble, tensors_over
-from tests.support.pipeline import LIMITS, manifest_of, value_of, view
 from tests.support.proofs import proves
+from tests.support.states import LIMITS, manifest_of, value_of, view
 
 if TYPE_CHECKING:
     from aiockpt.format.manifest import (

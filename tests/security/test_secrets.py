@@ -25,8 +25,8 @@ from aiockpt.events import add_hook
 from aiockpt.http.audit import Access
 from aiockpt.testing import Answer, assert_same
 from tests.support.proofs import proves
-from tests.support.serving import Memory, Peer, settle
-from tests.support.serving import serving as served
+from tests.support.servers import Memory, Peer, settle
+from tests.support.servers import serving as served
 from tests.support.transports import (
     pair,
     port_of,

@@ -26,8 +26,7 @@ import torch._dynamo  # noqa: F401 - an optimizer imports it: early, so that lea
 from aiockpt.errors import PeerFailedError
 from aiockpt.testing.conformance import Endings, RoundTrips, Templates
 from tests.support import groups, lockstep
-from tests.support.accelerators import FakeAccelerator
-from tests.support.boards import FakeBoard, device_transports
+from tests.support.accelerators import FakeAccelerator, FakeBoard, device_transports
 from tests.support.groups import Transport
 from tests.support.proofs import proves
 

@@ -24,7 +24,7 @@ from aiockpt.checkpointers import CheckpointStagerConfig, DefaultStager
 from aiockpt.errors import MissingKeysError, RemoteProtocolError
 from aiockpt.testing import assert_same
 from tests.support.groups import moved, transports
-from tests.support.saved import flip, load, save
+from tests.support.saving import flip, load, save
 from tests.support.transports import (
     MIB,
     HoldBack,

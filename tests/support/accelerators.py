@@ -1,6 +1,7 @@
-"""An accelerator whose work waits until a test lets it run.
+"""An accelerator that is not there: host memory stands for its memory.
 
-Its memory is host memory, so a CPU tensor is a tensor on the device::
+The work of a `FakeAccelerator` waits until a test lets it run. A CPU tensor is a tensor
+on the device::
 
     device = FakeAccelerator()
     stager = Stager(..., ports=device.port_for)
@@ -11,18 +12,19 @@ Its memory is host memory, so a CPU tensor is a tensor on the device::
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from threading import Condition
-from typing import Final
+from typing import Any, Final
 
+import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from aiockpt.memory.arena import Arena
 from aiockpt.memory.device import Event, Pair, Port
-
-__all__ = ["FakeAccelerator", "FakeEvent"]
+from aiockpt.pg.device import Device, DeviceMedium
+from tests.support.groups import Transport, gloo_groups
 
 _PATIENCE: Final = 30.0
 
@@ -203,3 +205,68 @@ def _drain(stream: deque[Work], most: int | None) -> int:
         stream.popleft()
         count += 1
     return count
+
+
+CPU = torch.device("cpu")
+
+
+class FakeBoard(Device):
+    """A device whose tensors are those that were put there; or all but bytes.
+
+    Bytes are the host's on real devices too: those of values and of generators.
+
+    Attributes:
+        allocated: Bytes that a transport has taken of it for good.
+    """
+
+    def __init__(self, fake: FakeAccelerator, *, all_its_own: bool = False) -> None:
+        super().__init__(CPU, fake, fake)
+        self.allocated = 0
+        self._all_its_own = all_its_own
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Say that a tensor, and whatever shares its storage, is on the device."""
+        storage = tensor.untyped_storage()
+        self._storages[storage._cdata] = storage  # kept, so that no other gets it
+        return tensor
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Say whether it was put there, or allocated there."""
+        if self._all_its_own:
+            return tensor.dtype != torch.uint8
+        return tensor.untyped_storage()._cdata in self._storages
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return memory, which is on the device."""
+        self.allocated += nbytes
+        return self.put(super().allocate(nbytes))
+
+
+@asynccontextmanager
+async def device_transports(
+    monkeypatch: pytest.MonkeyPatch, *boards: FakeBoard, **options: Any
+) -> AsyncIterator[list[Transport]]:
+    """Make a transport for each board, all in one new group."""
+    options = {"timeout": 20, "chunk_bytes": 64 << 10, **options}
+    groups = await gloo_groups(len(boards))
+    async with AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(made)
+            for made in _made(monkeypatch, boards, groups, options)
+        ]
+
+
+def _made(
+    monkeypatch: pytest.MonkeyPatch,
+    boards: tuple[FakeBoard, ...],
+    groups: list[Any],
+    options: dict[str, Any],
+) -> Iterator[Transport]:
+    for board, group in zip(boards, groups, strict=True):
+
+        def medium_of(_: object, *given: Any, board: Any = board, **more: Any) -> Any:
+            return DeviceMedium(board, *given, **more)
+
+        monkeypatch.setattr("aiockpt.pg.transport._medium_of", medium_of)
+        yield Transport(group, **options)

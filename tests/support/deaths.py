@@ -19,29 +19,27 @@ import pytest
 
 from aiockpt import Progress, TransportError
 from aiockpt.testing import Drip, FaultProxy, assert_same
-from tests.support.cells import CELLS
-from tests.support.checkpointing import is_running, wait_until
 from tests.support.commandline import ENVIRONMENT
 from tests.support.forkserver import children_of
+from tests.support.proofs import CELLS
 from tests.support.rankprocesses import SUPPORT
-from tests.support.receivers import (
+from tests.support.saving import is_running, wait_until
+from tests.support.servers import Peer, settle
+from tests.support.transports import (
     COUNT,
+    MIB,
     MIB_LARGE,
     MIB_SENT,
     SHARING,
     Gate,
+    Transport,
     held_up,
     left,
     lends,
     options_of,
-    there,
-)
-from tests.support.serving import Peer, settle
-from tests.support.transports import (
-    MIB,
-    Transport,
     proxied,
     receive,
+    there,
     through,
     transport,
     weights,

@@ -12,8 +12,7 @@ import sys
 from typing import Any
 
 from aiockpt.transfer.destination import Destination
-from tests.support.receivers import MIB_LARGE, options_of
-from tests.support.transports import Transport, transport
+from tests.support.transports import MIB_LARGE, Transport, options_of, transport
 
 
 async def begun(

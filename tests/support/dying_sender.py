@@ -14,8 +14,14 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from tests.support.receivers import COUNT, MIB_SENT, lends
-from tests.support.transports import Transport, transport, weights
+from tests.support.transports import (
+    COUNT,
+    MIB_SENT,
+    Transport,
+    lends,
+    transport,
+    weights,
+)
 
 MIB_OFFERED = 16
 

@@ -27,10 +27,10 @@ from aiockpt.http.store import Store
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.testing import Fault, FaultProxy
 from aiockpt.testing.faults import Pipe
-from tests.support import rangepeer, serving
-from tests.support.exhaustion import exhausted_fds
+from tests.support import rangepeer, servers
+from tests.support.shortages import exhausted_fds
 
-TOKEN = serving.TOKEN
+TOKEN = servers.TOKEN
 MIB = 1 << 20
 
 
@@ -196,13 +196,13 @@ class Serving:
 async def serve(options: dict[str, Any]) -> None:
     """Serve step 1 until standard input ends."""
     size, chunk = int(options.pop("mib", 16) * MIB), options.pop("chunk_bytes", MIB)
-    content = serving.Memory(size, step=1, chunk_bytes=chunk)
+    content = servers.Memory(size, step=1, chunk_bytes=chunk)
     host, port = options.pop("host", "127.0.0.1"), options.pop("port", 0)
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
-    config = serving.config(**options)
+    config = servers.config(**options)
     server = CheckpointServer(config, Bridge(threads=1, name="faultpeers"))
     store = server.store
     sockets = open_sockets(host, port)

@@ -34,7 +34,7 @@ from aiockpt.state.rebuild import Frame, assemble, tensors_over
 from aiockpt.testing.leaves import LEAVES
 from tests.support.auditing import Guard
 from tests.support.headers import header_of, parts_of, sealed
-from tests.support.pipeline import file_of, stager
+from tests.support.states import file_of, stager
 
 if TYPE_CHECKING:
     from collections.abc import Callable

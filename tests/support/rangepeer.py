@@ -30,8 +30,8 @@ from aiockpt.http.sockets import IO_THREADS
 from aiockpt.memory.arena import Memory as PlainMemory
 from aiockpt.runtime.bridge import Bridge, Inline
 from aiockpt.transfer.source import OnProgress, PlainTarget
-from tests.support.applications import running
 from tests.support.headers import entries_of
+from tests.support.servers import running
 
 Client: TypeAlias = CheckpointClient
 """What `receiver` gives, for tests that hand it on."""

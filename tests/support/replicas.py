@@ -16,7 +16,7 @@ from aiockpt.testing.faults import Fault, FaultProxy, Pipe
 from aiockpt.transfer.source import PlainTarget
 from tests.support.rangepeer import Client
 from tests.support.rangepeer import Memory as Target
-from tests.support.serving import TOKEN, Memory, Site, serving
+from tests.support.servers import TOKEN, Memory, Site, serving
 
 CHUNK = 64 << 10
 CHUNKS = 48

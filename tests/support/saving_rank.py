@@ -57,8 +57,8 @@ from aiockpt.checkpointers.config import (
 from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
 from aiockpt.errors import ProcessGroupError
 from aiockpt.events import TransferEvent, add_hook
-from tests.support.checkpointing import die_between_meetings
 from tests.support.rankprocesses import rank_of
+from tests.support.saving import die_between_meetings
 
 TIMEOUTS = {1: 60.0, 2: 2.0}
 """How long another rank is waited for: to start, and when it may have died."""

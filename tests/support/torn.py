@@ -24,7 +24,7 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.storage.checkpoint_file import read_header, verify_chunks
 from aiockpt.storage.directory import checkpoint_at, find_checkpoint, list_checkpoints
 from tests.support.headers import entries_of
-from tests.support.system_calls import SystemCallFault, system_call_faults
+from tests.support.shortages import SystemCallFault, system_call_faults
 
 CALLS = (
     "fallocate",

@@ -25,7 +25,9 @@ import torch
 import aiockpt
 from aiockpt.checkpointers import CheckpointProcessConfig
 from aiockpt.memory.copies import CopyPlan
-from tests.support.checkpointing import (
+from tests.support.commandline import ENVIRONMENT
+from tests.support.rankprocesses import process
+from tests.support.saving import (
     Gate,
     GatedWriter,
     eventually,
@@ -33,8 +35,6 @@ from tests.support.checkpointing import (
     note_pid,
     wait_until,
 )
-from tests.support.commandline import ENVIRONMENT
-from tests.support.rankprocesses import process
 
 __all__ = ["Kept", "Trainer", "kept", "state", "trainer"]
 

@@ -18,8 +18,8 @@ from aiockpt import StepNotFoundError
 from aiockpt.errors import PeerFailedError, TransferTimeoutError
 from aiockpt.testing import assert_same
 from aiockpt.torchft import HTTPTransport
-from tests.support.cells import Cell, each_cell
-from tests.support.receivers import arenas
+from tests.support.proofs import Cell, each_cell
+from tests.support.transports import arenas
 
 Transport = HTTPTransport[Any]
 Make = Callable[..., Transport]

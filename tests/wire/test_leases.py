@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from tests.support.proofs import proves
-from tests.support.receivers import arenas
-from tests.support.serving import TOKEN, Peer, settle
-from tests.support.transports import port_of, transport
+from tests.support.servers import TOKEN, Peer, settle
+from tests.support.transports import arenas, port_of, transport
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_blocking")]
 

@@ -16,7 +16,7 @@ from aiohttp import http_parser
 from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.http.tokens import make_token
 from tests.support.proofs import proves
-from tests.support.serving import CONFIG, TOKEN, Memory, serving, settle
+from tests.support.servers import CONFIG, TOKEN, Memory, serving, settle
 
 pytestmark = [
     pytest.mark.asyncio,

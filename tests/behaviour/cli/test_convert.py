@@ -23,9 +23,8 @@ from aiockpt.cli import convert, main
 from aiockpt.storage.directory import checkpoint_at
 from aiockpt.testing import assert_same
 from tests.support.commandline import ENVIRONMENT, Commands
-from tests.support.disks import small_disk
-from tests.support.saved import flip, load, names, save, save_by_two, training_state
-from tests.support.system_calls import SystemCallFault
+from tests.support.saving import flip, load, names, save, save_by_two, training_state
+from tests.support.shortages import SystemCallFault, small_disk
 
 FORMS = ["m.pt", "m.safetensors", "m-1"]
 

@@ -37,9 +37,9 @@ from tests.support.commandline import (
     the_error,
     until,
 )
-from tests.support.disks import small_disk
 from tests.support.proofs import proves
-from tests.support.saved import names
+from tests.support.saving import names
+from tests.support.shortages import small_disk
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from aiockpt import Auth, HTTPTransport, Server
 from aiockpt.cli import main
 from tests.support.commandline import ENVIRONMENT, PATIENCE, aiockpt_command
-from tests.support.saved import names
+from tests.support.saving import names
 
 TOKEN = ("--token", "both-know-it")
 

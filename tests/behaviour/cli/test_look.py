@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from aiockpt.storage.commit import Draft
 from aiockpt.storage.directory import MARKER, checkpoint_at
 from tests.support.commandline import CHUNK, Commands, Serving
-from tests.support.saved import CHUNK as SMALL_CHUNK
-from tests.support.saved import flip, save, save_by_two
+from tests.support.saving import CHUNK as SMALL_CHUNK
+from tests.support.saving import flip, save, save_by_two
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -31,9 +31,9 @@ from tests.support.commandline import (
     serving,
     the_error,
 )
-from tests.support.link import Link
+from tests.support.network import Link
 from tests.support.proofs import proves
-from tests.support.saved import load, save, save_by_two, training_state
+from tests.support.saving import load, save, save_by_two, training_state
 
 pytestmark = pytest.mark.timeout(180)
 

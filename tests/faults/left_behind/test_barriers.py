@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cells import Cell, each_cell
 from tests.support.commandline import ENVIRONMENT, PATIENCE
+from tests.support.proofs import Cell, each_cell
 from tests.support.rankprocesses import SUPPORT
 
 pytestmark = pytest.mark.timeout(180)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from aiockpt.errors import ProcessGroupError
-from tests.support.cells import Cell, each_cell
 from tests.support.deaths import at_the_receivers, at_the_senders
 from tests.support.groups import Transport as GroupTransport
+from tests.support.proofs import Cell, each_cell
 from tests.support.rankprocesses import ranks
 from tests.support.transports import weights
 

@@ -15,10 +15,10 @@ from aiockpt import PGTransport, make_async_checkpointer
 from aiockpt.checkpointers import CheckpointProcess, DefaultStager, RankInfo
 from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.testing import assert_same
-from tests.support.cells import Cell, each_cell
-from tests.support.checkpointing import eventually, is_running, loaded, reaped
 from tests.support.groups import gloo_groups, moved
-from tests.support.serving import Peer
+from tests.support.proofs import Cell, each_cell
+from tests.support.saving import eventually, is_running, loaded, reaped
+from tests.support.servers import Peer
 from tests.support.transports import MIB, port_of, transport, weights
 
 pytestmark = pytest.mark.timeout(120)

@@ -11,9 +11,9 @@ import pytest
 
 from aiockpt.cli import main
 from aiockpt.testing import FaultProxy, StallAfter
-from tests.support.cells import Cell, each_cell
-from tests.support.checkpointing import wait_until
 from tests.support.commandline import ENVIRONMENT, aiockpt_command, beside
+from tests.support.proofs import Cell, each_cell
+from tests.support.saving import wait_until
 from tests.support.transports import MIB, port_of, transport, weights
 
 pytestmark = pytest.mark.timeout(120)

@@ -14,10 +14,10 @@ import torch
 from aiockpt.errors import ClosedError, ProcessGroupError, TransferTimeoutError
 from aiockpt.pg.messages import Channel
 from aiockpt.testing import assert_same
-from tests.support.cells import Cell, each_cell
 from tests.support.groups import Transport, moved, transports, watch_leaving
-from tests.support.receivers import COUNT, MIB_SENT, held_up, left, options_of
-from tests.support.serving import settle
+from tests.support.proofs import Cell, each_cell
+from tests.support.servers import settle
+from tests.support.transports import COUNT, MIB_SENT, held_up, left, options_of
 from tests.support.transports import weights as filled
 
 pytestmark = [

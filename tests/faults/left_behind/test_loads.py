@@ -20,10 +20,9 @@ from aiockpt import (
 )
 from aiockpt.checkpointers import peer
 from aiockpt.testing import CutAfter, FaultProxy, Refuse
-from tests.support.cells import Cell, each_cell
+from tests.support.proofs import Cell, each_cell
 from tests.support.rankprocesses import process
-from tests.support.receivers import arenas
-from tests.support.transports import MIB, port_of, transport, weights
+from tests.support.transports import MIB, arenas, port_of, transport, weights
 
 LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
 

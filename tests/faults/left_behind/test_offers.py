@@ -16,8 +16,8 @@ from aiockpt import AiockptError, StepNotFoundError
 from aiockpt.errors import TransferTimeoutError
 from aiockpt.http.server_process import ServerProcess
 from aiockpt.testing import assert_same
-from tests.support.cells import Cell, each_cell
-from tests.support.serving import Peer, settle
+from tests.support.proofs import Cell, each_cell
+from tests.support.servers import Peer, settle
 from tests.support.transports import Transport, port_of, receive, transport, weights
 
 pytestmark = pytest.mark.asyncio

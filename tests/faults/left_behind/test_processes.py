@@ -16,8 +16,8 @@ from aiockpt import make_async_checkpointer
 from aiockpt.checkpointers import CheckpointProcess, CheckpointProcessConfig, RankInfo
 from aiockpt.errors import ClosedError, WorkerError
 from aiockpt.testing import assert_same
-from tests.support.cells import Cell, each_cell
-from tests.support.checkpointing import (
+from tests.support.proofs import Cell, each_cell
+from tests.support.saving import (
     Forsaken,
     Gate,
     GatedWriter,

@@ -12,26 +12,24 @@ import pytest
 from aiockpt import IntegrityError
 from aiockpt.errors import MissingKeysError, TransferTimeoutError
 from aiockpt.testing import StallAfter, assert_same
-from tests.support.cells import Cell, each_cell
-from tests.support.receivers import (
+from tests.support.proofs import Cell, each_cell
+from tests.support.servers import settle
+from tests.support.transports import (
     COUNT,
     FILLING,
+    MIB,
     MIB_SENT,
     SHARING,
+    Transport,
     arenas,
     held_up,
     left,
     lends,
     options_of,
-    there,
-)
-from tests.support.serving import settle
-from tests.support.transports import (
-    MIB,
-    Transport,
     pair,
     proxied,
     receive,
+    there,
     through,
     transport,
 )

@@ -25,11 +25,10 @@ from aiockpt.checkpointers import (
 )
 from aiockpt.errors import CheckpointNotFoundError, WorkerError
 from aiockpt.testing import assert_same, interrupted
-from tests.support.cells import Cell, each_cell
-from tests.support.checkpointing import eventually, loaded, state_of
-from tests.support.receivers import arenas
+from tests.support.proofs import Cell, each_cell
+from tests.support.saving import eventually, loaded, state_of
 from tests.support.trainer import Kept, kept
-from tests.support.transports import weights
+from tests.support.transports import arenas, weights
 
 LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
 

@@ -1,27 +1,37 @@
-"""Writers that wait, fail and die on demand, in whatever process they are made.
-
-What a child imports from here comes without torch, which takes a second.
-"""
+"""Saves: what they save, how they are held up, and ranks that save together."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import re
+import shutil
 import signal
+import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
+from aiockpt.checkpointers.barriers import Barrier, Meeting, TCPStoreBarrier
 from aiockpt.checkpointers.config import CheckpointWriterConfig, RankInfo
+from aiockpt.checkpointers.reader import CheckpointReader
+from aiockpt.checkpointers.sync import SyncCheckpointer
 from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
 from aiockpt.format.limits import Limits
+from aiockpt.storage.commit import Draft
+from tests.support.accelerators import FakeAccelerator
 
 if TYPE_CHECKING:
     from aiockpt.checkpointers.submission import Submission
+
 
 PATIENCE = 60.0
 """Seconds that a slow machine may take to start a process."""
@@ -248,3 +258,216 @@ def reaped(pid: int) -> None:
     """Reap a child that was abandoned: who does that dies, as a rule."""
     with suppress(ChildProcessError):
         os.waitpid(pid, 0)
+
+
+ALONE = RankInfo(0, 1)
+CHUNK = 64 << 10
+"""The smallest chunk, so that small checkpoints have several."""
+
+
+def config(**options: Any) -> CheckpointWriterConfig:
+    """Return a config with small chunks, and without waiting for the disk."""
+    return CheckpointWriterConfig(**{"chunk_bytes": CHUNK, "fsync": False, **options})
+
+
+def sync_checkpointer(hook: Any = None, **options: Any) -> SyncCheckpointer:
+    """Return a checkpointer of one rank."""
+    writer = CheckpointWriter(config(**options), ALONE, commit_hook=hook)
+    return SyncCheckpointer(writer, CheckpointReader(ALONE))
+
+
+def save(path: Path, state: Any, **options: Any) -> Path:
+    """Save a state dict; return the path."""
+    with sync_checkpointer(**options) as checkpointer:
+        checkpointer.save(state, path)
+    return path
+
+
+class Nobody(Barrier):
+    """Lets everybody through."""
+
+    def execute_barrier(self) -> None:
+        pass
+
+
+def save_by_two(path: Path, state: Any = None) -> Path:
+    """Save a checkpoint of two ranks, the second one first; return the path."""
+    with Draft(path, 1, durable=False) as draft:
+        other = save(path.with_name(f"other-{path.name}"), {"rank": 1})
+        shutil.copy(other / "checkpoint_0.safetensors", draft.temporary)
+        shutil.rmtree(other)
+        draft.keep_file()
+        writer = CheckpointWriter(config(), RankInfo(0, 2), Nobody())
+        writer.write(path, {"rank": 0, **(state or {})})
+    return path
+
+
+def load(path: Any, *args: Any, **options: Any) -> Any:
+    """Return what is saved."""
+    return read(path, *args, **options)[0]
+
+
+def read(path: Any, *args: Any, **options: Any) -> tuple[Any, list[str]]:
+    """Return what is saved, and the missing keys."""
+    return CheckpointReader(ALONE).read(path, *args, **options)
+
+
+def training_state(seed: int = 0) -> dict[str, Any]:
+    """Return what a training loop saves: nested, tied, with values of many kinds."""
+    torch.manual_seed(seed)
+    weight = torch.nn.Parameter(torch.randn(128, 256))
+    return {
+        "model": OrderedDict(
+            [
+                ("embed.weight", weight),
+                ("head.weight", weight),
+                ("norm.bias", torch.randn(256, dtype=torch.float64)),
+                ("half", torch.randn(300).bfloat16()),
+            ]
+        ),
+        "optimizer": {
+            "state": {
+                0: {"step": torch.tensor(7.0), "exp_avg": torch.randn(128, 256)},
+                1: {"step": torch.tensor(7.0), "exp_avg": torch.randn(256)},
+            },
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1]}],
+        },
+        "step": 100,
+        "rng": np.arange(600, dtype=np.uint32),
+        "log": b"x" * 5000,
+        "transposed": torch.arange(35.0).reshape(5, 7).t(),
+    }
+
+
+def tied_state(fill: float = 1.0) -> dict[str, Any]:
+    """Return a small state dict with a tie and several containers."""
+    weight = torch.full((50_000,), fill)
+    return {"weight": weight, "tied": weight[10:20], "more": [1, ("a", {2: None})]}
+
+
+def flip(path: Path, offset: int) -> None:
+    """Flip a bit of a file; a negative offset counts from its end."""
+    with path.open("r+b") as file:
+        file.seek(offset, os.SEEK_END if offset < 0 else os.SEEK_SET)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+
+
+def names(directory: Path) -> list[str]:
+    """Return everything in a directory, hidden or not."""
+    return sorted(os.listdir(directory))
+
+
+def run_beside(device: FakeAccelerator, call: Any) -> Any:
+    """Make a blocking call while a device works."""
+
+    async def main() -> Any:
+        working = asyncio.create_task(asyncio.to_thread(call))
+        while not working.done():
+            device.run()
+            await asyncio.sleep(0.001)
+        return await working
+
+    return asyncio.run(main())
+
+
+SHORT, LONG = 0.6, 20.0
+"""Seconds to wait for a rank that does not come, and for one that does."""
+
+
+class Dead(Exception):  # noqa: N818 - no error, but the end of a rank
+    """Stands for the death of a rank's process."""
+
+
+class Dying(Barrier):
+    """Another barrier, whose rank dies before its second meeting."""
+
+    def __init__(self, real: Barrier) -> None:
+        self._real = real
+
+    def execute_barrier(self) -> None:
+        raise NotImplementedError
+
+    def expect(self, meeting: Meeting) -> None:
+        self._real.expect(meeting)
+
+    def meet(self, meeting: Meeting, *, failure: str | None = None) -> None:
+        if meeting.phase == "committed":
+            raise Dead
+        self._real.meet(meeting, failure=failure)
+
+
+def free_port() -> int:
+    """Return a port that nobody uses at the moment."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
+
+
+def barrier(rank: int, world_size: int, port: int) -> Barrier:
+    """Return a rank's side of a barrier; rank 0 hosts the store."""
+    return TCPStoreBarrier(
+        *(rank, world_size),
+        tcpstore_port=port,
+        master_address="127.0.0.1",
+        use_checkpoint_barrier_tcpstore_libuv=False,  # it keeps a pipe
+    )
+
+
+class Job:
+    """Two ranks, which save the same path as one step, in threads."""
+
+    def __init__(self, path: Path, port: int, pool: ThreadPoolExecutor) -> None:
+        self._path, self._port, self._pool = path, port, pool
+        self._barriers = [barrier(0, 2, port), barrier(1, 2, port)]
+
+    def restart(self, rank: int) -> None:
+        """Have the next save of a rank begin with nothing remembered."""
+        self._barriers[rank] = barrier(rank, 2, self._port)
+
+    def mourn(self, rank: int) -> None:
+        """Have a rank tell the others that a save was lost with its process."""
+        config = CheckpointWriterConfig(fsync=False)
+        writer = CheckpointWriter(config, RankInfo(rank, 2), self._barriers[rank])
+        writer.abandon(self._path, 7, "its process died", begun=True)
+
+    def save(
+        self,
+        rank: int,
+        value: int,
+        timeout: float = LONG,
+        wrap: Callable[[Barrier], Barrier] = lambda barrier: barrier,
+        path: Path | None = None,
+    ) -> Future[None]:
+        """Begin to save; ``path`` is what this rank takes for the others' path."""
+        config = CheckpointWriterConfig(write_barrier_timeout_secs=timeout, fsync=False)
+        meets = wrap(self._barriers[rank])
+        writer = CheckpointWriter(config, RankInfo(rank, 2), meets)
+        state: Any = {"rank": rank, "value": value}
+        return self._pool.submit(writer.write, path or self._path, state, step=7)
+
+    def close(self) -> None:
+        """Let go of the store, which is rank 0's."""
+        for each in reversed(self._barriers):
+            each.close()
+
+
+@contextmanager
+def job(path: Path) -> Iterator[Job]:
+    """Have a job until the end of the block."""
+    with ThreadPoolExecutor(4) as pool:
+        made = Job(path, free_port(), pool)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def save_by_both(ranks: Job, value: int, first: int) -> None:
+    """Save it by both, of which one comes later than the other."""
+    early = ranks.save(first, value)
+    time.sleep(0.2)
+    late = ranks.save(1 - first, value)
+    late.result(LONG)
+    early.result(LONG)

@@ -1,22 +1,14 @@
-"""System calls of a program that fail, or kill it, one after another; by strace.
-
-::
-
-    for fault in system_call_faults("fsync", "EIO"):
-        done = fault.run([sys.executable, "save.py"])
-        ...  # the old checkpoint or the new one is there, whole
-
-A thread counts its own calls, as strace does: "the second ``write``" is the second one
-of each thread. All of this blocks.
-"""
+"""Shortages and failures of the system: full disks, no descriptors, failing calls."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -24,7 +16,85 @@ from pathlib import Path
 
 from aiockpt.testing.processes import FaultUnavailableError
 
-__all__ = ["SystemCallFault", "system_call_faults"]
+
+@contextmanager
+def small_disk(place: Path, nbytes: int) -> Iterator[Path]:
+    """Give a file system of ``nbytes`` at ``place``, a directory that is made for it.
+
+    It is a tmpfs: it knows a full disk (ENOSPC), and has no disk that could fail.
+
+    Raises:
+        FaultUnavailableError: this process may not mount it.
+    """
+    place.mkdir(exist_ok=True)
+    options = f"size={nbytes},mode=0777"
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", os.fspath(place)]
+    if reason := _refused(mount):
+        raise FaultUnavailableError("small disk", reason)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+def in_small_shm(nbytes: int, program: Sequence[str]) -> list[str]:
+    """Return the command of a program for which ``/dev/shm`` has ``nbytes``.
+
+    It runs in a mount namespace of its own, so nobody else notices.
+
+    Raises:
+        FaultUnavailableError: this process may not make one.
+    """
+    mount = f'mount -t tmpfs -o size={nbytes} tmpfs /dev/shm && exec "$@"'
+    prefix = ["unshare", "--mount", "sh", "-c", mount, "sh"]
+    if reason := _refused([*prefix, "true"]):
+        raise FaultUnavailableError("small /dev/shm", reason)
+    return [*prefix, *program]
+
+
+def _refused(command: Sequence[str]) -> str:
+    """Run a command; return why it failed, if it did."""
+    if shutil.which(command[0]) is None:
+        return f"{command[0]} is not installed"
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stderr.strip() if done.returncode else ""
+
+
+_OPEN = Path("/dev/fd")
+
+
+@contextmanager
+def exhausted_fds(*, left: int = 0) -> Iterator[None]:
+    """Let the process open only ``left`` more descriptors for the length of the block.
+
+    What is open stays so. What the block closes can be opened again.
+    """
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = [os.open(os.devnull, os.O_RDONLY)]
+    # So low a limit that there is little to fill; never below what is open.
+    highest = max(int(entry.name) for entry in _OPEN.iterdir())
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + left, limits[1]))
+        _fill(spare)
+        for fd in spare[:left]:
+            os.close(fd)
+        del spare[:left]
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in spare:
+            os.close(fd)
+
+
+def _fill(fds: list[int]) -> None:
+    try:
+        while True:
+            fds.append(os.dup(fds[0]))
+    except OSError:
+        return  # there are no more
+
 
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
@@ -60,7 +130,7 @@ class SystemCallFault:
         Raises:
             FaultUnavailableError: strace is missing, or may not trace.
         """
-        if reason := _refused():
+        if reason := _strace_refused():
             raise FaultUnavailableError("failing system call", reason)
         with tempfile.NamedTemporaryFile("r", prefix="strace") as log:
             done = subprocess.run(
@@ -99,7 +169,7 @@ def system_call_faults(
 
 
 @cache
-def _refused() -> str:
+def _strace_refused() -> str:
     """Return why strace cannot be used here, if it cannot."""
     if shutil.which("strace") is None:
         return "strace is not installed"
