@@ -10,6 +10,7 @@ requests only.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -54,6 +55,7 @@ __all__ = ["Answer", "CheckpointClient", "Request"]
 _READ_BUFFER = 1 << 20
 _MAX_PROBLEM = 64 << 10
 _SHORTEST = 1e-3  # seconds
+_CONNECTING = 0.9  # of the stall timeout, for a connection
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 _MAX_INFORMATIONAL = 64 << 10  # bytes of informational answers to one request
 _START = b"HTTP/1.1 1"
@@ -290,10 +292,12 @@ class CheckpointClient:
                 read_bufsize=_READ_BUFFER,
                 ssl=True if context is None else context,
                 timeout=aiohttp.ClientTimeout(
-                    # The stall timer bounds both; a connector's own error says more.
+                    # The stall timer bounds both, but the connector's error says more.
+                    # So the connector must be first; it would round to whole seconds.
                     total=None,
-                    sock_connect=self.stall_timeout,
+                    sock_connect=_CONNECTING * self.stall_timeout,
                     sock_read=None,
+                    ceil_threshold=math.inf,
                 ),
             )
         except BaseException as error:  # noqa: BLE001 - it is raised below
@@ -445,6 +449,14 @@ def _unreachable(request: Request, error: Exception) -> AiockptError:
     return PeerUnreachableError(request.origin.base_url, _reason(error))
 
 
+def _no_connection(request: Request, _: Exception) -> AiockptError:
+    why = (
+        "no answer to the connection attempt; perhaps the address or the interface is "
+        "wrong, or a firewall drops the packets"
+    )
+    return PeerUnreachableError(request.origin.base_url, why)
+
+
 def _not_trusted(request: Request, error: Exception) -> AiockptError:
     return RemoteProtocolError(
         f"{request.origin.base_url} shows a certificate that is not trusted here "
@@ -493,7 +505,7 @@ _BEFORE_ANSWER: tuple[
     (aiohttp.ClientConnectorCertificateError, _not_trusted),
     (aiohttp.ClientConnectorSSLError, _no_tls),
     (aiohttp.ClientConnectorError, _unreachable),
-    (aiohttp.ServerTimeoutError, _unreachable),
+    (aiohttp.ServerTimeoutError, _no_connection),
     (aiohttp.ClientConnectionError, _no_answer),
     (aiohttp.ClientResponseError, _not_http),
     (aiohttp.InvalidURL, _misused),

@@ -142,14 +142,17 @@ class Endpoint:
             raise ClosedError("the transport")
 
     async def prepare(self, bridge: Bridge) -> None:
-        """Prepare to listen: look up the host, if it is a name, beside the loop.
+        """Prepare to listen: check the interface, and resolve the host in a thread.
 
         Sockets on which a dead server process accepts no more are closed, so that the
         next :meth:`listen` binds the same address again.
 
         Raises:
+            LocalProtocolError: the interface does not exist or has no address.
             OSError: the host's name is unknown.
         """
+        if self._options.interface and not self._advertise:
+            _address_of(self._options.interface)
         if not all(map(_accepts, self._sockets)):
             self._close()
         host = self._options.host

@@ -277,6 +277,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
         Raises:
             ClosedError: after :meth:`shutdown`.
+            LocalProtocolError: ``Server(interface=)`` does not exist on this host.
             OSError: the address cannot be bound; the message names it.
         """
         with self._lifetime.call():

@@ -118,9 +118,12 @@ class TestAddress:
                 port = port_of(sender)
                 assert sender.address() == f"http://127.0.0.1:{port}/checkpoint/"
             monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        async with transport(host=None, interface="nope0") as sender:
-            with pytest.raises(LocalProtocolError, match="nope0"):
-                sender.metadata()
+        sender = transport(host=None, interface="nope0")
+        with pytest.raises(LocalProtocolError, match="nope0"):
+            sender.metadata()
+        with pytest.raises(LocalProtocolError, match="nope0"):
+            await sender.start()
+        await sender.shutdown()
 
     async def test_another_address_can_be_advertised(self):
         """A name, to which an insecure server answers, or the URL of a proxy."""

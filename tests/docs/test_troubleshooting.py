@@ -7,6 +7,7 @@ import re
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +93,25 @@ async def test_receives_that_fail() -> None:
 
 @pytest.mark.asyncio
 async def test_a_sender_that_is_silent() -> None:
-    """It takes the connection, and says nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}/checkpoint/#token"
+    """It takes the connection and says nothing, or does not answer the connection."""
+    with ExitStack() as stack:
+        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        listening.listen(0)
+        address = listening.getsockname()
+        url = f"http://127.0.0.1:{address[1]}/checkpoint/#token"
         async with aiockpt.HTTPTransport(
-            server=LOOPBACK, receive=IMPATIENT, stall_timeout=0.2
+            server=LOOPBACK, receive=IMPATIENT, stall_timeout=0.3
         ) as receiver:
-            await shows(lambda: receiver.recv_checkpoint(metadata=url, step=3))
+
+            async def receive() -> None:
+                await receiver.recv_checkpoint(metadata=url, step=3)
+
+            await shows(receive)
+            for _ in range(4):  # now the kernel drops what asks for a connection
+                waiting = stack.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(address)
+            await shows(receive)
 
 
 @pytest.mark.asyncio
@@ -159,13 +172,9 @@ async def test_sends_that_fail() -> None:
 @pytest.mark.asyncio
 async def test_addresses_that_are_not_there() -> None:
     """An interface that the host does not have."""
-    server = aiockpt.Server(interface="ib0")
-    async with aiockpt.HTTPTransport[Any](server=server) as sender:
-
-        async def ask() -> None:
-            sender.metadata()
-
-        await shows(ask)
+    sender = aiockpt.HTTPTransport[Any](server=aiockpt.Server(interface="ib0"))
+    await shows(sender.start)
+    await sender.shutdown()
 
 
 @pytest.mark.asyncio
