@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.rankprocesses import kill_all
+from tests.support.ranks import kill_all
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SECONDS = 150

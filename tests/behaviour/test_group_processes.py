@@ -16,8 +16,7 @@ from aiockpt.errors import ProcessGroupError, TransferTimeoutError
 from aiockpt.testing import assert_same
 from tests.support.groups import Transport, joined, store_in, summed
 from tests.support.proofs import proves
-from tests.support.rank import MIB_SENT
-from tests.support.rankprocesses import ranks, transport
+from tests.support.ranks import MIB_SENT, ranks, transport
 from tests.support.transports import MIB, weights
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from aiockpt.errors import LocalProtocolError
 from aiockpt.memory.arena import Arena
 from aiockpt.runtime.bridge import Bridge
 from aiockpt.testing import assert_same
-from tests.support.floods import stalls
+from tests.support.hostile import stalls
 from tests.support.servers import settle
 from tests.support.transports import receive, transport, weights
 

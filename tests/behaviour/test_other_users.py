@@ -19,7 +19,7 @@ import aiockpt
 from aiockpt.checkpointers.factories import make_async_checkpointer
 from aiockpt.errors import StorageError
 from aiockpt.storage import commit
-from tests.support.rankprocesses import SUPPORT
+from tests.support.ranks import SUPPORT
 from tests.support.saving import load, names, save
 from tests.support.shortages import small_disk
 from tests.support.unprivileged import KINDS

@@ -27,7 +27,7 @@ from aiockpt.checkpointers.writer import CheckpointWriter
 from aiockpt.errors import PeerFailedError, StorageError
 from aiockpt.storage.directory import find_checkpoint, latest
 from tests.support.proofs import proves
-from tests.support.rankprocesses import SUPPORT, process
+from tests.support.ranks import SUPPORT, process
 from tests.support.saving import (
     ALONE,
     LONG,

@@ -16,7 +16,7 @@ from aiockpt.errors import LocalProtocolError, MissingKeysError, TransferTimeout
 from aiockpt.events import TransferEvent, add_hook
 from aiockpt.testing import StallAfter, assert_same, interrupted
 from tests.support.proofs import proves
-from tests.support.replicas import Lies
+from tests.support.rangepeer import Lies
 from tests.support.senders import MIB_SERVED, TOKEN, serving_process
 from tests.support.transports import (
     MIB,

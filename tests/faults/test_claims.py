@@ -16,8 +16,8 @@ import pytest
 import aiockpt
 from aiockpt.format.header import build_manifest
 from aiockpt.testing import assert_same
-from tests.support.floods import CONTINUE, HINTS, flooding, stalls
 from tests.support.headers import entries_of
+from tests.support.hostile import CONTINUE, HINTS, flooding, stalls
 from tests.support.matrix import Record
 from tests.support.proofs import proves
 from tests.support.shortages import exhausted_fds

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.matrix import Record
 from tests.support.proofs import proves
-from tests.support.rankprocesses import SUPPORT
+from tests.support.ranks import SUPPORT
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="fork hygiene is Linux's"),

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.matrix import Record
 from tests.support.proofs import proves
-from tests.support.rankprocesses import SUPPORT
+from tests.support.ranks import SUPPORT
 from tests.support.transports import Transport, transport, weights
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]

@@ -16,8 +16,8 @@ from aiockpt.errors import UnsupportedLeafError
 from aiockpt.testing import assert_same
 from tests.support.matrix import Record
 from tests.support.proofs import proves
-from tests.support.rankprocesses import ranks
-from tests.support.rankprocesses import transport as rank_transport
+from tests.support.ranks import ranks
+from tests.support.ranks import transport as rank_transport
 from tests.support.transports import weights
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]

@@ -25,9 +25,8 @@ from tests.support.commandline import ENVIRONMENT
 from tests.support.leakcheck import shm
 from tests.support.matrix import Record
 from tests.support.proofs import proves
-from tests.support.rank import MIB_SENT
-from tests.support.rankprocesses import ranks
-from tests.support.rankprocesses import transport as rank_transport
+from tests.support.ranks import MIB_SENT, ranks
+from tests.support.ranks import transport as rank_transport
 from tests.support.saving import Gate, eventually, is_running, names, wait_until
 from tests.support.senders import CODE
 from tests.support.transports import in_the_middle, pair, receive, weights

@@ -17,7 +17,7 @@ from tests.support.faultpeers import TOKEN, Peer, noise, sender
 from tests.support.matrix import Record
 from tests.support.network import few_ports
 from tests.support.proofs import proves
-from tests.support.rankprocesses import SUPPORT, process
+from tests.support.ranks import SUPPORT, process
 from tests.support.servers import settle
 from tests.support.shortages import exhausted_fds
 from tests.support.transports import MIB, Transport, receive, transport

@@ -10,9 +10,16 @@ import pytest
 from aiohttp import web
 
 from aiockpt.events import TransferEvent, add_hook
-from tests.support.rangepeer import Client, Meddle, RangePeer, noise, receiver
+from tests.support.rangepeer import (
+    FAR,
+    Client,
+    Fetch,
+    Meddle,
+    RangePeer,
+    noise,
+    receiver,
+)
 from tests.support.rangepeer import serving as peer
-from tests.support.replicas import FAR, Fetch
 from tests.support.servers import settle
 
 pytestmark = [

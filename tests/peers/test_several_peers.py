@@ -16,9 +16,7 @@ from aiockpt.errors import (
 from aiockpt.http.protocol import Origin
 from aiockpt.testing.faults import CutAfter, Drip, StallAfter
 from tests.support.proofs import proves
-from tests.support.rangepeer import describe, noise, receiver
-from tests.support.rangepeer import serving as peer
-from tests.support.replicas import (
+from tests.support.rangepeer import (
     CHUNK,
     FAR,
     STEP,
@@ -27,9 +25,13 @@ from tests.support.replicas import (
     Lies,
     behind,
     checkpoint,
+    describe,
+    noise,
+    receiver,
     replicas,
     source,
 )
+from tests.support.rangepeer import serving as peer
 
 pytestmark = [
     pytest.mark.usefixtures("no_blocking"),

@@ -14,8 +14,8 @@ import torch
 from aiockpt import AiockptError, Limits
 from aiockpt.errors import LimitExceededError
 from tests.support import rangepeer
-from tests.support.floods import stalls
 from tests.support.headers import header_of, sealed
+from tests.support.hostile import stalls
 from tests.support.proofs import proves
 from tests.support.transports import Transport, pair, receive, transport
 

@@ -11,7 +11,7 @@ import aiockpt
 from aiockpt.errors import RemoteProtocolError
 from aiockpt.testing import FaultProxy, assert_same
 from aiockpt.testing.faults import Fault, Pipe
-from tests.support.floods import CONTINUE, HINTS, flooding, stalls
+from tests.support.hostile import CONTINUE, HINTS, flooding, stalls
 from tests.support.proofs import proves
 from tests.support.transports import pair, proxied, through, transport, weights
 

@@ -14,7 +14,7 @@ import pytest
 
 import aiockpt
 from tests.support import mutations
-from tests.support.malicious import Payload, senders
+from tests.support.hostile import Payload, senders
 from tests.support.proofs import proves
 from tests.support.rangepeer import RangePeer
 
@@ -38,7 +38,14 @@ async def told(peers: dict[str, RangePeer], directory: Path) -> list[dict[str, A
         tree = {"metadata": peer.base_url, "into": True}
         lines += [tree if name.startswith("tree") else {"fetch": peer.base_url}]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-W", "ignore", str(SUPPORT / "audited.py"), str(directory)),
+        *(
+            sys.executable,
+            "-W",
+            "ignore",
+            str(SUPPORT / "auditing.py"),
+            "receive",
+            directory,
+        ),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=ENVIRONMENT,
@@ -83,7 +90,7 @@ def test_no_sender_makes_a_receiver_run_anything(tmp_path: Path) -> None:
 def test_the_guard_sees_what_it_is_for(tmp_path: Path) -> None:
     """Proofs by a guard that sleeps would prove nothing."""
     done = subprocess.run(
-        [sys.executable, str(SUPPORT / "auditing.py"), str(tmp_path / "mark")],
+        [sys.executable, SUPPORT / "auditing.py", "probe", tmp_path / "mark"],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,

@@ -1,7 +1,18 @@
-"""A guard over what Python executes: it fails what a receiver must never do."""
+"""A guard over what Python executes: it fails what a receiver must never do.
+
+``python auditing.py probe FILE`` tries what the guard must see.
+
+``python auditing.py receive DIRECTORY`` is a receiver under guard. It reads one JSON
+object a line: ``{"metadata": ..., "into": bool}``, or ``{"fetch": ...}`` for the
+command line. The guard comes up after the first ones, which have imported what a
+receive needs. Each line is answered with one: what came of it, and what the guard saw.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import io
 import json
 import os
 import socket
@@ -9,6 +20,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any, Self
+from urllib.parse import urlsplit
+
+import torch
+
+from aiockpt import HTTPTransport, Limits, Receive, Server
+from aiockpt.cli import main as command_line
 
 HARMLESS = frozenset(
     {
@@ -97,7 +114,7 @@ class Guard:
         return any(real == each or real.startswith(f"{each}/") for each in self._paths)
 
 
-def main(mark: str) -> None:
+def probe(mark: str) -> None:
     """Try what the guard must see; say for each whether it did, and prevented it."""
     import pickle
 
@@ -126,5 +143,81 @@ def main(mark: str) -> None:
     print(json.dumps(seen))
 
 
+WARMING = 3
+LIMITS = Limits(max_bytes=16 << 20)
+READ = (
+    *("/proc/meminfo", "/sys/fs/cgroup", "/proc/self"),
+    "/proc/sys/kernel/random/boot_id",
+)
+"""Where a receiver looks how much memory there is, and which host it is on."""
+
+EVENTS = frozenset(
+    {
+        "_thread.start_new_thread",
+        "ctypes.addressof",
+        "ctypes.cdata",
+        "ctypes.cdata/buffer",
+        "fcntl.flock",
+        "fcntl.ioctl",
+        "mmap.__new__",
+        "socket.__new__",
+        "socket.getaddrinfo",
+    }
+)
+
+
+def allowed_ports(wanted: dict[str, Any]) -> frozenset[int]:
+    """Return the port that the receiver was told of."""
+    text = wanted.get("metadata") or wanted["fetch"]
+    return frozenset({urlsplit(text).port or 0})
+
+
+async def receive(metadata: str, *, into: bool) -> str:
+    """Receive once; say what came."""
+    template = {"weight": torch.zeros(1000, dtype=torch.uint8)} if into else None
+    async with HTTPTransport[Any](
+        timeout=5,
+        stall_timeout=2,
+        server=Server(host="127.0.0.1"),
+        receive=Receive(reconnect_timeout=0, limits=LIMITS),
+    ) as transport:
+        state = await transport.recv_checkpoint(0, metadata, 7, into=template)
+    return type(state).__name__
+
+
+def perform(wanted: dict[str, Any], directory: str) -> str:
+    """Do what a line asks for."""
+    try:
+        if "fetch" in wanted:
+            arguments = ["fetch", wanted["fetch"], "--step", "7", "--reconnect", "0"]
+            arguments += [
+                "--overwrite",
+                "--max-size",
+                "16MiB",
+                "-o",
+                f"{directory}/fetched",
+            ]
+            said = io.StringIO()
+            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+                status = command_line(arguments)
+            return f"exit {status}: {said.getvalue()[-300:]}"
+        return asyncio.run(receive(wanted["metadata"], into=wanted["into"]))
+    except Exception as error:  # noqa: BLE001 - what it is, is the answer
+        return f"{type(error).__name__}: {error}"[:400]
+
+
+def main(directory: str) -> None:
+    """Answer line by line."""
+    os.chdir(directory)
+    guard = Guard(events=EVENTS, paths=(directory, *READ))
+    for number, line in enumerate(sys.stdin):
+        wanted = json.loads(line)
+        guard.events, guard.ports = [], allowed_ports(wanted)
+        with contextlib.nullcontext() if number < WARMING else guard:
+            came = perform(wanted, directory)
+        print(json.dumps({"came": came, "events": guard.events}), flush=True)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    roles = {"probe": probe, "receive": main}
+    roles[sys.argv[1]](sys.argv[2])

@@ -1,4 +1,13 @@
-"""Processes killed in the middle of calls, and what is found at the other end."""
+"""Processes killed in the middle of calls, and what is found at the other end.
+
+``python deaths.py send`` prints where its senders are, as JSON by the name of the call.
+It makes the calls when it reads a line, prints which of them have returned, and waits.
+A reader, or the look at a state dict, holds the others up.
+
+``python deaths.py receive`` reads metadata as JSON by the name of the row, and prints
+``receiving`` when some of every checkpoint has arrived. A state dict that is there at
+once is never assembled.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +16,9 @@ import json
 import os
 import signal
 import sys
+import time
 from asyncio.subprocess import PIPE, Process, create_subprocess_exec
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -19,10 +29,10 @@ import pytest
 
 from aiockpt import Progress, TransportError
 from aiockpt.testing import Drip, FaultProxy, assert_same
+from aiockpt.transfer.destination import Destination
 from tests.support.commandline import ENVIRONMENT
 from tests.support.forkserver import children_of
 from tests.support.proofs import CELLS
-from tests.support.rankprocesses import SUPPORT
 from tests.support.saving import is_running, wait_until
 from tests.support.servers import Peer, settle
 from tests.support.transports import (
@@ -45,8 +55,6 @@ from tests.support.transports import (
     weights,
 )
 
-__all__ = ["at_the_receivers", "at_the_senders"]
-
 SLOW = Drip(rate=MIB / 2, burst=64 << 10)
 """A connection that needs seconds for what is received here."""
 
@@ -59,10 +67,10 @@ RECEIVES = [
 
 
 @asynccontextmanager
-async def program(name: str, path: Path) -> AsyncIterator[Process]:
-    """Run a helper with ``path`` for its files; kill what is left of it at the end."""
+async def program(role: str, path: Path) -> AsyncIterator[Process]:
+    """Run this file with ``path`` for its files; kill what is left of it at the end."""
     process = await create_subprocess_exec(
-        *(sys.executable, str(SUPPORT / f"{name}.py")),
+        *(sys.executable, __file__, role),
         env={**ENVIRONMENT, "TMPDIR": str(path)},
         cwd=path,
         stdin=PIPE,
@@ -105,7 +113,7 @@ async def at_the_receivers(stack: AsyncExitStack, path: Path) -> Mapping[str, st
     gate = held_up(stack.enter_context(pytest.MonkeyPatch.context()), SHARING)
     made = transport(reconnect_timeout=0, connections=1)
     receiver = await stack.enter_async_context(made)
-    sender = await stack.enter_async_context(program("dying_sender", path))
+    sender = await stack.enter_async_context(program("send", path))
     urls = json.loads(await heard(sender))
     server = stack.enter_context(outliving(sender))
     serving, lending = urls.pop(""), urls.pop("share=True")
@@ -238,7 +246,7 @@ async def at_the_senders(stack: AsyncExitStack, path: Path) -> Mapping[str, str]
             await stack.enter_async_context(proxy)
         both = [through(proxy, sender) for proxy in proxies]
         metadata[name] = both if "metadata=[" in name else both[0]
-    receiver = await stack.enter_async_context(program("dying_receiver", path))
+    receiver = await stack.enter_async_context(program("receive", path))
     say(receiver, json.dumps(metadata))
     assert await heard(receiver) == "receiving"
     await settle(lambda: all(map(was_used, senders.values())))
@@ -263,3 +271,117 @@ def was_used(sender: Transport) -> bool:
     """Tell whether somebody waits there, or has asked for more than the manifest."""
     now = sender.statistics()
     return now.waiting > 0 or now.lent > 0 or now.requests > 1
+
+
+MIB_OFFERED = 16
+
+Call = Callable[[Transport], Coroutine[Any, Any, object]]
+
+
+def send(sender: Transport) -> Coroutine[Any, Any, object]:
+    """Send something else."""
+    return sender.send_checkpoint([], 2, weights())
+
+
+CALLS: dict[str, Call] = {
+    "": lambda it: it.start(),
+    "share=True": lambda it: it.start(),
+    "start": lambda it: it.start(),
+    "send_checkpoint": send,
+    "send_checkpoint, zero_copy=True": send,
+    "send_checkpoint, Server(process=True)": send,
+    "allow_checkpoint": lambda it: it.allow_checkpoint(2),
+    "disallow_checkpoint": lambda it: it.disallow_checkpoint(),
+    "shutdown": lambda it: it.shutdown(),
+}
+"""What each of them is in the middle of; the first two are received from."""
+
+RECEIVED_FROM = ("", "share=True")
+
+
+def made(name: str) -> Transport:
+    """Make a transport that waits for its readers, as those of live memory do."""
+    options: dict[str, Any] = {"grace": 600, "insecure": True, "timeout": 600}
+    if "process" in name:
+        options |= {"process": True, "keep_last": 60}
+    elif name not in (*RECEIVED_FROM, "start", "send_checkpoint"):
+        options["zero_copy"] = True
+    return transport(same_host=lends(name), **options)
+
+
+def stage_for_ever(sender: Transport) -> None:
+    """Let whatever is sent from now on be looked at for ever."""
+    sender._stager._describe = lambda _: time.sleep(600)  # type: ignore[assignment,method-assign,return-value]
+
+
+async def send_until_killed() -> None:
+    """Offer, wait for a word, and make the calls."""
+    senders = {name: made(name) for name in CALLS}
+    for name, sender in senders.items():
+        if name in RECEIVED_FROM:
+            await sender.send_checkpoint([], 1, weights(mib=MIB_SENT, count=COUNT))
+        elif name != "start":
+            await sender.send_checkpoint([], 1, weights(mib=MIB_OFFERED))
+    for name, sender in senders.items():
+        if name.startswith("send_checkpoint") and "zero_copy" not in name:
+            stage_for_ever(sender)
+    urls = {name: sender.address() for name, sender in senders.items()}
+    print(json.dumps(urls), flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+    calls = {
+        name: asyncio.create_task(CALLS[name](sender))
+        for name, sender in senders.items()
+    }
+    await asyncio.wait(calls.values(), timeout=0.2)
+    returned = sorted(name for name, call in calls.items() if call.done())
+    print(json.dumps(returned), flush=True)
+    await asyncio.Event().wait()
+
+
+async def begun(
+    receiver: Transport, name: str, metadata: str | list[str]
+) -> asyncio.Future[Any]:
+    """Receive as the row says; return when something has arrived."""
+    some = asyncio.Event()
+    if "steps" in name:
+        assert isinstance(metadata, str)
+        steps = receiver.steps(metadata, after=1)
+        return asyncio.ensure_future(anext(steps))
+    if "follow" in name:
+        assert isinstance(metadata, str)
+        follower = receiver.follow(
+            metadata, progress=lambda now: some.set() if now.bytes_done else None
+        )
+        following = asyncio.ensure_future(anext(follower))
+        await some.wait()
+        return following
+    call = receiver.recv_checkpoint(
+        *(0, metadata, 1),
+        **options_of(name, MIB_LARGE),
+        progress=lambda now: some.set() if now.bytes_done else None,
+    )
+    task = asyncio.create_task(call)
+    await some.wait()
+    return task
+
+
+async def never(_: Destination) -> object:
+    """Make no state dict of what has arrived."""
+    return await asyncio.Event().wait()
+
+
+async def receive_until_killed() -> None:
+    """Begin all of them."""
+    setattr(Destination, "assemble", never)  # noqa: B010 - mypy: it is a method
+    async with transport(timeout=600, stall_timeout=600, connections=1) as receiver:
+        given = json.loads(sys.stdin.readline())
+        calls = [begun(receiver, *each) for each in given.items()]
+        tasks = await asyncio.gather(*calls)
+        assert not any(task.done() for task in tasks)
+        print("receiving", flush=True)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    roles = {"send": send_until_killed, "receive": receive_until_killed}
+    asyncio.run(roles[sys.argv[1]]())

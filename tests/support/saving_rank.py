@@ -57,7 +57,7 @@ from aiockpt.checkpointers.config import (
 from aiockpt.checkpointers.writer import CheckpointWriter, WriterHook
 from aiockpt.errors import ProcessGroupError
 from aiockpt.events import TransferEvent, add_hook
-from tests.support.rankprocesses import rank_of
+from tests.support.ranks import rank_of
 from tests.support.saving import die_between_meetings
 
 TIMEOUTS = {1: 60.0, 2: 2.0}

@@ -43,7 +43,7 @@ from aiockpt import HTTPTransport, PGTransport, Progress, Server, TemplateMismat
 from aiockpt.errors import DeviceMeshError
 from aiockpt.testing import assert_same
 from tests.support.groups import store_in
-from tests.support.rankprocesses import rank_of
+from tests.support.ranks import rank_of
 
 TIMEOUT = 60
 WORLD, DIRECTORY = int(sys.argv[2]), Path(sys.argv[3])

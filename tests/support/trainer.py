@@ -26,7 +26,7 @@ import aiockpt
 from aiockpt.checkpointers import CheckpointProcessConfig
 from aiockpt.memory.copies import CopyPlan
 from tests.support.commandline import ENVIRONMENT
-from tests.support.rankprocesses import process
+from tests.support.ranks import process
 from tests.support.saving import (
     Gate,
     GatedWriter,

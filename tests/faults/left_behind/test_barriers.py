@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.commandline import ENVIRONMENT, PATIENCE
 from tests.support.proofs import Cell, each_cell
-from tests.support.rankprocesses import SUPPORT
+from tests.support.ranks import SUPPORT
 
 pytestmark = pytest.mark.timeout(180)
 

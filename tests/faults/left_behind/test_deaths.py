@@ -15,7 +15,7 @@ from aiockpt.errors import ProcessGroupError
 from tests.support.deaths import at_the_receivers, at_the_senders
 from tests.support.groups import Transport as GroupTransport
 from tests.support.proofs import Cell, each_cell
-from tests.support.rankprocesses import ranks
+from tests.support.ranks import ranks
 from tests.support.transports import weights
 
 # The kernel tells of a death, whatever the loop is.

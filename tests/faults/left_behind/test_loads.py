@@ -21,7 +21,7 @@ from aiockpt import (
 from aiockpt.checkpointers import peer
 from aiockpt.testing import CutAfter, FaultProxy, Refuse
 from tests.support.proofs import Cell, each_cell
-from tests.support.rankprocesses import process
+from tests.support.ranks import process
 from tests.support.transports import MIB, arenas, port_of, transport, weights
 
 LOOP = "uvloop" if find_spec("uvloop") else "asyncio"

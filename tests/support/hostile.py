@@ -1,14 +1,23 @@
-"""Senders that want a receiver to run something, one for each way that was tried."""
+"""Hostile peers: senders of dangerous checkpoints, and floods of answers (HTTP 1xx).
+
+A sender wants a receiver to run something: there is one for each way that was tried.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gzip
 import io
 import os
 import pickle
+import threading
+import time
 import zipfile
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from socket import create_server, socket
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from aiockpt.format.manifest import Manifest
+
 
 SEGMENT = bytes(range(250)) * 4
 STEP = 7
@@ -258,3 +268,65 @@ def _instead(answer: Callable[[], web.Response], *, of: str = "") -> Any:
         return answer() if not of or of in request.headers else None
 
     return meddle
+
+
+CONTINUE = b"HTTP/1.1 102 Processing\r\n\r\n"
+HINTS = b"HTTP/1.1 103 Early Hints\r\n" + b"Link: </a>\r\n" * 20 + b"\r\n"
+
+
+@contextmanager
+def flooding(piece: bytes, *, pause: float = 0.0, asked: bool = True) -> Iterator[int]:
+    """Send a piece again and again over every connection, from threads; give the port.
+
+    Args:
+        piece: What is sent.
+        pause: Seconds between two of them.
+        asked: Wait for the request first.
+    """
+    over = threading.Event()
+    threads: list[threading.Thread] = []
+
+    def flood(sock: socket) -> None:
+        with sock, contextlib.suppress(OSError):
+            sock.settimeout(0.2)
+            if asked:
+                sock.recv(65536)
+            while not over.is_set():
+                with contextlib.suppress(TimeoutError):
+                    sock.sendall(piece)
+                time.sleep(pause)
+
+    def accept() -> None:
+        while not over.is_set():
+            with contextlib.suppress(TimeoutError):
+                sock, _ = server.accept()
+                thread = threading.Thread(target=flood, args=(sock,))
+                threads.append(thread)
+                thread.start()
+
+    with create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.05)
+        threads.append(threading.Thread(target=accept))
+        threads[0].start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+
+
+@asynccontextmanager
+async def stalls() -> AsyncIterator[list[float]]:
+    """Measure for how long the loop stands still."""
+    found = [0.0]
+
+    async def watch() -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.005)
+            found[0] = max(found[0], time.monotonic() - before - 0.005)
+
+    task = asyncio.create_task(watch())
+    yield found
+    task.cancel()

@@ -1,6 +1,7 @@
-"""A rank in a process of its own: ``rank.py STORE RANK COUNT WHAT``, over gloo.
+"""Ranks in processes of their own: beside a rank 0 in this one, or forks of one.
 
-WHAT is how it spends its life, until it is killed: a function below.
+``python ranks.py STORE RANK COUNT LIFE`` is one of them, over gloo. It does what the
+function of that name does, most often until it is killed.
 """
 
 from __future__ import annotations
@@ -10,14 +11,85 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from asyncio.subprocess import PIPE, Process, create_subprocess_exec
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from aiockpt import Progress
 from aiockpt.errors import PeerFailedError, ProcessGroupError
 from tests.support.groups import Transport, joined, store_in, summed
 from tests.support.transports import weights
+
+SUPPORT = Path(__file__).parent
+
+
+@asynccontextmanager
+async def process(*command: str) -> AsyncIterator[Process]:
+    """Run Python until the end of the block; kill what is left of it then."""
+    started = await create_subprocess_exec(
+        *(sys.executable, *command),
+        stdout=PIPE,
+    )
+    try:
+        yield started
+    finally:
+        with suppress(ProcessLookupError):
+            started.send_signal(signal.SIGKILL)
+        await started.communicate()
+
+
+@asynccontextmanager
+async def ranks(path: Path, *lives: str) -> AsyncIterator[tuple[Any, list[Process]]]:
+    """Give rank 0's group, and the processes of the other ranks, all of them ready."""
+    store, count = str(path / "store"), len(lives) + 1
+    async with AsyncExitStack() as stack:
+        command = (__file__, store)
+        started = [
+            await stack.enter_async_context(
+                process(*command, str(rank), str(count), life)
+            )
+            for rank, life in enumerate(lives, 1)
+        ]
+        group = await joined(store_in(store, count), 0, count)
+        for each in started:
+            assert each.stdout is not None
+            assert await each.stdout.readline() == b"ready\n"
+        yield group, started
+
+
+def transport(group: Any, **options: Any) -> Transport:
+    """Return rank 0's transport."""
+    return Transport(group, **{"timeout": 30, **options})
+
+
+def rank_of(world: int) -> int:
+    """Fork into ``world`` ranks, and return in each of them which one it is.
+
+    It must come before anything starts a thread. The process that forked waits for its
+    ranks; when one fails, it kills the others and fails as well.
+    """
+    ranks: set[int] = set()
+    for rank in range(world):
+        if not (child := os.fork()):
+            return rank
+        ranks.add(child)
+    while ranks:
+        child, status = os.wait()
+        ranks.discard(child)
+        if status:
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(f"a rank of {world} ended with status {status}")
+    sys.exit()
+
+
+def kill_all(leader: int) -> None:
+    """Kill that process and its ranks, if it leads a session of its own."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
 
 MIB_SENT = 128
 LONG = 600
@@ -137,7 +209,7 @@ LIVES: dict[str, Callable[[Transport, int, int], Any]] = {
 }
 
 
-async def main(path: str, rank: int, count: int, life: str) -> None:
+async def live(path: str, rank: int, count: int, life: str) -> None:
     """Join the group, say so, and live."""
     group = await joined(store_in(path, count), rank, count)
     async with Transport(group, timeout=LONG) as transport:
@@ -146,4 +218,4 @@ async def main(path: str, rank: int, count: int, life: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
+    asyncio.run(live(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
