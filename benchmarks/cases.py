@@ -38,6 +38,7 @@ _CHUNKS = (0, 4, 8)  # settings of torchft's num_chunks
 _NICEST = 19  # of a server process
 _IDLE = 0.5  # seconds
 _UNTIL_COLD = 6.0  # seconds; a host is told of free pages every 2 s
+_REST = 0.3  # seconds in which the disk and the host come to rest
 _START = 3.0  # seconds in which a checkpoint process starts, as before a first save
 _SLOW = 100_000  # tensors take torchft half a minute
 _ALONE, _SERVED, _BOTH, _TURNS = 0.3, 0.5, 0.5, 3  # of training and serving
@@ -494,7 +495,7 @@ def _saver(setup: Setup) -> tuple[Worker, Callable[..., Candidate]]:
     saver = Worker("benchmarks.savers:Saver", setup.tree)
     setup.stack.enter_context(place)
     setup.stack.enter_context(saver)
-    saver.call("prepare", **setup.shape, place=place.name)
+    saver.call("prepare", **setup.shape, place=place.name, rest=_REST)
 
     def run(do: str, **arguments: Any) -> Sample:
         found: Sample = saver.call(do, **arguments)

@@ -28,7 +28,6 @@ from benchmarks.references import copy, in_thread, write_raw
 from benchmarks.training import Training, progress
 
 _RANK = RankInfo(0, 1)
-_PAUSE = 0.3  # seconds in which the disk and the host come to rest
 _LAYERS = 256  # tensors of the file from which one is loaded
 
 
@@ -38,13 +37,14 @@ class Saver:
     def __init__(self, training: Training) -> None:
         self._training = training
         self._place = Path()
+        self._rest = 0.0
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._state: State = {}
         self._savers: dict[str, Any] = {}
 
-    async def prepare(self, *, count: int, each: int, place: str) -> None:
-        """Build the state dict; save in ``place``."""
-        self._place = Path(place)
+    async def prepare(self, *, count: int, each: int, place: str, rest: float) -> None:
+        """Build the state dict; save in ``place``, after ``rest`` seconds each time."""
+        self._place, self._rest = Path(place), rest
         self._flat = numbered(count * each)
         self._state = cut(self._flat, count)
 
@@ -64,7 +64,7 @@ class Saver:
     def _settle(self, copies: int = 1) -> None:
         """Have the disk idle, and memory at hand for the system's cache."""
         os.sync()
-        time.sleep(_PAUSE)
+        time.sleep(self._rest)
         ready("warm", copies * self._flat.nbytes)
 
     async def copy(self, *, kind: str) -> Sample:
@@ -169,7 +169,7 @@ class Saver:
             },
         }
         if how in {"mapped", "one"}:  # they need next to no memory
-            await asyncio.sleep(_PAUSE)
+            await asyncio.sleep(self._rest)
         else:
             ready("warm", self._flat.nbytes)
         with aiockpt.make_sync_checkpointer(rank_info=_RANK) as ours:
