@@ -9,14 +9,11 @@ from pathlib import Path
 
 import pytest
 
-import aiockpt
-
 EXAMPLES = sorted(Path(__file__).parents[2].glob("examples/*.py"))
 # The processes that an example starts; it runs them.
 PARTS = sorted(Path(__file__).parents[2].glob("examples/*_parts/*.py"))
 LINES = 80
 SECONDS = 120
-TESTED = str(Path(aiockpt.__file__).parents[2])  # the example imports this one, too
 
 
 def test_there_are_examples() -> None:

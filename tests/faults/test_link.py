@@ -26,7 +26,7 @@ from tests.support.transports import MIB, Halfway, transport
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
 
-STREAMS = Path(__file__).parents[1] / "support" / "rawstreams.py"
+STREAMS = Path(__file__).parents[1] / "support" / "network.py"
 
 
 @asynccontextmanager

@@ -170,7 +170,7 @@ async def test_more_receivers_than_are_admitted_all_finish(record: Record) -> No
 @asynccontextmanager
 async def attacked(peer: Peer, count: int) -> AsyncIterator[None]:
     """Let attackers sit there: silent, slow to ask, or slow to read."""
-    command = (str(SUPPORT / "attackers.py"), str(peer.port), TOKEN, str(count))
+    command = (str(SUPPORT / "hostile.py"), str(peer.port), TOKEN, str(count))
     async with process(*command) as attackers:
         assert attackers.stdout is not None
         assert await attackers.stdout.readline() == b"ready\n"

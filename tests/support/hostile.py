@@ -1,6 +1,12 @@
-"""Hostile peers: senders of dangerous checkpoints, and floods of answers (HTTP 1xx).
+"""Hostile peers: senders of dangerous checkpoints, floods of answers, and attackers.
 
 A sender wants a receiver to run something: there is one for each way that was tried.
+A flood is of informational answers (HTTP 1xx).
+
+Attackers take up a server's connections, in a process of their own: ``python hostile.py
+PORT TOKEN COUNT`` connects as often as that, says "ready", and goes on until it is
+killed. A third of them says nothing, a third asks for step 1 and reads a byte a second,
+and a third asks a byte a second.
 """
 
 from __future__ import annotations
@@ -11,13 +17,15 @@ import gzip
 import io
 import os
 import pickle
+import random
+import socket
+import sys
 import threading
 import time
 import zipfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from socket import create_server, socket
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -286,7 +294,7 @@ def flooding(piece: bytes, *, pause: float = 0.0, asked: bool = True) -> Iterato
     over = threading.Event()
     threads: list[threading.Thread] = []
 
-    def flood(sock: socket) -> None:
+    def flood(sock: socket.socket) -> None:
         with sock, contextlib.suppress(OSError):
             sock.settimeout(0.2)
             if asked:
@@ -304,7 +312,7 @@ def flooding(piece: bytes, *, pause: float = 0.0, asked: bool = True) -> Iterato
                 threads.append(thread)
                 thread.start()
 
-    with create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.05)
         threads.append(threading.Thread(target=accept))
         threads[0].start()
@@ -330,3 +338,43 @@ async def stalls() -> AsyncIterator[list[float]]:
     task = asyncio.create_task(watch())
     yield found
     task.cancel()
+
+
+SETTLING = 2.0  # what they are owed at first fills their buffers
+
+
+async def attack(sock: socket.socket, kind: int, port: int, ask: bytes) -> None:
+    """Be one of them, for ever."""
+    loop, chance = asyncio.get_running_loop(), random.Random(29)
+    await loop.sock_connect(sock, ("127.0.0.1", port))
+    if kind == 1:
+        await loop.sock_sendall(sock, ask + b"\r\n")
+    elif kind == 2:
+        await loop.sock_sendall(sock, ask)
+    while True:
+        await asyncio.sleep(chance.uniform(0.5, 1.5))
+        if kind == 1:
+            await loop.sock_recv(sock, 1)
+        elif kind == 2:
+            await loop.sock_sendall(sock, b"X")
+
+
+async def attack_until_killed(port: int, token: str, count: int) -> None:
+    """Attack until killed."""
+    ask = b"GET /checkpoint/1/full HTTP/1.1\r\nHost: x\r\n"
+    ask += f"Authorization: Bearer {token}\r\n".encode()
+    tasks = []
+    for number in range(count):
+        sock = socket.socket()
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        tasks.append(asyncio.create_task(attack(sock, number % 3, port, ask)))
+    await asyncio.sleep(SETTLING)
+    print("ready", flush=True)
+    # One that is turned away has ended; the others go on.
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(attack_until_killed(int(sys.argv[1]), sys.argv[2], int(sys.argv[3])))

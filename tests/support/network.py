@@ -1,6 +1,10 @@
 """Networks of our own, and a line between two of them with a rate, a delay and losses.
 
 Linux only, and as root: whoever may not gets `FaultUnavailableError`, which says so.
+
+As a program, it moves bytes over plain TCP as fast as they go. ``network.py serve
+HOST`` prints its port. ``network.py fetch HOST PORT SIZE N`` prints the seconds that N
+streams of SIZE bytes took.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ import random
 import socket
 import struct
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from heapq import heappop, heappush
@@ -253,10 +259,6 @@ class Link:
         """Lose every packet from now on, without a word to either end."""
         self._cut = True
 
-    def mend(self) -> None:
-        """Carry packets again."""
-        self._cut = False
-
     def fate(self, packet: bytes) -> bytes | None:
         """Return what arrives of a packet, if anything does."""
         if self._cut or (self.loss and self._random.random() < self.loss):
@@ -359,3 +361,51 @@ def _open_device() -> int:
         reason = f"the system makes no TUN device ({error.strerror}); that needs root"
         raise FaultUnavailableError("link", reason) from error
     return device
+
+
+def serve_bytes(host: str) -> None:
+    """Send whoever connects as much as it wants."""
+    server = socket.create_server((host, 0))
+    print(server.getsockname()[1], flush=True)
+    while True:
+        sock, _ = server.accept()
+        threading.Thread(target=send_bytes, args=(sock,), daemon=True).start()
+
+
+def send_bytes(sock: socket.socket) -> None:
+    """Send until the other end has enough."""
+    data = bytes(1 << 20)
+    try:
+        while True:
+            sock.sendall(data)
+    except OSError:
+        sock.close()
+
+
+def fetch_bytes(host: str, port: str, size: str, streams: str) -> None:
+    """Take so much from so many connections at once."""
+    threads = [
+        threading.Thread(target=take_bytes, args=(host, int(port), int(size)))
+        for _ in range(int(streams))
+    ]
+    start = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(time.monotonic() - start, flush=True)
+
+
+def take_bytes(host: str, port: int, size: int) -> None:
+    """Take so much from one connection."""
+    buffer = bytearray(1 << 20)
+    with socket.create_connection((host, port)) as sock:
+        while size > 0:
+            size -= sock.recv_into(buffer, min(len(buffer), size))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve_bytes(*sys.argv[2:])
+    else:
+        fetch_bytes(*sys.argv[2:])
