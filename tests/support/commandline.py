@@ -170,8 +170,8 @@ def serving(path: Path, *options: object) -> Iterator[Serving]:
         process.communicate()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Wait until something has happened in another process."""
+def until(condition: Callable[[], object]) -> None:
+    """Wait until something has happened in another thread or process."""
     pause = threading.Event()
     for _ in range(int(PATIENCE * 100)):
         if condition():

@@ -270,7 +270,8 @@ class Watched:
                 kwargs["state_dict"]["user"]["default"]["odd"] = object()
             super().send_checkpoint(*args, **kwargs)  # type: ignore[misc]
         if self.failing.once("stuck reader"):
-            self.stuck = connect(self.metadata(), kwargs["step"])
+            self.stuck = stuck_reader(self.metadata(), kwargs["step"])
+            tell("stuck", head=self.stuck.recv(12).decode())
 
     def recv_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Receive."""
@@ -285,7 +286,7 @@ class Watched:
             super().disallow_checkpoint()  # type: ignore[misc]
 
 
-def connect(metadata: str, step: int) -> socket.socket:
+def stuck_reader(metadata: str, step: int) -> socket.socket:
     """Ask for a checkpoint, and never read the answer."""
     told = urlsplit(metadata)
     stuck = socket.socket()
@@ -297,7 +298,6 @@ def connect(metadata: str, step: int) -> socket.socket:
         f"Authorization: Bearer {told.fragment}",
     )
     stuck.sendall("".join(f"{line}\r\n" for line in (*lines, "")).encode())
-    tell("stuck", head=stuck.recv(12).decode())
     return stuck
 
 

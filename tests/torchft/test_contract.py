@@ -41,7 +41,9 @@ from aiockpt.testing import FaultProxy, Refuse, StallAfter, assert_same
 from aiockpt.testing.faults import Fault
 from aiockpt.torchft import HTTPTransport, PGTransport, adapt
 from aiockpt.torchft.http import HTTPOptions
+from tests.support.commandline import until
 from tests.support.proofs import proves
+from tests.support.torchft_job import stuck_reader
 
 Transport = HTTPTransport[Any]
 Pair = tuple[Transport, Transport]
@@ -82,14 +84,6 @@ def waiting(source: Transport) -> int:
     """Count the requests that wait for a step."""
     served = source.statistics()
     return served.waiting
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait for what another thread does."""
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 class TestPoint1Subclass:
@@ -332,7 +326,7 @@ class TestPoint8Disallow:
         """It has the grace, and is evicted then, while training goes on."""
         source = make(grace=2.0)
         send(source, 1, state(1.0, 16 << 20))
-        with stuck_reader(source, 1):
+        with stuck_reader(source.metadata(), 1):
             until(lambda: source.statistics().readers)
             started = time.monotonic()
             source.disallow_checkpoint()
@@ -344,7 +338,7 @@ class TestPoint8Disallow:
         """With ``zero_copy`` it waits for the grace, and no longer."""
         source = make(grace=0.3, zero_copy=True)
         send(source, 1, state(1.0, 16 << 20))
-        with stuck_reader(source, 1):
+        with stuck_reader(source.metadata(), 1):
             until(lambda: source.statistics().readers)
             source.disallow_checkpoint()
             assert not source.statistics().readers
@@ -617,7 +611,7 @@ class TestPoint14Receivers:
         """The others get everything, and the next send begins at once."""
         source, heir = make(grace=0.5), make()
         send(source, 1, state(1.0, 16 << 20), ranks=2)
-        with stuck_reader(source, 1):
+        with stuck_reader(source.metadata(), 1):
             assert_same(receive(heir, source.metadata(), 1), state(1.0, 16 << 20))
             started = time.monotonic()
             source.disallow_checkpoint()
@@ -634,7 +628,7 @@ class TestPoint15Shutdown:
         """It returns at once, and nobody is served any more."""
         source = make()
         send(source, 1, state(1.0, 16 << 20))
-        with stuck_reader(source, 1):
+        with stuck_reader(source.metadata(), 1):
             until(lambda: source.statistics().readers)
             started = time.monotonic()
             source.shutdown(wait=False)
@@ -804,22 +798,6 @@ def broken(source: Transport, faults: list[Fault], otherwise: Fault) -> Iterator
         yield told._replace(netloc=f"127.0.0.1:{proxy.port}").geturl()
     finally:
         portal.close(proxy.aclose, wait=5)
-
-
-@contextmanager
-def stuck_reader(source: Transport, step: int) -> Iterator[socket.socket]:
-    """Ask for a whole checkpoint and read nothing."""
-    told = urlsplit(source.metadata())
-    with socket.socket() as stuck:
-        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        stuck.connect((told.hostname, told.port))
-        lines = (
-            f"GET {told.path}{step}/full HTTP/1.1",
-            f"Host: {told.netloc}",
-            f"Authorization: Bearer {told.fragment}",
-        )
-        stuck.sendall("".join(f"{line}\r\n" for line in (*lines, "")).encode())
-        yield stuck
 
 
 def reachable(source: Transport) -> bool:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -18,7 +15,9 @@ from aiockpt import StepNotFoundError
 from aiockpt.errors import PeerFailedError, TransferTimeoutError
 from aiockpt.testing import assert_same
 from aiockpt.torchft import HTTPTransport
+from tests.support.commandline import until
 from tests.support.proofs import Cell, each_cell
+from tests.support.torchft_job import stuck_reader
 from tests.support.transports import arenas
 
 Transport = HTTPTransport[Any]
@@ -30,14 +29,6 @@ PATIENCE = 20.0
 def state(fill: float = 1.0, mib: int = 1) -> dict[str, Any]:
     """Return what is sent."""
     return {"weight": torch.full((mib << 18,), fill)}
-
-
-def until(condition: Callable[[], Any]) -> None:
-    """Wait for what another thread brings about."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @contextmanager
@@ -64,19 +55,6 @@ def interrupting(
         except KeyboardInterrupt:
             return
     pytest.fail("it was not interrupted")
-
-
-@contextmanager
-def stuck_reader(source: Transport) -> Iterator[socket.socket]:
-    """Ask for step 1, and read nothing of it."""
-    told = urlsplit(source.metadata())
-    with socket.socket() as stuck:
-        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        stuck.connect((told.hostname, told.port))
-        head = f"GET {told.path}1/full HTTP/1.1\r\nHost: {told.netloc}\r\n"
-        stuck.sendall(f"{head}Authorization: Bearer {told.fragment}\r\n\r\n".encode())
-        until(lambda: source.statistics().readers)
-        yield stuck
 
 
 @each_cell(
@@ -152,7 +130,8 @@ def test_a_withdrawal_that_is_interrupted(
     """The reader of live memory has its grace, whoever waits for it."""
     source = make(grace=1.0, zero_copy=True)
     source.send_checkpoint([1], 1, state(mib=16), 10)
-    with stuck_reader(source):
+    with stuck_reader(source.metadata(), 1):
+        until(lambda: source.statistics().readers)
         withdrawn: list[int] = []
 
         def ready() -> bool:
@@ -174,7 +153,8 @@ def test_an_end_that_is_interrupted(
     """It comes by itself, and the reader is evicted."""
     source = make(grace=0.3)
     source.send_checkpoint([1], 1, state(mib=16), 10)
-    with stuck_reader(source) as stuck:
+    with stuck_reader(source.metadata(), 1) as stuck:
+        until(lambda: source.statistics().readers)
         with interrupting(monkeypatch, lambda: True):
             source.shutdown()
         until(lambda: not source._facade._thread.is_alive())
