@@ -17,9 +17,14 @@ import os
 import signal
 import sys
 import time
-from asyncio.subprocess import PIPE, Process, create_subprocess_exec
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    contextmanager,
+    suppress,
+)
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +38,7 @@ from aiockpt.transfer.destination import Destination
 from tests.support.commandline import ENVIRONMENT
 from tests.support.forkserver import children_of
 from tests.support.proofs import CELLS
+from tests.support.ranks import process
 from tests.support.saving import is_running, wait_until
 from tests.support.servers import Peer, settle
 from tests.support.transports import (
@@ -66,22 +72,10 @@ RECEIVES = [
 """The rows of all kinds of receives."""
 
 
-@asynccontextmanager
-async def program(role: str, path: Path) -> AsyncIterator[Process]:
+def program(role: str, path: Path) -> AbstractAsyncContextManager[Process]:
     """Run this file with ``path`` for its files; kill what is left of it at the end."""
-    process = await create_subprocess_exec(
-        *(sys.executable, __file__, role),
-        env={**ENVIRONMENT, "TMPDIR": str(path)},
-        cwd=path,
-        stdin=PIPE,
-        stdout=PIPE,
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
+    environment = {**ENVIRONMENT, "TMPDIR": str(path)}
+    return process(__file__, role, env=environment, cwd=path, stdin=PIPE)
 
 
 async def heard(process: Process) -> str:

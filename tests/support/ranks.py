@@ -26,11 +26,10 @@ SUPPORT = Path(__file__).parent
 
 
 @asynccontextmanager
-async def process(*command: str) -> AsyncIterator[Process]:
+async def process(*command: str, **options: Any) -> AsyncIterator[Process]:
     """Run Python until the end of the block; kill what is left of it then."""
     started = await create_subprocess_exec(
-        *(sys.executable, *command),
-        stdout=PIPE,
+        *(sys.executable, *command), stdout=PIPE, **options
     )
     try:
         yield started

@@ -11,45 +11,31 @@ import asyncio
 import os
 import signal
 import sys
-from asyncio.subprocess import PIPE, Process, create_subprocess_exec
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from aiockpt import AiockptError, Progress
 from aiockpt.testing import assert_same
+from tests.support.ranks import process
 from tests.support.transports import transport, weights
 
-__all__ = ["CODE", "MIB_SERVED", "TOKEN", "killed", "serving_process"]
+__all__ = ["CODE", "MIB_SERVED", "TOKEN", "serving_process"]
 
 CODE = 7
 MIB_SERVED = 64
 TOKEN = "secret"
-SUPPORT = Path(__file__).parent
 
 
 @asynccontextmanager
 async def serving_process(port: int = 0) -> AsyncIterator[tuple[Process, str]]:
     """Start a sender; yield it and its address when it serves."""
-    process = await create_subprocess_exec(
-        *(sys.executable, __file__, "serve", str(port), TOKEN),
-        stdout=PIPE,
-    )
-    try:
-        assert process.stdout is not None
-        address = (await process.stdout.readline()).decode().strip()
+    async with process(__file__, "serve", str(port), TOKEN) as started:
+        assert started.stdout is not None
+        address = (await started.stdout.readline()).decode().strip()
         assert address, "the sender did not start"
-        yield process, address
-    finally:
-        await killed(process)
-
-
-async def killed(process: Process) -> None:
-    """Kill a process as the kernel does when memory is short."""
-    if process.returncode is None:
-        process.kill()
-    await process.communicate()
+        yield started, address
 
 
 # What the processes do.

@@ -38,6 +38,7 @@ import aiockpt
 import aiockpt.torchft
 from aiockpt.runtime.sync_facade import SyncFacade
 from aiockpt.testing import FaultProxy, faults
+from tests.support.saving import free_port
 
 SECONDS = 120
 
@@ -186,13 +187,6 @@ class Job:
 def killed(life: Life) -> bool:
     """Wait for the end of a rank that kills itself; tell whether it did."""
     return life.wait() == -signal.SIGKILL
-
-
-def free_port() -> int:
-    """Return a port that nobody has just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 State = dict[str, Any]
