@@ -348,7 +348,7 @@ class TestPolicy:
     async def test_ranks_have_no_choice(self, policy) -> None:
         """Some ranks would save a step that others do not, and wait for them."""
         config = CheckpointerConfig(busy_policy=policy)
-        with pytest.raises(ValueError, match="several ranks need 'wait'"):
+        with pytest.raises(ValueError, match="use 'wait' with several ranks"):
             make_async_checkpointer(config, RankInfo(0, 2))
 
 

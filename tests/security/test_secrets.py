@@ -233,7 +233,7 @@ class TestGrants:
             assert_same(await receiver.recv_checkpoint(0, any_step, 2), weights(2.0))
             later = time.time() + 131
             monkeypatch.setattr("aiockpt.http.handlers.time.time", lambda: later)
-            with pytest.raises(AuthenticationError, match=r"HTTP 401.* ended"):
+            with pytest.raises(AuthenticationError, match=r"HTTP 401.* expired"):
                 await receiver.recv_checkpoint(0, any_step, 2)
             assert_same(await receive(sender, receiver, 2), weights(2.0))
 

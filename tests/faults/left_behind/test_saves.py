@@ -119,7 +119,7 @@ async def test_a_keeper_that_hangs(cell: Cell, tmp_path: Path) -> None:
     """It is given up at the deadline, and still keeps what it has afterwards."""
     async with kept(tmp_path) as found:
         await stopped(found)
-        with pytest.raises(WorkerError, match="said nothing"):
+        with pytest.raises(WorkerError, match="did not answer"):
             await taken(found, 0.3)
         os.kill(found.keeper, signal.SIGCONT)
         assert_same((await taken(found)).state_dict, found.state)
