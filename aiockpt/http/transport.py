@@ -455,8 +455,9 @@ class HTTPTransport(CheckpointTransport[T]):
         The call waits for a step that is not published yet, resumes after broken
         connections, and returns only bytes whose digests match the manifest. The
         sender keeps the snapshot until the receive ends, even if it publishes newer
-        ones meanwhile: see its ``keep_superseded``. If cancelled, nothing of what was
-        received is kept, and the template is unchanged (but see ``direct``).
+        ones meanwhile: see its ``keep_superseded``. If cancelled, a template is
+        unchanged or filled completely (but see ``direct``), and nothing else of what
+        was received is kept.
 
         Args:
             src_rank: Has no meaning over HTTP.
