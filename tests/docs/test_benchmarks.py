@@ -340,8 +340,9 @@ def test_a_tiny_run_fills_all_rows(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Processes, lines and directories are made, used, and gone."""
-    for name in ("IDLE", "UNTIL_COLD", "REST", "START", "ALONE", "SERVED", "BOTH"):
+    for name in ("IDLE", "UNTIL_COLD", "REST", "START", "SERVED", "BOTH"):
         monkeypatch.setattr(cases, f"_{name}", 0.02)
+    monkeypatch.setattr(cases, "_ALONE", 0.2)  # the trainer must make a step meanwhile
     monkeypatch.setattr(cases, "_EVERY", 0.1)
     for name, value in (("_STAR", (1, 2)), ("_TURNS", 1), ("_PUBLISHED", 1)):
         monkeypatch.setattr(cases, name, value)
