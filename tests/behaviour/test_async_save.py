@@ -34,18 +34,12 @@ from aiockpt.errors import (
 )
 from aiockpt.testing import StallAfter, assert_same
 from tests.support.proofs import proves
-from tests.support.saving import (
-    Diary,
-    GatedWriter,
-    OwnFormat,
-    Troubled,
-    loaded,
-    wait_until,
-)
+from tests.support.saving import Diary, GatedWriter, OwnFormat, Troubled, loaded
 from tests.support.saving import tied_state as state
 from tests.support.servers import settle
 from tests.support.states import Copies
 from tests.support.transports import proxied, through, transport
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.asyncio
 

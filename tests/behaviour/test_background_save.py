@@ -28,8 +28,9 @@ from aiockpt.errors import (
 from aiockpt.testing import assert_same
 from tests.support.commandline import ENVIRONMENT
 from tests.support.proofs import proves
-from tests.support.saving import PATIENCE, GatedWriter, loaded, wait_until
+from tests.support.saving import GatedWriter, loaded
 from tests.support.saving import tied_state as state
+from tests.support.waiting import PATIENCE, wait_until
 
 PROCESS = CheckpointerConfig()
 THREAD = CheckpointerConfig(use_process=False)

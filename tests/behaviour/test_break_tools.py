@@ -22,7 +22,7 @@ from aiockpt.testing import (
     monotonic_ahead,
     wall_clock_jumped,
 )
-from tests.support.saving import eventually, is_running, state_of
+from tests.support.waiting import eventually, is_running, state_of
 
 pytestmark = pytest.mark.torch_free
 

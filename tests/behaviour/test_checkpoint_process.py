@@ -36,23 +36,25 @@ from aiockpt.testing import assert_same
 from tests.support.commandline import ENVIRONMENT
 from tests.support.proofs import proves
 from tests.support.saving import (
-    FROM_A_TERMINAL,
-    PATIENCE,
     Forsaken,
     GatedWriter,
     OwnFormat,
     Troubled,
-    eventually,
     has_begun,
-    has_torch,
-    ignored,
-    is_running,
     loaded,
     note_threads,
     pass_gate,
     refuse,
 )
 from tests.support.saving import tied_state as state
+from tests.support.waiting import (
+    FROM_A_TERMINAL,
+    PATIENCE,
+    eventually,
+    has_torch,
+    ignored,
+    is_running,
+)
 
 ALONE = RankInfo(0, 1)
 

@@ -40,8 +40,8 @@ from tests.support.saving import (
     load,
     names,
     save_by_both,
-    wait_until,
 )
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(150)
 

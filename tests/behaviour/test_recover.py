@@ -14,8 +14,9 @@ from aiockpt.errors import CheckpointNotFoundError, StorageError
 from aiockpt.testing import assert_same
 from tests.support.commandline import ENVIRONMENT
 from tests.support.proofs import proves
-from tests.support.saving import PATIENCE, is_running, loaded
+from tests.support.saving import loaded
 from tests.support.trainer import state, trainer
+from tests.support.waiting import PATIENCE, is_running
 
 pytestmark = pytest.mark.asyncio
 

@@ -35,10 +35,10 @@ from aiockpt.http import setup
 from aiockpt.memory.arena import CAN_LEND
 from aiockpt.testing import assert_same, interruptions
 from tests.support.proofs import proves
-from tests.support.saving import FROM_A_TERMINAL, ignored
 from tests.support.servers import settle
 from tests.support.shortages import exhausted_fds
 from tests.support.transports import in_the_middle, receive, transport, weights
+from tests.support.waiting import FROM_A_TERMINAL, ignored
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_blocking")]
 

@@ -27,9 +27,10 @@ from tests.support.matrix import Record
 from tests.support.proofs import proves
 from tests.support.ranks import MIB_SENT, ranks
 from tests.support.ranks import transport as rank_transport
-from tests.support.saving import Gate, eventually, is_running, names, wait_until
+from tests.support.saving import Gate, names
 from tests.support.senders import CODE
 from tests.support.transports import in_the_middle, pair, receive, weights
+from tests.support.waiting import eventually, is_running, wait_until
 
 # What happens to processes is the same on both loops; each takes seconds.
 LOOP = "uvloop" if find_spec("uvloop") else "asyncio"

@@ -21,8 +21,8 @@ from aiockpt.testing import assert_same
 from tests.support.forkserver import ADOPTED, children_of
 from tests.support.matrix import Record
 from tests.support.proofs import proves
-from tests.support.saving import eventually
 from tests.support.transports import MIB, Transport, receive, transport, weights
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
 

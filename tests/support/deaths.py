@@ -39,7 +39,6 @@ from tests.support.commandline import ENVIRONMENT
 from tests.support.forkserver import children_of
 from tests.support.proofs import CELLS
 from tests.support.ranks import process
-from tests.support.saving import is_running, wait_until
 from tests.support.servers import Peer, settle
 from tests.support.transports import (
     COUNT,
@@ -60,6 +59,7 @@ from tests.support.transports import (
     transport,
     weights,
 )
+from tests.support.waiting import is_running, wait_until
 
 SLOW = Drip(rate=MIB / 2, burst=64 << 10)
 """A connection that needs seconds for what is received here."""

@@ -27,14 +27,8 @@ from aiockpt.checkpointers import CheckpointProcessConfig
 from aiockpt.memory.copies import CopyPlan
 from tests.support.commandline import ENVIRONMENT
 from tests.support.ranks import process
-from tests.support.saving import (
-    Gate,
-    GatedWriter,
-    eventually,
-    is_running,
-    note_pid,
-    wait_until,
-)
+from tests.support.saving import Gate, GatedWriter, note_pid
+from tests.support.waiting import eventually, is_running, wait_until
 
 __all__ = ["Kept", "Trainer", "kept", "state", "trainer"]
 

@@ -17,9 +17,10 @@ from aiockpt.errors import ClosedError, LocalProtocolError
 from aiockpt.testing import assert_same
 from tests.support.groups import gloo_groups, moved
 from tests.support.proofs import Cell, each_cell
-from tests.support.saving import eventually, is_running, loaded, reaped
+from tests.support.saving import loaded
 from tests.support.servers import Peer
 from tests.support.transports import MIB, port_of, transport, weights
+from tests.support.waiting import eventually, is_running, reaped
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -13,8 +13,8 @@ from aiockpt.cli import main
 from aiockpt.testing import FaultProxy, StallAfter
 from tests.support.commandline import ENVIRONMENT, aiockpt_command, beside
 from tests.support.proofs import Cell, each_cell
-from tests.support.saving import wait_until
 from tests.support.transports import MIB, port_of, transport, weights
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

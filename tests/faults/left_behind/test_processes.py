@@ -21,15 +21,13 @@ from tests.support.saving import (
     Forsaken,
     Gate,
     GatedWriter,
-    eventually,
     has_begun,
-    is_running,
     loaded,
     pass_gate,
-    reaped,
 )
 from tests.support.trainer import trainer
 from tests.support.transports import weights
+from tests.support.waiting import eventually, is_running, reaped
 
 LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
 

@@ -26,9 +26,10 @@ from aiockpt.checkpointers import (
 from aiockpt.errors import CheckpointNotFoundError, WorkerError
 from aiockpt.testing import assert_same, interrupted
 from tests.support.proofs import Cell, each_cell
-from tests.support.saving import eventually, loaded, state_of
+from tests.support.saving import loaded
 from tests.support.trainer import Kept, kept
 from tests.support.transports import arenas, weights
+from tests.support.waiting import eventually, state_of
 
 LOOP = "uvloop" if find_spec("uvloop") else "asyncio"
 

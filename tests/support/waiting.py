@@ -1,0 +1,68 @@
+"""Waiting for other processes, and looking at them; torch is not needed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+PATIENCE = 60.0
+"""Seconds that a slow machine may take to start a process."""
+
+
+FROM_A_TERMINAL = {signal.SIGINT, signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU}
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> None:
+    """Poll for what another process does; block."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen"
+        time.sleep(0.01)
+
+
+async def eventually(condition: Callable[[], Any], what: str) -> None:
+    """Poll for what happens elsewhere; the loop runs."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen"
+        await asyncio.sleep(0.01)
+
+
+def state_of(pid: int) -> str:
+    """Return the letter that stands for a process's state; nothing if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def is_running(pid: int) -> bool:
+    """Tell whether a process is there, and is no zombie."""
+    return state_of(pid) not in ("", "Z")
+
+
+def ignored(pid: int) -> set[signal.Signals]:
+    """Return the signals that a process ignores."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    found = re.search(r"^SigIgn:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    assert found
+    mask = int(found[1], 16)
+    return {each for each in signal.Signals if mask >> (each - 1) & 1}
+
+
+def has_torch(pid: int) -> bool:
+    """Tell whether a process has loaded torch."""
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def reaped(pid: int) -> None:
+    """Reap a child that was abandoned: who does that dies, as a rule."""
+    with suppress(ChildProcessError):
+        os.waitpid(pid, 0)
