@@ -280,8 +280,11 @@ class _Control:
 
     @property
     def trainer_is_gone(self) -> bool:
-        """Whether nobody is left to whom a failure could be told."""
-        return self._trainer_died
+        """Whether nobody is left to whom a failure could be told.
+
+        The system knows at once that the parent has died; the loop may be late.
+        """
+        return self._trainer_died or os.getppid() != self._pid
 
     def run(self) -> None:
         """Serve until :meth:`finish`. This is the control thread."""
